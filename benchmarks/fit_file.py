@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from benchmarks import ROOT
-from busrl.config import Topology
 from busrl.data.prompts import plain_text, training_stream
 from busrl.paths import RunPaths
+from busrl.topology import Topology
 
 FILE = ROOT / "configs" / "quickstart.fit.jsonl"
 PER_STEP, STRIDE = 8, 5

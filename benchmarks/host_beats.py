@@ -26,11 +26,11 @@ from benchmarks import ROOT
 from benchmarks.common.report import commit, machine
 from busrl import keys
 from busrl.bus import Endpoint, tcp_pair
-from busrl.config import load
-from busrl.gateway import HOST
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import HOST
+from busrl.hosts.satellite import ANSWERS, CLAIM_S, NAME_AFTER, PRESENT_S
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
-from busrl.protocol import gateway as g
-from busrl.roles.satellite import ANSWERS, CLAIM_S, NAME_AFTER, PRESENT_S
+from busrl.preflight.load import load
 
 LIMIT_S, MEMORY_S = 240.0, 2.0
 SILENT_S, NAMES_S = 8.0, 15.0  # the first below a lease

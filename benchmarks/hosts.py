@@ -130,8 +130,8 @@ def rate(megabytes: int, rounds: int, port: int) -> list[dict[str, Any]]:
     import torch
 
     from busrl.bus.broker import CurveListener
-    from busrl.bus.link import Answering, Asking
-    from busrl.weights.relay import SegmentCopy, Snapshot
+    from busrl.hosts.link import Answering, Asking
+    from busrl.hosts.versions import SegmentCopy, Snapshot
     from busrl.weights.shm import ShmSender
 
     found = []
@@ -169,7 +169,7 @@ def _timed(do: Callable[[], None]) -> tuple[float, float]:
 
 
 def _serve(home: Any, source: Any, stop: threading.Event) -> None:
-    from busrl.protocol import hosts as h
+    from busrl.hosts import link_messages as h
 
     while not stop.is_set():
         for asked in home.waiting(0.05):
@@ -179,10 +179,10 @@ def _serve(home: Any, source: Any, stop: threading.Event) -> None:
 
 
 def _fetch(away: Any, taken: Any, copy: Any) -> None:
-    from busrl.bus.link import wait
-    from busrl.protocol import hosts as h
-    from busrl.roles.relay import Fetch
-    from busrl.weights.relay import Pieces, Sources
+    from busrl.hosts import link_messages as h
+    from busrl.hosts.link import wait
+    from busrl.hosts.relay import Fetch
+    from busrl.hosts.versions import Pieces, Sources
 
     class Links:
         def to(self, peer: object) -> Any:

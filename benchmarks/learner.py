@@ -17,8 +17,6 @@ optimiser steps at the quickstart's lengths, `--samples` answers of some 11 toke
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
 import statistics
@@ -171,11 +169,11 @@ def steps_once(count: int, samples_of_step: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     import busrl
+    from busrl.system import device
     from busrl.training import trainer as training
     from busrl.training.batch import Sample
 
-    device = "busrl.device" if importlib.util.find_spec("busrl.device") else "busrl.training.memory"  # in older trees
-    importlib.import_module(device).keep_freed_memory()
+    device.keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     words = 16
@@ -326,7 +324,7 @@ def saved(names: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
 def peak_once(place: int) -> dict[str, Any]:
     """A short first step, after which the optimiser is whole, and then one of two micro-batches, a short one, after
     which the gradient is, and a full one; bytes."""
-    from busrl.config import memory
+    from busrl.preflight import memory
 
     name, layers, words, tokens, length, checkpointing, dtype, rank = PEAKS[place]
     config = described(name, layers, words)
@@ -334,7 +332,7 @@ def peak_once(place: int) -> dict[str, Any]:
         tokens=tokens, dtype=dtype, checkpointing=checkpointing == "full", lora_rank=rank))
     import torch
 
-    from busrl import device
+    from busrl.system import device
     from busrl.training.model import Adapter, LoraSettings
     from busrl.training.trainer import Trainer, TrainerSettings
 
@@ -399,13 +397,13 @@ def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> di
     `peak` is that of the resident memory until then, `said` the sum of `busrl check`."""
     import torch
 
-    from busrl.config import memory
+    from busrl.preflight import memory
+    from busrl.ranks.builder import TeamSettings, facts
+    from busrl.ranks.follower import Follower
+    from busrl.ranks.leader import Team
+    from busrl.ranks.mesh import Layout
+    from busrl.ranks.wire import Gather
     from busrl.training import sharded
-    from busrl.training.ranks.builder import TeamSettings, facts
-    from busrl.training.ranks.follower import Follower
-    from busrl.training.ranks.leader import Team
-    from busrl.training.ranks.mesh import Layout
-    from busrl.training.ranks.wire import Gather
     from busrl.training.trainer import TrainerSettings
     from busrl.weights.shm import ShmSender
 

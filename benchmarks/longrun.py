@@ -31,10 +31,10 @@ import numpy as np
 from benchmarks import ROOT
 from benchmarks.common import report
 from benchmarks.common.runs import BenchRun
-from busrl.config.rules import MOST_SAMPLES
 from busrl.data import JsonlStream
 from busrl.ledger.trained import TrainedSet
 from busrl.paths import RunPaths
+from busrl.preflight.rules import MOST_SAMPLES
 
 YOUNG, MORE, GROUPS = 20, 10, 8
 SETTINGS = [

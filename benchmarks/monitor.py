@@ -90,9 +90,9 @@ SCREEN = """
 import json, sys, time
 from rich.console import Console
 from busrl.cli import main
-from busrl.monitor import screen
-from busrl.monitor.sources import Watcher
-from busrl.monitor.web import server
+from busrl.observe.monitor import screen
+from busrl.observe.monitor.sources import Watcher
+from busrl.observe.monitor.web import server
 web = sys.argv[3:] == ["--web"]
 place = server if web else screen
 place.DRAW_S, place.DRAW_SHARE, place.WAKE_S, place.give_way = 0.1, 1.0, 0.02, lambda nice: None

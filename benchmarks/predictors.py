@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks import RESULTS
 from busrl.data import trace as tracemaker
 from busrl.data.trace import Shape, Spread, TracedPrompt, make_trace
-from busrl.scheduling.lengths import Candidate, Predictor, kendall_tau, make_predictor
+from busrl.predict.lengths import Candidate, Predictor, kendall_tau, make_predictor
 
 PHASES = (0, 100, 500, 2000, 5000)
 TESTED, IN_FLIGHT, GROUP = 600, 50, 8
@@ -195,7 +195,7 @@ def rivals(tasks: Sequence[TracedPrompt]) -> dict[str, dict[str, float]]:
     from scipy.sparse import csr_matrix, hstack
     from sklearn.linear_model import SGDClassifier, SGDRegressor
 
-    from busrl.scheduling.lengths.learned import BITS, features
+    from busrl.predict.lengths.learned import BITS, features
 
     f = features([candidate(i, task) for i, task in enumerate(tasks)], BITS)
     x = hstack([csr_matrix((f.value, (f.row, f.column)), shape=(f.rows, 1 << BITS)), csr_matrix(f.counts)]).tocsr()

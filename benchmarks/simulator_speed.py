@@ -19,8 +19,8 @@ import time
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
-from busrl.config import load
 from busrl.data.trace import Shape, make_trace
+from busrl.preflight.load import load
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
 from busrl.simulate.figures import Figures

@@ -20,7 +20,7 @@ MAKE = """
 import gc, os, sys, time
 if sys.argv[1] == "with":
     gc.freeze = gc.disable = lambda: None
-from busrl.imports import uncollected
+from busrl.system.imports import uncollected
 with uncollected():
     import busrl.roles.learner
 gc.freeze()

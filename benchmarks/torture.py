@@ -38,11 +38,12 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.common.report import commit, machine
-from busrl import files, keys
+from busrl import keys
 from busrl.errors import RingError, UserError
 from busrl.ledger.audit import audit
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Process, Ring
+from busrl.system import files
 
 NAMES = ("h0", "h1")
 LEASE_S, ORPHAN_S = 10.0, 75.0

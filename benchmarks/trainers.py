@@ -107,8 +107,8 @@ def learner(model: str, work_file: str) -> None:
     """What the learner does with complete groups, in this process."""
     import torch
 
-    from busrl import device
     from busrl.algorithms.advantages import group_std
+    from busrl.system import device
     from busrl.training.model import load
     from busrl.training.trainer import Trainer, TrainerSettings
 

@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.common import report
-from busrl.config.schema import Vllm
 from busrl.engines.base import Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start
+from busrl.topology.schema import Vllm
 from busrl.weights import factory
 from busrl.weights.factory import TransportSettings
 

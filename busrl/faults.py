@@ -32,7 +32,7 @@ from busrl.protocol.codec import BY_NAME
 from busrl.states import CALLER_ROLES, CRASH_POINTS, ROLES
 
 if TYPE_CHECKING:
-    from busrl.config.schema import BusFault, CrashFault, Faults
+    from busrl.topology.schema import BusFault, CrashFault, Faults
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
 # Not those of another host: there are no faults on purpose there.

@@ -19,9 +19,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from busrl import files
 from busrl.errors import BadKeys
-from busrl.private import exposed, private_directory
+from busrl.system import files
+from busrl.system.private import exposed, private_directory
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, 32 bytes

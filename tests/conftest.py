@@ -34,7 +34,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.imports import uncollected
+from busrl.system.imports import uncollected
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

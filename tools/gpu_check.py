@@ -154,7 +154,7 @@ def select(known: list[Check], only: str) -> list[Check]:
 def accelerator() -> str:
     """"cuda" or "npu"; empty, with the reasons on standard error, if there is none."""
     try:
-        from busrl import device
+        from busrl.system import device
     except ImportError as problem:
         print(f"gpu_check: {problem}", file=sys.stderr)
         return ""

@@ -72,7 +72,7 @@ HEAD_TESTS = (
 EPISODES = ("tests/roles/test_episode_steps.py",)
 BY_HAND = ("tests/roles/test_step_by_hand.py",)
 REFERRED = ("tests/roles/test_training_step.py::test_a_reference_reads_whole_answers_at_the_temperature_of_their_draw",)
-TERMS, BUILDER = "busrl/algorithms/terms.py", "busrl/training/ranks/builder.py"
+TERMS, BUILDER = "busrl/algorithms/terms.py", "busrl/ranks/builder.py"
 AT_ONE = "__import__('dataclasses').replace(flat, temperature=None)"  # of what is scored
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/roles/learner/step.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
@@ -254,7 +254,7 @@ MUTANTS = (
            "    model.train()\n", "", ("tests/training/test_activations.py",)),
     Mutant("what is not to be trained is trained", "busrl/training/model.py",
            "            parameter.requires_grad_(False)\n", "            pass\n", ("tests/training/test_train_layers.py",)),
-    Mutant("ranks train what is not to be trained", "busrl/training/ranks/builder.py",
+    Mutant("ranks train what is not to be trained", "busrl/ranks/builder.py",
            "            train_only(model, settings.train_layers)\n", "            pass\n", ("tests/training/test_ranks.py",)),
     Mutant("a checkpoint of other layers is continued", OPTIMIZERS,
            "    if selection.chosen(before, names)[0] != selection.chosen(text, names)[0]:", "    if False:",
@@ -262,7 +262,7 @@ MUTANTS = (
     Mutant("a range of layers ends before its last", "busrl/algorithms/selection.py",
            "self.first <= int(found[1]) <= self.last", "self.first <= int(found[1]) < self.last",
            ("tests/training/test_train_layers.py",)),
-    Mutant("a sum of memory without the states of the optimiser", "busrl/config/memory.py",
+    Mutant("a sum of memory without the states of the optimiser", "busrl/preflight/memory.py",
            "int(states * trained.parameters * part)", "0", ("tests/config/test_learner_memory.py",)),
     Mutant("dropout of the model while layers are computed again", "busrl/training/forward.py",
            "    silence_chance(model)\n", "", ("tests/training/test_activations.py",)),
@@ -292,12 +292,12 @@ MUTANTS = (
            "for group in self.optimizer.param_groups[:1]:\n                    group[\"lr\"] = lr", PPO),
     Mutant("the gradient is not clipped", TRAINER, "    if norm > limit:", "    if False:", PPO),
     Mutant("the gradient is always scaled to the limit", TRAINER, "    if norm > limit:", "    if True:", THREE),
-    Mutant("a gradient is the mean of the ranks", "busrl/training/ranks/mesh.py",
+    Mutant("a gradient is the mean of the ranks", "busrl/ranks/mesh.py",
            "module.set_gradient_divide_factor(1.0)", "pass", ("tests/training/test_ranks.py",)),
     Mutant("a rank divides by its own tokens", TRAINER,
            "(tokens,) = sharded.added([self._tokens / self.copies], self.parameters)", "tokens = self._tokens",
            ("tests/training/test_ranks.py",)),
-    Mutant("the sum of ranks is not forced", "busrl/training/ranks/mesh.py",
+    Mutant("the sum of ranks is not forced", "busrl/ranks/mesh.py",
            "module.set_force_sum_reduction_for_comms(True)", "pass", RANKS),
     Mutant("a rank adds the mean of its micro-batch", TRAINER,
            "total = trained.sum()", "total = trained.mean()",
@@ -321,17 +321,17 @@ MUTANTS = (
     Mutant("the optimiser's states go to other parameters", "busrl/training/trainer.py",
            "numbers[name]: self._as_kept(read(tree, trained[name]))", "len(numbers) - 1 - numbers[name]: self._as_kept(read(tree, trained[name]))",
            ("tests/training/test_shards.py::test_training_goes_on_while_it_is_written_and_from_it_bit_for_bit",)),
-    Mutant("a rank gets the old log-probabilities in another order", "busrl/training/ranks/follower.py",
+    Mutant("a rank gets the old log-probabilities in another order", "busrl/ranks/follower.py",
            "np.frombuffer(row, np.float32) for row in work.proximal]",
            "np.frombuffer(row, np.float32)[::-1].copy() for row in work.proximal]",
            (f"{TEAM}::test_an_update_with_the_old_log_probabilities_is_that_of_one_rank",)),
-    Mutant("a rank gets the old log-probabilities of another one's samples", "busrl/training/ranks/leader.py",
+    Mutant("a rank gets the old log-probabilities of another one's samples", "busrl/ranks/leader.py",
            "given.of(share), version))",
            "__import__('dataclasses').replace(given.of(share), proximal=given.proximal and given.proximal[: len(share)]), version))",
            (f"{TEAM}::test_an_update_with_the_old_log_probabilities_is_that_of_one_rank",)),
     Mutant("a rank reads the first rows of every tensor", "busrl/training/sharded.py",
            "slice(at, at + size) for at, size", "slice(0, size) for _, size", RANKS),
-    Mutant("a rank trains as if all samples weighed the same", "busrl/training/ranks/follower.py",
+    Mutant("a rank trains as if all samples weighed the same", "busrl/ranks/follower.py",
            "Given(work.advantages, work.weights, before, chosen, valued)", "Given(work.advantages, None, before, chosen, valued)",
            (f"{TEAM}::test_a_team_trains_scores_publishes_and_saves_as_one_rank_does",)),
     Mutant("the norm is told after clipping", TRAINER,
@@ -389,7 +389,7 @@ MUTANTS = (
            "divmod(block * own.share + before, own.count)", "divmod(before, own.count)",
            ("tests/data/test_stream.py::"
             "test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs",)),
-    Mutant("validation is given the tasks that training has", "busrl/config/sources.py",
+    Mutant("validation is given the tasks that training has", "busrl/preflight/sources.py",
            '(at,), HELD_OUT_SEED, "data"', '(at,), t.run.seed, "data"',
            ("tests/config/test_topology_sources.py::"
             "test_tasks_that_are_held_out_are_none_that_any_training_has",)),
@@ -404,14 +404,14 @@ MUTANTS = (
     Mutant("prompts that are left out end a run as idle", "busrl/roles/learner/alarms.py",
            "((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any()", "(fates == Fate.TRAINED).any()",
            ("tests/roles/test_idling.py",)),
-    Mutant("a copy of a reward child answers too", "busrl/pipes.py",
+    Mutant("a copy of a reward child answers too", "busrl/system/pipes.py",
            "if os.getpid() != OWN_PID:", "if not os.getpid():",
            ("tests/rewards/test_pool.py::test_a_function_that_forks_is_answered_once",)),
     Mutant("figures of a source forget what was set aside", "busrl/roles/learner/metrics.py",
            "tags=[tag] if tag else [],", "tags=[],",
            ("tests/roles/test_claimed_groups.py::"
             "test_figures_by_tag_are_of_the_groups_with_that_tag_set_aside_ones_too",)),
-    Mutant("a resume mixes with the weights of before", "busrl/config/sources.py",
+    Mutant("a resume mixes with the weights of before", "busrl/preflight/sources.py",
            '{**row, "share": share}', "row", ("tests/run/test_mixture_run.py",)),
     # -- validation
     Mutant("validation at the training temperature", VALIDATOR,
@@ -562,7 +562,7 @@ MUTANTS = (
     Mutant("the loss of values is not aggregated as that of the policy", TRAINER, "loss, trained = loss * weights, trained * weights",
            "loss, trained = loss * weights, trained - loss + loss * weights", BY_HAND),
     Mutant("an explained variance of the values alone", DIAGNOSTICS, "error = found.returns - found.values", "error = found.values", BY_HAND),
-    Mutant("what leaves a wrapped module is a view", "busrl/training/ranks/mesh.py", "return found.clone() if", "return found if",
+    Mutant("what leaves a wrapped module is a view", "busrl/ranks/mesh.py", "return found.clone() if", "return found if",
            ("tests/training/test_ranks.py::test_what_leaves_a_wrapped_module_may_be_changed_in_place",)),
     Mutant("untrained turns of a cut episode are counted twice", METRICS, "one.turns and not (masks_cut and one.finish == Finish.LENGTH)",
            "one.turns", (f"{STEPS}::test_the_numbers_of_a_step_of_episodes_are_those_that_log_and_weights_give",)),

@@ -15,9 +15,11 @@ import tempfile
 from pathlib import Path
 
 from busrl import keys
-from busrl.config import derive, explain, load, memory, pretrained
-from busrl.config.hosts import of_host
-from busrl.config.schema import Topology
+from busrl.data import pretrained
+from busrl.hosts.invitation import of_host
+from busrl.preflight import derive, explain, memory
+from busrl.preflight.load import load
+from busrl.topology.schema import Topology
 
 GPUS, PER_HOST, GROUP = (8, 64, 512), 8, 8
 TOKENS = (16 << 10, 128 << 10)

@@ -32,8 +32,8 @@ import msgspec
 
 from benchmarks import COMMAND, ROOT
 from benchmarks.common import live
-from busrl.config import Topology
 from busrl.ledger.wal import Record, frames
+from busrl.topology import Topology
 
 ACTORS = 16
 FIRST = 4  # steps left out: buffers fill

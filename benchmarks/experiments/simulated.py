@@ -33,12 +33,13 @@ from itertools import product
 from typing import Any
 
 from benchmarks import EXPERIMENT_RESULTS, ROOT
-from busrl.config import Topology, load
 from busrl.data.trace import Shape, make_trace
+from busrl.preflight.load import load
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
 from busrl.simulate.figures import Figures
 from busrl.simulate.world import World
+from busrl.topology import Topology
 
 GROUP, LIMIT, PROMPTS = 8, 8192, 4096
 SCALES = (8, 64, 1024, 10_000)

@@ -21,12 +21,12 @@ from typing import Any
 
 from benchmarks import EXPERIMENT_RESULTS, ROOT
 from benchmarks.common.runs import run
-from busrl.config import Topology
-from busrl.config.schema import Process
 from busrl.ledger.trained import step_lines
 from busrl.simulate.fit import Fitted, fit
 from busrl.simulate.settings import make
 from busrl.simulate.world import World
+from busrl.topology import Topology
+from busrl.topology.schema import Process
 
 BAR = 0.10
 FIGURES = ("samples_per_s", "generated_per_s", "learner_busy", "rollout_busy")

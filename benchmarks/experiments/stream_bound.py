@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import EXPERIMENT_RESULTS, ROOT
-from busrl.config import load
 from busrl.data.trace import Shape, Spread, make_trace
+from busrl.preflight.load import load
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
 from busrl.simulate.roles import Feed

@@ -33,11 +33,12 @@ from itertools import pairwise
 import numpy as np
 
 from benchmarks import EXPERIMENT_RESULTS, ROOT
-from busrl.config import Topology, load
 from busrl.data.trace import TracedPrompt
+from busrl.preflight.load import load
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
 from busrl.simulate.world import World
+from busrl.topology import Topology
 
 LIMIT, PROMPTS, GROUP = 65536, 128, 8
 MEASURED = {1: 1240.0, 2: 774.0, 4: 601.0}

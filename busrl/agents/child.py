@@ -1,7 +1,7 @@
 """The process in which the code of episodes runs: `python -m busrl.agents.child PARENT_PID`.
 
-Talks to its parent over `busrl.pipes` only, in lines of JSON (`busrl.agents.pool` has the parent's side): first an
-EpisodeSetup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. Knows nothing of ids, trees or
+Talks to its parent over `busrl.system.pipes` only, in lines of JSON (`busrl.agents.pool` has the parent's side): first
+an EpisodeSetup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. Knows nothing of ids, trees or
 slots.
 
 - Episodes run beside each other on one loop; a function that does not await runs in a thread for each episode.
@@ -23,10 +23,10 @@ from typing import Any
 
 import msgspec
 
-from busrl import imports, pipes
 from busrl.agents import adapters
 from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play
 from busrl.errors import AgentNotLoaded, cause
+from busrl.system import imports, pipes
 
 BEAT_S = 0.5
 LINE_BYTES = 1 << 31  # of a frame, far more than any has

@@ -7,7 +7,7 @@ are those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
 - An answer is delivered once it was written; a client that went away before has not got it, and may ask again.
 - Waiting for an engine is no error: the connection stays, and a stream says so every few seconds.
 - A body is as long as its context allows, and comes within a time that follows from its length; what is long is worked
-  on beside the loop. A client without a key has one request for each connection (`busrl.listener`).
+  on beside the loop. A client without a key has one request for each connection (`busrl.system.listener`).
 - 409 and 429 are asked again by OpenAI's clients: the first is for `/end` alone, the second is never used.
 """
 
@@ -33,7 +33,7 @@ from busrl.agents.llm import Refusal, Request
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Tree
 from busrl.errors import CallRefused, CallUnanswered, UserError
-from busrl.listener import Listener, room
+from busrl.system.listener import Listener, room
 
 try:
     from aiohttp import web

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from busrl import imports
 from busrl.errors import UserError
+from busrl.system import imports
 
 Tools = Sequence[Mapping[str, Any]]
 

@@ -31,13 +31,13 @@ from typing import Any
 
 import msgspec
 
-from busrl import proxies
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
 from busrl.agents.llm import TEXT_LIMIT, Ended, Refusal, judged
 from busrl.errors import AgentNotLoaded, CallUnanswered, MachineError
-from busrl.guardian import MARK, end_marked, halted, own_mark
-from busrl.imports import APART, interpreter
+from busrl.system import proxies
+from busrl.system.guardian import MARK, end_marked, halted, own_mark
+from busrl.system.imports import APART, interpreter
 
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself

@@ -21,8 +21,8 @@ from typing import Final
 
 import zmq
 
-from busrl import private
 from busrl.errors import BadEndpoint, RunInUse
+from busrl.system import private
 
 SUN_PATH_BYTES: Final = 107  # sockaddr_un.sun_path has 108, one is the final zero
 _TCP: Final = re.compile(r"tcp://(\[[^\]]+\]|[^:\[\]]+):(\d{1,5})")

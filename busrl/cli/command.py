@@ -134,7 +134,7 @@ def _ended(module: str, function: str, options: argparse.Namespace) -> int:
     except BusrlError as error:
         return _tell(error)
     except ModuleNotFoundError as error:
-        from busrl.imports import remedy_for  # only here: `busrl --help` is to be quick
+        from busrl.system.imports import remedy_for  # only here: `busrl --help` is to be quick
 
         package = (error.name or "").partition(".")[0]
         if not (remedy := remedy_for(package)):

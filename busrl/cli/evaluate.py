@@ -33,26 +33,28 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.cli.run import launch_pid
-from busrl.config import Topology, load, materialise, model_folder, recorded
-from busrl.config.prompt_tokens import limit_in_words
-from busrl.config.prompts import AskedSet
-from busrl.config.schema import TINY
 from busrl.data import JsonlStream, prompt_of
 from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tags_of
 from busrl.data.prompts import PromptLine, lines_of, open_lines
+from busrl.data.vocabulary import token_rows
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.tokens import NO_IDS
 from busrl.errors import PeerTimeout, UserError, escaped
-from busrl.files import json_lines
 from busrl.launch.pythons import require_here
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
-from busrl.monitor.text import nothing
+from busrl.observe.monitor.text import nothing
 from busrl.paths import RunPaths
+from busrl.preflight.load import load, materialise, recorded
+from busrl.preflight.named_files import model_folder
+from busrl.preflight.prompt_tokens import limit_in_words
 from busrl.rewards.kinds import finder
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.roles import validator
 from busrl.states import VALIDATE_BIT, Finish
-from busrl.vocabulary import token_rows
+from busrl.system.files import json_lines
+from busrl.topology import Topology
+from busrl.topology.prompts import AskedSet
+from busrl.topology.schema import TINY
 
 PATIENCE_S = 5.0
 READY_S = 120.0

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from busrl.config import load
-from busrl.config.pretrained import context_of, model_facts, read_config, usual_rate
 from busrl.data.chat import template_of
+from busrl.data.pretrained import context_of, model_facts, read_config, usual_rate
 from busrl.data.sources import Event, Job, Source, format_of
 from busrl.errors import UserError
-from busrl.imports import interpreter
+from busrl.preflight.load import load
 from busrl.rewards.kinds import NUMBER
+from busrl.system.imports import interpreter
 
 TIMEOUT_S = 900.0
 MADE, HELD_OUT = 4_000, 200  # prompts

@@ -25,22 +25,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from busrl.config import recorded
-from busrl.config.prompts import AskedSet
 from busrl.data import JsonlStream, training_stream
 from busrl.data.prompts import lines_of
 from busrl.errors import BusrlError, NoSuchRun, NoSuchTensor, RingError, RingNotFound, RunInUse, UserError
-from busrl.files import json_lines
 from busrl.launch.rundir import unlink_segments
 from busrl.ledger.openbin import read_draws, read_open
 from busrl.ledger.trained import TrainedSet, checkpoints_of
 from busrl.ledger.wal import Record, SampleRecord, payloads
-from busrl.monitor.sources import living, newest_run
-from busrl.monitor.text import printable
+from busrl.observe.monitor.sources import living, newest_run
+from busrl.observe.monitor.text import printable
 from busrl.paths import SHM, RunPaths
+from busrl.preflight.load import recorded
 from busrl.ring import UID_NONE, WORKING, Fates, Ring, RingGuard, State
 from busrl.ring.calls import open_episodes
 from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name, place_of, shown_uid
+from busrl.system.files import json_lines
+from busrl.topology.prompts import AskedSet
 
 SUFFIX = ".ring"
 SHOWN = 200  # characters of a text

@@ -29,22 +29,25 @@ import busrl
 from busrl import keys, quickstart
 from busrl import launch as launching
 from busrl.bus import Endpoint
-from busrl.config import Topology, explain, inflight, load, materialise, reader, recorded
 from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, RingError, UserError, escaped
-from busrl.files import as_map, read_map
-from busrl.guardian import halted, stat_of
-from busrl.launch import clusters, pythons
+from busrl.hosts import clusters
+from busrl.launch import pythons
 from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
-from busrl.monitor.text import printable
+from busrl.observe.monitor.text import printable
+from busrl.observe.report import waste
+from busrl.observe.report.record import read
 from busrl.paths import RunPaths
+from busrl.preflight import explain, inflight
+from busrl.preflight.load import load, materialise, recorded
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
-from busrl.report import waste
-from busrl.report.record import read
 from busrl.ring import OfdLock, Ring
 from busrl.states import HeaderWord, RunPhase
+from busrl.system.files import as_map, read_map
+from busrl.system.guardian import halted, stat_of
+from busrl.topology import Topology, reader
 
 
 def launch(options: argparse.Namespace) -> int:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from busrl.data.prompts import Chat, Message, Prompt
+from busrl.data.vocabulary import library_tokenizer
 from busrl.errors import DataError
-from busrl.files import read_map
-from busrl.vocabulary import library_tokenizer
+from busrl.system.files import read_map
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 

@@ -34,8 +34,8 @@ import numpy.typing as npt
 from busrl.errors import DataError, Problem, escaped
 
 if TYPE_CHECKING:
-    from busrl.config.prompts import SourceLines
-    from busrl.config.schema import Topology
+    from busrl.topology.prompts import SourceLines
+    from busrl.topology.schema import Topology
 
 # -- what a model is asked -----------------------------------
 

@@ -1,9 +1,10 @@
 """Where rows of prompts come from, and the program that makes them into one file of prompt lines.
 
 Rows come from files (JSONL, Parquet), folders of data sets, functions, tasks of reasoning-gym, and seeds of
-environments. `python -m busrl.data.sources`, started by `busrl.config`, gets a job as a line of JSON on stdin and tells
-events as lines on stdout: a process of its own, since functions of the user run in it, and libraries that take seconds
-to import. Talks to files, and there to pyarrow and reasoning-gym. Knows nothing of draws, weights or run directories.
+environments. `python -m busrl.data.sources`, started by `busrl.preflight`, gets a job as a line of JSON on stdin and
+tells events as lines on stdout: a process of its own, since functions of the user run in it, and libraries that take
+seconds to import. Talks to files, and there to pyarrow and reasoning-gym. Knows nothing of draws, weights or run
+directories.
 
 - A row is its place, for people, and a map of its columns, or what is wrong with it; rows come in the order of their
   file, the same each time. The lines of a source stand together, with sorted keys: the same rows give the same bytes.
@@ -34,8 +35,8 @@ import msgspec
 from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import SHOWN, Prompt, asked, fault, open_lines, parse_line, prompt_lines, prompt_of, shares
 from busrl.errors import DataError, Problem, UserError, cause
-from busrl.files import read_map
-from busrl.imports import load
+from busrl.system.files import read_map
+from busrl.system.imports import load
 
 Record = dict[str, Any]
 Rows = Iterator[tuple[str, "Record | Problem"]]

@@ -3,7 +3,7 @@ endpoint, and a scripted one without a model.
 
 Used by the rollout role, which knows `Engine`, `Request` and `Finished` only. Importing this package imports no torch;
 `make_engine` imports what the topology asks for. A new engine is its own module, a line in `MAKERS`, and its name in
-`ENGINES` and `TRANSPORTS` of `busrl.config.schema`.
+`ENGINES` and `TRANSPORTS` of `busrl.topology.schema`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from busrl.engines.base import Engine, Finished, Request, Statistics
-from busrl.imports import uncollected
+from busrl.system.imports import uncollected
 
 if TYPE_CHECKING:
-    from busrl.config import Topology
+    from busrl.topology import Topology
 
 __all__ = ["Engine", "Finished", "Request", "Statistics", "engine_of", "make_engine"]
 

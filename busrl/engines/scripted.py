@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config.pretrained import Vocabulary, vocabulary
-from busrl.config.schema import BYTES_PER_TOKEN, Mock
 from busrl.data import JsonlStream, Prompt, plain_text, trace, training_stream
+from busrl.data.pretrained import Vocabulary, vocabulary
 from busrl.engines.base import Engine, Finished, Request, Statistics
 from busrl.engines.tokens import Ids
 from busrl.errors import UserError
 from busrl.states import Finish, place_of
+from busrl.topology.schema import BYTES_PER_TOKEN, Mock
 from busrl.weights.shm import VersionReceiver
 
 if TYPE_CHECKING:
-    from busrl.config import Topology
+    from busrl.topology import Topology
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.data.chat import parts_of
+from busrl.data.vocabulary import end_ids
 from busrl.errors import UserError
-from busrl.vocabulary import end_ids
 
 if TYPE_CHECKING:
     from busrl.data import Prompt

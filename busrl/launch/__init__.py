@@ -25,12 +25,11 @@ from typing import BinaryIO, TextIO
 import setproctitle
 
 import busrl
-from busrl import files
-from busrl.bus.link import Asking
 from busrl.bus.security import check_endpoint, relay_endpoint
-from busrl.config import HostSource, Topology, materialise
-from busrl.config.hosts import Invitation
 from busrl.errors import BusrlError, MachineError, PeerLost, RunFinished, UserError
+from busrl.hosts import link_messages as h
+from busrl.hosts.invitation import HostSource, Invitation
+from busrl.hosts.link import Asking
 from busrl.launch.children import Interrupted, Signals
 from busrl.launch.display import Display, open_display
 from busrl.launch.identity import made_prompts
@@ -40,7 +39,9 @@ from busrl.launch.rundir import open_host, open_run
 from busrl.launch.summary import RunOutcome, build, final_lines
 from busrl.ledger.audit import audit
 from busrl.paths import RunPaths
-from busrl.protocol import hosts as h
+from busrl.preflight.load import materialise
+from busrl.system import files
+from busrl.topology import Topology
 
 __all__ = ["from_input", "host", "launch"]
 
@@ -134,7 +135,7 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
 
 
 def from_input(stream: BinaryIO, wait_s: float) -> tuple[str, Path, str]:
-    """Endpoint, file of keys and name as launch at home wrote them to the input of its command (`launch/placement.py`).
+    """Endpoint, file of keys and name as launch at home wrote them to the input of its command (`hosts/placement.py`).
     The keys get a file of this user alone. UserError: nothing came, or something else."""
     if not select.select([stream], [], [], wait_s)[0]:
         raise UserError(f"standard input: nothing came for {wait_s:g} s; `-` is for hosts.start of a run's topology")

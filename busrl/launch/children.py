@@ -28,15 +28,15 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from busrl import proxies
-from busrl.config import ProcessName
-from busrl.config.schema import AGENT
 from busrl.errors import LONGEST_VERDICT, RETRY, TRACE, VERDICT, BugError, first_line
-from busrl.files import whole_file
-from busrl.guardian import MARK, end_marked
-from busrl.imports import PACKAGES, interpreter
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
+from busrl.system import proxies
+from busrl.system.files import whole_file
+from busrl.system.guardian import MARK, end_marked
+from busrl.system.imports import PACKAGES, interpreter
+from busrl.topology import ProcessName
+from busrl.topology.schema import AGENT
 
 PR_SET_PDEATHSIG = 1
 MARKED_S = 1.0

@@ -24,16 +24,17 @@ from typing import Protocol
 
 from msgspec import to_builtins
 
-from busrl import files
-from busrl.config import ProcessName, Topology, inflight
 from busrl.errors import BusrlError, TopologyError, UserError
 from busrl.launch.rundir import OpenRun
 from busrl.launch.summary import RunOutcome
 from busrl.ledger.controls import VERBS, ControlLine, Controls, size
 from busrl.ledger.trained import newest_checkpoint, step_of
+from busrl.preflight import inflight
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.states import PAUSE_STARTING, PAUSED, HeaderWord, RunPhase
+from busrl.system import files
+from busrl.topology import ProcessName, Topology
 
 NO_PROOF = "refused: its proof is not made with the control.key of this start of the run"
 TAKE_UP = {"pause": ("scheduler", "rollout"), "resume": ("scheduler", "rollout"), "checkpoint": ("learner",)}

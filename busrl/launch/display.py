@@ -1,7 +1,7 @@
 """Shows a run to whoever started it: a picture that is redrawn in place on a terminal, plain lines everywhere else.
 
-Talks to one output stream; draws a `Progress` with `busrl.monitor`. Knows nothing of processes, the ring or the bus.
-Lines that stay (a restart, a validation, an error) are printed above the picture.
+Talks to one output stream; draws a `Progress` with `busrl.observe.monitor`. Knows nothing of processes, the ring or the
+bus. Lines that stay (a restart, a validation, an error) are printed above the picture.
 
 - Nothing here waits for a reader: a thread of its own writes. While nobody reads (a full pipe, Ctrl-S), no picture is
   drawn, and lines are kept up to `MOST_WAITING` bytes. A line says how many others there were: here once somebody
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from busrl.launch.summary import Progress
-from busrl.monitor.text import duration, line, printable
+from busrl.observe.monitor.text import duration, line, printable
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
@@ -195,7 +195,7 @@ def render(progress: Progress, now: float, width: int, height: int) -> str:
     """The picture as whole lines for a terminal of this size; one column and one row of it stay free."""
     from rich.console import Console  # only a terminal needs it
 
-    from busrl.monitor.screen import below
+    from busrl.observe.monitor.screen import below
 
     console = Console(width=max(1, width - 1), height=height, force_terminal=True, legacy_windows=False)
     with console.capture() as captured:

@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import busrl
-from busrl.config import Topology
-from busrl.config.names import modern
-from busrl.config.pretrained import model_facts
-from busrl.config.schema import TINY
+from busrl.data.pretrained import model_facts
 from busrl.errors import MachineError, RunFinished, UserError
-from busrl.files import LineFile, as_map, json_lines, read_map
 from busrl.ledger.trained import checkpoints_of
-from busrl.monitor.runfiles import RunFiles
-from busrl.monitor.state import RunState
+from busrl.observe.monitor.runfiles import RunFiles
+from busrl.observe.monitor.state import RunState
 from busrl.paths import RunPaths
+from busrl.system.files import LineFile, as_map, json_lines, read_map
+from busrl.topology import Topology
+from busrl.topology.names import modern
+from busrl.topology.schema import TINY
 
 IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
 NOT_COMPARED = ("derived", "source", "overrides")

@@ -18,13 +18,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import busrl
-from busrl import device
-from busrl.config import ProcessName, Topology
-from busrl.config.engine_rules import PACKAGES, vllm_objection
-from busrl.config.schema import AGENT, Process, has_model
 from busrl.errors import UserError
-from busrl.imports import is_installed, remedy_for
+from busrl.preflight.engine_rules import PACKAGES, vllm_objection
 from busrl.ring import LAYOUT
+from busrl.system import device
+from busrl.system.imports import is_installed, remedy_for
+from busrl.topology import ProcessName, Topology
+from busrl.topology.schema import AGENT, Process, has_model
 
 PROBE = """
 import importlib.util, json, sys
@@ -123,7 +123,7 @@ def require_devices(t: Topology) -> None:
 
 def _device_missing(kind: str, entry: Process) -> str:
     """What the Python of an entry says of such a device; empty too where it cannot be asked: a start tells more."""
-    code = f"from busrl.device import missing; print(missing({kind!r}))"
+    code = f"from busrl.system.device import missing; print(missing({kind!r}))"
     seen = {**os.environ, **entry.env, **device.visible(kind, ",".join(entry.devices))}
     command = [entry.python or sys.executable, "-c", code]
     try:

@@ -26,34 +26,35 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from busrl import device
 from busrl.bus import Endpoint
-from busrl.config import ProcessName, Topology, machine
-from busrl.config.schema import AGENT
 from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, TEAM_ENDED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
-from busrl.files import bound
-from busrl.guardian import Guardian, halted, mark
+from busrl.hosts.placement import Placement
 from busrl.launch.children import RunningChild, Signals, last_lines, last_words, start
 from busrl.launch.control import NO_PROOF, ControlDesk
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
-from busrl.launch.placement import Placement
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome, Usage, cpu_of
 from busrl.launch.supervisor import NOT_STARTED, Child, Exit, ForeignProcesses, Phase, Shutdown
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
-from busrl.monitor.runfiles import RunFiles, run_of_files
-from busrl.monitor.sources import RingLook, ring_record
-from busrl.monitor.text import printable
-from busrl.monitor.waits import Link, StallAlarm, chain, limit_s, said
+from busrl.observe.monitor.runfiles import RunFiles, run_of_files
+from busrl.observe.monitor.sources import RingLook, ring_record
+from busrl.observe.monitor.text import printable
+from busrl.observe.monitor.waits import Link, StallAlarm, chain, limit_s, said
+from busrl.preflight import machine
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address, is_address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES, HeaderWord, RunPhase
-from busrl.watching import FairClock
+from busrl.system import device
+from busrl.system.clocks import FairClock
+from busrl.system.files import bound
+from busrl.system.guardian import Guardian, halted, mark
+from busrl.topology import ProcessName, Topology
+from busrl.topology.schema import AGENT
 
 # -- closing -----------------------------------------------------------------------------------------------------------
 

@@ -32,21 +32,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
-from busrl.config import HostSource, Topology, sources
-from busrl.config.hosts import CLAIMED_FROM
 from busrl.errors import LockTimeout, MachineError, RingError, RingMismatch, RingNotFound, RunInUse, UserError
-from busrl.guardian import end_left_behind, stat_of
+from busrl.hosts.invitation import CLAIMED_FROM, HostSource
 from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.identity import BLOCK, Start, compare
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
-from busrl.monitor.sources import files_of, living
+from busrl.observe.monitor.sources import files_of, living
 from busrl.paths import SHM, RunPaths
+from busrl.preflight import sources
 from busrl.ring import Fates, OfdLock, Ring, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
+from busrl.system import files
+from busrl.system.guardian import end_left_behind, stat_of
+from busrl.topology import Topology
 
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 

@@ -30,21 +30,21 @@ import numpy.typing as npt
 from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
-from busrl import files
 from busrl.errors import first_line
-from busrl.guardian import stat_of
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
-from busrl.monitor.runfiles import in_words
-from busrl.monitor.state import ProcessRow, RecentErrors, RunState
-from busrl.monitor.text import alike, duration, nothing, rises, safe, short
-from busrl.monitor.waits import Link, said
+from busrl.observe.monitor.runfiles import in_words
+from busrl.observe.monitor.state import ProcessRow, RecentErrors, RunState
+from busrl.observe.monitor.text import alike, duration, nothing, rises, safe, short
+from busrl.observe.monitor.waits import Link, said
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import Process
-from busrl.watching import Tally
+from busrl.system import files
+from busrl.system.clocks import Tally
+from busrl.system.guardian import stat_of
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 

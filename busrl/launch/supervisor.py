@@ -35,10 +35,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from busrl.config.schema import Limits
 from busrl.errors import RETRY
 from busrl.ring import Process
 from busrl.states import ROLES
+from busrl.topology.schema import Limits
 
 # -- the order of a stop -----------------------------------------------------------------------------------------------
 

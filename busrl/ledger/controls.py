@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from busrl.files import json_lines
 from busrl.paths import RunPaths
+from busrl.system.files import json_lines
 
 VERBS = ("stop", "pause", "resume", "checkpoint", "set", "scale")
 

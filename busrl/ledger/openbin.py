@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from busrl import files
 from busrl.errors import FileCorrupt
+from busrl.system import files
 
 MAGIC = b"BUSRLOPN"
 LAYOUT = 1

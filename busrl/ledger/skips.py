@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from busrl.files import json_lines
+from busrl.system.files import json_lines
 
 TAIL_BYTES = 1 << 18
 

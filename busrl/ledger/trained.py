@@ -36,10 +36,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl import files
 from busrl.errors import FileCorrupt, LedgerError
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
+from busrl.system import files
 
 # -- the train log -----
 

@@ -31,8 +31,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl import files
 from busrl.errors import FileCorrupt, LedgerError, WriteFailed
+from busrl.system import files
 
 MAGIC = b"BUSRLWAL"
 LAYOUT = 3

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from busrl.protocol.gateway import REMOTE, Remote
+from busrl.hosts.messages import REMOTE, Remote
 from busrl.protocol.messages import MAX_NAME, VERSION, Message, name_of
 
 # All messages, in the order of docs/protocol.md, which is that of their definition.

@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from busrl import files
 from busrl.errors import LockTimeout, MachineError, PeerTimeout
-from busrl.imports import interpreter
 from busrl.quickstart.task import Recipe, find
+from busrl.system import files
+from busrl.system.imports import interpreter
 
 WAIT_S = 900.0  # many times what making takes on a loaded machine
 

@@ -1,9 +1,9 @@
 """The process in which a reward function runs: `python -m busrl.rewards.child PARENT_PID`.
 
-Talks to its parent over `busrl.pipes` only (lines as `busrl.rewards.pool` describes them): the pool, or the trial
-before a run (`busrl.config.trial`). The user's code may raise, hang, crash or call exit: the parent sees that and
-continues. Knows nothing of rings or groups. The library of a kind of reward is imported where that kind is built, and
-nowhere else.
+Talks to its parent over `busrl.system.pipes` only (lines as `busrl.rewards.pool` describes them): the pool, or the
+trial before a run (`busrl.preflight.trial`). The user's code may raise, hang, crash or call exit: the parent sees that
+and continues. Knows nothing of rings or groups. The library of a kind of reward is imported where that kind is built,
+and nowhere else.
 
 - Outcomes are written in the order of the items. A function that judges one at a time has written each before the next
   begins: when the process dies, the first item without one is the one that it was judging.
@@ -26,11 +26,11 @@ from typing import Any
 
 import msgspec
 
-from busrl import imports, pipes
 from busrl.errors import RewardNotLoaded, cause
-from busrl.imports import IMPORTING, ImportClock
 from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, Setup, adapter, settle
 from busrl.rewards.pool import READY, Item, Outcome
+from busrl.system import imports, pipes
+from busrl.system.imports import IMPORTING, ImportClock
 
 TEXT_LIMIT = 2000
 AT_ONCE = 64  # answers that a function of lists gets, or calls of a coroutine at the same time

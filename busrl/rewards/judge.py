@@ -23,8 +23,8 @@ from typing import Any
 
 from busrl.data.prompts import plain_text
 from busrl.errors import RewardNotLoaded, may_pass, retry_after_s
-from busrl.proxies import named, proxy_of
 from busrl.rewards.base import Setup, compiled
+from busrl.system.proxies import named, proxy_of
 
 try:
     import aiohttp

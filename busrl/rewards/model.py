@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from busrl import device
 from busrl.data.prompts import asked, plain_text
 from busrl.errors import RewardNotLoaded
 from busrl.rewards.base import Setup
+from busrl.system import device
 
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
 

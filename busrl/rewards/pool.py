@@ -36,14 +36,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from busrl import proxies
 from busrl.errors import MachineError, RewardNotLoaded
-from busrl.guardian import halted
-from busrl.imports import IMPORTING, interpreter
 from busrl.rewards.base import Setup
+from busrl.system import proxies
+from busrl.system.guardian import halted
+from busrl.system.imports import IMPORTING, interpreter
 
 if TYPE_CHECKING:
-    from busrl.config.schema import Reward
+    from busrl.topology.schema import Reward
 
 READY = -1  # key of the outcome that says whether the function was loaded
 ONE_CHILD = ("model", "judge", "code")  # kinds that hold a model, or many requests at a time

@@ -16,10 +16,11 @@ import signal
 import sys
 import traceback
 
+from busrl.capabilities import ROLE_MODULES
 from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, VERDICT, BusrlError, cause, process_code
-from busrl.imports import uncollected
 from busrl.paths import RunPaths
 from busrl.states import ROLES
+from busrl.system.imports import uncollected
 
 
 def main() -> tuple[int, str]:
@@ -36,7 +37,8 @@ def main() -> tuple[int, str]:
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
     try:
         with uncollected():
-            process = getattr(importlib.import_module(f"busrl.roles.{role}"), role.capitalize())
+            module, _, actor = ROLE_MODULES[role].partition(":")
+            process = getattr(importlib.import_module(module), actor)
         gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
         code: int = process(options.run_dir, options.name).main()
     except BusrlError as problem:

@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 import numpy.typing as npt
 
 from busrl.bus import Endpoint
-from busrl.config import Topology
 from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, Stopped, cause
 from busrl.faults import MessageFaults, message_faults
 from busrl.ledger.controls import size as controls_size
@@ -41,6 +40,7 @@ from busrl.ring import Fates, OfdLock, Ring
 from busrl.roles.process import acquire_lock, configure_process, reacquire_lock
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.states import PAUSED, HeaderWord, RunPhase
+from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
 HEARTBEAT_S = 1.0
@@ -193,7 +193,7 @@ class Actor(ABC):
                 self.ring.activity(self._usual)
 
     def waits(self, reason: str, draw: int | None = None) -> None:
-        """Show for what this process waits, and for which group (busrl.monitor.waits reads it); "" = for nothing."""
+        """Show for what this process waits, and for which group; "" = for nothing. The monitor reads it."""
         self.shows(f"waits: {reason}{f', group {draw}' if draw is not None else ''}" if reason else "")
 
     def awaited(self) -> str:

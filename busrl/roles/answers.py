@@ -33,18 +33,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology
 from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
 from busrl.scheduling.admission import Unbegun, Waves
 from busrl.scheduling.segments import Cut, SegmentPlan
 from busrl.states import HeaderWord, SampleClass
+from busrl.topology import Topology
 from busrl.weights.base import VersionSteps
 
 if TYPE_CHECKING:
     from busrl.engines import Finished
-    from busrl.gateway import RemoteAnswer
+    from busrl.hosts.gateway import RemoteAnswer
 
 log = logging.getLogger("busrl")
 BETA = 0.9  # smoothing of the two times

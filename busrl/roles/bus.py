@@ -36,7 +36,7 @@ class Bus:
 
     def __init__(self, run_dir: str, name: str) -> None:
         self.name, self.paths, self.stop = name, RunPaths.of(run_dir), StopRequest()
-        self.settings = json.loads(self.paths.topology.read_text())["bus"]  # all of busrl.config would take too long
+        self.settings = json.loads(self.paths.topology.read_text())["bus"]  # the frozen tables would take too long
         self._throttle, self._refused = Throttle(REPORT_EVERY_S), 0
 
     def main(self) -> int:

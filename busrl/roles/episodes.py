@@ -37,14 +37,14 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.agents.tree import Limits, Trajectory
-from busrl.config import Topology
 from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
-from busrl.gateway import Refused, read_tensor, tensor
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import Refused, read_tensor, tensor
 from busrl.protocol import messages as m
 from busrl.ring import Ring, seq_of
 from busrl.roles.answers import read_as
 from busrl.states import Finish
+from busrl.topology import Topology
 
 Array = npt.NDArray[Any]
 SEQUENCE, BEGIN, END, FINISH, CALL, WAITED, GENERATED, FLAGS = COLUMNS = range(8)

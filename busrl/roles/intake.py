@@ -26,13 +26,13 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 import numpy as np
 
-from busrl.config import Topology
-from busrl.config.prompt_tokens import limit_in_words
 from busrl.data import prompt_of
 from busrl.data.prompts import prompt_lines
+from busrl.data.vocabulary import token_rows
 from busrl.engines import Engine, Finished, Request, engine_of
 from busrl.engines.tokens import NO_IDS, Ids
 from busrl.errors import DataError, SharedMemoryFull, SlotTooSmall, UserError
+from busrl.preflight.prompt_tokens import limit_in_words
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
@@ -42,7 +42,7 @@ from busrl.roles.actor import Doorbell
 from busrl.roles.answers import UNREADABLE, SegmentCuts
 from busrl.scheduling.admission import Waves
 from busrl.states import Fate, Finish, SampleClass, shown_uid
-from busrl.vocabulary import token_rows
+from busrl.topology import Topology
 from busrl.weights.base import VersionSteps
 
 Warn = Callable[..., None]

@@ -1,9 +1,9 @@
 """The keeper: takes back what dead processes held, completes their half-done drops, and serves remote workers.
 
-Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It also clears the version pin
-of a dead validator. It is the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway`
-decides, and `remote_ledgers` claims, writes and commits in the workers' names. `gateway.json` holds the counts that
-`busrl status` shows, `hosts.jsonl` when other hosts came and went.
+Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It also clears the version pin of
+a dead validator. It is the gateway for workers that do not map the ring: requests come from the bus,
+`busrl.hosts.gateway` decides, and `remote_ledgers` claims, writes and commits in the workers' names. `gateway.json`
+holds the counts that `busrl status` shows, `hosts.jsonl` when other hosts came and went.
 
 - Nothing that arrives can end the keeper: what cannot be read is answered where its sender is known, and counted.
 """
@@ -15,24 +15,25 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from busrl import files
-from busrl.config.hosts import claimed_from
+from busrl.data.vocabulary import token_rows
 from busrl.errors import FateRefused, MessageTooLarge
-from busrl.gateway import BAD
-from busrl.protocol import gateway as g
+from busrl.hosts import log as host_log
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import BAD
+from busrl.hosts.invitation import claimed_from
+from busrl.hosts.ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, is_address
 from busrl.ring import Ring, State
 from busrl.ring.locks import taken_back
-from busrl.roles import host_log, version_pin
+from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import SegmentCuts
 from busrl.roles.episodes import Bounds
-from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
 from busrl.scheduling.admission import Lines
 from busrl.states import POISON_DEATHS, Fate, shown_uid
-from busrl.vocabulary import token_rows
-from busrl.watching import Tally
+from busrl.system import files
+from busrl.system.clocks import Tally
 
 log = logging.getLogger("busrl")
 SAVE_EVERY_S = 1.0

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology
+from busrl.data.vocabulary import vocabulary_size
 from busrl.engines import Finished, Request
 from busrl.engines.tokens import NO_IDS, Ids
 from busrl.protocol import messages as m
 from busrl.states import Finish
-from busrl.vocabulary import vocabulary_size
+from busrl.topology import Topology
 
 PROMPTS, TOKENS, PROMPT_TOKENS = 4, 16, 256  # at most: prompts, tokens of an answer and of a prompt
 BLOCKS = (1, 16)  # tokens that caches of prompts go by

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from busrl.data.vocabulary import token_rows
 from busrl.errors import SharedMemoryFull, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.rewards.pool import WITH_IDS, Item, Outcome, RewardPool
@@ -23,7 +24,6 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.roles.episodes import last_call, seen_by_reward, turn_rewards_of
 from busrl.states import REWARD_FATES, shown_uid
-from busrl.vocabulary import token_rows
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout

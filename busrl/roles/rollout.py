@@ -24,7 +24,6 @@ import msgspec
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
-from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
@@ -33,6 +32,7 @@ from busrl.roles.actor import WAVE_TICK_S, Actor, WorkDeadline
 from busrl.roles.intake import CallIntake, Intake, SampleIntake
 from busrl.roles.probes import Prober
 from busrl.states import Finish, HeaderWord
+from busrl.system.files import LineFile
 from busrl.weights.base import Receiver
 from busrl.weights.factory import TransportSettings, make_receiver
 

@@ -27,24 +27,24 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from busrl.config import Topology
-from busrl.config.derive import checkpoint_may_follow, in_flight, policy_of
 from busrl.data import JsonlStream, plain_text, trace, training_stream
 from busrl.errors import CannotTrain, DiskFull, MachineError, SharedMemoryFull, UserError
-from busrl.files import LineFile, LineFollower
 from busrl.ledger.skips import SkipLine, skip_lines
 from busrl.paths import RunPaths
+from busrl.predict.lengths import Candidate, Guard
+from busrl.predict.state import PredictorState, Warn
+from busrl.preflight.derive import checkpoint_may_follow, in_flight, policy_of
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
 from busrl.ring import Fates, State, seq_of
 from busrl.roles.actor import NO_SPACE, WAVE_TICK_S, Actor, Doorbell
-from busrl.roles.predictor_state import PredictorState, Warn
 from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, not_ahead
 from busrl.scheduling.dispatch import OpenGroup, Policy
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
-from busrl.scheduling.lengths import Candidate, Guard
 from busrl.scheduling.pass_rates import Band, PassRates, PromptFilter
 from busrl.states import Fate, HeaderWord, RunPhase, SampleClass, place_of, uid_of
+from busrl.system.files import LineFile, LineFollower
+from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
 RECORDS_A_LINE = 64

@@ -31,16 +31,13 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from busrl import files
-from busrl.config.prompts import AskedSet
-from busrl.config.rules import batch_varies
-from busrl.config.rules import due as due_by
 from busrl.data import JsonlStream
 from busrl.data.figures import Figures, Judged, by_tag, tags_of
 from busrl.data.prompts import lines_of
 from busrl.errors import BadTensor
-from busrl.files import LineFile, json_lines
 from busrl.paths import RunPaths
+from busrl.preflight.rules import batch_varies
+from busrl.preflight.rules import due as due_by
 from busrl.protocol import messages as m
 from busrl.rewards.kinds import finder
 from busrl.ring import State, segments_of
@@ -48,6 +45,9 @@ from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
 from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass, shown_uid
+from busrl.system import files
+from busrl.system.files import LineFile, json_lines
+from busrl.topology.prompts import AskedSet
 
 log = logging.getLogger("busrl")
 PRIORITY = 1 << 20

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from busrl.predict.lengths import Candidate, Predictor, make_predictor
 from busrl.scheduling.groups import Ints, slot_priority
-from busrl.scheduling.lengths import Candidate, Predictor, make_predictor
 
 # -- the interface -------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology
-from busrl.config.schema import Simulate
+from busrl.topology import Topology
+from busrl.topology.schema import Simulate
 
 # -- service times -------------------------------------------------------------------------------------------
 

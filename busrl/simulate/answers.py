@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from busrl.config import Topology
 from busrl.data.trace import TracedPrompt, Turns
+from busrl.topology import Topology
 
 WINDOW_STEPS = 5  # a recorded group stands for the steps this close to its own
 

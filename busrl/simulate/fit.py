@@ -28,16 +28,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology, recorded
-from busrl.config.schema import TINY, Simulate
 from busrl.data.prompts import JsonlStream, plain_text, training_stream
 from busrl.data.trace import TracedPrompt
 from busrl.errors import DataError, NoSuchRun, UserError
-from busrl.files import as_map, whole_file
 from busrl.ledger.trained import of_step
 from busrl.paths import RunPaths
+from busrl.preflight.load import recorded
 from busrl.simulate.actors import PACE_S, STATED, TIMES, Times, reward_workers
 from busrl.simulate.answers import Recorded, RecordedAnswers, chance
+from busrl.system.files import as_map, whole_file
+from busrl.topology import Topology
+from busrl.topology.schema import TINY, Simulate
 
 # -- a finished run -------------------------------------------------------------------------------------------
 

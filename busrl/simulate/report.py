@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from busrl.config import Topology, load_for_simulation
 from busrl.errors import TopologyError, UserError
+from busrl.preflight.load import load_for_simulation
 from busrl.simulate.actors import STATED, reward_workers
 from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Seen
 from busrl.simulate.settings import Setting
 from busrl.simulate.world import FATES
 from busrl.states import Fate
+from busrl.topology import Topology
 
 # -- the points of a sweep -----------------------------------------------------------------------------------
 

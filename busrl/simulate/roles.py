@@ -19,19 +19,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology, named_files
-from busrl.config.derive import policy_of
 from busrl.data.trace import Turns
 from busrl.errors import UserError
+from busrl.predict.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
+from busrl.preflight import named_files
+from busrl.preflight.derive import policy_of
 from busrl.scheduling.admission import Admission, Waves, ages, not_ahead
 from busrl.scheduling.dispatch import Policy
 from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView
-from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, StepRow
 from busrl.states import Fate, uid_of
+from busrl.topology import Topology
 
 # -- the ring ------------------------------------------------------------------------------------------------
 

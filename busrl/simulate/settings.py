@@ -17,8 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from busrl.config import Topology
-from busrl.config.schema import TINY
 from busrl.data.prompts import JsonlStream
 from busrl.data.trace import Shape, TracedPrompt, make_trace, parse, read
 from busrl.errors import DataError, UserError
@@ -27,6 +25,8 @@ from busrl.simulate import fit
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import Answers, Recorded, RecordedAnswers, TraceAnswers
 from busrl.simulate.fit import FitFile, Fitted
+from busrl.topology import Topology
+from busrl.topology.schema import TINY
 
 # -- answers -------------------------------------------------------------------------------------------------
 

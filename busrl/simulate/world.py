@@ -17,9 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from busrl.config import Topology
-from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import UserError
+from busrl.preflight.derive import checkpoint_is_due, make_plan
 from busrl.scheduling.groups import GENERATED, GroupScanner, GroupView
 from busrl.scheduling.segments import SegmentPlan
 from busrl.simulate.actors import Actors, RewardWorkers, Times, delays, noise, reward_workers
@@ -27,6 +26,7 @@ from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures
 from busrl.simulate.roles import Learner, Look, Scheduler, SimRing
 from busrl.states import Fate
+from busrl.topology import Topology
 
 FATES = {Fate.FLAT.letter: "flat", Fate.OLD.letter: "too old", Fate.INCOMPLETE.letter: "incomplete"}
 # Flat groups in a row, and in steps of n_min, that end a run: with 99 % flat ones it happens once in 10^8 groups.

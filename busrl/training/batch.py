@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from busrl.vocabulary import TokenRows
+from busrl.data.vocabulary import TokenRows
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

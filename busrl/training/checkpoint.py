@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
-from busrl import device
 from busrl.errors import DiskFull
-from busrl.files import FULL, REPLACED, fault_in, finish_replacements, listing, sync
 from busrl.ledger.trained import checkpoints_of, step_of
 from busrl.paths import CHECKPOINT
+from busrl.system import device
+from busrl.system.files import FULL, REPLACED, fault_in, finish_replacements, listing, sync
 from busrl.training.shard_files import FOLDER, REST, Shards, wait
 
 # -- directories that appear whole or not at all ----------------------------------

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from busrl import imports
 from busrl.algorithms import advantages, losses
 from busrl.algorithms.advantages import AdvantageEstimator
 from busrl.algorithms.losses import LossFunction, LossInputs, LossSettings
 from busrl.errors import FunctionRefused, cause
 from busrl.ledger.wal import SampleRecord
+from busrl.system import imports
 from busrl.training import optimizers
 
 LOSS, ADVANTAGE, METRICS = "learner.loss", "learner.advantage", "learner.metrics"

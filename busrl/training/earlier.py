@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from busrl.data.vocabulary import TokenRows
 from busrl.training import packing
 from busrl.training.batch import Sample
-from busrl.vocabulary import TokenRows
 
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")  # of a parameter's name, up to the number of its layer
 

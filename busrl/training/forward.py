@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from busrl.data.vocabulary import ALL_ROWS, TokenRows
 from busrl.errors import ModelNotLoaded, cause
 from busrl.training import packing
 from busrl.training.batch import Flat, Sample, flatten, join, pad, pieces_of
 from busrl.training.earlier import in_type
 from busrl.training.head import Head
 from busrl.training.model import keep_first_layers, silence_chance, vocabulary
-from busrl.vocabulary import ALL_ROWS, TokenRows
 
 Scores = tuple[Tensor, Tensor]  # log-probability and entropy in nats, [generated tokens] each, on the model's device
 

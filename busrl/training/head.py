@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from busrl.vocabulary import ALL_ROWS, TokenRows
+from busrl.data.vocabulary import ALL_ROWS, TokenRows
 
 PIECE_BYTES = {"cpu": 1 << 26}  # of one float32 buffer of logits; forward holds one, backward at most three
 OTHERWISE = 1 << 28  # on an accelerator, which wants larger matrix products

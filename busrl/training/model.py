@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from busrl.algorithms import selection
 from busrl.errors import ModelNotLoaded, UserError
-from busrl.imports import uncollected
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
+from busrl.system.imports import uncollected
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -48,7 +48,7 @@ def load(
 
 def load_empty(path: str | Path, dtype: torch.dtype = torch.float32, attention: str = "") -> Any:
     """The same without weights: its parameters are on `meta`, without memory, its buffers on the CPU as they should be.
-    `busrl.training.ranks.loading` fills it."""
+    `busrl.ranks.loading` fills it."""
     def build(hf: Any, **chosen: str) -> Any:
         config = hf.AutoConfig.from_pretrained(str(path), local_files_only=True)
         with _without_memory():

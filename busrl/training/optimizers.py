@@ -22,9 +22,9 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from busrl import imports
 from busrl.algorithms import selection
 from busrl.errors import FunctionRefused, ModelNotLoaded, UserError, cause
+from busrl.system import imports
 from busrl.training import sharded
 
 KEY = "learner.optimizer"

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from busrl.errors import FileCorrupt, RankLost, UserError, WriteFailed
-from busrl.files import write_error
+from busrl.system.files import write_error
 
 FOLDER, REST = "shards", "optimizer.json"  # of a checkpoint: the files of all ranks, and what is no tensor
 PARTS, WORLD = "parts", "world"  # in the header of a file

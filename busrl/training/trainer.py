@@ -26,10 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from busrl import device
 from busrl.algorithms import catalog, diagnostics, losses, terms
 from busrl.algorithms.gae import Valued, ValueSettings, value_loss
 from busrl.algorithms.losses import LossSettings
+from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
+from busrl.system import device
 from busrl.training import batch, optimizers, shard_files, sharded
 from busrl.training.batch import Flat, Sample, Worth, pieces_of
 from busrl.training.checkpoint import WEIGHT_PREFIX, Checkpoint, buffers
@@ -40,7 +41,6 @@ from busrl.training.model import Adapter, Masters, Merged, named_weights, train_
 from busrl.training.shard_files import Part, Saving, Shards, Writing
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.value_head import ValueHead
-from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
 
 # -- settings -----------------------------------------------------------------------
 

@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from busrl import device as devices
-from busrl.config.machine import held_versions, kept_versions
-from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS, TRANSPORTS
 from busrl.errors import UserError
+from busrl.preflight.machine import held_versions, kept_versions
+from busrl.system import device as devices
+from busrl.topology.schema import ADAPTERS, FOLDERS, RESTARTS, TRANSPORTS
 from busrl.weights.base import GroupCallbacks, Receiver, Sender
 from busrl.weights.folders import FolderReceiver, FolderSender, Write
 from busrl.weights.tensors import fingerprint
 
 if TYPE_CHECKING:
-    from busrl.config import Topology
     from busrl.paths import RunPaths
+    from busrl.topology import Topology
 
 
 @dataclass(frozen=True)

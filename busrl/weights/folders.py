@@ -37,9 +37,9 @@ from busrl.errors import (
     WeightsRefused,
     WeightsTimeout,
 )
-from busrl.files import FULL, fault_in, listing
-from busrl.private import exposed
 from busrl.ring import OfdLock
+from busrl.system.files import FULL, fault_in, listing
+from busrl.system.private import exposed
 from busrl.weights.base import NOTHING, FileReceiver, Sender, alive
 from busrl.weights.tensors import fingerprint
 

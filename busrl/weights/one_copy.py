@@ -29,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from busrl import device as devices
-from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
-from busrl.guardian import born, stat_of
-from busrl.private import exposed
+from busrl.system import device as devices
+from busrl.system import files
+from busrl.system.guardian import born, stat_of
+from busrl.system.private import exposed
 from busrl.weights.base import NOTHING, Sender, TensorReceiver, is_named, open_own, poll
 
 # -- which process ---------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from busrl import files
 from busrl.errors import SharedMemoryFull, UserError, WeightsTimeout
+from busrl.system import files
 from busrl.weights.base import NOTHING, Sender, TensorReceiver, alive, is_named, open_own, poll
 from busrl.weights.sparse import Follower, FrameError, Shadow, compare, foot_of, split, unpack
 from busrl.weights.tensors import Manifest, block_of, is_plain, new_block

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from busrl.sinks import RunCard
+from busrl.observe.sinks import RunCard
 
 
 class Table:

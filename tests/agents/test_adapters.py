@@ -23,10 +23,10 @@ from aiohttp import WSMsgType, web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl import imports
 from busrl.agents import adapters
 from busrl.agents.llm import ChatRequest, Choice, Choices, Ended, Llm, Request, Response, RewardRequest, play
 from busrl.errors import AgentNotLoaded
+from busrl.system import imports
 
 VENV = Path(__file__).resolve().parents[2] / ".venv"
 AGENTS_PYTHON = VENV / "agents" / "bin" / "python"  # of `make agents-env`

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from busrl.agents.atropos import AtroposDoor, Progress, Rules
 from busrl.agents.episode import Answer, Episode
 from busrl.agents.renderer import Renderer
+from busrl.agents.roles.atropos import Atropos, read_digests
+from busrl.agents.roles.holder import Claim
 from busrl.agents.tree import Limits, Trajectory
 from busrl.errors import CallRefused, DiskFull
-from busrl.files import LineFile
 from busrl.paths import RunPaths
-from busrl.roles.atropos import Atropos, read_digests
 from busrl.roles.episodes import FINISH, StoredEpisode, fault_of
-from busrl.roles.holder import Claim
 from busrl.states import Finish
+from busrl.system.files import LineFile
 
 SIZE, KEY, TOKENS = 2, "k" * 32, 64
 GOOD: dict[str, Any] = {
@@ -285,7 +285,7 @@ def test_a_group_whose_digest_cannot_be_written_is_given_back_and_not_known(monk
             raise DiskFull("atropos.seen: no space left on device")
 
     role.kept = Full()
-    monkeypatch.setattr("busrl.roles.atropos.write_episode", lambda *_: None)
+    monkeypatch.setattr("busrl.agents.roles.atropos.write_episode", lambda *_: None)
     claims = [Claim(slot, 0, {"group": 3}) for slot in range(2)]
     with pytest.raises(CallRefused, match="no room for a group now") as refused:
         role._commit(b"d" * 16, claims, [None, None], [0.0, 1.0], "env_id 0")
@@ -295,8 +295,8 @@ def test_a_group_whose_digest_cannot_be_written_is_given_back_and_not_known(monk
 def test_of_the_groups_that_were_kept_the_newest_are_known_and_neither_memory_nor_file_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("busrl.roles.atropos.DIGESTS_KEPT", 10)
-    monkeypatch.setattr("busrl.roles.atropos.write_episode", lambda *_: None)
+    monkeypatch.setattr("busrl.agents.roles.atropos.DIGESTS_KEPT", 10)
+    monkeypatch.setattr("busrl.agents.roles.atropos.write_episode", lambda *_: None)
     role: Any = object.__new__(Atropos)
     role.seen, role.ring, role.paths = {}, None, RunPaths.of(tmp_path)
     role.kept = LineFile(role.paths.atropos_seen)

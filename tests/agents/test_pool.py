@@ -25,8 +25,8 @@ from busrl.agents.parsers import MessageMaker, none
 from busrl.agents.pool import Children, Played
 from busrl.agents.renderer import Renderer
 from busrl.errors import AgentNotLoaded
-from busrl.pipes import Requests
 from busrl.states import Finish
+from busrl.system.pipes import Requests
 
 AGENT = """
 import asyncio, os, signal, subprocess, sys, threading, time

@@ -15,18 +15,18 @@ import agent_worlds as worlds
 import pytest
 from agent_worlds import of
 
-from busrl import proxies
 from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Episode
 from busrl.agents.http import Door
 from busrl.agents.pool import Children, Played, Programs
-from busrl.config import load
-from busrl.config.schema import Openai
 from busrl.engines.openai.client import Client
 from busrl.launch.children import environment_of
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
 from busrl.rewards.base import Setup
 from busrl.rewards.judge import Judge, JudgeFailed
+from busrl.system import proxies
+from busrl.topology.schema import Openai
 
 AGENTS = Path(__file__).resolve().parents[2] / "configs" / "agents.toml"
 VERDICT = json.dumps({"choices": [{"message": {"content": "VERDICT: yes"}}]}).encode()

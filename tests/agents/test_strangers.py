@@ -112,7 +112,7 @@ def test_a_strangers_connection_ends_with_its_answer_and_a_clients_does_not(serv
 
 @pytest.mark.parametrize("says", list(SAYS.values())[:2], ids=list(SAYS)[:2])
 def test_a_head_that_does_not_come_ends_its_connection(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.listener.HEAD_S", 0.2)
+    monkeypatch.setattr("busrl.system.listener.HEAD_S", 0.2)
 
     async def run() -> None:
         told: list[str] = []

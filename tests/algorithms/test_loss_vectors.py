@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from busrl.algorithms import advantages, catalog, diagnostics, distill, losses, terms
-from busrl.config.learner import Learner
+from busrl.topology.learner import Learner
 from busrl.training.head import Head
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())

@@ -183,7 +183,7 @@ def test_busrl_imports_no_pickle_anywhere() -> None:
 
 LIGHT = [
     "busrl.cli", "busrl.launch", "busrl.launch.display", "busrl.roles.bus", "busrl.roles.keeper",
-    "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.config", "busrl.ledger.audit",
+    "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.topology", "busrl.ledger.audit",
     "busrl.monitor.screen", "busrl.cli.simulate", "busrl.agents.episode",
 ]
 
@@ -203,7 +203,7 @@ def test_a_light_process_loads_no_torch() -> None:
 def test_the_broker_for_which_all_others_wait_loads_neither_numpy_nor_the_topology() -> None:
     code = (
         "import sys, busrl.roles.bus, busrl.roles.__main__\n"
-        "heavy = {'numpy', 'asyncio', 'busrl.config', 'busrl.scheduling'} & set(sys.modules)\n"
+        "heavy = {'numpy', 'asyncio', 'busrl.topology', 'busrl.scheduling'} & set(sys.modules)\n"
         "assert not heavy, sorted(heavy)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -214,7 +214,7 @@ def test_a_topology_is_parsed_without_the_quickstart_and_the_compiled_core(tmp_p
     (tmp_path / "t.toml").write_text('[learner]\nlr = 1e-4\n[data]\ntrain = "train.jsonl"\n[model]\npath = "none"\n')
     code = """
 import sys
-from busrl.config import load
+from busrl.preflight.load import load
 from busrl.errors import TopologyError
 try:
     load(sys.argv[1])

@@ -11,7 +11,7 @@ import pytest
 
 from busrl.bus import Endpoint
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.bus.link import Asking
-from busrl.protocol import hosts as h
+from busrl.hosts import link_messages as h
+from busrl.hosts.link import Asking
 
 DESCRIPTORS, STRANGERS, PATIENCE_S = 128, 300, 20.0
 HOME = f"""
@@ -22,7 +22,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
 from pathlib import Path
 from busrl.bus.broker import CurveListener
-from busrl.bus.link import Answering
+from busrl.hosts.link import Answering
 from busrl.protocol import hosts as h
 answering = Answering(CurveListener("", Path(sys.argv[1]), ("tcp://127.0.0.1:" + sys.argv[2],)))
 print("ready", flush=True)

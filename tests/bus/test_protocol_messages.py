@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgpack
 import pytest
 
+from busrl.hosts import messages as g
 from busrl.protocol import codec
-from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import ALL, BY_NAME, address, kind_of, topic
 from busrl.protocol.messages import name_of

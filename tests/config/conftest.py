@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load
 from busrl.errors import TopologyError
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 LR = "learner.lr=3e-4"  # the one key without a default that texts of [learner] can leave out here
 BASE = """\

@@ -43,7 +43,7 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys, busrl.cli as m\n"
         "try: m.main(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'numpy', 'torch', 'msgspec', 'zmq', 'busrl._ring', 'busrl.config'} & set(sys.modules)\n"
+        "heavy = {'numpy', 'torch', 'msgspec', 'zmq', 'busrl._ring', 'busrl.topology'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from busrl import imports
 from busrl.agents import child as agent_child
-from busrl.config import Process, ProcessName, Topology, load
-from busrl.config.schema import Reward
 from busrl.errors import UserError
 from busrl.launch.children import command_of, environment_of
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
 from busrl.rewards.pool import Item, RewardPool
+from busrl.system import imports
+from busrl.topology import Process, ProcessName, Topology
+from busrl.topology.schema import Reward
 
 NAMES = ("random", "token", "types", "queue", "tempfile", "ctypes")  # that busrl's processes import themselves
 # `code/` has files that are named; each imports its neighbour, and a package in the topology's folder.
@@ -161,7 +162,7 @@ def test_what_is_installed_never_comes_before_the_standard_library(mine: Path, m
 
 ORDER = """
 import sys
-from busrl import imports
+from busrl.system import imports
 from busrl.errors import UserError
 first = imports.load("a", "one/own.py:name", UserError, ".")
 second = imports.load("b", "two/own.py:name", UserError, ".")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from busrl.config import load
-from busrl.config.explain import dry_run
-from busrl.config.reader import SECTIONS
+from busrl.preflight.explain import dry_run
+from busrl.preflight.load import load
+from busrl.topology.reader import SECTIONS
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 

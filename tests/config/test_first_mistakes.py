@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from busrl import device
 from busrl.algorithms import catalog
 from busrl.cli import main
-from busrl.config import Topology, inflight
 from busrl.errors import UserError
 from busrl.launch import pythons
+from busrl.preflight import inflight
+from busrl.system import device
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -196,6 +197,6 @@ def test_a_device_of_another_host_is_not_looked_for(loaded: Loaded) -> None:
 
 
 def test_vllm_without_the_package_says_how_to_get_it(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.config.engine_rules.vllm_installed", lambda: ("", ""))
+    monkeypatch.setattr("busrl.preflight.engine_rules.vllm_installed", lambda: ("", ""))
     (found,) = refused("", "process.rollout.engine=vllm")
     assert "this Python has no vLLM" in found and "pip install 'busrl[vllm]'" in found and 'engine = "torch"' in found

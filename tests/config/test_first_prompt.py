@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology
-from busrl.config.explain import report
+from busrl.preflight.explain import report
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -103,7 +103,7 @@ def test_without_a_right_answer_a_made_up_one_is_tried_so_that_an_empty_text_alo
 def test_what_is_no_number_or_ends_its_process_is_refused(
     refused: Refused, here: Path, body: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("busrl.config.trial.END_S", 2.0)
+    monkeypatch.setattr("busrl.preflight.trial.END_S", 2.0)
     (here / "judge.py").write_text(HEAD + body)
     (found,) = refused(PYTHON)
     assert told in found
@@ -164,9 +164,9 @@ def test_a_bound_on_age_that_a_synchronous_run_never_reads_is_warned_of(loaded: 
 
 
 def test_a_device_that_this_machine_lacks_is_warned_of(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.device._driver", lambda kind: False)
+    monkeypatch.setattr("busrl.system.device._driver", lambda kind: False)
     assert 'model.device = "cuda": this machine has no cuda device' in report(loaded("", "model.device=cuda"))
-    monkeypatch.setattr("busrl.device._driver", lambda kind: kind == "cuda")
+    monkeypatch.setattr("busrl.system.device._driver", lambda kind: kind == "cuda")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "this machine has no" not in report(loaded("", "model.device=cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -179,8 +179,8 @@ def test_a_device_that_this_machine_lacks_is_warned_of(loaded: Loaded, monkeypat
 def test_the_number_type_follows_the_device(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...], bf16: bool, dtype: str
 ) -> None:
-    monkeypatch.setattr("busrl.device._driver", lambda kind: kind in kinds)
-    monkeypatch.setattr("busrl.device.has_bfloat16", lambda kind: kind == "npu" or (kind == "cuda" and bf16))
+    monkeypatch.setattr("busrl.system.device._driver", lambda kind: kind in kinds)
+    monkeypatch.setattr("busrl.system.device.has_bfloat16", lambda kind: kind == "npu" or (kind == "cuda" and bf16))
     assert loaded().model.dtype == dtype
     assert loaded("", "process.rollout.device=cpu").model.dtype == "float32"
     assert loaded("", "model.dtype=bfloat16").model.dtype == "bfloat16"

@@ -18,10 +18,10 @@ except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 from busrl.cli import main
-from busrl.config.declare import Item, Wrong, convert, items
-from busrl.config.reader import json_schema as schema
-from busrl.config.reader import value_schema as value
-from busrl.config.schema import Topology
+from busrl.topology.declare import Item, Wrong, convert, items
+from busrl.topology.reader import json_schema as schema
+from busrl.topology.reader import value_schema as value
+from busrl.topology.schema import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, explain, memory, named_files
-from busrl.config.memory import Widths, Work, learner_sum
 from busrl.errors import UserError
+from busrl.preflight import explain, memory, named_files
+from busrl.preflight.memory import Widths, Work, learner_sum
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 HALF_BILLION = {  # Qwen2.5-0.5B

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from busrl.config import Topology, machine, pretrained
+from busrl.data import pretrained
 from busrl.errors import UserError
+from busrl.preflight import machine
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, explain
-from busrl.config.declare import items
-from busrl.config.schema import PART_KEYS, RewardPart
+from busrl.preflight import explain
+from busrl.topology import Topology
+from busrl.topology.declare import items
+from busrl.topology.schema import PART_KEYS, RewardPart
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

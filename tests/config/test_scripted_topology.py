@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology
-from busrl.config.explain import report
 from busrl.data import trace
 from busrl.data.trace import TracedPrompt
+from busrl.preflight.explain import report
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

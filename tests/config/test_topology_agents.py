@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from busrl.cli import main
-from busrl.config import Topology, load
-from busrl.config.explain import report
 from busrl.errors import TopologyError
+from busrl.preflight.explain import report
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 Refused = Callable[[str], list[str]]
 ROOT = Path(__file__).resolve().parents[2]

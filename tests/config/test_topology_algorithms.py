@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from busrl.algorithms import catalog
-from busrl.config import Topology, memory, pretrained
-from busrl.config.explain import report
-from busrl.config.rules import lookup
+from busrl.data import pretrained
+from busrl.preflight import memory
+from busrl.preflight.explain import report
+from busrl.preflight.rules import lookup
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.config import Topology
-from busrl.config.explain import report
+from busrl.preflight.explain import report
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from busrl.config import Topology, load
-from busrl.config.explain import dry_run, report
-from busrl.config.reader import show
+from busrl.preflight.explain import dry_run, report
+from busrl.preflight.load import load
+from busrl.topology import Topology
+from busrl.topology.reader import show
 from tools.reference import topology_page
 
 if sys.version_info >= (3, 11):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.config import Topology
-from busrl.config.derive import checkpoint_is_due, checkpoint_may_follow, control_settings
-from busrl.config.rules import batch_varies
+from busrl.preflight.derive import checkpoint_is_due, checkpoint_may_follow, control_settings
+from busrl.preflight.rules import batch_varies
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

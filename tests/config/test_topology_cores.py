@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.config import Topology, machine
-from busrl.config.explain import report
-from busrl.config.schema import Process, ProcessName
 from busrl.errors import UserError
 from busrl.launch.children import start
 from busrl.paths import RunPaths
+from busrl.preflight import machine
+from busrl.preflight.explain import report
+from busrl.topology import Topology
+from busrl.topology.schema import Process, ProcessName
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from busrl import device
-from busrl.config import Topology, engine_rules
-from busrl.config.explain import report
+from busrl.preflight import engine_rules
+from busrl.preflight.explain import report
+from busrl.system import device
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load
-from busrl.config.explain import report
 from busrl.errors import TopologyError
+from busrl.preflight.explain import report
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 Loaded = Callable[..., Topology]

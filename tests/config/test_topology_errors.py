@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load, names
-from busrl.config.names import MOVED, MOVED_MS
 from busrl.errors import TopologyError
+from busrl.preflight.load import load
+from busrl.topology import Topology, names
+from busrl.topology.names import MOVED, MOVED_MS
 from tools.reference import topology_page
 
 Refused = Callable[..., list[str]]

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.config import Topology, load_for_simulation, recorded
-from busrl.config.explain import report
-from busrl.config.pretrained import model_facts, read_config
+from busrl.data.pretrained import model_facts, read_config
 from busrl.errors import TopologyError, UserError
+from busrl.preflight.explain import report
+from busrl.preflight.load import load_for_simulation, recorded
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.config import Topology, explain, load, materialise
-from busrl.config.hosts import ahead_of, of_host
 from busrl.errors import TopologyError
+from busrl.hosts.invitation import ahead_of, of_host
+from busrl.preflight import explain
+from busrl.preflight.load import load, materialise
+from busrl.topology import Topology
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 

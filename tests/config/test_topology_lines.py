@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.config.reader import parse_value, positions, tomllib
+from busrl.topology.reader import parse_value, positions, tomllib
 
 TEXT = '''\
 # a comment with [brackets] and = signs

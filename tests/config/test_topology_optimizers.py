@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from busrl.config import Topology
-from busrl.config.explain import report
+from busrl.preflight.explain import report
+from busrl.topology import Topology
 
 NONE_HERE = ("process.reward.count=0",)
 

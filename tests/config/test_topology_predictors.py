@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology
-from busrl.config.named_files import read_keywords
+from busrl.preflight.named_files import read_keywords
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -13,11 +13,11 @@ from chat_folders import make
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from busrl.config import Topology
-from busrl.config import prompt_tokens as prompts_module
-from busrl.config.explain import report
 from busrl.data import chat
 from busrl.engines.tokens import tokens_of
+from busrl.preflight import prompt_tokens as prompts_module
+from busrl.preflight.explain import report
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from busrl import keys
-from busrl.config import Topology, machine, of_host
-from busrl.config.explain import report
 from busrl.errors import UserError
+from busrl.hosts.invitation import of_host
 from busrl.paths import RunPaths
-from busrl.training.ranks.builder import TeamSettings
+from busrl.preflight import machine
+from busrl.preflight.explain import report
+from busrl.ranks.builder import TeamSettings
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load, pretrained
-from busrl.config.explain import report
+from busrl.data import pretrained
 from busrl.errors import TopologyError
+from busrl.preflight.explain import report
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 HALF_A_BILLION = {

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.config import Topology
-from busrl.config.explain import report
 from busrl.launch.children import command_of
 from busrl.paths import RunPaths
+from busrl.preflight.explain import report
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

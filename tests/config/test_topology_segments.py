@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from busrl.config import Topology
-from busrl.config.derive import ALIGN
-from busrl.config.schema import MOST_SEGMENTS, TABLE_TENSORS
+from busrl.preflight.derive import ALIGN
 from busrl.ring import MAX_TENSORS
+from busrl.topology import Topology
+from busrl.topology.schema import MOST_SEGMENTS, TABLE_TENSORS
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load
-from busrl.config.explain import report
+from busrl.preflight.explain import report
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -97,7 +98,7 @@ def test_one_file_and_sources_exclude_each_other_and_a_tiny_share_is_refused(two
 def test_a_function_that_hangs_is_named_with_the_row_before(
     two: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from busrl.config import sources as making
+    from busrl.preflight import sources as making
 
     monkeypatch.setattr(making, "SILENT_S", 2.0)
     (two / "slow.py").write_text("import time\ndef odd(record):\n    time.sleep(60)\n")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import engine_rules, load
-from busrl.config.machine import held_versions
 from busrl.engines.vllm.process import Start, _arguments
 from busrl.errors import TopologyError
+from busrl.preflight import engine_rules
+from busrl.preflight.load import load
+from busrl.preflight.machine import held_versions
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 ENGINE = 'process.rollout.engine="vllm"'

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from busrl.config import Topology, engine_rules, machine
-from busrl.config.explain import report
-from busrl.config.schema import Lora
 from busrl.errors import DiskFull
+from busrl.preflight import engine_rules, machine
+from busrl.preflight.explain import report
+from busrl.topology import Topology
+from busrl.topology.schema import Lora
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

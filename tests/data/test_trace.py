@@ -11,7 +11,7 @@ import pytest
 from busrl.data import JsonlStream
 from busrl.data.trace import Shape, TracedPrompt, make_trace, parse, read, write
 from busrl.errors import DataError
-from busrl.scheduling.lengths import kendall_tau
+from busrl.predict.lengths import kendall_tau
 
 
 def test_what_was_written_is_read_again_and_is_a_prompt_file(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from busrl import device
-from busrl.config import load
-from busrl.config.schema import Process, ProcessName
 from busrl.engines import make_engine
 from busrl.errors import DeviceMissing
 from busrl.launch.children import environment_of
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
 from busrl.roles.learner.step import TrainingStep
+from busrl.system import device
+from busrl.topology.schema import Process, ProcessName
 
 ROOT = Path(__file__).resolve().parents[2] / "busrl"
 HAS_CUDA = not device.missing("cuda")
@@ -34,7 +34,7 @@ def test_no_other_module_names_a_kind_of_accelerator() -> None:
             imported = isinstance(node, (ast.Import, ast.ImportFrom)) and any(
                 name in ast.unparse(node) for name in ("torch.cuda", "torch_npu", "torch.npu")
             )
-            assert not named and not imported, f"{path}:{node.lineno}: {ast.unparse(node)}; use busrl.device"
+            assert not named and not imported, f"{path}:{node.lineno}: {ast.unparse(node)}; use busrl.system.device"
 
 
 @without_cuda

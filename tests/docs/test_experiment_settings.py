@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experiments import order, quickstart_policies
-from busrl.config import load
+from busrl.preflight.load import load
 from busrl.scheduling.dispatch import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -56,7 +56,7 @@ def test_the_table_names_as_many_files_as_it_says_and_each_is_there() -> None:
 def test_a_key_is_one_declaration_that_is_checked_documented_and_read(copy: Path) -> None:
     add(copy / "busrl" / "config" / "learner.py", "\n\nON_GPUS = ", example("A topology key", 0))
     code = (
-        "from busrl.config import load\n"
+        "from busrl.preflight.load import load\n"
         "from busrl.errors import TopologyError\n"
         "from tools.reference.topology_page import text\n"
         f"path = {str(ROOT / 'configs' / 'quickstart.toml')!r}\n"
@@ -93,8 +93,8 @@ def test_an_engine_is_a_module_a_maker_and_its_name_in_the_schema(copy: Path) ->
     add(schema, '"vllm": "here", "openai"', '"echo": "here", ')
     add(schema, '"torch", "vllm", SCRIPTED),', '"echo", ')
     code = (
-        "from busrl.config import load\n"
-        "from busrl.config.schema import has_model\n"
+        "from busrl.preflight.load import load\n"
+        "from busrl.topology.schema import has_model\n"
         "from busrl.engines import make_engine\n"
         "from busrl.roles.learner.parity import Parity\n"
         "from tools.reference.topology_page import text\n"

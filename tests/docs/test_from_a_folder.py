@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from busrl.files import read_map
 from busrl.paths import SHM, RunPaths
+from busrl.system.files import read_map
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-a-folder.md").read_text()
 [TOPOLOGY] = re.findall(r"`my.toml`:\n```toml\n(.*?)```", PAGE, re.S)

@@ -12,7 +12,7 @@ import tomllib
 
 from busrl.algorithms.advantages import ADVANTAGES
 from busrl.algorithms.losses import LOSSES
-from busrl.config import schema
+from busrl.topology import schema
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,7 +13,7 @@ from busrl.algorithms import losses
 from busrl.algorithms.advantages import ADVANTAGES
 from busrl.algorithms.catalog import NO_DUAL
 from busrl.algorithms.losses import LossInputs, LossSettings
-from busrl.config.learner import Learner
+from busrl.topology.learner import Learner
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
 SECTION = PAGE.partition("## Coming from TRL or verl")[2].partition("\n## ")[0]

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from busrl.config.declare import items
-from busrl.config.schema import Weights
+from busrl.topology.declare import items
+from busrl.topology.schema import Weights
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "weights.md"

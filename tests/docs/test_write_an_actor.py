@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 
 from busrl.bus import Endpoint, run_broker
-from busrl.config.pretrained import Vocabulary
 from busrl.data import JsonlStream
+from busrl.data.pretrained import Vocabulary
 from busrl.engines.scripted import Script
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
+from busrl.hosts.messages import REMOTE
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, topic
-from busrl.protocol.gateway import REMOTE
 from busrl.protocol.messages import Message
 from busrl.ring import OfdLock
 

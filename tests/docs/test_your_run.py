@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from busrl.cli.command import main
-from busrl.files import read_map
 from busrl.ledger.trained import step_lines
 from busrl.paths import SHM, RunPaths
+from busrl.system.files import read_map
 
 pytestmark = pytest.mark.long  # a whole run
 

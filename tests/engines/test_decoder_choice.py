@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from busrl.config.schema import Generation
 from busrl.engines import make_engine
 from busrl.engines.torch import decoder
 from busrl.engines.torch.decoder import FastDecoder, GenericDecoder, StateDecoder, WholeDecoder
 from busrl.errors import UserError
+from busrl.topology.schema import Generation
 
 Folder = Callable[[str], Path]
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import Published
 
-from busrl.config.pretrained import Vocabulary
-from busrl.config.schema import Mock
 from busrl.data import JsonlStream, trace
+from busrl.data.pretrained import Vocabulary
 from busrl.data.trace import TracedPrompt
 from busrl.engines import Engine, Finished, Request
 from busrl.engines.scripted import LATEST_S, Script, ScriptedEngine
 from busrl.states import Finish
+from busrl.topology.schema import Mock
 
 EOS_ID, PLAIN = 1, (3, 4, 5, 6)
 GROUP = 2

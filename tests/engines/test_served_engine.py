@@ -20,13 +20,13 @@ from endpoint_process import WAIT_S, Endpoint
 from proof_scene import Proving
 from requests_ import request
 
-from busrl.config.schema import Openai
+from busrl.data.vocabulary import TokenRows
 from busrl.engines import Finished
 from busrl.engines.openai import client
 from busrl.engines.openai.engine import ServedEngine
 from busrl.errors import PeerTimeout, UserError, WeightsRefused
 from busrl.states import Finish
-from busrl.vocabulary import TokenRows
+from busrl.topology.schema import Openai
 from busrl.weights.factory import TransportSettings
 
 ALL = 1 << 60

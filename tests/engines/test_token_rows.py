@@ -15,19 +15,19 @@ import torch
 from requests_ import request
 from wide_folders import forget, widen
 
-from busrl.config.pretrained import vocabulary
-from busrl.config.schema import Openai
+from busrl.data.pretrained import vocabulary
+from busrl.data.vocabulary import TokenRows, token_rows
 from busrl.engines import Finished
 from busrl.engines.openai.engine import ServedEngine, _bias
 from busrl.engines.torch.engine import TorchEngine
 from busrl.engines.vllm.worker import Extension, plain_logprobs
+from busrl.topology.schema import Openai
 from busrl.training import packing
 from busrl.training.batch import Sample, first_fault, flatten
 from busrl.training.earlier import Earlier, over_old_keys
 from busrl.training.forward import Forward, JoinedRows, PackedRows, PaddedRows
 from busrl.training.model import Adapter, LoraSettings, load
 from busrl.training.trainer import Trainer, TrainerSettings
-from busrl.vocabulary import TokenRows, token_rows
 
 TOKENS = 35  # of the tokenizer of these folders
 ROWS = 48

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from busrl.config.schema import Vllm
 from busrl.engines.vllm.weights import Line, Page, Updates
 from busrl.errors import EngineLost
+from busrl.topology.schema import Vllm
 from busrl.weights.factory import TransportSettings
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from busrl.algorithms.losses import LossInputs, LossSettings, per_token
-from busrl.config import load, pretrained
+from busrl.data import pretrained
 from busrl.errors import FunctionRefused, TopologyError
+from busrl.preflight.load import load
 from busrl.roles.learner.step import TrainingStep
 from busrl.training import custom
 

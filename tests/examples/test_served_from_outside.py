@@ -21,7 +21,7 @@ from checks import check_end
 from harness import Run, read_lines, running
 from outside import EXAMPLES, finished, node, words_of, workers
 
-from busrl.monitor.status import status
+from busrl.observe.monitor.status import status
 
 pytestmark = pytest.mark.long
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load
-from busrl.config.explain import process_configs, report
-from busrl.config.schema import CrashFault, Faults
 from busrl.errors import TopologyError
 from busrl.faults import PASSED_BY, CrashWatch, crash_environment
+from busrl.preflight.explain import process_configs, report
+from busrl.preflight.load import load
 from busrl.states import CRASH_POINTS
+from busrl.topology import Topology
+from busrl.topology.schema import CrashFault, Faults
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

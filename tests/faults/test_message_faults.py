@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.config.schema import BusFault, CrashFault, Faults
 from busrl.faults import MAX_HELD, OVERTAKEN_S, MessageFaults, describe, message_faults
+from busrl.topology.schema import BusFault, CrashFault, Faults
 
 
 @dataclass

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from busrl.bus import Endpoint
-from busrl.config.schema import BusFault, Faults
 from busrl.errors import BusNotReady
 from busrl.faults import message_faults
 from busrl.protocol import messages as m
+from busrl.topology.schema import BusFault, Faults
 
 
 def _bus_fixtures() -> Any:

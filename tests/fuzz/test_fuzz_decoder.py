@@ -12,8 +12,8 @@ import pytest
 from msgspec import inspect
 
 from busrl.bus import Endpoint
+from busrl.hosts import messages as g
 from busrl.protocol import codec
-from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import ALL, Fault, Rejected, topic
 from busrl.protocol.messages import name_of

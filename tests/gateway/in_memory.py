@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from busrl.gateway import AnswerLimits, ClaimedTask, Desk, Judged, Refused, RemoteAnswer, tensor
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import AnswerLimits, ClaimedTask, Desk, Judged, Refused, RemoteAnswer, tensor
 from busrl.states import Fate
-from busrl.watching import Tally
+from busrl.system.clocks import Tally
 
 LEASE_S = 10.0
 RING = "a1" * 16

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from in_memory import answer_to, batch_of, settings
 
-from busrl.gateway import Desk
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import Desk
+from busrl.hosts.ledgers import RingLedger
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.answers import SegmentCuts
 from busrl.roles.episodes import Bounds
-from busrl.roles.remote_ledgers import RingLedger
 from busrl.scheduling.segments import SegmentPlan
-from busrl.watching import Tally
+from busrl.system.clocks import Tally
 
 LEASE_S = 10.0
 CUTS = SegmentCuts(SegmentPlan(3, 3, 8))

@@ -12,12 +12,12 @@ from on_a_ring import CUTS, LEASE_S, Keeper
 from test_gateway_ring import dispatch, folder  # noqa: F401
 
 from busrl.errors import CallUnanswered
-from busrl.gateway import Desk, tensor
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import Desk, tensor
+from busrl.hosts.ledgers import BothLedgers, CallLedger, RingLedger
 from busrl.ring import Ring, State
 from busrl.ring.calls import Caller, ModelCall
-from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger
-from busrl.watching import Tally
+from busrl.system.clocks import Tally
 
 IDS = np.arange(5, dtype=np.int32)
 

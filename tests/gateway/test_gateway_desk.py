@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_memory import LEASE_S, RING, Ledger, Slot, answer_to, new_desk
 
-from busrl.gateway import Desk, tensor
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import Desk, tensor
 from busrl.protocol import codec
-from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.watching import Tally
+from busrl.system.clocks import Tally
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from in_memory import LEASE_S, Killed, Ledger, Slot, batch_of, new_desk
 
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
 from busrl.protocol import messages as m
 
 NAMES = ("a", "b")

@@ -18,8 +18,8 @@ from test_satellite_claims import Away
 
 from busrl import keys
 from busrl.agents.tree import Limits, Trajectory, Tree
-from busrl.gateway import Refused, tensor
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import Refused, tensor
 from busrl.protocol import messages as m
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_parts, read_text, write_parts

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from on_a_ring import Keeper
 
-from busrl.config import load
-from busrl.gateway import NoMemory
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import NoMemory
+from busrl.hosts.satellite import NAME_AFTER, RESEND_S, Satellite
 from busrl.paths import RunPaths
-from busrl.protocol import gateway as g
+from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import read_parts, write_parts, write_segment, write_text
-from busrl.roles.satellite import NAME_AFTER, RESEND_S, Satellite
 from busrl.states import Fate, HeaderWord
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"

@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 DRIVER = """
 import dataclasses, json, sys
 from busrl.launch import launch
-from busrl.config.schema import *
+from busrl.topology.schema import *
 from busrl.scheduling.admission import derive
 root, modes, limits, child = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from busrl.cli.run import stop
-from busrl.config import load
 from busrl.errors import UserError
 from busrl.launch.rundir import belongs_to_another, open_run
+from busrl.preflight.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.cli import doctor
+from busrl.preflight import doctor
 
 DOCTOR = [sys.executable, "-m", "busrl.cli", "doctor", "--json"]
 
@@ -51,10 +51,10 @@ def test_few_open_files_and_a_torch_that_cannot_be_imported_have_a_remedy(tmp_pa
 
 
 def test_a_full_shared_memory_is_bad_and_a_container_s_default_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.config.machine.shm_free", lambda: 64 << 20)
+    monkeypatch.setattr("busrl.preflight.machine.shm_free", lambda: 64 << 20)
     (line,) = doctor._shm()
     assert "--shm-size" in line.remedy and not line.bad
-    monkeypatch.setattr("busrl.config.machine.shm_free", lambda: 0)
+    monkeypatch.setattr("busrl.preflight.machine.shm_free", lambda: 0)
     (line,) = doctor._shm()
     assert line.bad
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.config import load
-from busrl.config.derive import call_ring
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.paths import SHM
+from busrl.preflight.derive import call_ring
+from busrl.preflight.load import load
 from busrl.quickstart.cache import ensure
 from busrl.ring.calls import Caller, ModelCall
 

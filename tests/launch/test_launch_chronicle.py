@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint
-from busrl.config.schema import Limits
 from busrl.launch.summary import MOST_SENDERS, EventLog
 from busrl.launch.supervisor import Child
-from busrl.monitor.status import status
+from busrl.observe.monitor.status import status
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.watching import OTHERS
+from busrl.system.clocks import OTHERS
+from busrl.topology.schema import Limits
 
 PATIENCE = Limits(ready_s=60.0, progress_s=60.0, restart_attempts=3, crash_attempts=0)
 

@@ -11,9 +11,10 @@ import pytest
 
 from busrl import keys
 from busrl.cli.command import main
-from busrl.config import Topology, load
 from busrl.errors import UserError
-from busrl.launch import clusters
+from busrl.hosts import clusters
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 HOSTS = ["process.rollout.hosts=['gpu-1', 'gpu-0']", "process.rollout.devices=['0', '1']", "process.rollout.count=2",

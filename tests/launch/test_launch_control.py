@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.config import ProcessName, Topology, inflight, load
 from busrl.errors import TopologyError, UserError
 from busrl.launch.control import NO_PROOF, ControlDesk
 from busrl.ledger.controls import ControlLine, Controls, read_lines
 from busrl.paths import RunPaths
+from busrl.preflight import inflight
+from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.states import PAUSE_STARTING, PAUSED, HeaderWord
-from busrl.watching import PausedClock
+from busrl.system.clocks import PausedClock
+from busrl.topology import ProcessName, Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = load(ROOT / "configs" / "quickstart.toml")

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.config.schema import Limits
 from busrl.launch.display import Display, LiveDisplay, open_display, render
 from busrl.launch.summary import Progress
 from busrl.launch.supervisor import Child
-from busrl.monitor.state import STEPS_KEPT, Facts, ProcessRecord, Rate, RingRecord, RunState
-from busrl.monitor.text import duration, line, short
+from busrl.observe.monitor.state import STEPS_KEPT, Facts, ProcessRecord, Rate, RingRecord, RunState
+from busrl.observe.monitor.text import duration, line, short
 from busrl.protocol import messages as m
+from busrl.topology.schema import Limits
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from busrl.config import Topology, load
 from busrl.errors import DiskFull, RunFinished, UserError
-from busrl.files import LineFile
 from busrl.launch.identity import Start, compare, digests
 from busrl.launch.rundir import open_run
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
+from busrl.system.files import LineFile
+from busrl.topology import Topology
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

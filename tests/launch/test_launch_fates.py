@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from busrl.monitor.status import status
+from busrl.observe.monitor.status import status
 from busrl.paths import RunPaths
 
 pytestmark = pytest.mark.long  # whole starts of `busrl launch`

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from busrl import files
-from busrl.config import load
 from busrl.errors import DiskFull, RunInUse
 from busrl.launch import rundir
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
 from busrl.ring import OfdLock, Ring, RingGuard
+from busrl.system import files
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 MODES = {"keeper": "well", "learner": "learner"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.guardian import halted
+from busrl.system.guardian import halted
 
 TRACED = "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), signal.SIGSTOP)"
 GROUPS = [

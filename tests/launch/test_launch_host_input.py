@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.config.hosts import Invitation
 from busrl.errors import UserError
+from busrl.hosts.invitation import Invitation
 from busrl.launch import from_input
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.config import HostSource, Topology, load
-from busrl.config.hosts import of_host
+from busrl.hosts.invitation import HostSource, of_host
 from busrl.launch.rundir import open_host, remove_runtime_dir, unlink_segments
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ import pytest
     ("module", "forbidden"),
     [
         ("busrl.launch", ("torch", "transformers")),
-        ("busrl.bus", ("torch", "numpy", "busrl.ring", "busrl.config")),
+        ("busrl.bus", ("torch", "numpy", "busrl.ring", "busrl.topology")),
         ("busrl.protocol", ("zmq", "numpy", "busrl.bus")),
     ],
 )

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from busrl import guardian as orphans
-from busrl.guardian import MARK, born, end_group, end_left_behind, end_marked, mark, mark_of
 from busrl.ring import OfdLock
+from busrl.system import guardian as orphans
+from busrl.system.guardian import MARK, born, end_group, end_left_behind, end_marked, mark, mark_of
 
 pytestmark = pytest.mark.long  # whole starts of `busrl launch`
 
@@ -120,7 +120,7 @@ def test_what_a_launch_that_is_gone_has_left_is_known_by_its_pid_and_the_time_it
 REUSED = """
 import contextlib, os, select, signal, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
-from busrl.guardian import Guardian, mark
+from busrl.system.guardian import Guardian, mark
 
 def sleeper(number=0, **options):
     if number:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from busrl.hosts.placement import ENDING_S, UNHEARD_S, Placed, Placement
 from busrl.launch.children import RunningChild, spawn
-from busrl.launch.placement import ENDING_S, UNHEARD_S, Placed, Placement
 from busrl.paths import RunPaths
 
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from busrl.errors import first_line
-from busrl.files import TAIL_BYTES
 from busrl.launch.children import last_words
-from busrl.monitor.status import MOST_KINDS, problem_lines
-from busrl.monitor.text import idle
+from busrl.observe.monitor.status import MOST_KINDS, problem_lines
+from busrl.observe.monitor.text import idle
 from busrl.states import VALIDATE_BIT, shown_uid
+from busrl.system.files import TAIL_BYTES
 
 
 def problems(path: Path) -> list[str]:

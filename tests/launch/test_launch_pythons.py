@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import busrl
-from busrl.config import load
 from busrl.errors import UserError
 from busrl.launch import pythons
+from busrl.preflight.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from busrl.config.schema import Limits
 from busrl.launch.supervisor import Child, ForeignProcesses, is_titled
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
+from busrl.topology.schema import Limits
 
 PATIENCE = Limits(ready_s=60.0, progress_s=30.0, restart_attempts=5, crash_attempts=0)
 ENDLESS = 1e9  # what the ring makes of infinity

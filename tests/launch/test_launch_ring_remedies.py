@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load
 from busrl.errors import RunInUse, UserError
 from busrl.launch import rundir
 from busrl.launch.rundir import _attached
 from busrl.paths import SHM, RunPaths
+from busrl.preflight.load import load
 from busrl.ring import Ring
+from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534

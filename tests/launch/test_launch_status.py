@@ -8,7 +8,7 @@ import os
 import pytest
 
 from busrl.errors import NoSuchRun
-from busrl.monitor.status import status
+from busrl.observe.monitor.status import status
 from busrl.paths import RunPaths
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from busrl.files import FOLLOWED_BYTES
 from busrl.launch.summary import Progress
-from busrl.monitor.runfiles import RunFiles, fates, number, run_of_files, sample_line
-from busrl.monitor.state import RunState, Speed
-from busrl.monitor.status import status
-from busrl.monitor.text import line
+from busrl.observe.monitor.runfiles import RunFiles, fates, number, run_of_files, sample_line
+from busrl.observe.monitor.state import RunState, Speed
+from busrl.observe.monitor.status import status
+from busrl.observe.monitor.text import line
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.states import Fate
+from busrl.system.files import FOLLOWED_BYTES
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:

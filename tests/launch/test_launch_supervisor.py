@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.config.schema import Limits
 from busrl.launch.supervisor import (
     LONGEST_PAUSE_S,
     SERVED_S,
@@ -19,7 +18,8 @@ from busrl.launch.supervisor import (
     Shutdown,
     stage_of,
 )
-from busrl.watching import FairClock
+from busrl.system.clocks import FairClock
+from busrl.topology.schema import Limits
 
 
 @dataclass

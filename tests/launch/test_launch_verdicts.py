@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from busrl.config import Process, ProcessName
 from busrl.errors import NEEDS_FIX, NOT_IMPORTED, RETRY, RunInUse
+from busrl.hosts.placement import Placed, Placement
 from busrl.launch import children
-from busrl.launch.placement import Placed, Placement
 from busrl.launch.run import Launch
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
 from busrl.roles.__main__ import said
+from busrl.topology import Process, ProcessName
 
 SINKS = ProcessName("sinks", "sinks", 0, Process("sinks"))
 

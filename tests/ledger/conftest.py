@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from busrl.files import LineFile
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.audit.snapshot import BOOT_ID, crc32c
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet, TrainLine
 from busrl.ledger.wal import Record, SampleRecord, Wal
+from busrl.system.files import LineFile
 
 LINE_OFF = 0x4000
 NAMES = ["FREE", "RESERVED", "QUEUED", "GENERATING", "GENERATED", "REWARDING", "REWARDED", "TRAINING", "DROPPED"]

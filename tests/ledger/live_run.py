@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 from conftest import LINE_OFF, STATES, FakeRun
 
-from busrl.files import LineFile
 from busrl.ledger.trained import TrainedSet, TrainLine
 from busrl.ledger.wal import Wal
+from busrl.system.files import LineFile
 
 LINE = np.dtype(
     {

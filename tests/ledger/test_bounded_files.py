@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl import files
 from busrl.errors import DiskFull
-from busrl.files import PARTS, TAIL_BYTES, LineFile, LineFollower, bound, dropped, json_lines, parts, whole_file
-from busrl.monitor.runfiles import RunFiles
+from busrl.observe.monitor.runfiles import RunFiles
+from busrl.observe.report.record import read
 from busrl.paths import RunPaths
-from busrl.report.record import read
+from busrl.system import files
+from busrl.system.files import PARTS, TAIL_BYTES, LineFile, LineFollower, bound, dropped, json_lines, parts, whole_file
 
 
 def lines_of(path: Path) -> list[int]:
@@ -140,7 +140,7 @@ def test_followers_get_whole_lines_once_and_in_order_whatever_is_done_to_the_wri
 
 WRITER = """
 import sys
-from busrl.files import LineFile, whole_file
+from busrl.system.files import LineFile, whole_file
 path, keep = sys.argv[1], int(sys.argv[2])
 writer = LineFile(path, keep=keep)
 n = max((int(line) for line in whole_file(writer.path)), default=-1)
@@ -256,7 +256,7 @@ def test_a_log_is_not_bounded_on_a_full_disk_and_nothing_of_it_is_lost(tmp_path:
 BOUNDER = """
 import sys
 from pathlib import Path
-from busrl.files import bound
+from busrl.system.files import bound
 print("ready", flush=True)
 while True:
     bound(Path(sys.argv[1]), 200_000)

@@ -18,7 +18,7 @@ from busrl.ring import Fates, Ring, State
 WORK = """
 import sys
 import msgspec
-from busrl.files import LineFile
+from busrl.system.files import LineFile
 from busrl.ledger.wal import Wal
 from busrl.ledger.trained import TrainLine
 from busrl.ring import Fates, Ring, State

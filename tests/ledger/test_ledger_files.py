@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from busrl import files
 from busrl.errors import DiskFull, FileCorrupt, LedgerError, UserError
-from busrl.files import LineFile, json_lines
 from busrl.ledger.audit import histogram
 from busrl.ledger.openbin import OpenSlot, read_draws, read_open, record_put_back, remove_open, write_open
 from busrl.ledger.trained import UID_LIMIT, TrainedSet, TrainLine, last_step, step_lines
 from busrl.ledger.wal import Record
 from busrl.states import ACCIDENTS, FATE_NAMES, RULES, Fate, fate_name
+from busrl.system import files
+from busrl.system.files import LineFile, json_lines
 
 
 def test_every_fate_has_a_name_and_is_one_of_open_trained_rule_or_accident() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from busrl import files
 from busrl.errors import FileCorrupt
 from busrl.ledger.trained import RESTORED, TrainedSet, TrainLine, mend_train_log, mend_trained_set, train_log_is_whole
 from busrl.paths import RunPaths
+from busrl.system import files
 
 STEPS = {step: list(range(step * 8, step * 8 + 8)) for step in range(1, 6)}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.bus import Endpoint
-from busrl.monitor.recording import FIXED, RecordedFrame, Recording
+from busrl.observe.monitor.recording import FIXED, RecordedFrame, Recording
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring
 

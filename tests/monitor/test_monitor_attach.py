@@ -21,7 +21,7 @@ import pytest
 from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
 
 from busrl.cli import main
-from busrl.monitor.sources import RingLook, living_runs
+from busrl.observe.monitor.sources import RingLook, living_runs
 from busrl.protocol import messages as m
 from busrl.ring import Ring
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.monitor import text as words
-from busrl.monitor.runfiles import LineFollower, RunFiles
-from busrl.monitor.state import (
+from busrl.observe.monitor import text as words
+from busrl.observe.monitor.runfiles import LineFollower, RunFiles
+from busrl.observe.monitor.state import (
     STEPS_KEPT,
     ErrorRecord,
     Facts,
@@ -26,9 +26,9 @@ from busrl.monitor.state import (
     Steps,
     Traffic,
 )
-from busrl.monitor.status import RunStatus, as_data, to_json
-from busrl.monitor.text import chart, gauge, portions, safe
-from busrl.monitor.web.picture import steps_after
+from busrl.observe.monitor.status import RunStatus, as_data, to_json
+from busrl.observe.monitor.text import chart, gauge, portions, safe
+from busrl.observe.monitor.web.picture import steps_after
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 

@@ -20,9 +20,9 @@ from monitor_scene import PATIENCE_S, Scene, entries, finished, until
 from busrl.bus.endpoint import Tap
 from busrl.cli import main
 from busrl.errors import DiskFull, UserError
-from busrl.monitor.recording import Drops, End, Header, Kind, RecordedFrame, Recording, Writer
-from busrl.monitor.state import Facts
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
+from busrl.observe.monitor.recording import Drops, End, Header, Kind, RecordedFrame, Recording, Writer
+from busrl.observe.monitor.state import Facts
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 

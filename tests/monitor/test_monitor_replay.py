@@ -21,8 +21,8 @@ from busrl.bus import Endpoint
 from busrl.bus.endpoint import Tap
 from busrl.cli import main
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
-from busrl.monitor.recording import Drops, End, Header, Kind, Recording, Replayer, Writer, summary
-from busrl.monitor.state import Facts, ProcessRecord, RingRecord
+from busrl.observe.monitor.recording import Drops, End, Header, Kind, Recording, Replayer, Writer, summary
+from busrl.observe.monitor.state import Facts, ProcessRecord, RingRecord
 from busrl.protocol import messages as m
 from busrl.protocol.codec import encode, topic
 
@@ -256,7 +256,7 @@ def test_a_speed_that_is_none_is_named(speed: str, tmp_path: Path, capsys: pytes
 
 def test_the_scene_of_these_tests_names_the_keys_that_the_monitor_reads() -> None:
     """The hand-made topology.json must not drift from a real one."""
-    from busrl.config import load
+    from busrl.preflight.load import load
 
     real = load(Path(__file__).parents[2] / "configs" / "reference.toml", []).to_dict()
     for section, keys in TOPOLOGY.items():

@@ -16,8 +16,8 @@ import pytest
 from harness import Run, running
 from monitor_scene import entries, finished, until
 
-from busrl.monitor.recording import End, Kind, summary
-from busrl.monitor.sources import living_runs
+from busrl.observe.monitor.recording import End, Kind, summary
+from busrl.observe.monitor.sources import living_runs
 from busrl.paths import RunPaths
 
 pytestmark = pytest.mark.long

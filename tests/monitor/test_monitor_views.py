@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from busrl.monitor import text as plain
-from busrl.monitor.screen import view
-from busrl.monitor.state import ErrorRecord, Facts, ProcessRecord, RingRecord, RunState, StepRecord, step_of
+from busrl.observe.monitor import text as plain
+from busrl.observe.monitor.screen import view
+from busrl.observe.monitor.state import ErrorRecord, Facts, ProcessRecord, RingRecord, RunState, StepRecord, step_of
 from busrl.protocol import messages as m
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from busrl.monitor.sources import calls_by_uid, held
-from busrl.monitor.state import Facts, Held, ProcessRecord, RingRecord, RunState, StepRecord
-from busrl.monitor.waits import Link, StallAlarm, chain, limit_s, said
+from busrl.observe.monitor.sources import calls_by_uid, held
+from busrl.observe.monitor.state import Facts, Held, ProcessRecord, RingRecord, RunState, StepRecord
+from busrl.observe.monitor.waits import Link, StallAlarm, chain, limit_s, said
 from busrl.ring import State
 
 NAMES = (

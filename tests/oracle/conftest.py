@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from busrl.algorithms import catalog
-from busrl.config import Topology, load
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
 from busrl.roles.learner.groups import Claimed
 from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.step import TrainingStep, to_sample
+from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from busrl.config.learner import Value
+from busrl.topology.learner import Value
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE: dict[str, Any] = {"its": "own"}

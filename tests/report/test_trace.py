@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_scene import make_run, write_lines
 
-from busrl.report.record import read
-from busrl.report.trace import Slice, common, overlap, slices, trace, union, without
+from busrl.observe.report.record import read
+from busrl.observe.report.trace import Slice, common, overlap, slices, trace, union, without
 
 PHASES = {"X", "i", "C", "M"}
 

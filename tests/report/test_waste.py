@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from report_scene import ended, interval, make_run, step, write_lines
 
 from busrl.errors import NoSuchRun
-from busrl.report.record import read
-from busrl.report.waste import render, waste_of
+from busrl.observe.report.record import read
+from busrl.observe.report.waste import render, waste_of
 
 
 def tokens_of(root: Path) -> dict[str, int | None]:

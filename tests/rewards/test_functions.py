@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from busrl import imports
 from busrl.errors import RewardNotLoaded, cause
 from busrl.rewards.base import ExactMatch, MalformedReward, settle
+from busrl.system import imports
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from busrl import imports
-from busrl.config.schema import Reward
 from busrl.rewards.base import Setup
 from busrl.rewards.pool import Item, JudgeProcess, Outcome, RewardPool
+from busrl.system import imports
+from busrl.topology.schema import Reward
 
 # A module that is imported until the test lets it go; `finds` imports it as transformers does its own, by a call.
 SLOW = """import pathlib, time
@@ -133,7 +133,7 @@ def test_the_time_of_imports_is_in_no_measure_of_the_function(folder: Path) -> N
 
 CLOCK = """
 import os, sys, threading
-from busrl import imports
+from busrl.system import imports
 said = []
 clock = imports.ImportClock(said.append)
 sys.path.insert(0, sys.argv[1])

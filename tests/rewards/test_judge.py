@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from busrl.config.schema import Reward, RewardPart
 from busrl.errors import RewardNotLoaded
 from busrl.rewards.base import Setup
 from busrl.rewards.pool import Item, Outcome, RewardPool
+from busrl.topology.schema import Reward, RewardPart
 
 judge = pytest.importorskip("busrl.rewards.judge")
 

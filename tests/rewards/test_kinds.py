@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.config.schema import Reward, RewardPart
 from busrl.errors import RewardNotLoaded
 from busrl.rewards.base import Setup
 from busrl.rewards.child import build
 from busrl.rewards.kinds import as_math, finder, last_number
+from busrl.topology.schema import Reward, RewardPart
 
 
 def judged(kind: str, completion: str, record: dict[str, Any], **more: Any) -> Any:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from busrl.config.schema import Reward, RewardPart
 from busrl.rewards.pool import Item, RewardPool
+from busrl.topology.schema import Reward, RewardPart
 
 math_verify = pytest.importorskip("math_verify")
 PAIRS, SEED = 2000, 7

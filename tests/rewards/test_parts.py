@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from busrl.config.schema import Reward, RewardPart
 from busrl.errors import RewardNotLoaded
 from busrl.rewards.pool import Item, Outcome, RewardPool
+from busrl.topology.schema import Reward, RewardPart
 
 FUNCTIONS = '''
 import asyncio, os, time

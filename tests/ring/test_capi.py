@@ -86,5 +86,6 @@ def test_a_wheel_brings_header_library_and_the_page_of_the_monitor(tmp_path: Pat
     (wheel,) = (tmp_path / "out").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"busrl/ring/capi/libbusrl_ring.so", "busrl/ring/capi/busrl_ring.h"} <= set(names)
-    page = {f"busrl/monitor/web/{name}" for name in ("page.html", "page.css", "page.js", "draw.js", "uplot.LICENSE")}
+    files = ("page.html", "page.css", "page.js", "draw.js", "uplot.LICENSE")
+    page = {f"busrl/observe/monitor/web/{name}" for name in files}
     assert page <= set(names)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.config.derive import KEPT, ring_bytes
+from busrl.preflight.derive import KEPT, ring_bytes
 from busrl.ring import Fates, Ring, State
 
 TOKENS = 128 << 10

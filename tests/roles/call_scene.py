@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from busrl.bus import Endpoint
-from busrl.config import load
-from busrl.config.derive import call_ring
 from busrl.launch.rundir import open_run, remove_runtime_dir, unlink_segments
+from busrl.preflight.derive import call_ring
+from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.quickstart.cache import ensure

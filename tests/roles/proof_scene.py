@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import torch
 
-from busrl.config import load
+from busrl.data.vocabulary import TokenRows
 from busrl.engines.base import Engine
+from busrl.preflight.load import load
 from busrl.roles.learner.parity import Parity, Verdict
 from busrl.roles.probes import Prober
 from busrl.training.trainer import Trainer, TrainerSettings
-from busrl.vocabulary import TokenRows
 
 WORDS = 64  # at least those of any model here
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from busrl import keys
-from busrl.config import HostSource, load
-from busrl.config.hosts import claimed_from, of_host
+from busrl.hosts.invitation import HostSource, claimed_from, of_host
 from busrl.launch.rundir import OpenRun, open_host, open_run, remove_runtime_dir, unlink_segments
+from busrl.preflight.load import load
 from busrl.states import HeaderWord
 from busrl.weights.base import Sender
 from busrl.weights.factory import TransportSettings

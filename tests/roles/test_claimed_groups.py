@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from busrl.config.prompts import Data
-from busrl.config.schema import Log, Openai
 from busrl.data.chat import LightTokenizer
 from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths
@@ -32,6 +30,8 @@ from busrl.roles.learner.groups import (
 )
 from busrl.roles.learner.metrics import Ended, GroupsLine, StepMetrics
 from busrl.states import Fate
+from busrl.topology.prompts import Data
+from busrl.topology.schema import Log, Openai
 
 GROUP = 4
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.config import Topology, load
-from busrl.config.derive import control_settings, make_plan
 from busrl.ledger.wal import Record, SampleRecord
-from busrl.roles.learner.control import Control, read_lines
-from busrl.scheduling.controller import Controller, Inputs
+from busrl.predict.control import Control, read_lines
+from busrl.predict.controller import Controller, Inputs
+from busrl.preflight.derive import control_settings, make_plan
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.agents.tree import Trajectory, Tree, Turn
-from busrl.config.derive import episode_bytes
 from busrl.errors import BadTensor
+from busrl.preflight.derive import episode_bytes
 from busrl.ring import Fates, Ring, State
 from busrl.roles.episodes import (
     CALL,

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from busrl.config import Topology, load
 from busrl.ledger.wal import Record, SampleRecord
+from busrl.preflight.load import load
 from busrl.roles.learner.step import StaleTokenMask, TrainingStep, to_sample
+from busrl.topology import Topology
 from busrl.training.batch import Worth
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.config import Topology, load
 from busrl.data import JsonlStream
 from busrl.paths import RunPaths
-from busrl.roles import predictor_state
+from busrl.predict import state as predictor_state
+from busrl.predict.lengths import Candidate
+from busrl.preflight.load import load
 from busrl.roles.scheduler import DispatchFeed
 from busrl.scheduling.dispatch import OpenGroup
 from busrl.scheduling.groups import GroupScanner
-from busrl.scheduling.lengths import Candidate
+from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),

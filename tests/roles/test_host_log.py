@@ -9,10 +9,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.hosts.log import HostErrors, HostLog, write
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.roles.host_log import HostErrors, HostLog, write
 
 SILENT_S = 10.0
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from busrl.config.rules import MOST_SAMPLES
 from busrl.errors import RUN_FAILED, CannotTrain, PeerLost, process_code
+from busrl.preflight.rules import MOST_SAMPLES
 from busrl.protocol import messages as m
 from busrl.ring import Fates
 from busrl.roles import bus as bus_role

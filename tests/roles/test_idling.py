@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.config import Topology, load
 from busrl.errors import RUN_FAILED, CannotTrain, process_code
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
 from busrl.roles.learner.alarms import MOST_GROUPS, FlatStreak, Idling, LengthSkew, cause_of
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.states import Finish
+from busrl.topology import Topology
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 DTYPE = [("reward", "f8"), ("finish", "u1")]

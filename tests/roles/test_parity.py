@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from busrl.config import Topology, load
+from busrl.data.vocabulary import TokenRows
 from busrl.errors import (
     NEEDS_FIX,
     RUN_FAILED,
@@ -27,6 +27,7 @@ from busrl.errors import (
     process_code,
 )
 from busrl.ledger.wal import SampleRecord
+from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.roles import probes
 from busrl.roles.learner.parity import (
@@ -45,8 +46,8 @@ from busrl.roles.learner.parity import (
     shifted,
     tolerance,
 )
+from busrl.topology import Topology
 from busrl.training.batch import Sample
-from busrl.vocabulary import TokenRows
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from busrl.config import Topology, load
-from busrl.config.schema import Segments
 from busrl.engines.base import Finished, Request
 from busrl.engines.torch.engine import TorchEngine
 from busrl.ledger.wal import SampleRecord
+from busrl.preflight.load import load
 from busrl.roles.learner import step as training_step
 from busrl.roles.learner.step import TrainingStep
+from busrl.topology import Topology
+from busrl.topology.schema import Segments
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, SEGMENT, GROUPS, SIZE, STEPS = 12, 3, 8, 8, 30

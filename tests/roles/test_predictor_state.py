@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.config import Topology, load
 from busrl.data import JsonlStream
 from busrl.data.trace import make_trace, write
 from busrl.paths import RunPaths
-from busrl.roles import predictor_state
-from busrl.roles.predictor_state import PredictorState, copy_into
-from busrl.scheduling.lengths import Candidate
+from busrl.predict import state as predictor_state
+from busrl.predict.lengths import Candidate
+from busrl.predict.state import PredictorState, copy_into
+from busrl.preflight.load import load
+from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = make_trace(120)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from busrl.config import load
 from busrl.engines import Finished, Request
 from busrl.engines.tokens import NO_IDS
+from busrl.preflight.load import load
 from busrl.roles.learner.parity import Answered
 from busrl.roles.probes import PROMPT_TOKENS, PROMPTS, TOKENS, Prober
 from busrl.states import Finish

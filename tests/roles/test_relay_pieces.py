@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from busrl._blocks import digest
-from busrl.protocol import hosts as h
-from busrl.roles.relay import Fetch
-from busrl.weights.relay import SILENT_S, Pieces, Sources
+from busrl.hosts import link_messages as h
+from busrl.hosts.relay import Fetch
+from busrl.hosts.versions import SILENT_S, Pieces, Sources
 
 VERSION = bytes(range(250)) * 20
 SIZE, HOME_S = 100, 10.0

@@ -14,14 +14,14 @@ import torch
 from relay_scene import HOME, Net, Relays
 
 import busrl
-from busrl import files
-from busrl.bus.link import Asking
 from busrl.bus.security import relay_endpoint
-from busrl.config import HostSource
 from busrl.errors import WeightsTimeout
-from busrl.monitor.sources import RunReader
-from busrl.monitor.text import host_lines, hosts
-from busrl.protocol import hosts as h
+from busrl.hosts import link_messages as h
+from busrl.hosts.invitation import HostSource
+from busrl.hosts.link import Asking
+from busrl.observe.monitor.sources import RunReader
+from busrl.observe.monitor.text import host_lines, hosts
+from busrl.system import files
 from busrl.weights.folders import DRAFT, FolderReceiver, versions
 from busrl.weights.shm import LOGGED, SEQ, WRITING, ShmReceiver, attach_segment
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from planned_engine import EOS_ID, PlannedEngine, logprobs_of
 
-from busrl.config import load
-from busrl.config.schema import Segments, Topology
+from busrl.data.vocabulary import TokenRows
 from busrl.engines.base import Finished, Request
 from busrl.errors import ShmTooSmall, UserError
+from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.actor import Doorbell
@@ -31,7 +31,7 @@ from busrl.roles.reward import Reward
 from busrl.roles.rollout import Pace, Rollout
 from busrl.scheduling.admission import derive
 from busrl.states import HeaderWord
-from busrl.vocabulary import TokenRows
+from busrl.topology.schema import Segments, Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from busrl.agents.http import ClaimBody, EndBody
-from busrl.config.schema import Reward, RewardPart
+from busrl.agents.roles.holder import EpisodeHolder
+from busrl.agents.roles.serve import Lease, Serve
 from busrl.errors import CallRefused
-from busrl.roles.holder import EpisodeHolder
-from busrl.roles.serve import Lease, Serve
+from busrl.topology.schema import Reward, RewardPart
 
 
 class Held:

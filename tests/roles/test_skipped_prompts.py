@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load
-from busrl.config.prompts import Skip, SourceLines
 from busrl.data import JsonlStream
 from busrl.errors import DiskFull
 from busrl.ledger.skips import newest_skips, skip_lines
-from busrl.monitor.status import _left_out
+from busrl.observe.monitor.status import _left_out
 from busrl.paths import RunPaths
+from busrl.predict.lengths import Candidate
+from busrl.preflight.load import load
 from busrl.ring import Fates
 from busrl.roles.scheduler import SkippedPrompts
-from busrl.scheduling.lengths import Candidate
 from busrl.states import Fate
+from busrl.topology import Topology
+from busrl.topology.prompts import Skip, SourceLines
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SIZE = 6, 8

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.config import Topology, load
 from busrl.ledger.wal import Record, SampleRecord
+from busrl.preflight.load import load
 from busrl.roles.learner.step import TrainingStep
 from busrl.states import Finish
+from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 Logits = Sequence[float]

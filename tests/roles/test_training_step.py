@@ -20,19 +20,20 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from busrl.algorithms import catalog
 from busrl.algorithms.gae import ValueSettings
-from busrl.config import Topology, load
-from busrl.config.schema import Segments
 from busrl.data import JsonlStream
 from busrl.errors import CannotTrain, RankFailed, UserError
-from busrl.files import json_lines
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
 from busrl.ring import Fates
 from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import _training
 from busrl.roles.learner.step import TrainingStep, _split, to_sample
 from busrl.states import Finish
+from busrl.system.files import json_lines
+from busrl.topology import Topology
+from busrl.topology.schema import Segments
 from busrl.training.value_head import ValueHead
 
 ROOT = Path(__file__).resolve().parents[2]

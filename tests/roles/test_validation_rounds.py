@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.config.prompts import AskedSet, Validation
 from busrl.data import JsonlStream
 from busrl.data.figures import Figures, Judged
 from busrl.data.prompts import lines_of
-from busrl.files import LineFile
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import write_parts, write_segment, write_text
 from busrl.roles.validator import MeasuredSet, Result, Rounds, Validator, _finished_rounds, _short
 from busrl.states import VALIDATE_BIT
+from busrl.system.files import LineFile
+from busrl.topology.prompts import AskedSet, Validation
 
 
 def test_the_first_round_comes_before_training() -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import RingError
-from busrl.files import whole_file
 from busrl.ledger.audit import AuditReport, audit
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Process, Ring
+from busrl.system.files import whole_file
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [

@@ -9,10 +9,10 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
-from busrl.config import Topology
-from busrl.config.derive import control_settings
-from busrl.roles.learner.control import read_lines as valid_lines
-from busrl.scheduling.controller import Controller, Inputs
+from busrl.predict.control import read_lines as valid_lines
+from busrl.predict.controller import Controller, Inputs
+from busrl.preflight.derive import control_settings
+from busrl.topology import Topology
 
 HERE, RULES = "learner.controller.", "experiments.controller."
 JUMPY = [  # thresholds so near to 1 that a few steps of learning cross them

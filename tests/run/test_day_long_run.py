@@ -12,7 +12,7 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, running
 
-from busrl.files import parts
+from busrl.system.files import parts
 
 STEPS = int(os.environ.get("BUSRL_SOAK_STEPS", "2000"))
 SAMPLES = 24

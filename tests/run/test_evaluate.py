@@ -14,9 +14,9 @@ from harness import ROOT, Run, running
 
 from busrl.cli.command import main
 from busrl.cli.evaluate import Evaluation, MeasuredRound
-from busrl.config import load, materialise
 from busrl.engines import Finished, Request
 from busrl.errors import UserError
+from busrl.preflight.load import load, materialise
 from busrl.states import Finish
 
 pytestmark = pytest.mark.long

@@ -10,9 +10,9 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, running
 
-from busrl.config import Topology
 from busrl.data import training_stream
 from busrl.quickstart import paths
+from busrl.topology import Topology
 
 SOURCES = """
 [[data.source]]

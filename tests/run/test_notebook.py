@@ -18,8 +18,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from busrl import notebook
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
+from busrl.observe import notebook
 
 WAIT_S = 300.0
 WORDS = st.text(max_size=8).filter(lambda text: text.isprintable() or "\x7f" in text or "\n" in text)

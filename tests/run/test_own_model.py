@@ -12,9 +12,9 @@ from checks import check_end
 from harness import ROOT, Run, running
 from wide_folders import widen
 
-from busrl.files import read_map
 from busrl.ledger.wal import Wal
 from busrl.quickstart import ensure
+from busrl.system.files import read_map
 
 
 @pytest.mark.long

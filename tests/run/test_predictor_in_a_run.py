@@ -8,14 +8,14 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
-from busrl.roles import predictor_state
+from busrl.predict import state as predictor_state
 
 # Read by every Python of the run before anything else; only the scheduler asks a predictor.
 BROKEN = """\
 import sys
 if any("scheduler" in argument for argument in sys.orig_argv):
     import numpy
-    from busrl.scheduling.lengths import BlendPredictor
+    from busrl.predict.lengths import BlendPredictor
     def predict(self, candidates):
         {fault}
     BlendPredictor.predict = predict

@@ -10,9 +10,9 @@ from checks import check_end
 from harness import ROOT, Run, running
 
 from busrl.cli.command import main
-from busrl.report.record import read
-from busrl.report.trace import overlap, slices
-from busrl.report.waste import waste_of
+from busrl.observe.report.record import read
+from busrl.observe.report.trace import overlap, slices
+from busrl.observe.report.waste import waste_of
 
 SETTINGS = [
     "process.rollout.count=2", "learner.trigger.n_min=8", "mock.token_s=0.0005", "mock.per_sequence_s=0.00005",

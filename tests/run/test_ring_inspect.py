@@ -20,17 +20,18 @@ import pytest
 from harness import ROOT
 
 from busrl.cli.command import main
-from busrl.config import Topology, load
 from busrl.data import JsonlStream
-from busrl.files import LineFile
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, record_put_back, write_open
 from busrl.ledger.trained import TrainedSet, TrainLine
 from busrl.ledger.wal import Record, SampleRecord, Wal, frames
 from busrl.paths import RunPaths
+from busrl.preflight.load import load
 from busrl.ring import Fates, Ring, State
 from busrl.ring.locks import taken_back
 from busrl.states import VALIDATE_BIT
+from busrl.system.files import LineFile
+from busrl.topology import Topology
 
 G = 8
 

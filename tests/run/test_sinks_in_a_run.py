@@ -11,8 +11,8 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
-from busrl.config import load
 from busrl.errors import TopologyError
+from busrl.preflight.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = f"{ROOT}/examples/extending/sink.py:Table"

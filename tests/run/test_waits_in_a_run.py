@@ -16,7 +16,7 @@ from harness import ROOT, Run, read_lines, running
 from busrl.cli import main
 from busrl.data import trace
 from busrl.data.trace import TracedPrompt
-from busrl.monitor.status import status
+from busrl.observe.monitor.status import status
 from busrl.ring import Ring
 
 SCRIPTED = [

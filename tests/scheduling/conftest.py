@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from busrl.predict.lengths import Candidate
 from busrl.scheduling.admission import Admission, Staleness, derive, not_ahead
 from busrl.scheduling.dispatch import make_policy
 from busrl.scheduling.groups import UNKNOWN, FinishedAnswers, GroupScanner, GroupView
-from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger
 from busrl.states import uid_of
 

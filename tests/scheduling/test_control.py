@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling.controller import Controller, ControlSettings, Decision, Inputs
+from busrl.predict.controller import Controller, ControlSettings, Decision, Inputs
 
 CALM = {"reward": 0.5, "clip": 0.01, "ess": 0.99}
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from busrl.predict.lengths import Candidate, RulesPredictor
 from busrl.scheduling.admission import Rows
 from busrl.scheduling.dispatch import Pool, WaitingDraws, WaitingGroup, make_policy, priority_by_length
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, slot_priority
-from busrl.scheduling.lengths import Candidate, RulesPredictor
 from busrl.states import uid_of
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from busrl.predict.lengths import Candidate, RulesPredictor, kendall_tau
 from busrl.scheduling.dispatch import POLICIES, Policy, make_policy
 from busrl.scheduling.groups import slot_priority
-from busrl.scheduling.lengths import Candidate, RulesPredictor, kendall_tau
 
 
 def candidate(draw: int, length: int = 10) -> Candidate:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.data.trace import TracedPrompt, make_trace
-from busrl.scheduling.lengths import (
+from busrl.predict.lengths import (
     BlendPredictor,
     Candidate,
     HistoryPredictor,
@@ -21,9 +21,9 @@ from busrl.scheduling.lengths import (
     kendall_tau,
     make_predictor,
 )
-from busrl.scheduling.lengths.base import Evidence, Level, PromptTable, key_of
-from busrl.scheduling.lengths.history import Neighbours, Stack
-from busrl.scheduling.lengths.learned import COUNTS, HASHED, Ridge, features
+from busrl.predict.lengths.base import Evidence, Level, PromptTable, key_of
+from busrl.predict.lengths.history import Neighbours, Stack
+from busrl.predict.lengths.learned import COUNTS, HASHED, Ridge, features
 
 LEARNING = ("learned", "history", "blend")
 ALL = ("rules", *LEARNING)
@@ -146,7 +146,7 @@ def test_memory_is_bounded_and_the_oldest_prompts_go() -> None:
 
 
 def test_the_window_of_the_linear_model_lets_the_oldest_rows_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    from busrl.scheduling.lengths import learned as module
+    from busrl.predict.lengths import learned as module
 
     monkeypatch.setattr(module, "ROWS", 20)
     monkeypatch.setattr(module, "ENTRIES", 60)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.lengths import Candidate, Keywords, RulesPredictor
-from busrl.scheduling.lengths.rules import check, shipped
+from busrl.predict.lengths import Candidate, Keywords, RulesPredictor
+from busrl.predict.lengths.rules import check, shipped
 
 LIMIT = 4096
 

@@ -13,9 +13,9 @@ import pytest
 
 from busrl import keys
 from busrl.bus import CurveListener
-from busrl.bus.link import Answering
 from busrl.bus.security import relay_endpoint
 from busrl.cli import main
+from busrl.hosts.link import Answering
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from busrl.cli import main
-from busrl.config import load, load_for_simulation
-from busrl.config.schema import Simulate
 from busrl.data.trace import TracedPrompt, write
 from busrl.errors import NoSuchRun, UserError
+from busrl.preflight.load import load, load_for_simulation
 from busrl.simulate.fit import fit, nonnegative
 from busrl.simulate.settings import make
 from busrl.simulate.world import World
+from busrl.topology.schema import Simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 

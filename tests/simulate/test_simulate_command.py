@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from busrl.cli import main
-from busrl.cli import simulate as command
 from busrl.data import trace
 from busrl.data.trace import TracedPrompt, write
+from busrl.simulate import command as command
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")

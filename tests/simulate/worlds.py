@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from busrl.config import Topology, load
 from busrl.data.trace import TracedPrompt
+from busrl.preflight.load import load
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
 from busrl.simulate.world import World
+from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

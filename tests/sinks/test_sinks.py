@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.observe.sinks import Live, RunCard, Sink
+from busrl.observe.sinks.feed import Feed, Place, figures_of, numbers_of
+from busrl.observe.sinks.known import Prometheus, TensorBoard, Wandb
 from busrl.paths import RunPaths
-from busrl.sinks import Live, RunCard, Sink
-from busrl.sinks.feed import Feed, Place, figures_of, numbers_of
-from busrl.sinks.known import Prometheus, TensorBoard, Wandb
 
 END_S = 60.0
 
@@ -142,7 +142,7 @@ def test_a_line_of_idle_groups_and_a_torn_or_damaged_one_are_no_steps(run: RunOf
 def test_a_sink_that_fails_is_made_anew_and_gets_what_it_has_missed(
     run: RunOfFiles, monkeypatch: pytest.MonkeyPatch, problem: BaseException
 ) -> None:
-    monkeypatch.setattr("busrl.sinks.feed.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("busrl.observe.sinks.feed.FIRST_PAUSE_S", 0.01)
     sink, told = Recorder([2], problem), list[str]()
     run.step(1, 2, 3)
     feed = run.feed(sink, told)
@@ -154,7 +154,7 @@ def test_a_sink_that_fails_is_made_anew_and_gets_what_it_has_missed(
 
 
 def test_samples_that_a_sink_failed_at_are_given_again(run: RunOfFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.sinks.feed.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("busrl.observe.sinks.feed.FIRST_PAUSE_S", 0.01)
 
     class FailsOnce(Recorder):
         def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -173,7 +173,7 @@ def test_samples_that_a_sink_failed_at_are_given_again(run: RunOfFiles, monkeypa
 
 
 def test_a_step_counts_once_its_sink_has_flushed(run: RunOfFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.sinks.feed.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("busrl.observe.sinks.feed.FIRST_PAUSE_S", 0.01)
 
     class LosesOnce(Recorder):
         """Keeps steps until a flush; the first of them fails, as on a full disk."""

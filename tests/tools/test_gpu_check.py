@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from busrl import device
-from busrl.config import engine_rules
+from busrl.preflight import engine_rules
+from busrl.system import device
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "gpu_check.py"

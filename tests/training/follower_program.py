@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from busrl import files
 from busrl.algorithms.gae import ValueSettings
+from busrl.ranks.builder import TeamSettings, facts
+from busrl.ranks.follower import Follower
+from busrl.ranks.meeting import Away, Place
+from busrl.ranks.mesh import Layout
+from busrl.system import files
 from busrl.training import optimizers
 from busrl.training.model import LoraSettings
-from busrl.training.ranks.builder import TeamSettings, facts
-from busrl.training.ranks.follower import Follower
-from busrl.training.ranks.meeting import Away, Place
-from busrl.training.ranks.mesh import Layout
 from busrl.training.trainer import Trainer, TrainerSettings
 
 TEACHER_K = 3

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from busrl.data.vocabulary import TokenRows
+from busrl.ranks import mesh
+from busrl.ranks.builder import TeamSettings, TrainerBuilder
+from busrl.ranks.mesh import Layout
 from busrl.training import optimizers, sharded
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter, LoraSettings
-from busrl.training.ranks import mesh
-from busrl.training.ranks.builder import TeamSettings, TrainerBuilder
-from busrl.training.ranks.mesh import Layout
 from busrl.training.step_stats import RankStats, stats_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
-from busrl.vocabulary import TokenRows
 
 WORDS, ROWS = 48, 56  # tokens of the samples, and of the model
 SIZES: dict[str, Any] = {

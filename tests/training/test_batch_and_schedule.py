@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.data.vocabulary import TokenRows
 from busrl.roles.learner.step import Schedule
 from busrl.training import batch
 from busrl.training.batch import Sample, first_fault
-from busrl.vocabulary import TokenRows
 
 
 def sample(index: int, prompt: int, tokens: int, group: int = 0) -> Sample:

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from busrl.cli import main
-from busrl.config import load as load_topology
 from busrl.errors import DiskFull
+from busrl.preflight.load import load as load_topology
 from busrl.training import checkpoint
 from busrl.training.model import Adapter, LoraSettings, load
 from busrl.training.trainer import Trainer, TrainerSettings

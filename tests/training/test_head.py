@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from busrl.data.vocabulary import ALL_ROWS, TokenRows
 from busrl.training import head
 from busrl.training.head import Head
-from busrl.vocabulary import ALL_ROWS, TokenRows
 
 
 def whole(

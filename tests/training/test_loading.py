@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from busrl.errors import ModelNotLoaded
+from busrl.ranks.loading import WeightFiles, fill, first_layers
 from busrl.training.forward import choose_forward
 from busrl.training.model import load, load_empty
-from busrl.training.ranks.loading import WeightFiles, fill, first_layers
 from tests.training.rank_program import FAMILIES, build
 
 CPU = torch.device("cpu")

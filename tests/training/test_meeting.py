@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from busrl import files
 from busrl.errors import DeviceMissing, RanksDiffer
-from busrl.listener import shut
+from busrl.ranks import meeting, mesh
+from busrl.ranks.follower import place_of
+from busrl.ranks.meeting import Away, Place
+from busrl.system import files
+from busrl.system.listener import shut
 from busrl.training import checkpoint
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.ranks import meeting, mesh
-from busrl.training.ranks.follower import place_of
-from busrl.training.ranks.meeting import Away, Place
 from busrl.training.trainer import MASTER, TrainerSettings
 from tests.training.test_team import SETTINGS, a_step, assert_same_steps, team_of
 

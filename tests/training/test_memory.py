@@ -10,7 +10,7 @@ import pytest
 
 CHILD = """
 import resource
-from busrl.device import keep_freed_memory
+from busrl.system.device import keep_freed_memory
 assert keep_freed_memory()
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,12 +13,12 @@ import pytest
 import torch
 from conftest import VOCABULARY, Lab
 
-from busrl.config import load
+from busrl.data.vocabulary import ALL_ROWS, TokenRows
+from busrl.preflight.load import load
 from busrl.roles.learner.parity import Parity, Verdict
 from busrl.training import earlier
 from busrl.training.batch import Sample
 from busrl.training.trainer import Trainer
-from busrl.vocabulary import ALL_ROWS, TokenRows
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 Rows = list[Any]

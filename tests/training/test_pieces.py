@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from busrl.ranks.wire import Work, samples_of, work_of
 from busrl.training import batch, packing
 from busrl.training.batch import Sample, Turns
 from busrl.training.forward import JoinedRows
-from busrl.training.ranks.wire import Work, samples_of, work_of
 from busrl.training.trainer import Given
 
 RECORDED = json.loads(one_turn.FILE.read_text())

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from busrl.algorithms import diagnostics
-from busrl.config.memory import Work, learner_sum
+from busrl.preflight.memory import Work, learner_sum
+from busrl.ranks import mesh
+from busrl.ranks.mesh import Layout, Meshes, ShardedForward
 from busrl.training import optimizers, packing, sharded
 from busrl.training.batch import flatten
 from busrl.training.forward import JoinedRows, PackedRows, PaddedRows
-from busrl.training.ranks import mesh
-from busrl.training.ranks.mesh import Layout, Meshes, ShardedForward
 from tests.training import rank_program
 
 PROGRAM = Path(rank_program.__file__)

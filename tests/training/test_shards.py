@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from busrl.errors import DiskFull, FileCorrupt, UserError, WriteFailed
-from busrl.files import listing
+from busrl.system.files import listing
 from busrl.training import checkpoint, shard_files
 from busrl.training.model import load
 from busrl.training.shard_files import Part, Shards, Writing

@@ -22,14 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import RankLost, Stopped
+from busrl.ranks.builder import TeamSettings, facts
+from busrl.ranks.follower import Follower
+from busrl.ranks.leader import Leader, Team
+from busrl.ranks.mesh import Layout
+from busrl.ranks.wire import samples_of, work_of
 from busrl.training import checkpoint
 from busrl.training.batch import rounds_of
 from busrl.training.model import LoraSettings, load
-from busrl.training.ranks.builder import TeamSettings, facts
-from busrl.training.ranks.follower import Follower
-from busrl.training.ranks.leader import Leader, Team
-from busrl.training.ranks.mesh import Layout
-from busrl.training.ranks.wire import samples_of, work_of
 from busrl.training.sharded import local
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 from busrl.weights.shm import ShmReceiver, ShmSender

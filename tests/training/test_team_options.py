@@ -14,11 +14,11 @@ import torch
 
 from busrl.algorithms import gae
 from busrl.errors import FunctionRefused, RankLost, UserError
+from busrl.ranks.builder import TrainerBuilder
 from busrl.training import checkpoint, optimizers
 from busrl.training.batch import flatten
 from busrl.training.forward import choose_forward
 from busrl.training.model import Adapter, LoraSettings, load, vocabulary
-from busrl.training.ranks.builder import TrainerBuilder
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 from tests.training.test_team import SETTINGS, TEACHER_K, a_step, assert_same_steps, assert_same_weights, team_of
 

@@ -212,7 +212,7 @@ def test_times_of_forward_and_backward_are_those_of_the_device(lab: Any) -> None
 
 
 def test_settings_are_read_from_a_topology_by_name() -> None:
-    from busrl.config import load
+    from busrl.preflight.load import load
 
     given = ["learner.clip_high=0.5", "learner.updates_per_batch=2", "learner.loss=decoupled", "model.dtype=bfloat16"]
     found = TrainerSettings.of(load(Path(__file__).parents[2] / "configs" / "quickstart.toml", given))
@@ -222,8 +222,8 @@ def test_settings_are_read_from_a_topology_by_name() -> None:
 
 
 def test_the_defaults_of_a_trainer_without_a_topology_are_those_of_the_topology() -> None:
-    from busrl.config.learner import Learner
-    from busrl.config.schema import Experiments
+    from busrl.topology.learner import Learner
+    from busrl.topology.schema import Experiments
 
     learner = Learner(lr=1.0)
     tables = (learner.memory, learner, Experiments())

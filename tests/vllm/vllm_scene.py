@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from busrl.config.schema import Vllm
+from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start
-from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
+from busrl.topology.schema import Vllm
 from busrl.weights.factory import TransportSettings
 
 HERE = Path(__file__).resolve().parent

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from busrl._blocks import digest
 from busrl.errors import WeightsRefused
-from busrl.weights.relay import HOME, SILENT_S, WATCH_S, Chain, Pieces, Sources
+from busrl.hosts.versions import HOME, SILENT_S, WATCH_S, Chain, Pieces, Sources
 
 HOME_S = 10.0
 names = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1)

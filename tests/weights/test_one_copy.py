@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import one_copy_engine
 
-from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
+from busrl.system import files
 from busrl.training.model import copied_weights
 from busrl.weights import one_copy
 from busrl.weights.one_copy import Fence, FenceState, OneCopyReceiver, OneCopySender, ProcessIdentity

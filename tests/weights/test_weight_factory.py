@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from busrl.config.schema import Weights
 from busrl.errors import UserError
+from busrl.topology.schema import Weights
 from busrl.weights.broadcast.receiver import BroadcastReceiver
 from busrl.weights.broadcast.sender import BroadcastSender
 from busrl.weights.factory import TransportSettings, make_receiver, make_sender

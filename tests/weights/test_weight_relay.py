@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import WeightsRefused
+from busrl.hosts.versions import FolderCopy, FolderSnapshot, Pieces, SegmentCopy, Snapshot, Taken
 from busrl.weights.folders import DRAFT, FolderReceiver, FolderSender, versions
-from busrl.weights.relay import FolderCopy, FolderSnapshot, Pieces, SegmentCopy, Snapshot, Taken
 from busrl.weights.shm import LOGGED, ShmReceiver, ShmSender, attach_segment
 
 PIECE = 100

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from busrl import device as devices
 from busrl.engines.base import Finished, Request
 from busrl.engines.torch.engine import TorchEngine
+from busrl.system import device as devices
 from busrl.weights.shm import ShmReceiver, ShmSender
 from gpucheck import shapes
 from gpucheck.frame import GIGA, Context, Skipped, best_of

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from busrl import device as devices
-from busrl.config import memory as estimate
-from busrl.config.learner import ON_GPUS
+from busrl.preflight import memory as estimate
+from busrl.system import device as devices
+from busrl.topology.learner import ON_GPUS
 from busrl.training.batch import Sample
 from busrl.training.trainer import Trainer, TrainerSettings
 from gpucheck import shapes

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from busrl import device as devices
+from busrl.system import device as devices
 from busrl.weights.broadcast.group import Rendezvous, connect, open_store, pieces
 from gpucheck.frame import GIGA, ROOT, Context, Skipped, best_of, peer
 from gpucheck.shapes import checkpoint_shapes, nbytes

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from busrl import device as devices
+from busrl.system import device as devices
 from busrl.weights.factory import TransportSettings, make_receiver
 from busrl.weights.one_copy import OneCopyReceiver
 from gpucheck import shapes

@@ -39,7 +39,10 @@ def quickstart_one_copy(context: Context) -> None:
 def vllm(context: Context) -> None:
     """The same with vLLM in place of the torch engine."""
     _need_packages()
-    from busrl.config.engine_rules import vllm_installed, vllm_objection  # an import would find the folder tools/vllm
+    from busrl.preflight.engine_rules import (
+        vllm_installed,
+        vllm_objection,
+    )
 
     why, remedy = vllm_objection(*vllm_installed())
     if why:

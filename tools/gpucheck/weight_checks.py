@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from busrl import device as devices
 from busrl.errors import WeightsOwnerLost
+from busrl.system import device as devices
 from busrl.weights.factory import TransportSettings, make_sender
 from busrl.weights.one_copy import OneCopySender
 from gpucheck import shapes

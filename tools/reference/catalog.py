@@ -17,7 +17,7 @@ from typing import Final
 
 from msgspec import inspect as kinds
 
-from busrl.protocol import gateway as g
+from busrl.hosts import messages as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import ALL, topic
 from busrl.protocol.messages import Message, name_of

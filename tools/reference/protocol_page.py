@@ -28,8 +28,8 @@ from typing import Final
 import msgspec
 from msgspec import inspect as kinds
 
+from busrl.hosts import messages as g
 from busrl.protocol import codec
-from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import ALL, topic
 from busrl.protocol.messages import Message, name_of

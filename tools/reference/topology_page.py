@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from busrl.config import schema
-from busrl.config.declare import REQUIRED, Item, Rule, items, tables
-from busrl.config.reader import SECTIONS, show
+from busrl.topology import schema
+from busrl.topology.declare import REQUIRED, Item, Rule, items, tables
+from busrl.topology.reader import SECTIONS, show
 
 NEEDED = (
     "run.max_steps", "model.path", "data.train", "groups.size", "generation.max_new_tokens",

@@ -33,7 +33,7 @@ import msgspec
 
 from busrl.engines.base import Request, seed_of
 from busrl.errors import PeerTimeout, UserError, may_pass, retry_after_s
-from busrl.proxies import named, proxy_of
+from busrl.system.proxies import named, proxy_of
 
 try:
     import aiohttp
@@ -41,7 +41,7 @@ except ImportError as missing:
     raise UserError('engine = "openai" needs aiohttp, which is not installed: pip install "busrl[openai]"') from missing
 
 if TYPE_CHECKING:
-    from busrl.config.schema import Openai
+    from busrl.topology.schema import Openai
 
 log = logging.getLogger("busrl")
 SHOWN = 200  # characters of an answer in a message

@@ -33,22 +33,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from busrl.data.chat import parts_of
+from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.engines.base import Engine, Finished, PartialAnswer, Pause, Request, Statistics
 from busrl.engines.openai.client import Client, Message, Sent, tools_of
 from busrl.engines.tokens import PROMPTS_KEPT, Tokens, tokens_of
 from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
 from busrl.paths import ADAPTER_CONFIG
 from busrl.states import Finish, shown_uid
-from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.weights.base import NOTHING, TensorReceiver
 
 if TYPE_CHECKING:
     import torch
 
-    from busrl.config import Topology
-    from busrl.config.schema import Openai
     from busrl.data import Prompt
     from busrl.data.prompts import Chat
+    from busrl.topology import Topology
+    from busrl.topology.schema import Openai
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 

@@ -26,8 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from busrl.config.schema import ONE_COPY
-from busrl.device import choose as choose_device
+from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.engines.base import Engine, Finished, Request, Statistics, Streams
 from busrl.engines.tokens import NO_IDS, Ids, Tokens, eos_ids_of
 from busrl.engines.torch.decoder import Decoder, choose_decoder
@@ -35,12 +34,13 @@ from busrl.engines.torch.lora import WeightLoader
 from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError
 from busrl.states import Finish, shown_uid
-from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
+from busrl.system.device import choose as choose_device
+from busrl.topology.schema import ONE_COPY
 from busrl.weights.factory import make_receiver
 from busrl.weights.one_copy import OneCopyReceiver
 
 if TYPE_CHECKING:
-    from busrl.config import Topology
+    from busrl.topology import Topology
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from busrl.data.vocabulary import token_rows, vocabulary_size
 from busrl.engines.base import Engine, Finished, PartialAnswer, Request, Statistics, seed_of
 from busrl.engines.tokens import NO_IDS, tokens_of
 from busrl.engines.vllm.process import Core, Start
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
 from busrl.states import Finish
-from busrl.vocabulary import token_rows, vocabulary_size
 
 if TYPE_CHECKING:
-    from busrl.config import Topology
+    from busrl.topology import Topology
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 

@@ -30,14 +30,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from busrl.config.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
-from busrl.config.machine import adapter_slots
-from busrl.config.schema import ADAPTERS, Vllm
 from busrl.errors import EngineLost, UserError
-from busrl.guardian import stat_of
+from busrl.preflight.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
+from busrl.preflight.machine import adapter_slots
+from busrl.system.guardian import stat_of
+from busrl.topology.schema import ADAPTERS, Vllm
 
 if TYPE_CHECKING:
-    from busrl.config import Topology
+    from busrl.topology import Topology
 
 T = TypeVar("T")
 log = logging.getLogger("busrl")

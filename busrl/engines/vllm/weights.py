@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from busrl import files
-from busrl.config.pretrained import model_facts
-from busrl.config.schema import FOLDERS, ONE_COPY
+from busrl.data.pretrained import model_facts
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, CannotTrain, UserError, WeightsRefused, WeightsTimeout
+from busrl.system import files
+from busrl.topology.schema import FOLDERS, ONE_COPY
 from busrl.weights.base import NOTHING, TensorReceiver, poll
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from busrl.data.vocabulary import TokenRows, token_rows
 from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError
-from busrl.pipes import die_with_parent
-from busrl.vocabulary import TokenRows, token_rows
+from busrl.system.pipes import die_with_parent
 from busrl.weights.base import NOTHING, TensorReceiver
 from busrl.weights.factory import TransportSettings, make_receiver
 from busrl.weights.one_copy import OneCopyReceiver

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology
-from busrl.files import TAIL_BYTES, json_lines
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
 from busrl.states import ACCIDENTS, CALLER_ROLES, Fate, Finish, fate_name
+from busrl.system.files import TAIL_BYTES, json_lines
+from busrl.topology import Topology
 
 Ints = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]

@@ -23,19 +23,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology
-from busrl.config.prompt_tokens import tools_of_chats
-from busrl.config.schema import Reward
 from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
 from busrl.data.figures import tag_of
 from busrl.errors import DataError
 from busrl.ledger.wal import SampleRecord
+from busrl.preflight.prompt_tokens import tools_of_chats
 from busrl.ring import Ring, State, segments_of
 from busrl.roles import answers
 from busrl.roles.answers import UNREADABLE
 from busrl.roles.episodes import context_of, messages_of, read_episode
 from busrl.states import Fate, Finish, SampleClass
+from busrl.topology import Topology
+from busrl.topology.schema import Reward
 
 # -- claims --------------------------------------------------------------------
 

@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from busrl.config import Topology
 from busrl.data import training_stream
 from busrl.errors import CannotTrain, DiskFull, RankFailed, UserError, WriteFailed
-from busrl.files import LineFile, as_map, json_lines, replace
 from busrl.ledger import trained
 from busrl.ledger.trained import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
+from busrl.predict import state as predictor_state
 from busrl.ring import Fates
-from busrl.roles import predictor_state
 from busrl.states import Fate, place_of
+from busrl.system.files import LineFile, as_map, json_lines, replace
+from busrl.topology import Topology
 
 if TYPE_CHECKING:
     from busrl.roles.learner.step import TrainingStep

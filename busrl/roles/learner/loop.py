@@ -22,17 +22,18 @@ from typing import Any, ClassVar
 
 import numpy.typing as npt
 
-from busrl import device
-from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import CannotTrain, DiskFull, FateRefused, RankFailed, WriteFailed
 from busrl.ledger.controls import Controls
 from busrl.ledger.trained import newest_checkpoint, step_of
 from busrl.ledger.wal import Record, SampleRecord
+from busrl.predict.control import Control
+from busrl.preflight.derive import checkpoint_is_due, make_plan
 from busrl.protocol import messages as m
+from busrl.ranks.builder import TeamSettings
+from busrl.ranks.leader import Team
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner.alarms import FLAT, QUARTERS, Alarms, Idling, LengthSkew
-from busrl.roles.learner.control import Control
 from busrl.roles.learner.groups import (
     Claimed,
     Excerpts,
@@ -55,12 +56,11 @@ from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
+from busrl.system import device
+from busrl.system.clocks import PausedClock
 from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
-from busrl.training.ranks.builder import TeamSettings
-from busrl.training.ranks.leader import Team
 from busrl.training.step_stats import StepStats
-from busrl.watching import PausedClock
 from busrl.weights.tensors import fingerprint
 
 log = logging.getLogger("busrl")

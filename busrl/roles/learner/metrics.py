@@ -27,12 +27,12 @@ import numpy.typing as npt
 
 from busrl.data.figures import MOST_TAGS
 from busrl.errors import MachineError
-from busrl.files import LineFile, json_lines
 from busrl.ledger.skips import newest_skips
 from busrl.ledger.trained import last_step
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.states import Fate, Finish
+from busrl.system.files import LineFile, json_lines
 
 if TYPE_CHECKING:
     from busrl.roles.learner.alarms import Idling

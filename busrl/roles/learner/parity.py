@@ -26,14 +26,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology
-from busrl.config.schema import ENGINES, RESTARTS
 from busrl.engines.tokens import Ids
 from busrl.errors import CannotTrain
 from busrl.ledger.wal import SampleRecord
 from busrl.protocol import messages as m
 from busrl.roles import probes
 from busrl.roles.learner.step import TrainingStep, to_sample
+from busrl.topology import Topology
+from busrl.topology.schema import ENGINES, RESTARTS
 from busrl.training import earlier
 from busrl.training.batch import Sample, first_fault
 

@@ -23,14 +23,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from busrl import device
 from busrl.algorithms import advantages as formulas
 from busrl.algorithms import catalog, gae, losses, terms
-from busrl.config import Topology
-from busrl.config.schema import ADAPTERS, ONE_COPY
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord, Terms
+from busrl.ranks.leader import Team
 from busrl.states import Finish
+from busrl.system import device
+from busrl.topology import Topology
+from busrl.topology.schema import ADAPTERS, ONE_COPY
 from busrl.training import checkpoint
 from busrl.training.batch import Flat, Sample, Turns, Worth, first_fault, numbered, spread
 from busrl.training.checkpoint import Checkpoint, Pending
@@ -45,7 +46,6 @@ from busrl.training.model import (
     require_vocabulary,
     vocabulary,
 )
-from busrl.training.ranks.leader import Team
 from busrl.training.step_stats import StepStats, combined
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 from busrl.training.value_head import FOLDER as VALUE

@@ -32,9 +32,9 @@ import msgspec
 import torch
 import torch.distributed
 
-from busrl.device import device_group, own_stream
 from busrl.errors import first_line
-from busrl.listener import shut
+from busrl.system.device import device_group, own_stream
+from busrl.system.listener import shut
 from busrl.weights.base import is_named
 
 log = logging.getLogger("busrl")

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from busrl.device import finish_stream, own_stream
 from busrl.errors import WeightsTimeout, first_line
+from busrl.system.device import finish_stream, own_stream
 from busrl.weights.base import NOTHING, TensorReceiver
 from busrl.weights.broadcast.group import (
     ControlConnection,

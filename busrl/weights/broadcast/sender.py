@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from busrl.device import finish_stream, own_stream
 from busrl.errors import UserError, first_line
+from busrl.system.device import finish_stream, own_stream
 from busrl.weights.base import NOTHING, GroupCallbacks, GroupChange, Sender
 from busrl.weights.broadcast.group import (
     HOST,

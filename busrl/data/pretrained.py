@@ -1,0 +1,517 @@
+"""What a folder of a pretrained model says without torch: sizes, token ids, whether its files are whole, and what
+learning rates are usual for its size.
+
+Reads config.json, tokenizer.json and the headers of safetensors files. What a run needs of the machine for them is in
+`machine` and `memory`.
+
+- Sizes are 0 where the folder does not state them: weights that are no safetensors, a tiny model not yet made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from busrl.data.vocabulary import language_of, named_ids, pieces, token_rows, vocabulary_size
+from busrl.preflight.rules import Finding
+from busrl.system.files import as_map, read_map
+from busrl.topology.schema import TINY, Topology
+
+# -- tasks that are made on first use -----
+
+MAKER = "busrl.quickstart"  # the module that makes what a name beginning with TINY stands for; imported for these alone
+
+
+def maker() -> Any:
+    """The module, loaded when the first such name is met: its RECIPES by name, `paths` of one, None if it is not made
+    yet, and `ensure`, which makes one that is not there."""
+    return importlib.import_module(MAKER)
+
+
+def made(name: str) -> Any:
+    """Paths of the model folder and the two prompt files of a task; None if it is not made yet, or unknown."""
+    return maker().paths(name) if name in maker().RECIPES else None
+
+
+def model_at(path: str) -> Path | None:
+    """The folder of `model.path`; None for a task's that is not made yet."""
+    if not path.startswith(TINY):
+        return Path(path)
+    there = made(path)
+    return Path(there.model) if there else None
+
+
+# -- a model folder -----
+
+Shapes = dict[str, tuple[int, ...]]
+SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+EMBEDDINGS = (["embed_tokens"], ["wte"], ["embed_in"], ["word_embeddings"])
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+HEADS = ("lm_head", "embed_out", "output", "score")
+TINY_PARAMETERS = 100_000
+LONGEST_HEADER = 100 << 20
+DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model folder says about itself; `parameters` is 0 where the weights are no safetensors."""
+
+    kind: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    context: int
+    parameters: int
+
+
+def model_facts(folder: Path | None) -> ModelFacts:
+    """Read config.json and the headers of the weights; nothing of a task's that is not made yet."""
+    if folder is None:
+        return ModelFacts("", 0, 0, 0, 0, 0)
+    config = read_config(folder)
+    text = language_of(config)
+    kinds = config.get("architectures") or [config.get("model_type", "unknown")]
+    hidden, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
+    return ModelFacts(
+        str(kinds[0]), hidden, layers, whole(text, "vocab_size"), context_of(config), count_of(tensor_shapes(folder))
+    )
+
+
+def parameters(t: Topology) -> int:
+    """How many the model has: from its weights, or else from the widths of config.json; 0 where neither says."""
+    if t.model.path.startswith(TINY):
+        return TINY_PARAMETERS
+    folder = Path(t.model.path)  # its weights may be elsewhere, or only a part of them here
+    return max(count_of(tensor_shapes(folder)), estimate(read_config(folder)))
+
+
+def estimate(config: dict[str, Any]) -> int:
+    """A decoder's parameters from its widths: embeddings, attention and a gated feed-forward of each layer."""
+    text = language_of(config)
+    width, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
+    inner = whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * width
+    heads, shared = whole(text, "num_attention_heads", "n_head"), whole(text, "num_key_value_heads")
+    queries = heads * whole(text, "head_dim") or width
+    attention = 2 * width * queries * (1 + (shared / heads if heads and shared else 1))
+    feed = (3 if "intermediate_size" in text else 2) * width * inner
+    embeddings = whole(text, "vocab_size") * width * (1 if config.get("tie_word_embeddings", True) else 2)
+    return int(embeddings + layers * (attention + feed))
+
+
+def context_of(config: dict[str, Any]) -> int:
+    """The longest sequence that a model takes, 0 if its config does not say."""
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length")
+    values = (part.get(name) for part in (config, language_of(config)) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A map in a model folder, empty where it cannot be read."""
+    return read_map(folder / name)
+
+
+def whole(config: Any, *names: str) -> int:
+    """The first of these keys that holds a whole number; 0 if none does."""
+    return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+
+# -- names of the hub, where a file or folder is expected -----
+
+MODEL, DATA_SET = "model", "data set"
+_OF_HUB = re.compile(r"(?:(?:hf:|https?:/(?:huggingface|hf)\.co)/(?:datasets/)?)?([\w-][\w.-]*(?:/[\w-][\w.-]*)?)")
+_OF_FILES = (".jsonl", ".json", ".parquet", ".pq", ".csv", ".toml", ".gz")
+
+
+def of_hub(topology: str, path: str, what: str = MODEL) -> str:
+    """Say what to do about a missing path that reads like a name of the hub; empty for any other. `topology`: the
+    file that named it, relative to itself; an override is relative to the current directory."""
+    for base in (os.path.dirname(topology), os.getcwd()):
+        found = _OF_HUB.fullmatch(os.path.relpath(path, base))
+        if found and not path.endswith(_OF_FILES) and not os.path.isdir(os.path.join(base, found[1].partition("/")[0])):
+            short = found[1].rpartition("/")[2]
+            kind, where = (" --repo-type dataset", "as path of a [[data.source]]") if what == DATA_SET else ("", "here")
+            fetch = f"`hf download {found[1]}{kind} --local-dir {short}`"
+            return f"a {what} of the hub is downloaded first: {fetch}; then name the folder {where}"
+    return ""
+
+
+# -- token ids -----
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids of a model: those that end a sequence, and those that mean text (no special ones)."""
+
+    eos: int
+    plain: tuple[int, ...]
+
+
+def vocabulary(folder: Path) -> Vocabulary | None:
+    """From config.json, generation_config.json and the tokenizer; None where they do not say how many ids there are, or
+    which one ends."""
+    ends, rows = named_ids(folder, "eos_token_id"), token_rows(folder)
+    special = {*named_ids(folder, *SPECIAL), *rows.left_out()}
+    plain = tuple(one for one in range(rows.rows) if one not in special)
+    return Vocabulary(ends[0], plain) if ends and ends[0] < rows.rows and plain else None
+
+
+def other_tokens(own: Path, other: Path) -> str | None:
+    """The first token for which the tokenizers of two model folders have other ids; "" if there is none, None where one
+    of them has no tokenizer.json to be compared."""
+    ids, others = ({**known, **added} for known, added in map(pieces, (own, other)))
+    if not ids or not others:
+        return None
+    apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
+    if not apart:
+        return ""
+    first = min(apart, key=lambda token: (min(ids.get(token, 1 << 40), others.get(token, 1 << 40)), token))
+    told = [f"{found[first]}" if first in found else "no token" for found in (others, ids)]
+    return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {told[0]}, in model.path {told[1]}"
+
+
+def token_bytes(folder: Path) -> int:
+    """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
+    known, added = pieces(folder)
+    return max(4, max(len(token.encode()) for token in (*known, *added))) if known else DEFAULT_TOKEN_BYTES
+
+
+# -- whole files, or not -----
+
+
+def weight_fault(folder: Path) -> tuple[str, str, str] | None:
+    """File, rule and remedy of weights that no model can be made of: cut files, parts that are not there, and others
+    than config.json describes. Reads headers only; None for whole ones, and for what is no safetensors file."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if fault := _cut(path):
+            return str(path), fault, "the download or the copy did not finish: copy the file again"
+    listed = read_config(folder, "model.safetensors.index.json").get("weight_map")
+    names = set(map(str, listed.values())) if isinstance(listed, dict) else set()
+    if gone := sorted(name for name in names if not (folder / name).is_file()):
+        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        index = str(folder / "model.safetensors.index.json")
+        return index, f"it names {gone[0]}{more}, which is not there", "copy the missing files too"
+    config = read_config(folder)
+    text = language_of(config)
+    said = whole(text, "vocab_size"), whole(text, "embedding_size", "word_embed_proj_dim", "hidden_size", "n_embd")
+    there = {name: one for name, one in tensor_shapes(folder).items() if name.split(".")[-2:-1] in EMBEDDINGS}
+    if all(said) and there and said not in there.values():
+        name, shape = max(there.items(), key=lambda one: math.prod(one[1]))
+        sizes = [" x ".join(map(str, one)) for one in (said, shape)]
+        rule = f"vocabulary and width are {sizes[0]}, and those of the weights ({name}) {sizes[1]}"
+        return str(folder / "config.json"), rule, "put the config.json of these weights there, or its own weights"
+    return None
+
+
+# -- folders that no run can load -----
+
+OTHER_HEADS = (  # ends of architectures that give no next token
+    "ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "ForMultipleChoice",
+    "ForNextSentencePrediction", "ForImageClassification", "ForPreTraining", "ForRewardModel",
+)
+PLAIN = "give the folder of a causal language model in bfloat16 or float32"
+IN_PLACE_OF_CONFIG = (  # what stands in a folder without config.json: a file, what the folder is, and the remedy
+    ("*.gguf", "a GGUF file, which is quantised or in another layout", "give the safetensors that it was made of"),
+    ("params.json", "a model in its maker's own layout", "give the same model in the layout of transformers"),
+    ("model_index.json", "a pipeline of several models (diffusers)", PLAIN),
+    ("modules.json", "a sentence-transformers folder", PLAIN),
+)
+OTHER_WEIGHTS = (  # the same of one without safetensors
+    ("*.gguf", "its weights are a GGUF file, which is quantised or in another layout",
+     "give the safetensors that it was made of"),
+    ("*.h5", "its weights are TensorFlow's", "give its safetensors"),
+    ("*.msgpack", "its weights are Flax's", "give its safetensors"),
+    ("*.onnx", "its weights are an ONNX graph", "give its safetensors"),
+    ("*.pth", "its weights are in their maker's own layout", "give the same model in the layout of transformers"),
+)
+
+
+def without_config(folder: Path) -> tuple[str, str]:
+    """Rule and remedy for a folder that has no config.json."""
+    if (folder / "adapter_config.json").is_file():
+        base = read_config(folder, "adapter_config.json").get("base_model_name_or_path") or "its base"
+        merged = "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)"
+        rule = f"an adapter of {base} (adapter_config.json), and no model"
+        return rule, f"give the base, or merge both: peft's {merged}"
+    found = (one[1:] for one in IN_PLACE_OF_CONFIG if any(folder.glob(one[0])))
+    rule, remedy = next(found, ("", "give a Hugging Face model folder"))
+    return "no config.json in this folder" + (f": it holds {rule}" if rule else ""), remedy
+
+
+def without_weights(folder: Path) -> tuple[str, str]:
+    """The same for one that has no weights that are read."""
+    found = (one[1:] for one in OTHER_WEIGHTS if any(folder.glob(one[0])))
+    return next(found, ("no weights (*.safetensors) in this folder", "the download may not have finished"))
+
+
+def kind_fault(folder: Path) -> tuple[str, str] | None:
+    """Rule and remedy for a model that config.json says is none that busrl trains; None for any other."""
+    config = read_config(folder)
+    language, kind = language_of(config), str(config.get("model_type", ""))
+    named = [str(one) for one in config.get("architectures") or ()]
+    for part in (config, language):
+        for name in ("quantization_config", "compression_config"):
+            if (found := part.get(name)) is not None:
+                how = as_map(found).get("quant_method") or "in fewer bits"
+                return f"a quantised checkpoint ({name}: {how}), which cannot be trained", f"{PLAIN}, such as its base"
+    if kind and own_code(config, kind):
+        rule = f"model_type {kind!r} is code in this folder (auto_map), and busrl runs none from a model folder"
+        return rule, "give a model that transformers has itself, or convert it (docs/from-a-folder.md)"
+    seen = [name for name in ("vision_config", "audio_config") if config.get(name)]
+    if seen and kind and not trains(kind):
+        return f"{named[0] if named else kind} reads more than text ({seen[0]})", f"{PLAIN}, such as its text part"
+    if named and named[0].endswith(OTHER_HEADS):
+        return f"{named[0]} has no head that gives the next token", PLAIN
+    if kind in _mapped("MASKED_LM") and not config.get("is_decoder"):
+        return f"{kind} is an encoder, whose tokens see those that follow", PLAIN
+    if kind and not trains(kind):
+        rule = f"the transformers that is installed has no causal language model of model_type {kind!r}"
+        return rule, f"{PLAIN}, or install a transformers that knows it"
+    return _headless(folder, config)
+
+
+def own_code(config: Mapping[str, Any], kind: str) -> bool:
+    """Tell whether the model is code of its folder alone: transformers' own classes need none of it."""
+    mapped = as_map(config.get("auto_map"))
+    return bool(mapped.keys() & {"AutoConfig", "AutoModelForCausalLM", "AutoModel"}) and not trains(kind)
+
+
+def trains(kind: str) -> bool:
+    """Whether transformers has a causal language model of this model_type; True where that cannot be told."""
+    known = _mapped("CAUSAL_LM")
+    return not known or kind in known
+
+
+@cache
+def _mapped(head: str) -> frozenset[str]:
+    """Every model_type that transformers has with this head, read from its source: importing it takes seconds. Empty
+    where it cannot be read."""
+    spec = importlib.util.find_spec("transformers")
+    places = spec.submodule_search_locations or [] if spec else []
+    for place in places:
+        with contextlib.suppress(OSError):
+            text = (Path(place) / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+            found = re.search(rf"^MODEL_FOR_{head}_MAPPING_NAMES\b.*?^\)", text, re.M | re.S)
+            return frozenset(re.findall(r'\(\s*"([^"]+)",', found[0])) if found else frozenset()
+    return frozenset()
+
+
+@cache
+def has_plan(kind: str, name: str) -> bool | None:
+    """Whether transformers has a plan of that name for models of this model_type, by which layers are cut or experts
+    dealt out; None where its source does not tell."""
+    spec = importlib.util.find_spec("transformers")
+    for place in (spec.submodule_search_locations or [] if spec else []):
+        for path in sorted((Path(place) / "models" / kind.replace("-", "_")).glob("configuration_*.py")):
+            with contextlib.suppress(OSError):
+                return f"    {name} = " in path.read_text(encoding="utf-8")
+    return None
+
+
+def _headless(folder: Path, config: dict[str, Any]) -> tuple[str, str] | None:
+    """Weights without an output head, of a model whose head is not its embedding: it would begin at random."""
+    shapes = tensor_shapes(folder)
+    rows = {shape[0] for name, shape in shapes.items() if name.split(".")[-2:-1] in EMBEDDINGS and len(shape) == 2}
+    as_long = sum(len(shape) == 2 and shape[0] in rows for shape in shapes.values())  # the embedding is one of them
+    if tied(config) is False and as_long == 1:
+        return "its weights have no output head, and config.json says that it is not the embedding", PLAIN
+    return None
+
+
+def tied(config: Mapping[str, Any]) -> bool | None:
+    """Whether the output head is the embedding itself; None where the config leaves it to the model's class."""
+    said = config.get("tie_word_embeddings", language_of(config).get("tie_word_embeddings"))
+    return said if isinstance(said, bool) else None
+
+
+# -- what the learner finds in the model, before it starts -----
+
+NUMBERED = re.compile(r"\.\d+\.")  # a layer's number, in the name of a parameter
+LAYERED = re.compile(r"(\w+\.)?layers\.\d+\.")  # names that begin so have layers where ranks and the compiler look
+CONVOLVED = ("gpt2", "openai-gpt")  # whose layers are no nn.Linear, which adapters are put on
+TINY_PARTS = (
+    "input_layernorm", "post_attention_layernorm", *(f"self_attn.{one}_proj" for one in "qkvo"), "self_attn.q_norm",
+    "self_attn.k_norm", *(f"mlp.{one}_proj" for one in ("gate", "up", "down")),
+)
+
+
+def trainable(path: str) -> tuple[list[str], int]:
+    """Names of the parameters of a model that learner.train_layers chooses from, each once (none where the folder does
+    not tell), and the number of its layers."""
+    if path.startswith(TINY):
+        recipe = maker().RECIPES.get(path)
+        count = recipe.layers if recipe else 0
+        layers = [f"model.layers.{at}.{part}.weight" for at in range(count) for part in TINY_PARTS]
+        return ["model.embed_tokens.weight", *layers, "model.norm.weight"] if count else [], count
+    folder = Path(path)
+    names = list(tensor_shapes(folder))
+    if tied(read_config(folder)):  # a head that a file holds beside the embedding is the embedding all the same
+        names = [name for name in names if not is_head(name)]
+    return names, model_facts(folder).layers
+
+
+def has_own_head(path: str) -> bool:
+    """Whether the output head is a parameter of its own, as far as the folder tells."""
+    return not path.startswith(TINY) and tied(read_config(Path(path))) is not True
+
+
+def is_head(name: str) -> bool:
+    """Whether that is the name of an output head's parameter."""
+    return name.split(".")[-2:-1] in [[head] for head in HEADS] and not NUMBERED.search(name)
+
+
+def _cut(path: Path) -> str:
+    """What is wrong with the length of a safetensors file; "" if nothing is."""
+    begin, header = _header(path)
+    try:
+        ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
+        size = path.stat().st_size
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return "not a whole safetensors file: its header cannot be read"
+    whole_size = begin + max(ends, default=0)
+    return f"it has {size} bytes, and its header says {whole_size}" if size < whole_size else ""
+
+
+def token_fault(folder: Path) -> str:
+    """A rule that tokenizer and model break together: ids that the model has no row for. "" for none, and where it is
+    not known. Added tokens are left out: many a tokenizer has some that no text contains."""
+    size, (known, _) = vocabulary_size(folder), pieces(folder)
+    name = "tokenizer.json"
+    if not known and (folder / name).is_file() and read_config(folder, name).get("model") is None:
+        return f"{name} is no JSON object with a model: it was cut, or is another file"
+    highest = max((one for one in known.values() if isinstance(one, int)), default=0)
+    if not size or highest < size:
+        return ""
+    return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"
+
+
+# -- tensors -----
+
+
+def tensor_shapes(folder: Path) -> Shapes:
+    """Shape of every tensor in the safetensors of a folder, by name; empty where there are none to be read."""
+    headers = [as_map(_header(path)[1]) for path in sorted(folder.glob("*.safetensors"))]
+    entries = [(name, one) for header in headers for name, one in header.items() if isinstance(one, dict)]
+    return {name: tuple(one["shape"]) for name, one in entries if "shape" in one}
+
+
+def _header(path: Path) -> tuple[int, Any]:
+    """Where the values of a safetensors file begin, and its header, a JSON map behind a length of 8 bytes; None where
+    it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            text = file.read(min(length, LONGEST_HEADER))
+        return 8 + length, json.loads(text) if len(text) == length else None
+    except (OSError, ValueError, struct.error):
+        return 0, None
+
+
+def count_of(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Shapes of the weights that get an adapter, as far as names and shapes tell."""
+    return [shape for layer, shape in _matrices(shapes) if (layer in targets if targets else not _outer(layer))]
+
+
+def weight_layers(shapes: Shapes) -> set[str]:
+    """Last names of the layers that may get an adapter, as far as names and shapes tell: matrices, but no embeddings
+    and no output head."""
+    inner = {name: shape for name, shape in shapes.items() if not is_head(name)}
+    return {layer for layer, _ in _matrices(inner) if layer in HEADS or not _outer(layer)}
+
+
+def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Last name of the layer, and shape."""
+    return ((n.split(".")[-2], shape) for n, shape in shapes.items() if len(shape) == 2 and n.endswith(".weight"))
+
+
+def _outer(layer: str) -> bool:
+    """Embeddings and output heads, which get no adapter unless they are named."""
+    return layer in HEADS or "embed" in layer or layer in ("wte", "wpe")
+
+
+# -- learning rates to begin with, by the size of a model -----
+
+# From published runs of policy gradients with AdamW (1e-6 for all weights of models of some billion parameters, ten
+# times that for an adapter) and busrl's measurements for the quickstart. Only a rate FAR times these gets a warning.
+USUAL = ((1e6, 2e-4), (1e7, 5e-5), (1e8, 2e-5), (1e9, 3e-6), (1e10, 1e-6))  # fewer parameters than: middle, all weights
+LARGEST = 5e-7
+LORA = 10.0  # an adapter's middle is so many times that of all weights
+FAR = 20.0
+WARNED_FROM = 1e8  # parameters; smaller models are toys, whose owners know what they do
+
+SPREAD = 3.0  # a rate is usual up to so many times the middle, and down to such a part of it
+FRESH = 2  # steps of age that the usual learning rates bear (docs/losses.md)
+
+
+def usual_rate(size: int, lora: bool) -> float:
+    """A learning rate to begin with; a third of it and three times that are usual as well."""
+    return next((rate for below, rate in USUAL if size < below), LARGEST) * (LORA if lora else 1)
+
+
+def rate_advice(t: Topology) -> str:
+    size, what = parameters(t), "a LoRA adapter of" if t.lora.on else "all weights of"
+    if not size:
+        return "usual are 1e-06 for all weights of a model of some billion parameters, 1e-05 for a LoRA adapter"
+    middle = usual_rate(size, t.lora.on)
+    return f"for {what} {shown_size(size)} parameters {middle:.0e} is usual, from a third of it to three times that"
+
+
+def other_rate_advice(t: Topology) -> Iterator[str]:
+    """That learner.lr is a usual rate, but of the other kind of training: all weights, or an adapter."""
+    lr, size = t.learner.lr, parameters(t)
+    if size < WARNED_FROM:
+        return
+    middle, other = usual_rate(size, t.lora.on), usual_rate(size, not t.lora.on)
+    if lr > SPREAD * middle and other / SPREAD <= lr <= SPREAD * other:
+        yield "  that is a rate for a LoRA adapter (lora.rank): all weights are trained here, and need a tenth of it"
+    elif lr < middle / SPREAD and other / SPREAD <= lr <= SPREAD * other:
+        yield "  that is a rate for all weights: a LoRA adapter is trained here, and needs ten times that"
+
+
+def stale_rate_advice(t: Topology) -> Iterator[str]:
+    """What old samples ask of learner.lr: a careful start divides it by the square root of the oldest age."""
+    if t.weights.mode == "fully-async":
+        yield "  samples of any age: watch k3 and ess; where k3 rises above 0.05, lower the rate or bound the age"
+    elif t.weights.mode == "batch-async" and t.weights.max_staleness > FRESH:
+        age, careful = t.weights.max_staleness, t.learner.lr / math.sqrt(t.weights.max_staleness / FRESH)
+        yield f"  with samples of age up to {age} a careful start is {careful:.1e} (lr / sqrt({age} / {FRESH}))"
+
+
+def shown_size(size: int) -> str:
+    return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.0f} M" if size >= 1e7 else f"{size / 1e6:.1f} M"
+
+
+def rate_findings(t: Topology) -> Iterator[Finding]:
+    lr, size = t.learner.lr, parameters(t)
+    if lr is None or size < WARNED_FROM:
+        return
+    middle = usual_rate(size, t.lora.on)
+    if lr > FAR * middle:
+        what = "a LoRA adapter" if t.lora.on else "all weights"
+        rule = f"{lr / middle:.0f} times what is usual for {what} of {shown_size(size)} parameters"
+        remedy = f"{rate_advice(t)}; a policy that has collapsed does not come back"
+        yield Finding(("learner.lr",), rule, remedy, warning=True, depends=("model.path", "lora.rank"))

@@ -1,0 +1,198 @@
+"""Token ids of a model folder: those of its tokenizer, those that end a sequence, and rows that stand for no token.
+
+Many a model has more rows of logits than its tokenizer has tokens, padded for speed. An id of such a row has no text: a
+reward would judge what was not written. So no engine draws one, and the learner's softmax has none: both ask
+`token_rows`, the only place that decides. Reads JSON files, and asks transformers, in a process of its own, for the
+tokenizer that engines have. Knows nothing of topologies, requests or weights.
+
+- Engine and learner leave out the same rows, or the ratio of their probabilities is wrong.
+- An id that config.json or generation_config.json names as an end stays, with or without a text: it ends answers.
+- Where nothing says which tokens there are, every row stands for one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.system.files import as_map, read_map
+
+Ids = npt.NDArray[np.int32]
+NO_END = 1 << 31  # more than any id
+
+# -- rows without a token -----
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Which rows of a model's logits stand for a token: those below `end`, but for the `holes`. `rows`: how many there
+    are; 0 = not known."""
+
+    end: int = NO_END
+    holes: tuple[int, ...] = ()
+    rows: int = 0
+
+    @property
+    def without(self) -> int:
+        """How many rows no token has."""
+        return len(self.holes) + max(0, self.rows - self.end)
+
+    @property
+    def tokens(self) -> int:
+        return self.end - len(self.holes)
+
+    @property
+    def bound(self) -> int:
+        """One more than the highest id that stands for a token; 0 = not known."""
+        return min(self.end, self.rows or self.end) if self.end < NO_END or self.rows else 0
+
+    def left_out(self) -> list[int]:
+        """The ids of the rows without a token."""
+        return [*self.holes, *range(self.end, self.rows)]
+
+    def foreign(self, ids: Ids) -> Ids:
+        """Those of the ids that stand for no token."""
+        wrong: Ids = ids[ids >= self.end] if not self.holes else ids[(ids >= self.end) | np.isin(ids, self.holes)]
+        return wrong
+
+    def told(self, wrong: Ids) -> str:
+        """Ids of an answer that `foreign` gave, in words."""
+        return f"{len(wrong)} of its ids stand for no token of the tokenizer, the first is {wrong[0]}"
+
+    def mask(self, logits: Any) -> Any:
+        """Logits [..., rows] of a tensor that nobody else reads: in place, -inf in every row without a token."""
+        if self.end < logits.shape[-1]:  # mostly the last rows alone: a fill, which costs nothing beside a softmax
+            logits[..., self.end :] = -math.inf
+        if self.holes:
+            logits[..., list(self.holes)] = -math.inf
+        return logits
+
+
+ALL_ROWS = TokenRows()
+
+
+def token_rows(folder: Path) -> TokenRows:
+    """Which rows of that folder's model stand for a token."""
+    rows = vocabulary_size(folder)
+    known = _ids_of_files(folder)
+    if not known:
+        return TokenRows(rows=rows)
+    known |= {one for one in end_ids(folder) if one < rows}
+    end = min(max(known) + 1, rows or NO_END)
+    return TokenRows(end, tuple(one for one in range(end) if one not in known), rows)
+
+
+def _ids_of_files(folder: Path) -> set[int]:
+    """The ids of tokenizer.json, or of what transformers makes of other files, and of tokens that were added beside it;
+    empty without either."""
+    text = "" if (folder / FILES[0]).is_file() else library_tokenizer(folder)
+    data = as_map(json.loads(text)) if text else read_map(folder / "tokenizer.json")
+    known, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
+    found = set(range(len(known))) if isinstance(known, list) else set(_ids(list(as_map(known).values())))
+    if not found:
+        return found
+    if isinstance(added, list):
+        found |= {token for one in added if isinstance(one, dict) for token in _ids(one.get("id"))}
+    later = as_map(read_map(folder / "tokenizer_config.json").get("added_tokens_decoder"))
+    return found | {int(one) for one in later if one.isdecimal()} | set(
+        _ids(list(read_map(folder / "added_tokens.json").values())))
+
+
+# -- the tokenizer that engines have -----
+
+# Run in a process of its own, which takes transformers' tokenizers for all that it has: torch alone takes longer to
+# import than all the rest.
+ASK_LIBRARY = """
+import importlib.util, sys
+known = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] == "torch" else known(name, *more)
+from transformers import AutoTokenizer
+made = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
+sys.stdout.buffer.write(made.backend_tokenizer.to_str().encode())
+"""
+ASK_S = 120.0
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # a folder with none has no tokenizer
+BESIDE = ("tokenizer_config.json", "config.json", "merges.txt")
+
+
+def library_tokenizer(folder: Path) -> str:
+    """The tokenizer that transformers makes of a folder, as the text of a tokenizer.json; "" without transformers, and
+    for a tokenizer that has no such form."""
+    there = [path for name in (*FILES, *BESIDE) if (path := folder / name).is_file()]
+    known = any(path.name in FILES for path in there)
+    return _asked(folder.resolve(), tuple(path.stat().st_mtime_ns for path in there)) if known else ""
+
+
+@lru_cache(maxsize=4)
+def _asked(folder: Path, times: tuple[int, ...]) -> str:
+    if (library := sys.modules.get("transformers")) is not None:
+        try:
+            made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            return str(made.backend_tokenizer.to_str())
+        except Exception:  # as below
+            return ""
+    if importlib.util.find_spec("transformers") is None:
+        return ""
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run([sys.executable, "-c", ASK_LIBRARY, str(folder)], stdin=subprocess.DEVNULL, cwd="/",
+                              capture_output=True, timeout=ASK_S, env={**os.environ, **quiet}, check=True)
+        return done.stdout.decode()
+    except (OSError, subprocess.SubprocessError, UnicodeError):  # then that of tokenizer.json has to do
+        return ""
+
+
+# -- what the files say -----
+
+
+def vocabulary_size(folder: Path) -> int:
+    """How many token ids the model has by its config.json; 0 if it does not say."""
+    return next((part["vocab_size"] for part in id_places(folder) if isinstance(part.get("vocab_size"), int)), 0)
+
+
+def end_ids(folder: Path) -> frozenset[int]:
+    """Every id that config.json or generation_config.json says ends a sequence."""
+    return frozenset(named_ids(folder, "eos_token_id"))
+
+
+def named_ids(folder: Path, *names: str) -> list[int]:
+    """The ids that these keys of config.json and generation_config.json name, the first place first."""
+    return [one for part in id_places(folder) for name in names for one in _ids(part.get(name))]
+
+
+def id_places(folder: Path) -> list[Mapping[str, Any]]:
+    """The places of a model folder that name token ids."""
+    config = read_map(folder / "config.json")
+    return [config, language_of(config), read_map(folder / "generation_config.json")]
+
+
+def language_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the language model: of several in one, or all of it."""
+    return as_map(config.get("text_config")) or config
+
+
+def pieces(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Ids of the tokens of tokenizer.json, and of those that were added."""
+    data = read_map(folder / "tokenizer.json")
+    known, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
+    if isinstance(known, list):  # of a unigram model: [token, score]
+        known = {str(row[0]): i for i, row in enumerate(known) if isinstance(row, list) and row}
+    rows = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    return as_map(known), {str(one.get("content")): one.get("id", -1) for one in rows}
+
+
+def _ids(value: Any) -> list[int]:
+    listed = value if isinstance(value, list) else [value]
+    return [one for one in listed if isinstance(one, int) and one >= 0]

@@ -1,0 +1,451 @@
+"""The ledger of workers that do not map the ring: what they claim, and what is written and committed in their names.
+
+`busrl.hosts.gateway` decides and calls; these classes do it on the ring of samples, on that of model calls, or on both.
+Claims stand in REMOTE entries of the process table, which the keeper's death does not touch. Knows nothing of the bus.
+
+- A stand-in (a handle that acts for a REMOTE entry) is refused by the ring as soon as another worker has the entry, so
+  nothing is written in a wrong name.
+- A reward that was claimed `MOST_TRIES` times and never came is an accident (H), as with local workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from busrl.errors import NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
+from busrl.hosts import messages as g
+from busrl.hosts.gateway import (
+    HOST,
+    AnswerLimits,
+    ClaimedTask,
+    ClaimGone,
+    Desk,
+    Judged,
+    NoMemory,
+    Refused,
+    RemoteAnswer,
+    tensor,
+)
+from busrl.preflight.rules import RESERVE_PROCESSES
+from busrl.protocol import messages as m
+from busrl.protocol.codec import address
+from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
+from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
+from busrl.roles import answers, episodes
+from busrl.roles.answers import SegmentCuts
+from busrl.roles.episodes import Array, Bounds, StoredEpisode
+from busrl.scheduling.admission import Lines, Unbegun
+from busrl.states import Fate, HeaderWord
+from busrl.system.clocks import Tally
+from busrl.topology import Topology
+from busrl.weights.base import VersionSteps
+
+log = logging.getLogger("busrl")
+RESTS_IN = {State.GENERATING: State.QUEUED, State.REWARDING: State.GENERATED}
+ALONE = 1 << 31  # of the field `flags`: the claimer holds nothing else
+MOST_TRIES = 3
+JUDGED = 1 << 31  # as `reward_parts`: the reward of a host, whole; programs that judge parts have the other bits
+OF_TASK = ("cls", "attempt", "max_new_tokens", "temperature", "top_p", "priority", "admission")
+TENSORS = ("tokens", "logprobs", "versions")
+
+
+class RingLedger:
+    """A `RemoteLedger` on the ring of this process. `announce` rings the doorbell that the worker itself would ring."""
+
+    first_entry = first_slot = 0  # how its entries and slots are numbered, where they stand behind those of another
+
+    def __init__(
+        self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int,
+        episodes: Bounds | None = None,
+    ) -> None:
+        self.ring, self.announce, self.cuts, self.episodes = ring, announce, cuts, episodes
+        self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
+        self.steps = VersionSteps()
+        self._stand_ins: dict[int, Ring] = {}
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Remember which step made the version that is published now."""
+        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
+        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
+
+    # -- entries --------------------------------------------------------------------------------------------------
+
+    def members(self) -> list[tuple[int, str, str, int]]:
+        remote = (one for one in self.ring.processes() if one.remote)
+        return [(self.first_entry + one.index, one.role, one.label, one.life) for one in remote]
+
+    def claims(self) -> list[tuple[int, ClaimedTask]]:
+        remote, lines = [one.index for one in self.ring.processes() if one.remote], self.ring.lines()
+        theirs = np.isin(lines["state"], list(RESTS_IN)) & np.isin(lines["owner"], remote)
+        held = theirs.nonzero()[0].tolist()
+        return [(self.first_entry + int(lines["owner"][slot]), self._claim(slot, lines[slot])) for slot in held]
+
+    def enter(self, role: str, name: str, life: int) -> int:
+        try:
+            return self.first_entry + self.ring.enter_remote(role, name, life=life)
+        except RingFull as problem:
+            raise Refused(str(problem), "full") from None
+
+    def leave(self, index: int) -> None:
+        stand_in = self._stand_ins.pop(index, None)
+        if stand_in is not None:
+            stand_in.close()
+        self.ring.leave_remote(index - self.first_entry)
+
+    def show(self, index: int, tasks: int) -> None:
+        stand_in = self.stand_in(index)
+        stand_in.activity(f"remote, holds {tasks}")
+        stand_in.progress()
+
+    def stand_in(self, index: int) -> Ring:
+        if index not in self._stand_ins:
+            self._stand_ins[index] = self.ring.stand_in(index - self.first_entry)
+        return self._stand_ins[index]
+
+    def _claim(self, slot: int, line: np.void) -> ClaimedTask:
+        word = int(line["word"])
+        alone = bool(int(line["flags"]) & ALONE)
+        return ClaimedTask(self.first_slot + slot, word, seq_of(word), int(line["uid"]), alone)
+
+    def _slot(self, claim: ClaimedTask) -> int:
+        return claim.slot - self.first_slot
+
+    # -- claims ---------------------------------------------------------------------------------------------------
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
+        taken = self._taken(self.stand_in(index), role, limit, idle)
+        lines = self.ring.lines([slot for slot, _ in taken])
+        return [self._claim(slot, line) for (slot, _), line in zip(taken, lines)]
+
+    def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
+        if role == "reward":
+            return stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
+        if self.episodes is not None:  # attempts accuse no episode (`busrl.agents.roles.holder`)
+            return stand_in.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=answers.ANY_ATTEMPT)
+        waves = Unbegun() if role == HOST and self.cuts.plan.most > 1 else self.cuts.waves
+        return answers.claim_queued(stand_in, waves, limit, idle, self.cuts.cls)[0]
+
+    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
+        columns = self._columns(claims, *OF_TASK)
+        return [self._task(index, claim, *fields) for claim, *fields in zip(claims, *columns)]
+
+    def _columns(self, claims: list[ClaimedTask], *names: str) -> list[list[Any]]:
+        """These fields of the lines of all claims: to read them line by line takes ten times as long."""
+        lines = self.ring.lines([claim.slot for claim in claims])
+        return [lines[name].tolist() for name in names]
+
+    def _task(
+        self, index: int, claim: ClaimedTask, cls: int, attempt: int, most: int, temperature: float, top_p: float,
+        priority: int, admission: int,
+    ) -> g.Task | None:
+        segments, rewarding = segments_of(claim.word), state_of(claim.word) == State.REWARDING
+        try:
+            most = 0 if rewarding else most - self._earlier(claim)
+            cut = self.cuts.next(cls, segments, most)
+            return g.Task(
+                task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
+                record=answers.read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
+                attempt=attempt, max_new_tokens=most, temperature=temperature, top_p=top_p,
+                version=self.ring.header(HeaderWord.VERSION),
+                completion=answers.read_text(self.ring, claim.slot, segments) if rewarding else "",
+                tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
+                cls=cls, priority=priority, admission=admission,
+            )
+        except (RingError, ValueError) as problem:
+            log.warning("sample %d cannot be sent to a remote worker: %s", claim.uid, problem)
+            self.drop(index, claim, Fate.MALFORMED)
+            return None
+
+    def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
+        if not segments:
+            return {}
+        if (last := episodes.last_call(self.ring, slot)) is not None:
+            return {name: tensor(array) for name, array in last.items()}
+        arrays = {name: answers.read_generated(self.ring, slot, name, segments) for name in TENSORS}
+        arrays["prompt_ids"] = self.ring.get(slot, "prompt_ids")
+        return {name: tensor(array) for name, array in arrays.items()}
+
+    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
+        newest, run = self.ring.header(HeaderWord.VERSION), (self.prompt_tokens, self.vocabulary)
+        columns = self._columns(claims, "max_new_tokens", "version", "step")
+        return [
+            AnswerLimits(most - self._earlier(claim), segments_of(claim.word), *run, newest, version, step)
+            for claim, most, version, step in zip(claims, *columns)
+        ]
+
+    def _earlier(self, claim: ClaimedTask) -> int:
+        """Tokens of its earlier segments."""
+        segments = segments_of(claim.word)
+        return len(answers.read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def commit_answer(
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None:
+        stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
+        whole, episode = self._whole(limits, answer), self._received(answer, limits)
+        with _as_refusals():
+            if judged is not None:
+                answers.write_parts(stand_in, slot, word, judged.parts)
+                stand_in.set(slot, word, reward=judged.reward, reward_parts=JUDGED)
+            if episode is None:
+                message = self._write(stand_in, claim, answer, limits, whole)
+            else:
+                message = self._write_episode(stand_in, claim, answer, *episode)
+        if message is None:
+            raise ClaimGone
+        stand_in.add(tokens=len(answer.token_ids if episode is None else episode[0].logprobs), samples=int(whole))
+        if judged is None or not self._judge(self.ring.line(slot), slot):
+            self.announce(message)
+
+    def _write(
+        self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, whole: bool
+    ) -> m.DataGenerated | None:
+        """An answer of one call, committed; None if the slot has moved."""
+        slot, prompt = claim.slot, answer.prompt_ids
+        if prompt is not None:
+            stand_in.put(slot, claim.word, "prompt_ids", prompt)
+        return self.cuts.commit(
+            stand_in, slot, claim.word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
+            version=limits.version, step=limits.step, earlier=self._earlier(claim), told=answer.step,
+            prompt_tokens=len(self.ring.get(slot, "prompt_ids") if prompt is None else prompt),
+        )
+
+    def _received(self, answer: RemoteAnswer, limits: AnswerLimits) -> tuple[StoredEpisode, dict[str, Array]] | None:
+        """The episode that it is, checked whole; None in a run of answers of one call."""
+        if self.episodes is None and answer.episode is None:
+            return None
+        if self.episodes is None or answer.episode is None:
+            rule = "episodes, each with its tensors" if self.episodes is not None else "answers of one call"
+            raise Refused(f"the samples of this run are {rule}")
+        return episodes.received(answer.episode, self.episodes, limits.newest)
+
+    def _write_episode(
+        self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, episode: StoredEpisode, arrays: dict[str, Array]
+    ) -> m.DataGenerated | None:
+        """An episode, committed; None if the slot has moved."""
+        oldest = episodes.oldest_of(episode)
+        step = 0 if oldest is None else self.steps.step_of(oldest, answer.step)
+        episodes.write_pieces(stand_in, claim.slot, claim.word, arrays, answer.text)
+        return episodes.commit_episode(stand_in, claim.slot, claim.word, episode, step)
+
+    def finish_judged(self, lines: Lines) -> None:
+        """Answers that came with their reward, between whose two commits an earlier keeper died."""
+        judged = (lines["state"] == State.GENERATED) & (lines["reward_parts"] == JUDGED)
+        for slot in judged.nonzero()[0].tolist():
+            self._judge(lines[slot], slot)
+
+    def _judge(self, line: np.void, slot: int) -> bool:
+        """Commit the reward that the slot has already, in the keeper's own name; False if a reward worker was first."""
+        word = self.ring.claim(slot, int(line["word"]), State.REWARDING)
+        done = self.ring.release(slot, word, State.REWARDED) if word else 0
+        if done:
+            message = m.RewardComputed(
+                slot_id=slot, seq=seq_of(done), uid=int(line["uid"]), reward=float(line["reward"])
+            )
+            self.announce(message)
+        return bool(done)
+
+    def _whole(self, limits: AnswerLimits, answer: RemoteAnswer) -> bool:
+        """Whether the answer ends with this segment; `Refused` where it must end but has done = false."""
+        most = self.cuts.plan.most
+        if answer.done or len(answer.token_ids) >= limits.tokens:
+            return True
+        if limits.segment + 1 < most:
+            return False
+        raise Refused(
+            f"segment {limits.segment} is the last that an answer may have here (segments.max_segments = {most}, "
+            "1 with segments off): send the answer to its end, with done = true"
+        )
+
+    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
+        stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
+        reward += episodes.turn_rewards_of(self.ring, slot)
+        with _as_refusals():
+            answers.write_parts(stand_in, slot, word, parts)
+            stand_in.set(slot, word, reward=reward, reward_parts=1)
+        done = stand_in.release(slot, word, State.REWARDED)
+        if not done:
+            raise ClaimGone
+        stand_in.add(samples=1)
+        self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
+
+    def give_back(self, index: int, claim: ClaimedTask) -> None:
+        self.stand_in(index).release(self._slot(claim), claim.word, RESTS_IN[state_of(claim.word)])
+
+    def expire(self, index: int, claim: ClaimedTask) -> bool:
+        rewarding = state_of(claim.word) == State.REWARDING
+        if rewarding and int(self.ring.line(claim.slot)["attempt"]) + 1 >= MOST_TRIES:
+            self.drop(index, claim, Fate.REWARD_HUNG)
+            return True
+        self.stand_in(index).expire(self._slot(claim), claim.word)
+        return False
+
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        self.stand_in(index).drop(claim.slot, claim.word, fate)
+        if state_of(claim.word) == State.REWARDING:  # the learner looks at its group again
+            self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
+
+    def committed(self, slot: int, seq: int, uid: int) -> bool:
+        slot -= self.first_slot
+        if slot >= self.ring.n_slots or uid == UID_NONE:
+            return False
+        line = self.ring.line(slot)
+        return int(line["uid"]) == uid and int(line["last_commit_seq"]) == seq
+
+
+class CallLedger(RingLedger):
+    """A `RemoteLedger` on the ring of model calls, for remote rollouts. `samples` has the version of the weights, and
+    its entries and slots are numbered before those of this ring, so that a claim has one name in both."""
+
+    def __init__(self, ring: Ring, samples: RingLedger) -> None:
+        super().__init__(ring, samples.announce, samples.cuts, 0, samples.vocabulary)
+        self.samples = samples
+        self.first_entry, self.first_slot = samples.ring.n_processes, samples.ring.n_slots
+
+    def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
+        return answers.claim_queued(stand_in, None, limit, idle)[0]
+
+    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
+        return [self._call(index, claim) for claim in claims]
+
+    def _call(self, index: int, claim: ClaimedTask) -> g.Task | None:
+        slot = self._slot(claim)
+        line = self.ring.line(slot)
+        try:
+            ids = read_ids(self.ring, slot, "prompt_ids", NO_SEGMENT)
+            details = msgspec.msgpack.decode(self.ring.get(slot, "call").tobytes(), type=CallDetails)
+        except (RingError, msgspec.MsgspecError) as problem:
+            self.refuse(index, claim, f"the call cannot be read: {problem}")
+            return None
+        return g.Task(
+            task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid, record="", attempt=int(line["attempt"]),
+            max_new_tokens=int(line["max_new_tokens"]), temperature=float(line["temperature"]),
+            top_p=float(line["top_p"]), version=self.samples.ring.header(HeaderWord.VERSION),
+            tensors={"prompt_ids": tensor(ids)}, kind="call", stream=details.stream, stop=details.stop,
+        )
+
+    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
+        newest = self.samples.ring.header(HeaderWord.VERSION)
+        most = [int(self.ring.line(self._slot(claim))["max_new_tokens"]) for claim in claims]
+        return [AnswerLimits(tokens, 0, 0, self.vocabulary, newest) for tokens in most]
+
+    def commit_answer(
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None:
+        if not answer.done:
+            raise Refused("the answer to a model call is sent whole, with done = true")
+        stand_in, slot = self.stand_in(index), self._slot(claim)
+        made = answer.token_ids, answer.logprobs, answer.versions, answer.finish
+        claimed_ns = int(self.ring.line(slot)["changed_ns"])
+        with _as_refusals():
+            step = self.samples.steps.step_of(int(answer.versions.min()))
+            if not write_answer(stand_in, slot, claim.word, *made, claimed_ns, step):
+                raise ClaimGone
+        stand_in.add(tokens=len(answer.token_ids), samples=1)
+
+    def refuse(self, index: int, claim: ClaimedTask, why: str) -> None:
+        with _as_refusals():
+            write_refusal(self.stand_in(index), self._slot(claim), claim.word, why)
+
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        """A call has no fate: its caller is told instead."""
+        self.refuse(index, claim, f"a worker from outside gave it up: {fate.words}")
+
+
+class BothLedgers:
+    """The `RemoteLedger` of a run with model calls: rollouts work on those, rewards on samples."""
+
+    def __init__(self, samples: RingLedger, calls: CallLedger) -> None:
+        self.samples, self.calls = samples, calls
+        self.note_version, self.commit_reward = samples.note_version, samples.commit_reward
+
+    def _of(self, index: int) -> RingLedger:
+        return self.samples if index < self.calls.first_entry else self.calls
+
+    def _with(self, slot: int) -> RingLedger:
+        return self.samples if slot < self.calls.first_slot else self.calls
+
+    def members(self) -> list[tuple[int, str, str, int]]:
+        return [*self.samples.members(), *self.calls.members()]
+
+    def claims(self) -> list[tuple[int, ClaimedTask]]:
+        return [*self.samples.claims(), *self.calls.claims()]
+
+    def enter(self, role: str, name: str, life: int) -> int:
+        return (self.calls if role == "rollout" else self.samples).enter(role, name, life)
+
+    def leave(self, index: int) -> None:
+        self._of(index).leave(index)
+
+    def show(self, index: int, tasks: int) -> None:
+        self._of(index).show(index, tasks)
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        return self._of(index).take(index, role, limit, idle)
+
+    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
+        return self._of(index).tasks(index, claims)
+
+    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
+        return [limits for claim in claims for limits in self._with(claim.slot).limits([claim])]
+
+    def commit_answer(
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None:
+        self._of(index).commit_answer(index, claim, answer, limits, judged)
+
+    def give_back(self, index: int, claim: ClaimedTask) -> None:
+        self._of(index).give_back(index, claim)
+
+    def expire(self, index: int, claim: ClaimedTask) -> bool:
+        return self._of(index).expire(index, claim)
+
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        self._of(index).drop(index, claim, fate)
+
+    def committed(self, slot: int, seq: int, uid: int) -> bool:
+        return self._with(slot).committed(slot, seq, uid)
+
+
+@contextlib.contextmanager
+def _as_refusals() -> Iterator[None]:
+    """What the ring may answer to a write, in the gateway's words."""
+    try:
+        yield
+    except SlotTooSmall as problem:
+        raise Refused(str(problem)) from None
+    except SharedMemoryFull as problem:
+        raise NoMemory(str(problem)) from None
+    except NotOwner:
+        raise ClaimGone from None
+
+
+def reserved_names(topology: Topology) -> frozenset[str]:
+    """What no worker from outside may be called."""
+    return frozenset(address(one.name) for one in topology.processes() if not one.spec.command) | {"launch"}
+
+
+def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, ring: str) -> Desk:
+    """The desk of a run. Remote workers never take the entries that the run itself may need."""
+    data, processes = topology.data, topology.processes()
+    welcome = g.GatewayWelcome(
+        life=0, lease_s=topology.limits.lease_s, max_message_bytes=topology.bus.max_message_bytes,
+        max_prompt_tokens=topology.max_prompt_tokens, seed=topology.run.seed, model=topology.model.path,
+        prompt_key=data.prompt_key, answer_key=topology.reward.answer_key or data.answer_key, template=data.template,
+    )
+    return Desk(
+        ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
+        most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
+        reserved=reserved_names(topology), ring=ring,
+    )

@@ -1,0 +1,167 @@
+"""Direct connections between a run and other hosts, and among these: ROUTERs answer, DEALERs ask, both with CURVE keys.
+
+Talks to sockets; what is said lies in `busrl.hosts.link_messages`. The bus loses messages and bounds their size;
+weights and topologies need neither, so they travel here. Knows nothing of rings, weights or runs.
+
+- A question is asked again by whoever hears nothing; an answer to an earlier question is dropped.
+- A host is who its key says it is: the name in the allow-list, which libzmq gives with every message.
+- Both sides drop beyond their high-water marks instead of growing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import zmq
+
+from busrl.bus.broker import CurveListener
+from busrl.bus.endpoint import HANDSHAKE_MS, encrypt
+from busrl.bus.security import allow_many_connections, host_and_port
+from busrl.errors import PeerTimeout
+from busrl.hosts import link_messages as h
+from busrl.keys import ClientKeys
+
+HWM = 64
+MOST_BYTES = 1 << 30  # of a frame: a piece of weights, or a manifest
+BEAT_MS, SILENT_MS = 500, 2000
+RECONNECT_MS, RECONNECT_MOST_MS = 100, 1000
+BACKLOG = 1024  # connections that wait to be accepted: strangers end with their handshake's time
+AGAIN_S = 2.0  # after which a question without an answer is asked again
+LINGER_MS = 500  # for the last answers of a run
+
+
+class Asked(NamedTuple):
+    """A question and who asked it: the socket's name for the way back, and the name that the key is listed under."""
+
+    peer: bytes
+    name: str
+    question: h.AnyQuestion
+
+
+class Answering:
+    """The side that answers. `listener` says where to listen and which keys count, `place` where that is."""
+
+    def __init__(self, listener: CurveListener) -> None:
+        allow_many_connections()
+        self.listener = listener
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        _configure(self.socket)
+        listener.open(self._context, [self.socket])
+        self.place = str(self.socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+
+    def waiting(self, timeout_s: float) -> Iterator[Asked]:
+        """What was asked since the last call, at most HWM questions; what is no question is dropped."""
+        for turn in range(HWM):
+            if not self.socket.poll(0 if turn else int(1000 * timeout_s)):
+                return
+            frames = self.socket.recv_multipart(copy=False)
+            if len(frames) == 2 and (asked := h.question(frames[1].bytes)) is not None:
+                yield Asked(frames[0].bytes, str(frames[1].get("User-Id")), asked)
+
+    def answer(self, asked: Asked, reply: h.Reply, data: memoryview | bytes | None = None) -> None:
+        """Send it, with the bytes of a piece; a host that is gone or does not read hears nothing."""
+        reply.number = asked.question.number
+        frames: list[memoryview | bytes] = [asked.peer, h.encode(reply), *([] if data is None else [data])]
+        self.socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)
+
+    def close(self) -> None:
+        """What was answered before is still sent, for as long as LINGER_MS."""
+        self.socket.close(LINGER_MS)
+        self._context.term()
+        self.listener.close()
+
+
+class Asking:
+    """The side that asks. One thread; several questions may be open."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys, host: str) -> None:
+        self.endpoint, self.host, self.key = endpoint, host, keys.pair.public
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        _configure(self.socket)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+        encrypt(self.socket, keys)
+        self._refusals = self.socket.get_monitor_socket(int(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+        self.socket.connect(endpoint)
+        self._number = time.time_ns() // 1000  # so that an answer to an earlier life is not taken for one to this
+
+    def ask(self, question: h.Question, timeout_s: float) -> h.AnyReply:
+        """The answer; the question is sent again now and then, as a connection that breaks loses what is on its way.
+        PeerTimeout: nothing was heard."""
+        end, numbers = time.monotonic() + timeout_s, set[int]()
+        while time.monotonic() < end:
+            numbers.add(self.post(question))
+            again = min(end, time.monotonic() + AGAIN_S)
+            while (left := again - time.monotonic()) > 0:
+                found = self.receive(left)
+                if found is not None and found[0].number in numbers:
+                    return found[0]
+        raise PeerTimeout(
+            f"{self.endpoint} did not answer for {timeout_s:g} s: see that the run is there (`busrl status`), that "
+            f"this host can reach the port, and that {self.host}'s key is listed (`busrl keys list` on the run's host)"
+        )
+
+    @property
+    def refused(self) -> bool:
+        """Tell whether the other side has refused this key."""
+        return bool(self._refusals.poll(0))
+
+    def post(self, question: h.Question) -> int:
+        """Ask without waiting; returns the number of the question."""
+        self._number += 1
+        question.number, question.host = self._number, self.host
+        with contextlib.suppress(zmq.Again):  # nobody is there, and enough waits for them: asked again later
+            self.socket.send(h.encode(question), zmq.NOBLOCK)
+        return self._number
+
+    def receive(self, timeout_s: float) -> tuple[h.AnyReply, memoryview] | None:
+        """The next answer with the bytes that came with it, or None."""
+        if not self.socket.poll(int(1000 * timeout_s)):
+            return None
+        frames = self.socket.recv_multipart(copy=False)
+        found = h.reply(frames[0].bytes)
+        return None if found is None else (found, frames[1].buffer if len(frames) > 1 else memoryview(b""))
+
+    def here(self) -> Iterator[tuple[h.AnyReply, memoryview]]:
+        """The answers that are here, at most HWM."""
+        for _ in range(HWM):
+            if (found := self.receive(0)) is None:
+                return
+            yield found
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self._refusals.close(0)  # or the context would wait for it
+        self.socket.close(0)
+        self._context.term()
+
+
+def wait(timeout_s: float, ends: Iterable[Asking | Answering]) -> None:
+    """Until one of these has something to read, or the time is over."""
+    poller = zmq.Poller()
+    for end in ends:
+        poller.register(end.socket, zmq.POLLIN)
+    poller.poll(int(1000 * timeout_s))
+
+
+def address_towards(endpoint: str) -> str:
+    """The address of this host from which it reaches `endpoint`. OSError: it does not."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.connect(host_and_port(endpoint))  # sends nothing
+        return str(one.getsockname()[0])
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    options = {
+        zmq.LINGER: 0, zmq.SNDHWM: HWM, zmq.RCVHWM: HWM, zmq.MAXMSGSIZE: MOST_BYTES, zmq.HEARTBEAT_IVL: BEAT_MS,
+        zmq.HEARTBEAT_TIMEOUT: SILENT_MS, zmq.TCP_KEEPALIVE: 1,
+        zmq.HANDSHAKE_IVL: HANDSHAKE_MS, zmq.BACKLOG: BACKLOG,
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)

@@ -1,0 +1,182 @@
+"""What a host asks the run's relay or another host's for, and the answers: topology, state of the run, weights.
+
+Talks to nothing. These travel between one DEALER and one ROUTER (`busrl.hosts.link`), not on the bus: each question has
+a number, each answer repeats it, and whoever hears nothing asks again. A piece of weights is a frame behind its answer.
+
+- Every answer is a function of the run as it is: any question may be repeated, and none changes anything but how many
+  starts of hosts home has counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from busrl.protocol.messages import Count, Name, Text
+
+Manifest = Annotated[bytes, Meta(max_length=1 << 26)]
+
+
+class Question(Struct, tag_field="type", kw_only=True):
+    """A question of host `host`; `number` comes back with its answer."""
+
+    number: Count = 0
+    host: Name = ""
+
+
+class HostJoin(Question, tag="HOST_JOIN"):
+    """The host wants to work for the run, with this version of busrl. Answered by WELCOME or REFUSED."""
+
+    build: Name = ""
+
+
+class HostProcess(Struct, frozen=True, array_like=True):
+    """A process of a host, for people: what its ring shows of it."""
+
+    name: Name
+    state: Name
+    activity: Text
+    pid: Count
+    version: Count
+    samples: Count
+    tokens: Count
+
+
+class HostLook(Question, tag="HOST_LOOK"):
+    """Answered by STATE: at once if it differs from `known`, else when it does, or after `wait_s` seconds. `have`: the
+    version that engines there find (-1: none). `processes`: those of the host."""
+
+    known: HomeState | None = None
+    wait_s: float = 0.0
+    have: int = -1
+    build: Name = ""
+    processes: Annotated[list[HostProcess], Meta(max_length=1024)] = msgspec.field(default_factory=list)
+
+
+class WeightsHead(Question, tag="WEIGHTS_HEAD"):
+    """Which version above `have` can be had, and how is it laid out? Answered by VERSION; REFUSED while there is none.
+    While others fetch two older ones it is one of these: nobody is overtaken for another's sake. `place`: where this
+    host answers others; empty: nowhere."""
+
+    have: int = -1
+    place: Name = ""
+
+
+class WeightsPiece(Question, tag="WEIGHTS_PIECE"):
+    """Bytes `at` to `at + size` of the version with this `digest`. Answered by PIECE with one frame; REFUSED if it is
+    overtaken. A host that fetches it too answers when it has them, and WAITING now and then until it does."""
+
+    version: Count = 0
+    digest: Count = 0
+    at: Count = 0
+    size: Count = 0
+
+
+class RanksMeet(Question, tag="RANKS_MEET"):
+    """Where does the learner meet its ranks of this host? Answered by RANKS_PLACE; REFUSED while it waits for none."""
+
+
+class Reply(Struct, tag_field="type", kw_only=True):
+    """An answer to question `number`."""
+
+    number: Count = 0
+
+
+class Refused(Reply, tag="REFUSED"):
+    """Not now, or not for this host: why, and what to do."""
+
+    text: Text = ""
+
+
+class Welcome(Reply, tag="WELCOME"):
+    """The topology of this host as JSON, and which ring its claims are of (16 bytes). `life`: the number of this start,
+    above those of all earlier ones, as home counts. `holds`: the number of the start whose claims home has, 0: none."""
+
+    topology: bytes = b""
+    ring: bytes = b""
+    life: Count = 0
+    holds: Count = 0
+
+
+class HomeState(Struct, frozen=True, array_like=True):
+    """Words of the ring's header, which engines go by, and the newest version whose weights can be had (-1: none).
+    `over`: the run ends, in order, and hosts with it. `topology`: a number that changes with home's topology."""
+
+    ring: bytes = b""
+    over: bool = False
+    topology: Count = 0
+    step: Count = 0
+    version_step: Count = 0
+    version: Count = 0
+    pause: Count = 0
+    weights: int = -1
+
+
+class State(Reply, tag="STATE"):
+    state: HomeState = msgspec.field(default_factory=HomeState)
+
+
+class Peer(Struct, frozen=True, array_like=True):
+    """A host of the run: its public key, and where it answers other hosts (empty: nowhere)."""
+
+    name: Name
+    key: Name
+    place: Name = ""
+
+
+class Version(Reply, tag="VERSION"):
+    """A version of weights: `nbytes` in the order of `manifest` (JSON); `checksum` 0: it has none. `digests`: of each
+    `piece` bytes, 8 bytes each; `digest` is of all of them. `above`: the hosts to fetch it from, in this order, before
+    home; `peers`: the hosts that may fetch it from this one, and those."""
+
+    version: Count = 0
+    step: Count = 0
+    nbytes: Count = 0
+    checksum: Count = 0
+    manifest: Manifest = b""
+    piece: Count = 0
+    digest: Count = 0
+    digests: Manifest = b""
+    above: list[Name] = msgspec.field(default_factory=list)
+    peers: list[Peer] = msgspec.field(default_factory=list)
+
+
+class Piece(Reply, tag="PIECE"):
+    version: Count = 0
+    at: Count = 0
+
+
+class RanksPlace(Reply, tag="RANKS_PLACE"):
+    """A TCP port of home. `secret`, in hexadecimal digits, is what both sides prove there that they know."""
+
+    address: Name = ""
+    port: Count = 0
+    secret: Name = ""
+
+
+class Waiting(Reply, tag="WAITING"):
+    """That piece is not here yet; it comes."""
+
+
+AnyQuestion = HostJoin | HostLook | WeightsHead | WeightsPiece | RanksMeet
+AnyReply = Refused | Welcome | State | Version | Piece | RanksPlace | Waiting
+encode = msgspec.msgpack.encode  # of a question or a reply
+_questions: msgspec.msgpack.Decoder[AnyQuestion] = msgspec.msgpack.Decoder(AnyQuestion)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+
+
+def question(data: bytes) -> AnyQuestion | None:
+    """None for bytes that are no question."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        return _questions.decode(data)
+    return None
+
+
+def reply(data: bytes) -> AnyReply | None:
+    """None for bytes that are no answer."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        return _replies.decode(data)
+    return None

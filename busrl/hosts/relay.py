@@ -1,0 +1,517 @@
+"""The relay: at home it answers what other hosts ask for; on another host it keeps ring and weights up to date.
+
+At home it talks to the ring (reading), the segment or folders of weights and the hosts' relays. On a host it writes the
+words of the local ring's header that engines go by, and a segment or folders, from which it answers other hosts. Knows
+nothing of samples.
+
+- Words before weights, steps before versions: an engine may wait for weights, and a sample look too old, never too new.
+- A version reaches engines whole or not at all; one that is overtaken on its way is given up for the newer one.
+- Home sends a version once where hosts reach one another: each fetches from the one before it while that still fetches.
+- A host that stops giving pieces is left for the next, and home is the last: what is here already is not fetched again.
+- A host whose home has another ring than the one it claimed from ends: its samples are nobody's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+import zlib
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import busrl
+from busrl import keys
+from busrl.bus.broker import Admission, CurveListener
+from busrl.bus.security import check_endpoint, relay_endpoint
+from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
+from busrl.hosts import link_messages as h
+from busrl.hosts import log as host_log
+from busrl.hosts.invitation import SILENT, HostSource, claimed_from, of_host
+from busrl.hosts.link import Answering, Asked, Asking, address_towards, wait
+from busrl.hosts.versions import Chain, FolderCopy, FolderSnapshot, Pieces, SegmentCopy, Snapshot, Sources
+from busrl.keys import ClientKeys, Pair
+from busrl.roles.actor import Actor
+from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
+from busrl.system import files
+from busrl.weights.factory import TransportSettings
+
+log = logging.getLogger("busrl")
+LOOK_S = 0.02
+WAIT_S = 1.0  # for which home holds a question about the state
+ANSWER_S = 2.5  # beyond that, before home counts as silent
+AGAIN_S = 1.5  # beyond that, before the question counts as lost
+PASS_S = 0.1
+AHEAD_BYTES, MOST_AHEAD = 16 << 20, 32  # asked for at the same time, in pieces; these must fit into the link's queues
+MOST_OPEN = 4096
+WORD_S = 0.5  # between two words to hosts that wait for pieces
+SHOW_S = 1.0
+AVOID_S = 600.0  # for which a host that never answered is not asked: nothing may lead from here to there
+PATIENCE_S = 1.0  # for which a host waits for a version that others ask it for already
+SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
+FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
+LATELY_S = 10.0
+Copy = SegmentCopy | FolderCopy
+
+
+class Relay(Actor):
+    role = "relay"
+    singleton = True
+
+    def setup(self) -> None:
+        self._side: Home | Away = Away(self) if self.topology.here else Home(self)
+
+    def work(self) -> bool:
+        return self._side.work()
+
+    def idle(self, timeout_s: float) -> None:
+        """The next pass waits at the other side's socket."""
+
+    def teardown(self) -> None:
+        self._side.close()
+
+
+# -- at home -----
+
+
+class Home:
+    """Answers hosts: who may join with which topology, the state of the run, pieces of the newest weights."""
+
+    def __init__(self, actor: Relay) -> None:
+        self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
+        own = self.topology.bus
+        place = relay_endpoint(own.endpoint)
+        self.keys = keys.directory_of(own.keys)
+        self.link = Answering(CurveListener(own.endpoint, self.keys, (place,)))
+        settings, piece = TransportSettings.of(self.topology, actor.paths), self.topology.hosts.piece_mb << 20
+        folders = settings.folders  # where the learner publishes, unless it does in a segment
+        self.weights = FolderSnapshot(Path(folders), piece) if folders else Snapshot(Path(settings.segment), piece)
+        self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
+        self.claimed_from = claimed_from(actor.paths.run_json)
+        self.starts = host_log.Starts(actor.paths)
+        self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
+        self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
+        self._heard: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}  # for `busrl status`
+        self._next_show = 0.0
+        self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
+
+    def work(self) -> bool:
+        for asked in self.link.waiting(LOOK_S):
+            self._answer(asked)
+        self._tell_changes()
+        if (now := time.monotonic()) >= self._next_show:
+            self._next_show = now + SHOW_S
+            files.show(self.actor.paths.hosts_now, self._heard)
+        for refusal in self.link.listener.refusals():
+            self.actor.warn("relay", str(refusal), kind=f"refused {refusal.address}")
+        return True
+
+    def close(self) -> None:
+        """Where the run ends hosts learn of it first; one that does not ask in time finds out by its silence."""
+        now, self._over = time.monotonic(), self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING
+        untold = {name for name, seen in self._seen.items() if self._over and now - seen < LATELY_S}
+        while untold and time.monotonic() < now + FAREWELL_S:
+            untold -= self._waiting.keys()
+            self.work()
+        self.weights.close()
+        self.link.close()
+
+    def state(self) -> h.HomeState:
+        words = {word.value: self.ring.header(word) for word in SHOWN}
+        pause = words.pop(HeaderWord.GENERATION_PAUSE.value)
+        newest, _ = self.weights.newest()
+        return h.HomeState(
+            ring=self.claimed_from, over=self._over, topology=self._topology, pause=pause, weights=newest, **words
+        )
+
+    def _answer(self, asked: Asked) -> None:
+        question = asked.question
+        if (why := self._objection(asked)) is not None:
+            self.actor.warn("relay", f"{asked.name}: {why.text}", kind=f"refused {asked.name}")
+            self.link.answer(asked, why)
+        elif isinstance(question, h.HostJoin):
+            self._welcome(asked)
+        elif isinstance(question, h.HostLook):
+            self._seen[asked.name] = time.monotonic()
+            self._heard[asked.name] = {
+                "time": time.time(), "weights": question.have, "busrl": question.build,
+                "processes": [msgspec.structs.asdict(one) for one in question.processes],
+            }
+            self.chain.looked(asked.name, question.have, time.monotonic())
+            self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
+        elif isinstance(question, h.WeightsHead):
+            self._head(asked, question)
+        elif isinstance(question, h.RanksMeet):
+            place = files.read_map(self.actor.paths.rank_place) if asked.name in self.topology.rank_hosts else {}
+            self.link.answer(asked, h.RanksPlace(**place) if place else h.Refused(text="no learner waits for ranks"))
+        else:
+            self._piece(asked, question)
+
+    def _welcome(self, asked: Asked) -> None:
+        name = asked.name
+        made = of_host(self.topology, name).to_json().encode()
+        lives = {one.label: one.life for one in self.ring.processes() if one.remote}
+        life, holds = self.starts.count(name, max(lives.values(), default=0)), lives.get(name, 0)
+        self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from, life=life, holds=holds))
+
+    def _objection(self, asked: Asked) -> h.Refused | None:
+        """Why this host cannot take part, whatever it asks for."""
+        host, known = asked.question.host, self.topology.host_names
+        build = asked.question.build if isinstance(asked.question, h.HostJoin) else busrl.__version__
+        if host not in known:
+            text = f"no host {host!r} in this run: `hosts` of its [[process]] entries name {', '.join(known)}"
+        elif asked.name != host:
+            text = (f"the key is {asked.name}'s, the name {host}'s: make a key of its own with `busrl keys add {host}`,"
+                    " or start it with the name that the key has")
+        elif build != busrl.__version__:
+            text = f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
+        else:
+            return None
+        return h.Refused(text=text)
+
+    def _head(self, asked: Asked, question: h.WeightsHead) -> None:
+        now, name = time.monotonic(), asked.name
+        with self.actor.activity("copy weights", self.topology.limits.work_s):
+            taken = self.weights.take(self.chain.fetched(name, now))
+        if taken is None or taken.version <= question.have:
+            self.link.answer(asked, h.Refused(text="no newer version just now"))
+            return
+        place = question.place if _is_place(question.place) else ""
+        head = h.Version(
+            version=taken.version, step=taken.step, nbytes=len(taken.data), checksum=taken.checksum,
+            manifest=taken.manifest, piece=self.weights.size, digest=taken.digest, digests=taken.digests,
+            above=self.chain.asks(name, place, taken.version, len(taken.data), now), peers=self._peers(),
+        )
+        self.link.answer(asked, head)
+
+    def _peers(self) -> list[h.Peer]:
+        listed = keys.allowed(self.keys)
+        return [h.Peer(one, listed[one], self.chain.place(one)) for one in self.topology.host_names if one in listed]
+
+    def _piece(self, asked: Asked, question: h.WeightsPiece) -> None:
+        found = self.weights.piece(question.digest, question.at, question.size)
+        reply = h.Refused(text="overtaken") if found is None else h.Piece(version=question.version, at=question.at)
+        self.link.answer(asked, reply, found)
+
+    def _tell_changes(self) -> None:
+        """Answer those whose state is not today's, and those that have waited long enough."""
+        if not self._waiting:
+            return
+        now, state = time.monotonic(), self.state()
+        for name, (until, asked) in list(self._waiting.items()):
+            known = asked.question.known if isinstance(asked.question, h.HostLook) else None
+            if known != state or not now < until:
+                del self._waiting[name]
+                self.link.answer(asked, h.State(state=state))
+
+
+def _is_place(text: str) -> bool:
+    with contextlib.suppress(BadEndpoint):
+        check_endpoint(text, keys=True)
+        return text.startswith("tcp:")
+    return False
+
+
+# -- on another host -----
+
+
+class Away:
+    """Mirrors the state of the run, fetches weights that are newer than those here, and hands them on."""
+
+    def __init__(self, actor: Relay) -> None:
+        self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
+        self.source = HostSource.read(actor.paths.host_source)
+        home = relay_endpoint(self.source.endpoint)
+        self.link = Asking(home, self.source.client, self.source.name)
+        own = TransportSettings.of(self.topology, actor.paths)  # where engines of this host find versions
+        self.weights: Copy = (
+            FolderCopy(Path(own.folders), own.kept) if own.folders else SegmentCopy(Path(own.segment))
+        )
+        self.generates = any(one.role == "rollout" for one in self.topology.processes())
+        self.sharing = self._open_sharing(home) if self.generates else None
+        self.links = Links(self.source)
+        self.fetch: Fetch | None = None
+        self.state: h.HomeState | None = None
+        self._heard, self._next_look, self._next_head, self._usual = time.monotonic(), 0.0, 0.0, 0.0
+        self._heads = set[int]()  # numbers of questions for weights
+
+    def work(self) -> bool:
+        if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
+            self.actor.bus.recv(LOOK_S)  # it is over: launch stops this process in its turn
+            return True
+        self._ask(time.monotonic())
+        wait(PASS_S, self._ends())
+        for reply, _ in self.link.here():
+            self._hear(reply)
+        if self.fetch is not None:
+            self._advance(self.fetch, time.monotonic())
+        if self.sharing is not None:
+            self.sharing.work()
+        if (silent_s := time.monotonic() - self._heard) > WAIT_S + ANSWER_S:
+            self._silent(silent_s)
+        return True
+
+    def close(self) -> None:
+        for one in (self.links, self.sharing, self.weights, self.link):
+            if one is not None:
+                one.close()
+
+    def _open_sharing(self, home: str) -> Sharing | None:
+        if not self.topology.hosts.chain:
+            return None
+        try:
+            return Sharing(address_towards(home), self.source.client.pair, self.weights)
+        except (OSError, BadEndpoint) as problem:
+            self.actor.warn("relay", f"other hosts cannot fetch weights from this one: {problem}")
+            return None
+
+    def _ends(self) -> list[Asking | Answering]:
+        fetching = None if self.fetch is None else self.fetch.link
+        sharing = None if self.sharing is None else self.sharing.link
+        return [one for one in (self.link, fetching, sharing) if one is not None]
+
+    def _ask(self, now: float) -> None:
+        """For the state, always; for newer weights, where none are on their way. What was lost is asked again."""
+        if now >= self._next_look:
+            self.link.post(h.HostLook(
+                known=self.state, wait_s=WAIT_S, have=self.weights.newest(), build=busrl.__version__,
+                processes=self._processes(),
+            ))
+            self._next_look = now + WAIT_S + AGAIN_S
+        idle = self.fetch is None or self.fetch.sources is None
+        if idle and self.generates and self.state is not None and now >= self._next_head:
+            have = self.weights.newest()
+            if self.state.weights > max(have, 0):
+                place = self.sharing.link.place if self.sharing is not None else ""
+                self._heads.add(self.link.post(h.WeightsHead(have=have, place=place)))
+                self._next_head = now + AGAIN_S
+
+    def _processes(self) -> list[h.HostProcess]:
+        return [
+            h.HostProcess(one.label, "dead" if self.ring.is_dead(one.index) else one.state, one.activity, one.pid,
+                          one.version, one.samples, one.tokens)
+            for one in self.ring.processes() if not one.remote
+        ]
+
+    def _hear(self, reply: h.AnyReply) -> None:
+        self._heard = time.monotonic()
+        self.ring.activity("")
+        if isinstance(reply, h.State):
+            self._next_look = 0.0
+            self._mirror(reply.state)
+        elif isinstance(reply, h.Version):
+            self._heads.clear()
+            self._next_head = 0.0
+            self._begin(reply)
+        elif isinstance(reply, h.Refused) and reply.number in self._heads:
+            self._next_head = self._heard + WAIT_S
+        elif isinstance(reply, h.Refused):
+            self._end(f"refused: {reply.text}")
+
+    def _silent(self, silent_s: float) -> None:
+        self.ring.activity(SILENT, math.inf)  # the satellite takes nothing meanwhile
+        limit_s = self.topology.hosts.orphan_s
+        text = (f"nothing heard of the run for {silent_s:.0f} s: see that it is there (`busrl status`), that this host "
+                f"can reach {self.link.endpoint}, and that {self.link.host}'s key is listed (`busrl keys list`)")
+        self.actor.warn("relay", text, kind="silent")
+        if silent_s > limit_s:
+            self._end(f"nothing heard of the run for {silent_s:.0f} s (hosts.orphan_s = {limit_s:g})")
+
+    def _end(self, why: str) -> None:
+        """The processes of this host go by the ring: it says that the run is over for them."""
+        if self.ring.header(HeaderWord.RUN_STATE) == RunPhase.RUNNING:
+            self.actor.warn("relay", f"this host ends: {why}", "error")
+            self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
+
+    def _mirror(self, state: h.HomeState) -> None:
+        if state.ring != self.source.ring:
+            self._end("the run has a new ring, in which nothing is claimed from here")
+        elif self.state is not None and state.topology != self.state.topology:
+            self._end("the topology of the run has changed")
+        else:
+            self.state = state
+            for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
+                self.ring.set_header(word, getattr(state, word.value))
+            self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
+            if state.over:
+                self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+
+    def _begin(self, head: h.Version) -> None:
+        """Fetch this version; what is here of the same bytes is not fetched again."""
+        if self.sharing is not None:
+            self.sharing.listed = {peer.name: peer.key for peer in head.peers}
+        fetch, now = self.fetch, time.monotonic()
+        if fetch is None or fetch.head.digest != head.digest:
+            if head.version <= self.weights.newest():
+                return
+            self._give_up()
+            pieces = Pieces(head.nbytes, head.piece, head.digests)
+            try:
+                with self.actor.activity("make room for weights", self.topology.limits.work_s):
+                    self.weights.begin(head.version, head.step, head.checksum, head.manifest, head.digest, pieces)
+            except (WeightsRefused, WeightsTimeout) as problem:
+                self.actor.warn("relay", f"version {head.version} is not here yet: {problem}", kind="weights")
+                self._next_head = now + WAIT_S
+                return
+            fetch = self.fetch = Fetch(self.links, pieces, now)
+        above = self.links.worth_asking(head, now)
+        fetch.begin(head, Sources(above, self._usual, self.topology.weights.timeout_s, now))
+
+    def _advance(self, fetch: Fetch, now: float) -> None:
+        if why := fetch.advance(self.weights, now):
+            self.actor.warn("relay", f"version {fetch.head.version}: {why}", kind="weights")
+        if fetch.pieces.left:
+            return
+        self.weights.done()
+        took, head, sources = now - fetch.begun, fetch.head, fetch.sources
+        log.info("version %d: %.1f MB in %.2f s from %s", head.version, head.nbytes / 1e6, took, fetch.named)
+        self._usual = sources.usual(now) if sources is not None else self._usual
+        self._give_up()
+        self._next_look = 0.0  # home learns of it at once
+
+    def _give_up(self) -> None:
+        self.weights.abandon()
+        self.fetch = None
+
+
+class Links:
+    """Connections to home and other hosts for pieces of weights, apart from that for the state: nothing waits behind
+    them. One is kept for the next version."""
+
+    def __init__(self, source: HostSource) -> None:
+        self._endpoint, self._keys, self._name = relay_endpoint(source.endpoint), source.client, source.name
+        self._open: dict[tuple[str, str], Asking] = {}
+        self._avoided: dict[str, float] = {}  # places, and until when
+
+    def worth_asking(self, head: h.Version, now: float) -> list[str]:
+        """The hosts above this one, less those that never answered."""
+        self._avoided = {place: until for place, until in self._avoided.items() if now < until}
+        places = {peer.name: peer.place for peer in head.peers}
+        return [name for name in head.above if name in places and places[name] not in self._avoided]
+
+    def avoid(self, peer: h.Peer, now: float) -> None:
+        self._avoided[peer.place] = now + AVOID_S
+
+    def to(self, peer: h.Peer | None) -> Asking:
+        """The connection to this host, or to home; others are closed."""
+        place, key = (peer.place, peer.key) if peer is not None else (self._endpoint, self._keys.server)
+        made = self._open.pop((place, key), None) or Asking(place, ClientKeys(self._keys.pair, key), self._name)
+        self.close()
+        self._open[place, key] = made
+        return made
+
+    def close(self) -> None:
+        for link in self._open.values():
+            link.close()
+        self._open.clear()
+
+
+class Fetch:
+    """One version on its way here, from one host after another; without `sources` home has to name some again."""
+
+    head: h.Version
+    sources: Sources | None = None
+    link: Asking | None = None
+
+    def __init__(self, links: Links, pieces: Pieces, now: float) -> None:
+        self._links, self.pieces, self.begun = links, pieces, now
+        self._numbers = set[int]()  # of the questions on this link
+        self._peer: h.Peer | None = None  # whom it leads to, None: home
+        self._answers = False
+
+    @property
+    def named(self) -> str:
+        return (self.sources.current if self.sources is not None else "") or "home"
+
+    def begin(self, head: h.Version, sources: Sources) -> None:
+        self.head, self.sources = head, sources
+        self._turn()
+
+    def advance(self, copy: Copy, now: float) -> str:
+        """Take what came, and ask for more; why the host that gave it was left, or empty."""
+        if self.sources is None or self.link is None:
+            return ""
+        why = self._take(copy, self.sources, now)
+        if why:
+            self.sources.lost(now)
+        why = why or self.sources.look(now)
+        if why and self._peer is not None and not self._answers:
+            self._links.avoid(self._peer, now)
+        if self.sources.over:
+            self.sources = None
+        elif why:
+            self._turn()
+        ahead = max(2, min(MOST_AHEAD, AHEAD_BYTES // max(1, self.head.piece)))
+        while self.sources is not None and self.pieces.open < ahead and (place := self.pieces.want()) is not None:
+            at, size = place
+            asked = h.WeightsPiece(version=self.head.version, digest=self.head.digest, at=at, size=size)
+            self._numbers.add(self.link.post(asked))
+        return why
+
+    def _take(self, copy: Copy, sources: Sources, now: float) -> str:
+        """Write the pieces that came; why no more can be had here, or empty."""
+        assert self.link is not None
+        for reply, data in self.link.here():
+            sources.heard(now)
+            self._answers = True
+            if isinstance(reply, h.Refused) and reply.number in self._numbers:
+                return f"{self.named}: {reply.text}"
+            if isinstance(reply, h.Piece) and reply.version == self.head.version:
+                try:
+                    new = self.pieces.came(reply.at, data)
+                except WeightsRefused as problem:
+                    return f"{self.named}: {problem}"
+                if new:
+                    copy.write(reply.at, data)
+                    sources.heard(now, len(data))
+        return ""
+
+    def _turn(self) -> None:
+        """Ask another host from here on: first for what was on its way."""
+        assert self.sources is not None
+        self.pieces.again()
+        self._numbers.clear()
+        self._peer = next((one for one in self.head.peers if one.name == self.sources.current), None)
+        self.link, self._answers = self._links.to(self._peer), False
+
+
+class Sharing:
+    """Answers other hosts, whose keys home names, from what is here of a version: all of it, or what has come yet."""
+
+    def __init__(self, address: str, pair: Pair, copy: Copy) -> None:
+        self.listed: dict[str, str] = {}
+        place = f"tcp://{address}:*"
+        self.link = Answering(CurveListener(place, Admission(pair, lambda: self.listed), (place,)))
+        self._copy = copy
+        self._open = deque[tuple[float, Asked]](maxlen=MOST_OPEN)  # questions for what is not here, and since when
+        self._next_word = 0.0
+
+    def work(self) -> None:
+        now = time.monotonic()
+        self._open.extend((now, asked) for asked in self.link.waiting(0))
+        self._open = deque((one for one in self._open if not self._answer(*one, now)), MOST_OPEN)
+        if self._open and now >= self._next_word:
+            self._next_word = now + WORD_S
+            for asked in {asked.peer: asked for _, asked in self._open}.values():
+                self.link.answer(asked, h.Waiting())
+
+    def _answer(self, since: float, asked: Asked, now: float) -> bool:
+        """Whether it was answered."""
+        question = asked.question
+        if not isinstance(question, h.WeightsPiece):
+            return True
+        data = self._copy.piece(question.digest, question.at, question.size)
+        if data is not None:
+            self.link.answer(asked, h.Piece(version=question.version, at=question.at), data)
+        elif not self._copy.holds(question.digest) and now - since > PATIENCE_S:
+            self.link.answer(asked, h.Refused(text="it has not this version"))
+        else:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.link.close()

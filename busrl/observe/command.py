@@ -1,0 +1,249 @@
+"""`busrl status`, `monitor`, `logs`, `record`, `replay`, `report`, `trace`: a run, from outside. Changes nothing.
+
+Chooses how to show a run, and an endpoint where none is named; says what was recorded, and what was missed. Knows
+nothing of how any of that is done.
+
+- A command imports what it shows a run with: on a busy machine rich, aiohttp and the report are a third of the time to
+  the first picture of those that need none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from busrl.errors import NoSuchRun, UserError, escaped
+from busrl.observe.monitor.sources import Watcher, find, give_way, holder_of, settle
+from busrl.observe.monitor.status import status as status_of
+from busrl.observe.monitor.status import to_json, watched
+from busrl.observe.monitor.text import duration, printable
+from busrl.paths import RunPaths
+from busrl.system import files
+from busrl.system.files import LineFollower
+
+if TYPE_CHECKING:
+    from busrl.observe.report.record import RunRecord
+
+LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a replay says when it is over
+
+
+def status(options: argparse.Namespace) -> int:
+    print(status_of(options.run_dir, as_json=options.json, host=options.host))
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    from busrl.observe.report.page import page
+    from busrl.observe.report.record import read
+
+    records = [read(one) for one in options.run_dirs]
+    beside = os.path.commonpath([one.paths.root for one in records])  # several runs: a page of none of them
+    out = options.out or RunPaths.of(beside).report
+    files.replace(out, page(records).encode())
+    return _written(out, records)
+
+
+def trace(options: argparse.Namespace) -> int:
+    """The timeline of a run, and how far its parts overlap."""
+    from busrl.observe.report import trace as timeline
+    from busrl.observe.report.record import read
+
+    record = read(options.run_dir)
+    found = timeline.slices(record)
+    out = options.out or record.paths.timeline
+    files.replace(out, timeline.trace(record, found).encode())
+    share = timeline.overlap(found)
+    _written(out, [record])
+    if share is None:
+        print("no overlap is known: no steps, or no decoding, with a `time` in metrics.jsonl and pace/")
+    else:
+        print(f"{share:.1%} of the decoding time falls into training; ui.perfetto.dev shows the file")
+    return 0
+
+
+def _written(out: Path, records: Sequence[RunRecord]) -> int:
+    for record in records:
+        for fault in dict.fromkeys(record.faults):
+            print(printable(f"busrl: {record.paths.root}: {fault}"), file=sys.stderr)
+    print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+def monitor(options: argparse.Namespace) -> int:
+    """The live screen until `q`, plain lines where there is no terminal, a page for a browser, or one look."""
+    target = find(options.target)
+    watcher = Watcher(target)
+    try:
+        if options.once or options.json:
+            return _once(watcher, target, options.json, options.seconds)
+        if options.web is not None:
+            return _page(watcher, target, options.web)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
+        with suppress(KeyboardInterrupt):
+            _until_quit(watcher, options.plain)
+        return 0
+    finally:
+        watcher.close()
+
+
+def _once(watcher: Watcher, target: RunPaths | str, as_json: bool, seconds: float | None) -> int:
+    from busrl.observe.monitor.screen import as_text
+
+    patience = seconds if seconds is not None else REPLAY_S if isinstance(target, str) else LISTEN_S
+    settle(watcher, patience)
+    if isinstance(target, str) and not watcher.run.traffic.total.count and not watcher.run.replay:
+        raise NoSuchRun(
+            f"{target}: nothing was received there within {patience:g} s; name the tap of a run (`tap` in its "
+            "run.json), or the endpoint that `busrl replay` printed"
+        )
+    print(to_json(watched(watcher, target)) if as_json else as_text(watcher))
+    return 0
+
+
+def _page(watcher: Watcher, target: RunPaths | str, address: str) -> int:
+    from busrl.observe.monitor.web.server import Address, Server
+
+    server = Server(watcher, target, Address.of(address))
+    asyncio.run(server.run(lambda url: print(f"the run is shown at {url} until Ctrl-C", flush=True)))
+    return 0
+
+
+def _until_quit(watcher: Watcher, plain: bool) -> None:
+    from busrl.observe.monitor import screen
+
+    terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if plain or not terminal:
+        screen.run_plain(watcher, sys.stdout)
+    else:
+        screen.run_live(watcher, sys.stdin)
+
+
+MIB = 1 << 20
+NICE = 15  # less than a run's, more than a monitor's: what it is too late for is gone
+
+
+def record(options: argparse.Namespace) -> int:
+    """Record until Ctrl-C, a limit or the end of the run; 0 whichever comes, since the file is whole."""
+    from busrl.observe.monitor.recording import Recorder
+
+    target, out, seconds = find(options.run_dir), options.out, options.seconds
+    if isinstance(target, str):
+        raise UserError(f"{options.run_dir}: a run directory is recorded, not an endpoint")
+    recorder = Recorder(target, out, math.inf if seconds is None else seconds, options.limit * MIB)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _frame: recorder.stop(f"asked to by {signal.Signals(got).name}"))
+    print(f"recording {target.root} to {out}; Ctrl-C ends it", flush=True)
+    give_way(NICE)
+    end = recorder.run()
+    missed = f", {end.missed:,} missed" if end.missed else ", none missed"
+    print(f"{end.why}: {end.messages:,} messages, {end.bytes:,} bytes{missed}")
+    return 0
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Publish a recording once, or say what it holds."""
+    from busrl.observe.monitor.recording import Recording, Replayer, own_endpoint
+
+    if options.info:
+        print("\n".join(_described(options.file)))
+        return 0
+    factor = speed_of(options.speed)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        with Recording(options.file) as recording, own_endpoint() as own:
+            bind = options.bind or own
+            with Replayer(recording, bind, speed=factor) as replayer:
+                print(f"waiting for a listener: busrl monitor {bind}", flush=True)
+                count = replayer.run(options.wait, lambda: print("publishing", flush=True))
+            print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
+    except KeyboardInterrupt:
+        print("stopped")
+    return 0
+
+
+def speed_of(text: str) -> float:
+    if text == "max":
+        return 0.0
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < 1e9:
+        raise UserError(f"--speed {text}: expected a positive number (1 = as it was, 10 = ten times as fast), or max")
+    return factor
+
+
+def _described(file: Path) -> list[str]:
+    from busrl.observe.monitor.recording import summary
+
+    held = summary(file)
+    header = held["header"]
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall_ns / 1e9))
+    lines = [
+        f"{file}: {header.facts.run_id or header.facts.name or 'a run'} on {header.host}, from {at} for "
+        f"{duration(held['seconds'])}",
+        f"  protocol {header.protocol}, busrl {header.busrl}, run uuid {header.uuid}",
+        f"  {sum(held['messages'].values()):,} messages, {held['missed']:,} missed; "
+        + (f"ended: {held['ended']}" if held["ended"] else "not ended in order"),
+    ]
+    lines += [f"    {name:<22}{count:>9,}" for name, count in sorted(held["messages"].items(), key=lambda one: -one[1])]
+    return [*lines, f"  torn: {held['torn']}"] if held["torn"] else lines
+
+
+# -- logs -----
+
+
+LOOK_S = 0.25
+PART, ALL = 1 << 20, 1 << 62
+
+
+def logs(options: argparse.Namespace) -> int:
+    paths = RunPaths.of(options.run_dir)
+    if not paths.logs.is_dir():
+        raise NoSuchRun(f"{paths.logs}: no logs there; name the directory that `busrl launch` or `busrl host` printed")
+    if options.name and not paths.log(options.name).is_file():
+        known = ", ".join(one.stem for one in _files(paths)) or "none"
+        raise UserError(f"{options.name}: no process of that name has a log in {paths.logs}; there are {known}")
+    with suppress(KeyboardInterrupt):
+        _print(paths, options.name, options.follow)
+    return 0
+
+
+def _files(paths: RunPaths) -> list[Path]:
+    return sorted(paths.logs.glob("*.log"))
+
+
+def _on_a_terminal(line: bytes) -> bytes:
+    """A line without what the terminal would obey: user code prints into logs, and what it prints a model may have
+    written."""
+    return escaped(line.decode(errors="backslashreplace")).encode()
+
+
+def _print(paths: RunPaths, name: str, follow: bool) -> None:
+    known: dict[Path, LineFollower] = {}
+    out = sys.stdout.buffer
+    shown = _on_a_terminal if sys.stdout.isatty() else bytes
+    while True:
+        lives = follow and holder_of(paths) is not None  # asked before: what is written at the end is read after it
+        found = [paths.log(name)] if name else _files(paths)
+        width = max((len(path.stem) for path in found), default=0)
+        for path in found:
+            before = b"" if name else f"{path.stem:<{width}} | ".encode()
+            log = known.setdefault(path, LineFollower(path, ALL))
+            while lines := log.new(rest=not lives, most=PART):
+                out.writelines(before + shown(line) + b"\n" for line in lines)
+        out.flush()
+        if not lives:
+            return
+        time.sleep(LOOK_S)

@@ -1,0 +1,212 @@
+"""The files of a run, read while the run writes them: facts once, and lines as they come.
+
+Opens files for reading only, and keeps none open. Knows nothing of the bus, the ring or of what is shown.
+
+- A line counts once it has its end; a torn last one is read later. A damaged or foreign line is left out.
+- At first only the end of a long file is read, so attaching to an old run takes no longer than to a young one.
+- What others wrote into a file may be anything: a number that is none is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_type_hints
+
+import msgspec
+import numpy as np
+
+from busrl.errors import NoSuchRun
+from busrl.ledger import controls
+from busrl.ledger.controls import Controls
+from busrl.ledger.trained import of_step
+from busrl.observe.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
+from busrl.observe.monitor.text import safe
+from busrl.paths import RunPaths
+from busrl.states import Fate, fate_name
+from busrl.system.files import PART_BYTES, LineFollower, as_map, json_lines, last_change, read_map
+
+SAMPLES_KEPT: Final = 24
+ROUNDS_BYTES: Final = 1 << 26
+SAMPLE_BYTES: Final = 1 << 18
+HEAD_LINES: Final = 100
+WORDS: Final[dict[int, str]] = {
+    Fate.DISPATCHED: "open",
+    Fate.FLAT: "flat (all rewards of the group equal)",
+    Fate.OLD: "too old",
+    Fate.INCOMPLETE: "of groups that lost members",
+    Fate.LONG: "with a prompt that is too long",
+    Fate.SKIPPED: "draws left out by pass rate",
+    Fate.POISON: "given up after killing their process twice",
+    Fate.REWARD_RAISED: "whose reward raised",
+    Fate.REWARD_HUNG: "whose reward hung",
+}
+PROMPT, ANSWER = 90, 120  # characters of a sample that are shown
+IN_TOPOLOGY: Final = {  # a fact, and the key that holds it
+    "name": "run.name", "max_steps": "run.max_steps", "group_size": "groups.size",
+    "n_min": "learner.trigger.n_min", "t_max_s": "learner.trigger.t_max_s", "mode": "weights.mode",
+    "max_staleness": "weights.max_staleness", "progress_s": "limits.progress_s", "transport": "weights.transport",
+    "reward_function": "reward.function", "reward_kind": "reward.kind", "stall_steps": "limits.stall_steps",
+    "stall_s": "limits.stall_s",
+}
+KINDS: Final = get_type_hints(Facts)
+T = TypeVar("T")
+
+
+class RunFiles:
+    """The files of one run directory. `samples`: the newest lines of samples.jsonl that hold one, the newest last."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._metrics, self._errors = LineFollower(paths.metrics), LineFollower(paths.errors)
+        self._rounds = LineFollower(paths.validation, ROUNDS_BYTES)  # the first round is to be among them
+        self._samples = LineFollower(paths.samples, SAMPLE_BYTES)
+        self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
+        self._controls = 0  # bytes of control.jsonl that the state has
+
+    @property
+    def newest_sample(self) -> dict[str, Any]:
+        return self.samples[-1] if self.samples else {}
+
+    def facts(self) -> Facts:
+        """What run.json and topology.json say; what is missing there stays unknown."""
+        run, topology = read_map(self._paths.run_json), read_map(self._paths.topology)
+        if not run:
+            raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
+        found = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
+        found |= {name: _at(topology, key) for name, key in IN_TOPOLOGY.items()}
+        listed = topology.get("process")
+        entries = [as_map(one) for one in listed] if isinstance(listed, list) else []
+        found["agent_function"] = next((one["function"] for one in entries if one.get("function")), None)
+        known: dict[str, Any] = {}
+        for name, value in found.items():
+            with suppress(msgspec.ValidationError):
+                known[name] = msgspec.convert(math.inf if value == "inf" else value, KINDS[name])
+        return Facts(run_dir=str(self._paths.root), **known)
+
+    def tap(self) -> str:
+        tap = read_map(self._paths.run_json).get("tap")
+        return tap if tap and isinstance(tap, str) else self._paths.tap
+
+    def step_age_s(self) -> float | None:
+        """Seconds since a step was written; None if none was."""
+        written = last_change(self._paths.metrics)
+        return None if written is None else max(0.0, time.time() - written)
+
+    def new_samples(self) -> list[dict[str, Any]]:
+        """The newest samples that were written since the last call."""
+        found = []
+        for line in self._samples.new()[-SAMPLES_KEPT:]:
+            with suppress(ValueError, RecursionError):
+                row = as_map(json.loads(line))
+                if sample_line(row):
+                    found.append(row)
+        return found
+
+    def fold_into(self, state: RunState, ended: float | None = None) -> None:
+        """Fold what was written since the last call into the state of the run; `ended`: when its newest step did."""
+        for row in _decoded(self._metrics, MetricsLine):
+            if row.kind:
+                state.idle = row
+            else:
+                state.step(row, ended)
+                state.idle = None
+        for done in _decoded(self._rounds, RoundRecord):
+            state.validated(done)
+        if state.first_reward is None:
+            state.first_reward = self._first_reward()
+        self.samples.extend(self.new_samples())
+        state.sample = sample_line(self.newest_sample)
+        if (size := controls.size(self._paths)) != self._controls:
+            self._controls, state.asked = size, "; ".join(Controls.read(self._paths).words())
+        for error in _decoded(self._errors, ErrorRecord):
+            state.errors.add(error, "file")
+        state.errors.count, self._errors.skipped = state.errors.count + self._errors.skipped, 0
+        children = as_map(read_map(self._paths.supervisor).get("processes"))
+        state.restarts = {name: whole(as_map(one).get("restarts")) for name, one in children.items()}
+        state.deaths = {name: str(latest) for name, one in children.items() if (latest := as_map(one).get("latest"))}
+
+    def _first_reward(self) -> float | None:
+        """Mean reward of the first step that is kept, over all starts of the run."""
+        with suppress(OSError):
+            for row in islice(json_lines(self._paths.metrics), HEAD_LINES):
+                if "reward" in row and of_step(row):
+                    return number(row["reward"])
+        return None
+
+
+def run_of_files(files: RunFiles) -> RunState:
+    """How far a run is by its files alone, over all its starts."""
+    run = RunState(facts=files.facts())
+    files.fold_into(run)
+    return run
+
+
+def _decoded(lines: LineFollower, kind: type[T]) -> Iterator[T]:
+    decoder = msgspec.json.Decoder(kind, strict=False)
+    for line in lines.new():
+        with suppress(ValueError, RecursionError):
+            yield decoder.decode(line)
+
+
+def _at(found: Any, key: str) -> Any:
+    """What stands under a dotted key of nested maps; None if nothing does."""
+    for part in key.split("."):
+        found = as_map(found).get(part)
+    return found
+
+
+def number(value: Any) -> float | None:
+    """The finite number that a value of a JSON file is; None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    with suppress(OverflowError):  # a whole number of hundreds of digits
+        found = float(value)
+        return found if math.isfinite(found) else None
+    return None
+
+
+def fates(path: Path) -> dict[str, int]:
+    """How many samples have each fate, most interesting first; empty where the table cannot be read."""
+    counts = np.zeros(256, np.int64)
+    with suppress(OSError), open(path, "rb") as file:
+        while block := file.read(PART_BYTES):
+            counts += np.bincount(np.frombuffer(block, np.uint8), minlength=256)
+    order = sorted(range(1, 256), key=lambda code: (code != Fate.TRAINED, code == Fate.DISPATCHED, -counts[code]))
+    return {WORDS.get(code, fate_name(code)): int(counts[code]) for code in order if counts[code]}
+
+
+def in_words(fate: str) -> str:
+    """A fate as the audit names it, for somebody who does not know the word."""
+    return next((text for code, text in WORDS.items() if fate_name(code) == fate), fate)
+
+
+def sample_line(sample: dict[str, Any]) -> str:
+    """What the model wrote lately, in one line; "" if nothing is known."""
+    if "completion" not in sample:
+        return ""
+    prompt, answer, reward = _prompt(sample.get("prompt")), str(sample["completion"]), number(sample.get("reward"))
+    shown = safe(prompt, len(prompt))[-PROMPT:]
+    text = safe(answer, len(answer))
+    cut = f"{text[: ANSWER // 2]} … {text[-ANSWER // 2 :]}" if len(text) > ANSWER else text
+    return f"{shown!r} → {cut!r}" + (f", reward {reward:g}" if reward is not None else "")
+
+
+def _prompt(found: Any) -> str:
+    """The prompt as text, also where the whole line of the data file stands for it."""
+    if isinstance(found, str) and found.startswith("{"):
+        with suppress(ValueError, RecursionError):
+            line = json.loads(found)
+            found = line.get("prompt", found) if isinstance(line, dict) else found
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+
+def whole(value: Any) -> int:
+    """The whole number that a value of a JSON file is; 0 for everything else."""
+    return int(number(value) or 0)

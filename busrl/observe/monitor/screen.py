@@ -1,0 +1,325 @@
+"""The state of a run on a terminal, drawn with `rich`: the screen of `busrl monitor`, and the lines below `launch`'s.
+
+Draws a `RunState`; reads keys, never waits for Enter, and leaves the terminal as it was. Knows nothing of where the
+state comes from.
+
+- What is drawn fits the terminal, whatever the run is called and however much there is to show.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TextIO
+
+from rich import box
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.layout import Layout
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from busrl.observe.monitor import text
+from busrl.observe.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
+from busrl.observe.monitor.state import ProcessRow, RunState
+from busrl.observe.monitor.text import chart, gauge, portions, safe, short
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+@contextmanager
+def keys_of(stream: TextIO) -> Iterator[Callable[[float], str]]:
+    """A function that gives the keys that were hit, and waits for one at most so many seconds."""
+    fd = stream.fileno()
+
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([fd], [], [], timeout_s)
+        got = os.read(fd, 64) if ready else b""
+        return got.decode(errors="replace") if got or not ready else "q"  # the terminal is gone
+
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+WIDE: Final = 110
+STATE_STYLE: Final = {
+    "queued": "bright_black", "generating": "cyan", "generated": "blue", "rewarding": "magenta",
+    "rewarded": "bright_green", "training": "yellow", "reserved": "white", "dropped": "red", "free": "grey30",
+}
+RUN_STYLE: Final = {
+    "running": "green", "finishing": "green", "stopping": "yellow", "left": "yellow", "damaged": "red",
+    "ended": "cyan",
+}
+SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold red"}
+LABELS: Final = "grey58"
+LEFT: Final = ("process", "doing", "busy", "message")  # columns whose cells begin at the left
+GAP: Final = "  "
+
+
+def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, int, int, int]:
+    """Rows for charts, processes, facts and errors, all that the terminal has but for three.
+
+    Facts first, then a line per process, then charts and errors share what is left.
+    """
+    room = max(0, height - 3)  # two lines of head, one of foot
+    facts = min(facts, room)
+    room -= facts
+    table = min(processes + 3, max(0, room - 5))
+    room -= table
+    listed = min(max(1, errors), max(1, room // 3), room)
+    return room - listed, table, facts, listed
+
+
+def view(run: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
+    """The whole screen; `errors_only` gives the middle of it to the list of errors."""
+    rows, facts = run.rows(now), _facts(run, now, width)
+    charts, processes, lines, errors = sizes(height, len(rows), run.errors.count, len(facts))
+    screen = Layout()
+    parts = [Layout(_head(run, now, wall, width), size=2)]
+    if errors_only:
+        parts.append(Layout(_errors(run, wall, max(1, height - 3))))
+    else:
+        if charts:
+            parts.append(Layout(_charts(run, width, charts) if charts >= 3 else Text(), size=charts))
+        if processes:
+            parts.append(Layout(_middle(run, rows, width, processes), size=processes))
+        parts.append(Layout(Group(*facts), size=lines))
+        parts.append(Layout(_errors(run, wall, errors), size=errors))
+    screen.split_column(*parts, Layout(_foot(run, now, errors_only), size=1))
+    return screen
+
+
+def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width: int, height: int) -> Group:
+    """The same in at most `height` lines, to be drawn again and again below the lines of a log."""
+    bar, legend = _slots(run, width - 13)
+    course = run.steps.course(lambda one: one.reward)
+    recent = run.steps.recent(lambda one: one.reward)
+    waits = f"waiting for the first step{f' ({safe(run.waiting, 60)})' if run.waiting else ''}"
+    drawn = Text(chart(course, 24, 1)[0].rstrip(), "cyan") if course else Text(waits, LABELS)
+    if course and recent is not None:
+        drawn.append(f" {course[0] if run.first_reward is None else run.first_reward:.3f} → {recent:.3f}", "bold")
+    lines: list[RenderableType] = [
+        _head(run, now, wall, width),
+        _labelled("reward", drawn),
+        _labelled("policy", Text(text.policy(run) or "no step yet")),
+        _labelled("speed", Text(text.speed(run.speed(now)))),
+        _labelled("slots", bar),
+        _labelled("", legend),
+    ]
+    room = height - len(lines) - 2  # the head has two lines, the table of processes one
+    return Group(*lines, _processes(rows, room)) if room > 0 else Group(*lines[: max(0, height - 1)])
+
+
+def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
+    style = RUN_STYLE.get(run.state, "cyan")
+    title = Text(no_wrap=True, overflow="ellipsis")
+    title.append(" busrl ", "bold black on cyan")
+    title.append(f" {text.headline(run, wall)}", f"bold {style}")
+    if run.ended and run.ring is None and not run.damage:
+        title.append(f" · {safe(run.ended)}", style)
+    said = f" {text.progress(run, now)} "
+    goal = run.facts.max_steps
+    full, empty = gauge(run.at_step / goal if goal else 0.0, max(4, width - len(said) - 1))
+    return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (said, "bold"), no_wrap=True))
+
+
+def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
+    keys = [(" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (" back  " if errors_only else " errors  ", LABELS)]
+    return Text.assemble(*keys, (text.speed(run.speed(now)), LABELS), no_wrap=True)
+
+
+def _charts(run: RunState, width: int, height: int) -> RenderableType:
+    steps = run.steps
+    wanted = [
+        ("reward", steps.course(lambda one: one.reward), "green", ".3f"),
+        ("length", steps.course(lambda one: one.length), "cyan", ".1f"),
+        ("age of samples", steps.course(lambda one: one.age_mean), "magenta", ".2f"),
+    ][: 3 if width >= WIDE else 2]
+    table = Layout()
+    table.split_row(*(Layout(_chart(*one, width // len(wanted), height)) for one in wanted))
+    return table
+
+
+def _chart(name: str, course: list[float], style: str, form: str, width: int, height: int) -> Panel:
+    frame: dict[str, Any] = {"title_align": "left", "border_style": "grey37", "box": box.ROUNDED}
+    if not course:
+        return Panel(Text("no step yet", LABELS), title=name, **frame)
+    recent = course[-10:]
+    said = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
+    span = f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps"
+    drawn = Text("\n".join(chart(course, max(1, width - 4), max(1, height - 2))), style, no_wrap=True)
+    title = Text.assemble((name, "bold"), "  ", (said, style))
+    return Panel(drawn, title=title, subtitle=Text(span, LABELS), subtitle_align="right", **frame)
+
+
+def _middle(run: RunState, rows: list[ProcessRow], width: int, height: int) -> RenderableType:
+    table = Panel(_processes(rows, height - 3), border_style="grey37", box=box.ROUNDED)
+    if width < WIDE:
+        return table
+    both = Layout()
+    both.split_row(Layout(table, ratio=5), Layout(_messages(run, height - 3), ratio=2))
+    return both
+
+
+def _table(names: Sequence[str], widest: str) -> Table:
+    """Two blanks between columns, in the cells (`_add`): rich draws a cell with padding as two, in twice the time."""
+    table = Table(box=None, expand=True, padding=0, header_style=LABELS)
+    for at, name in enumerate(names):
+        justify: JustifyMethod = "left" if name in LEFT else "right"
+        table.add_column(
+            GAP * bool(at) + name, justify=justify, no_wrap=True, ratio=1 if name == widest else None
+        )
+    return table
+
+
+def _add(table: Table, first: Text, *others: Text) -> None:
+    for cell in others:
+        cell.pad_left(len(GAP))
+    table.add_row(first, *others)
+
+
+def _processes(rows: list[ProcessRow], room: int) -> Table:
+    """At most `room` lines, without the head."""
+    table = _table(("process", "pid", "doing", "busy", "progress", "version", "samples"), "doing")
+    hidden = len(rows) - room
+    for row in rows[: room if hidden <= 0 else max(0, room - 1)]:
+        _add(table, *_cells(row))
+    if hidden > 0:
+        table.add_row(Text(f"{hidden + 1} more", LABELS))
+    return table
+
+
+def _cells(row: ProcessRow) -> tuple[Text, ...]:
+    style = {"dead": "red", "gone": LABELS, "ready": "green", "on the bus": "cyan"}.get(row.state, "yellow")
+    doing, late = text.doing(row), "bold red" if row.late else ""
+    full, empty = gauge(row.busy or 0.0, 6)
+    busy = Text.assemble((full, "green"), (empty, "grey30"), f" {row.busy:4.0%}") if row.busy is not None else Text("-")
+    behind = (f" -{row.behind}" if row.behind else "", "yellow")
+    return (
+        Text.assemble(safe(row.name, 20), (f" ↻{row.restarts}" if row.restarts else "", "yellow")),
+        Text(str(row.pid or ""), LABELS),
+        Text("LATE: " + doing if row.late else doing, late or (LABELS if doing == "idle" else style)),
+        busy,
+        Text(text.age(row.progress_age_s), late),
+        Text.assemble(str(row.version or ""), behind),
+        Text(short(row.samples) if row.samples else ""),
+    )
+
+
+def _messages(run: RunState, room: int) -> Panel:
+    table = _table(("message", "per s", "all"), "message")
+    flows = sorted(run.traffic.by_name.items(), key=lambda item: -item[1].count)
+    for name, flow in flows[: max(0, room)]:
+        _add(table, Text(name.lower()), Text(f"{flow.rate.per_s():.1f}"), Text(short(flow.count), LABELS))
+    return Panel(table, border_style="grey37", box=box.ROUNDED)
+
+
+def _facts(run: RunState, now: float, width: int) -> list[Text]:
+    bar, legend = _slots(run, width - 13)
+    bad = run.traffic.missed or run.traffic.lag_s > 1.0
+    return [
+        _labelled("slots", bar),
+        _labelled("", legend),
+        *(
+            _labelled(name if not at else "", Text(part))
+            for name, words in text.labelled(run, now).items()
+            for at, part in enumerate(_parts(words, width - 13) if name == "waits" else [words])
+        ),
+        *(_labelled("host", Text(words)) for words in text.hosts(run)),
+        _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
+    ]
+
+
+def _parts(words: str, width: int) -> list[str]:
+    """In two lines where one is too short, the second one with the end, which says most."""
+    first = words[: words.rfind(" ", 0, width + 1)] if len(words) > width else words
+    return [first, words[max(len(first), len(words) - width) :].strip()] if len(words) > len(first) else [words]
+
+
+def _labelled(label: str, content: Text) -> Text:
+    return Text.assemble((f" {label:<10}", LABELS), content, no_wrap=True, overflow="ellipsis")
+
+
+def _slots(run: RunState, width: int) -> tuple[Text, Text]:
+    states = text.occupancy(run)
+    bar, legend = Text(), Text()
+    for (name, count), cells in zip(states, portions([count for _, count in states], width)):
+        bar.append("█" * cells, STATE_STYLE[name])
+        legend.append("■ ", STATE_STYLE[name])
+        legend.append(f"{name} {count:,}  ")
+    if states:
+        return bar, legend
+    if run.damage:  # over both lines, as it holds a path and the remedy
+        why = safe(run.damage)
+        return Text(why[:width], "red"), Text(why[width:], "red")
+    return Text("no ring", LABELS), legend
+
+
+def _errors(run: RunState, wall: float, height: int) -> RenderableType:
+    if not run.errors.count:
+        return Text(" no errors", LABELS)
+    count = Text(f" {run.errors.count} errors  ", "bold yellow")
+    lines = [
+        Text.assemble(
+            count if at == 0 else " " * len(count),
+            (text.error_line(error, wall), SEVERITY_STYLE.get(error.severity, "")),
+            no_wrap=True, overflow="ellipsis",
+        )
+        for at, error in enumerate(run.errors.newest(height))
+    ]
+    return Group(*lines)
+
+
+# -- the loops of `busrl monitor` --------------------------------------------------------------------------------------
+
+LINE_S: Final = 5.0
+
+
+def as_text(watcher: Watcher) -> str:
+    return "\n".join(text.lines(watcher.run, time.monotonic(), time.time()))
+
+
+def run_plain(watcher: Watcher, out: TextIO) -> None:
+    """A line every few seconds until the run or the replay has ended, or the reader is gone."""
+    watcher.refresh(time.monotonic(), force=True)
+    print(as_text(watcher), file=out, flush=True)
+    give_way(NICE)
+    due = time.monotonic() + LINE_S
+    while not watcher.run.replay_over and watcher.run.state != "ended":
+        time.sleep(WAKE_S)  # not woken by messages: there may be many
+        catch_up(watcher)
+        if time.monotonic() >= due:
+            due = time.monotonic() + LINE_S
+            print(text.line(watcher.run, time.monotonic()), file=out, flush=True)
+    print(as_text(watcher), file=out, flush=True)
+
+
+def run_live(watcher: Watcher, stdin: TextIO) -> None:
+    console, errors_only, gave_way, due, drawn = Console(force_terminal=True), False, False, 0.0, (0, 0)
+    watcher.refresh(time.monotonic(), force=True)
+    with keys_of(stdin) as pressed, console.screen():
+        while True:
+            catch_up(watcher)
+            now, size = time.monotonic(), (console.size.width, console.size.height)
+            if now >= due or size != drawn:
+                begun, drawn = time.process_time(), size
+                console.update_screen(view(watcher.run, now, time.time(), *size, errors_only))
+                due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
+                if not gave_way:
+                    give_way(NICE)
+                    gave_way = True
+            for key in pressed(WAKE_S):
+                if key in "qQ":
+                    return
+                if key in "eE":
+                    errors_only, due = not errors_only, 0.0

@@ -1,0 +1,429 @@
+"""A run in words: text made safe to print, small drawings, the phrases that all views share, and the plain views.
+
+Pure. Knows nothing of colours, terminals or of where a state came from.
+
+- No character of a text that others wrote can move a cursor or change a terminal: `printable` and `safe` see to it.
+- Every drawing has the size that was asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from busrl.errors import first_line
+from busrl.observe.monitor.state import OVER, ErrorRecord, ProcessRow, RunState, Speed
+from busrl.observe.monitor.waits import chain, said
+from busrl.states import fate_name
+
+LIMIT: Final = 400
+HOST_SILENT_S: Final = 5.0
+HOST_PROCESS: Final = ("name", "pid", "state", "activity", "version", "samples")
+
+
+def printable(text: str) -> str:
+    """The text with a space for every control character, escape, line end and mark that turns the reading order."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def safe(text: str, limit: int = LIMIT) -> str:
+    """One line of bounded length of it, without spaces around."""
+    return printable(text[:limit]).strip()
+
+
+def alike(text: str) -> str:
+    """What texts that differ in their digits alone have in common."""
+    return re.sub(r"[0-9]+", "#", text)
+
+
+def duration(seconds: float) -> str:
+    """`1h 02m`, `3m 07s` or `12s`."""
+    whole = int(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def short(number: float) -> str:
+    """`3.1k`, `12M`: three digits are enough to watch."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            scaled = number / size
+            return f"{scaled:.1f}{unit}" if scaled < 100 else f"{scaled:.0f}{unit}"
+    return f"{number:.0f}"
+
+
+# -- drawings ---------------------------------------------------------------------------------------------------------
+
+EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
+
+
+def buckets(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` means of neighbouring values, in order; the newest bucket ends with the newest value.
+
+    Values that are no numbers are left out of a mean; a bucket of nothing else is nan.
+    """
+    if len(values) <= width:
+        return list(values)
+    cuts = [round(i * len(values) / width) for i in range(width + 1)]
+    finite = ([value for value in values[a:b] if math.isfinite(value)] for a, b in itertools.pairwise(cuts))
+    return [sum(some) / len(some) if some else math.nan for some in finite]
+
+
+def chart(values: Sequence[float], width: int, height: int) -> list[str]:
+    """`height` lines of `width` characters: the course of a number from its lowest to its highest, newest at the right.
+
+    A flat course is drawn at half height; its lowest value still shows as one eighth, what is no number not at all.
+    """
+    means = buckets(values, width)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite or width < 1:
+        return [" " * max(0, width)] * height
+    levels = [_level(mean, min(finite), max(finite), height * 8) if math.isfinite(mean) else 0 for mean in means]
+    rows = []
+    for row in reversed(range(height)):
+        cells = "".join(EIGHTHS[max(0, min(8, level - row * 8))] for level in levels)
+        rows.append(cells.ljust(width))
+    return rows
+
+
+def _level(value: float, low: float, high: float, top: int) -> int:
+    """How many of `top` eighths a value between low and high fills, at least one."""
+    span = high - low
+    return 1 + round((value - low) / span * (top - 1)) if 0 < span < math.inf else top // 2
+
+
+def gauge(share: float, width: int) -> tuple[str, str]:
+    """The filled and the empty part of a bar of `width` characters."""
+    full = round(max(0.0, min(1.0, share)) * width)
+    return "━" * full, "─" * (width - full)
+
+
+def portions(counts: Sequence[int], width: int) -> list[int]:
+    """How many of `width` cells each count gets: in proportion, at least one where it is not 0, `width` in all."""
+    total = sum(counts)
+    if total <= 0 or width <= 0:
+        return [0] * len(counts)
+    cells = [max(1, round(count * width / total)) if count else 0 for count in counts]
+    while sum(cells) != width:
+        over = sum(cells) > width
+        at = max(range(len(cells)), key=lambda i: (cells[i], counts[i]))
+        if over and cells[at] <= 1:  # more kinds than cells: the last ones are left out
+            at = max(i for i, cell in enumerate(cells) if cell)
+        cells[at] += -1 if over else 1
+    return cells
+
+
+# -- phrases, each "" where there is nothing to say --------------------------------------------------------------------
+
+POLICY: Final = (  # key, name, format
+    ("flat_share", "flat groups", ".0%"), ("cut_share", "cut answers", ".0%"), ("entropy", "entropy", ".2f"),
+    ("ess", "ess", ".2f"), ("k3", "k3", ".2g"),
+)
+MOST_SOURCES = 6
+ORDER = ("queued", "generating", "generated", "rewarding", "rewarded", "training", "reserved", "dropped", "free")
+
+
+def headline(run: RunState, wall: float) -> str:
+    facts = run.facts
+    name = safe(facts.name or facts.run_id or "run")
+    if run.replay:
+        return f"{name} · replay of {safe(run.replay)}{' · over' if run.replay_over else ''}"
+    age = f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and run.ring is not None else ""
+    said = {
+        "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",
+        "damaged": "its ring is damaged and cannot be read",
+    }
+    now = " · validating" if run.validating else ""
+    faults = " · FAULTS ARE ON" if run.faults else ""
+    return f"{name} · {said.get(run.state, run.state)}{age}{now}{faults}"
+
+
+def progress(run: RunState, now: float) -> str:
+    return _joined(step(run), f"version {run.version}", judged(run), left(run, now))
+
+
+def step(run: RunState) -> str:
+    return f"step {run.at_step}{f'/{run.facts.max_steps}' if run.facts.max_steps else ''}"
+
+
+def judged(run: RunState) -> str:
+    return rises(**run.judged())
+
+
+def rises(validation: Sequence[dict[str, Any]], validation_unmeasured: Sequence[dict[str, Any]] = ()) -> str:
+    """The first and the newest mean of each set, from its rounds as JSON has them: those that measured anything, in
+    their order, and those that did not."""
+    of_set: dict[str, list[dict[str, Any]]] = {}
+    for one in validation:
+        of_set.setdefault(one.get("set", ""), []).append(one)
+    empty = {one.get("set", ""): one.get("dropped", 0) for one in validation_unmeasured}
+    said = {name: _mean(own[-1]) for name, own in of_set.items()}
+    said |= {name: f"{_mean(own[0], True)} → {said[name]}" for name, own in of_set.items() if own[1:]}
+    said |= {name: nothing(asked) for name, asked in empty.items() if name not in said}
+    return " · ".join(f"{safe(name) or 'validation'} {words}" for name, words in said.items())
+
+
+def _mean(one: dict[str, Any], first: bool = False) -> str:
+    """With what it is the mean of where answers are missing, and with its step where the first is not of the start."""
+    dropped, step = one.get("dropped", 0), one["round"] if first else 0
+    more = _joined(f"step {step}" if step else "", f"{one['samples']} of {one['samples'] + dropped}" if dropped else "")
+    return f"{one['mean']:.3f}" + (f" ({more})" if more else "")
+
+
+def nothing(asked: int) -> str:
+    """A round that measured nothing, of so many answers."""
+    return f"nothing measured (none of {asked} answers was judged)" if asked else "nothing measured"
+
+
+def left(run: RunState, now: float) -> str:
+    seconds = run.left_s(now)
+    return f"about {duration(seconds)} left" if seconds is not None and 0 < seconds < 1e6 else ""
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(filter(None, parts))
+
+
+def speed(known: Speed) -> str:
+    """Samples, tokens and steps per time; "-" where that is not known (yet)."""
+    samples, steps = ("-" if one is None else f"{one:.1f}" for one in (known.samples_per_s, known.steps_per_min))
+    tokens = "-" if known.tokens_per_s is None else short(known.tokens_per_s)
+    return f"{samples} samples/s · {tokens} tokens/s · {steps} steps/min"
+
+
+def occupancy(run: RunState) -> list[tuple[str, int]]:
+    """Slots by state, in the order in which a sample goes through them; empty states left out."""
+    if run.ring is None:
+        return []
+    return [(name, run.ring.occupancy[name]) for name in ORDER if run.ring.occupancy.get(name)]
+
+
+def episodes(run: RunState) -> str:
+    if run.ring is None or not run.ring.calls:
+        return ""
+    kinds = [f"{count:,} {name} (oldest {age:.1f} s)" for name, (count, age) in run.ring.episodes.items()]
+    slots, free = sum(run.ring.calls.values()), run.ring.calls.get("free", 0)
+    return " · ".join([*(kinds or ["none open"]), f"{slots - free} of {slots} slots of calls in use"])
+
+
+def trigger(run: RunState, now: float) -> str:
+    """How far the next step is."""
+    facts, ring = run.facts, run.ring
+    ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
+    since = run.since_step_s(now)
+    limit = "t_max inf" if math.isinf(facts.t_max_s) else f"t_max {facts.t_max_s:g} s"
+    return _joined(
+        f"{ready}/{run.n_min or '?'} groups ready",
+        f"{ring.groups_open} open" if ring is not None and ring.groups_open >= 0 else "",
+        f"{limit}, last step {since:.0f} s ago" if since is not None else limit,
+        f"scheduler waits: {safe(run.waiting, 60)}" if run.waiting else "",
+    )
+
+
+def controller(run: RunState) -> str:
+    newest = run.steps.newest
+    if newest is None or not newest.control_n_min:
+        return ""
+    ratio = f"H/H_ref {newest.entropy_ratio:.2f}" if newest.entropy_ratio else "no reference entropy yet"
+    acts = newest.control_n_min == newest.n_min
+    size = f"n_min {newest.n_min:g}" + ("" if acts else f", advises {newest.control_n_min:g}")
+    return f"{ratio} · {size} · {newest.control_moves:g} moves"
+
+
+def staleness(run: RunState) -> str:
+    """Ages of what was trained last, against the bound."""
+    newest = run.steps.newest
+    bound = f" (bound {run.facts.max_staleness})" if run.facts.mode == "batch-async" else ""
+    mode = f"{run.facts.mode}{bound}" if run.facts.mode else "mode not known"
+    if newest is None:
+        return f"{mode} · no step yet"
+    return f"age mean {newest.age_mean:.2f} · p95 {newest.age_p95:.1f} · max {newest.age_max:g} steps · {mode}"
+
+
+def policy(run: RunState) -> str:
+    known = run.steps.policy(run.idle)
+    parts = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in parts)
+
+
+def sources(run: RunState) -> str:
+    """Reward and pass rate of the newest step by source or tag of the prompts, most groups first; "" with one only."""
+    by = run.steps.newest.by if run.steps.newest is not None else {}
+    most = sorted(by, key=lambda tag: (-by[tag].get("groups", 0.0), tag))[:MOST_SOURCES] if len(by) > 1 else ()
+    return " · ".join(
+        f"{safe(tag, 24)} {by[tag].get('reward', 0.0):.2f} ({by[tag].get('pass_rate', 0.0):.0%})" for tag in most
+    )
+
+
+def left_out(run: RunState) -> str:
+    known = run.left_out
+    draws, resting = short(known.get("left_out", 0)), short(known.get("resting", 0))
+    return f"{draws} draws by pass rate · {resting} prompts rest" if any(known.values()) else ""
+
+
+def idle(run: RunState) -> str:
+    """Groups in a row that ended without a step, "" if there are none."""
+    row = run.idle
+    if row is None:
+        return ""
+    words = ((count, fate_name(name) if len(name) == 1 else safe(name)) for name, count in row.idle_causes.items())
+    causes = ", ".join(f"{count} {name}" for count, name in words)
+    end = f", the run ends after {row.idle_limit}" if row.idle_limit else ""
+    return f"{row.idle_groups} groups in a row ended with nothing to train ({causes}){end}"
+
+
+def bus(run: RunState, now: float) -> str:
+    """Messages per second, and whether this picture is complete and of now."""
+    traffic = run.traffic
+    quiet = now - traffic.last_at if traffic.last_at is not None else 0.0
+    return _joined(
+        f"{short(traffic.total.rate.per_s())} messages/s",
+        f"{short(traffic.total.count)} received",
+        f"{short(traffic.missed)} MISSED" if traffic.missed else "",
+        f"{short(traffic.malformed)} damaged" if traffic.malformed else "",
+        f"THIS MONITOR LAGS {traffic.lag_s:.1f} s" if traffic.lag_s > 1.0 else "",
+        f"caught up {traffic.resyncs}×" if traffic.resyncs else "",
+        "nothing received yet" if traffic.last_at is None else "",
+        f"silent for {quiet:.0f} s" if quiet > 3.0 and run.state == "running" else "",
+    )
+
+
+def doing(row: ProcessRow) -> str:
+    if row.state == "dead":
+        return "dead"
+    if row.state in ("starting", "stopping"):
+        return f"{row.state}: {safe(row.activity)}" if row.activity not in ("", row.state) else row.state
+    if row.activity:
+        return safe(row.activity)
+    if row.state != "ready" or row.busy is None:
+        return row.state
+    return "working" if row.busy > 0.02 else "idle"
+
+
+def age(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else duration(min(seconds, 1e9))
+
+
+def error_line(error: ErrorRecord, wall: float) -> str:
+    ago = duration(min(max(0.0, wall - error.time), 1e9)) if error.time else "?"
+    if wall - error.time > 86_400:
+        ago = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0.0, min(error.time, 4e9))))
+    return f"{ago} ago · {safe(error.severity)} · {safe(error.process)}: {safe(first_line(error.text))}"
+
+
+# -- plain views ------------------------------------------------------------------------------------------------------
+
+CHART_WIDTH: Final = 40
+
+
+def lines(run: RunState, now: float, wall: float) -> list[str]:
+    """Everything, in some twenty lines without colours."""
+    out = [headline(run, wall)]
+    if run.damage:
+        out.append(f"  damaged   {safe(run.damage)}")
+    elif run.ended and run.ring is None:
+        out.append(f"  ended     {run.ended}")
+    out += [*facts(run, now), f"  bus       {bus(run, now)}"]
+    flows = sorted(run.traffic.by_name.items(), key=lambda item: -item[1].count)
+    out += [f"    {name:<22}{flow.count:>9,}  {flow.rate.per_s():>8.1f}/s" for name, flow in flows]
+    out += [process_line(row) for row in run.rows(now)]
+    out.append(f"  errors    {run.errors.count}")
+    out += [f"    {error_line(error, wall)}" for error in run.errors.newest(5)]
+    return out
+
+
+def facts(run: RunState, now: float) -> list[str]:
+    """What all plain views show: how far and how fast the run is, what it learns, and where its samples are."""
+    out = [f"  progress  {progress(run, now)}"]
+    if run.state not in OVER:
+        out.append(f"  speed     {speed(run.speed(now))}")
+    if len(run.steps):
+        out.append(_chart("reward", run.steps.course(lambda one: one.reward), ".3f"))
+        out.append(_chart("length", run.steps.course(lambda one: one.length), ".1f"))
+    if run.state != "ended":
+        states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
+        out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
+    out += [f"  {name:<9} {words}" for name, words in labelled(run, now).items()]
+    return out + [f"  host      {words}" for words in hosts(run)]
+
+
+def hosts(run: RunState, only: str = "") -> list[str]:
+    held = {one.name: one.activity for one in (run.ring.processes if run.ring else ()) if one.remote}
+    shown = sorted(name for name in run.hosts if only in ("", name))
+    return [_host(name, run.hosts[name], held.get(name, "")) for name in shown]
+
+
+def _host(name: str, told: dict[str, Any], activity: str) -> str:
+    since, weights = told.get("time"), told.get("weights")
+    if not isinstance(since, int | float) or not isinstance(weights, int):
+        return f"{safe(name)} has not come yet"
+    ago = max(0.0, time.time() - since)
+    state = "silent" if ago > HOST_SILENT_S else "working" if activity else "joining"
+    known = f"weights {weights}" if weights >= 0 else "no weights"
+    return _joined(safe(name), state, f"heard {age(ago)} ago", safe(activity.removeprefix("remote, ")), known,
+                  f"busrl {safe(str(told.get('busrl')))}")
+
+
+def host_lines(run: RunState, name: str) -> list[str]:
+    told = run.hosts[name].get("processes")
+    shown = [(*(safe(str(one.get(key, "?"))) for key in HOST_PROCESS),) for one in told or () if isinstance(one, dict)]
+    return [*hosts(run, name), *(
+        f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
+        for label, pid, state, activity, version, samples in shown
+    )]
+
+
+def labelled(run: RunState, now: float) -> dict[str, str]:
+    """What every full view shows of the next step, the policy and the samples, by its label."""
+    words = {
+        "trigger": trigger(run, now) if run.state not in OVER else "", "waits": safe(said(chain(run, now)), 4 * LIMIT),
+        "control": controller(run),
+        "episodes": episodes(run) if run.state not in OVER else "",
+        "asked": safe(run.asked),
+        "policy": policy(run), "sources": sources(run), "left out": left_out(run), "idle": idle(run),
+        "sample": safe(run.sample), "staleness": staleness(run),
+    }
+    return {name: text for name, text in words.items() if text}
+
+
+def line(run: RunState, now: float) -> str:
+    """The state in one line, for a log that grows: what tells most first."""
+    reward, flat = run.steps.recent(lambda one: one.reward), run.steps.flat_share(run.idle)
+    samples, traffic = run.speed(now).samples_per_s, run.traffic
+    late = ", ".join(row.name for row in run.rows(now) if row.late)
+    return _joined(
+        "FAULTS ARE ON" if run.faults else "",
+        "" if run.launched else run.state,
+        step(run),
+        f"reward {reward:.3f}" if reward is not None else "",
+        f"{samples:.1f} samples/s" if samples is not None else "",
+        f"{flat:.0%} flat" if flat is not None and flat >= 0.005 else "",
+        judged(run),
+        left(run, now),
+        f"{short(traffic.total.rate.per_s())} messages/s" if traffic.total.count else "",
+        f"{run.errors.count} errors" if run.errors.count else "",
+        f"{traffic.missed} messages missed" if traffic.missed else "",
+        f"LATE: {late}" if late else "",
+    )
+
+
+def _chart(name: str, course: list[float], form: str) -> str:
+    drawn = chart(course, min(CHART_WIDTH, len(course)), 1)[0]
+    return f"  {name:<9} {drawn} {course[0]:{form}} → {course[-1]:{form}} over {len(course)} steps"
+
+
+def process_line(row: ProcessRow) -> str:
+    busy = f"{row.busy:>4.0%}" if row.busy is not None else "   -"
+    late = "  LATE" if row.late else ""
+    numbers = f"  {short(row.samples)} samples" if row.samples else ""
+    again = f"  restarted {row.restarts}×" if row.restarts else ""
+    pid = "elsewhere" if row.remote else f"pid {row.pid}" if row.pid else ""
+    return (
+        f"    {safe(row.name):<14} {pid:<12} {doing(row):<22} busy {busy}  progress {age(row.progress_age_s)} ago"
+        f"{numbers}{again}{late}"
+    )

@@ -1,0 +1,278 @@
+"""The web server of `busrl monitor --web`: a page, its files, and a stream of server-sent events with the picture.
+
+Talks to browsers (aiohttp) and keeps a `Watcher` up to date, in one thread. Knows nothing of what a picture holds.
+
+- Nothing that is asked changes anything: there is only GET, the files are named here, and no body is read.
+- Who may look: on loopback the user whose monitor it is, and root; elsewhere whoever has the token that is printed.
+- A name in `Host` that is not ours is refused, so that no page of another site can read this one by its own name.
+- What a client can take is bounded: connections, streams, the time for a request and for taking an answer. A stream
+  that is slow misses pictures, and delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from os import getuid
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from busrl.bus.security import tcp_table
+from busrl.errors import UserError
+from busrl.observe.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
+from busrl.observe.monitor.status import to_json
+from busrl.observe.monitor.web.picture import History, picture, steps_after
+from busrl.paths import RunPaths
+from busrl.system.listener import Listener, room
+
+try:
+    from aiohttp import web
+except ImportError as missing:
+    raise UserError('the monitor\'s page needs aiohttp, which is not installed: pip install "busrl[web]"') from missing
+
+MOST_CONNECTIONS, MOST_STREAMS = 64, 16
+WRITE_S = 10.0
+SCRIPT, STYLE = "text/javascript", "text/css"
+FILES: Final = {
+    "/": ("page.html", "text/html"), "/page.js": ("page.js", SCRIPT), "/draw.js": ("draw.js", SCRIPT),
+    "/page.css": ("page.css", STYLE), "/uplot.js": ("uplot.js", SCRIPT), "/uplot.css": ("uplot.css", STYLE),
+}
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+NOT_YOURS: Final = "open the address that `busrl monitor --web` printed: it holds the token"
+QUIET: Final = logging.Logger("busrl.web", logging.CRITICAL)  # what a client does wrong is no news of ours
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Address(NamedTuple):
+    """Where to listen; port 0 is a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> Address:
+        """`""`, `PORT` or `HOST:PORT`; an IPv6 address in brackets."""
+        host, _, port = text.rpartition(":")
+        if not text:
+            return cls()
+        if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (":" in host and host[:1] != "["):
+            raise UserError(
+                f"--web {text}: expected PORT, HOST:PORT or nothing (a free port of 127.0.0.1); a run is named before "
+                "it: `busrl monitor RUN_DIR --web`"
+            )
+        return cls(host.strip("[]") or "127.0.0.1", int(port))
+
+
+@dataclass
+class Seen:
+    step: int = 0
+    rounds: int = 0
+    sample: Any = None
+    picture: bytes = b""
+
+
+class Server:
+    """Use `run`; `url` is there once it is made. `token`: "" on loopback."""
+
+    def __init__(self, watcher: Watcher, target: RunPaths | str, address: Address) -> None:
+        self._watcher, self._target, self._history = watcher, target, History()
+        here = Path(__file__).parent
+        self._files = {path: ((here / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+        self._socket = _listening(address)
+        host, self._port = self._socket.getsockname()[:2]
+        self._loopback = ipaddress.ip_address(host).is_loopback
+        self.token = "" if self._loopback else secrets.token_urlsafe(32)
+        shown = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else address.host
+        self._names = {"localhost", address.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        named = f"[{shown}]" if ":" in shown else shown
+        self.url = f"http://{named}:{self._port}/" + (f"?token={self.token}" if self.token else "")
+        self._cookie = f"busrl_{self._port}"
+        self._picture, self._drawn, self._streams, self._gave_way = b"", 0.0, 0, False
+        self._listener = Listener(self._socket, min(MOST_CONNECTIONS, room()), lambda line: None)
+
+    async def run(self, ready: Callable[[str], object] = print) -> None:
+        """Serve until SIGINT, SIGTERM or SIGHUP."""
+        self._stop, self._news = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stop.set)
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, lingering_time=0.0, logger=QUIET,
+        )
+        await runner.setup()
+        await self._listener.open(runner.server)
+        try:
+            self._look(time.monotonic())
+            ready(self.url)
+            await self._follow()
+        finally:
+            self._listener.close()
+            await runner.cleanup()
+
+    # -- the run -----
+
+    async def _follow(self) -> None:
+        """Keep the state true and draw it while somebody looks."""
+        looked = due = 0.0
+        while not self._stop.is_set():
+            now = time.monotonic()
+            catch_up(self._watcher)
+            if now >= looked + DRAW_S:
+                looked = now
+                self._look(now)
+            if now >= due and self._streams:
+                begun = time.process_time()
+                self._draw(now)
+                due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), WAKE_S)
+        self._news.set()
+
+    def _look(self, now: float) -> None:
+        self._watcher.refresh(now)
+        self._history.add(self._watcher.run, now)
+
+    def _draw(self, now: float) -> None:
+        told = picture(self._watcher, self._target, self._history, now, time.time())
+        self._picture, self._drawn = to_json(told).encode(), now
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # -- who asks -----
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse what is not for us. A connection serves one request, so that none waits for a second one's head."""
+        self._listener.heard(request.protocol)
+        try:
+            response = self._refusal(request) or await handler(request)
+        except web.HTTPException as refused:
+            response = web.Response(status=refused.status, text=refused.text)
+        response.force_close()
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        if request.method != "GET":
+            return web.Response(status=405, text="there is nothing to change here", headers={"Allow": "GET"})
+        if not self._is_ours(request.headers.get("Host", "")):
+            return web.Response(status=421, text="this is not the host that you asked for")
+        fetch = request.headers.get
+        if fetch("Sec-Fetch-Site") == "cross-site" and fetch("Sec-Fetch-Mode") != "navigate":
+            return web.Response(status=403, text="not for pages of other sites")
+        if not self.token:
+            if _is_foreign(request.transport, self._port):
+                return web.Response(status=403, text="not for other users of this host")
+            return None
+        if self._is_token(request.query.get("token", "")):
+            there = web.Response(status=303, headers={"Location": "/"})  # so that no history or screen keeps the token
+            there.set_cookie(self._cookie, self.token, httponly=True, samesite="Lax", path="/")
+            return there
+        known = self._is_token(request.cookies.get(self._cookie, ""))
+        return None if known else web.Response(status=401, text=NOT_YOURS)
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
+
+    def _is_ours(self, host: str) -> bool:
+        """An address is no name that somebody could turn to another address."""
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        with suppress(ValueError):
+            return bool(ipaddress.ip_address(name.strip("[]")))
+        return name.lower().rstrip(".") in self._names
+
+    # -- what is answered -----
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/events":
+            return await self._events(request)
+        if request.path not in self._files:
+            raise web.HTTPNotFound(text="no such page")
+        body, kind = self._files[request.path]
+        return web.Response(body=body, content_type=kind, charset="utf-8")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if self._streams >= MOST_STREAMS:
+            raise web.HTTPServiceUnavailable(text=f"{MOST_STREAMS} pages look at this run already: close one")
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        response.force_close()
+        self._streams += 1
+        try:
+            await response.prepare(request)
+            if time.monotonic() > self._drawn + DRAW_S:
+                self._draw(time.monotonic())
+            seen = Seen()
+            while not self._stop.is_set():
+                news = self._news
+                for event in self._untold(seen):
+                    await asyncio.wait_for(response.write(event), WRITE_S)
+                if not self._gave_way:  # after the first picture: the run goes first
+                    self._gave_way = True
+                    give_way(NICE)
+                await news.wait()
+        except (asyncio.TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._streams -= 1
+        return response
+
+    def _untold(self, seen: Seen) -> Iterator[bytes]:
+        """Events that a stream has not told: the picture first, then new steps and samples."""
+        if seen.picture is not self._picture:
+            seen.picture = self._picture
+            yield b"event: picture\ndata: " + self._picture + b"\n\n"
+        run, samples = self._watcher.run, list(self._watcher.samples)
+        newest = run.steps.newest.step if run.steps.newest is not None else 0
+        if (newest, len(run.validations)) != (seen.step, seen.rounds):
+            yield _event("steps", steps_after(run, seen.step))
+            seen.step, seen.rounds = newest, len(run.validations)
+        at = next((at + 1 for at, one in enumerate(samples) if one is seen.sample), 0)
+        if samples[at:]:
+            seen.sample = samples[-1]
+            yield _event("samples", samples[at:])
+
+
+def _event(name: str, told: Any) -> bytes:
+    return f"event: {name}\ndata: {to_json(told)}\n\n".encode()
+
+
+def _listening(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server(address, family=family, backlog=MOST_CONNECTIONS)
+    except OSError as problem:
+        raise UserError(f"--web {address.host}:{address.port}: cannot listen there: {problem.strerror or problem}; "
+                        "take another, or port 0 for a free one") from None
+
+
+def _is_foreign(transport: asyncio.BaseTransport | None, port: int) -> bool:
+    """Whether another user of this host is at the other end of a connection over loopback, root excepted.
+
+    Where the kernel shows no table of connections nobody can tell, and everybody is let in.
+    """
+    peer = transport.get_extra_info("peername") if transport is not None else None
+    if peer is None:
+        return True
+    rows = tcp_table()
+    host = "01000000" if ":" in peer[0] else socket.inet_aton(peer[0])[::-1].hex().upper()
+    here, there = f"{host}:{peer[1]:04X}", f":{port:04X}"
+    users = {int(row[7]) for row in rows if row[1].endswith(here) and row[2].endswith(there)}
+    return bool(rows) and not users & {0, getuid()}

@@ -1,0 +1,219 @@
+"""The files of a run as far as they are whole, read once from beginning to end, and what of them could not be read.
+
+Opens files of a run directory for reading only. Knows nothing of pages and timelines, and of the ring.
+
+- A damaged or half-written line is left out, counted, and named in `faults` with its file and number.
+- A line of a step takes the place of all earlier ones with its step or a later one, as in the train log.
+- What others wrote into a file may be anything: a number that is none is not known.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.errors import NoSuchRun
+from busrl.ledger import controls
+from busrl.ledger.controls import ControlLine
+from busrl.ledger.trained import of_step
+from busrl.observe.monitor.runfiles import number
+from busrl.observe.monitor.sources import holder_of
+from busrl.observe.monitor.state import RoundRecord, RunState
+from busrl.paths import RunPaths
+from busrl.states import Fate
+from busrl.system.files import as_map, dropped, read_map, whole_file
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+T = TypeVar("T")
+Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+# What is kept of a step: a run of a hundred thousand has to fit into memory.
+KEPT = (
+    "step", "version", "cause", "time", "seconds", "waits", "wait_s", "forward_s", "backward_s", "update_s",
+    "publish_s", "checkpoint_s", "reward", "reward_trained", "length_ended", "length_mean", "length_p95", "entropy",
+    "ess", "age_mean", "age_max", "flat_share", "cut_share", "never_trained", "masked", "tokens", "samples",
+    "grad_norm", "reward_parts",
+)
+WHOLE = ("topology", "run_json", "summary")  # files that are one map
+
+
+class GroupsLine(msgspec.Struct):
+    step: Whole
+    draws: list[Whole]
+    fates: str
+    born: list[Whole]
+    lengths: list[list[Whole]]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that ended, in the order of their lines: a row each. `lengths`: of all their samples, one after the
+    other; `sizes` says how many are each group's. `undone`: trained, and made undone by a return to a checkpoint."""
+
+    steps: Ints
+    draws: Ints
+    fates: Ints
+    born: Ints
+    sizes: Ints
+    lengths: Ints
+    undone: npt.NDArray[np.bool_]
+
+    @property
+    def of_sample(self) -> Ints:
+        """The row of each sample's group."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+    @property
+    def tokens(self) -> Ints:
+        return np.bincount(self.of_sample, self.lengths, len(self.sizes)).astype(np.int64)
+
+
+@dataclass
+class RunRecord:
+    paths: RunPaths
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # a few: the best, the worst, the last
+    asked: list[ControlLine] = field(default_factory=list)  # what people asked of it while it ran
+    pace: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rollout process
+    topology: dict[str, Any] = field(default_factory=dict)
+    run_json: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(as_map(self.topology.get("run")).get("name") or self.paths.root.name)
+
+    @property
+    def state(self) -> str:
+        """Whether somebody holds the directory, else how the run ended as far as its summary says so."""
+        if holder_of(self.paths) is not None:
+            return "running"
+        return str(self.summary.get("outcome") or "not ended in order: no summary.json")
+
+    def column(self, name: str) -> Floats:
+        return column_of(self.steps, name)
+
+    def validation(self) -> RunState:
+        """The rounds as every view of a run has them: which stand, which is the first, and what measured nothing."""
+        state = RunState()
+        for row in self.rounds:
+            with suppress(msgspec.ValidationError):
+                state.validated(msgspec.convert(row, RoundRecord, strict=False))
+        return state
+
+    def errors(self) -> Iterator[dict[str, Any]]:
+        return self._lines(self.paths.errors, dict[str, Any])
+
+    def validated(self) -> Iterator[dict[str, Any]]:
+        return self._lines(self.paths.validation_log, dict[str, Any])
+
+    def put_back(self) -> int:
+        """Samples that starts put back."""
+        found = self._lines(self.paths.draws, dict[str, Any])
+        return sum(len(uids) for row in found if isinstance(uids := row.get("uids"), list))
+
+    def groups(self) -> Groups:
+        rows, lengths, lines = array("q"), array("q"), 0
+        trained = array("q")  # the line's number and its step
+        for line in self._lines(self.paths.groups, GroupsLine):
+            if not len(line.draws) == len(line.fates) == len(line.born) == len(line.lengths):
+                self.faults.append(f"{self.paths.groups.name}: lists of unequal lengths, step {line.step}")
+                continue
+            lines += 1
+            for draw, fate, born, own in zip(line.draws, line.fates, line.born, line.lengths, strict=True):
+                rows.extend((lines, draw, ord(fate), born, len(own)))
+                lengths.extend(own)
+            trained.extend((lines, line.step) if Fate.TRAINED.letter in line.fates else ())
+        at, draws, fates, born_at, sizes = np.array(rows, np.int64).reshape(-1, 5).T
+        made = np.array(trained, np.int64).reshape(-1, 2)
+        later = np.minimum.accumulate(made[::-1, 1])[::-1] if len(made) else made[:, 1]
+        undone_lines = made[:-1, 0][made[:-1, 1] >= later[1:]]
+        steps = np.zeros(lines + 1, np.int64)
+        steps[made[:, 0]] = made[:, 1]
+        undone = np.isin(at, undone_lines)
+        return Groups(steps[at], draws, fates, born_at, sizes, np.array(lengths, np.int64), undone)
+
+    def _lines(self, path: Path, kind: type[T]) -> Iterator[T]:
+        """The whole lines of a file; what is no such line is counted in `faults`."""
+        decoder, bad, first, last = msgspec.json.Decoder(kind), 0, 0, False
+        if lost := dropped(path):
+            name = path.relative_to(self.paths.root)
+            self.faults.append(f"{name}: its first {lost / 1e6:.3g} MB are not kept any more (log.keep_mb)")
+        try:
+            for n, text in enumerate(whole_file(path), 1):
+                try:
+                    yield decoder.decode(text)
+                except (ValueError, RecursionError):  # UnicodeDecodeError and msgspec's errors are ValueErrors
+                    if text.strip():
+                        bad, first, last = bad + 1, first or n, not text.endswith(b"\n")
+        except OSError as problem:
+            self.faults.append(f"{path.relative_to(self.paths.root)}: {problem.strerror}")
+        if bad:
+            half = "its last line is half written" if bad == 1 and last else ""
+            what = half or f"{bad} of its lines cannot be read, first line {first}"
+            self.faults.append(f"{path.relative_to(self.paths.root)}: {what}")
+
+
+def column_of(rows: Iterable[dict[str, Any]], name: str) -> Floats:
+    """A number of every line; nan where it is not known."""
+    found = (number(row.get(name)) for row in rows)
+    return np.array([np.nan if value is None else value for value in found], np.float64)
+
+
+def few_of(rows: Iterable[dict[str, Any]], most: int = 3) -> dict[str, list[dict[str, Any]]]:
+    """A few samples of many, which are looked at one by one: those with the highest and the lowest rewards, the newest
+    of equals, and the last."""
+    best, worst = list[tuple[float, int, dict[str, Any]]](), list[tuple[float, int, dict[str, Any]]]()
+    last: deque[dict[str, Any]] = deque(maxlen=most)
+    for at, row in enumerate(rows):
+        if not {"completion", "turns", "messages"} & row.keys() or (reward := number(row.get("reward"))) is None:
+            continue
+        last.append(row)
+        for kept, worth in ((best, reward), (worst, -reward)):
+            (heapq.heappush if len(kept) < most else heapq.heappushpop)(kept, (worth, at, row))
+    ordered = {"best": sorted(best, reverse=True), "worst": sorted(worst, reverse=True)}
+    shown = {name: [row for *_, row in own] for name, own in ordered.items()} | {"last": [*last]}
+    return {name: own for name, own in shown.items() if own}
+
+
+def read(run_dir: str | Path) -> RunRecord:
+    """A run's files; `NoSuchRun` if the directory holds no run."""
+    paths = RunPaths.of(run_dir)
+    known = (paths.run_json, paths.topology, paths.metrics, paths.starts)
+    if not any(path.exists() for path in known):
+        what = "no run is in it (no run.json, no metrics.jsonl)" if paths.root.is_dir() else "no such folder"
+        raise NoSuchRun(f"{run_dir}: {what}; name a directory that `busrl launch --run-dir` was given")
+    record = RunRecord(paths)
+    for name in WHOLE:
+        path = getattr(paths, name)
+        found = read_map(path)
+        setattr(record, name, found)
+        if not found and path.exists():
+            record.faults.append(f"{path.name}: cannot be read, or holds no map")
+    for row in record._lines(paths.metrics, dict[str, Any]):
+        if of_step(row) and isinstance(row.get("step"), int):
+            while record.steps and record.steps[-1]["step"] >= row["step"]:
+                record.steps.pop()
+            record.steps.append({name: row[name] for name in KEPT if name in row})
+    record.starts = list(record._lines(paths.starts, dict[str, Any]))
+    record.rounds = list(record._lines(paths.validation, dict[str, Any]))
+    record.samples = few_of(record._lines(paths.samples, dict[str, Any]))
+    record.asked = [*controls.read_lines(paths)]
+    for path in sorted(paths.pace.glob("*.jsonl")):
+        record.pace[path.stem] = list(record._lines(path, dict[str, Any]))
+    missing = [path.name for path in (paths.metrics, paths.groups) if not path.exists()]
+    record.faults += [f"{name}: not there; no step was made yet, or it was removed" for name in missing]
+    return record

@@ -1,0 +1,248 @@
+"""What a run generated and did not train, by cause, and whether long answers are lost more often than short ones.
+
+Pure: numbers of a `RunRecord` in, a `Waste` or lines for people out. Knows nothing of the ring, so of what is under way
+it only knows that it is.
+
+- Tokens of ended groups are those of groups.jsonl, of validation those of validation.log. What engines drew is known
+  up to the last line of each life in pace/; what is left of it was under way, or lost with a process, a ring or a
+  sample that was rolled again: those are counted in samples, since no file has their tokens.
+- A group counts once. One whose step was made undone (`wal = "off"`) counts as such, not as trained.
+- Tokens of a step that are in no loss are its answers' tokens, shared out as its line of metrics.jsonl says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from busrl.observe.monitor.runfiles import WORDS, fates, number, whole
+from busrl.observe.monitor.text import short
+from busrl.observe.report.record import Groups, Ints, RunRecord
+from busrl.states import ACCIDENTS, Fate, fate_name
+from busrl.system.files import as_map
+
+QUARTERS = 4
+SHARES = (10, 50, 90, 99)
+UNDONE = "trained, and made undone by a return to a checkpoint"
+MASKED = {
+    "earlier_segments": "in trained answers: segments before the last trained one",
+    "too_old": "in trained answers: tokens of weights that are too old",
+    "cut": "in trained answers: of answers that the limit cut",
+    "untrained": "in trained answers: turns that are not trained",
+}
+ESS_LOW = 0.3  # where the topology has no learner.ess_alarm
+
+
+@dataclass(frozen=True)
+class Part:
+    """What became of some of the tokens. `tokens` is None where no file has them."""
+
+    name: str
+    what: str
+    samples: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of a kind of answers: how many, their mean and quantiles in tokens."""
+
+    samples: int = 0
+    mean: float = 0.0
+    quantiles: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Ints) -> Lengths:
+        if not len(values):
+            return cls()
+        found = np.percentile(values, SHARES)
+        return cls(len(values), float(values.mean()), {f"p{n}": float(one) for n, one in zip(SHARES, found)})
+
+
+@dataclass(frozen=True)
+class Quarter:
+    """A quarter of the ended groups by mean length: how many of them were trained, flat, or lost otherwise, and how old
+    the trained ones were."""
+
+    shortest: float
+    longest: float
+    groups: int
+    trained: float
+    flat: float
+    lost: float
+    age: float | None
+
+
+@dataclass(frozen=True)
+class Waste:
+    """`drawn`: tokens that engines drew, None where nothing tells; `parts` add up to it. `ess`: mean over tokens,
+    median, lowest, and the share of steps below the alarm's limit."""
+
+    drawn: int | None
+    trained: int
+    parts: tuple[Part, ...]
+    counted: tuple[Part, ...]  # among "under way or lost": samples alone
+    lengths: dict[str, Lengths]
+    quarters: tuple[Quarter, ...]
+    ess: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(part.tokens or 0 for part in self.parts)
+
+    @property
+    def share(self) -> float | None:
+        """Of the tokens that were drawn for training, those trained."""
+        drawn = self.total - sum(part.tokens or 0 for part in self.parts if part.name == "validation")
+        return self.trained / drawn if drawn > 0 else None
+
+
+def waste_of(record: RunRecord) -> Waste:
+    groups = record.groups()
+    alive = _standing(groups)
+    trained, masked = _of_steps(record, groups, alive)
+    parts = [Part("trained", "trained", int(groups.sizes[alive & (groups.fates == Fate.TRAINED)].sum()), trained)]
+    parts += [Part(name, MASKED.get(name, name), None, tokens) for name, tokens in masked.items() if tokens]
+    parts += _set_aside(groups, alive)
+    judged = {row.get("uid"): whole(row.get("tokens")) for row in record.validated()}
+    parts.append(Part("validation", "validation, which is never trained", len(judged), sum(judged.values())))
+    drawn, notes = drawn_by_engines(record), []
+    ended = sum(part.tokens or 0 for part in parts)
+    if drawn is not None and drawn >= ended:
+        parts.append(Part("left", "under way now, or lost before they ended", None, drawn - ended))
+    else:
+        notes.append("what engines drew is not known in full (pace/): tokens under way or lost are missing here")
+    counted = tuple(part for part in _counted(record) if part.samples)
+    return Waste(
+        drawn if not notes else None, trained, tuple(parts), counted, _lengths(groups, alive),
+        tuple(_quarters(groups, alive)), _ess(record), tuple(notes),
+    )
+
+
+def _standing(groups: Groups) -> Any:
+    """Which rows count: of each draw the last one. A group that was set aside, but whose learner died before it was
+    dropped, has two; one that was trained again has one that is undone besides, which is kept as such."""
+    rows = np.flatnonzero(~groups.undone)
+    _, last = np.unique(groups.draws[rows][::-1], return_index=True)
+    alive = np.zeros(len(groups.draws), np.bool_)
+    alive[rows[len(rows) - 1 - last]] = True
+    return alive
+
+
+def _of_steps(record: RunRecord, groups: Groups, alive: Any) -> tuple[int, dict[str, int]]:
+    """Tokens in the loss of their step, and tokens of its answers that are not, by reason. Of a step without a line
+    all of them count as trained. `masked` is a sum over passes, so only its shares are used."""
+    own = alive & (groups.fates == Fate.TRAINED)
+    steps, place = np.unique(groups.steps[own], return_inverse=True)
+    tokens = dict(zip(steps.tolist(), np.bincount(place, groups.tokens[own], len(steps)).tolist()))
+    masked: dict[str, float] = {}
+    for row in record.steps:
+        found = {name: number(count) or 0.0 for name, count in as_map(row.get("masked")).items()}
+        total = (number(row.get("tokens")) or 0.0) + sum(found.values())
+        for name, count in found.items():
+            masked[name] = masked.get(name, 0.0) + tokens.get(row["step"], 0.0) * count / max(1.0, total)
+    rounded = {name: round(count) for name, count in masked.items()}
+    return int(sum(tokens.values())) - sum(rounded.values()), rounded
+
+
+def _set_aside(groups: Groups, alive: Any) -> Iterator[Part]:
+    tokens = groups.tokens
+    for code in np.unique(groups.fates[alive]).tolist():
+        rows = alive & (groups.fates == code)
+        if code != Fate.TRAINED:
+            what = WORDS.get(code, fate_name(code))
+            yield Part(fate_name(code), what, int(groups.sizes[rows].sum()), int(tokens[rows].sum()))
+    if groups.undone.any():
+        yield Part("undone", UNDONE, int(groups.sizes[groups.undone].sum()), int(tokens[groups.undone].sum()))
+
+
+def drawn_by_engines(record: RunRecord) -> int | None:
+    """Tokens that rollout processes drew, over all lives of each: an engine that is new counts from 0 again."""
+    total, known = 0, False
+    for rows in record.pace.values():
+        counts = [whole(as_map(row.get("engine")).get("tokens")) for row in rows]
+        for count, after in zip(counts, [*counts[1:], -1]):
+            total, known = total + (count if after < count else 0), True
+    return total if known else None
+
+
+def _counted(record: RunRecord) -> Iterator[Part]:
+    """Samples whose tokens no file has."""
+    by_fate = fates(record.paths.fates)
+    back = sum(
+        len(uids) for row in record.errors()
+        if row.get("process") in ("keeper", "launch") and isinstance(uids := row.get("uids"), list)
+    )
+    for code in ACCIDENTS:
+        name = fate_name(code)
+        yield Part(name, f"ended by an accident: {name}", by_fate.get(WORDS.get(code, name), 0))
+    yield Part("dead", "in the slots of processes that died (those with committed answers lost nothing)", back)
+    yield Part("put_back", "put back by a start, and generated again", record.put_back())
+    yield Part("open", "without an end so far", by_fate.get(WORDS[Fate.DISPATCHED], 0))
+
+
+def _lengths(groups: Groups, alive: Any) -> dict[str, Lengths]:
+    flat, trained = groups.fates == Fate.FLAT, groups.fates == Fate.TRAINED
+    kinds = {"ended": alive, "trained": alive & trained, "flat": alive & flat, "lost": alive & ~trained & ~flat}
+    of_sample = groups.of_sample
+    return {name: Lengths.of(groups.lengths[rows[of_sample]]) for name, rows in kinds.items()}
+
+
+def _quarters(groups: Groups, alive: Any) -> Iterator[Quarter]:
+    rows = np.flatnonzero(alive & (groups.sizes > 0))
+    means = groups.tokens[rows] / np.maximum(1, groups.sizes[rows])
+    order = np.argsort(means, kind="stable")
+    for part in np.array_split(order, QUARTERS):
+        if len(part):
+            codes, at = groups.fates[rows[part]], rows[part]
+            trained, flat = codes == Fate.TRAINED, codes == Fate.FLAT
+            ages = (groups.steps - 1 - groups.born)[at][trained]
+            yield Quarter(
+                float(means[part[0]]), float(means[part[-1]]), len(part), float(trained.mean()), float(flat.mean()),
+                float((~trained & ~flat).mean()), float(ages.mean()) if len(ages) else None,
+            )
+
+
+def _ess(record: RunRecord) -> dict[str, float]:
+    ess, tokens = record.column("ess"), record.column("tokens")
+    known = np.isfinite(ess) & (tokens > 0)
+    if not known.any():
+        return {}
+    asked = number(as_map(record.topology.get("learner")).get("ess_alarm"))
+    limit, found = ESS_LOW if asked is None else asked, ess[known]
+    return {
+        "mean": float(np.average(found, weights=tokens[known])), "median": float(np.median(found)),
+        "lowest": float(found.min()), "limit": limit, "below": float((found < limit).mean()),
+    }
+
+
+# -- for people -----
+
+def render(waste: Waste) -> str:
+    total = waste.total
+    lines = [f"what became of {short(total)} generated tokens"]
+    for part in waste.parts:
+        tokens, samples = part.tokens or 0, "" if part.samples is None else f"{short(part.samples)} samples"
+        lines.append(f"  {tokens / max(1, total):>6.1%} {short(tokens):>7}  {samples:<14} {part.what}")
+    lines += [f"          among the last: {short(part.samples or 0)} samples {part.what}" for part in waste.counted]
+    lines.append("lengths of answers, tokens")
+    for name, own in waste.lengths.items():
+        more = "".join(f" · {key} {value:g}" for key, value in own.quantiles.items())
+        lines += [f"  {name:<8} mean {own.mean:.1f}{more} · {short(own.samples)} samples"] if own.samples else []
+    lines += ["ended groups by mean length, shortest first"] if waste.quarters else []
+    for one in waste.quarters:
+        age = "" if one.age is None else f", age {one.age:.2f}"
+        lines.append(
+            f"  {one.shortest:.0f} to {one.longest:.0f} tokens: {one.trained:.1%} trained, {one.flat:.1%} flat, "
+            f"{one.lost:.1%} lost otherwise{age}"
+        )
+    if ess := waste.ess:
+        lines.append(
+            f"effective sample size (ess): {ess['mean']:.3f} of the trained tokens, lowest step {ess['lowest']:.3f}, "
+            f"{ess['below']:.1%} of the steps below {ess['limit']:g}"
+        )
+    return "\n".join([*lines, *waste.notes])

@@ -1,0 +1,163 @@
+"""The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz`.
+
+Talks to files: the run's own state, the copy in each checkpoint, the user's table of keywords. Used by the scheduler
+(makes, restores, saves) and by the learner (`copy_into` a checkpoint). Knows nothing of policies or slots.
+
+- Losing the state costs order, never a sample: an unusable file causes a warning, and a save that fails is tried again
+  later. A file is whole or the old one.
+- A checkpoint finds a recent state: it is saved with the first answers, before each step that may end in a checkpoint,
+  and every few seconds, so seldom that saving takes at most a hundredth of the scheduler's time.
+- A start takes the run's own file, or else that of the newest checkpoint that has one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.data import JsonlStream
+from busrl.data.trace import parse
+from busrl.paths import CHECKPOINT, RunPaths
+from busrl.predict.lengths import Guard, Keywords, RulesPredictor, make_predictor
+from busrl.preflight import named_files
+from busrl.system.files import replacing
+from busrl.topology import Topology
+
+log = logging.getLogger("busrl")
+SAVE_EVERY_S, SAVE_COSTS = 5.0, 100.0  # seconds between two saves, and times that one took: whichever is more
+MOST_COSTS = 2.0  # where every step may end in a checkpoint: no more often than this allows
+Warn = Callable[[str], None]
+ARRAY, TEXT = "$array", "data"
+
+
+def save_plain(path: Path, data: Mapping[str, Any]) -> None:
+    """Write numbers, strings, lists, dicts with string keys, and arrays among them as a NumPy archive without pickle:
+    the arrays under numbers, and a JSON text that says where each belongs. OSError if the disk refuses."""
+    arrays: list[npt.NDArray[Any]] = []
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value.item()
+        arrays.append(value)
+        return {ARRAY: len(arrays) - 1}
+
+    text = json.dumps(data, default=place).encode()
+    members = {f"a{number}": array for number, array in enumerate(arrays)}
+    with replacing(path, durable=False) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        np.savez(file, allow_pickle=False, **{TEXT: np.frombuffer(text, np.uint8)}, **members)
+
+
+def load_plain(path: Path) -> dict[str, Any] | None:
+    """The data of a file, tuples as lists; None if there is no file. ValueError if it cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            found: dict[str, Any] = json.loads(
+                archive[TEXT].tobytes(),
+                object_hook=lambda one: archive[f"a{one[ARRAY]}"] if one.keys() == {ARRAY} else one,
+            )
+            return found
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as problem:
+        raise ValueError(f"{path}: cannot be read ({problem}); it is not used") from None
+
+
+class PredictorState:
+    """`guard` is the predictor to be asked; `warn` gets what goes wrong."""
+
+    def __init__(self, topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Warn) -> None:
+        self.paths, self._warn = paths, warn
+        words = _keywords(topology, warn)
+        predictor = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
+        self.guard = Guard(predictor, RulesPredictor(words), clock=time.perf_counter, report=warn)
+        self._saved_at = 0  # answers that the saved state knows
+        self._last_save, self._cost_s = -math.inf, 0.0
+        self._before = -1  # the step for whose checkpoint was saved last
+
+    def restore(self) -> bool:
+        """Load what an earlier scheduler learned; False if there was nothing usable."""
+        for path in _candidates(self.paths):
+            try:
+                state = load_plain(path)
+                if state is not None:
+                    self.guard.load(state)
+                    log.info("the predictor continues from %s", path)
+                    return True
+            except Exception as problem:  # a damaged file may lead to anything, and must not end the run
+                self._warn(f"{path}: what the predictor learned is not used: {problem}")
+        return False
+
+    def keep(self, now: float, before: int | None = None) -> None:
+        """Save if answers came in: from time to time, and once for each step `before` which may end in a checkpoint."""
+        due = before is not None and before != self._before
+        wait = MOST_COSTS * self._cost_s if due else max(SAVE_EVERY_S, SAVE_COSTS * self._cost_s)
+        if self.guard.answers == self._saved_at or now < self._last_save + wait:
+            return
+        begun = time.perf_counter()
+        self.save()
+        self._last_save, self._cost_s = now, time.perf_counter() - begun
+        self._before = self._before if before is None else before
+
+    def save(self) -> None:
+        if self.guard.answers == self._saved_at:
+            return
+        try:
+            save_plain(self.paths.predictor, self.guard.state())
+            self._saved_at = self.guard.answers
+        except Exception as problem:  # a predictor whose state fails must not end the run either
+            self._warn(f"what the predictor learned is not saved: {problem}")
+
+    def close(self) -> None:
+        self.save()
+        if self.guard.answers or self.guard.fallbacks:
+            found = self.guard.metrics().items()
+            shown = ", ".join(f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in found)
+            log.info("predictor %s: %s", self.guard.name, shown)
+
+
+def copy_into(checkpoint: Path, paths: RunPaths) -> None:
+    """Put what is saved into a checkpoint that is being written. OSError if the disk refuses."""
+    try:
+        shutil.copyfile(paths.predictor, checkpoint / paths.predictor.name)
+    except FileNotFoundError:
+        pass  # rules learn nothing, and a run begins without
+
+
+def _candidates(paths: RunPaths) -> Iterator[Path]:
+    """Files to restore from, best first."""
+    yield paths.predictor
+    found = paths.checkpoints.glob(f"{CHECKPOINT}*/{paths.predictor.name}")
+    yield from sorted(found, key=lambda path: path.parent.stat().st_mtime, reverse=True)
+
+
+def _keywords(topology: Topology, warn: Warn) -> Keywords | None:
+    """The user's table; None for the shipped one. `launch` has checked it: a problem here arose since then."""
+    if not topology.scheduler.keywords:
+        return None
+    found, problems = named_files.read_keywords(topology.scheduler.keywords)
+    for problem in problems:
+        warn(f"{topology.scheduler.keywords}: {problem}; left out")
+    return found if found.words or found.tags else None
+
+
+def _lengths(topology: Topology, stream: JsonlStream) -> Callable[[int], Sequence[int]] | None:
+    """What the oracle knows: the lengths of a draw's members, from the trace that is `data.train`."""
+    if topology.scheduler.predictor != "oracle":
+        return None
+
+    def of(draw: int) -> Sequence[int]:
+        item = stream.item(draw)
+        task = parse(item.line, f"{stream.path}:{item.index + 1}", stream.prompt_key)
+        return [task.length(member) for member in range(topology.groups.size)]
+
+    return of

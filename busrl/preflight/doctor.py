@@ -1,0 +1,185 @@
+"""`busrl doctor`: whether this machine can run busrl, part by part, with what to do where it cannot.
+
+Looks at the machine and at what is installed, and starts nothing but short programs that import torch. Knows nothing of
+any run: what a topology needs of the machine is `busrl check`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import busrl
+from busrl.preflight import machine, memory
+from busrl.system.imports import APART
+
+GIB = 1 << 30
+LITTLE_SHM = GIB  # a container's default is 64 MiB
+FEW_FILES = 1024
+IMPORT_S = 120.0
+REMOTE = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"}
+REMOTE_RUN = "a start reads and locks files there: a run directory on a local disk is safer and faster"
+SEEN = """
+import json, torch
+from busrl.system import device
+found = {kind: device.missing(kind) for kind in ("cuda", "npu")}
+count = torch.cuda.device_count() if not found["cuda"] else 0
+print(json.dumps([torch.__version__, found, [torch.cuda.get_device_name(one) for one in range(count)]]))
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was found of one part; with a remedy it needs one, and `bad` means that busrl does not run without."""
+
+    part: str
+    found: str
+    remedy: str = ""
+    bad: bool = False
+
+
+def doctor(options: argparse.Namespace) -> int:
+    lines = [line for look in LOOKS for line in _seen(look)]
+    if options.json:
+        print(json.dumps([asdict(line) for line in lines], indent=1))
+    else:
+        for line in lines:
+            state = "bad" if line.bad else "warn" if line.remedy else "ok"
+            print(f"{state:<5}{line.part:<14}{line.found}" + (f"\n{'':19}-> {line.remedy}" if line.remedy else ""))
+    return int(any(line.bad for line in lines))
+
+
+def _seen(look: Callable[[], Iterator[Line]]) -> list[Line]:
+    """What one look found; a package that it needs and that cannot be imported is a finding too."""
+    try:
+        return list(look())
+    except ImportError as problem:
+        part = look.__name__.strip("_")
+        return [Line(part, f"not looked at: {problem}", "pip install busrl again in this Python", bad=True)]
+
+
+def _python() -> Iterator[Line]:
+    yield Line("busrl", f"{busrl.__version__} on Python {platform.python_version()} ({sys.executable})")
+    for name in ("_ring", "_wire", "_blocks"):
+        try:
+            importlib.import_module(f"busrl.{name}")
+        except ImportError as problem:
+            remedy = "install busrl again in this Python; it needs a C++20 compiler (apt install g++)"
+            yield Line("extension", f"busrl.{name} cannot be loaded: {problem}", remedy, bad=True)
+
+
+def _machine() -> Iterator[Line]:
+    cores, ram = len(machine.cores()), memory.host_memory()
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    yield Line("machine", f"{platform.node()}, Linux {platform.release()}, {cores} cores, {ram / GIB:.0f} GiB memory")
+    if cores < 2:
+        yield Line("machine", "one core for all processes", "it works, and each waits for the others; use two or more")
+    if nodes > 1:
+        remedy = "bind each engine and learner to the cores beside its device: `cpus` of its [[process]]"
+        yield Line("NUMA", f"{nodes} nodes", remedy)
+
+
+def _kernel() -> Iterator[Line]:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as problem:
+        yield Line("kernel", f"no pidfd_open: {problem}", "Linux 5.3 or newer, no seccomp rule against it", bad=True)
+
+
+def _shm() -> Iterator[Line]:
+    free = machine.shm_free()
+    small = "docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory at /dev/shm"
+    remedy = small if free < LITTLE_SHM else ""
+    found = f"{free / GIB:.2f} GiB free; `busrl check TOPOLOGY` says what a run needs"
+    yield Line("/dev/shm", found, remedy, bad=free < 1 << 20)
+
+
+def _limits() -> Iterator[Line]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = f"ulimit -n {min(hard, 65536)}" if soft < FEW_FILES else ""
+    yield Line("limits", f"{soft} open files (at most {hard})", few)
+
+
+def _folder() -> Iterator[Line]:
+    from busrl.ring import OfdLock  # where the extension is broken, that is what is to be said
+
+    here = Path.cwd()
+    try:
+        with tempfile.TemporaryDirectory(prefix=".busrl-", dir=here) as folder:
+            kept = OfdLock(str(Path(folder) / "lock")).try_acquire()
+        kind = _file_system(here)
+        yield Line("folder", f"{here} on {kind}", REMOTE_RUN if kind in REMOTE else "")
+        if not kept:
+            yield Line("folder", f"{here} keeps no lock", "run directories need a file system with locks", bad=True)
+    except OSError as problem:
+        yield Line("folder", f"{here}: {problem}", "run directories are made below it, or where --run-dir says")
+
+
+def _file_system(path: Path) -> str:
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [(len(one[1]), one[2]) for one in mounts if path.is_relative_to(one[1].replace("\\040", " "))]
+    return max(above, default=(0, "unknown"))[1]
+
+
+def _bus() -> Iterator[Line]:
+    import zmq
+
+    curve = bool(zmq.has("curve"))
+    remedy = "" if curve else "runs over TCP need it: pip install --force-reinstall pyzmq (its wheels have it)"
+    yield Line("ZeroMQ", f"{zmq.zmq_version()}, pyzmq {zmq.__version__}, CURVE: {'yes' if curve else 'no'}", remedy)
+
+
+def _torch() -> Iterator[Line]:
+    try:
+        done = subprocess.run([sys.executable, "-c", APART + SEEN], capture_output=True, text=True, timeout=IMPORT_S)
+        version, missing, names = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        yield Line("torch", f"not imported after {IMPORT_S:g} s", "is its folder on a slow or broken disk?", bad=True)
+        return
+    except (IndexError, ValueError):
+        last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        yield Line("torch", last, "pip install 'busrl[train]'; only workers and watching run without")
+        return
+    yield Line("torch", version)
+    unseen = not names and any(Path("/dev").glob("nvidia[0-9]*"))
+    yield Line("devices", ", ".join(names) or "CPU alone", missing["cuda"] if unseen else "")
+
+
+def _packages() -> Iterator[Line]:
+    """What is installed beside the versions that busrl's own metadata asks for."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return
+    for wanted in map(Requirement, metadata.requires("busrl") or ()):
+        try:
+            found = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            continue
+        if not wanted.specifier.contains(found, prereleases=True):
+            yield Line(wanted.name, found, f"busrl was made with {wanted.name}{wanted.specifier}")
+
+
+def _box() -> Iterator[Line]:
+    from busrl.rewards import box
+
+    refused = box.refusal()
+    remedy = f"{refused}; reward kind \"code\" refuses to run without (docs/rewards.md)" if refused else ""
+    works = 'works: what models write for reward kind "code" runs shut in'
+    yield Line("code box", works if not refused else "this machine does not allow it", remedy)
+
+
+LOOKS: tuple[Callable[[], Iterator[Line]], ...] = (
+    _python, _machine, _kernel, _shm, _limits, _folder, _bus, _torch, _packages, _box,
+)

@@ -1,0 +1,395 @@
+"""`busrl check` and `busrl launch --dry-run`: a topology explained on one page, before anything is started.
+
+Prints the processes, the derived sums with their formulas, sizes against what /dev/shm has, the prompt files, the model
+folder, and what deserves a warning. Uses `load` for everything that can be wrong. Starts and changes nothing.
+
+- What is printed is what `launch` would use: the same Topology, the same derived values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from busrl import keys
+from busrl.algorithms import catalog
+from busrl.data import pretrained, trace
+from busrl.data.pretrained import model_at
+from busrl.data.vocabulary import token_rows
+from busrl.errors import SharedMemoryFull, UserError
+from busrl.hosts.invitation import of_host, rows_of
+from busrl.preflight import machine, memory, sources, trial
+from busrl.preflight.rules import MOST_SAMPLES, count
+from busrl.states import CALLER_ROLES, RANK
+from busrl.system import device
+from busrl.topology.prompts import AskedSet
+from busrl.topology.reader import show
+from busrl.topology.schema import ADAPTERS, SCRIPTED, TINY, Faults, ProcessName, Topology, has_model
+
+FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
+MORE = "how slots, memory and limits follow from this: --verbose"
+NOT_PRINTED = ("simulate", "process", "source", "overrides", "here")  # what no process reads, and what stands elsewhere
+
+
+def report(topology: Topology, verbose: bool = True) -> str:
+    """The page: what a person decides first; with `verbose` the sums that follow from it, too."""
+    more = (_bus, _sums, _sizes) if verbose else ()
+    parts = (_head, _warnings, _first, _data, _model, memory.lines, _processes, *more)
+    found = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
+    return sources.named("\n\n".join([*found, *([] if verbose else [MORE])])) + "\n"
+
+
+def require_memory(topology: Topology) -> None:
+    """A SharedMemoryFull with the sum, if /dev/shm cannot hold this run."""
+    parts, free = shared_memory(topology), machine.shm_free()
+    if (needed := sum(size for _, size in parts)) > free:
+        text = " + ".join(f"{name} {_mib(size)}" for name, size in parts)
+        raise SharedMemoryFull(
+            f"{machine.SHM} has {_mib(free)} free, the run needs {text} = {_mib(needed)}: enlarge it (mount -o remount,"
+            f"size=... {machine.SHM}; docker run --shm-size), `busrl ring clean` old runs, or lower ring.slots"
+            f"{' or ring.expected_tokens' if topology.derived.ring_held < topology.derived.ring_bytes else ''}"
+        )
+
+
+def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
+    """A UserError for cores or memory that are not there, a DiskFull if run_dir cannot hold what is published."""
+    machine.require_cores(topology, machine.cores())
+    machine.require_axes(topology)
+    memory.require(topology)
+    machine.require_disk(topology, model_at(topology.model.path), run_dir)
+
+
+def shared_memory(topology: Topology) -> list[tuple[str, int]]:
+    """Files of the run in /dev/shm and what they take; the weights are left out while unknown. The ring is counted with
+    usual answers: the memory of long ones goes back when they are trained."""
+    found = [("ring", topology.derived.ring_held)]
+    parameters = pretrained.model_facts(model_at(topology.model.path)).parameters
+    if topology.weights.transport == "shm" and parameters:
+        size = parameters * pretrained.BYTES_OF[topology.model.dtype]
+        found.append(("weights", int(topology.weights.copies * size)))
+    cost = machine.weight_cost(topology, model_at(topology.model.path))
+    if topology.weights.transport in ADAPTERS and cost is not None and cost.version:
+        found.append(("adapters", cost.total))
+    return found
+
+
+def process_configs(topology: Topology) -> list[dict[str, Any]]:
+    """One resolved configuration per process: what it is started as, and the settings of the run."""
+    settings = {name: value for name, value in topology.to_dict().items() if name not in NOT_PRINTED}
+    settings["derived"] = {name: value for name, value in settings["derived"].items() if name not in FOR_PEOPLE}
+    if topology.faults == Faults():
+        del settings["faults"]
+    return [
+        {
+            "process": process.name,
+            "command": command(process),
+            "env": {"OMP_NUM_THREADS": str(process.spec.threads), **process.spec.env},
+            "settings": settings,
+        }
+        for process in topology.processes()
+    ]
+
+
+def dry_run(topology: Topology) -> str:
+    lines = [json.dumps(config, ensure_ascii=False) for config in process_configs(topology)]
+    return report(topology) + "\nresolved, one line per process\n" + "\n".join(lines) + "\n"
+
+
+def command(process: ProcessName) -> list[str]:
+    """How a process is started, RUN_DIR standing for the run directory."""
+    return list(process.spec.command) or ["python", "-m", "busrl.roles", "RUN_DIR", process.name]
+
+
+def recipes(names: Sequence[str] = ()) -> str:
+    """The keys that each recipe sets, by itself and through the loss that it names; of all recipes without `names`."""
+    if unknown := [name for name in names if name not in catalog.RECIPES]:
+        raise UserError(f"there is no recipe {', '.join(unknown)}; there are {', '.join(catalog.RECIPES)}")
+    lines = ["learner.recipe = NAME sets these keys where the file leaves them out; formulas: docs/algorithms.md"]
+    for name in names or catalog.RECIPES:
+        own = catalog.RECIPES[name]
+        facts = catalog.LOSSES[own["learner.loss"]]
+        lines += ["", f"{name}  (its loss: {facts.source})"]
+        lines += [f"  {key} = {_of_recipe(value)}" for key, value in {**facts.settings, **own}.items()]
+    return "\n".join(lines)
+
+
+def _of_recipe(value: object) -> str:
+    if isinstance(value, catalog.OfLimit):
+        return "generation.max_new_tokens" + (f" / {value.parts}" if value.parts > 1 else "")
+    return show(value) + (" (as good as none)" if value == catalog.NO_DUAL else "")
+
+
+# -- the parts of the page -----
+
+
+def _head(t: Topology) -> Iterator[str]:
+    fits = sum(size for _, size in shared_memory(t)) <= machine.shm_free()
+    yield f"{t.source}: {'ok' if fits else f'right, but it does not fit into {machine.SHM}'}"
+    for override in t.overrides:
+        yield f"  --set {override}"
+    bound = f" (age at most {t.weights.max_staleness} steps)" if t.weights.mode == "batch-async" else ""
+    yield (
+        f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
+        f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
+    )
+    yield f"learning rate {t.learner.lr:g}: {pretrained.rate_advice(t)}"
+    yield from pretrained.other_rate_advice(t)
+    yield from pretrained.stale_rate_advice(t)
+    yield from (f"  {text}" for text in t.derived.algorithm)
+    if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
+        yield f"a step is computed at once, when it fires: {why}"
+    drawn, prompts = t.run.max_steps * t.learner.trigger.n_min, t.derived.train_prompts
+    if prompts:
+        yield f"epochs {drawn / prompts:.3g}: {drawn} groups of {prompts} prompts, more where groups are set aside"
+    samples = t.learner.trigger.n_min * t.groups.size
+    most = samples * t.generation.max_new_tokens
+    yield f"tokens per step {most} at most: {samples} answers of up to {t.generation.max_new_tokens} tokens"
+
+
+def _first(t: Topology) -> Iterator[str]:
+    """The first prompt, and what two answers to it are worth: tried by the loader where the reward is foreign code."""
+    own = t.reward
+    if own.part:
+        yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in own.part)
+    if any(part.kind == "code" for part in own.part):
+        yield f"boxes for code: {trial.boxes()}"
+    foreign = all(part.kind in trial.TRIED for part in own.part)
+    yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
+    yield from trial.turns(t)
+
+
+def _processes(t: Topology) -> Iterator[str]:
+    yield f"{'process':<12} {'engine':<8} {'device':<8} {'threads':>7}  command"
+    for process in t.processes():
+        engine = process.spec.engine if process.role == "rollout" else "-"
+        alone = "  (validation only)" if process.spec.serves == "validation" else ""
+        where = f"{_device(t, process):<8} {process.spec.threads:>7}"
+        bound = f" on core {process.spec.cpus}" if process.spec.cpus else ""
+        yield f"{process.name:<12} {engine:<8} {where}{bound}  {' '.join(command(process))}{alone}"
+    yield from _hosts(t)
+    outside = [entry.role for entry in t.process if entry.count == 0]
+    if outside:
+        yield f"expected to join from outside, or not at all: {', '.join(outside)}"
+        yield f"  (through the keeper's gateway, or by mapping the ring; a task's lease is {t.limits.lease_s:g} s)"
+
+
+def _hosts(t: Topology) -> Iterator[str]:
+    """What runs on each other host, and the shared memory that it needs there."""
+    for host in t.host_names:
+        there = [entry for entry in t.process if host in entry.hosts]
+        runs = [f"{entry.count} x rollout ({entry.engine})" for entry in there if entry.role == "rollout"]
+        if rewards := sum(entry.count for entry in there if entry.role == "reward"):
+            runs.append(f"{rewards} x reward, which judge what is generated there")
+        runs += [f"{entry.count} x {entry.role}" for entry in there if entry.role in CALLER_ROLES]
+        own = of_host(t, host)
+        ranks = [one.name for one in own.processes() if one.role == RANK]
+        if ranks:
+            runs.append(f"{ranks[0]}{f' to {ranks[-1]}' if len(ranks) > 1 else ''} of the learner")
+        needs = sum(size for name, size in shared_memory(own) if name != "weights" or rows_of(t, host))
+        start = " ".join(t.hosts.start).replace("{host}", host) or "`busrl host` there"
+        yield f"on {host}, by {start}: {', '.join(runs)}"
+        most = needs + own.derived.ring_bytes - own.derived.ring_held
+        more = f", at most {_mib(most)}" if most > needs else ""
+        yield f"  {own.derived.slots} slots, {_mib(needs)} of shared memory{more}"
+        if ranks and (found := memory.of_ranks(t)):
+            yield f"  memory of its ranks: {found}"
+
+
+def _device(t: Topology, process: ProcessName) -> str:
+    """Where the model of a process runs, and which devices it sees; "-" for one without a model."""
+    models = process.role in ("learner", RANK) or (process.role == "rollout" and process.spec.engine != SCRIPTED)
+    if not models or process.spec.command:
+        return "-"
+    return t.device_of(process.name) + (f":{process.devices}" if process.devices else "")
+
+
+def _bus(t: Topology) -> Iterator[str]:
+    yield "bus"
+    yield "  ipc, in a directory that only this user can enter"
+    if t.bus.endpoint != "ipc":
+        directory = keys.directory_of(t.bus.keys)
+        names = keys.allowed(directory)
+        more = "two ports" if t.host_names else "port"
+        yield f"  {t.bus.endpoint} and the next {more}, encrypted (CURVE) with the keys in {directory}"
+        yield f"  {len(names)} clients may connect there" + (f": {', '.join(names)}" if names else "")
+        for problem in keys.broken(directory):
+            yield f"  accepts no client: {problem}"
+
+
+def _sums(t: Topology) -> Iterator[str]:
+    yield "groups and slots"
+    for line in t.derived.explain:
+        yield f"  {line}"
+    rounds = t.derived.val_samples
+    yield f"  validation: {rounds} answers a round, {t.derived.val_reserve} slots" if rounds else "  validation: none"
+
+
+def _sizes(t: Topology) -> Iterator[str]:
+    yield f"shared memory ({machine.SHM} has {_mib(machine.shm_free())} free)"
+    for name, size in shared_memory(t):
+        yield f"  {name}: {_mib(size)}"
+    if t.derived.ring_held < t.derived.ring_bytes:
+        usual = f"{t.derived.slots} answers of {t.derived.usual_tokens} tokens (ring.expected_tokens)"
+        yield f"    that is with {usual}; at most {_mib(t.derived.ring_bytes)}, if all are as long as they may be"
+    if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
+        yield "  weights: twice the size of the model, known when it is loaded"
+    yield from _blocks(t)
+    yield from _versions(t)
+
+
+def _blocks(t: Topology) -> Iterator[str]:
+    if t.weights.transport != "broadcast":
+        return
+    yield f"broadcast (memory of the {'host' if t.weights.backend == 'gloo' else 'devices'}, besides the models)"
+    size = pretrained.model_facts(model_at(t.model.path)).parameters * pretrained.BYTES_OF[t.model.dtype]
+    if not size:
+        yield "  size unknown until the model is there"
+        return
+    for who, copies in machine.broadcast_copies(t):
+        yield f"  {who}: {copies:g} x {_mib(size)} = {_mib(int(copies * size))}"
+
+
+def _versions(t: Topology) -> Iterator[str]:
+    cost = machine.weight_cost(t, model_at(t.model.path))
+    if cost is None:
+        return
+    where = f"in {machine.SHM}" if t.weights.transport in ADAPTERS else "in the run directory"
+    yield f"published versions ({where})"
+    if not cost.version:
+        yield "  size unknown until the model is there"
+        return
+    yield f"  {_mib(cost.version)} each, {cost.kept} are kept"
+    yield f"  with the one being written and those that engines hold at most {cost.most}: {_mib(cost.total)}"
+
+
+def _data(t: Topology) -> Iterator[str]:
+    yield "prompts"
+    yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
+    for one in t.derived.sources:
+        size = f"{one.share / 10:g} % of the draws, " if len(t.derived.sources) > 1 else ""
+        yield f"    {one.name}: {size}{one.text}"
+    yield from _skipped(t)
+    for asked in t.sets:
+        name = f" {asked.name}" if asked.name else ""
+        yield f"  validation{name}: {asked.data}, {asked.lines} prompts; {_asked(t, asked)}"
+        yield from (f"    {one.text}" for one in t.derived.made if one.name == asked.name)
+    yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
+    if t.derived.prompt_text:
+        yield f"  {t.derived.prompt_text}"
+    if t.scripted:
+        yield f"  {_answers(t)}"
+
+
+def _skipped(t: Topology) -> Iterator[str]:
+    skip = t.data.skip
+    if not skip.on:
+        return
+    high = f"{skip.max_pass_rate:g} or more" if skip.max_pass_rate else ""
+    low = f"less than {skip.min_pass_rate:g}" if skip.min_pass_rate else ""
+    judged = f"{skip.after} answers of its newest groups" if skip.after else "its newest group"
+    rest = f"rests for {skip.rest} passes over them and is tried again" if skip.rest else "is never tried again"
+    yield (
+        f"    a prompt is left out whose pass rate over {judged} is {' or '.join(filter(None, (high, low)))} (right: a "
+        f"reward of {t.validation.solved:g} or more, validation.solved): it {rest}"
+    )
+
+
+def _asked(t: Topology, one: AskedSet) -> str:
+    """What a round asks of a set, and which figures it gives."""
+    asked = "all asked" if one.prompts == one.lines else f"{one.prompts} asked"
+    if one.prompts > one.lines > 0:
+        fewest, more = divmod(one.prompts, one.lines)
+        asked = f"{one.prompts} answers, {fewest}{f' or {fewest + 1}' if more else ''} to each"
+    if one.k > 1:
+        extracts = t.reward.compares is not None
+        vote = f"maj@{one.k}" if extracts else f"no maj@{one.k}: the reward extracts no answer"
+        asked += f" {one.k} times: pass@1 to pass@{one.k}, {vote}"
+    return f"{asked}; every {one.every} steps" if one.every else asked
+
+
+def _answers(t: Topology) -> str:
+    lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
+    limit = t.generation.max_new_tokens
+    cut = sum(length > limit for length in lengths)
+    shown = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
+    return f"scripted answers: {shown}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
+
+
+def _model(t: Topology) -> Iterator[str]:
+    yield "model"
+    if t.model.path.startswith(TINY):
+        folder = model_at(t.model.path)
+        yield f"  {t.model.path}: " + (f"made, {folder}" if folder else "made on first use")
+    else:
+        yield f"  {t.model.path}"
+    facts = pretrained.model_facts(model_at(t.model.path))
+    if facts.kind:
+        size = f"{facts.parameters / 1e6:.2f} M parameters" if facts.parameters else "size unknown"
+        yield f"  {facts.kind}: {facts.layers} layers, width {facts.hidden}, vocabulary {facts.vocabulary}, {size}"
+        yield from _rows_without(t)
+        yield f"  {t.model.dtype}, takes {facts.context or 'an unknown number of'} tokens"
+
+
+def _rows_without(t: Topology) -> Iterator[str]:
+    folder = model_at(t.model.path)
+    if folder is not None and (count := token_rows(folder).without):
+        yield f"  {count} rows of its vocabulary have no token: engines draw none of them, the learner leaves them out"
+
+
+def warnings(t: Topology) -> list[str]:
+    """What deserves a warning before a start: the findings of the loader, and what this machine lacks."""
+    return [sources.named(text) for text in (*t.derived.warnings, *_lacking(t), *_doubts(t))]
+
+
+def _lacking(t: Topology) -> Iterator[str]:
+    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != SCRIPTED)
+    threads = sum(entry.threads * entry.count for entry in computing)
+    if threads > (there := len(machine.cores())):
+        yield f"[[process]]: rollouts and learner have {threads} threads for {there} cores; lower threads or count"
+    name = t.openai.api_key_env
+    asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine == "openai"]
+    if name and not all(entry.env.get(name) or os.environ.get(name) for entry in asking):
+        yield f"openai.api_key_env: ${name} is not set in this environment; the run ends at once where it is not set"
+    for kind in sorted({t.device_of(one.name) for one in t.processes() if has_model(one.spec)} - {"auto"}):
+        if not device.likely(kind):
+            text = f"this machine has no {kind} device, or its torch was not built for one: a start here would end"
+            yield f'model.device = "{kind}": {text}; "auto" takes what there is'
+
+
+def _doubts(t: Topology) -> Iterator[str]:
+    """What may end a run, or keep it from beginning."""
+    free, needs = machine.shm_free(), sum(size for _, size in shared_memory(t))
+    if needs <= free < (most := needs + t.derived.ring_bytes - t.derived.ring_held):
+        text = f"{machine.SHM} has {_mib(free)} free: enough for usual answers ({_mib(needs)}), not for {_mib(most)}"
+        yield f"{text}, if all are as long as they may be; the run would pause then, and lose nothing"
+    if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
+        yield f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups"
+    if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
+        text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
+        yield f"run.max_steps: {text}, and the run ends by name there"
+    clients = keys.allowed(keys.directory_of(t.bus.keys)) if t.bus.endpoint != "ipc" else {}
+    for host in () if t.hosts.start else t.host_names:
+        if host not in clients:
+            yield f"process.hosts: {host} has no key yet, and is turned away; see `busrl keys add {host}`"
+    if t.bus.endpoint != "ipc" and not clients and not t.host_names:
+        yield f"bus.endpoint: no client may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`"
+    if count(t, "rollout") == 0:
+        yield "[[process]]: no rollout is started here; the run waits until one joins"
+    outside = any(entry.count == 0 or entry.command for entry in t.process)
+    if outside and t.task_message_bytes > t.bus.max_message_bytes:
+        text = f"workers without a mapping cannot join: a message with a sample may have {t.task_message_bytes} bytes"
+        yield f"bus.max_message_bytes = {t.bus.max_message_bytes}: {text}"
+    if text := trial.ends(t):
+        yield text
+
+
+def _warnings(t: Topology) -> Iterator[str]:
+    if found := warnings(t):
+        yield from ("warnings", *(f"  {text}" for text in found))
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,161 @@
+"""What this machine gives a run: cores, shared memory, disk, and how much of it published weights take.
+
+The weight transports keep as many versions as are counted here.
+
+- A process whose entry names cores runs on those. All others share the cores that no entry names, or all if none is
+  left. Where no entry names any, no process is bound.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from busrl.data import pretrained
+from busrl.data.vocabulary import language_of
+from busrl.errors import DiskFull, UserError
+from busrl.preflight.engine_rules import parse_cores, rollouts, vllm_entries
+from busrl.topology.schema import ADAPTERS, FOLDERS, RESTARTS, Process, Topology
+
+# -- memory and cores -----
+
+SHM = "/dev/shm"
+
+
+def shm_free() -> int:
+    """Free bytes of /dev/shm, 0 where there is none."""
+    try:
+        return shutil.disk_usage(SHM).free
+    except OSError:
+        return 0
+
+
+def cores() -> frozenset[int]:
+    return frozenset(os.sched_getaffinity(0))
+
+
+def cores_of(t: Topology, entry: Process, here: frozenset[int]) -> frozenset[int]:
+    """The cores for processes of that entry, out of those that this machine gives us; empty: they are not bound."""
+    if entry.cpus:
+        return parse_cores(entry.cpus)
+    named = [parse_cores(one.cpus) for one in t.process if one.cpus]
+    return here.difference(*named) if named else frozenset()
+
+
+def require_cores(t: Topology, here: frozenset[int]) -> None:
+    for index, entry in enumerate(t.process):
+        if entry.cpus and (missing := sorted(parse_cores(entry.cpus) - here)):
+            raise UserError(
+                f'process.{index}.cpus = "{entry.cpus}": core {missing[0]} is not there, or not for this process, '
+                f"which may use {sorted(here)}; name others, or remove cpus"
+            )
+
+
+PLANS = {"tensor": "base_model_tp_plan", "expert": "base_model_ep_plan"}  # of transformers, by axis
+
+
+def require_axes(t: Topology) -> None:
+    """UserError if the heads or experts of the model's config.json cannot be dealt out as [learner.parallel] says."""
+    own, folder = t.learner.parallel, pretrained.model_at(t.model.path)
+    config = pretrained.read_config(folder) if folder and t.ranks > 1 else {}
+    text = language_of(config)
+    experts = pretrained.whole(text, "num_experts", "num_local_experts", "n_routed_experts")
+    for key, over, what, count in (
+        ("tensor", own.tensor, "num_attention_heads", pretrained.whole(text, "num_attention_heads")),
+        ("tensor", own.tensor, "num_key_value_heads", pretrained.whole(text, "num_key_value_heads")),
+        ("expert", own.expert, "num_experts", experts),
+    ):
+        if text and over > 1 and (count % over or (key == "expert" and not count)):
+            remedy = f"set a divisor of {count}" if count else "set 1"
+            raise UserError(f"learner.parallel.{key} = {over}: the model at {t.model.path} has {what} = {count}, which "
+                            f"cannot be dealt out evenly over {over} ranks; {remedy}")
+    kind = str(config.get("model_type", ""))
+    for key, over in (("tensor", own.tensor), ("expert", own.expert)):
+        if kind and over > 1 and pretrained.has_plan(kind, PLANS[key]) is False:
+            raise UserError(f"learner.parallel.{key} = {over}: transformers has no plan ({PLANS[key]}) for a model of "
+                            f"model_type {kind!r}; set 1")
+
+
+# -- published versions -----
+
+ADAPTER_BYTES = 4  # an adapter is float32 whatever the model is
+UNBOUNDED = 8  # versions of an adapter that vLLM may be asked for where nothing bounds their age
+SMALL_FILES = 16 << 10  # configuration and stamp of an adapter
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Folders of versions: bytes of one, how many the learner keeps, and how many there may be at the same time."""
+
+    version: int
+    kept: int
+    most: int
+
+    @property
+    def total(self) -> int:
+        return self.version * self.most
+
+
+def kept_versions(t: Topology) -> int:
+    """Versions that stay in the place of publication. An adapter may be asked for as long as a sample of it counts."""
+    if t.weights.transport == "lora_hotswap" and t.weights.mode == "batch-async":
+        return max(2, t.weights.max_staleness + 1)
+    return 2  # the newest, and the one that an engine may be reading
+
+
+def adapter_slots(t: Topology) -> int:
+    """Adapters that one vLLM holds at a time: those that its running answers may be of, and the newest."""
+    if t.weights.mode == "sync" or t.weights.transport in RESTARTS:
+        return 2
+    return (t.weights.max_staleness if t.weights.mode == "batch-async" else UNBOUNDED) + 2
+
+
+def held_versions(t: Topology) -> int:
+    """Versions that one engine holds on to: those that its running sequences may be of."""
+    if t.weights.transport in ADAPTERS and vllm_entries(t):
+        return adapter_slots(t)  # it reads an adapter from its folder as long as it has a place for it
+    return 1 if t.weights.transport in RESTARTS else kept_versions(t)
+
+
+def weight_cost(t: Topology, model: Path | None) -> Cost | None:
+    """None for a transport that publishes no folders."""
+    if t.weights.transport not in FOLDERS:
+        return None
+    shapes = pretrained.tensor_shapes(model) if model is not None else {}
+    if t.weights.transport in ADAPTERS:
+        parts = pretrained.adapted(shapes, t.lora.targets)
+        size = sum(ADAPTER_BYTES * t.lora.rank * (rows + columns) for rows, columns in parts) if parts else 0
+        size += SMALL_FILES if size else 0
+    else:
+        size = pretrained.count_of(shapes) * pretrained.BYTES_OF[t.model.dtype]
+    kept, engines = kept_versions(t), sum(entry.count for _, entry in rollouts(t))
+    return Cost(size, kept, kept + 1 + engines * held_versions(t))
+
+
+def broadcast_copies(t: Topology) -> list[tuple[str, float]]:
+    """Who holds how many times the size of all values in a broadcast: the learner the version that it sends and the
+    one that comes next (and frames of changes), an engine the version that it has and the one that arrives."""
+    sparse = t.weights.sparse.enabled
+    found = [("learner, two blocks" + (" and frames of changes" if sparse else ""), t.weights.copies)]
+    if any(entry.engine != "vllm" for _, entry in rollouts(t)):
+        found.append(("each engine, front and back", 2.0))
+    if vllm_entries(t):
+        found.append(("each worker of vLLM, front, back and staging", 3.0))
+    return found
+
+
+def require_disk(t: Topology, model: Path | None, run_dir: Path) -> None:
+    """DiskFull with the sum, if the versions that checkpoint_restart writes into the run directory do not fit."""
+    found = weight_cost(t, model)
+    if found is None or t.weights.transport in ADAPTERS:
+        return
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if found.total > free:
+        raise DiskFull(
+            f"{place} has {free >> 20} MiB free, {t.weights.transport} needs {found.most} versions of "
+            f"{found.version >> 20} MiB = {found.total >> 20} MiB there; free some, choose another --run-dir, or "
+            'weights.transport = "shm"'
+        )

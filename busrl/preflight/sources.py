@@ -1,0 +1,340 @@
+"""[[data.source]], and sets of validation, before a run: what is wrong with the keys, and the files of prompt lines
+that they are made into, one of all sources and one of each set.
+
+Starts `busrl.data.sources` in a process of its own, since functions of the user run there, and listens to it with a
+deadline. Gives the topology back with these files as data.train and as the data of the sets; derived.sources has the
+place of each source. Knows nothing of run directories: `busrl.launch.rundir` gives the files their place there.
+
+- The same settings and files of the same age are converted once: a run directory that has the file is used.
+- What is made before a run lies in a temporary folder that ends with this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from busrl.data import pretrained
+from busrl.data.prompts import BLOCK, shares
+from busrl.data.sources import Event, Job, Made, Refused, Source, files_of, format_of, parse_where
+from busrl.preflight.prompt_tokens import tools_of_chats
+from busrl.preflight.rules import Finding, by_path
+from busrl.preflight.trial import foreign
+from busrl.system.files import crc
+from busrl.topology.prompts import DataSource, MadeSet, Rows, SourceLines
+from busrl.topology.schema import TINY, Topology
+
+TRAIN, VALIDATION, SET = "data.train", "validation.data", "validation.set "  # files that are made, the last by its name
+SILENT_S = 120.0  # a row, or an import, may take so long
+FORMAT = 1  # of the lines that are made: another number makes them again
+PLAIN = dataclasses.asdict(Rows())  # a set of validation that has only these is a file that is used as it stands
+HELD_OUT_SEED = 1 << 40  # of tasks, far from any run.seed: items are numbered on from the seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A file of prompts that is to be made: `which` as above, its key, the table of each source, and how that calls a
+    path. `split`: of a folder, where none is named."""
+
+    which: str
+    key: str
+    sources: tuple[DataSource, ...]
+    tables: tuple[str, ...]
+    seed: int
+    path: str = "path"
+    split: str = "train"
+
+    @property
+    def shown(self) -> str:
+        return "[[data.source]]" if self.which == TRAIN else f"[{self.tables[0]}]"
+
+
+def targets(t: Topology) -> Iterator[Target]:
+    """The files of prompts that are made for a topology: of [[data.source]], and of each set whose prompts are not the
+    lines of one JSONL file as they stand."""
+    if t.data.source:
+        tables = tuple(f"data.source.{at}" for at in range(len(t.data.source)))
+        yield Target(TRAIN, TRAIN, t.data.source, tables, t.run.seed)
+    named: list[tuple[str, str, Any]] = [(VALIDATION, "validation", t.validation)]
+    named += [(SET + one.name, f"validation.set.{at}", one) for at, one in enumerate(t.validation.set)]
+    for which, at, one in named:
+        rows = {name: getattr(one, name) for name in PLAIN}
+        whole = one.data.startswith(TINY) or (format_of(one.data) == "jsonl" if one.data else at == "validation")
+        if rows != PLAIN or not whole:
+            source = DataSource(path=one.data, **rows)
+            yield Target(which, f"{at}.data", (source,), (at,), HELD_OUT_SEED, "data", "test")
+
+
+def prepare(t: Topology, earlier: Path | None, answers: bool, bad: Collection[str]) -> tuple[Topology, list[Finding]]:
+    """The topology with the files that `targets` names, and what is wrong. `earlier`: the directory of a run that may
+    have them already; `answers`: every line needs a right answer; `bad`: keys whose tables are left alone."""
+    found: list[Finding] = []
+    for target in targets(t):
+        sections = {"data", target.key.partition(".")[0]}
+        if any(key.partition(".")[0] in sections for key in bad):
+            continue
+        wrong = list(faults(t, target))
+        if not wrong:
+            t, wrong = _prepared(t, target, earlier, answers)
+        found += wrong
+    return t, found
+
+
+def _prepared(t: Topology, target: Target, earlier: Path | None, answers: bool) -> tuple[Topology, list[Finding]]:
+    key, weights = _fingerprint(t, target, answers), shares([one.weight for one in target.sources])
+    origin = " + ".join(os.path.basename(one.path) or one.function or ", ".join(one.tasks) for one in target.sources)
+    if (before := _made_before(earlier, target.which, key, weights)) is not None:
+        _MADE_OF[before[0]] = origin
+        return _with_made(t, target.which, key, *before), []
+    folder = tempfile.mkdtemp(prefix="busrl-data-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    event, found = _convert(t, target, _job(t, target, os.path.join(folder, "lines"), answers))
+    if found:
+        return t, found
+    path = os.path.join(folder, f"{event.crc:08x}.jsonl")
+    os.rename(os.path.join(folder, "lines"), path)
+    _MADE_OF[path] = origin
+    rows = tuple(_lines_of(made, share) for made, share in zip(event.made, weights))
+    return _with_made(t, target.which, key, path, rows), []
+
+
+_MADE_OF: dict[str, str] = {}  # of each file that was made here, the names of its sources
+
+
+def named(text: str) -> str:
+    """The text with what a file was made of in the place of its path, which nobody has chosen."""
+    for path, origin in _MADE_OF.items():
+        text = text.replace(path, f"{origin} (converted)")
+    return text
+
+
+def _with_made(t: Topology, which: str, key: str, path: str, rows: tuple[SourceLines, ...]) -> Topology:
+    """The topology with a file that was made by these settings, and what it has of each source."""
+    t, derived = with_file(t, which, path), t.derived
+    if which == TRAIN:
+        return dataclasses.replace(t, derived=dataclasses.replace(derived, sources=rows, sources_key=key))
+    made = MadeSet(_name_of(which), key, f"{rows[0].name}: {rows[0].text}")
+    return dataclasses.replace(t, derived=dataclasses.replace(derived, made=(*derived.made, made)))
+
+
+def _name_of(which: str) -> str:
+    """The name of a set; "" of [validation] itself."""
+    return which.removeprefix(SET) if which.startswith(SET) else ""
+
+
+def with_file(t: Topology, which: str, path: str) -> Topology:
+    if which == TRAIN:
+        return dataclasses.replace(t, data=dataclasses.replace(t.data, train=path))
+    name, own = _name_of(which), t.validation
+
+    def moved(one: Any) -> Any:
+        return dataclasses.replace(one, data=path) if one.name == name else one
+
+    changed: dict[str, Any] = {"set": tuple(map(moved, own.set))} if name else {"data": path}
+    derived = dataclasses.replace(t.derived, sets=tuple(map(moved, t.derived.sets)))
+    return dataclasses.replace(t, validation=dataclasses.replace(own, **changed), derived=derived)
+
+
+def made_files(t: Topology) -> dict[str, Path]:
+    """The files of prompts that were made, by which they are."""
+    found = {TRAIN: Path(t.data.train)} if t.derived.sources else {}
+    for one in t.derived.made:
+        data = [own.data for own in t.validation.set if own.name == one.name] if one.name else [t.validation.data]
+        found |= {SET + one.name if one.name else VALIDATION: Path(data[0])} if data else {}
+    return found
+
+
+def placed(t: Topology, folder: Path) -> Topology:
+    """The topology with the files that were made in this folder."""
+    for which, path in made_files(t).items():
+        t = with_file(t, which, str(folder / path.name))
+    return t
+
+
+def _lines_of(made: Made, share: int) -> SourceLines:
+    """What became of a source, for people too."""
+    parts = [f"{made.count} of {made.read} rows"]
+    parts += [f"{count} left out {reason if reason.startswith(('by', 'as')) else f'as {reason}'}"
+              for reason, count in made.left_out.items()]
+    parts += [f"{made.shortened} shortened"] if made.shortened else []
+    return SourceLines(made.name, made.start, made.count, share, ", ".join(parts))
+
+
+# -- what is wrong with the keys -----
+
+
+GIVES = {"function": "function", "reasoning_gym": "tasks"}  # the key that says where rows come from; else path
+
+
+def faults(t: Topology, target: Target) -> Iterator[Finding]:
+    """Problems of the keys that need no row to be read."""
+    if target.which == TRAIN:
+        yield from _train_faults(t)
+    for table, one in zip(target.tables, target.sources):
+        yield from _source_faults(one, table, target, t.source)
+
+
+def _train_faults(t: Topology) -> Iterator[Finding]:
+    if t.data.train:
+        rule = "prompts come from one file, or from sources"
+        yield Finding(("data.train",), rule, "remove it, or every [[data.source]]: a file is a source with path")
+    if t.data.arrivals:
+        rule = "an open stream is one file, in its order"
+        yield Finding(("data.arrivals",), rule, "set it to false, or give the file as data.train")
+    for at, share in enumerate(shares([one.weight for one in t.data.source])):
+        if not share:
+            rule = f"its share of the draws is less than 1 in {BLOCK}: no prompt of it would be drawn"
+            yield Finding((f"data.source.{at}.weight",), rule, "raise it, or remove the source")
+
+
+def _source_faults(one: DataSource, at: str, target: Target, topology: str) -> Iterator[Finding]:
+    kind, path = format_of(one.path, one.format, one.function, one.tasks), target.path
+    given = [name for name in ("path", "function", "tasks") if getattr(one, name)]
+    needed = GIVES.get(kind, "path")
+    if given != [needed]:
+        words = {"path": path, "function": "function", "tasks": "tasks"}
+        have = f"has {' and '.join(words[name] for name in given)}"
+        have = have if given else f"has neither {path}, function nor tasks"
+        yield Finding((f"{at}.{words[needed]}",), f"a source of format {kind} has {words[needed]}, and this one {have}",
+                      f"give {words[needed]} and no other")
+        return
+    if needed == "path" and kind != "environment" and not Path(one.path).exists():
+        remedy = pretrained.of_hub(topology, one.path, pretrained.DATA_SET) or "give a path relative to this topology"
+        yield Finding((f"{at}.{path}",), "no such file or folder", remedy)
+    if kind == "hf" and Path(one.path).is_dir():
+        try:
+            files_of(Path(one.path), one.split or target.split)
+        except Refused as refused:
+            yield Finding((f"{at}.split", f"{at}.{path}"), refused.problem.rule, refused.problem.remedy)
+    if kind == "reasoning_gym" and not one.size:
+        yield Finding((f"{at}.size",), "tasks are made: say how many", "for example size = 10000")
+    for name in sorted(one.task_options.keys() - one.tasks.keys()):
+        yield Finding((f"{at}.task_options",), f"{name!r} is no task of this source", f"name it in {at}.tasks too")
+    for name in ("function", "filter"):
+        if text := getattr(one, name):
+            yield from by_path((f"{at}.{name}",), text, f'for example {name} = "prompts.py:{name}"')
+    try:
+        parse_where(one.where)
+    except ValueError as problem:
+        yield Finding((f"{at}.where",), str(problem), "a filter = \"file.py:function\" can decide anything else")
+    if one.too_long != "drop" and not one.max_prompt_tokens:
+        yield Finding((f"{at}.too_long",), "nothing is too long without max_prompt_tokens", "set it too")
+    if 0 < one.max_prompt_tokens < one.min_prompt_tokens:
+        yield Finding((f"{at}.max_prompt_tokens",), f"below min_prompt_tokens = {one.min_prompt_tokens}", "raise it")
+
+
+# -- converting -----
+
+
+def _name(one: DataSource) -> str:
+    return one.tag or (Path(one.path).stem if one.path else one.function.rpartition(":")[2] or "+".join(one.tasks))
+
+
+def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
+    own, folder = t.data, pretrained.model_at(t.model.path)
+    tasks = target.which != TRAIN and any(one.tasks for one in target.sources)  # items of other seeds may be the same
+    sources = [
+        Source(
+            **{name: value for name, value in dataclasses.asdict(one).items() if name != "weight"} | {
+                "name": _name(one), "format": format_of(one.path, one.format, one.function, one.tasks),
+                "prompt_key": one.prompt_key or own.prompt_key, "tag": one.tag or ("" if one.tasks else _name(one)),
+                "answer_key": one.answer_key or t.reward.answer_key or own.answer_key,
+                "split": one.split or target.split,
+            }
+        )
+        for one in target.sources
+    ]
+    return Job(
+        sources=sources, out=out, seed=target.seed, model=str(folder or ""), prompt_key=own.prompt_key,
+        answer_key=t.reward.answer_key or own.answer_key, answers=answers, template=own.template, system=own.system,
+        tools_key=own.tools_key, template_arguments=own.template_arguments, base_dir=t.base_dir,
+        without=own.train if tasks and not own.train.startswith(TINY) else "",
+    )
+
+
+def _convert(t: Topology, target: Target, job: Job) -> tuple[Event, list[Finding]]:
+    """The last event of the converting process, and its problems by the keys of the sources."""
+    last = Event(at="starting")
+    with foreign(t, "reward", "busrl.data.sources") as child:
+        child.tell(job)
+        while not (last.made or last.problems):
+            if (found := child.next(SILENT_S)) is None:
+                rule = f"no row for {SILENT_S:g} s at {last.at}: it hangs"
+                rule = f"converting it died at {last.at}: {child.last_words()}" if child.ended else rule
+                remedy = "see what is read, or called, there"
+                return last, [Finding(target.tables[:1], rule, remedy, value=target.shown)]
+            last = msgspec.convert(found, Event)
+    return last, [_finding(target, job, *one) for one in last.problems]
+
+
+def _finding(target: Target, job: Job, at: int, place: str, value: str, rule: str, remedy: str) -> Finding:
+    own = place == job.sources[at].name  # of the source as a whole: named by the line of its key
+    value = value or (place if own else "")
+    return Finding((target.tables[at],), rule, remedy, value=value, place="" if own else place)
+
+
+# -- what a run has made before -----
+
+
+def _fingerprint(t: Topology, target: Target, answers: bool) -> str:
+    """Settings, and age and size of every file, as one number."""
+    stats = [_age(path) for one in target.sources for path in _read(one, target.split)]
+    settings = msgspec.structs.asdict(_job(t, target, "", answers))
+    del settings["base_dir"]  # of functions `stats` has the files
+    settings["sources"] = [msgspec.structs.asdict(one) for one in settings["sources"]]
+    if settings["without"]:
+        file = Path(settings["without"])
+        stats.append([file.name] if t.derived.sources else _age(file))  # of one that was made: its content's
+        settings["without"] = ""
+    tokenizer = _age(Path(settings["model"]) / "tokenizer.json") if settings["model"] else []
+    text = json.dumps([FORMAT, settings, stats, tokenizer, tools_of_chats(t)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read(one: DataSource, split: str) -> list[Path]:
+    if format_of(one.path, one.format, one.function, one.tasks) == "hf":
+        return [path for path, _ in files_of(Path(one.path), one.split or split)]
+    functions = [text.rpartition(":")[0] for text in (one.function, one.filter)]
+    return [Path(path) for path in (one.path, *functions) if path and Path(path).is_file()]
+
+
+def _age(path: Path) -> list[Any]:
+    try:
+        found = path.stat()
+    except OSError:
+        return [str(path)]
+    return [str(path), found.st_size, found.st_mtime_ns]
+
+
+def _made_before(
+    run_dir: Path | None, which: str, key: str, weights: list[int]
+) -> tuple[str, tuple[SourceLines, ...]] | None:
+    """The file of an earlier start in that directory, if its bytes are those that it was made with; and its lines."""
+    if run_dir is None:
+        return None
+    recorded, name = pretrained.read_config(run_dir, "topology.json"), _name_of(which)
+    try:
+        derived = recorded.get("derived", {})
+        if which == TRAIN:
+            known, file = derived.get("sources_key"), recorded["data"]["train"]
+            rows = tuple(SourceLines(**{**row, "share": share}) for row, share in zip(derived["sources"], weights))
+        else:
+            (one,) = (one for one in derived.get("made", []) if one["name"] == name)
+            (own,) = (own for own in recorded["validation"]["set"] if own["name"] == name) if name else (None,)
+            known, file = one["key"], (own or recorded["validation"])["data"]
+            source, _, text = one["text"].partition(": ")
+            rows = (SourceLines(source, 0, 0, BLOCK, text),)
+        path = run_dir / "data" / Path(file).name
+        return (str(path.resolve()), rows) if known == key and f"{crc(path):08x}" == path.stem else None
+    except (KeyError, TypeError, ValueError, OSError):
+        return None

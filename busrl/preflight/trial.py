@@ -1,0 +1,407 @@
+"""What the user's own code gives, tried before a run starts: the reward of the first prompt, losses, metrics, episodes.
+
+It runs in a process of its own with deadlines, since it is foreign code: it may raise, hang or print.
+
+- A reward that cannot be loaded, or that fails for every answer that is tried, is a problem: each sample of the run
+  would be lost. One that fails for some of them, or gives both the same value, is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from busrl.data import pretrained
+from busrl.data.chat import LightTokenizer
+from busrl.data.prompts import open_file, prompt_lines, prompt_of
+from busrl.data.sources import ENVIRONMENT
+from busrl.data.vocabulary import end_ids, vocabulary_size
+from busrl.errors import DataError
+from busrl.preflight.prompt_tokens import tokenizer_of
+from busrl.system import proxies
+from busrl.system.imports import IMPORTING, interpreter
+from busrl.topology.declare import FUNCTION
+from busrl.topology.reader import show
+from busrl.topology.schema import AGENT, TINY, Process, Topology, has_model
+
+# -- the first prompt and its reward -----
+
+LOAD_S, MODEL_LOAD_S = 60.0, 600.0  # importing a reward may take so long, and loading a reward model
+END_S = 5.0  # from the end of its output to that of the process
+JUDGE_PAUSE_S = 20.0  # at most, between the two tries of a judge
+SHOWN_TEXT, SHOWN_IDS = 160, 12
+TRIED = ("python", "code")  # kinds that a run is not started without having tried
+EMPTY, RIGHT, MADE_UP = "an empty answer", "the right answer", "a made-up answer"
+SOMETHING = "42"  # text, a number and JSON: a reward that fails for this too fails for more than an empty text
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One answer and what came of it. `error`: "" | raised | malformed | hung | died, `text` says more."""
+
+    what: str
+    answer: str
+    value: float = 0.0
+    error: str = ""
+    text: str = ""
+
+    def in_words(self) -> str:
+        """The value, or the first line of the error."""
+        if self.error == "hung":
+            return self.text
+        cause = self.text.strip().splitlines()[0] if self.text.strip() else self.error
+        return cause if self.error else f"{self.value:g}"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What one reward, or one part of it, did with each answer; or why it cannot be loaded. `key`: of its function;
+    `label` names a part in lines."""
+
+    key: str
+    label: str
+    tried: tuple[Tried, ...] = ()
+    not_loaded: str = ""
+
+    @property
+    def failed(self) -> Tried | None:
+        """What failed, where nothing went well."""
+        return self.tried[0] if self.tried and all(one.error for one in self.tried) else None
+
+    def lines(self) -> Iterator[str]:
+        if self.not_loaded:
+            yield f"  reward{self.label}: cannot be used: {self.not_loaded}"
+        for one in self.tried:
+            shown = f" {show(one.answer, SHOWN_TEXT)}" if one.answer else ""
+            yield f"  reward{self.label} of {one.what}{shown}: {one.in_words()}"
+        values = [one.value for one in self.tried]
+        if [one.what for one in self.tried if not one.error] == [EMPTY, RIGHT] and values[0] == values[1]:
+            yield "  (both are worth the same: right, if the reward wants more than the bare answer)"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Lines for `busrl check`; what the reward, or each of its parts, did."""
+
+    lines: tuple[str, ...] = ()
+    judged: tuple[Judged, ...] = ()
+
+
+def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
+    """Load the reward, and judge the first record with it where one is there and busrl's own reward process starts.
+    Of a reward with parts each alone: those of these kinds, or all."""
+    place, line = _first_line(t)
+    record: dict[str, Any] = json.loads(line) if line else {}
+    tokenizer = tokenizer_of(t)
+    judged = []
+    for one in _subjects(t):
+        if not kinds or one.setup["kind"] in kinds:
+            not_loaded, tried = _judge(t, one, line or "{}", _answers(t, one, record, tokenizer) if line else [])
+            judged.append(Judged(one.key, one.label, tuple(tried), not_loaded))
+    lines = [*_prompt(t, place, record, tokenizer), *(text for one in judged for text in one.lines())] if line else []
+    return Trial(tuple(lines), tuple(judged))
+
+
+def boxes() -> str:
+    """What this machine has of a box for code that a model wrote."""
+    words = [*interpreter(), "busrl.rewards.box"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LOAD_S)
+    return "; ".join(done.stdout.splitlines()) or done.stderr.strip()[-SHOWN_TEXT:]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tried: fields of a `busrl.rewards.base.Setup`, and how long a call may take."""
+
+    key: str
+    label: str
+    setup: dict[str, Any]
+    timeout_s: float
+    timeout_key: str = "reward.timeout_s"
+
+
+def _subjects(t: Topology) -> Iterator[Subject]:
+    own = t.reward
+    if own.kind == AGENT and not own.part:
+        return  # its episodes judge themselves
+    if not own.part:
+        told = ("kind", "function", "extract", "answer_key", "timeout_s", "memory_mb")
+        setup = {name: getattr(own, name) for name in told} | {"base_dir": t.base_dir}
+        yield Subject("reward.function", "", setup, own.timeout_s)
+    more = {"prompt_key": t.data.prompt_key, "device": t.device_of("reward/0"), "base_dir": t.base_dir}
+    for index, part in enumerate(own.part):
+        if part.kind == AGENT:
+            continue  # there is no episode yet
+        tries = min(1, part.retries)  # a judge that is not there is soon known
+        placed: dict[str, Any] = {"place": f"reward.part {part.name!r}", "retries": tries}
+        placed["memory_mb"] = 0 if part.kind == "model" else own.memory_mb
+        whole = {**dataclasses.asdict(part), **more, **placed}
+        waits = part.timeout_s * (1 + tries) + JUDGE_PAUSE_S if part.kind == "judge" else part.timeout_s
+        key = f"reward.part.{index}.{'function' if part.kind == 'python' else 'kind'}"
+        yield Subject(key, f" part {part.name}", whole, waits, "its timeout_s")
+
+
+def _answers(t: Topology, one: Subject, record: dict[str, Any], tokenizer: LightTokenizer | None) -> Answers:
+    """An empty answer, and the right one where the record has it."""
+    if not any(entry.role == "reward" and entry.count and not entry.command for entry in t.process):
+        return []
+    right = record.get(one.setup["answer_key"] or t.data.answer_key)
+    what, text = MADE_UP, SOMETHING
+    if right is not None and not isinstance(right, (dict, list)):
+        what, text = RIGHT, right if isinstance(right, str) else json.dumps(right)
+    if one.setup["kind"] == "code" and not one.setup["extract"] and "```" not in text:
+        text = f"```python\n{text if what == RIGHT else 'pass'}\n```"
+    return [(EMPTY, "", []), (what, text, tokenizer.ids(text) if tokenizer else [])]
+
+
+def _first_line(t: Topology) -> tuple[str, str]:
+    """Place and text of the first line of data.train; both empty where none can be read."""
+    path = t.data.train
+    if path.startswith(TINY):
+        made = pretrained.made(path)
+        if made is None:
+            return "", ""
+        path = str(made.train)
+    try:
+        with open(open_file(Path(path)), "rb") as file:
+            _, line = next(prompt_lines(file))
+        return (f"{path}:1", line.decode()) if isinstance(json.loads(line), dict) else ("", "")
+    except (OSError, ValueError, DataError, StopIteration):
+        return "", ""  # `files` reports what is wrong with the file
+
+
+def _prompt(t: Topology, place: str, record: dict[str, Any], tokenizer: LightTokenizer | None) -> Iterator[str]:
+    yield f"first prompt ({place})"
+    try:
+        prompt = prompt_of(record, t.data)
+        text = tokenizer.text(prompt) if tokenizer else prompt
+        ids = tokenizer.ids(prompt) if tokenizer else []
+    except DataError as problem:
+        yield f"  cannot be written: {problem}"
+        return
+    yield f"  as the model reads it: {show(text, SHOWN_TEXT)}"
+    if ids:
+        more = ", ..." if len(ids) > SHOWN_IDS else ""
+        yield f"  {len(ids)} tokens: {', '.join(map(str, ids[:SHOWN_IDS]))}{more}"
+
+
+def ends(t: Topology) -> str:
+    """What is wrong with the tokens that end an answer; empty where nothing is, or where no model runs here."""
+    generates = any(entry.role == "rollout" and has_model(entry) for entry in t.process)
+    tokenizer = tokenizer_of(t) if generates and not t.model.path.startswith(TINY) else None
+    if tokenizer is None:
+        return ""
+    folder = Path(t.model.path)
+    own = tokenizer.id_of(tokenizer.end) if tokenizer.end else None
+    known = end_ids(folder) | ({own} if own is not None else set())
+    shown, size = ", ".join(map(str, sorted(known))), vocabulary_size(folder)
+    limit = f"generation.max_new_tokens = {t.generation.max_new_tokens}"
+    if size and all(one >= size for one in known):
+        what = f"its end tokens ({shown}) are none of its {size} ids" if known else "it names no end token"
+        return f"model.path: {what}, so every answer is cut at {limit}; set eos_token_id in generation_config.json"
+    turn = tokenizer.turn_end() if t.data.template == "chat" else None
+    if turn is not None and turn[0] not in known:
+        return (
+            f"model.path: its chat template ends a turn with {turn[1]} (id {turn[0]}), and the end tokens are {shown}: "
+            f"an answer may go on to {limit}; add {turn[0]} to eos_token_id in generation_config.json"
+        )
+    return ""
+
+
+# -- the other process -----
+
+Answers = list[tuple[str, str, list[int]]]
+
+
+class Foreign:
+    """A process that runs a user's code, and lines of JSON from it, each waited for with a deadline."""
+
+    def __init__(self, child: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
+        self.child, self._printed, self._rest = child, printed, b""
+        self.ended = False
+
+    def tell(self, *values: Any) -> None:
+        """Write lines of JSON. `last_words` say why it died, if it did before."""
+        assert self.child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.child.stdin.write(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+            self.child.stdin.flush()
+
+    def next(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next line; None after the time, or when the other side has ended."""
+        assert self.child.stdout is not None
+        pipe, until = self.child.stdout, time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
+            data = os.read(pipe.fileno(), 1 << 16) if ready else b""
+            if not data:
+                self.ended = bool(ready)
+                return None
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+    def last_words(self) -> str:
+        """Exit code and last line; it may live on where user code has closed its output."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(END_S)
+        self._printed.seek(0)
+        rows = self._printed.read().decode(errors="replace").strip().splitlines()
+        code = "its output is closed" if self.child.returncode is None else f"exit code {self.child.returncode}"
+        return f"{code}, {rows[-1]}" if rows else code
+
+
+@contextlib.contextmanager
+def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator[Foreign]:
+    """With the environment of that role; killed at the end. It prints to a file, and so never waits for a reader."""
+    entry = next((one for one in t.process if one.role == role and not one.command), None)
+    program = interpreter(python or (entry.python if entry else ""))
+    environment = proxies.environment({**os.environ, **(entry.env if entry else {})})
+    with tempfile.TemporaryFile() as printed:
+        child = subprocess.Popen(
+            [*program, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
+            env=environment, start_new_session=True,
+        )
+        try:
+            yield Foreign(child, printed)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # it, and whatever user code has started
+            child.communicate()
+
+
+def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str, list[Tried]]:
+    """Why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
+    items = [
+        {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
+        for key, (_, text, ids) in enumerate(answers)
+    ]
+    with foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as child:
+        child.tell(one.setup, items)
+        load_s = MODEL_LOAD_S if one.setup["kind"] == "model" else LOAD_S
+        loaded = child.next(load_s)
+        if loaded is None:
+            late = f"importing it took longer than {load_s:g} s"
+            return child.last_words() if child.ended else late, []
+        tried: list[Tried] = []
+        for what, answer, _ in answers if not loaded["error"] else ():
+            if event := _outcome(child, one.timeout_s):
+                tried.append(Tried(what, answer, event["value"], event["error"], event["text"]))
+                continue
+            error, text = "hung", f"no result after {one.timeout_s:g} s ({one.timeout_key})"
+            if child.ended:
+                error, text = "died", f"the process died: {child.last_words()}"
+            tried.append(Tried(what, answer, error=error, text=text))
+            break
+        return str(loaded["text"]) if loaded["error"] else "", tried
+
+
+def _outcome(child: Foreign, timeout_s: float) -> dict[str, Any] | None:
+    """What became of an answer, within that time without those in which the reward imports modules."""
+    left_s, importing = timeout_s, False
+    while True:
+        begun = time.monotonic()
+        event = child.next(LOAD_S if importing else max(0.0, left_s))
+        if event is None or event["key"] != IMPORTING:
+            return event
+        left_s -= 0.0 if importing else time.monotonic() - begun
+        importing = bool(event["text"])
+
+
+# -- a loss, an advantage estimator, metrics and an optimiser by import path -----
+
+
+def try_functions(t: Topology) -> list[tuple[str, str]]:
+    """(key, what is wrong) of each function that [learner] names by import path, and of an optimiser with options."""
+    own = t.learner
+    named = [("learner.loss", own.loss), ("learner.advantage", own.advantage)]
+    named += [("learner.metrics", path) for path in own.metrics]
+    asked = [(key, path) for key, path in named if FUNCTION.fullmatch(path)]
+    arguments = [text for pair in asked for text in pair]
+    if FUNCTION.fullmatch(own.optimizer) or (own.options and own.optimizer == "adafactor"):
+        asked.append(("learner.optimizer", own.optimizer))
+        adam = {"betas": own.betas, "eps": own.eps, "weight_decay": own.weight_decay, "parts": t.ranks > 1}
+        arguments += "learner.optimizer", json.dumps({"target": own.optimizer, "options": own.options, **adam})
+    return _refused(t, "learner", "busrl.training.custom", asked, arguments)
+
+
+def try_imports(t: Topology) -> list[tuple[str, str]]:
+    """(key, what is wrong) of the user's sinks, and of a parser of tools of the user's."""
+    named = [("agents.tools", t.agents.tools)] if t.has_callers else []
+    named += [("sinks.to", one) for one in t.sinks.to]
+    asked = [(key, path) for key, path in named if FUNCTION.fullmatch(path)]
+    return _refused(t, "sinks", "busrl.system.imports", asked, [text for pair in asked for text in pair])
+
+
+Asked = list[tuple[str, str]]  # keys and import paths
+
+
+def _refused(t: Topology, role: str, module: str, asked: Asked, arguments: Sequence[str]) -> Asked:
+    """Those of `asked` that a process of this module finds something wrong with, and what."""
+    if not asked:
+        return []
+    with foreign(t, role, module, t.base_dir, *arguments) as one:
+        try:
+            faults = json.loads(one.child.communicate(timeout=LOAD_S)[0])
+        except subprocess.TimeoutExpired:
+            faults = [f"importing and trying it took longer than {LOAD_S:g} s"] * len(asked)
+        except json.JSONDecodeError:
+            faults = [f"the process that tried it died: {one.last_words()}"] * len(asked)
+    return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]
+
+
+# -- episodes -----
+
+
+def turns(t: Topology) -> Iterator[str]:
+    """How the model's chat template lets the turns of an episode be continued; nothing without agents or a template."""
+    folder = pretrained.model_at(t.model.path)
+    if folder is None or not t.has_callers:
+        return
+    with foreign(t, AGENT, "busrl.agents.renderer", str(folder)) as one:
+        try:
+            found = one.child.communicate(timeout=LOAD_S)[0].decode(errors="replace").splitlines()
+        except subprocess.TimeoutExpired:
+            found = [f"not tried: the template took longer than {LOAD_S:g} s"]
+        if one.child.returncode:
+            found = [f"cannot be tried: {one.last_words()}"]
+    if found:
+        yield "turns of an episode, as the chat template lets them be continued"
+        yield from (f"  {line}" for line in found)
+
+
+def try_episodes(t: Topology) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) of each agent that cannot be loaded, or cannot begin an episode."""
+    for index, entry in enumerate(t.process):
+        sound = bool(ENVIRONMENT.fullmatch(entry.environment)) != bool(FUNCTION.fullmatch(entry.function))
+        sound = sound and (not entry.python or os.access(entry.python, os.X_OK))
+        if entry.role == AGENT and sound and (fault := _episode_fault(t, entry)):
+            key, value = ("environment", entry.environment) if entry.environment else ("function", entry.function)
+            yield f"process.{index}.{key}", fault.removeprefix(f"{key} = {value!r}: ")
+
+
+def _episode_fault(t: Topology, entry: Process) -> str:
+    setup = {"type": "setup", "function": entry.function, "base_dir": t.base_dir, "environment": entry.environment,
+             "options": entry.options, "trial": True}
+    until = time.monotonic() + LOAD_S
+    with foreign(t, AGENT, "busrl.agents.child", str(os.getpid()), python=entry.python) as child:
+        child.tell(setup)
+        while (event := child.next(max(0.0, until - time.monotonic()))) is not None:
+            if event["type"] == "ready":
+                return str(event.get("error", ""))
+        late = f"importing and setting it up took longer than {LOAD_S:g} s"
+        return f"its process died: {child.last_words()}" if child.ended else late

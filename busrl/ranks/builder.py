@@ -1,0 +1,206 @@
+"""What a rank of a learner is made of: the settings of the team, and the trainer of a model that is spread over it.
+
+Used by `leader` and `follower`. Talks to the folder of the model through `loading`, and to the process group through
+`mesh`; knows nothing of messages or processes.
+
+- No rank ever holds the whole model: it is made without memory, cut, and then each rank reads its own rows.
+- The way the model computes is proved on its first layers before the rest is read.
+- The reference of a KL term is the base without its adapter, or a second model that is spread the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from busrl.algorithms import catalog
+from busrl.errors import UserError
+from busrl.paths import RunPaths
+from busrl.ranks import mesh
+from busrl.ranks.loading import WeightFiles, fill, first_layers, standing_in
+from busrl.ranks.mesh import Layout, Meshes, ShardedForward
+from busrl.system import device
+from busrl.training.custom import OwnLoss
+from busrl.training.forward import AUTO, Forward, checkpoint_layers, compile_layers, compute_again
+from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
+from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
+
+# -- settings -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TeamSettings:
+    """`ranks` ranks that meet at the socket `file`, those of other `hosts` at a port of `address`. `facts`: what has to
+    be the same on all of them. `root`: home's run directory, whose files no other host has."""
+
+    ranks: int
+    file: Path
+    facts: Mapping[str, str]
+    device: torch.device
+    reshard: bool = True
+    layout: Layout | None = None  # None: one axis
+    offload: bool = False  # parts, gradients and optimiser are in the host's memory
+    start_s: float = 300.0
+    collective_s: float = 120.0
+    lora: LoraSettings | None = None
+    refers: bool = False  # to a reference, for a KL term; a loss of the user's may read one all the same
+    reference: Path | None = None  # its folder; None: the model as the run began with it
+    taught: bool = False  # by a teacher; as with `refers`
+    teacher: Path | None = None  # its folder
+    teacher_k: int = 0  # its most probable tokens that are read
+    hosts: tuple[str, ...] = ()
+    address: str = ""
+    note: Path = Path()  # where rank 0 says at which port it listens there
+    root: Path = Path()
+    hosts_s: float = 0.0  # that ranks of other hosts may need to come
+
+    @classmethod
+    def of(
+        cls, topology: Any, paths: RunPaths, device: torch.device, fingerprint: Callable[[Path], str]
+    ) -> TeamSettings:
+        """From a topology's [[process]] and [learner.parallel]. `fingerprint`: tells the files of one model from those
+        of another, which other hosts may have under the same path."""
+        own, learner, model = topology.learner.parallel, topology.learner, topology.model
+        lora = LoraSettings.of(topology)
+        # Not all of the topology: a host has one of its own, and some of it changes in flight.
+        known = facts(repr((TrainerSettings.of(topology), own, model, lora, learner.kl, learner.teacher_k)))
+        if topology.rank_hosts:
+            known["model.path"] = f"{model.path} ({fingerprint(Path(model.path))[:12]})"
+        return cls(
+            topology.ranks, paths.ranks, known, device, own.reshard,
+            Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
+            topology.limits.start_most_s, own.collective_timeout_s, lora, learner.kl != "none",
+            Path(model.reference) if model.reference else None, catalog.taught(learner),
+            Path(model.teacher) if model.teacher else None, learner.teacher_k, topology.rank_hosts,
+            _address(topology.bus.endpoint) if topology.rank_hosts else "", paths.rank_place, paths.root,
+            own.host_timeout_s,
+        )
+
+    @property
+    def waits_s(self) -> float:
+        """For which ranks that are there may have to wait for others."""
+        return max(self.start_s, self.hosts_s if self.hosts else 0.0)
+
+    def host_of(self, rank: int) -> str:
+        """Where a rank is; empty: at home."""
+        return ("", *self.hosts)[rank * (1 + len(self.hosts)) // self.ranks]
+
+    @property
+    def axes(self) -> Layout:
+        return self.layout or Layout(self.ranks)
+
+
+def _address(endpoint: str) -> str:
+    """Of the bus, as other hosts see it; the topology's rules allow no other."""
+    named = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return mesh.HOST if named == "localhost" else named
+
+
+def facts(settings: str) -> dict[str, str]:
+    """What has to be the same on all ranks, besides the model."""
+    import transformers
+
+    import busrl
+
+    return {
+        "topology": hashlib.sha256(settings.encode()).hexdigest()[:16], "busrl": busrl.__version__,
+        "torch": str(torch.__version__), "transformers": transformers.__version__,
+    }
+
+
+def digest(trainer: Trainer) -> str:
+    """Of names, shapes and number types of the parameters, and of how they compute."""
+    named = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in trainer.model.named_parameters()]
+    text = "\n".join([trainer.forward.name, *named])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# -- the trainer of a rank ---------------------------------------------------------------
+
+
+@dataclass
+class TrainerBuilder:
+    settings: TrainerSettings
+    team: TeamSettings
+    meshes: Meshes
+    read: int = 0  # bytes of files, so far
+    largest: int = 0  # of them at once
+    _first: Path | None = None  # folder of the first model
+    _others: dict[Path, ShardedForward] = field(default_factory=dict)  # models that are read and not trained
+
+    def trainer(self, folder: Path, make: Callable[..., Trainer]) -> Trainer:
+        """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
+        self._first = self._first or folder
+        model, way, adapter = self._spread(folder, self.team.lora)
+        forward = self._sharded(way)
+        if self.settings.compile:  # every rank compiles, and tries it with the others
+            compile_layers(forward)
+        made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
+        made.copies = self.meshes.layout.tensor
+        reads = made.loss.reads if isinstance(made.loss, OwnLoss) else lambda _: False
+        made.adapter = adapter
+        if self.team.refers or reads("reference"):
+            made.reference = self._refer(forward, adapter, model)
+        if self.team.taught or reads("teacher"):
+            made.teacher = self._teach(model)
+        return made
+
+    def _sharded(self, way: Forward) -> ShardedForward:
+        return ShardedForward(way, self.team.device if self.team.offload else None)
+
+    def _spread(self, folder: Path, lora: LoraSettings | None, frozen: bool = False) -> tuple[Any, Any, Adapter | None]:
+        """The folder's model in parts, how it computes, its adapter. No rank ever holds all of it."""
+        settings, named = self.settings, "" if self.settings.attention == AUTO else self.settings.attention
+        fixed = lora is not None or frozen  # what is not trained has no bits that no forward sees
+        model = load_empty(folder, (settings.few_bits if fixed else None) or torch.float32, named)
+        proof = way_of(first_layers(folder, named), settings)
+        if not frozen and computes_again(settings, model, self.team.device.type):
+            checkpoint_layers(proof)
+            compute_again(model)
+        way = proof.on(model)
+        del proof
+        files, adapter = WeightFiles(folder, model), None
+        if lora is not None:
+            with standing_in(model):
+                adapter = Adapter(model, lora)
+        if frozen:
+            model.requires_grad_(False)
+        elif lora is None:
+            train_only(model, settings.train_layers)
+        device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
+        mesh.shard(model, self.meshes, settings.few_bits, self.team.reshard, self.team.offload)
+        host = torch.device("cpu") if self.team.offload else self.team.device
+        fill(model, files, host, self.team.device)
+        self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
+        return model, way, adapter
+
+    def _refer(self, forward: Any, adapter: Adapter | None, model: Any) -> Callable[..., Tensor]:
+        """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
+        if adapter is not None and self.team.reference is None:
+            return adapter.base_alone(forward.score)
+        folder = self.team.reference or self._first
+        assert folder is not None
+        second = self._other(folder)
+        require_vocabulary(folder, second.model, model)
+        return lambda samples, flat: second.score(samples, flat)[0]
+
+    def _teach(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        """What gives a teacher's most probable tokens, of those that the model has."""
+        if self.team.teacher is None:
+            rule = "it needs a teacher; set model.teacher to its folder"
+            raise UserError(f'learner.loss = "{self.settings.loss}": {rule}')
+        second, words, count = self._other(self.team.teacher), vocabulary(model), self.team.teacher_k
+        return lambda samples, flat: second.best(samples, flat, count, words)
+
+    def _other(self, folder: Path) -> ShardedForward:
+        if folder not in self._others:
+            _, way, _ = self._spread(folder, None, frozen=True)
+            self._others[folder] = self._sharded(way)
+            self._others[folder].leave_out_all_but(self.settings.known)
+        return self._others[folder]

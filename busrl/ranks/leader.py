@@ -1,0 +1,447 @@
+"""Rank 0 of a learner: gathers the other ranks, plans what each of them computes, and tells them.
+
+`Leader` is a trainer whose calls run on all ranks. Talks to each follower over a control stream (`wire`) and, inside of
+the trainer, over the process group of `mesh`. Knows nothing of rings, logs or groups.
+
+- Whoever runs a forward, a backward or an update runs it on all ranks: a round is one micro-batch on every rank, an
+  empty one where there is no work. A sample is never cut over ranks.
+- The first failure ends the team: nothing is repaired inside a living process.
+- Before a step every rank proves that it counted the tokens that rank 0 planned for it: a wrong mean would be silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from busrl.errors import CannotTrain, DiskFull, RankFailed, RankLost, RanksDiffer, Stopped, WriteFailed, cause
+from busrl.ranks import meeting, mesh, wire
+from busrl.ranks.builder import TeamSettings, TrainerBuilder, digest
+from busrl.system.listener import shut
+from busrl.training import sharded
+from busrl.training.batch import Round, Sample, Worth, rounds_of
+from busrl.training.checkpoint import Checkpoint
+from busrl.training.model import Adapter, vocabulary
+from busrl.training.shard_files import Saving, Writing, file_of
+from busrl.training.step_stats import RankStats, StepStats, stats_of
+from busrl.training.trainer import EVERY, Given, Trainer, TrainerSettings
+
+T = TypeVar("T")
+SAY_S = 20.0  # after which whoever watches is told which host is waited for
+LOOK_EVERY_S = 1.0
+PIECE = 1 << 22  # bytes of a file for other hosts
+NOT_BROUGHT = ("trained.bin",)  # it is rank 0's alone
+
+# -- the team ---------------------------------------------------------------------------
+
+@dataclass
+class Team:
+    """The followers of rank 0, and its process group with them."""
+
+    settings: TeamSettings
+    followers: list[wire.Stream] = field(default_factory=list)  # of rank 1, 2, ...
+    meshes: Any = None
+    seq: int = 0
+    store: Any = None
+    builder: TrainerBuilder | None = None
+    on_progress: Callable[[], None] = lambda: None  # called after each part of a file that other hosts get
+    _brought: set[Path] = field(default_factory=set)
+    _next_look: float = 0.0
+
+    @classmethod
+    def gathered(
+        cls, settings: TeamSettings, stopping: Callable[[], object] = lambda: None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Team:
+        """Wait for all ranks, form the group. RankLost names who did not come, CannotTrain a host that stays away,
+        RanksDiffer what differs. `stopping` is called while they are waited for; if it is true those that are there are
+        dismissed: Stopped. `say`: once, which hosts are waited for."""
+        team = cls(settings)
+        begun, streams = time.monotonic(), dict[int, wire.Stream]()
+        with meeting.door(settings.file, settings.note, settings.address, settings.collective_s) as door:
+            while missing := sorted(set(range(1, settings.ranks)) - streams.keys()):
+                if stopping():
+                    team.followers = list(streams.values())
+                    team.close()
+                    raise Stopped("while the other ranks were waited for")
+                waited = time.monotonic() - begun
+                team._overdue(missing, waited)
+                if settings.hosts and waited > SAY_S:
+                    say(f"the learner waits for {team._named(missing)}")
+                    say = lambda _: None  # noqa: E731
+                if (connected := door.accept(wire.LOOK_S)) is not None:
+                    team._welcome(wire.Stream(connected, "a rank that connects"), streams)
+        team.followers = [streams[rank] for rank in sorted(streams)]
+        team._join()
+        return team
+
+    def _overdue(self, missing: list[int], waited: float) -> None:
+        own = self.settings
+        here = [rank for rank in missing if not own.host_of(rank)]
+        if here and waited > own.start_s:
+            raise RankLost(f"{self._named(here)} did not come within {own.start_s:g} s")
+        away = [rank for rank in missing if own.host_of(rank)]
+        if away and waited > own.hosts_s:
+            raise CannotTrain(
+                f"{self._named(away)} did not come within {own.hosts_s:g} s (learner.parallel.host_timeout_s): "
+                "start `busrl host` there, or under that name elsewhere, and the run again: it goes on where it was"
+            )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Ranks by number, with their hosts."""
+        hosts: dict[str, list[str]] = {}
+        for rank in ranks:
+            hosts.setdefault(self.settings.host_of(rank), []).append(str(rank))
+        return " and ".join(f"rank {', '.join(own)}{f' on {host}' if host else ''}" for host, own in hosts.items())
+
+    def _welcome(self, stream: wire.Stream, streams: dict[int, wire.Stream]) -> None:
+        hello = None
+        with contextlib.suppress(RankLost):  # whoever it was is gone; the rank that is missing is waited for
+            hello = stream.receive(wire.ARRIVES_S)
+        if not isinstance(hello, wire.RankHello) or not self._is_of(hello) or not _is_free(streams, hello.rank):
+            stream.close()
+            return
+        stream.name = f"{self._named([hello.rank])} (pid {hello.pid})"
+        for name, own in self.settings.facts.items():
+            theirs = hello.facts.get(name, "")
+            if theirs != own:
+                refused = f"{name} is {theirs} on rank {hello.rank} and {own} on rank 0: all ranks need the same"
+                stream.send(wire.Join(world=0, port=0, prefix="", refused=refused), wire.ARRIVES_S)
+                raise RanksDiffer(refused)
+        streams[hello.rank] = stream
+
+    def _is_of(self, hello: wire.RankHello) -> bool:
+        return 0 < hello.rank < self.settings.ranks and hello.host == self.settings.host_of(hello.rank)
+
+    def _join(self) -> None:
+        ranks, limit, address = self.settings.ranks, self.settings.collective_s, self.settings.address
+        if address:
+            meeting.use_network_of(address)
+        self.store, listening = mesh.open_store(ranks, limit, address or mesh.HOST)
+        prefix = secrets.token_hex(8)
+        self.tell([
+            wire.Join(world=ranks, port=self.store.port, prefix=prefix, address=address, root=str(self.settings.root))
+            for _ in self.followers
+        ])
+        with listening, self.together("join"):
+            self.meshes = mesh.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
+            if self.settings.device.type == "cpu":  # NCCL may connect once more
+                shut(listening)
+
+    def tell(self, messages: Sequence[wire.ControlMessage]) -> None:
+        self.seq += 1
+        for stream, message in zip(self.followers, messages, strict=True):
+            message.seq = self.seq
+            stream.send(message, self.settings.collective_s)
+
+    def look(self) -> None:
+        """RankLost if one has ended, or its host is out of reach, while nobody waited for it."""
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            if end := next(filter(None, (stream.end for stream in self.followers)), ""):
+                raise RankLost(end)
+
+    def bring(self, folder: Path) -> None:
+        """Give other hosts the files of a folder that home alone has, less those that they got in this attempt."""
+        own = self.settings
+        firsts = [own.ranks * at // (1 + len(own.hosts)) for at in range(1, 1 + len(own.hosts))]
+        if not firsts or not folder.is_relative_to(own.root):
+            return
+        streams, self.seq = [self.followers[rank - 1] for rank in firsts], self.seq + 1
+        for path in sorted(set(folder.rglob("*")) - self._brought):
+            if path.is_file() and path.name not in NOT_BROUGHT:
+                self._brought.add(path)
+                for piece in _pieces(path, str(path.relative_to(own.root)), self.seq):
+                    for stream in streams:
+                        stream.send(piece, own.collective_s)
+                    self.on_progress()
+        for stream in streams:
+            stream.send(wire.Bring(seq=self.seq), own.collective_s)
+        for stream in streams:
+            self._answer(stream, own.collective_s)
+
+    def each(self, shares: Sequence[T]) -> list[T]:
+        """What each follower has of the shares: ranks of one tensor group have the same."""
+        return [shares[rank // self.settings.axes.tensor] for rank in range(1, self.settings.ranks)]
+
+    def answers(self, limit_s: float = 0.0) -> list[Any]:
+        """One of each follower to what was told last."""
+        return [self._answer(stream, limit_s or self.settings.collective_s) for stream in self.followers]
+
+    def _answer(self, stream: wire.Stream, limit_s: float) -> Any:
+        found = stream.receive(limit_s)
+        if found is None:
+            raise RankLost(f"{stream.name} did not answer within {limit_s:g} s: stopped or stuck")
+        if isinstance(found, wire.LastWords):
+            raise RankFailed(f"{stream.name} failed: {found.text}", found.uids)
+        if found.seq != self.seq:
+            raise RankLost(f"{stream.name} answered {found.seq} when {self.seq} was asked")
+        return found
+
+    @contextlib.contextmanager
+    def together(self, what: str, own: Sequence[int] = ()) -> Iterator[None]:
+        """A collective. If it fails, the rank that is the cause is named: it said why, has ended, or is silent; or it
+        is this one, with its `own` samples, by uid."""
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as problem:
+            if not mesh.of_a_peer(problem):
+                raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", own) from problem
+            took = time.monotonic() - begun
+            words, uids = self._last_words()
+            text = f"{what} failed after {took:.1f} s: {'; '.join([*words, cause(problem)])}"
+            raise (RankFailed(text, uids) if uids else RankLost(text)) from problem
+
+    def _last_words(self) -> tuple[list[str], list[int]]:
+        """What each follower said, and the samples of those that have failed."""
+        deadline, said, uids = time.monotonic() + wire.LAST_WORDS_S, list[str](), list[int]()
+        for stream in self.followers:
+            try:
+                words = stream.receive(max(0.01, deadline - time.monotonic()))
+            except RankLost as lost:
+                said.append(str(lost))
+                continue
+            if isinstance(words, wire.LastWords):
+                said.append(f"{stream.name} failed: {words.text}")
+                uids += words.uids
+            else:
+                said.append(f"{stream.name} says nothing: it is stopped or stuck")
+        return said, uids
+
+    def close(self) -> None:
+        """Dismiss the others, if they are still there."""
+        for stream in self.followers:
+            with contextlib.suppress(RankLost):
+                stream.send(wire.Leave(), 1.0)
+            stream.close()
+        self.followers = []
+        mesh.leave()
+
+    def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
+        self.bring(folder)
+        self.tell([wire.Build(folder=str(folder)) for _ in self.followers])
+        if self.builder is None or self.builder.settings != settings:
+            self.builder = TrainerBuilder(settings, self.settings, self.meshes)
+        made = self.builder.trainer(folder, lambda *given, **more: Leader(self, *given, **more))
+        assert isinstance(made, Leader)
+        own = digest(made)
+        for stream, answer in zip(self.followers, self._built(), strict=True):
+            if answer.digest != own:
+                raise RanksDiffer(f"{folder} is the model {answer.digest} by its shapes on {stream.name}, {own} "
+                                  "on rank 0: all ranks need the same files")
+        return made
+
+    def _built(self) -> list[wire.Done]:
+        limit = time.monotonic() + self.settings.start_s
+        found = []
+        for stream in self.followers:
+            answer = stream.receive(max(1.0, limit - time.monotonic()))
+            if not isinstance(answer, wire.Done):
+                words = getattr(answer, "text", f"no answer within {self.settings.start_s:g} s")
+                raise RankLost(f"{stream.name} could not build the model: {words}")
+            found.append(answer)
+        return found
+
+
+def _is_free(streams: dict[int, wire.Stream], rank: int) -> bool:
+    """Whether that rank is not there, or has ended since it came."""
+    if rank in streams and streams[rank].end:
+        streams.pop(rank).close()
+    return rank not in streams
+
+
+def _pieces(path: Path, name: str, seq: int) -> Iterator[wire.Bring]:
+    with open(path, "rb") as file:
+        yield wire.Bring(seq=seq, name=name, begins=True)
+        while data := file.read(PIECE):
+            yield wire.Bring(seq=seq, name=name, data=data)
+
+
+class Leader(Trainer):
+    """A trainer whose calls run on all ranks; this one is rank 0."""
+
+    def __init__(self, team: Team, model: Any, settings: TrainerSettings, **more: Any) -> None:
+        self.team, self._planned = team, [0] * team.settings.axes.shares
+        self._cost = _quadratic(model)
+        super().__init__(model, settings, **more)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._planned = [0] * self.team.settings.axes.shares
+
+    def _rounds(self, samples: Sequence[Sample]) -> list[Round]:
+        lengths = [sample.length for sample in samples]
+        return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self._cost)
+
+    def accumulate(
+        self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
+    ) -> None:
+        """Forward and backward of these samples, spread over the ranks, added to the step under way."""
+        given = self._checked(samples, given)
+        for shares in self._rounds(samples):
+            parts: list[Any] = []
+            for number, share in enumerate(shares):
+                parts.append(([samples[i] for i in share], given.of(share), version))
+                self._planned[number] += sum(one.trained for one in parts[-1][0])
+            self.team.tell([wire.Micro(work=wire.work_of(self, *part)) for part in self.team.each(parts)])
+            with self.team.together("a micro-batch", [one.uid for one in parts[0][0]]):
+                if shares[0]:
+                    self.micro_batch(*parts[0])
+                else:
+                    self.idle()
+
+    def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
+        self.team.tell([
+            wire.Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale)
+            for tokens in self.team.each(self._planned)
+        ])
+        with self.team.together("the update", self.step_uids):
+            own = self.update(lr, denominator, scale)
+        every = [own, *(msgspec.convert(answer.stats, RankStats) for answer in self.team.answers())]
+        return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
+
+    def _parts(self, samples: Sequence[Sample], by: str = "") -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """The same from all ranks, per share."""
+        for shares in self._rounds(samples):
+            chosen = [[samples[i] for i in share] for share in shares]
+            self.team.tell([wire.Score(work=wire.work_of(self, part), by=by) for part in self.team.each(chosen)])
+            with self.team.together("scoring"):
+                own = self.at_once(chosen[0], by)
+            yield shares[0], *own
+            first = self.team.settings.axes.tensor  # those in between computed the same
+            for share, answer in zip(shares[1:], self.team.answers()[first - 1 :: first], strict=True):
+                logprobs = self._placed(answer.logprobs)
+                if by == EVERY:
+                    logprobs = logprobs.reshape(-1, vocabulary(self.model))
+                yield share, logprobs, self._placed(answer.entropies)
+            self.on_progress()
+
+    def _placed(self, data: bytes) -> Tensor:
+        return torch.from_numpy(np.frombuffer(bytearray(data), np.float32)).to(self._device)
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """The weights to publish, each gathered when it is asked for; valid until the next step."""
+        return Gathered(self.gather_weight, self.published(), self.settings.few_bits)
+
+    def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
+        own = adapter.tensors()
+        return Gathered(lambda name: self._gather("adapter", name, lambda: sharded.gathered(own[name])), own)
+
+    def gather_weight(self, name: str) -> Tensor:
+        return self._gather("weight", name, lambda: super(Leader, self).gather_weight(name))
+
+    def _gather(self, what: str, name: str, gather: Callable[[], Tensor]) -> Tensor:
+        self.team.tell([wire.Gather(what=what, name=name) for _ in self.team.followers])
+        with self.team.together("publication"):
+            found = gather()
+        self.on_progress()
+        return found
+
+    def load_adapter(self, adapter: Adapter, folder: Path) -> None:
+        self.team.bring(folder)
+        self.team.tell([wire.Adopt(folder=str(folder)) for _ in self.team.followers])
+        super().load_adapter(adapter, folder)
+        self.team.answers()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        self.team.tell([wire.Gather(what="state") for _ in self.team.followers])
+        with self.team.together("a checkpoint"):
+            return self.gather_state(keep=True)
+
+    def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
+        self.team.bring(found.path)
+        self.team.tell([wire.Restore(path=str(found.path), optimizer=optimizer) for _ in self.team.followers])
+        changed = super().restore(found, optimizer)
+        self.team.answers(self.team.settings.start_s)
+        return changed
+
+    def save(self, folder: Path) -> Saving:
+        self.team.tell([wire.Save(path=str(folder)) for _ in self.team.followers])
+        return TeamSaving(super().save(folder).own, self.team.followers, self.team.seq)
+
+
+class TeamSaving(Saving):
+    """What all ranks write of a checkpoint. `streams`: those to the other ranks, in order, each with the newest answer
+    to a Save as `saved`; `seq`: that of the question."""
+
+    def __init__(self, own: Writing, streams: Sequence[Any], seq: int) -> None:
+        super().__init__(own)
+        self.streams, self.seq = streams, seq
+
+    def ready(self) -> bool:
+        """RankFailed if a rank says why it ends, RankLost if it is gone."""
+        return not self._missing() and super().ready()
+
+    def whose(self) -> str:
+        missing = [stream.name for stream in self._missing()]
+        return " and ".join(missing) or super().whose()
+
+    def _missing(self) -> list[Any]:
+        """The ranks that still write."""
+        missing = []
+        for stream in self.streams:
+            if (stream.saved is None or stream.saved.seq < self.seq) and (words := stream.receive(0)) is not None:
+                text = f"{stream.name} failed: {getattr(words, 'text', words)}"
+                raise RankFailed(text, getattr(words, "uids", ()))
+            if stream.saved is None or stream.saved.seq < self.seq:
+                missing.append(stream)
+        return missing
+
+    def entries(self) -> dict[str, list[int]]:
+        found = super().entries()
+        for rank, stream in enumerate(self.streams, 1):
+            saved = stream.saved
+            assert saved is not None, "not ready"
+            if saved.problem:
+                raise (DiskFull if saved.full else WriteFailed)(f"{stream.name}: {saved.problem}")
+            found[file_of(rank)] = saved.entry
+        return found
+
+
+class Gathered(Mapping[str, Tensor]):
+    """The weights of a team by name: asking for one gathers it on rank 0, in the type that is published, and nobody
+    keeps it. `described` has their names, shapes and number types without any of their values."""
+
+    def __init__(
+        self, gather: Callable[[str], Tensor], spread: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        """`spread`: what this rank has of them."""
+        self._gather = gather
+        self.described: Mapping[str, Tensor] = {
+            name: torch.empty(one.shape, dtype=dtype or one.dtype, device="meta")
+            for name, one in getattr(spread, "described", spread).items()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._gather(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.described)
+
+    def __len__(self) -> int:
+        return len(self.described)
+
+
+def _quadratic(model: Any) -> float:
+    """Layers x width / (3 x parameters): what attention adds to the cost of a token."""
+    layers, width = (getattr(model.config, name, 0) or 0 for name in ("num_hidden_layers", "hidden_size"))
+    count: int = sum(parameter.numel() for parameter in model.parameters())
+    return float(layers * width) / (3 * max(1, count))
+
+
+def _one_of_each(every: Sequence[RankStats], tensor: int) -> list[RankStats]:
+    """One rank's numbers of each share, with the culprits that any rank of it found."""
+    groups = (every[at : at + tensor] for at in range(0, len(every), tensor))
+    return [replace(group[0], culprits=tuple(dict.fromkeys(name for one in group for name in one.culprits)))
+            for group in groups]

@@ -1,0 +1,102 @@
+"""A rank of the learner other than 0: holds a part of the model, and does what rank 0 says.
+
+Talks to the learner (`busrl.ranks`), to its own entry of the ring, for the supervisor, and on another host to
+home's relay, which knows where the learner is. It claims nothing and decides nothing, and writes nothing but its part
+of a checkpoint; it knows nothing of groups, logs or versions.
+
+- It ends when the learner has ended: on its word, or because its connection closed. A STOP on the bus is the learner's
+  business, which still needs its ranks for the last checkpoint.
+- Whatever goes wrong is told to the learner first; then it ends, and the supervisor ends the others.
+- On another host it waits for a learner for as long as the host works for the run, and the end of its team for a reason
+  elsewhere is no death of its own: home counts those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+
+from busrl.bus.security import relay_endpoint
+from busrl.errors import TEAM_ENDED, PeerLost, RankLost
+from busrl.hosts import link_messages as h
+from busrl.hosts.invitation import HostSource
+from busrl.hosts.link import Asking
+from busrl.ranks import mesh
+from busrl.ranks.builder import TeamSettings
+from busrl.ranks.follower import Follower
+from busrl.ranks.meeting import Away, Place
+from busrl.ranks.wire import ControlMessage
+from busrl.roles.actor import Actor
+from busrl.system import device
+from busrl.training.forward import COMPILE_S
+from busrl.training.trainer import TrainerSettings
+from busrl.weights.tensors import fingerprint
+
+log = logging.getLogger("busrl")
+ASK_S = 2.0
+
+
+class Rank(Actor):
+    role = "rank"
+    tick_s = 0.2
+
+    def main(self) -> int:
+        try:
+            return super().main()
+        except Exception as problem:
+            if not self.topology.here or not (isinstance(problem, RankLost) or mesh.of_a_peer(problem)):
+                raise
+            log.info("ends with its team: %s", problem)
+            return TEAM_ENDED
+
+    def setup(self) -> None:
+        device.keep_freed_memory()
+        self.heard: ControlMessage | None = None
+        where = device.choose(self.topology.device_of(self.name))
+        team = TeamSettings.of(self.topology, self.paths, where, fingerprint)
+        rank, waits_s = int(self.name.partition("/")[2]), math.inf if self.topology.here else team.waits_s
+        with self.activity("waits for the learner", waits_s), home_of(self) as home:
+            self.follower = Follower(team, TrainerSettings.of(self.topology), rank, self.awaited, home)
+        self.follower.on_progress = self.ring.progress
+
+    def subscriptions(self) -> list[str]:
+        return []
+
+    def work(self) -> bool:
+        heard, self.heard = self.heard, None
+        if heard is None:
+            return False
+        limit = self.topology.limits.work_s
+        if self.topology.learner.memory.compile:
+            limit = max(limit, COMPILE_S)
+        with self.activity(type(heard).__name__.lower(), limit):
+            if not self.follower.act(heard):
+                self.stop("the learner has ended")
+        return True
+
+    def idle(self, timeout_s: float) -> None:
+        self.heard = self.follower.hear(timeout_s)
+
+    def teardown(self) -> None:
+        self.follower.close()
+
+
+@contextlib.contextmanager
+def home_of(actor: Actor) -> Iterator[Away | None]:
+    """How a rank of another host asks home's relay where the learner is; None at home."""
+    if not actor.topology.here:
+        yield None
+        return
+    source = HostSource.read(actor.paths.host_source)
+    with contextlib.closing(Asking(relay_endpoint(source.endpoint), source.client, source.name)) as link:
+
+        def place() -> Place | None:
+            try:
+                found = link.ask(h.RanksMeet(), ASK_S)
+            except PeerLost:  # the host's relay says so
+                return None
+            return Place(found.address, found.port, found.secret) if isinstance(found, h.RanksPlace) else None
+
+        yield Away(source.name, place, actor.paths.root / "brought")

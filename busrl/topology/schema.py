@@ -1,0 +1,795 @@
+"""The topology of a run as frozen dataclasses: every table of a topology file, and what is computed from them.
+
+Attributes are keys, and each key is declared here, in `learner` or in `prompts`, and nowhere else. Every role reads its
+settings from here. Knows nothing of files, rules between keys, torch or NumPy.
+
+- Frozen: what `launch` checked is what every process sees.
+- `Derived` holds everything computed from more than one key, so that no two processes can compute it differently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from busrl.scheduling.admission import MODES, AdmissionLimits
+from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
+from busrl.topology.declare import REQUIRED, Rule, build, key, plain
+from busrl.topology.learner import Learner, Log, ranks_at
+from busrl.topology.names import modern
+from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
+
+TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
+BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
+AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
+SERVE = "serve"  # the role that lets clients play them
+ATROPOS = "atropos"  # the role that takes groups of them from environments
+SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
+ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
+FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
+RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
+ONE_COPY = "cuda_ipc"  # the transport with which the learner's weights are the engine's own tensors
+# Where the model of each engine runs: "here", in its rollout process or a child; "there", at an endpoint; "": nowhere.
+SCRIPTED = "mock"
+ENGINES = {"torch": "here", SCRIPTED: "", "vllm": "here", "openai": "there"}
+# The engines that a transport can give weights to. An engine that is not busrl's own (openai) has its own rules.
+TRANSPORTS: dict[str, tuple[str, ...]] = {
+    "shm": ("torch", "vllm", SCRIPTED),
+    "broadcast": ("torch", "vllm"),
+    ONE_COPY: ("torch", "vllm"),
+    "lora_hotswap": ("torch", "vllm"),
+    "lora_restart": ("torch", "vllm"),
+    "checkpoint_restart": ("torch", "vllm"),
+}
+# Kinds of [[reward.part]], and what each of them reads besides name, weight and timeout_s.
+PART_KEYS: dict[str, tuple[str, ...]] = {
+    "exact_match": ("extract", "answer_key"),
+    "numeric": ("tolerance", "extract", "answer_key"),
+    "regex": ("pattern",),
+    "math": ("extract", "answer_key"),
+    "gym": ("extract", "answer_key"),
+    "python": ("function", "batch"),
+    AGENT: (),
+    "model": ("path", "batch_tokens"),
+    "judge": ("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries", "api_key_env",
+              "answer_key"),
+    "code": ("tests", "entry", "share", "extract", "run_s", "total_s", "cpu_s", "run_mb", "at_once",
+             "trust"),
+}
+PART_KINDS = tuple(PART_KEYS)
+PART_TIMEOUT_S = {"model": 120.0, "judge": 60.0, "code": 60.0}  # where neither the part nor [reward] can say it well
+PREFIX_KEEP_S = 30.0  # generation.prefix_keep_s = "auto", with agents
+MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
+TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
+MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
+EXTRACTING = ("exact_match", "numeric", "math", "gym")  # kinds of reward that judge an extracted answer
+
+
+# -- what is trained, on what, and how -----
+
+
+@dataclass(frozen=True)
+class Run:
+    """[run]: the experiment as a whole."""
+
+    name: str = key("run", "name of the run, also the start of its directory's name")
+    seed: int = key(0, "seed of the data order, of sampling and of the training", low=0, high=2**31 - 1)
+    max_steps: int = key(200, "the run ends after this many optimiser steps", low=1)
+    max_groups: int = key(0, "or after this many trained groups, whichever comes first; 0 = no such limit", low=0)
+
+
+@dataclass(frozen=True)
+class Model:
+    """[model]: what is trained."""
+
+    path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
+    reference: str = key("", "model folder of the reference of learner.kl; empty = model.path as the run begins",
+                         path=True)
+    teacher: str = key("", "model folder of the teacher of loss topk_kl and learner.teacher_coef; the same tokenizer",
+                       path=True)
+    dtype: str = key("auto", "number type of the weights; auto = bfloat16 on an accelerator, float32 on a CPU",
+                     choices=("auto", "float32", "bfloat16"))
+    device: str = key("auto", "the model's device; auto = best; docs/gpu.md", choices=("auto", "cpu", "cuda", "npu"))
+
+
+@dataclass(frozen=True)
+class Lora:
+    """[lora]: train a low-rank adapter of the model instead of all of its weights; needs the extra busrl[lora]."""
+
+    rank: int = key(0, "rank of the adapter; 0 = off, all weights are trained", low=0, high=4096)
+    alpha: int = key(0, "what the adapter adds is scaled by alpha / rank; 0 = 2 x rank", low=0, high=1 << 20)
+    targets: tuple[str, ...] = key((), "last names of the layers that get one, as q_proj; empty = all but the head")
+    dropout: float = key(0.0, "share of a layer's inputs that its adapter does not see while training", low=0, below=1)
+
+    @property
+    def on(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What the product of the adapter's two matrices is multiplied by."""
+        return (self.alpha or 2 * self.rank) / max(1, self.rank)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """[groups]: samples per prompt."""
+
+    size: int = key(8, "samples per prompt, G; their rewards are compared with each other, unless learner.advantage "
+                       "compares nothing", low=1, high=1024)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """[generation]: sampling of training trajectories."""
+
+    max_new_tokens: int = key(64, "a completion is cut after this many tokens", low=1, high=1 << 20)
+    temperature: float = key(1.0, "sampling temperature of training tasks", above=0, high=10)
+    top_p: float = key(1.0, "nucleus sampling; training needs 1.0", above=0, high=1)
+    max_batch: int = key(128, "sequences that one rollout process generates at the same time", low=1, high=65536)
+    max_prompt_tokens: int | str = key("auto", "a longer prompt is set aside (fate l); auto = what the longest needs",
+                                       words=("auto",), low=1, high=1 << 20)
+    prefill_tokens: int = key(2048, "torch engine: most prompt tokens between two decoding steps", low=1, high=1 << 20)
+    on_update: str = key("auto", "keys and values of running sequences after new weights: kept, or computed again; "
+                         "auto = the engine's own choice", choices=("auto", "keep", "recompute"))
+    prefix_keep_s: float | str = key("auto", "torch engine: keys and values of a request that ended wait so long for "
+                                     "one that continues it; auto = 30 with agents, else 0", words=("auto",), low=0,
+                                     high=1e6)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """[segments]: long training answers in pieces, each generated and committed by itself."""
+
+    length: int | str = key(0, "tokens of one segment; 0 = answers are made in one go, auto = from the lengths seen",
+                            words=("auto",), low=0, high=1 << 20)
+    max_segments: int = key(8, "an answer has at most so many segments", low=1, high=MOST_SEGMENTS)
+    global_max_length: int = key(0, "tokens of a whole answer; 0 = generation.max_new_tokens", low=0, high=1 << 20)
+    loss: str = key("behaviour", "trained: all tokens with their own ratios, all with ratio 1, or the last segment",
+                    choices=("behaviour", "pois", "last_segment"))
+    rounds: str = key("answers", "sync: a round is of answers or a segment of each", choices=("answers", "segments"))
+
+    @property
+    def on(self) -> bool:
+        return self.length != 0
+
+    @property
+    def waves(self) -> int:
+        """Waves that an answer may take, where rounds are made of segments; else 0."""
+        return self.max_segments if self.on and self.rounds == "segments" else 0
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """[weights.sparse]: only the values that changed, instead of all of them (docs/weights.md)."""
+
+    enabled: bool = key(False, "send changed values only where that is less; costs one more copy in the learner")
+    threshold: float = key(0.1, "send all values if more than this share of the bytes changed", above=0, high=1)
+    key_every: int = key(32, "send all values every so many versions all the same", low=1, high=65536)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """[weights]: from the learner to the engines."""
+
+    transport: str = key("shm", "how weights travel; see docs/weights.md", choices=tuple(TRANSPORTS))
+    restart_every: int = key(1, "lora_restart, checkpoint_restart: take one publication in so many", low=1, high=1024)
+    on_restart: str = key("continue", "answers that run while an engine restarts: cut and continued after it, or ended "
+                          "before it", choices=("continue", "finish"))
+    mode: str = key("batch-async", "how far ahead generation may run", choices=MODES)
+    max_staleness: int = key(2, "batch-async: greatest age of a trained sample in steps, S", low=0, high=1024)
+    over_age: str = key("wait", "a group above max_staleness holds admission, or is dropped", choices=("wait", "drop"))
+    window: int = key(0, "W: groups past the oldest that may go first; 0 = 0.3 of the buffer B", low=0, high=65536)
+    timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", above=0)
+    checksum: bool = key(False, "engines check the bytes of each version against a digest (one more pass over them)")
+    bucket_mb: int = key(16, "broadcast: MiB that are sent at once and have a deadline of their own", low=1, high=4096)
+    backend: str = key("gloo", "broadcast: what carries it; gloo through the host's memory, nccl (CUDA) and hccl (NPU) "
+                       "from device to device", choices=("gloo", "nccl", "hccl"))
+    sparse: Sparse = field(default_factory=Sparse)
+
+    @property
+    def copies(self) -> float:
+        """Versions of all values that the learner's host holds: the one that is read and the one that comes next, and
+        with sparse updates the changes beside them; none for folders and for weights that are not copied."""
+        changes = {"shm": 1.0, "broadcast": 0.5}.get(self.transport)
+        return 0.0 if changes is None else 2.0 + changes * self.sparse.enabled
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """[[reward.part]]: what an answer is judged by; the reward is the weighted sum of all parts: docs/rewards.md."""
+
+    kind: str = key(REQUIRED, "what judges", choices=PART_KINDS)
+    name: str = key("", "its name in metrics and messages; empty = the kind")
+    weight: float = key(1.0, "what it is multiplied by in the sum; 0 = only logged")
+    timeout_s: float = key(0.0, "a call that takes longer is ended, the sample ends as H; 0 = reward.timeout_s, for a "
+                                "model 120, for a judge 60 a try, for code 60", low=0)
+    answer_key: str = key("", "key of the right answer; empty = reward.answer_key")
+    extract: str = key("", "exact_match, numeric, math, gym: as reward.extract; code: the program, empty = the last "
+                           "block between three backticks")
+    pattern: str = key("", "regex: 1 where this regular expression is found in the answer, else 0")
+    tolerance: float = key(1e-6, "numeric: how far the last number may be from the right one", low=0)
+    function: str = key("", "python: package.module:function or file.py:function, plain or async")
+    batch: bool = key(False, "python: the function takes lists, of up to 64 answers, and returns a list")
+    path: str = key("", "model: a Hugging Face folder of a sequence classifier; its first output is the reward",
+                    path=True)
+    batch_tokens: int = key(16384, "model: padded tokens of a forward pass", low=1, high=1 << 24)
+    base_url: str = key("", "judge: an OpenAI-compatible API, for example http://127.0.0.1:8000/v1")
+    model: str = key("", "judge: the model's name there")
+    template: str = key("", "judge: what it is asked, with {prompt}, {completion}, {answer} or any key of the line; "
+                            "empty = busrl's own")
+    verdict: str = key("", "judge: regular expression; group 1 of its last match is a number, yes or no; empty = a "
+                           "word after VERDICT:")
+    max_tokens: int = key(1024, "judge: tokens of its answer", low=1, high=1 << 20)
+    concurrency: int = key(16, "judge: requests at the same time", low=1, high=4096)
+    retries: int = key(4, "judge: tries after the first that failed; then the sample is drawn again", low=0, high=100)
+    api_key_env: str = key("", "judge: environment variable that holds the key; empty = no key is sent")
+    tests: str = key("tests", "code: key of the line's tests: asserts, or inputs and outputs")
+    entry: str = key("entry_point", "code: key with the name of the function that check(candidate) of the tests gets")
+    share: bool = key(False, "code: the share of tests that pass; else 1 for all of them, 0 for fewer")
+    run_s: float = key(5.0, "code: seconds of one run, of one input or of all asserts; then it has failed", above=0)
+    total_s: float = key(30.0, "code: seconds of all runs of an answer; tests that are left have failed", above=0)
+    cpu_s: int = key(10, "code: processor seconds of each process of a run", low=1, high=86400)
+    run_mb: int = key(512, "code: address space of each process of a run in MiB", low=32, high=1 << 24)
+    at_once: int = key(0, "code: answers that are judged at the same time; 0 = one for each core", low=0, high=4096)
+    trust: bool = key(False, "code: run answers without a box, as this user, where the kernel has none")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """[reward]: what an answer is worth."""
+
+    kind: str = key("exact_match", "compare with the answer, call a Python function (so where one is given), or "
+                    "take what an agent's episode returned (so where there are agents)",
+                    choices=("exact_match", "python", AGENT))
+    function: str = key("", "kind = python: package.module:function or file.py:function")
+    extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")
+    answer_key: str = key("", "key of the right answer; empty = data.answer_key")
+    timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H", above=0)
+    workers: int = key(1, "child processes that call the function (or a part), per reward process", low=1, high=256)
+    memory_mb: int = key(0, "address space of each of them in MiB, but that of a model; a call that needs more raises "
+                            "MemoryError; 0 = no limit", low=0, high=1 << 24)
+    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, this, or "
+                                 "(mask) its reward, and none of its tokens is trained", words=("reward", "mask"))
+    truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
+    overlong_tokens: int = key(0, "a training answer is worth less over the last so many tokens before the limit; "
+                                  "0 = off", low=0, high=1 << 20)
+    overlong_penalty: float = key(1.0, "by so much at the limit, in proportion before it", low=0)
+    part: tuple[RewardPart, ...] = ()
+
+    @property
+    def of_episodes(self) -> bool:
+        """Whether it needs what an episode returns: there is none for a single answer."""
+        return AGENT in (self.kind, *(part.kind for part in self.part))
+
+    @property
+    def compares(self) -> tuple[str, str] | None:
+        """Kind and `extract` of what finds the answer that is judged, for maj@k (`busrl.rewards.kinds.finder`); None
+        where nothing does. What math-verify finds in a whole completion is no text."""
+        asked: tuple[Any, ...] = self.part or (self,)
+        compare = (one for one in asked if one.kind in EXTRACTING and (one.extract or one.kind != "math"))
+        return next(((one.kind, one.extract) for one in compare), None)
+
+
+# -- what runs, and how it meets -----
+
+
+@dataclass(frozen=True)
+class Bus:
+    """[bus]: the doorbell."""
+
+    endpoint: str = key("ipc", "sockets in the run's 0700 directory; tcp://ADDRESS:PORT: listed keys connect there too")
+    keys: str = key("", "directory of `busrl keys`, needed for tcp; empty: busrl/keys in $XDG_CONFIG_HOME", path=True)
+    hwm: int = key(20000, "messages queued per socket before libzmq drops (slower, never wrong)", low=1, high=10**7)
+    max_message_bytes: int = key(1 << 20, "a larger message is refused by its receiver", low=4096, high=1 << 30)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """[ring]: the shared-memory ledger."""
+
+    slots: int | str = key("auto", "slots; auto = groups.size x admitted groups + the validation reserve",
+                           words=("auto",), low=1, high=1 << 20)
+    slot_bytes: int | str = key("auto", "payload bytes per slot; auto = from the longest prompt and completion",
+                                words=("auto",), low=256, high=1 << 30)
+    expected_tokens: int | str = key("auto", "tokens of a usual answer, for the memory that long answers are expected "
+                                     "to take; auto = a quarter of generation.max_new_tokens", words=("auto",), low=1)
+    processes: int = key(64, "entries of the process table; restarts re-use theirs", low=8, high=4096)
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """[scheduler]: which prompt next."""
+
+    policy: str = key("fifo", "order of dispatch: as drawn, shortest or longest predicted answer first, or short in a "
+                      "stream and long in a round", choices=("fifo", "sjf", "ljf", "adaptive"))
+    predictor: str = key("rules", "who predicts the length of an answer: words, a model of texts, like answers, or all "
+                         "three; the oracle reads the trace (scripted engine only)",
+                         choices=("rules", "learned", "history", "blend", "oracle"))
+    keywords: str = key("", "TOML table of weighted words for rules and blend; empty: busrl's own", path=True)
+    horizon: int = key(0, "a policy reorders only within this many drawn groups; 0 = 2 x n_min", low=0, high=1 << 20)
+    ahead: int = key(0, "open no new group while this many samples wait for an engine, so that order is decided late; "
+                        "0 = no limit", low=0, high=1 << 20)
+    aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
+    tail_share: float = key(0.25, "adaptive, in a stream: share of rows kept for the longest quarter", low=0, high=0.9)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """[limits]: how long anything may take before it is named."""
+
+    ready_s: float = key(120.0, "a child must be ready after this time, without that in which it used the processor; "
+                         "five times as long at most", above=0)
+    progress_s: float = key(30.0, "a process without progress for this long is killed and restarted", above=0)
+    work_s: float = key(600.0, "the same for one piece of long work: a micro-batch, a prompt's prefill, a part of a "
+                        "checkpoint or of a publication, a result of a validation that holds the version", above=0)
+    stop_s: float = key(10.0, "a stopping process is killed after this time", above=0)
+    lease_s: float = key(20.0, "a remote worker's task goes back after this silence", above=0, high=3600)
+    idle_groups: int | str = key("auto", "the run ends, with the cause, after so many groups in a row of which none "
+                                 "could be trained; auto = 4 x n_min, at least 32; 0 = never", words=("auto",), low=0)
+    stall_steps: float = key(10.0, "a warning says who waits for whom after so many usual step times; 0 = never", low=0)
+    stall_s: float = key(120.0, "and after this time at least; five times as long before the first step", above=0)
+    restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
+    crash_attempts: int = key(8, "deaths after ready, in a row and with no work done in between, until the run gives "
+                              "up; 0 = it never does", low=0, high=1000)
+
+    @property
+    def start_most_s(self) -> float:
+        """After which no child is still starting, however hard it works."""
+        return 5 * self.ready_s
+
+
+@dataclass(frozen=True)
+class Openai:
+    """[openai]: the endpoint of engine = "openai", any server that speaks this protocol; see docs/engines.md."""
+
+    base_url: str = key("", "address of the API, for example http://127.0.0.1:8000/v1")
+    model: str = key("", "the model's name there; empty = the only one that it has")
+    endpoint: str = key("completions", "token ids both ways, or prompts as chats", choices=("completions", "chat"))
+    update: str = key("none", "how the server gets new weights; none = never", choices=("none", "vllm", "sglang"))
+    api_key_env: str = key("", "environment variable that holds the key; empty = no key is sent")
+    tools: str = key("", "chat: JSON file with a list of tools that every request names", path=True)
+    timeout_s: float = key(60.0, "a try that brings no token for this long has failed", above=0, high=3600)
+    retries: int = key(8, "a request that fails so often in a row, while others succeed, is given up", low=0, high=1000)
+    patience_s: float = key(120.0, "the process ends after so long without a usable answer", above=0, high=86400)
+
+
+@dataclass(frozen=True)
+class Process:
+    """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
+
+    role: str = key(REQUIRED, "what the process does", choices=tuple(one.name for one in ROLES.values() if one.named))
+    count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
+    engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
+                      "openai asks an endpoint: see [openai]", choices=tuple(ENGINES))
+    threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
+    ranks: int = key(1, "learner: processes that train one model together, a part of it each", low=1, high=512)
+    cpus: str = key("", 'cores that its processes may use, "0" or "2-5,8"; all others then stay off them. Empty = '
+                    "any that no entry names")
+    command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
+                                       "{run_dir}, {name}, {here} (this file's folder) are filled in")
+    serves: str = key("all", 'rollout: what it answers; "validation" is for validation.mode = "dedicated", and then '
+                      "the others train", choices=("all", "validation"))
+    device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
+    function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
+    program: tuple[str, ...] = key((), "agent: start this for each episode instead of a function, led to its model by "
+                                       "OPENAI_BASE_URL and OPENAI_API_KEY; {run_dir} and {here} are filled in")
+    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+    options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        'agent: of its environment: { action = "\\d+", system = "...", chat = false }, and what that itself takes')})
+    python: str = key("", "the Python that runs it, or an agent's code: an interpreter or the folder of a virtual "
+                      "environment; empty = busrl's", path=True)
+    devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
+                                       '["0", "1"], or ["0,1"] for both in one')
+    env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
+    hosts: tuple[str, ...] = key((), "names of other hosts, each of which runs `count` (rollout, reward, agent, "
+                                 "serve); ranks of a learner are dealt out over this one and these; see docs/hosts.md")
+
+    def is_at(self, host: str) -> bool:  # whether any of its processes are on that host ("": home)
+        return host in self.hosts if host else not self.hosts or self.role == "learner"
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """[vllm]: rollout processes with engine = "vllm"; see docs/engines.md."""
+
+    tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
+    gpu_memory_utilization: float = key(0.85, "accelerator: share of its memory for weights and cache", above=0, high=1)
+    kv_cache_mb: int | str = key("auto", "key-value cache in MiB; auto = what max_batch sequences can need, on an "
+                                 "accelerator what is left", words=("auto",), low=1, high=1 << 24)
+    enforce_eager: str = key("auto", "no compilation, no CUDA graphs; auto = on CPU", choices=("auto", "on", "off"))
+    block_size: int = key(0, "positions per block of the cache; 0 = 32 on CPU, else vLLM's own", low=0, high=4096)
+    max_model_len: int = key(0, "longest sequence; 0 = longest prompt and answer", low=0, high=1 << 24)
+    seeded: bool = key(True, "a random stream for each sample; false = one for all, faster with many rows")
+    start_s: float = key(120.0, "vLLM must have started after this time", above=0)
+    rpc_s: float = key(20.0, "a call to vLLM without an answer for this long ends the process", above=0)
+    silent_s: float = key(60.0, "so does an engine at work that makes no token for this long", above=0)
+    stop_s: float = key(5.0, "a stopping vLLM is killed after this time", above=0)
+    check_parameters: int = key(50_000_000, "after the first new weights a model of at most so many parameters is "
+                                "compared with a plain forward pass; 0 = never", low=0)
+    check_tolerance: float = key(0.0, "largest difference then; 0 = 0.001 for float32, 0.2 for bfloat16", low=0)
+    extra: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule(
+        'further arguments of vLLM\'s engine, as text: { max_num_batched_tokens = "8192" }')})
+
+
+@dataclass(frozen=True)
+class Agents:
+    """[agents]: episodes of many model calls, played by processes of the role agent; see docs/agents.md."""
+
+    episodes: int = key(64, "episodes that an agent process plays at the same time", low=1, high=1 << 14)
+    children: int = key(1, "processes of each agent process that run the function", low=1, high=256)
+    parallel: int = key(8, "model calls of one episode at the same time; more wait", low=1, high=1024)
+    context: int = key(0, "token ids that a call reads and draws, at most; 0 = the longest prompt and answer", low=0,
+                       high=1 << 24)
+    sampled: int = key(0, "ids that an episode draws in all, at most; 0 = four answers", low=0, high=1 << 24)
+    tokens: int = key(0, "ids of all training sequences of an episode, at most; 0 = twice the context", low=0,
+                      high=1 << 26)
+    affinity_ms: float = key(500.0, "a call that continues another is left to that one's engine for so long", low=0,
+                             high=1e6)
+    max_turns: int = key(64, "model calls of an episode, at most", low=1, high=1 << 16)
+    max_sequences: int = key(16, "training sequences of an episode, at most", low=1, high=1 << 12)
+    episode_s: float = key(600.0, "time of an episode without that in which its calls wait or generate; one that takes "
+                           "longer ends as H", above=0)
+    failure_reward: float = key(0.0, "what an episode is worth that raises because a limit above is used up")
+    history: str = key("extend", "what a call reads that continues an earlier one: its exact ids and the new messages, "
+                       "or what the template makes of all messages", choices=("extend", "template"))
+    tools: str = key("auto", "how calls of tools are read: auto (by the template), none, hermes, qwen_xml, llama3, "
+                     "mistral, glm, or file.py:function")
+    reasoning: str = key("split", "what stands in thinking marks: reasoning_content of the message, or kept in its "
+                         "text", choices=("split", "keep"))
+    sampling: str = key("override", "clients over HTTP that ask for another temperature than the sample's, say, get "
+                        "the sample's, or an error", choices=("override", "refuse"))
+    transcript_bytes: int = key(1 << 16, "JSON of an episode's messages, for rewards and people; longer is cut", low=0,
+                                high=1 << 26)
+
+
+@dataclass(frozen=True)
+class Serve:
+    """[serve]: where processes of the roles serve and atropos listen; see docs/serve.md, docs/agents.md."""
+
+    host: str = key("127.0.0.1", "address that is listened on; any other than this machine's own needs a proxy for TLS")
+    port: int = key(0, "port of the first of them, the others have the next ones; 0 = any, told in serve-0.json", low=0,
+                    high=65000)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """[hosts]: other hosts, as `hosts` of a [[process]] names them; see docs/hosts.md."""
+
+    ahead: int = key(0, "samples that a host holds beside those that its engines run; 0 = a group, or a sixteenth of "
+                     "its rows", low=0, high=1 << 16)
+    piece_mb: int = key(1, "MiB of weights that a host asks for at a time", low=1, high=256)
+    chain: bool = key(True, "hosts fetch weights from one another, each at a port of its own; false: all from home")
+    start: tuple[str, ...] = key((), "launch starts each host by this command, which has to run `busrl host -` there, "
+                                     "and starts it again when it ends; {host} is its name; empty = you start them")
+    orphan_s: float = key(1800.0, "a host that hears nothing of the run for this long ends", above=0)
+
+
+# -- for trying things out -----
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """[simulate]: what `busrl simulate` assumes, times in seconds; set here, they go before --fit and [mock]."""
+
+    actors: int = key(0, "rollout processes; 0 = as many as the topology starts", low=0, high=1 << 20)
+    step_s: float = key(0.004, "a decoding step of a rollout process ...", low=0, high=1e6)
+    row_s: float = key(0.00004, "... and more for each sequence that it runs", low=0, high=1e6)
+    sequence_s: float = key(0.0002, "a sequence that joins or leaves", low=0, high=1e6)
+    prefill_token_s: float = key(0.000005, "a token of its prompt, or of earlier segments", low=0, high=1e6)
+    weights_s: float = key(0.002, "new weights stop a rollout process for this long", low=0, high=1e6)
+    speed_spread: float = key(0.0, "how unequal rollout processes are: spread of the log of their times", low=0, high=3)
+    step_spread: float = key(0.0, "how its times vary between quarter seconds: spread of the log", low=0, high=3)
+    reward_s: float = key(0.03, "mean time that an answer waits until a reward process looks", low=0, high=1e6)
+    reward_call_s: float = key(0.0, "one call of the reward, made by one of reward.workers", low=0, high=1e6)
+    learner_step_s: float = key(0.01, "an optimiser step besides its tokens", low=0, high=1e6)
+    learner_token_s: float = key(0.00003, "forward and backward of one trained token", low=0, high=1e6)
+    learner_group_s: float = key(0.0003, "setting one group aside", low=0, high=1e6)
+    learner_spread: float = key(0.0, "how the learner's times vary from step to step: spread of the log", low=0, high=3)
+    publish_s: float = key(0.001, "publishing a version", low=0, high=1e6)
+    checkpoint_s: float = key(0.05, "writing a checkpoint", low=0, high=1e6)
+    length_median: int = key(0, "median answer without a trace, in tokens; 0 = max_new_tokens / 4", low=0, high=1 << 20)
+    flat_share: float = key(0.2, "share of flat groups (equal rewards), if a trace has no rewards", low=0, below=1)
+    oracle: bool = key(False, "the policy gets the true lengths instead of predictions")
+
+
+@dataclass(frozen=True)
+class BusFault:
+    """[[faults.bus]]: trouble for messages; the first entry that fits a message decides about it."""
+
+    types: tuple[str, ...] = key((), "names of messages, for example NEW_TASK; empty = all")
+    roles: tuple[str, ...] = key((), "roles at whose end it happens, launch included; empty = all but the broker")
+    at: str = key("receiver", "each receiver loses its own, or the sender for all", choices=("receiver", "sender"))
+    drop: float = key(0.0, "share of the messages that is lost", low=0, high=1)
+    duplicate: float = key(0.0, "share that arrives twice", low=0, high=1)
+    delay_s: float = key(0.0, "each arrives late, by anything up to this", low=0, high=60)
+    reorder: float = key(0.0, "share that the next message overtakes", low=0, high=1)
+
+
+@dataclass(frozen=True)
+class CrashFault:
+    """[[faults.crash]]: a process ends by SIGKILL at a named step of the ring; see docs/faults.md."""
+
+    process: str = key(REQUIRED, "which process, for example rollout/0")
+    point: str = key(REQUIRED, "name of the step, for example commit.before")
+    count: int = key(1, "it dies when it passes the step for this time", low=1, high=1 << 40)
+    lives: int = key(1, "in so many lives of the process; 0 = in every one", low=0, high=1 << 20)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """[faults]: faults on purpose, for tests and for trying out an actor."""
+
+    seed: int = key(0, "seed of everything that happens by chance here", low=0, high=2**31 - 1)
+    bus: tuple[BusFault, ...] = ()
+    crash: tuple[CrashFault, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mock:
+    """[mock]: the pace of scripted engines (engine = "mock"); lengths come from data.train, which is then a trace."""
+
+    token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token", above=0, high=5)
+    per_sequence_s: float = key(0.0, "seconds more per step for each running sequence", low=0, high=1)
+    prefill_s_per_token: float = key(0.0, "seconds for each token of a prompt or earlier segment", low=0, high=1)
+    jitter: float = key(0.0, "each stretch of steps is up to this share longer or shorter", low=0, below=1)
+    learner_s_per_token: float = key(0.0, "least time of the learner per trained token", low=0, high=0.002)
+    right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """[sinks]: where the numbers of metrics.jsonl and validation.jsonl go too; see docs/metrics.md."""
+
+    to: tuple[str, ...] = key((), f"{', '.join(SINKS)}, or a class of yours as package.module:Class or file.py:Class")
+    project: str = key("busrl", "name of the project in Weights & Biases and Trackio")
+    host: str = key("127.0.0.1", "address at which Prometheus may ask; it needs no key")
+    port: int = key(9464, "its port; 0 = any, told in logs/sinks.log", low=0, high=65535)
+
+
+@dataclass(frozen=True)
+class ControllerRules:
+    """[experiments.controller]: the thresholds of learner.controller, with measured defaults; see docs/control.md."""
+
+    ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, below=1)
+    probe_every: int = key(5, "the probe set is scored every so many steps", low=1, high=10000)
+    probe_samples: int = key(32, "samples of the probe set, in whole groups of the first step", low=1, high=65536)
+    reference_steps: int = key(20, "H_ref and the clip baseline are means over the first so many steps", low=1)
+    high: float = key(1.3, "H / H_ref above it is high", above=0, high=100)
+    low: float = key(0.6, "H / H_ref below it is low", above=0, high=100)
+    hysteresis: float = key(0.1, "a band is left so far inside of its threshold", low=0, high=10)
+    high_t_max_s: float = key(0.25, "t_max_s at high entropy, where it is finite", above=0)
+    low_t_max_s: float = key(1.0, "t_max_s at low entropy, where it is finite", above=0)
+    clip_factor: float = key(5.0, "a clip fraction so many times its baseline vetoes smaller steps", low=1, high=1e6)
+    clip_floor: float = key(0.001, "least baseline of the clip fraction", above=0, high=1)
+    ess_low: float = key(0.5, "an ESS below it vetoes smaller steps", low=0, high=1)
+
+
+@dataclass(frozen=True)
+class Experiments:
+    """[experiments]: for measurements; each of these has been tried and is off."""
+
+    forced_age: int = key(0, "publish the weights this many steps late", low=0, high=1024)
+    controller: ControllerRules = field(default_factory=ControllerRules)
+
+
+# -- the whole -----
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What follows from several keys together; `explain` holds the sums as text."""
+
+    limits: AdmissionLimits  # B, W and the thresholds: derived once, used by every process
+    horizon: int  # drawn groups among which the policy may reorder
+    slots: int  # slots of the ring: train_slots + val_reserve
+    train_slots: int
+    val_reserve: int  # slots that only validation may take
+    slot_bytes: int  # payload bytes per slot
+    task_bytes: int  # longest JSONL line
+    train_prompts: int  # lines of data.train
+    validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
+    ring_bytes: int  # most that the shared-memory file takes, or both where there is a ring of calls
+    val_samples: int  # answers of one validation round over all sets, 0 = validation is off
+    sets: tuple[AskedSet, ...] = ()  # what a round asks; none in run directories of before
+    prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
+    prompt_text: str = ""  # how the tokens of the prompts were counted
+    sources: tuple[SourceLines, ...] = ()  # data.train was made of them,
+    sources_key: str = ""  # by these settings, of files of this age
+    made: tuple[MadeSet, ...] = ()  # the prompts of validation that were made of others in the same way
+    trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
+    call_slots: int = 0  # of the ring of model calls, 0 = the run has none
+    call_slot_bytes: int = 0
+    ring_held: int = 0  # as ring_bytes, where each slot holds a usual answer,
+    usual_tokens: int = 0  # of so many tokens
+    explain: tuple[str, ...] = ()
+    algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProcessName:
+    """One process to start: its name ("rollout/0", "learner"), role, index, and the entry it comes from."""
+
+    name: str
+    role: str
+    index: int
+    spec: Process
+    place: int = 0  # which of the processes of its entry it is
+
+    @property
+    def devices(self) -> str:
+        return self.spec.devices[self.place % len(self.spec.devices)] if self.spec.devices else ""
+
+
+def has_model(entry: Process) -> bool:
+    """Whether processes of this entry load the model: the learner, and rollouts with an engine that has one here."""
+    generates = entry.role == "rollout" and ENGINES.get(entry.engine) == "here"
+    return not entry.command and (entry.role == "learner" or generates)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A checked topology. `source` is the file it was read from, `overrides` the --set arguments."""
+
+    run: Run
+    model: Model
+    data: Data
+    groups: Groups
+    generation: Generation
+    bus: Bus
+    ring: Ring
+    scheduler: Scheduler
+    learner: Learner
+    weights: Weights
+    reward: Reward
+    validation: Validation
+    limits: Limits
+    process: tuple[Process, ...]
+    derived: Derived
+    faults: Faults = field(default_factory=Faults)
+    mock: Mock = field(default_factory=Mock)
+    openai: Openai = field(default_factory=Openai)
+    vllm: Vllm = field(default_factory=Vllm)
+    segments: Segments = field(default_factory=Segments)
+    lora: Lora = field(default_factory=Lora)
+    agents: Agents = field(default_factory=Agents)
+    serve: Serve = field(default_factory=Serve)
+    hosts: Hosts = field(default_factory=Hosts)
+    log: Log = field(default_factory=Log)
+    sinks: Sinks = field(default_factory=Sinks)
+    simulate: Simulate = field(default_factory=Simulate)
+    experiments: Experiments = field(default_factory=Experiments)
+    source: str = ""
+    overrides: tuple[str, ...] = ()
+    here: str = ""  # the name of the host that these processes are for; empty = the one of the run directory
+
+    @property
+    def base_dir(self) -> str:
+        """The folder of the topology file: code of the user's is looked for there (`busrl.system.imports`)."""
+        return os.path.dirname(self.source) or "."
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """A prompt with more tokens is set aside: the key, or what "auto" came to."""
+        given = self.generation.max_prompt_tokens
+        return given if isinstance(given, int) else self.derived.prompt_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: prompt and answer, or what a call of an agent may come to."""
+        own = self.max_prompt_tokens + self.generation.max_new_tokens
+        return max(own, self.agents.context) if self.has_callers else own
+
+    @property
+    def has_callers(self) -> bool:
+        """Whether samples are episodes of model calls: those have a ring, and rollouts take nothing else."""
+        return any(entry.role in CALLER_ROLES for entry in self.process)
+
+    @property
+    def prefix_keep_s(self) -> float:
+        """For how long the torch engine keeps the rows of requests that ended: the key, or what "auto" came to."""
+        given = self.generation.prefix_keep_s
+        return float(given) if not isinstance(given, str) else PREFIX_KEEP_S if self.has_callers else 0.0
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether an engine may still have what a call's parent read and wrote."""
+        engines = {entry.engine for entry in self.process if entry.role == "rollout" and not entry.command}
+        return "vllm" in engines or ("torch" in engines and self.prefix_keep_s > 0)
+
+    @property
+    def episode_limits(self) -> tuple[int, int, int]:
+        """Ids of the longest path of an episode, that it draws in all, and of all its training sequences."""
+        context = self.agents.context or self.longest
+        sampled = self.agents.sampled or 4 * self.generation.max_new_tokens
+        return context, sampled, self.agents.tokens or 2 * context
+
+    @property
+    def task_message_bytes(self) -> int:
+        """Most bytes of a message that carries one sample: what its slot holds, and the fields."""
+        return max(self.derived.slot_bytes, self.derived.call_slot_bytes) + MESSAGE_FIELD_BYTES
+
+    @property
+    def scripted(self) -> bool:
+        """Whether any engine is scripted: then data.train is a trace, and nothing is learnt from its answers."""
+        return any(entry.role == "rollout" and entry.engine == SCRIPTED and not entry.command for entry in self.process)
+
+    @property
+    def publish_every(self) -> int:
+        """Steps between two publications, as long as groups do not wait for one."""
+        restarts = self.weights.transport in RESTARTS
+        return self.learner.publish_every * (self.weights.restart_every if restarts else 1)
+
+    @property
+    def validates(self) -> bool:
+        return self.derived.val_samples > 0
+
+    @property
+    def sets(self) -> tuple[AskedSet, ...]:
+        """What a round of validation asks; empty without validation."""
+        asked, own = self.derived.val_samples, self.validation
+        if self.derived.sets or not asked:
+            return self.derived.sets
+        drawn = own.temperature, own.top_p, self.generation.max_new_tokens  # of a run directory of before
+        return (AskedSet("", own.data, self.derived.validation_prompts, asked, 1, *drawn, own.every, 0),)
+
+    @property
+    def dedicated(self) -> bool:
+        return self.validation.mode == "dedicated" and self.validates
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return tuple(sorted({name for entry in self.process for name in entry.hosts}))
+
+    @property
+    def implied(self) -> tuple[str, ...]:
+        """The roles of which this host has a process that no entry names."""
+        away = bool(self.here)
+        wanted = {"": True, "home": not away, "away": away, "both": away or bool(self.host_names),
+                  "sinks": not away and bool(self.sinks.to)}
+        return tuple(role for role in IMPLIED_ROLES if wanted[ROLES[role].where])
+
+    def processes(self) -> list[ProcessName]:
+        """Every process on this host in starting order; several entries of one role are numbered through."""
+        names = [ProcessName(role, role, 0, Process(role)) for role in self.implied]
+        mine = [entry for entry in self.process if entry.is_at(self.here)]
+        for role in [role for role in ROLES if role != "learner" or not self.here]:
+            specs = [(spec, place) for spec in mine if spec.role == role for place in range(spec.count)]
+            names += [ProcessName(role if role in SINGLE_ROLES else f"{role}/{at}", role, at, *one)
+                      for at, one in enumerate(specs)]
+        teams = [(one, ranks_at(one.ranks, one.hosts, self.here)) for one in mine if one.role == "learner"]
+        return names + [ProcessName(f"{RANK}/{i}", RANK, i, one, i) for one, ranks in teams for i in ranks if i]
+
+    @property
+    def ranks(self) -> int:  # processes that train the model together
+        return max((entry.ranks for entry in self.process if entry.role == "learner"), default=1)
+
+    @property
+    def rank_hosts(self) -> tuple[str, ...]:  # the other hosts that have some of them, in their order
+        return next((entry.hosts for entry in self.process if entry.role == "learner"), ())
+
+    def device_of(self, name: str) -> str:
+        """The device key of a process; one that joins from outside is as the first of its role."""
+        role = name.partition("/")[0]
+        named = (process.spec.device for process in self.processes() if process.name == name)
+        entries = (entry.device for entry in self.process if entry.role == role)
+        return next(named, next(entries, "")) or self.model.device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, infinity as the word "inf"; the limits stand flat among the derived values."""
+        made: dict[str, Any] = plain(dataclasses.asdict(self))
+        made["derived"] = {**made["derived"].pop("limits"), **made["derived"]}
+        return made
+
+    def to_json(self) -> str:
+        """The text of topology.json; `from_json` gives an equal object back."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Topology:
+        return build(Topology, modern(json.loads(text)), "topology.json")
+
