@@ -151,7 +151,7 @@ MUTANTS = (
            ("tests/scheduling/test_limits_credit.py",)),
     Mutant("an answer of older weights looks fresh", SEGMENTS,
            "drawn.versions.min())) < version:", "drawn.versions.min())) > version:",
-           ("tests/gateway/test_gateway_ring.py",)),
+           ("tests/hosts/test_gateway_ring.py",)),
     Mutant("the version is read before its step", "busrl/roles/scheduler.py",
            '"step": self.ring.header(HeaderWord.VERSION_STEP), "version": self.ring.header(HeaderWord.VERSION),',
            '"version": self.ring.header(HeaderWord.VERSION), "step": self.ring.header(HeaderWord.VERSION_STEP),',
@@ -263,7 +263,7 @@ MUTANTS = (
            "self.first <= int(found[1]) <= self.last", "self.first <= int(found[1]) < self.last",
            ("tests/training/test_train_layers.py",)),
     Mutant("a sum of memory without the states of the optimiser", "busrl/preflight/memory.py",
-           "int(states * trained.parameters * part)", "0", ("tests/config/test_learner_memory.py",)),
+           "int(states * trained.parameters * part)", "0", ("tests/preflight/test_learner_memory.py",)),
     Mutant("dropout of the model while layers are computed again", "busrl/training/forward.py",
            "    silence_chance(model)\n", "", ("tests/training/test_activations.py",)),
     Mutant("positions of joined rows go on behind a border", "busrl/training/batch.py",
@@ -391,7 +391,7 @@ MUTANTS = (
             "test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs",)),
     Mutant("validation is given the tasks that training has", "busrl/preflight/sources.py",
            '(at,), HELD_OUT_SEED, "data"', '(at,), t.run.seed, "data"',
-           ("tests/config/test_topology_sources.py::"
+           ("tests/preflight/test_topology_sources.py::"
             "test_tasks_that_are_held_out_are_none_that_any_training_has",)),
     Mutant("a prompt rests by all groups that it ever had", "busrl/scheduling/pass_rates.py",
            "while len(prompt.groups) > 1 and sum(", "while False and sum(", SKIPS),

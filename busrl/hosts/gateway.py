@@ -7,7 +7,7 @@ memory) and is given the time with each call. Imports the protocol and NumPy; kn
 may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every
 request may be sent again, and every answer is a function of the ledger, not of a conversation.
 
-Invariants, held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
+Invariants, held by `tests/hosts` under loss, doubling, reordering and death of the keeper:
 - A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
   a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
 - What a worker holds stands in the ledger. `Desk` remembers only clocks and conveniences, so a keeper that is killed

@@ -88,7 +88,7 @@ def points_of_the_source() -> set[str]:
     return {name for path in files for name in re.findall(r'crash_point\("([a-z._]+)"\)', path.read_text())}
 
 
-# What a keeper does in the name of a worker without a mapping: csrc/tests/crash_points.cpp and tests/gateway have it.
+# What a keeper does in the name of a worker without a mapping: csrc/tests/crash_points.cpp and tests/hosts have it.
 OF_THE_GATEWAY = {"remote.described", "remote.entered", "remote.rested", "expire.before"}
 # Memory of long answers, which the models do not know: csrc/tests/crash_points.cpp and storm_kill.cpp.
 OF_MEMORY = {"trim.claimed", "trim.punched"}

@@ -258,7 +258,7 @@ def test_the_scene_of_these_tests_names_the_keys_that_the_monitor_reads() -> Non
     """The hand-made topology.json must not drift from a real one."""
     from busrl.preflight.load import load
 
-    real = load(Path(__file__).parents[2] / "configs" / "reference.toml", []).to_dict()
+    real = load(Path(__file__).parents[3] / "configs" / "reference.toml", []).to_dict()
     for section, keys in TOPOLOGY.items():
         assert set(keys) <= set(real[section]), section
     assert set(TOPOLOGY["learner"]["trigger"]) <= set(real["learner"]["trigger"])
