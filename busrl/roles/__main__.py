@@ -10,13 +10,12 @@ import argparse
 import contextlib
 import errno
 import gc
-import importlib
 import os
 import signal
 import sys
 import traceback
 
-from busrl.capabilities import ROLE_MODULES
+from busrl import capabilities
 from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, VERDICT, BusrlError, cause, process_code
 from busrl.paths import RunPaths
 from busrl.states import ROLES
@@ -37,8 +36,7 @@ def main() -> tuple[int, str]:
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
     try:
         with uncollected():
-            module, _, actor = ROLE_MODULES[role].partition(":")
-            process = getattr(importlib.import_module(module), actor)
+            process = capabilities.role(role)
         gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
         code: int = process(options.run_dir, options.name).main()
     except BusrlError as problem:
