@@ -130,7 +130,8 @@ OTHERS: list[tuple[str, bytes, str]] = [
     ("t.txt", b"prompt;answer\na, \"b\";1\nc;2\n", "a CSV file"),
     ("t.json", json.dumps(ROWS, indent=1).encode(), "one JSON array"),
     ("one line.json", json.dumps(ROWS).encode() + b"\n", "one JSON array"),
-    ("t.jsonl.gz", gzip.compress(LINES.encode(), mtime=0), "a gzip file"), ("t.jsonl", LINES.encode("utf-16"), "UTF-16 text"),
+    ("t.jsonl.gz", gzip.compress(LINES.encode(), mtime=0), "a gzip file"),
+    ("t.jsonl", LINES.encode("utf-16"), "UTF-16 text"),
 ]
 
 
