@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TextIO, TypeAlias, TypeVar, cast
 
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError, Unfailing, UserError, escaped
+ELSEWHERE = {"watch": "busrl.observe.command", "simulate": "busrl.simulate.command", "doctor": "busrl.preflight.doctor"}
 
 
 def positive(text: str) -> float:
@@ -128,7 +129,7 @@ def _require_names(options: argparse.Namespace) -> None:
 def _ended(module: str, function: str, options: argparse.Namespace) -> int:
     try:
         _require_names(options)
-        code = int(getattr(importlib.import_module(f"busrl.cli.{module}"), function)(options))
+        code = int(getattr(importlib.import_module(ELSEWHERE.get(module, f"busrl.cli.{module}")), function)(options))
         sys.stdout.flush()
         return code
     except BusrlError as error:

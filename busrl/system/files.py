@@ -201,9 +201,11 @@ class Lines:
                 return False
             length = os.fstat(part).st_size
             self._pieces.append((end - length, length, part))
-        draft = None if current is None else _descriptor(opened, path.with_name(path.name + CUT))
-        if draft is not None and current is not None and not _begins_with(current, draft):
-            length = os.fstat(draft).st_size  # cut off, and about to have its name
+        self._current = current
+        draft = self._cut_off(opened)
+        self._cut = draft is not None
+        if draft is not None:
+            length = os.fstat(draft).st_size
             self._pieces.append((self.base, length, draft))
             self.base += length
         if current is not None:
@@ -211,14 +213,27 @@ class Lines:
         self.begin, self.end = self._pieces[0][0] if self._pieces else 0, self.base + size
         return not self.changed()
 
+    def _cut_off(self, opened: contextlib.ExitStack) -> int | None:
+        """The draft of an earlier part whose bytes the file has lost already, and which is about to have its name."""
+        if self._current is None:
+            return None
+        draft = _descriptor(opened, self._path.with_name(self._path.name + CUT))
+        return None if draft is None or _begins_with(self._current, draft) else draft
+
     def changed(self) -> bool:
-        """Whether the names are others by now, or the file was cut."""
+        """Whether the names are others by now, or the file was cut.
+
+        A cut shows in the file's length, unless as much was appended since; then in the draft that it left.
+        """
         try:
             info = os.stat(self._path)
             same = (info.st_dev, info.st_ino) == self.inode and info.st_size >= self.end - self.base
         except OSError:
             same = self.inode == (0, 0)
-        return not same or parts(self._path) != self._parts
+        if not same or parts(self._path) != self._parts:
+            return True
+        with contextlib.ExitStack() as opened:
+            return (self._cut_off(opened) is not None) != self._cut
 
     def blocks(self, at: int = 0) -> Iterator[tuple[int, bytes]]:
         """All from the place `at` on, each piece with its place."""

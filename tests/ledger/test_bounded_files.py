@@ -245,6 +245,17 @@ def test_a_log_whose_bounding_was_killed_is_read_whole_and_mended_by_the_next(fo
     assert len(parts(path)) == (at == "cut")
 
 
+def test_a_reader_sees_a_killed_cut_although_as_much_was_appended_since(folder: Path) -> None:
+    path = folder / "log"
+    path.write_bytes(b"".join(b"line %d\n" % n for n in range(5000)))
+    with contextlib.closing(files.Lines(path)) as lines:
+        with open(path, "r+b", buffering=0) as file:
+            size = files._cut_beginning(file.fileno(), path.with_name("log.cut"))
+        with open(path, "ab") as file:
+            file.write(b"more\n" * size)
+        assert lines.changed()
+
+
 def test_a_log_is_not_bounded_on_a_full_disk_and_nothing_of_it_is_lost(tmp_path: Path, largest_file) -> None:
     path, text = tmp_path / "log", b"line\n" * 20_000
     path.write_bytes(text)

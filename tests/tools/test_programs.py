@@ -68,7 +68,7 @@ def test_the_names_that_a_program_takes_from_busrl_are_there(path: Path) -> None
 
 def test_a_name_that_is_gone_is_seen() -> None:
     source = "from busrl.data import trace as t\nfrom busrl.data.trace import Task\nimport busrl.errors\nt.nothing\n"
-    source += "busrl.errors.nowhere\nimport busrl.nowhere\nt.read\nbusrl.errors.replace\n"
+    source += "busrl.errors.nowhere\nimport busrl.nowhere\nt.read\nbusrl.errors.UserError\n"
     assert list(missing(ast.parse(source))) == [
         "line 2: busrl.data.trace.Task", "line 4: busrl.data.trace.nothing", "line 5: busrl.errors.nowhere",
         "line 6: busrl.nowhere",
