@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TextIO, TypeAlias, TypeVar, cast
 
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError, Unfailing, UserError, escaped
+
 ELSEWHERE = {"watch": "busrl.observe.command", "simulate": "busrl.simulate.command", "doctor": "busrl.preflight.doctor"}
 
 
