@@ -1,4 +1,4 @@
-"""What the bookkeeping of an episode costs per model call, by the length of its history: tree, rendering, parsing.
+"""Bookkeeping of an episode per model call, by the length of its history: tree of turns, rendering, parsing.
 
     python -m benchmarks agents [--ids 1000 16000 64000] [--turns 40]
 

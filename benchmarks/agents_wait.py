@@ -1,4 +1,4 @@
-"""Episodes in children, calls through the real ring to an engine without a model: rows busy, calls per second, RSS.
+"""Episodes that wait in tools, with an engine without a model: rows busy, calls per second, CPU of a call, memory.
 
     python -m benchmarks agents-wait [--episodes 4096] [--rows 128] [--tool 2] [--answer 0.5] [--seconds 20]
     python -m benchmarks agents-wait --episodes 32 --rows 32 --tool 0 --answer 0     # calls per second of llm.chat

@@ -1,4 +1,4 @@
-"""What a box for code costs: CPU and time of an empty program in one, in turns with Python's own start.
+"""Cost of a box for code: CPU and time of an empty program in one, in turns with Python's own start.
 
     python -m benchmarks box [--runs 60] [--rounds 2]
 

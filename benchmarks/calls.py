@@ -1,4 +1,6 @@
-"""The ring of model calls between two processes: `python -m benchmarks calls [--seconds 3] [--ids 1000 8000]`.
+"""Ring of model calls between two processes: time from put to taken and calls per second, by the prompt's length.
+
+    python -m benchmarks calls [--seconds 3] [--ids 1000 8000]
 
 One process asks, the other answers each call with 64 tokens, as a rollout would without a model: it claims, reads the
 ids and the details, writes tokens, log-probabilities, versions and `served`, commits. Printed per length, for one call

@@ -1,10 +1,10 @@
-"""What a checkpoint in shards costs the training that goes on, and how soon a team of ranks is back after a kill.
+"""Checkpoints in shards: how long training stands still for one, and how soon a team of ranks is back after a kill.
 
-`checkpoints.py stall` makes steps of a model with random weights in one process and saves it: with training waiting
+`checkpoints stall` makes steps of a model with random weights in one process and saves it: with training waiting
 (`sync`), during the next step (`step`), and with an update at once (`update`), which is the worst that can happen. It
 reports seconds of the whole write, seconds for which training stood still (begin, and what `stage` copied), and the
 peak of anonymous memory above that of the same step without a checkpoint, beside the bytes of the state.
-`checkpoints.py restart` starts the quickstart with two ranks, kills one of them at seeded moments, and reports seconds
+`checkpoints restart` starts the quickstart with two ranks, kills one of them at seeded moments, and reports seconds
 until all are gone, until both are ready again, and until the next step, with CPU seconds of the new ranks until then
 (on a loaded machine the better figure). One thread each.
 """

@@ -80,7 +80,7 @@ class Loop:
         self.policy.offer(self.stream.candidates(self.policy.missing(self.unopened)))
 
     def look(self) -> int:
-        """One look of the scheduler; the decisions it made."""
+        """Take one look of the scheduler; return the decisions it made."""
         done, self.open = self.open[:-LOOK], self.open[-LOOK:]
         if self.policy.learns:
             # What was opened longest ago has finished, with lengths that have something to do with the prompt's.
@@ -130,7 +130,7 @@ def per_second(loop: Loop, seconds: float) -> float:
 
 
 def bytes_per_prompt(name: str, waiting: int) -> float:
-    """What a policy and its candidates hold, per waiting prompt, without the text."""
+    """Memory that a policy and its candidates hold, per waiting prompt, without the text."""
     stream = Stream()
     gc.collect()
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""What lost messages cost, and that it is the doorbells that work while none is lost.
+"""Cost of lost messages on the quickstart, and slots taken because a doorbell came while none is lost.
 
     python -m benchmarks faults [--steps 60] [--rounds 3] [--out benchmarks/results]
 

@@ -1,6 +1,6 @@
-"""What home pays for hosts that only hold tasks: 64 simulated satellites with 1,024 claims each, over TCP with keys.
+"""Cost of hosts that only hold tasks: 64 simulated satellites with 1,024 claims each, over TCP with keys.
 
-    host_beats.py [--hosts 64] [--claims 1024] [--seconds 60] [--out FILE]
+    python -m benchmarks host-beats [--hosts 64] [--claims 1024] [--seconds 60] [--out FILE]
 
 Bus and keeper are real, with a real ring; a satellite is its two sockets and the messages of one that waits for its
 engines. CPU of bus and keeper, in percent of one core, is taken while all satellites are silent (what a ring of that
@@ -39,7 +39,7 @@ SILENT, DIGEST, NAMES = "silent", "digest", "names"
 
 
 class Beats:
-    """One satellite. `lost`: tasks that home did not renew."""
+    """Satellite that only beats. `lost`: tasks that home did not renew."""
 
     def __init__(self, name: str, endpoint: str, client: keys.ClientKeys, claims: int) -> None:
         frontend, backend = tcp_pair(endpoint)
@@ -120,7 +120,7 @@ class Home:
         return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
 
     def seconds(self) -> dict[str, float]:
-        """Of CPU that each process has used."""
+        """CPU that each process has used."""
         stats = {name: Path(f"/proc/{one.pid}/stat").read_text() for name, one in self.children.items()}
         ticks = {name: sum(map(int, text.rpartition(")")[2].split()[11:13])) for name, text in stats.items()}
         return {name: count / os.sysconf("SC_CLK_TCK") for name, count in ticks.items()}

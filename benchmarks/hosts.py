@@ -1,8 +1,8 @@
 """Rollouts on two other hosts beside the same two at home: the quickstart until its reward is there, in turn.
 
-    hosts.py [--rounds 3] [--goal 0.85] [--out FILE]     whole runs, both ways on this machine over loopback
-    hosts.py rate [--mb 200] [--rounds 5] [--out FILE]   a version of weights to one host, beside a plain socket
-    hosts.py chain [--mb 100] [--rounds 5] [--out FILE]  a version to one host and to three, over links of 200 Mbit/s
+    python -m benchmarks hosts [--rounds 3] [--goal 0.85] [--out FILE]     whole runs, both ways, over loopback
+    python -m benchmarks hosts rate [--mb 200] [--rounds 5] [--out FILE]   a version to one host, beside a plain socket
+    python -m benchmarks hosts chain [--mb 100] [--rounds 5] [--out FILE]  to one host and to three, links of 200 Mbit/s
 
 Both hosts of the first are processes of this machine, with rings, buses and segments of their own, so that they cost
 what further processes cost on the same cores. Seconds are from the first step to the goal: the mean reward of ten
@@ -49,7 +49,7 @@ PIECE = 1 << 20
 
 
 def whole_run(folder: Path, apart: bool, goal: float, port: int, seed: int) -> dict[str, Any]:
-    """One run with two rollouts, at home or on two hosts; seconds from its first step to the goal."""
+    """Make a run with two rollouts, at home or on two hosts; seconds from its first step to the goal."""
     settings = [*SETTINGS, f"run.seed={seed}"]
     if apart:
         settings += [f'bus.endpoint="tcp://127.0.0.1:{port}"', f'bus.keys="{folder}/keys"',

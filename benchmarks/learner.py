@@ -1,15 +1,15 @@
-"""What the learner's forward and backward cost: the head's memory and time, and packed rows beside padded ones.
+"""Learner's forward and backward: memory and time of the head, packing, saved bytes, peaks, ranks, steps.
 
-`learner.py head` computes log-probability and entropy of `--rows` tokens over `--words` words, in pieces and with one
+`learner head` computes log-probability and entropy of `--rows` tokens over `--words` words, in pieces and with one
 log-softmax, each in a process of its own, and reports peak memory above the hidden states, CPU seconds and how far the
-gradients are apart. `learner.py packing` trains long-tailed samples (log-normal lengths, median 300, sigma 0.7) both
-ways and reports tokens per second and the share of computed positions that were padding. `learner.py saved` counts the
+gradients are apart. `learner packing` trains long-tailed samples (log-normal lengths, median 300, sigma 0.7) both
+ways and reports tokens per second and the share of computed positions that were padding. `learner saved` counts the
 bytes that a forward saves for its backward, per token, with and without activation checkpointing, at the widths of a
-real model in a few of its layers. `learner.py peak` makes true optimiser steps of a model with random weights in a
-process of its own and reports its peak of resident memory beside what `busrl check` says. `learner.py ranks` lets
+real model in a few of its layers. `learner peak` makes true optimiser steps of a model with random weights in a
+process of its own and reports its peak of resident memory beside what `busrl check` says. `learner ranks` lets
 ranks load, train and publish a model with random weights, and reports the peaks of each rank's own memory (anonymous
 pages: neither mapped files nor the staging in shared memory count) beside what its parts take, and the peak of two
-steps beside what `busrl check` says of a rank. `learner.py steps` makes
+steps beside what `busrl check` says of a rank. `learner steps` makes
 optimiser steps at the quickstart's lengths, `--samples` answers of some 11 tokens to prompts of some 13, by its model;
 `--against TREE` takes the code of another checkout in turn. One thread each.
 """
@@ -41,7 +41,7 @@ MEDIAN, SIGMA = 300, 0.7
 
 
 def head_once(way: str, rows: int, words: int, width: int) -> dict[str, Any]:
-    """One forward and backward in this process; bytes are peaks of resident memory above the inputs."""
+    """Make one forward and backward in this process; bytes are peaks of resident memory above the inputs."""
     import torch
 
     from busrl.training.head import Head
@@ -458,7 +458,7 @@ def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> di
 
 
 def ranks(world: int, tensor: int, name: str, layers: int, words: int, dtype: str) -> list[dict[str, Any]]:
-    """Of each rank its peaks, as shares of what it holds and in largest tensors."""
+    """Peaks of each rank, as shares of what it holds and in largest tensors."""
     with tempfile.TemporaryDirectory() as folder:
         made_model(name, layers, words).save_pretrained(folder)
         command = [*COMMAND, "learner", "ranks-once"]

@@ -1,4 +1,4 @@
-"""What a start, an end and an audit cost in a run directory that is old, without waiting until it is.
+"""Start, end and audit in a run directory that is 100,000 steps old, without waiting until it is.
 
     python -m benchmarks longrun [--steps 100000] [--samples 0] [--out benchmarks/results]
 
@@ -48,7 +48,7 @@ ROOM = 4096  # draws that a table has left at least for the steps to come
 
 @dataclass
 class Aged:
-    """What an old directory holds."""
+    """Contents of an old directory."""
 
     steps: int
     trained: int  # samples,
@@ -88,7 +88,7 @@ def age(paths: RunPaths, steps: int, samples: int) -> Aged:
 
 
 def repeat_lines(path: Path, steps: int) -> None:
-    """One line for each step, made of the last one."""
+    """Write a line for each step, made of the last one."""
     if not path.exists() or not path.stat().st_size:
         return
     row = json.loads(path.read_bytes().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What watching costs: the quickstart with and without monitor, page and recorder, and the broker's tap by itself.
+"""Cost of watching: the quickstart with and without monitor, page and recorder, and the broker's tap by itself.
 
     python -m benchmarks monitor --pairs 5
     python -m benchmarks monitor --pairs 0        only the tap
@@ -125,7 +125,7 @@ MODES = ("no tap", "tap, nobody listens", "tap, one listens", "tap, one was stop
 
 
 def run_once(watched: bool, seed: int, steps: int, sinks: Sequence[str] = ()) -> dict[str, Any]:
-    """One run of the quickstart: rates, CPU seconds, load."""
+    """Make a run of the quickstart: rates, CPU seconds, load."""
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="brl") as folder:
         directory = Path(folder) / "run"
@@ -221,7 +221,7 @@ def ring_of(directory: Path) -> Path:
 
 
 def metrics_of(directory: Path) -> bool:
-    """Whether the first step has ended."""
+    """Tell whether the first step has ended."""
     return bool(step_lines(directory / "metrics.jsonl"))
 
 
@@ -363,7 +363,7 @@ def tap_once(mode: str, flood: int, pings: int) -> dict[str, Any]:
 
 
 def crowd(seconds: float, web: bool, senders: int = 64, rate: int = 10_000) -> dict[str, Any]:
-    """What a screen, or an open page, of many processes costs that is drawn ten times a second, which is ten times as
+    """Cost of a screen, or an open page, of many processes that is drawn ten times a second, which is ten times as
     often as it is."""
     with bus(MODES[1]) as (folder, _, _), tempfile.TemporaryDirectory() as place:
         sender = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What single operations of busrl cost from Python: ring, log, bus, weights. No rivals; see ring/ and bus/ for those.
+"""Single operations of busrl from Python: ring, log, bus, weights. No rivals; `ring` and `bus` have those.
 
     python -m benchmarks operations [--rounds N]
 

@@ -1,4 +1,4 @@
-"""What keeping prefixes saves: episodes of many turns in real runs, with and without it.
+"""Kept prefixes: episodes of many turns in real runs, with and without them.
 
     python -m benchmarks prefix [--turns 40] [--json FILE]
     python -m benchmarks prefix --engine [--turns 20]

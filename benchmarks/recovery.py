@@ -1,4 +1,4 @@
-"""How long a death is felt: slots of a killed process at rest again, and the bus back after its broker was killed.
+"""Recovery from a kill: slots of a killed process at rest again, and the bus back after its broker was killed.
 
     python -m benchmarks recovery [--kills 40] [--out benchmarks/results]
 

@@ -1,4 +1,4 @@
-"""What a model call costs over HTTP: calls per second of one server process, and what it adds to a call's time.
+"""Model calls over HTTP: calls per second of one server process, and what it adds to a call's time.
 
     python -m benchmarks serve [--turns 4 40] [--calls 2000] [--at-once 32] [--rounds 3]
 

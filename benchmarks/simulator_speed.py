@@ -1,4 +1,4 @@
-"""How fast the simulator is: a million answers on ten thousand actors, on one core.
+"""Speed of the simulator: a million answers on ten thousand actors, on one core.
 
     python -m benchmarks simulator-speed [--tasks N] [--actors N] [--rounds R]
 

@@ -2,10 +2,18 @@
 
     python -m benchmarks tables            # what would change
     python -m benchmarks tables --write
+    python -m benchmarks tables --weights RESULT.json ... [--page docs/weights.md] [--check]
 
-Reads the newest `operations_*.json` and `ring_*.json` of `results/`; rewrites the rows of `docs/benchmarks.md` (single
-operations) and of `docs/performance.md` (the ring) that carry their names, and what is said of them in the same breath
-(when, how large a log record is, whether the bars are met). Other text is a person's: look whether it still holds.
+Without `--weights`, reads the newest `operations_*.json` and `ring_*.json` of `results/`; rewrites the rows of
+`docs/benchmarks.md` (single operations) and of `docs/performance.md` (the ring) that carry their names, and what is
+said of them in the same breath (when, how large a log record is, whether the bars are met). Other text is a person's:
+look whether it still holds.
+
+With `--weights`, replaces what stands between the two marks of docs/weights.md by the results of `weights`,
+`weight-folders` and `vllm-updates`: objects with `machine`, `commit`, `date` and `rows`. A row has `mode`, `model_mb`,
+`moved_mb`, seconds (`publish_s`, `take_s`, `apply_s`: what a transport does not tell apart is left out), `limit_s` and
+`limit` in words, and `engine` where it is not the embedded one. `--check` changes nothing and ends with 1 if the page
+is not what the results say.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
@@ -39,6 +48,12 @@ RING = {
 }
 FLAT = {"claim": "take", "commit": "commit", "dispatch": "dispatch", "full scan, ns a slot": "scan"}
 Rows = dict[str, str]
+BEGIN, END = "<!-- measured: python -m benchmarks tables -->", "<!-- end of measured -->"
+PHASES = ("publish_s", "take_s", "apply_s")
+HEAD = (
+    "| mode | engine | model, MB | moved, MB | publish, ms | take | into the model | together | limit | limit is |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
 
 
 def newest(name: str) -> dict[str, Any]:
@@ -126,10 +141,71 @@ def updated(text: str, rows: Rows, lines: Sequence[tuple[str, Callable[[re.Match
     return text
 
 
+def weight_tables(results: list[dict[str, Any]]) -> list[str]:
+    """The tables, one for each machine and date."""
+    lines: list[str] = []
+    for place in dict.fromkeys(map(place_of, results)):
+        here = [told for told in results if place_of(told) == place]
+        rows = sorted((row for told in here for row in told["rows"]), key=lambda row: (row["model_mb"], row["mode"]))
+        commits = ", ".join(dict.fromkeys(told["commit"] for told in here))
+        lines += [f"{place}, commits {commits}; medians.", "", *HEAD, *map(weight_row, rows), ""]
+    return lines[:-1]
+
+
+def place_of(told: dict[str, Any]) -> str:
+    host = told["machine"]
+    return f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, {told['date']}"
+
+
+def weight_row(row: dict[str, Any]) -> str:
+    together = sum(row.get(phase, 0.0) for phase in PHASES)
+    phases = [milliseconds(row[phase]) if row.get(phase) else "" for phase in PHASES]
+    cells = [row["mode"], row.get("engine", "torch"), rounded(row["model_mb"]), rounded(row["moved_mb"]), *phases,
+             milliseconds(together), milliseconds(row["limit_s"]), row["limit"]]
+    return f"| {' | '.join(cells)} |"
+
+
+def between_marks(page: str, lines: list[str]) -> str:
+    """Put the lines between the marks of a page; ValueError if it has none."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no {BEGIN} ... {END}")
+    return "\n".join([before + begin, *lines, end + after])
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
+
+
+def rounded(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def write_weights(results: Sequence[Path], page: Path, check: bool) -> int:
+    """Put results into docs/weights.md, or say whether they are there."""
+    text = page.read_text()
+    filled = between_marks(text, weight_tables([json.loads(path.read_text()) for path in results]))
+    if check:
+        return int(filled != text)
+    page.write_text(filled)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="change the pages")
+    parser.add_argument("--weights", type=Path, nargs="+", metavar="RESULT", help="fill the table of docs/weights.md")
+    parser.add_argument("--page", type=Path, default=DOCS / "weights.md", help="with --weights: another page")
+    parser.add_argument("--check", action="store_true", help="with --weights: only say whether the page is up to date")
     options = parser.parse_args()
+    if options.weights:
+        return write_weights(options.weights, options.page, options.check)
+    return write_operations_and_ring(options.write)
+
+
+def write_operations_and_ring(write: bool) -> int:
+    """Show what the newest results change in benchmarks.md and performance.md, and change it if `write`."""
     operations, ring = newest("operations"), newest("ring")
     when = conditions(operations)
     pages = {
@@ -146,7 +222,7 @@ def main() -> int:
         if missing:
             print(f"{name} has no row for:", *missing, sep="\n  ")
         sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), after.splitlines(True), name, name, n=0))
-        if options.write:
+        if write:
             (DOCS / name).write_text(after)
     print(f"the ring was measured {conditions(ring)}; its head in performance.md is for you to change")
     return 0

@@ -1,4 +1,4 @@
-"""What a run with two other hosts makes of every death and of every cut of a cable: one row each.
+"""Deaths and cut cables in a run with two other hosts: lost, doubled, named and back after each, one row each.
 
     python -m benchmarks torture [--only NAME ...] [--steps 40] [--out benchmarks/results/torture_HERE.json]
     python -m benchmarks torture --storm 600 [--seed 0]     one row more: deaths and cuts by chance for so many seconds
@@ -107,7 +107,7 @@ class Net:
         _ip("-n", self.spaces["home"], "link", "set", name, state)
 
     def one_way(self, name: str, cut: bool) -> None:
-        """What the host sends goes to a card that nobody has; what home sends arrives."""
+        """Cut one way: what the host sends goes to a card that nobody has; what home sends arrives."""
         where = ("-n", self.spaces[name], "neigh")
         if cut:
             _ip(*where, "replace", "10.78.0.1", "lladdr", "02:00:00:00:00:99", "dev", "cable", "nud", "permanent")
@@ -165,7 +165,7 @@ class Side:
         return [one for one in here if ring is not None and not ring.is_dead(one.index)]
 
     def pid(self, label: str) -> int:
-        """Of the process of that name that is ready; 0: there is none."""
+        """Number of the ready process of that name; 0: there is none."""
         return next((one.pid for one in self.processes() if one.label == label and one.state == "ready"), 0)
 
     def kill_all(self) -> None:

@@ -1,4 +1,4 @@
-"""The learner's optimiser step beside that of TRL's GRPOTrainer: the same model, batches and settings, in turn.
+"""Optimiser step of the learner beside that of TRL's GRPOTrainer: the same model, batches and settings, in turn.
 
     python -m benchmarks trainers --trl-python .venv/trl/bin/python [--at-once 8] [--rounds 3]
 
@@ -91,7 +91,7 @@ def say(found: dict[str, tuple[float, str]]) -> None:
 
 
 def told(tokens: int, wall: float, cpu: float, loaded: int, loss: float, norm: float) -> dict[str, tuple[float, str]]:
-    """What one process reports of its counted steps."""
+    """Report of one process on its counted steps."""
     most = resident("VmHWM")
     return {
         "tokens_per_s": (tokens / wall, "tokens/s"), "tokens_per_cpu_s": (tokens / cpu, "tokens/CPU s"),
@@ -104,7 +104,7 @@ def told(tokens: int, wall: float, cpu: float, loaded: int, loss: float, norm: f
 
 
 def learner(model: str, work_file: str) -> None:
-    """What the learner does with complete groups, in this process."""
+    """Do what the learner does with complete groups, in this process."""
     import torch
 
     from busrl.algorithms.advantages import group_std

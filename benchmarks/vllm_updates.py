@@ -1,4 +1,4 @@
-"""What an update of the weights costs with vLLM on a CPU, transport by transport: publish, take, into the model.
+"""Weight updates with vLLM on a CPU, transport by transport: publish, take, into the model.
 
     PYTHONPATH=. .venv/vllm/bin/python -m benchmarks vllm-updates [--transport shm ...] [--shape 256x4 ...] [--rows 32]
         [--updates 20] [--restarts 3] [--name NAME] [--out benchmarks/results]
@@ -6,7 +6,7 @@
 For each shape (width x layers) and transport an engine is started whose rows are all in use. `into the model` is what
 these wait for: the pause, or with a restart the start of an engine. A version is an adapter of rank 8 with `lora_*`.
 With `cuda_ipc` a copy of all values stands for the optimiser's step. Medians; the first version is not counted. The
-rows are those of benchmarks/weights_table.py, with a decoding step and a plain copy beside them.
+rows are those of the table of docs/weights.md, with a decoding step and a plain copy beside them.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def change(sender: Any, version: int, views: Named, source: Named) -> None:
 
 
 def published(transport: str, model: Any, folder: Path, held: int) -> tuple[TransportSettings, Named, Any]:
-    """Where versions go, their tensors, and who writes them where they are folders."""
+    """Place of the versions, their tensors, and who writes them where they are folders."""
     settings = TransportSettings(transport, str(folder / "weights"), str(folder / "address"))
     named: Named = {name: p.data for name, p in model.named_parameters()}
     base = folder / "model"

@@ -1,4 +1,4 @@
-"""Seconds of a weight update whose versions are folders, beside a copy of the bytes: publish, take, into the model.
+"""Weight updates whose versions are folders, beside a copy of the bytes: publish, take, into the model.
 
     python -m benchmarks weight-folders [--mb 1 100] [--rounds 5] [--rank 8] [--out benchmarks/results]
 
@@ -55,7 +55,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def copy_seconds(nbytes: int, rounds: int) -> float:
-    """One copy of so many bytes, both buffers touched before: the best of several."""
+    """Copy so many bytes, both buffers touched before: the best of several."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     return min(timed(lambda: target.copy_(source))[0] for _ in range(max(3, rounds)))
 

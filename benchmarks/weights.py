@@ -1,4 +1,4 @@
-"""How fast weights travel: shm, broadcast and sparse updates against memcpy and raw Gloo, in one run, on CPU.
+"""Weight updates by shm and broadcast, whole and sparse, against memcpy and raw Gloo, in one run, on CPU.
 
     python -m benchmarks weights [--sizes 1,10,100] [--dtype float32] [--peers 2] [--rounds 9] [--link-gbit 1]
                                    [--json FILE]
@@ -11,7 +11,7 @@ Real processes: one learner (this process) and --peers engines. All figures are 
   sparse          the same updates with --changed of the values changed, finding them included
 With --pause: how long a torch engine stands for an update, against one decoding step and the copy. With --link-gbit
 everything runs in a network of its own whose loopback is that slow (`tc`, `unshare`): a stand-in for a link between two
-hosts. The JSON is what weights_table.py reads.
+hosts. The JSON is what `tables --weights` reads.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def median(rounds: int, todo: Callable[[], Any]) -> float:
 
 
 def rows(found: dict[str, Any], changed: float, dtype: str, gbit: float) -> list[dict[str, Any]]:
-    """What weights_table.py puts into its table; a slow link changes nothing for shm."""
+    """Rows for the table of docs/weights.md; a slow link changes nothing for shm."""
     made = []
     where = (f", {dtype}" if dtype != "float32" else "") + (f", {gbit:g} Gbit/s" if gbit else "")
     for mode in ("broadcast", "broadcast sparse") if gbit else ("shm", "shm sparse", "broadcast", "broadcast sparse"):

@@ -1,4 +1,4 @@
-"""The broker of the bus, exactly as the process `bus` runs it, until it is killed: broker.py DIRECTORY."""
+"""Broker of the bus, exactly as the process `bus` runs it, until it is killed: broker.py DIRECTORY."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def sockets(frontend: str, backend: str, topic: bytes) -> tuple[zmq.Context, zmq
 
 
 def senders(socket: zmq.Socket, topic: bytes, frames: int):
-    """How to send `body`, in the fewest calls: pyzmq's send_multipart takes three times as long."""
+    """Way to send `body`, in the fewest calls: pyzmq's send_multipart takes three times as long."""
     if frames == 1:
         return lambda body: socket.send(topic + body)
 
@@ -45,7 +45,7 @@ def senders(socket: zmq.Socket, topic: bytes, frames: int):
 
 
 def receivers(socket: zmq.Socket, frames: int):
-    """How to receive: the last frame."""
+    """Way to receive: the last frame."""
     if frames == 1:
         return socket.recv
 

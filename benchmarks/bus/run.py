@@ -52,13 +52,13 @@ def broker(python: str) -> Iterator[tuple[str, str, int]]:
 
 
 def cpu_s(pid: int) -> float:
-    """What the process has used so far; it counts in hundredths of a second."""
+    """CPU that the process has used so far; it counts in hundredths of a second."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(log: Log, program: Program, pid: int) -> None:
-    """One program; of a rate also what the broker `pid` spent on it."""
+    """Run one program; of a rate also what the broker `pid` spent on it."""
     before = cpu_s(pid)
     log.run(program)
     if program.argv[2] != "rate" or program.label in log.failures:

@@ -1,6 +1,6 @@
 """Runs of several programs in turn, medians and ratios of what they said, bars met or missed, one JSON file.
 
-Used by `ring/run.py`, `bus/run.py` and `operations.py`. A program prints one JSON object a line with `name` and a
+Used by `ring`, `bus`, `operations`, `engines` and `trainers`. A program prints one JSON object a line with `name` and a
 number; one that fails is kept with its last words, never left out.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.common import report
 
 @dataclass(frozen=True)
 class Program:
-    """One thing to run: `argv`, and a prefix for the names that it says."""
+    """Command to run: `argv`, and a prefix for the names that it says."""
 
     label: str
     argv: Sequence[str]
@@ -44,7 +44,7 @@ class Bar:
 
 
 class Log:
-    """What was said so far, by name: one value a round. `failures` are programs that did not answer."""
+    """Figures so far, by name: one value a round. `failures` are programs that did not answer."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
@@ -58,7 +58,7 @@ class Log:
         self.units[name] = unit
 
     def run(self, program: Program) -> None:
-        """One run; its lines become values named `label` or `label.name`."""
+        """Run a program; its lines become values named `label` or `label.name`."""
         self.loads.append(os.getloadavg()[0])
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         try:

@@ -1,4 +1,4 @@
-"""What the experiments with real processes share: scripted runs watched from outside, traces, results as JSON.
+"""Common parts of the experiments with real processes: scripted runs watched from outside, traces, results as JSON.
 
 A run is `busrl launch` of configs/scripted.toml with settings; it is watched through the files and the ring that any
 user has. Knows nothing of what an experiment wants to show.

@@ -1,6 +1,6 @@
 """A rollout or reward worker that notes why it looked each time that it took slots, and how old the doorbell was then.
 
-Started by `faults.py` as the command of a [[process]]; it is the product's own role with a stopwatch around `take`.
+Started by `faults` as the command of a [[process]]; it is the product's own role with a stopwatch around `take`.
 
 causes: "bell"  a doorbell came since the last look: a bus message (reward), a change of the ring's futex word (rollout)
         "room"  none came since the last look, and no timer ended: it looked between two pieces of work

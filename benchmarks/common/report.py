@@ -1,4 +1,4 @@
-"""What a comparison's runs come to: medians, ratios, the machine, as JSON and as a Markdown table."""
+"""Results of a comparison: medians, ratios, the machine, as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def commit(root: Path) -> str:
 
 
 def summary(runs: list[dict[str, Any]], against: str = "busrl") -> list[dict[str, Any]]:
-    """One row per system: medians over its runs, and the ratio of its seconds to busrl's, run by run."""
+    """Make a row per system: medians over its runs, and the ratio of its seconds to busrl's, run by run."""
     rows = []
     for system in dict.fromkeys(run["system"] for run in runs):
         mine = [run for run in runs if run["system"] == system]

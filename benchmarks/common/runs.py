@@ -27,7 +27,7 @@ NEVER_ENDS = "run.max_steps=100000"
 
 
 class BenchRun:
-    """One `busrl launch` in a directory of its own."""
+    """A `busrl launch` in a directory of its own."""
 
     def __init__(self, directory: Path, settings: Sequence[str], config: Path = QUICKSTART) -> None:
         self.directory, self.paths = directory, RunPaths.of(directory)
@@ -53,7 +53,7 @@ class BenchRun:
             return None
 
     def until(self, what: str, condition: Callable[[], Any], pause_s: float = 0.005) -> Any:
-        """What `condition` gives once it is true."""
+        """Wait for what `condition` gives once it is true."""
         end = time.monotonic() + LIMIT_S
         while not (found := condition()):
             if self.child.poll() is not None or time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""How every system of a comparison is started, and how its time to the goal is taken.
+"""Starts every system of a comparison and takes its time to the goal.
 
 The rivals print their own JSON. busrl is run as a user runs it (`busrl launch`) and watched from outside: its
 ring says when generation begins, metrics.jsonl when the goal is reached, /proc what all of its processes used.
@@ -43,7 +43,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True)
 class Terms:
-    """What all systems share."""
+    """Terms that all systems share."""
 
     goal: float
     lr: float
@@ -87,7 +87,7 @@ def _printed(command: Sequence[str], terms: Terms, threads: int) -> dict[str, An
 
 
 def run_busrl(seed: int, terms: Terms, name: str, extra: Sequence[str]) -> dict[str, Any]:
-    """One `busrl launch` in a fresh run directory, stopped at the goal."""
+    """Run `busrl launch` in a fresh run directory, stopped at the goal."""
     settings = [f"run.seed={seed}", f"run.max_steps={terms.max_updates}", f"learner.lr={terms.lr}", *TERMS, *extra]
     with tempfile.TemporaryDirectory(prefix="busrl-bench-") as folder:
         run_dir = Path(folder) / "run"
@@ -141,7 +141,7 @@ class Watch:
             time.sleep(POLL_S)
 
     def _await_generation(self) -> float:
-        """When the first sequence was begun, as the ring's own counter shows."""
+        """Moment at which the first sequence was begun, as the ring's own counter shows."""
         from busrl.errors import BusrlError
         from busrl.paths import RunPaths
         from busrl.ring import Ring, State

@@ -1,4 +1,4 @@
-"""How close a learner gets to its own speed when generation is 0.8 to 1.3 times as fast as it needs.
+"""Share of its own speed that a learner reaches when generation is 0.8 to 1.3 times as fast as it needs.
 
     python -m benchmarks capacity
 
@@ -145,7 +145,7 @@ def settings_of(options: argparse.Namespace, trace: Path, capacity: float) -> di
 
 
 def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: float) -> dict[str, Any]:
-    """One run, and its own batches from memory."""
+    """Make a run, and its own batches from memory."""
     kept = Path(tempfile.mkdtemp(dir=folder))
     load = os.getloadavg()[0]
     with live.runs.run(*live.flat(settings_of(options, trace, capacity)), config=live.SCRIPTED) as run:

@@ -41,7 +41,7 @@ def policy_settings(name: str, seed: int) -> dict[str, object]:
 
 
 def stream_run(name: str, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One run of the stream. Mean completion in seconds, and what it did to the order of training."""
+    """Make a run of the stream. Mean completion in seconds, and what it did to the order of training."""
     path = folder / f"stream-{seed}.jsonl"
     known = live.make_trace(path, options.prompts, seed, group_size=GROUP, median=MEDIAN, limit=LIMIT)
     rate = options.load * TOKENS_PER_S / (GROUP * live.mean_tokens(known, LIMIT))

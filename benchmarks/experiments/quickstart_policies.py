@@ -1,10 +1,10 @@
-"""What a dispatch policy, a window or segments are worth on the quickstart: seconds, updates and samples to a goal.
+"""Dispatch policies, windows and segments on the quickstart: seconds, updates and samples to a goal.
 
     python -m benchmarks quickstart-policies [--policies fifo sjf:rules fifo,weights.max_staleness=3 ...]
 
 A policy is its name, a predictor after a colon, and further settings after commas; the goal is a mean reward of 0.85.
 
-Real training, all as in `benchmarks/compare.py` (the clock, the goal, 32 drawn groups per update), policies in turn,
+Real training, all as in `compare` (the clock, the goal, 32 drawn groups per update), policies in turn,
 at least three seeds. On two cores the rollout process is what the learner waits for.
 """
 

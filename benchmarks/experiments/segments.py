@@ -6,7 +6,7 @@
 Scripted actors at a scaled-down pace, a real learner, the same trace for every variant MODE:SEGMENTS. Seconds per step
 at the same number of groups per step are compared with those of the first variant, after the first steps, in which the
 pool of unfinished answers fills. `sync` is synchronous rounds, `async` is batch-async with `--staleness`.
-The defaults are a log-normal that `ulorl.py` fits to UloRL's step times for 1 and 2 segments (sigma 0.9, median 15,505
+The defaults are a log-normal that `ulorl` fits to UloRL's step times for 1 and 2 segments (sigma 0.9, median 15,505
 of 65,536 tokens, 0.001 of a decoding step per running answer), scaled down: 65,536 tokens to 512, and 1,024 answers to
 128, each of which counts for 8. As in the fit all answers run in one engine, which has a row for each. The fit knows
 generation alone, so the pace is slow enough for the real learner to be a small part of a step; `less_training` leaves

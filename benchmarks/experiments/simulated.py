@@ -49,14 +49,14 @@ STREAM_PER_ROW = 24  # answers of the open stream for each row
 TRIGGER_STEPS = 60
 SLOTS_PER_ROW, LEARNER_REACH, SLOW_LEARNER, OPEN_LOAD, SYNC_PER_ROW = 1.2, 1.25, 0.1, 1.2, 4
 B_PER_N_MIN = 2.35  # batch-async with max_staleness = 2
-SHORT = 2560  # 6.4 times the median, as in capacity.py
+SHORT = 2560  # 6.4 times the median, as in `capacity`
 LENGTH_MEAN = 640.0  # of the trace, for the time limit
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One workload: a scale and a seed, and what the learner can train in units of what the actors can make."""
+    """Workload: a scale and a seed, and what the learner can train in units of what the actors can make."""
 
     actors: int
     seed: int

@@ -1,4 +1,4 @@
-"""How far the simulator is off: fitted on one run, it foretells other runs, which are then made.
+"""Accuracy of the simulator: fitted on one run, it foretells other runs, which are then made.
 
     python -m benchmarks simulator-accuracy [--rounds R] [--steps S] [--only quickstart scripted]
 
@@ -50,13 +50,13 @@ CASES: dict[str, tuple[Path, dict[str, list[str]]]] = {
 
 
 def available(name: str) -> bool:
-    """Whether this busrl has what the case needs: the scripted engine came later than the simulator."""
+    """Tell whether this busrl has what the case needs: the scripted engine came later than the simulator."""
     engines = Process.__dataclass_fields__["engine"].metadata["rule"].choices
     return CASES[name][0].exists() and (name != "scripted" or "mock" in engines)
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """What a finished run came to, between its first and its last step."""
+    """Figures of a finished run, between its first and its last step."""
     rows = step_lines(folder / "metrics.jsonl")
     span = rows[-1]["time_s"] - rows[0]["time_s"]
     waited = sum(sum(row["wait_s"].values()) for row in rows[1:])
@@ -76,7 +76,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 
 def foretold(fitted: Fitted, topology: Topology, seed: int) -> dict[str, float]:
-    """The same of a simulated run."""
+    """Figures of a simulated run."""
     setting = make(topology, fitted, steps=topology.run.max_steps, seed=seed)
     found = World(
         topology, setting.times, setting.answers, actors=setting.actors, steps=setting.steps, seed=seed

@@ -1,4 +1,4 @@
-"""Does the simulator foretell what segments are worth? UloRL's step times for 1 and 2 segments against those for 4.
+"""Segments in the simulator: fitted to UloRL's step times for 1 and 2 segments, it foretells those for 4.
 
     python -m benchmarks ulorl [--steps N]
 

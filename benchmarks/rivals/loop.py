@@ -1,4 +1,4 @@
-"""The rival of `vs_loop`: one tuned synchronous GRPO loop in one process, as a good engineer would write it.
+"""The rival of `compare`: one tuned synchronous GRPO loop in one process, as a good engineer would write it.
 
 It imports nothing of busrl but the quickstart's paths. What it does for speed: fused projections, its own key-value
 cache, each prompt computed once for its group, ended rows dropped, groups without advantage skipped, micro-batches
@@ -114,11 +114,11 @@ class Model(torch.nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def prepare(self) -> None:
-        """What a rollout reads of the weights beside the matrices: norms of query and key heads as one tensor."""
+        """Make what a rollout reads of the weights beside the matrices: norms of query and key heads as one tensor."""
         self.head_norms = [torch.stack([b["q_norm"], b["k_norm"]])[:, None].detach() for b in self.blocks]
 
     def decode_block(self, index: int, rows: Tensor, turn: tuple[Tensor, Tensor], cache: Cache, column: int) -> Tensor:
-        """One token of every row, without autograd: fewer, larger operations than `project` and `finish`."""
+        """Decode one token of every row, without autograd: fewer, larger operations than `project` and `finish`."""
         block, (cosine, sine), end = self.blocks[index], turn, column + 1
         hidden = rows.shape[-1]
         mixed = F.linear(F.rms_norm(rows, (hidden,), block["norm1"], 1e-6), block["qkv"])
@@ -276,7 +276,7 @@ class Prompts:
 
 @dataclass
 class Loop:
-    """One run: `step()` until the goal."""
+    """A run: `step()` until the goal."""
 
     options: argparse.Namespace
     model: Model

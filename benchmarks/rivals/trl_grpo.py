@@ -1,4 +1,4 @@
-"""The rival of `vs_trl`: TRL's GRPOTrainer from PyPI, set as well as we can for this model on two cores.
+"""The rival of `compare`: TRL's GRPOTrainer from PyPI, set as well as we can for this model on two cores.
 
 Two ranks of one thread over Gloo share the batch. float32, no gradient checkpointing, no reference model, no logging,
 no saving, everything generated at once with a key-value cache. Same model folder, prompts, reward, batch (32 drawn

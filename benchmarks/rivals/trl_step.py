@@ -1,4 +1,4 @@
-"""The rival of `trainers.py`: optimiser steps of TRL's GRPOTrainer on given completions. For TRL's own environment.
+"""The rival of `trainers`: optimiser steps of TRL's GRPOTrainer on given completions. For TRL's own environment.
 
     python -m benchmarks.rivals.trl_step MODEL WORK [compact]
 

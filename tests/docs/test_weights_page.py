@@ -30,7 +30,7 @@ def test_results_become_rows_between_the_marks(tmp_path: Path) -> None:
     result, page = tmp_path / "r.json", tmp_path / "weights.md"
     result.write_text(json.dumps({"machine": machine, "commit": "abc", "date": "2026-01-02", "rows": [row]}))
     page.write_text(PAGE.read_text())
-    command = [sys.executable, "-m", "benchmarks", "weights-table", str(result), "--page", str(page)]
+    command = [sys.executable, "-m", "benchmarks", "tables", "--weights", str(result), "--page", str(page)]
     assert subprocess.run([*command, "--check"], cwd=ROOT, check=False).returncode == 1
     subprocess.run(command, cwd=ROOT, check=True)
     assert "| shm | torch | 100 | 100 | 31 | 20 |  | 51 | 25.1 | memcpy |" in page.read_text()

@@ -1,4 +1,4 @@
-"""What every program of this folder shares: its arguments, a child that answers, a clock, one JSON line.
+"""Common parts of the programs of this folder: arguments, a child that answers, a clock, one JSON line.
 
 A program makes `--count` round trips of `--size` bytes and prints the median of one, in microseconds, with the version
 of what it measured. It imports nothing of the others, so that a rival that is not installed stops only itself.

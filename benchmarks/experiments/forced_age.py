@@ -1,6 +1,6 @@
-"""Losses and recipes at forced ages, on the quickstart: real runs of `busrl launch`, curves for docs/losses.md.
+"""Losses and recipes at forced ages, on the quickstart: curves for docs/losses.md, by real runs.
 
-    python -m benchmarks forced-age [--ages 0 1 2 4] [--seeds 0 1 2] [--steps 120] [--out benchmarks/results]
+    python -m benchmarks forced-age [--ages 0 1 2 4] [--seeds 0 1 2] [--steps 120] [--out FOLDER]
     python -m benchmarks forced-age --recipes none grpo dr_grpo gspo cispo rloo --ages 0 2   # docs/algorithms.md
     python -m benchmarks forced-age --topology examples/real-run/real.toml --recipes ...     # after its make_model.py
 
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks import RESULTS, ROOT
+from benchmarks import EXPERIMENT_RESULTS, ROOT
 from busrl.ledger.trained import step_lines
 
 LOSSES = ("ppo_clip", "decoupled")
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", default=[], choices=RECIPES, help="instead of losses")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every run")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=EXPERIMENT_RESULTS)
     options = parser.parse_args()
     if options.steps < 60 and not options.recipes:
         parser.error(f"--steps {options.steps}: the table shows updates 51 to 60 too; give 60 or more")
