@@ -5,42 +5,71 @@ errors: a part is imported when it is used. Knows nothing of what a part does.
 
 - The core names an optional part here and nowhere else (tests/architecture holds it).
 - A folder that is not there takes nothing from a run that does not ask for it. A topology that asks for it gets one
-  sentence that names the part.
+  sentence that names the part (`refuse`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
+
+if TYPE_CHECKING:
+    from busrl.topology import Topology
+
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Capability:
-    """An optional part: its folder below `busrl`, what users get by it, and the objects that the core takes from it.
+    """An optional part: its folder or module below `busrl`, what users get by it, and what the core takes from it.
 
     `roles`: module and class of each process. `plugs`: by the name of the place in the core, module and object
-    ("module:name", the module relative to `busrl`).
+    ("module:name", the module relative to `busrl`). `asks`: the keys by which a topology may ask for the part, each
+    with whether it does; a process of one of its roles asks for it anyway.
     """
 
     name: str
     purpose: str
     roles: Mapping[str, str] = field(default_factory=dict)
     plugs: Mapping[str, str] = field(default_factory=dict)
+    asks: Mapping[str, Callable[[Topology], bool]] = field(default_factory=dict)
 
     @property
     def here(self) -> bool:
-        return find_spec(f"busrl.{self.name}") is not None
+        return (HERE / self.name / "__init__.py").is_file() or (HERE / f"{self.name}.py").is_file()
 
-    def missing(self) -> UserError:
+    def asked_by(self, topology: Topology) -> str:
+        """The first key of the topology that asks for this part; empty where none does."""
+        roles = (entry.role for entry in topology.process if entry.role in self.roles)
+        keys = (key for key, asks in self.asks.items() if asks(topology))
+        return next((f'[[process]] role = "{role}"' for role in roles), next(keys, ""))
+
+    def missing(self, key: str = "") -> UserError:
+        asking = f"{key}: " if key else ""
         return UserError(
-            f"{self.purpose} need busrl/{self.name}, which is not part of this installation; install all of busrl"
+            f"{asking}{self.purpose} need busrl/{self.name}, which is not part of this installation; install all of "
+            "busrl" + (", or remove the key" if key else "")
         )
+
+
+def _with_engine(name: str) -> dict[str, Callable[[Topology], bool]]:
+    def asks(topology: Topology) -> bool:
+        return any(entry.role == "rollout" and entry.engine == name for entry in topology.process)
+
+    return {f'[[process]] engine = "{name}"': asks}
+
+
+def _with_transport(*names: str) -> dict[str, Callable[[Topology], bool]]:
+    def asks(name: str) -> Callable[[Topology], bool]:
+        return lambda topology: topology.weights.transport == name
+
+    return {f'weights.transport = "{name}"': asks(name) for name in names}
 
 
 CORE_ROLES: dict[str, str] = {
@@ -55,13 +84,37 @@ CAPABILITIES: tuple[Capability, ...] = (
     }),
     Capability("hosts", "other hosts and workers from outside", roles={
         "relay": "hosts.relay:Relay", "satellite": "hosts.satellite:Satellite",
+    }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}),
+    Capability("ranks", "learners of several ranks", roles={
+        "rank": "ranks.role:Rank",
+    }, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
+    Capability("observe", "monitors, reports and sinks", roles={
+        "sinks": "observe.sinks.role:Sinks",
+    }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}),
+    Capability("predict", "predicted lengths and the controller of the batch size", asks={
+        "scheduler.policy": lambda topology: topology.scheduler.policy != "fifo",
+        "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off",
     }),
-    Capability("ranks", "learners of several ranks", roles={"rank": "ranks.role:Rank"}),
-    Capability("observe", "monitors, reports and sinks", roles={"sinks": "observe.sinks.role:Sinks"}),
-    Capability("predict", "predicted lengths and the controller of the batch size"),
     Capability("simulate", "simulations"),
+    Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
+    Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),
+    Capability("weights/broadcast", "weights that are broadcast", asks=_with_transport("broadcast")),
+    Capability("weights/one_copy", "weights of which there is one copy", asks=_with_transport("cuda_ipc")),
+    Capability("weights/folders", "weights that travel as folders", asks=_with_transport(
+        "lora_hotswap", "lora_restart", "checkpoint_restart")),
+    Capability("weights/sparse", "updates of the changed values alone", asks={
+        "weights.sparse.enabled": lambda topology: topology.weights.sparse.enabled,
+    }),
 )
 BY_NAME = {capability.name: capability for capability in CAPABILITIES}
+
+
+def refuse(topology: Topology) -> None:
+    """UserError where the topology asks for a part that is not there: one sentence with the key and the part."""
+    for capability in CAPABILITIES:
+        key = "" if capability.here else capability.asked_by(topology)
+        if key:
+            raise capability.missing(key)
 
 
 def role(name: str) -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from busrl import capabilities
 from busrl.algorithms import catalog
 from busrl.data import pretrained
 from busrl.data.sources import ENVIRONMENT
@@ -80,6 +81,7 @@ def _load(
     """All that is wrong is told at once; `bad` has the keys that are wrong already: no rule is asked about them."""
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
+    capabilities.refuse(draft)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
     if not simulated:
         draft, unmade = sources.prepare(draft, run_dir, named_files.compares(draft), bad)
