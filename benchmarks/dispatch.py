@@ -21,9 +21,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from busrl.predict.lengths import Candidate, Predictor
 from busrl.scheduling.dispatch import POLICIES, Policy, make_policy
 from busrl.scheduling.groups import GroupScanner
+from busrl.scheduling.predictor import Candidate, Predictor
 from busrl.states import uid_of
 
 LOOK = 64  # groups opened per look

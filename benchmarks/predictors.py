@@ -33,7 +33,8 @@ import numpy as np
 from benchmarks import RESULTS
 from busrl.data import trace as tracemaker
 from busrl.data.trace import Shape, Spread, TracedPrompt, make_trace
-from busrl.predict.lengths import Candidate, Predictor, kendall_tau, make_predictor
+from busrl.predict.lengths import kendall_tau, make_predictor
+from busrl.scheduling.predictor import Candidate, Predictor
 
 PHASES = (0, 100, 500, 2000, 5000)
 TESTED, IN_FLIGHT, GROUP = 600, 50, 8

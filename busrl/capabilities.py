@@ -91,7 +91,10 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("observe", "monitors, reports and sinks", roles={
         "sinks": "observe.sinks.role:Sinks",
     }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}),
-    Capability("predict", "predicted lengths and the controller of the batch size", asks={
+    Capability("predict", "predicted lengths and the controller of the batch size", plugs={
+        "kept": "predict.state:PredictorState", "unkept": "predict.state:unkept",
+        "checkpoint_files": "predict.state:copy_into", "keyword_problems": "predict.lengths.keywords:problems_of",
+    }, asks={
         "scheduler.policy": lambda topology: topology.scheduler.policy != "fifo",
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off",
     }),

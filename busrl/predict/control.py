@@ -25,8 +25,8 @@ import msgspec
 
 from busrl.errors import MachineError
 from busrl.ledger.wal import Record, SampleRecord
-from busrl.predict.controller import Controller, Inputs
-from busrl.preflight.derive import control_settings
+from busrl.predict.controller import Controller, ControlSettings, Inputs
+from busrl.preflight.rules import range_of
 from busrl.scheduling.trigger import LearnerPlan
 from busrl.system.files import LineFile, json_lines
 from busrl.topology import Topology
@@ -36,6 +36,18 @@ if TYPE_CHECKING:
     from busrl.training.step_stats import StepStats
 
 PROBE_FILE = "probe.bin"
+
+
+def control_settings(topology: Topology) -> ControlSettings | None:
+    """The settings of the controller; None where there is none (mode `off`)."""
+    controller, trigger = topology.learner.controller, topology.learner.trigger
+    if controller.mode == "off":
+        return None
+    low, high = range_of(topology)
+    return ControlSettings.of(
+        controller, topology.experiments.controller, n_min=trigger.n_min, n_lo=low, n_hi=high,
+        t_max_ms=1000 * trigger.t_max_s,
+    )
 
 
 class Control:

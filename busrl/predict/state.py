@@ -27,9 +27,10 @@ import numpy.typing as npt
 
 from busrl.data import JsonlStream
 from busrl.data.trace import parse
+from busrl.errors import UserError
 from busrl.paths import CHECKPOINT, RunPaths
-from busrl.predict.lengths import Guard, Keywords, RulesPredictor, make_predictor
-from busrl.preflight import named_files
+from busrl.predict.lengths import Guard, Keywords, LengthsOf, RulesPredictor, make_predictor
+from busrl.predict.lengths.keywords import read_keywords
 from busrl.system.files import replacing
 from busrl.topology import Topology
 
@@ -73,13 +74,13 @@ def load_plain(path: Path) -> dict[str, Any] | None:
 
 
 class PredictorState:
-    """`guard` is the predictor to be asked; `warn` gets what goes wrong."""
+    """The predictor to be asked, and its file; `warn` gets what goes wrong."""
 
     def __init__(self, topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Warn) -> None:
         self.paths, self._warn = paths, warn
         words = _keywords(topology, warn)
-        predictor = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
-        self.guard = Guard(predictor, RulesPredictor(words), clock=time.perf_counter, report=warn)
+        inner = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
+        self.predictor = Guard(inner, RulesPredictor(words), clock=time.perf_counter, report=warn)
         self._saved_at = 0  # answers that the saved state knows
         self._last_save, self._cost_s = -math.inf, 0.0
         self._before = -1  # the step for whose checkpoint was saved last
@@ -90,7 +91,7 @@ class PredictorState:
             try:
                 state = load_plain(path)
                 if state is not None:
-                    self.guard.load(state)
+                    self.predictor.load(state)
                     log.info("the predictor continues from %s", path)
                     return True
             except Exception as problem:  # a damaged file may lead to anything, and must not end the run
@@ -101,7 +102,7 @@ class PredictorState:
         """Save if answers came in: from time to time, and once for each step `before` which may end in a checkpoint."""
         due = before is not None and before != self._before
         wait = MOST_COSTS * self._cost_s if due else max(SAVE_EVERY_S, SAVE_COSTS * self._cost_s)
-        if self.guard.answers == self._saved_at or now < self._last_save + wait:
+        if self.predictor.answers == self._saved_at or now < self._last_save + wait:
             return
         begun = time.perf_counter()
         self.save()
@@ -109,20 +110,32 @@ class PredictorState:
         self._before = self._before if before is None else before
 
     def save(self) -> None:
-        if self.guard.answers == self._saved_at:
+        if self.predictor.answers == self._saved_at:
             return
         try:
-            save_plain(self.paths.predictor, self.guard.state())
-            self._saved_at = self.guard.answers
+            save_plain(self.paths.predictor, self.predictor.state())
+            self._saved_at = self.predictor.answers
         except Exception as problem:  # a predictor whose state fails must not end the run either
             self._warn(f"what the predictor learned is not saved: {problem}")
 
     def close(self) -> None:
         self.save()
-        if self.guard.answers or self.guard.fallbacks:
-            found = self.guard.metrics().items()
+        if self.predictor.answers or self.predictor.fallbacks:
+            found = self.predictor.metrics().items()
             shown = ", ".join(f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in found)
-            log.info("predictor %s: %s", self.guard.name, shown)
+            log.info("predictor %s: %s", self.predictor.name, shown)
+
+
+def unkept(topology: Topology, lengths_of: LengthsOf, oracle: bool) -> Guard:
+    """The predictor of a simulated run, `oracle` in the place of the topology's own. UserError for a table of keywords
+    that has a fault."""
+    words, path = None, topology.scheduler.keywords
+    if path:
+        words, problems = read_keywords(path)
+        if problems:
+            raise UserError(f"{path}: {problems[0]}")
+    name = "oracle" if oracle else topology.scheduler.predictor
+    return Guard(make_predictor(name, keywords=words, lengths_of=lengths_of), RulesPredictor(words))
 
 
 def copy_into(checkpoint: Path, paths: RunPaths) -> None:
@@ -144,13 +157,13 @@ def _keywords(topology: Topology, warn: Warn) -> Keywords | None:
     """The user's table; None for the shipped one. `launch` has checked it: a problem here arose since then."""
     if not topology.scheduler.keywords:
         return None
-    found, problems = named_files.read_keywords(topology.scheduler.keywords)
+    found, problems = read_keywords(topology.scheduler.keywords)
     for problem in problems:
         warn(f"{topology.scheduler.keywords}: {problem}; left out")
     return found if found.words or found.tags else None
 
 
-def _lengths(topology: Topology, stream: JsonlStream) -> Callable[[int], Sequence[int]] | None:
+def _lengths(topology: Topology, stream: JsonlStream) -> LengthsOf | None:
     """What the oracle knows: the lengths of a draw's members, from the trace that is `data.train`."""
     if topology.scheduler.predictor != "oracle":
         return None

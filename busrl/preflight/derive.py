@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from busrl.algorithms import catalog
-from busrl.predict.controller import ControlSettings
-from busrl.predict.lengths import Predictor
 from busrl.preflight import rules
 from busrl.preflight.named_files import FileFacts
-from busrl.preflight.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
+from busrl.preflight.rules import Finding, batch_varies, count, due, only_validate, thresholds, wants_rounds
 from busrl.scheduling.admission import AdmissionLimits, Staleness, derive
-from busrl.scheduling.dispatch import Policy, make_policy
+from busrl.scheduling.dispatch import UNPREDICTED, Policy, make_policy
+from busrl.scheduling.predictor import Predictor
 from busrl.scheduling.trigger import LearnerPlan, Trigger
 from busrl.states import CALLER_ROLES
 from busrl.topology.prompts import AskedSet
@@ -167,7 +166,7 @@ def _limits(topology: Topology) -> tuple[AdmissionLimits, list[Finding]]:
 def _order(topology: Topology) -> str:
     """How far the order of dispatch may depart from the order drawn."""
     scheduler, n_min = topology.scheduler, topology.learner.trigger.n_min
-    if scheduler.policy == "fifo":
+    if scheduler.policy == UNPREDICTED:
         return "prompts are dispatched in the order drawn (fifo)"
     horizon = scheduler.horizon or 2 * n_min
     if scheduler.policy == "adaptive" and topology.weights.mode == "sync":
@@ -294,7 +293,7 @@ def _up(value: int, to: int) -> int:
 # -- what the roles decide with -----
 
 
-def policy_of(topology: Topology, predictor: str | Predictor) -> Policy:
+def policy_of(topology: Topology, predictor: Predictor) -> Policy:
     scheduler, derived = topology.scheduler, topology.derived
     return make_policy(
         scheduler.policy, derived.horizon, predictor, scheduler.aging, tail_share=scheduler.tail_share,
@@ -316,17 +315,6 @@ def make_plan(topology: Topology, *, streamable: bool = True) -> LearnerPlan:
         limits, fires, Staleness(bound, topology.weights.over_age),
         streaming=streamable and not config.deterministic and not catalog.held_back(config),
         trains_flat=catalog.trains_flat(config),
-    )
-
-
-def control_settings(topology: Topology) -> ControlSettings | None:
-    controller, trigger = topology.learner.controller, topology.learner.trigger
-    if controller.mode == "off":
-        return None
-    low, high = range_of(topology)
-    return ControlSettings.of(
-        controller, topology.experiments.controller, n_min=trigger.n_min, n_lo=low, n_hi=high,
-        t_max_ms=1000 * trigger.t_max_s,
     )
 
 

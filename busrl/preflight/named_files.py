@@ -16,17 +16,16 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from busrl import keys
+from busrl import capabilities, keys
 from busrl.algorithms import selection
 from busrl.data import pretrained, trace
 from busrl.data.chat import template_of
 from busrl.data.prompts import Scan, scan
 from busrl.data.sources import BESIDE, PARQUET
 from busrl.errors import BadKeys, DataError, Problem
-from busrl.predict.lengths.rules import Fault, Keywords, check
 from busrl.preflight import engine_rules
 from busrl.preflight.prompt_tokens import UNKNOWN, Limit, limit_of
 from busrl.preflight.rules import Finding
@@ -37,33 +36,6 @@ from busrl.system.imports import is_installed
 from busrl.topology import reader
 from busrl.topology.declare import FUNCTION
 from busrl.topology.schema import ATROPOS, EXTRACTING, SCRIPTED, SERVE, SINKS, TINY, Topology
-
-# -- the table of keywords, `scheduler.keywords` -----
-
-
-def read_keywords(path: str | Path) -> tuple[Keywords, list[Problem]]:
-    """The table of a file without what is wrong in it, and all that is wrong. A problem without a place is the
-    file's as a whole."""
-    nothing = Keywords({}, {})
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        return nothing, [Problem("", "", f"cannot be read ({reason})", "give the path of a table of keywords (.toml)")]
-    try:
-        tables = reader.parse_toml(text)
-    except ValueError as error:
-        problem = reader.syntax_error(path, text, error)[1]
-        return nothing, [replace(problem, remedy='lines are "word" = number, and every word stands once')]
-    places = reader.positions(text)
-    keywords, faults = check(tables)
-    return keywords, [_placed(path, places, fault) for fault in faults]
-
-
-def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -> Problem:
-    number = places.get(fault.path, places.get(fault.path[:1], 0))
-    return Problem(f"{path}:{number}" if number else str(path), fault.value, fault.rule, fault.remedy)
-
 
 # -- what the files hold -----
 
@@ -135,8 +107,9 @@ class _Inspection:
         if t.learner.memory.compile and self._sound("learner.memory.compile", "model.device", "process"):
             self._compiler()
         if t.scheduler.keywords and self._sound("scheduler.keywords"):
-            for problem in read_keywords(t.scheduler.keywords)[1]:
-                self._add_problem("scheduler.keywords", problem)
+            for problems_of in capabilities.plugs("keyword_problems"):
+                for problem in problems_of(t.scheduler.keywords):
+                    self._add_problem("scheduler.keywords", problem)
         limit = self._limit(context)
         return FileFacts(
             lines, validation[0], tuple(count for count, _ in sets),

@@ -27,21 +27,21 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from busrl import capabilities
 from busrl.data import JsonlStream, plain_text, trace, training_stream
 from busrl.errors import CannotTrain, DiskFull, MachineError, SharedMemoryFull, UserError
 from busrl.ledger.skips import SkipLine, skip_lines
 from busrl.paths import RunPaths
-from busrl.predict.lengths import Candidate, Guard
-from busrl.predict.state import PredictorState, Warn
 from busrl.preflight.derive import checkpoint_may_follow, in_flight, policy_of
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
 from busrl.ring import Fates, State, seq_of
 from busrl.roles.actor import NO_SPACE, WAVE_TICK_S, Actor, Doorbell
 from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, not_ahead
-from busrl.scheduling.dispatch import OpenGroup, Policy
+from busrl.scheduling.dispatch import UNPREDICTED, OpenGroup, Policy
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
 from busrl.scheduling.pass_rates import Band, PassRates, PromptFilter
+from busrl.scheduling.predictor import Candidate, KeptPredictor, NothingKept, Predictor
 from busrl.states import Fate, HeaderWord, RunPhase, SampleClass, place_of, uid_of
 from busrl.system.files import LineFile, LineFollower
 from busrl.topology import Topology
@@ -56,7 +56,18 @@ WORKER_FORGOTTEN_S = 10.0
 NO_END = 1 << 62
 
 
+Warn = Callable[[str], None]
+
+
 # -- in which order ------------------------------------------------------------------------------------------------
+
+
+def predictor_of(topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Warn) -> KeptPredictor:
+    """The predictor that the policy asks; a policy that asks none needs no `busrl.predict`."""
+    if topology.scheduler.policy == UNPREDICTED:
+        return NothingKept()
+    kept: KeptPredictor = capabilities.plug("predict", "kept")(topology, paths, stream, warn)
+    return kept
 
 
 class DispatchFeed:
@@ -66,7 +77,9 @@ class DispatchFeed:
     that it costs nothing.
     """
 
-    def __init__(self, topology: Topology, paths: RunPaths, stream: JsonlStream, predictor: Guard, warn: Warn) -> None:
+    def __init__(
+        self, topology: Topology, paths: RunPaths, stream: JsonlStream, predictor: Predictor, warn: Warn
+    ) -> None:
         self.topology, self.paths, self.stream = topology, paths, stream
         self.predictor, self._warn = predictor, warn
         self.policy: Policy = policy_of(topology, self.predictor)
@@ -281,9 +294,9 @@ class Scheduler(Actor):
     def _order(self) -> None:
         """The order of dispatch, and what it is decided by."""
         warn = partial(self.warn, "scheduler")
-        self.predictor = PredictorState(self.topology, self.paths, self.stream, warn)
+        self.predictor = predictor_of(self.topology, self.paths, self.stream, warn)
         self.predictor.restore()
-        self.feed = DispatchFeed(self.topology, self.paths, self.stream, self.predictor.guard, warn)
+        self.feed = DispatchFeed(self.topology, self.paths, self.stream, self.predictor.predictor, warn)
         self.policy = self.feed.policy
 
     def follow(self) -> None:

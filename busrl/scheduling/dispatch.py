@@ -23,12 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from busrl.predict.lengths import Candidate, Predictor, make_predictor
 from busrl.scheduling.groups import Ints, slot_priority
+from busrl.scheduling.predictor import Candidate, Predictor
 
 # -- the interface -------------------------------------------------------------------------------------------
 
-POLICIES = ("fifo", "sjf", "ljf", "adaptive")
+UNPREDICTED = "fifo"  # the one policy that asks for no lengths
+POLICIES = (UNPREDICTED, "sjf", "ljf", "adaptive")
 
 
 class Policy(ABC):
@@ -88,7 +89,7 @@ class Policy(ABC):
 class Fifo(Policy):
     """In the order drawn: without lengths, predictor or memory."""
 
-    name = "fifo"
+    name = UNPREDICTED
 
     def __init__(self, horizon: int) -> None:
         super().__init__(horizon)
@@ -619,16 +620,15 @@ class Adaptive(Ordered):
 
 
 def make_policy(
-    name: str, horizon: int, predictor: str | Predictor = "rules", aging: float = 0.5, *, tail_share: float = 0.25,
+    name: str, horizon: int, predictor: Predictor, aging: float = 0.5, *, tail_share: float = 0.25,
     round_groups: int = 0, window: int = 1, group_size: int = 1,
 ) -> Policy:
     """The policy that `scheduler.policy` names.
 
     `round_groups`: groups of a synchronous round, 0 in a stream; `window`: the learner's W; `group_size`: G.
     """
-    if name == "fifo":
+    if name == UNPREDICTED:
         return Fifo(horizon)
-    found = make_predictor(predictor) if isinstance(predictor, str) else predictor
     if name == "adaptive":
-        return Adaptive(horizon, found, aging, tail_share, round_groups, window, group_size)
-    return Ordered(name, horizon, found, aging, 1 if name == "sjf" else -1, window, group_size)
+        return Adaptive(horizon, predictor, aging, tail_share, round_groups, window, group_size)
+    return Ordered(name, horizon, predictor, aging, 1 if name == "sjf" else -1, window, group_size)

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from busrl import capabilities
 from busrl.data.trace import Turns
-from busrl.errors import UserError
-from busrl.predict.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
-from busrl.preflight import named_files
 from busrl.preflight.derive import policy_of
 from busrl.scheduling.admission import Admission, Waves, ages, not_ahead
-from busrl.scheduling.dispatch import Policy
+from busrl.scheduling.dispatch import UNPREDICTED, Policy
 from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView
+from busrl.scheduling.predictor import Candidate, Predictor, Unpredicted
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import Answers
@@ -266,11 +265,10 @@ class Feed:
 
     def __init__(self, topology: Topology, answers: Answers, oracle: bool) -> None:
         self.answers, self.tokens, self.step = answers, topology.generation.max_new_tokens, 0
-        words = keywords_of(topology.scheduler.keywords)
-        name = "oracle" if oracle else topology.scheduler.predictor
-        predictor = make_predictor(name, keywords=words, lengths_of=self._lengths_of)
-        self.guard = Guard(predictor, RulesPredictor(words))
-        self.policy: Policy = policy_of(topology, self.guard)
+        self.predictor: Predictor = Unpredicted()
+        if topology.scheduler.policy != UNPREDICTED:
+            self.predictor = capabilities.plug("predict", "unkept")(topology, self._lengths_of, oracle)
+        self.policy: Policy = policy_of(topology, self.predictor)
         self._draws, self._lengths = list[int](), list[int]()
 
     def _lengths_of(self, draw: int) -> Sequence[int]:
@@ -299,18 +297,8 @@ class Feed:
         """Those of policy and predictor; none under fifo."""
         if not self.policy.learns:
             return {}
-        found = {**self.policy.metrics(), **self.guard.metrics()}
+        found = {**self.policy.metrics(), **self.predictor.metrics()}
         return {name: value for name, value in found.items() if math.isfinite(value) and name not in CLOCKS}
-
-
-def keywords_of(path: str) -> Keywords | None:
-    """The user's table of keywords; None for busrl's own. `UserError` for one that has a fault."""
-    if not path:
-        return None
-    found, problems = named_files.read_keywords(path)
-    if problems:
-        raise UserError(f"{path}: {problems[0]}")
-    return found
 
 
 # -- looks ---------------------------------------------------------------------------------------------------

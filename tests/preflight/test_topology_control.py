@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.preflight.derive import checkpoint_is_due, checkpoint_may_follow, control_settings
+from busrl.predict.control import control_settings
+from busrl.preflight.derive import checkpoint_is_due, checkpoint_may_follow
 from busrl.preflight.rules import batch_varies
 from busrl.topology import Topology
 

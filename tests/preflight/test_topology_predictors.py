@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.preflight.named_files import read_keywords
+from busrl.predict.lengths.keywords import read_keywords
 from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from busrl.ledger.wal import Record, SampleRecord
-from busrl.predict.control import Control, read_lines
+from busrl.predict.control import Control, control_settings, read_lines
 from busrl.predict.controller import Controller, Inputs
-from busrl.preflight.derive import control_settings, make_plan
+from busrl.preflight.derive import make_plan
 from busrl.preflight.load import load
 from busrl.topology import Topology
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from busrl.data import JsonlStream
 from busrl.paths import RunPaths
 from busrl.predict import state as predictor_state
-from busrl.predict.lengths import Candidate
 from busrl.preflight.load import load
 from busrl.roles.scheduler import DispatchFeed
 from busrl.scheduling.dispatch import OpenGroup
 from busrl.scheduling.groups import GroupScanner
+from busrl.scheduling.predictor import Candidate
 from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]

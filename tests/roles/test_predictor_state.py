@@ -13,9 +13,9 @@ from busrl.data import JsonlStream
 from busrl.data.trace import make_trace, write
 from busrl.paths import RunPaths
 from busrl.predict import state as predictor_state
-from busrl.predict.lengths import Candidate
 from busrl.predict.state import PredictorState, copy_into
 from busrl.preflight.load import load
+from busrl.scheduling.predictor import Candidate
 from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ class Place:
     def taught(self, predictor: str = "blend") -> PredictorState:
         state = self.state(predictor)
         for draw in range(60):
-            state.guard.observe([(asked(draw), TASKS[draw].length(m)) for m in range(8)])
+            state.predictor.observe([(asked(draw), TASKS[draw].length(m)) for m in range(8)])
         return state
 
     def checkpoint(self, step: int) -> Path:
@@ -73,24 +73,24 @@ def test_a_successor_goes_on_with_what_was_learned(place: Place, name: str) -> N
     first.close()
     second = place.state(name)
     assert second.restore() and not place.told
-    assert np.array_equal(second.guard.predict(ASKED), first.guard.predict(ASKED))
+    assert np.array_equal(second.predictor.predict(ASKED), first.predictor.predict(ASKED))
 
 
 def test_without_a_file_of_its_own_a_run_takes_the_newest_checkpoints_copy(place: Place) -> None:
     first = place.taught()
     first.save()
-    said = first.guard.predict(ASKED)
+    said = first.predictor.predict(ASKED)
     place.checkpoint(20)
-    first.guard.observe([(asked(draw), 4000) for draw in range(60, 100)])
+    first.predictor.observe([(asked(draw), 4000) for draw in range(60, 100)])
     first.save()
-    later = first.guard.predict(ASKED)
+    later = first.predictor.predict(ASKED)
     place.checkpoint(100)  # by time, not by name
     place.paths.predictor.unlink()
     second = place.state()
-    assert second.restore() and np.array_equal(second.guard.predict(ASKED), later)
+    assert second.restore() and np.array_equal(second.predictor.predict(ASKED), later)
     (place.paths.checkpoints / "global_step_100" / place.paths.predictor.name).unlink()
     third = place.state()
-    assert third.restore() and np.array_equal(third.guard.predict(ASKED), said)
+    assert third.restore() and np.array_equal(third.predictor.predict(ASKED), said)
 
 
 def damage(whole: bytes) -> list[bytes]:
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_warned_about_and_the_checkpoints_copy_used(place: Pla
     place.paths.predictor.write_bytes(damage(place.paths.predictor.read_bytes())[kind])
     second = place.state()
     assert second.restore()
-    assert np.array_equal(second.guard.predict(ASKED), first.guard.predict(ASKED))
+    assert np.array_equal(second.predictor.predict(ASKED), first.predictor.predict(ASKED))
     assert len(place.told) == 1 and "predictor.npz" in place.told[0]
 
 
@@ -119,7 +119,7 @@ def test_with_nothing_that_can_be_read_a_run_begins_anew(place: Place) -> None:
     place.paths.predictor.write_bytes(b"nonsense")
     state = place.state()
     assert not state.restore() and len(place.told) == 1
-    assert np.array_equal(state.guard.predict(ASKED), place.state().guard.predict(ASKED))
+    assert np.array_equal(state.predictor.predict(ASKED), place.state().predictor.predict(ASKED))
 
 
 def test_the_state_of_another_predictor_is_not_taken(place: Place) -> None:
@@ -132,7 +132,7 @@ def test_nothing_is_written_before_there_is_something_new(place: Place) -> None:
     state = place.state()
     state.close()
     assert not place.paths.predictor.exists()
-    state.guard.observe([(asked(0), 5)])
+    state.predictor.observe([(asked(0), 5)])
     state.save()
     before = place.paths.predictor.stat().st_mtime_ns
     state.save()
@@ -144,7 +144,7 @@ def test_a_state_is_on_disk_as_soon_as_there_is_one_however_late_the_first_answe
     for now in (3.0, 30.0, 300.0):
         state.keep(now)
         assert not place.paths.predictor.exists()
-    state.guard.observe([(asked(0), 5)])
+    state.predictor.observe([(asked(0), 5)])
     state.keep(300.1)
     assert place.paths.predictor.exists()
 
@@ -153,9 +153,9 @@ def test_later_answers_are_saved_from_time_to_time_and_once_before_a_step_that_m
     place: Place,
 ) -> None:
     state, saved = place.state(), []
-    state.save = lambda: saved.append(state.guard.answers)  # type: ignore[method-assign]
+    state.save = lambda: saved.append(state.predictor.answers)  # type: ignore[method-assign]
     for now, before in ((0.0, None), (1.0, None), (2.0, 10), (2.1, 10), (3.0, 11), (4.0, None), (60.0, None)):
-        state.guard.observe([(asked(0), 5)])
+        state.predictor.observe([(asked(0), 5)])
         state.keep(now, before)
     assert saved == [1, 3, 5, 7]
 
@@ -175,14 +175,14 @@ def test_a_checkpoint_of_a_run_that_learned_nothing_has_no_copy(place: Place) ->
 
 
 def test_the_oracle_of_a_run_knows_its_trace(place: Place) -> None:
-    said = place.state("oracle").guard.predict([asked(3)])
+    said = place.state("oracle").predictor.predict([asked(3)])
     assert said[0] == pytest.approx(np.minimum(TASKS[3].lengths[:8], 4096).mean())
 
 
 def test_a_run_uses_the_users_words(place: Place) -> None:
     words = place.root / "words.toml"
     words.write_text('[words]\n"zebra" = 900\n')
-    one, other = (s.guard.predict([Candidate(0, "a zebra", 4096)])[0]
+    one, other = (s.predictor.predict([Candidate(0, "a zebra", 4096)])[0]
                   for s in (place.state("rules", str(words)), place.state("rules")))
     assert one == other + 900
 

@@ -9,9 +9,9 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
+from busrl.predict.control import control_settings
 from busrl.predict.control import read_lines as valid_lines
 from busrl.predict.controller import Controller, Inputs
-from busrl.preflight.derive import control_settings
 from busrl.topology import Topology
 
 HERE, RULES = "learner.controller.", "experiments.controller."

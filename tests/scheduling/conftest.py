@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from busrl.predict.lengths import Candidate
+from busrl.predict.lengths import RulesPredictor
 from busrl.scheduling.admission import Admission, Staleness, derive, not_ahead
 from busrl.scheduling.dispatch import make_policy
 from busrl.scheduling.groups import UNKNOWN, FinishedAnswers, GroupScanner, GroupView
+from busrl.scheduling.predictor import Candidate
 from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger
 from busrl.states import uid_of
 
@@ -100,8 +101,10 @@ class ClosedLoop:
     def start_scheduler(self) -> None:
         self.scanner = GroupScanner(self.table.fates, self.table.group_size, horizon=self.horizon)
         rounds = self.limits.n_min if self.limits.sync else 0
-        self.policy = make_policy(self.policy_name, self.horizon, round_groups=rounds, window=self.limits.W,
-                                  group_size=self.limits.group_size)
+        self.policy = make_policy(
+            self.policy_name, self.horizon, RulesPredictor(), round_groups=rounds, window=self.limits.W,
+            group_size=self.limits.group_size,
+        )
         self.answers = FinishedAnswers()
 
     def start_learner(self) -> None:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from busrl.predict.lengths import Candidate, RulesPredictor
+from busrl.predict.lengths import RulesPredictor
 from busrl.scheduling.admission import Rows
 from busrl.scheduling.dispatch import Pool, WaitingDraws, WaitingGroup, make_policy, priority_by_length
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, slot_priority
+from busrl.scheduling.predictor import Candidate
 from busrl.states import uid_of
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)
@@ -62,20 +63,20 @@ def prompt(draw: int, length: int = 10) -> Candidate:
 
 
 def test_the_longest_finished_member_decides_where_its_siblings_stand() -> None:
-    policy = make_policy("ljf", 8, window=8, group_size=G)
+    policy = make_policy("ljf", 8, RulesPredictor(), window=8, group_size=G)
     policy.offer([prompt(0), prompt(1)])
     assert [c.draw for c in (policy.next(), policy.next()) if c] == [0, 1]
     assert policy.priority(0, 0) == policy.priority(1, 1)
     policy.finished([0, 1, 1], [5, 100, 3])
     assert policy.priority(1, 1) > policy.priority(0, 0)
-    short = make_policy("sjf", 8, window=8, group_size=G)
+    short = make_policy("sjf", 8, RulesPredictor(), window=8, group_size=G)
     short.adopt([prompt(0), prompt(1)])  # a new scheduler is told the open groups
     short.finished([0, 1, 1], [5, 100, 3])
     assert short.priority(0, 0) > short.priority(1, 1)
 
 
 def test_a_group_that_ended_leaves_a_record_and_is_forgotten() -> None:
-    policy = make_policy("sjf", 8, aging=0.0, group_size=G)
+    policy = make_policy("sjf", 8, RulesPredictor(), aging=0.0, group_size=G)
     policy.offer([prompt(0, 500), prompt(1, 10)])
     assert [c.draw for c in (policy.next(), policy.next()) if c] == [1, 0]
     policy.look([0, 1], [4, 4], 16)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.predict.lengths import Candidate, RulesPredictor, kendall_tau
+from busrl.predict.lengths import RulesPredictor, kendall_tau
 from busrl.scheduling.dispatch import POLICIES, Policy, make_policy
 from busrl.scheduling.groups import slot_priority
+from busrl.scheduling.predictor import Candidate, Unpredicted
 
 
 def candidate(draw: int, length: int = 10) -> Candidate:
@@ -39,7 +40,7 @@ def supply(policy: Policy, opened: set[int], lengths: list[int]) -> None:
 def test_no_draw_waits_for_more_than_two_horizons_and_order_stays_within_one(
     name: str, horizon: int, rows: int, fails: list[bool], aging: float, lengths: list[int], entropies: list[float]
 ) -> None:
-    policy = make_policy(name, horizon, aging=aging, tail_share=0.9, group_size=2, window=4)
+    policy = make_policy(name, horizon, RulesPredictor(), aging=aging, tail_share=0.9, group_size=2, window=4)
     opened: set[int] = set()
     within: dict[int, int] = {}  # draw -> groups opened when it came within the horizon
     tries = 0
@@ -66,7 +67,7 @@ def test_no_draw_waits_for_more_than_two_horizons_and_order_stays_within_one(
 @settings(max_examples=40)
 @given(groups=st.integers(1, 8), lengths=st.lists(st.integers(0, 400), min_size=1, max_size=40))
 def test_adaptive_opens_the_draws_of_a_round_before_any_other_longest_first(groups: int, lengths: list[int]) -> None:
-    policy = make_policy("adaptive", 2 * groups, round_groups=groups)
+    policy = make_policy("adaptive", 2 * groups, RulesPredictor(), round_groups=groups)
     opened: set[int] = set()
     order = []
     for _ in range(5 * groups):
@@ -84,7 +85,8 @@ def test_adaptive_opens_the_draws_of_a_round_before_any_other_longest_first(grou
 
 def test_adaptive_keeps_its_share_of_rows_on_long_groups_and_takes_short_ones_with_the_rest() -> None:
     lengths = [10] * 7 + [900]
-    policy, opened, long = make_policy("adaptive", 64, tail_share=0.5, group_size=4), list[int](), list[int]()
+    policy = make_policy("adaptive", 64, RulesPredictor(), tail_share=0.5, group_size=4)
+    opened, long = list[int](), list[int]()
     flying: list[int] = []
     in_use = []
     for turn in range(400):
@@ -107,7 +109,7 @@ def test_adaptive_keeps_its_share_of_rows_on_long_groups_and_takes_short_ones_wi
 def test_fifo_keeps_the_order_drawn_and_sjf_takes_the_short_ones_first() -> None:
     lengths = [500, 10, 300, 20]
     for name, order in (("fifo", [0, 1, 2, 3]), ("sjf", [1, 3, 2, 0])):
-        policy = make_policy(name, 4, aging=0.0)
+        policy = make_policy(name, 4, RulesPredictor(), aging=0.0)
         policy.offer([candidate(draw, n) for draw, n in enumerate(lengths)])
         assert [c.draw for c in (policy.next() for _ in range(4)) if c] == order
         assert policy.next() is None
@@ -115,7 +117,7 @@ def test_fifo_keeps_the_order_drawn_and_sjf_takes_the_short_ones_first() -> None
 
 def test_waiting_lifts_a_long_prompt_before_the_horizon_forces_it() -> None:
     def position(aging: float) -> int:
-        policy, opened = make_policy("sjf", 10, aging=aging), set[int]()
+        policy, opened = make_policy("sjf", 10, RulesPredictor(), aging=aging), set[int]()
         for count in range(30):
             supply(policy, opened, [400] + [10] * 9)
             chosen = policy.next()
@@ -129,7 +131,7 @@ def test_waiting_lifts_a_long_prompt_before_the_horizon_forces_it() -> None:
 
 
 def test_low_entropy_returns_sjf_to_the_order_drawn_and_high_entropy_makes_it_strict() -> None:
-    policy = make_policy("sjf", 4, aging=0.0)
+    policy = make_policy("sjf", 4, RulesPredictor(), aging=0.0)
     for _ in range(20):
         policy.feedback(1.0)
     for _ in range(60):
@@ -139,7 +141,7 @@ def test_low_entropy_returns_sjf_to_the_order_drawn_and_high_entropy_makes_it_st
 
 
 def test_a_group_that_could_not_be_dispatched_can_be_offered_again() -> None:
-    policy = make_policy("fifo", 4)
+    policy = make_policy("fifo", 4, Unpredicted())
     policy.offer([candidate(0), candidate(1)])
     first = policy.next()
     assert first is not None and policy.missing([0, 1, 2]) == [0, 2]

@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from busrl.data.trace import TracedPrompt, make_trace
 from busrl.predict.lengths import (
     BlendPredictor,
-    Candidate,
     HistoryPredictor,
     LearnedPredictor,
     OraclePredictor,
-    Predictor,
     kendall_tau,
     make_predictor,
 )
 from busrl.predict.lengths.base import Evidence, Level, PromptTable, key_of
 from busrl.predict.lengths.history import Neighbours, Stack
 from busrl.predict.lengths.learned import COUNTS, HASHED, Ridge, features
+from busrl.scheduling.predictor import Candidate, Predictor
 
 LEARNING = ("learned", "history", "blend")
 ALL = ("rules", *LEARNING)

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.predict.lengths import Candidate, Guard, RulesPredictor
+from busrl.predict.lengths import Guard, RulesPredictor
 from busrl.predict.lengths import guard as guard_module
+from busrl.scheduling.predictor import Candidate
 
 ASKED = [Candidate(0, "prove it", 4096), Candidate(1, "yes or no?", 4096), Candidate(2, "2+2", 8)]
 Says = Callable[[Sequence[Candidate]], Any]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.predict.lengths import Candidate, Keywords, RulesPredictor
+from busrl.predict.lengths import Keywords, RulesPredictor
 from busrl.predict.lengths.rules import check, shipped
+from busrl.scheduling.predictor import Candidate
 
 LIMIT = 4096
 

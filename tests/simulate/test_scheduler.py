@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from worlds import FREE_TIMES, answers, topology
 
 from busrl.errors import UserError
+from busrl.predict.state import unkept
 from busrl.scheduling.groups import DISPATCHED
 from busrl.simulate.actors import Times
-from busrl.simulate.roles import keywords_of
 
 Make = Callable[..., Any]
 SOME = settings(max_examples=15)
@@ -75,13 +75,13 @@ def test_a_predictor_that_learns_is_told_every_answer_once_and_its_tau_comes_out
                     "scheduler.predictor=history", "learner.checkpoint_every=0")
     world = checked(made, FREE_TIMES, answers(long_tailed(3)), steps=60)
     told: list[int] = []
-    observe = world.feed.guard.observe
+    observe = world.feed.predictor.observe
 
     def watched(finished: Any) -> None:
         told.extend(candidate.draw for candidate, _ in finished)
         observe(finished)
 
-    world.feed.guard.observe = watched
+    world.feed.predictor.observe = watched
     found = world.run()
     assert max(np.bincount(told)) <= 4
     assert found.tasks - 4 * 64 <= len(told) <= found.tasks + 16  # those still in flight are told at the next look
@@ -103,5 +103,4 @@ def test_a_keyword_table_with_a_fault_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "words.toml"
     table.write_text("[words]\nprove = true\n")
     with pytest.raises(UserError, match=r"words\.toml"):
-        keywords_of(str(table))
-    assert keywords_of("") is None
+        unkept(topology("scheduler.policy=sjf", f"scheduler.keywords={table}"), lambda draw: [1], oracle=False)

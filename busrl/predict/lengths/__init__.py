@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from busrl.predict.lengths.base import Candidate, LengthsOf, OraclePredictor, Predictor
+from busrl.predict.lengths.base import LengthsOf, OraclePredictor
 from busrl.predict.lengths.guard import Guard, kendall_tau
 from busrl.predict.lengths.history import BlendPredictor, HistoryPredictor
 from busrl.predict.lengths.learned import LearnedPredictor
 from busrl.predict.lengths.rules import Keywords, RulesPredictor
+from busrl.scheduling.predictor import Predictor
 
 __all__ = [
-    "BlendPredictor", "Candidate", "Guard", "HistoryPredictor", "Keywords",
-    "LearnedPredictor", "LengthsOf", "OraclePredictor", "Predictor", "RulesPredictor", "kendall_tau", "make_predictor",
+    "BlendPredictor", "Guard", "HistoryPredictor", "Keywords", "LearnedPredictor", "LengthsOf", "OraclePredictor",
+    "RulesPredictor", "kendall_tau", "make_predictor",
 ]
 
 

@@ -1,10 +1,8 @@
-"""What length predictors share: the question they are asked, their protocol, a table of prompts, levels and evidence.
+"""Parts that length predictors share: a table of prompts, levels and evidence, and a predictor that knows the lengths.
 
-A prediction is in tokens, but only its order matters: judge a predictor by Kendall's tau, not by its error. Knows
-nothing of groups' fates, ages or the use of the number.
+Implements the protocol of `busrl.scheduling.predictor`. A prediction is in tokens, but only its order matters: judge a
+predictor by Kendall's tau, not by its error. Knows nothing of groups' fates, ages or the use of the number.
 
-- A prediction is finite, at least 1 and at most the task's max_new_tokens.
-- Same prompt, same prediction, until `observe` says more; the other prompts of a batch do not matter.
 - The same observations in the same order give the same predictor, also through `state` and `load`.
 """
 
@@ -12,52 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-# -- the protocol --------------------------------------------------------------------------------------------
+from busrl.scheduling.predictor import Candidate, Floats, Predictor
 
-Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A group that may be opened: its draw, the text of its prompt, the limit of its answers, its task's tag."""
-
-    draw: int
-    prompt: str
-    max_new_tokens: int
-    tag: str = ""
-
-
-Observation = tuple[Candidate, int]  # a finished answer: what was predicted about, and its real tokens
-
-
-class Predictor(ABC):
-    """Predicted tokens per answer. One that learns nothing gives `predict` alone."""
-
-    name: str
-
-    @abstractmethod
-    def predict(self, candidates: Sequence[Candidate]) -> Floats:
-        """One number per candidate, in their order."""
-
-    def observe(self, finished: Sequence[Observation]) -> None:
-        """Answers that finished since the last call, one entry per answer."""
-
-    def state(self) -> dict[str, Any]:
-        """All that was learned, as plain data: numbers, strings, lists, dicts with string keys, NumPy arrays."""
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave. ValueError or KeyError if it does not fit; nothing is changed then."""
 
 
 def limited(tokens: Floats, candidates: Sequence[Candidate]) -> Floats:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.predict.lengths.base import Candidate, Floats, Observation, Predictor, limited
+from busrl.predict.lengths.base import limited
 from busrl.predict.lengths.rules import RulesPredictor
+from busrl.scheduling.predictor import Candidate, Floats, Observation, Predictor
 
 
 def kendall_tau(predicted: Sequence[float] | npt.ArrayLike, actual: Sequence[float] | npt.ArrayLike) -> float:

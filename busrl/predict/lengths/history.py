@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.predict.lengths.base import Candidate, Evidence, Floats, Ints, Kept, PromptTable, Table, key_of
+from busrl.predict.lengths.base import Evidence, Ints, Kept, PromptTable, Table, key_of
 from busrl.predict.lengths.learned import BITS, Features, Fresh, Learning, Ridge, add_to, features
 from busrl.predict.lengths.rules import RulesPredictor
+from busrl.scheduling.predictor import Candidate, Floats
 
 # -- other answers -------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from busrl.predict.lengths.base import Candidate, Floats, Ints, Kept, Level, Observation, Predictor, limited
+from busrl.predict.lengths.base import Ints, Kept, Level, limited
+from busrl.scheduling.predictor import Candidate, Floats, Observation, Predictor
 
 # -- features of the text ------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from busrl.predict.lengths.base import Candidate, Floats, Predictor, limited
+from busrl.predict.lengths.base import limited
+from busrl.scheduling.predictor import Candidate, Floats, Predictor
 
 # -- tables of words -----------------------------------------------------------------------------------------
 

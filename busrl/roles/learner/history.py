@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from busrl import capabilities
 from busrl.data import training_stream
 from busrl.errors import CannotTrain, DiskFull, RankFailed, UserError, WriteFailed
 from busrl.ledger import trained
 from busrl.ledger.trained import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
-from busrl.predict import state as predictor_state
 from busrl.ring import Fates
 from busrl.states import Fate, place_of
 from busrl.system.files import LineFile, as_map, json_lines, replace
@@ -231,7 +231,8 @@ class History:
 
         def extras(directory: Path) -> None:
             self.trained.save(directory / "trained.bin")
-            predictor_state.copy_into(directory, self.paths)
+            for copy_into in capabilities.plugs("checkpoint_files"):
+                copy_into(directory, self.paths)
             save(directory)
 
         self._write_lines()

@@ -1,0 +1,43 @@
+"""Reads a user's table of keywords (`scheduler.keywords`), and places what is wrong in it by file and line.
+
+Used by the preflight, which reports the problems, and by the predictors of a run and of a simulation, which use the
+words. What makes a table sound is said by `lengths.rules`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from busrl.errors import Problem
+from busrl.predict.lengths.rules import Fault, Keywords, check
+from busrl.topology import reader
+
+
+def read_keywords(path: str | Path) -> tuple[Keywords, list[Problem]]:
+    """The table of a file without what is wrong in it, and all that is wrong. A problem without a place is the
+    file's as a whole."""
+    nothing = Keywords({}, {})
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        return nothing, [Problem("", "", f"cannot be read ({reason})", "give the path of a table of keywords (.toml)")]
+    try:
+        tables = reader.parse_toml(text)
+    except ValueError as error:
+        problem = reader.syntax_error(path, text, error)[1]
+        return nothing, [replace(problem, remedy='lines are "word" = number, and every word stands once')]
+    places = reader.positions(text)
+    keywords, faults = check(tables)
+    return keywords, [_placed(path, places, fault) for fault in faults]
+
+
+def problems_of(path: str) -> list[Problem]:
+    """What is wrong with a table of keywords, for `busrl check`."""
+    return read_keywords(path)[1]
+
+
+def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -> Problem:
+    number = places.get(fault.path, places.get(fault.path[:1], 0))
+    return Problem(f"{path}:{number}" if number else str(path), fault.value, fault.rule, fault.remedy)
