@@ -84,13 +84,15 @@ CAPABILITIES: tuple[Capability, ...] = (
     }),
     Capability("hosts", "other hosts and workers from outside", roles={
         "relay": "hosts.relay:Relay", "satellite": "hosts.satellite:Satellite",
-    }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}),
+    }, plugs={"refusals": "hosts.gateway:BAD"}, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}),
     Capability("ranks", "learners of several ranks", roles={
         "rank": "ranks.role:Rank",
     }, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
     Capability("observe", "monitors, reports and sinks", roles={
         "sinks": "observe.sinks.role:Sinks",
-    }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}),
+    }, plugs={"launch_picture": "observe.monitor.screen:launch_picture"}, asks={
+        "sinks.to": lambda topology: bool(topology.sinks.to),
+    }),
     Capability("predict", "predicted lengths and the controller of the batch size", plugs={
         "kept": "predict.state:PredictorState", "unkept": "predict.state:unkept",
         "checkpoint_files": "predict.state:copy_into", "keyword_problems": "predict.lengths.keywords:problems_of",

@@ -42,7 +42,6 @@ from busrl.engines.tokens import NO_IDS
 from busrl.errors import PeerTimeout, UserError, escaped
 from busrl.launch.pythons import require_here
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
-from busrl.observe.monitor.text import nothing
 from busrl.paths import RunPaths
 from busrl.preflight.load import load, materialise, recorded
 from busrl.preflight.named_files import model_folder
@@ -51,6 +50,7 @@ from busrl.rewards.kinds import finder
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.roles import validator
 from busrl.states import VALIDATE_BIT, Finish
+from busrl.status.words import nothing
 from busrl.system.files import json_lines
 from busrl.topology import Topology
 from busrl.topology.prompts import AskedSet

@@ -32,13 +32,13 @@ from busrl.launch.rundir import unlink_segments
 from busrl.ledger.openbin import read_draws, read_open
 from busrl.ledger.trained import TrainedSet, checkpoints_of
 from busrl.ledger.wal import Record, SampleRecord, payloads
-from busrl.observe.monitor.sources import living, newest_run
-from busrl.observe.monitor.text import printable
 from busrl.paths import SHM, RunPaths
 from busrl.preflight.load import recorded
 from busrl.ring import UID_NONE, WORKING, Fates, Ring, RingGuard, State
 from busrl.ring.calls import open_episodes
 from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name, place_of, shown_uid
+from busrl.status.reader import living, newest_run
+from busrl.status.words import printable
 from busrl.system.files import json_lines
 from busrl.topology.prompts import AskedSet
 

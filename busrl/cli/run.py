@@ -35,7 +35,6 @@ from busrl.launch import pythons
 from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
-from busrl.observe.monitor.text import printable
 from busrl.observe.report import waste
 from busrl.observe.report.record import read
 from busrl.paths import RunPaths
@@ -45,6 +44,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import OfdLock, Ring
 from busrl.states import HeaderWord, RunPhase
+from busrl.status.words import printable
 from busrl.system.files import as_map, read_map
 from busrl.system.guardian import halted, stat_of
 from busrl.topology import Topology, reader

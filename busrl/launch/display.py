@@ -1,8 +1,9 @@
 """Shows a run to whoever started it: a picture that is redrawn in place on a terminal, plain lines everywhere else.
 
-Talks to one output stream; draws a `Progress` with `busrl.observe.monitor`. Knows nothing of processes, the ring or the
-bus. Lines that stay (a restart, a validation, an error) are printed above the picture.
+Talks to one output stream. The picture comes from an optional part (`capabilities`, "launch_picture"); without it a
+terminal gets plain lines too. Knows nothing of processes, the ring or the bus.
 
+- Lines that stay (a restart, a validation, an error) are printed above the picture.
 - Nothing here waits for a reader: a thread of its own writes. While nobody reads (a full pipe, Ctrl-S), no picture is
   drawn, and lines are kept up to `MOST_WAITING` bytes. A line says how many others there were: here once somebody
   reads, else, at the end, in the log.
@@ -20,10 +21,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
+from busrl import capabilities
 from busrl.launch.summary import Progress
-from busrl.observe.monitor.text import duration, line, printable
+from busrl.status.state import ProcessRow, RunState
+from busrl.status.words import duration, line, printable
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
@@ -35,8 +38,10 @@ UP_AND_CLEAR = "\x1b[{}A\x1b[J"
 
 
 def open_display(stream: TextIO, clock: Callable[[], float]) -> Display:
+    """The picture that an optional part draws, where one is there and the stream is a terminal; plain lines else."""
     fancy = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and "NO_COLOR" not in os.environ
-    return LiveDisplay(stream, clock) if fancy else Display(stream, clock)
+    pictures: tuple[Picture, ...] = capabilities.plugs("launch_picture") if fancy else ()
+    return LiveDisplay(stream, clock, pictures[0]) if pictures else Display(stream, clock)
 
 
 class Outlet:
@@ -163,12 +168,18 @@ class Display:
             file.write(f"{unread} lines up to the end were not shown, as nobody read; `busrl status` tells the end\n")
 
 
+class Picture(Protocol):
+    """The state of a run as whole lines for a terminal of this size; one column and one row of it stay free."""
+
+    def __call__(self, run: RunState, rows: list[ProcessRow], now: float, width: int, height: int) -> str: ...
+
+
 class LiveDisplay(Display):
     """A picture of a few lines at the bottom of a terminal."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float], picture: Picture) -> None:
         super().__init__(stream, clock)
-        self._height = 0
+        self._picture, self._height = picture, 0
 
     def say(self, line: str) -> None:
         self._outlet.write(f"{self._erase()}{printable(line)}\n")
@@ -179,7 +190,7 @@ class LiveDisplay(Display):
         if now < self._next or self._outlet.stalled:
             return
         self._next = now + REDRAW_S
-        text = render(progress, now, *shutil.get_terminal_size())
+        text = self._picture(progress.run, progress.rows(now), now, *shutil.get_terminal_size())
         self._outlet.write(self._erase() + text)
         self._height = text.count("\n")
 
@@ -189,15 +200,3 @@ class LiveDisplay(Display):
     def _erase(self) -> str:
         height, self._height = self._height, 0
         return UP_AND_CLEAR.format(height) if height else ""
-
-
-def render(progress: Progress, now: float, width: int, height: int) -> str:
-    """The picture as whole lines for a terminal of this size; one column and one row of it stay free."""
-    from rich.console import Console  # only a terminal needs it
-
-    from busrl.observe.monitor.screen import below
-
-    console = Console(width=max(1, width - 1), height=height, force_terminal=True, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(below(progress.run, progress.rows(now), now, time.time(), console.width, height - 1))
-    return captured.get()

@@ -26,9 +26,9 @@ import busrl
 from busrl.data.pretrained import model_facts
 from busrl.errors import MachineError, RunFinished, UserError
 from busrl.ledger.trained import checkpoints_of
-from busrl.observe.monitor.runfiles import RunFiles
-from busrl.observe.monitor.state import RunState
 from busrl.paths import RunPaths
+from busrl.status.runfiles import RunFiles
+from busrl.status.state import RunState
 from busrl.system.files import LineFile, as_map, json_lines, read_map
 from busrl.topology import Topology
 from busrl.topology.names import modern

@@ -39,16 +39,16 @@ from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome,
 from busrl.launch.supervisor import NOT_STARTED, Child, Exit, ForeignProcesses, Phase, Shutdown
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
-from busrl.observe.monitor.runfiles import RunFiles, run_of_files
-from busrl.observe.monitor.sources import RingLook, ring_record
-from busrl.observe.monitor.text import printable
-from busrl.observe.monitor.waits import Link, StallAlarm, chain, limit_s, said
 from busrl.preflight import machine
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address, is_address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES, HeaderWord, RunPhase
+from busrl.status.reader import RingLook, ring_record
+from busrl.status.runfiles import RunFiles, run_of_files
+from busrl.status.waits import Link, StallAlarm, chain, limit_s, said
+from busrl.status.words import printable
 from busrl.system import device
 from busrl.system.clocks import FairClock
 from busrl.system.files import bound

@@ -40,11 +40,11 @@ from busrl.launch.identity import BLOCK, Start, compare
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
-from busrl.observe.monitor.sources import files_of, living
 from busrl.paths import SHM, RunPaths
 from busrl.preflight import sources
 from busrl.ring import Fates, OfdLock, Ring, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
+from busrl.status.reader import files_of, living
 from busrl.system import files
 from busrl.system.guardian import end_left_behind, stat_of
 from busrl.topology import Topology

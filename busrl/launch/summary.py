@@ -34,14 +34,14 @@ from busrl.errors import first_line
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
-from busrl.observe.monitor.runfiles import in_words
-from busrl.observe.monitor.state import ProcessRow, RecentErrors, RunState
-from busrl.observe.monitor.text import alike, duration, nothing, rises, safe, short
-from busrl.observe.monitor.waits import Link, said
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import Process
+from busrl.status.runfiles import in_words
+from busrl.status.state import ProcessRow, RecentErrors, RunState
+from busrl.status.waits import Link, said
+from busrl.status.words import alike, duration, nothing, rises, safe, short
 from busrl.system import files
 from busrl.system.clocks import Tally
 from busrl.system.guardian import stat_of

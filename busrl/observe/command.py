@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from busrl.errors import NoSuchRun, UserError, escaped
-from busrl.observe.monitor.sources import Watcher, find, give_way, holder_of, settle
-from busrl.observe.monitor.status import status as status_of
-from busrl.observe.monitor.status import to_json, watched
-from busrl.observe.monitor.text import duration, printable
+from busrl.observe.monitor.sources import Watcher, find, give_way, settle, watched
 from busrl.paths import RunPaths
+from busrl.status.reader import holder_of
+from busrl.status.view import status as status_of
+from busrl.status.view import to_json
+from busrl.status.words import duration, printable
 from busrl.system import files
 from busrl.system.files import LineFollower
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
-from busrl.observe.monitor.sources import holder_of
-from busrl.observe.monitor.status import status
 from busrl.paths import RunPaths
+from busrl.status.reader import holder_of
+from busrl.status.view import status
 from busrl.system.files import LineFollower, read_map
 from busrl.system.imports import interpreter
 

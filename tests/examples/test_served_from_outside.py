@@ -21,7 +21,7 @@ from checks import check_end
 from harness import Run, read_lines, running
 from outside import EXAMPLES, finished, node, words_of, workers
 
-from busrl.observe.monitor.status import status
+from busrl.status.view import status
 
 pytestmark = pytest.mark.long
 

@@ -12,9 +12,9 @@ import pytest
 from busrl.bus import Endpoint
 from busrl.launch.summary import MOST_SENDERS, EventLog
 from busrl.launch.supervisor import Child
-from busrl.observe.monitor.status import status
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
+from busrl.status.view import status
 from busrl.system.clocks import OTHERS
 from busrl.topology.schema import Limits
 

@@ -12,9 +12,9 @@ from busrl.errors import UserError
 from busrl.launch.fates import put_back
 from busrl.launch.rundir import unlink_segments
 from busrl.ledger.errors import record_error
-from busrl.observe.monitor.status import status
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates
+from busrl.status.view import status
 
 pytestmark = pytest.mark.long  # whole starts of `busrl launch`
 

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.launch.display import Display, LiveDisplay, open_display, render
+from busrl.launch.display import Display, LiveDisplay, open_display
 from busrl.launch.summary import Progress
 from busrl.launch.supervisor import Child
-from busrl.observe.monitor.state import STEPS_KEPT, Facts, ProcessRecord, Rate, RingRecord, RunState
-from busrl.observe.monitor.text import duration, line, short
+from busrl.observe.monitor.screen import launch_picture
 from busrl.protocol import messages as m
+from busrl.status.state import STEPS_KEPT, Facts, ProcessRecord, Rate, RingRecord, RunState
+from busrl.status.words import duration, line, short
 from busrl.topology.schema import Limits
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -65,7 +66,7 @@ def progress() -> Progress:
 
 
 def shown(state: Progress, width: int = 100, height: int = 30, now: float = 2.0) -> list[str]:
-    return COLOUR.sub("", render(state, now, width, height)).splitlines()
+    return COLOUR.sub("", launch_picture(state.run, state.rows(now), now, width, height)).splitlines()
 
 
 def test_a_pipe_gets_plain_lines_at_most_one_per_five_seconds_and_only_for_new_steps():

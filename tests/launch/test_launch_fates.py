@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from busrl.observe.monitor.status import status
 from busrl.paths import RunPaths
+from busrl.status.view import status
 
 pytestmark = pytest.mark.long  # whole starts of `busrl launch`
 

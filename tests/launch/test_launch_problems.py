@@ -11,9 +11,9 @@ import pytest
 
 from busrl.errors import first_line
 from busrl.launch.children import last_words
-from busrl.observe.monitor.status import MOST_KINDS, problem_lines
-from busrl.observe.monitor.text import idle
 from busrl.states import VALIDATE_BIT, shown_uid
+from busrl.status.view import MOST_KINDS, problem_lines
+from busrl.status.words import idle
 from busrl.system.files import TAIL_BYTES
 
 

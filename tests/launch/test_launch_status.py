@@ -8,8 +8,8 @@ import os
 import pytest
 
 from busrl.errors import NoSuchRun
-from busrl.observe.monitor.status import status
 from busrl.paths import RunPaths
+from busrl.status.view import status
 
 
 def test_a_running_run_shows_its_processes_slots_and_step(scripted):

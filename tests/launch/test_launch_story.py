@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from busrl.launch.summary import Progress
-from busrl.observe.monitor.runfiles import RunFiles, fates, number, run_of_files, sample_line
-from busrl.observe.monitor.state import RunState, Speed
-from busrl.observe.monitor.status import status
-from busrl.observe.monitor.text import line
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.states import Fate
+from busrl.status.runfiles import RunFiles, fates, number, run_of_files, sample_line
+from busrl.status.state import RunState, Speed
+from busrl.status.view import status
+from busrl.status.words import line
 from busrl.system.files import FOLLOWED_BYTES
 
 

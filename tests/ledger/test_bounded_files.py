@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.errors import DiskFull
-from busrl.observe.monitor.runfiles import RunFiles
 from busrl.observe.report.record import read
 from busrl.paths import RunPaths
+from busrl.status.runfiles import RunFiles
 from busrl.system import files
 from busrl.system.files import PARTS, TAIL_BYTES, LineFile, LineFollower, bound, dropped, json_lines, parts, whole_file
 

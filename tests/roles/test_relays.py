@@ -19,8 +19,8 @@ from busrl.errors import WeightsTimeout
 from busrl.hosts import link_messages as h
 from busrl.hosts.invitation import HostSource
 from busrl.hosts.link import Asking
-from busrl.observe.monitor.sources import RunReader
-from busrl.observe.monitor.text import host_lines, hosts
+from busrl.status.reader import RunReader
+from busrl.status.words import host_lines, hosts
 from busrl.system import files
 from busrl.weights.folders import DRAFT, FolderReceiver, versions
 from busrl.weights.shm import LOGGED, SEQ, WRITING, ShmReceiver, attach_segment

@@ -12,13 +12,13 @@ import pytest
 from busrl.data import JsonlStream
 from busrl.errors import DiskFull
 from busrl.ledger.skips import newest_skips, skip_lines
-from busrl.observe.monitor.status import _left_out
 from busrl.paths import RunPaths
 from busrl.preflight.load import load
 from busrl.ring import Fates
 from busrl.roles.scheduler import SkippedPrompts
 from busrl.scheduling.predictor import Candidate
 from busrl.states import Fate
+from busrl.status.view import _left_out
 from busrl.topology import Topology
 from busrl.topology.prompts import Skip, SourceLines
 

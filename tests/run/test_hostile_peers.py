@@ -17,10 +17,10 @@ from busrl.bus import Endpoint, tcp_pair
 from busrl.bus.endpoint import encrypt
 from busrl.errors import BusNotReady
 from busrl.keys import ClientKeys, Pair
-from busrl.observe.monitor.status import status
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
+from busrl.status.view import status
 
 pytestmark = [pytest.mark.usefixtures("quickstart"), pytest.mark.slow]
 BROKEN = 3

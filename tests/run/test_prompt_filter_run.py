@@ -12,9 +12,9 @@ from harness import ROOT, Run, read_lines, running
 from busrl.data import trace, training_stream
 from busrl.data.trace import TracedPrompt
 from busrl.ledger.skips import SkipLine, skip_lines
-from busrl.observe.monitor.status import status
 from busrl.scheduling.pass_rates import Band, PassRates, PromptFilter
 from busrl.states import Fate
+from busrl.status.view import status
 from busrl.topology import Topology
 
 PROMPTS, SOLVED, SIZE = 24, 8, 4

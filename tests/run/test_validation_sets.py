@@ -12,9 +12,9 @@ from harness import ROOT, Run, read_lines, running
 
 from busrl.cli.command import main
 from busrl.data.figures import majority
-from busrl.observe.monitor.runfiles import RunFiles
-from busrl.observe.monitor.state import RunState
-from busrl.observe.monitor.text import judged
+from busrl.status.runfiles import RunFiles
+from busrl.status.state import RunState
+from busrl.status.words import judged
 
 FOUR = '{name="four", data="tiny:sort", k=4, samples=8, every_steps=0}'
 WHOLE = '{name="whole", data="tiny:sort", samples="all"}'

@@ -16,8 +16,8 @@ from harness import ROOT, Run, read_lines, running
 from busrl.cli import main
 from busrl.data import trace
 from busrl.data.trace import TracedPrompt
-from busrl.observe.monitor.status import status
 from busrl.ring import Ring
+from busrl.status.view import status
 
 SCRIPTED = [
     "process.rollout.count=1", "learner.trigger.n_min=2", "mock.token_s=0.0005", "mock.per_sequence_s=0",

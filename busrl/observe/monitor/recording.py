@@ -43,12 +43,13 @@ from busrl.bus.broker import EVERYTHING
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Tap, configure
 from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, DiskFull, FileCorrupt, NoSuchRun, PeerTimeout, RunInUse, UserError
-from busrl.observe.monitor.runfiles import RunFiles
-from busrl.observe.monitor.sources import ReplayMark, RingLook, holder_of, require_ipc
-from busrl.observe.monitor.state import Facts
-from busrl.observe.monitor.status import status
+from busrl.observe.monitor.sources import ReplayMark, require_ipc
 from busrl.paths import SHM, RunPaths
 from busrl.protocol.messages import VERSION
+from busrl.status.reader import RingLook, holder_of
+from busrl.status.runfiles import RunFiles
+from busrl.status.state import Facts
+from busrl.status.view import status
 
 # -- the file ----------------------------------------------------------------------------------------------------------
 

@@ -24,10 +24,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from busrl.observe.monitor import text
 from busrl.observe.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
-from busrl.observe.monitor.state import ProcessRow, RunState
-from busrl.observe.monitor.text import chart, gauge, portions, safe, short
+from busrl.status import words
+from busrl.status.state import ProcessRow, RunState
+from busrl.status.words import chart, safe, short
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
@@ -64,6 +64,27 @@ SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold 
 LABELS: Final = "grey58"
 LEFT: Final = ("process", "doing", "busy", "message")  # columns whose cells begin at the left
 GAP: Final = "  "
+
+
+def gauge(share: float, width: int) -> tuple[str, str]:
+    """The filled and the empty part of a bar of `width` characters."""
+    full = round(max(0.0, min(1.0, share)) * width)
+    return "━" * full, "─" * (width - full)
+
+
+def portions(counts: Sequence[int], width: int) -> list[int]:
+    """How many of `width` cells each count gets: in proportion, at least one where it is not 0, `width` in all."""
+    total = sum(counts)
+    if total <= 0 or width <= 0:
+        return [0] * len(counts)
+    cells = [max(1, round(count * width / total)) if count else 0 for count in counts]
+    while sum(cells) != width:
+        over = sum(cells) > width
+        at = max(range(len(cells)), key=lambda i: (cells[i], counts[i]))
+        if over and cells[at] <= 1:  # more kinds than cells: the last ones are left out
+            at = max(i for i, cell in enumerate(cells) if cell)
+        cells[at] += -1 if over else 1
+    return cells
 
 
 def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, int, int, int]:
@@ -111,8 +132,8 @@ def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width:
     lines: list[RenderableType] = [
         _head(run, now, wall, width),
         _labelled("reward", drawn),
-        _labelled("policy", Text(text.policy(run) or "no step yet")),
-        _labelled("speed", Text(text.speed(run.speed(now)))),
+        _labelled("policy", Text(words.policy(run) or "no step yet")),
+        _labelled("speed", Text(words.speed(run.speed(now)))),
         _labelled("slots", bar),
         _labelled("", legend),
     ]
@@ -120,14 +141,22 @@ def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width:
     return Group(*lines, _processes(rows, room)) if room > 0 else Group(*lines[: max(0, height - 1)])
 
 
+def launch_picture(run: RunState, rows: list[ProcessRow], now: float, width: int, height: int) -> str:
+    """`below` as text for the terminal of `busrl launch`; one column and one row of it stay free."""
+    console = Console(width=max(1, width - 1), height=height, force_terminal=True, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(below(run, rows, now, time.time(), console.width, height - 1))
+    return captured.get()
+
+
 def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
     style = RUN_STYLE.get(run.state, "cyan")
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(" busrl ", "bold black on cyan")
-    title.append(f" {text.headline(run, wall)}", f"bold {style}")
+    title.append(f" {words.headline(run, wall)}", f"bold {style}")
     if run.ended and run.ring is None and not run.damage:
         title.append(f" · {safe(run.ended)}", style)
-    said = f" {text.progress(run, now)} "
+    said = f" {words.progress(run, now)} "
     goal = run.facts.max_steps
     full, empty = gauge(run.at_step / goal if goal else 0.0, max(4, width - len(said) - 1))
     return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (said, "bold"), no_wrap=True))
@@ -135,7 +164,7 @@ def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
 
 def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
     keys = [(" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (" back  " if errors_only else " errors  ", LABELS)]
-    return Text.assemble(*keys, (text.speed(run.speed(now)), LABELS), no_wrap=True)
+    return Text.assemble(*keys, (words.speed(run.speed(now)), LABELS), no_wrap=True)
 
 
 def _charts(run: RunState, width: int, height: int) -> RenderableType:
@@ -201,7 +230,7 @@ def _processes(rows: list[ProcessRow], room: int) -> Table:
 
 def _cells(row: ProcessRow) -> tuple[Text, ...]:
     style = {"dead": "red", "gone": LABELS, "ready": "green", "on the bus": "cyan"}.get(row.state, "yellow")
-    doing, late = text.doing(row), "bold red" if row.late else ""
+    doing, late = words.doing(row), "bold red" if row.late else ""
     full, empty = gauge(row.busy or 0.0, 6)
     busy = Text.assemble((full, "green"), (empty, "grey30"), f" {row.busy:4.0%}") if row.busy is not None else Text("-")
     behind = (f" -{row.behind}" if row.behind else "", "yellow")
@@ -210,7 +239,7 @@ def _cells(row: ProcessRow) -> tuple[Text, ...]:
         Text(str(row.pid or ""), LABELS),
         Text("LATE: " + doing if row.late else doing, late or (LABELS if doing == "idle" else style)),
         busy,
-        Text(text.age(row.progress_age_s), late),
+        Text(words.age(row.progress_age_s), late),
         Text.assemble(str(row.version or ""), behind),
         Text(short(row.samples) if row.samples else ""),
     )
@@ -232,18 +261,18 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
         _labelled("", legend),
         *(
             _labelled(name if not at else "", Text(part))
-            for name, words in text.labelled(run, now).items()
-            for at, part in enumerate(_parts(words, width - 13) if name == "waits" else [words])
+            for name, phrase in words.labelled(run, now).items()
+            for at, part in enumerate(_parts(phrase, width - 13) if name == "waits" else [phrase])
         ),
-        *(_labelled("host", Text(words)) for words in text.hosts(run)),
-        _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
+        *(_labelled("host", Text(line)) for line in words.hosts(run)),
+        _labelled("bus", Text(words.bus(run, now), "yellow" if bad else "")),
     ]
 
 
-def _parts(words: str, width: int) -> list[str]:
+def _parts(phrase: str, width: int) -> list[str]:
     """In two lines where one is too short, the second one with the end, which says most."""
-    first = words[: words.rfind(" ", 0, width + 1)] if len(words) > width else words
-    return [first, words[max(len(first), len(words) - width) :].strip()] if len(words) > len(first) else [words]
+    first = phrase[: phrase.rfind(" ", 0, width + 1)] if len(phrase) > width else phrase
+    return [first, phrase[max(len(first), len(phrase) - width) :].strip()] if len(phrase) > len(first) else [phrase]
 
 
 def _labelled(label: str, content: Text) -> Text:
@@ -251,7 +280,7 @@ def _labelled(label: str, content: Text) -> Text:
 
 
 def _slots(run: RunState, width: int) -> tuple[Text, Text]:
-    states = text.occupancy(run)
+    states = words.occupancy(run)
     bar, legend = Text(), Text()
     for (name, count), cells in zip(states, portions([count for _, count in states], width)):
         bar.append("█" * cells, STATE_STYLE[name])
@@ -272,7 +301,7 @@ def _errors(run: RunState, wall: float, height: int) -> RenderableType:
     lines = [
         Text.assemble(
             count if at == 0 else " " * len(count),
-            (text.error_line(error, wall), SEVERITY_STYLE.get(error.severity, "")),
+            (words.error_line(error, wall), SEVERITY_STYLE.get(error.severity, "")),
             no_wrap=True, overflow="ellipsis",
         )
         for at, error in enumerate(run.errors.newest(height))
@@ -286,7 +315,7 @@ LINE_S: Final = 5.0
 
 
 def as_text(watcher: Watcher) -> str:
-    return "\n".join(text.lines(watcher.run, time.monotonic(), time.time()))
+    return "\n".join(words.lines(watcher.run, time.monotonic(), time.time()))
 
 
 def run_plain(watcher: Watcher, out: TextIO) -> None:
@@ -300,7 +329,7 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
         catch_up(watcher)
         if time.monotonic() >= due:
             due = time.monotonic() + LINE_S
-            print(text.line(watcher.run, time.monotonic()), file=out, flush=True)
+            print(words.line(watcher.run, time.monotonic()), file=out, flush=True)
     print(as_text(watcher), file=out, flush=True)
 
 

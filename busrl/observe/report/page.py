@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from busrl.ledger.controls import Controls
-from busrl.observe.monitor.runfiles import number, whole
-from busrl.observe.monitor.state import RECENT
-from busrl.observe.monitor.status import problems
-from busrl.observe.monitor.text import duration, judged, printable, safe, short
 from busrl.observe.report.record import Floats, RunRecord, column_of
 from busrl.observe.report.trace import overlap, slices
 from busrl.observe.report.waste import SHARES, Waste, waste_of
+from busrl.status.runfiles import number, whole
+from busrl.status.state import RECENT
+from busrl.status.view import problems
+from busrl.status.words import duration, judged, printable, safe, short
 from busrl.system.files import as_map
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 190, 44, 8, 8, 22

@@ -26,11 +26,11 @@ from busrl.errors import NoSuchRun
 from busrl.ledger import controls
 from busrl.ledger.controls import ControlLine
 from busrl.ledger.trained import of_step
-from busrl.observe.monitor.runfiles import number
-from busrl.observe.monitor.sources import holder_of
-from busrl.observe.monitor.state import RoundRecord, RunState
 from busrl.paths import RunPaths
 from busrl.states import Fate
+from busrl.status.reader import holder_of
+from busrl.status.runfiles import number
+from busrl.status.state import RoundRecord, RunState
 from busrl.system.files import as_map, dropped, read_map, whole_file
 
 Ints = npt.NDArray[np.int64]

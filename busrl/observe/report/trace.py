@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from busrl.errors import first_line
-from busrl.observe.monitor.runfiles import number
-from busrl.observe.monitor.status import to_json
 from busrl.observe.report.record import RunRecord
+from busrl.status.runfiles import number
+from busrl.status.view import to_json
 
 LEARNER, VALIDATOR = "learner", "validator"
 TRAINING, LEAST_S = "training", 1e-6

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from busrl.observe.monitor.runfiles import WORDS, fates, number, whole
-from busrl.observe.monitor.text import short
 from busrl.observe.report.record import Groups, Ints, RunRecord
 from busrl.states import ACCIDENTS, Fate, fate_name
+from busrl.status.runfiles import WORDS, fates, number, whole
+from busrl.status.words import short
 from busrl.system.files import as_map
 
 QUARTERS = 4

@@ -21,9 +21,10 @@ import pytest
 from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
 
 from busrl.cli import main
-from busrl.observe.monitor.sources import RingLook, living_runs
+from busrl.observe.monitor.sources import living_runs
 from busrl.protocol import messages as m
 from busrl.ring import Ring
+from busrl.status.reader import RingLook
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.observe.monitor import text as words
-from busrl.observe.monitor.runfiles import LineFollower, RunFiles
-from busrl.observe.monitor.state import (
+from busrl.observe.monitor.screen import gauge, portions
+from busrl.observe.monitor.web.picture import steps_after
+from busrl.paths import RunPaths
+from busrl.protocol import messages as m
+from busrl.status import words as words
+from busrl.status.runfiles import LineFollower, RunFiles
+from busrl.status.state import (
     STEPS_KEPT,
     ErrorRecord,
     Facts,
@@ -26,11 +30,8 @@ from busrl.observe.monitor.state import (
     Steps,
     Traffic,
 )
-from busrl.observe.monitor.status import RunStatus, as_data, to_json
-from busrl.observe.monitor.text import chart, gauge, portions, safe
-from busrl.observe.monitor.web.picture import steps_after
-from busrl.paths import RunPaths
-from busrl.protocol import messages as m
+from busrl.status.view import RunStatus, as_data, to_json
+from busrl.status.words import chart, safe
 
 
 def update(step: int) -> m.LearnerStateUpdate:

@@ -22,9 +22,9 @@ from busrl.cli import main
 from busrl.errors import DiskFull, UserError
 from busrl.hosts import messages as g
 from busrl.observe.monitor.recording import Drops, End, Header, Kind, RecordedFrame, Recording, Writer
-from busrl.observe.monitor.state import Facts
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
+from busrl.status.state import Facts
 
 Start = Callable[..., "subprocess.Popen[str]"]
 TOPIC = topic(m.DataGenerated)

@@ -22,9 +22,9 @@ from busrl.bus.endpoint import Tap
 from busrl.cli import main
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
 from busrl.observe.monitor.recording import Drops, End, Header, Kind, Recording, Replayer, Writer, summary
-from busrl.observe.monitor.state import Facts, ProcessRecord, RingRecord
 from busrl.protocol import messages as m
 from busrl.protocol.codec import encode, topic
+from busrl.status.state import Facts, ProcessRecord, RingRecord
 
 Start = Callable[..., "subprocess.Popen[str]"]
 FACTS = Facts(name="recorded", run_id="recorded-1", uuid="ab", max_steps=100, n_min=8)

@@ -13,15 +13,15 @@ import pytest
 from busrl.cli import evaluate
 from busrl.data.figures import Figures
 from busrl.launch.summary import Progress
-from busrl.observe.monitor.runfiles import RunFiles
-from busrl.observe.monitor.state import Facts, RoundRecord, RunState
-from busrl.observe.monitor.status import RunStatus, as_data
-from busrl.observe.monitor.text import judged, rises
 from busrl.observe.monitor.web.picture import steps_after
 from busrl.observe.report.page import FACTS, Run
 from busrl.observe.report.record import RunRecord
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
+from busrl.status.runfiles import RunFiles
+from busrl.status.state import Facts, RoundRecord, RunState
+from busrl.status.view import RunStatus, as_data
+from busrl.status.words import judged, rises
 
 
 def row(number: int, mean: float | None, samples: int = 8, dropped: int = 0, **more: Any) -> dict[str, Any]:

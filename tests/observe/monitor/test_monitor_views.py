@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from busrl.observe.monitor import text as plain
 from busrl.observe.monitor.screen import view
-from busrl.observe.monitor.state import ErrorRecord, Facts, ProcessRecord, RingRecord, RunState, StepRecord, step_of
 from busrl.protocol import messages as m
+from busrl.status import words as plain
+from busrl.status.state import ErrorRecord, Facts, ProcessRecord, RingRecord, RunState, StepRecord, step_of
 
 
 def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "quickstart") -> RunState:

@@ -23,10 +23,10 @@ from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
 from test_monitor_replay import make, stream
 
 from busrl.cli import main
-from busrl.observe.monitor.state import ProcessRecord, ProcessRow, RingRecord, RunState
 from busrl.observe.monitor.web.picture import MOST_LINES, MOST_SPANS, History, blocked
 from busrl.observe.monitor.web.server import FILES, MOST_CONNECTIONS, MOST_STREAMS, Address
 from busrl.protocol import messages as m
+from busrl.status.state import ProcessRecord, ProcessRow, RingRecord, RunState
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

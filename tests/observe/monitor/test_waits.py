@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from busrl.observe.monitor.sources import calls_by_uid, held
-from busrl.observe.monitor.state import Facts, Held, ProcessRecord, RingRecord, RunState, StepRecord
-from busrl.observe.monitor.waits import Link, StallAlarm, chain, limit_s, said
 from busrl.ring import State
+from busrl.status.reader import calls_by_uid, held
+from busrl.status.state import Facts, Held, ProcessRecord, RingRecord, RunState, StepRecord
+from busrl.status.waits import Link, StallAlarm, chain, limit_s, said
 
 NAMES = (
     "learner", "scheduler", "rollout/0", "rollout/1", "reward/0", "agent/0", "validator", "keeper", "relay", "rank/1",

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from busrl.observe.monitor import text
-from busrl.observe.monitor.sources import Watcher
-from busrl.observe.monitor.state import OVER, ProcessRow, Rate, RunState
-from busrl.observe.monitor.status import watched
+from busrl.observe.monitor.sources import Watcher, watched
 from busrl.paths import RunPaths
+from busrl.status import words
+from busrl.status.state import OVER, ProcessRow, Rate, RunState
 
 KEPT_S: Final = 300.0
 GAP_S: Final = 3.0  # between two looks; more than that and nobody knows what was in between
@@ -62,7 +61,7 @@ class History:
         for row in run.rows(now) if run.state not in OVER else ():
             if row.name in self.lines or len(self.lines) < MOST_LINES:
                 busy = None if row.busy is None else round(row.busy * 4)
-                what = text.doing(row), busy, row.late or row.state == "dead"
+                what = words.doing(row), busy, row.late or row.state == "dead"
                 _extend(self.lines.setdefault(row.name, deque(maxlen=MOST_SPANS)), Span(now, now, what))
         for name, spans in list(self.lines.items()):
             while spans and spans[0].end < now - KEPT_S:
@@ -98,15 +97,15 @@ def _extend(spans: deque[Span], seen: Span) -> None:
 
 def blocked(rows: Sequence[ProcessRow], slots: Mapping[str, int], waits: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """What does not move although it should, with the reason, by process or role; `waits`: those of a stall."""
-    found = {row.name: f"no progress for {text.age(row.progress_age_s)}" for row in rows if row.late}
+    found = {row.name: f"no progress for {words.age(row.progress_age_s)}" for row in rows if row.late}
     found |= {row.name: "dead" for row in rows if row.state == "dead"}
     living = {row.role for row in rows if row.state != "dead"}
     for state, roles in TAKERS.items():
         if slots.get(state) and not living.intersection(roles):
             found[roles[0]] = f"{slots[state]:,} slots are {state}, and no {roles[0]} lives"
     for wait in waits:
-        said = f"waits for {wait.get('for')}, {text.age(wait.get('since_s') or 0.0)}: {wait.get('because')}"
-        found.setdefault(str(wait.get("process")), text.safe(said))
+        said = f"waits for {wait.get('for')}, {words.age(wait.get('since_s') or 0.0)}: {wait.get('because')}"
+        found.setdefault(str(wait.get("process")), words.safe(said))
     return found
 
 
@@ -119,9 +118,9 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
              for name, one in run.traffic.by_sender.items()}
     stall = told.get("waits") if told.get("stalled_s") else None
     return {**told, "web": {
-        "headline": text.headline(run, wall), "progress": text.progress(run, now), "over": over, "ended": run.ended,
-        "words": {name: said for name, said in text.labelled(run, now).items() if name != "sample"},
-        "bus": text.bus(run, now), "speed": text.speed(run.speed(now)),
+        "headline": words.headline(run, wall), "progress": words.progress(run, now), "over": over, "ended": run.ended,
+        "words": {name: said for name, said in words.labelled(run, now).items() if name != "sample"},
+        "bus": words.bus(run, now), "speed": words.speed(run.speed(now)),
         "damage": run.damage, "rows": [_row(row) for row in rows],
         "blocked": {} if over else blocked(rows, run.ring.occupancy if run.ring else {}, stall or ()),
         "senders": flows, "moved": history.per_s(), "timeline": history.timeline(now), "kept_s": KEPT_S,
@@ -131,7 +130,7 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
 
 def _row(row: ProcessRow) -> dict[str, Any]:
     return {
-        "name": row.name, "role": row.role, "pid": row.pid, "state": row.state, "doing": text.doing(row),
+        "name": row.name, "role": row.role, "pid": row.pid, "state": row.state, "doing": words.doing(row),
         "busy": row.busy, "age": round(row.progress_age_s, 2), "version": row.version, "behind": row.behind,
         "samples": row.samples, "late": row.late, "restarts": row.restarts,
     }
@@ -141,7 +140,7 @@ def _ring(run: RunState) -> dict[str, Any] | None:
     if run.ring is None:
         return None
     return {"slots": run.ring.slots, "states": [
-        [name, count, *(round(age, 2) for age in run.ring.ages.get(name, ()))] for name, count in text.occupancy(run)
+        [name, count, *(round(age, 2) for age in run.ring.ages.get(name, ()))] for name, count in words.occupancy(run)
     ], "versions": run.ring.versions}
 
 
@@ -154,4 +153,4 @@ def steps_after(run: RunState, step: int) -> dict[str, Any]:
         [*(getattr(one, name) for name in COLUMNS), *(one.reward_parts.get(name) for name in parts)] for one in steps
     ]
     rounds = [[one.set, one.round, one.mean, one.time] for one in run.rounds()]
-    return {"columns": [*COLUMNS, *(PART + text.safe(name) for name in parts)], "rows": rows, "rounds": rounds}
+    return {"columns": [*COLUMNS, *(PART + words.safe(name) for name in parts)], "rows": rows, "rounds": rounds}

@@ -29,9 +29,9 @@ from typing import Any, Final, NamedTuple
 from busrl.bus.security import tcp_table
 from busrl.errors import UserError
 from busrl.observe.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
-from busrl.observe.monitor.status import to_json
 from busrl.observe.monitor.web.picture import History, picture, steps_after
 from busrl.paths import RunPaths
+from busrl.status.view import to_json
 from busrl.system.listener import Listener, room
 
 try:

@@ -1,7 +1,7 @@
 """`busrl status`: what a run is doing now, or how it ended, as plain data and in some lines. Attaches to nothing.
 
-Reads the run directory and the ring once, without the bus, so it works with the broker down; of a run that a monitor
-listens to there are the same data and more (`watched`).
+Reads the run directory and the ring once, without the bus, so it works with the broker down. A monitor, which also
+listens to the bus, shows the same data and more.
 
 - The keys of the data stand in docs/operating.md: they are only ever added to.
 - Every line is made safe to print, whoever wrote what stands in it.
@@ -20,25 +20,24 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
+from busrl import capabilities
 from busrl.errors import NoSuchRun, first_line
-from busrl.hosts.gateway import BAD
 from busrl.ledger.controls import Controls
 from busrl.ledger.skips import newest_skips
-from busrl.observe.monitor import text, waits
-from busrl.observe.monitor.runfiles import fates, number
-from busrl.observe.monitor.sources import RunReader, Watcher, holder_of, newest_run
-from busrl.observe.monitor.state import OVER, Flow, ProcessRow, RingRecord, RunState
-from busrl.observe.monitor.text import alike, duration, printable, short
 from busrl.paths import RunPaths
 from busrl.protocol.messages import SEVERITIES
 from busrl.states import RunPhase
+from busrl.status import waits, words
+from busrl.status.reader import RunReader, holder_of, newest_run
+from busrl.status.runfiles import fates, number
+from busrl.status.state import OVER, ProcessRow, RingRecord, RunState
+from busrl.status.words import alike, duration, printable, short
 from busrl.system.files import TAIL_BYTES, as_map, json_lines, read_map
 
 SCHEMA = 1
 JSON = msgspec.json.Encoder(enc_hook=str)
 LIVING = (*(one.name.lower() for one in RunPhase), "left")  # states with a ring
 HEARD = ("replay", "unknown")  # states of what is known by an endpoint alone
-ERRORS = 20  # that a monitor's data hold
 MOST_KINDS = 5
 TEXT = 340
 # A ring that is there and cannot be used; the files still tell how far the run is.
@@ -89,31 +88,12 @@ def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = Fal
         if told is None:
             known = ", ".join(sorted(reader.run.hosts)) or "none"
             raise NoSuchRun(f"{host}: no host of the run in {paths.root} now (there: {known})")
-        return to_json(told) if as_json else "\n".join(map(printable, text.host_lines(reader.run, host)))
+        return to_json(told) if as_json else "\n".join(map(printable, words.host_lines(reader.run, host)))
     found = RunStatus.of(paths, reader.run, now, reader.files.newest_sample)
     return to_json(as_data(found)) if as_json else "\n".join(map(printable, _lines(found, paths)))
 
 
 # -- as data ----------------------------------------------------------------------------------------------------------
-
-def watched(watcher: Watcher, target: RunPaths | str) -> dict[str, Any]:
-    """The data of a run that is listened to, with what only a listener knows; `target` may be an endpoint alone."""
-    run, traffic, now = watcher.run, watcher.run.traffic, time.monotonic()
-    found = RunStatus(None, run, now, run.state)
-    if isinstance(target, RunPaths):
-        found = RunStatus.of(target, run, now, watcher.samples[-1] if watcher.samples else {})
-    counts = {name: getattr(traffic, name) for name in ("missed", "malformed", "lag_s", "resyncs")}
-    by_name = {name: _flow(flow) for name, flow in traffic.by_name.items()}
-    return {
-        **as_data(found), "replay": run.replay or None, "waiting": run.waiting,
-        "messages": {**_flow(traffic.total), **counts, "by_name": by_name},
-        "errors": {"count": run.errors.count, "newest": [asdict(error) for error in run.errors.newest(ERRORS)]},
-    }
-
-
-def _flow(flow: Flow) -> dict[str, float]:
-    return {"count": flow.count, "bytes": flow.bytes, "per_s": flow.rate.per_s()}
-
 
 def to_json(data: dict[str, Any]) -> str:
     """JSON with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
@@ -215,13 +195,14 @@ def _from_outside(paths: RunPaths) -> Iterator[str]:
 
 def _refusals(paths: RunPaths) -> Iterator[str]:
     """What the keeper's gateway had to refuse, by worker."""
-    return _counted(paths.gateway, "workers", {code: code.replace("_", " ") for code in BAD}, "gateway refused")
+    codes = [code for codes in capabilities.plugs("refusals") for code in codes]
+    return _counted(paths.gateway, "workers", {code: code.replace("_", " ") for code in codes}, "gateway refused")
 
 
 def _counted(path: Path, section: str, kinds: dict[str, str], what: str) -> Iterator[str]:
     for name, found in as_map(read_map(path).get(section)).items():
         counts = as_map(found)
-        if some := [f"{counts[kind]} {words}" for kind, words in kinds.items() if counts.get(kind)]:
+        if some := [f"{counts[kind]} {name}" for kind, name in kinds.items() if counts.get(kind)]:
             yield f"{what} {name}: {', '.join(some)}; the latest {counts.get('latest', '')}"
 
 
@@ -231,16 +212,16 @@ def _lines(found: RunStatus, paths: RunPaths) -> Iterator[str]:
     run = found.run
     yield from _headline(found, paths)
     if found.state not in ("starting", "unfinished") or len(run.steps):
-        yield from text.facts(run, found.now)
+        yield from words.facts(run, found.now)
     if samples := fates(paths.fates):
         yield f"  samples   {' · '.join(f'{short(count)} {name}' for name, count in samples.items())}"
     for name, own in _left_out(paths).items():
-        yield (f"  left out  {short(own['draws'])} draws of {text.safe(name, 40)} by pass rate; "
+        yield (f"  left out  {short(own['draws'])} draws of {words.safe(name, 40)} by pass rate; "
                f"{short(own['resting'])} of {short(own['prompts'])} prompts rest")
     if run.ring is not None and run.ring.reaps:
         yield f"  {short(run.ring.reaps)} slots taken back from dead processes"
     rows = found.processes if found.state in LIVING else []
-    yield from map(text.process_line, rows)
+    yield from map(words.process_line, rows)
     yield from _restarts(found, {row.name for row in rows})
     yield from problem_lines(paths.errors)
     yield from (f"  {line}" for line in (*_from_outside(paths), *_refusals(paths)))

@@ -26,10 +26,10 @@ from busrl.errors import NoSuchRun
 from busrl.ledger import controls
 from busrl.ledger.controls import Controls
 from busrl.ledger.trained import of_step
-from busrl.observe.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
-from busrl.observe.monitor.text import safe
 from busrl.paths import RunPaths
 from busrl.states import Fate, fate_name
+from busrl.status.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
+from busrl.status.words import safe
 from busrl.system.files import PART_BYTES, LineFollower, as_map, json_lines, last_change, read_map
 
 SAMPLES_KEPT: Final = 24

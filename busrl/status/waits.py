@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from busrl.observe.monitor.state import RECENT, Held, ProcessRecord, ProcessRow, RunState
 from busrl.states import CALLER_ROLES, PAUSE_STARTING, HeaderWord
+from busrl.status.state import RECENT, Held, ProcessRecord, ProcessRow, RunState
 
 WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Actor.waits`)
 QUIET_S: Final = 2.0  # no progress for longer than this is said

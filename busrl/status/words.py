@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from busrl.errors import first_line
-from busrl.observe.monitor.state import OVER, ErrorRecord, ProcessRow, RunState, Speed
-from busrl.observe.monitor.waits import chain, said
 from busrl.states import fate_name
+from busrl.status.state import OVER, ErrorRecord, ProcessRow, RunState, Speed
+from busrl.status.waits import chain, said
 
 LIMIT: Final = 400
 HOST_SILENT_S: Final = 5.0
@@ -95,27 +95,6 @@ def _level(value: float, low: float, high: float, top: int) -> int:
     """How many of `top` eighths a value between low and high fills, at least one."""
     span = high - low
     return 1 + round((value - low) / span * (top - 1)) if 0 < span < math.inf else top // 2
-
-
-def gauge(share: float, width: int) -> tuple[str, str]:
-    """The filled and the empty part of a bar of `width` characters."""
-    full = round(max(0.0, min(1.0, share)) * width)
-    return "━" * full, "─" * (width - full)
-
-
-def portions(counts: Sequence[int], width: int) -> list[int]:
-    """How many of `width` cells each count gets: in proportion, at least one where it is not 0, `width` in all."""
-    total = sum(counts)
-    if total <= 0 or width <= 0:
-        return [0] * len(counts)
-    cells = [max(1, round(count * width / total)) if count else 0 for count in counts]
-    while sum(cells) != width:
-        over = sum(cells) > width
-        at = max(range(len(cells)), key=lambda i: (cells[i], counts[i]))
-        if over and cells[at] <= 1:  # more kinds than cells: the last ones are left out
-            at = max(i for i, cell in enumerate(cells) if cell)
-        cells[at] += -1 if over else 1
-    return cells
 
 
 # -- phrases, each "" where there is nothing to say --------------------------------------------------------------------

@@ -1,0 +1,271 @@
+"""The ring and the files of a run, read while others write them, and folded into its `RunState`; which run is meant.
+
+Maps the ring read-only and opens files for reading: takes no entry of the process table, sends nothing, holds no lock.
+Read by launch (its summary and its stall alarm), by `busrl status`, and by the monitor. Knows nothing of the bus.
+
+- A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from busrl.errors import NoSuchRun, RingError, RingNotFound
+from busrl.paths import SHM, RunPaths
+from busrl.ring import Fates, OfdLock, Process, Ring
+from busrl.ring.calls import open_episodes
+from busrl.scheduling.groups import GroupScanner
+from busrl.states import CALLER_ROLES, WORKING, HeaderWord, SampleClass, State
+from busrl.status.runfiles import RunFiles, whole
+from busrl.status.state import VERSIONS, Held, ProcessRecord, RingRecord, RunState
+from busrl.status.waits import reason_of
+from busrl.system.files import as_map, read_map
+from busrl.system.guardian import halted
+
+# -- runs and their processes ------------------------------------------------------------------------------------------
+
+def newest_run(parent: Path) -> Path:
+    found = [one.parent for one in parent.glob("*/run.json")]
+    if not found:
+        raise NoSuchRun(f"no run under {parent.resolve()}; name a run directory")
+    return max(found, key=lambda one: (one / "run.json").stat().st_mtime)
+
+
+def holder_of(paths: RunPaths) -> int | None:
+    """The pid of the launch that holds the run directory, or of what it left running; looks, and takes nothing."""
+    lock = paths.lock("run")
+    try:
+        return OfdLock(str(lock)).holder() if lock.is_file() else None
+    except (OSError, RingError):  # of another user, say
+        return None
+
+
+def living(ring: Ring) -> list[Process]:
+    """Registered processes of this host that are not proven dead."""
+    return [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
+
+
+def files_of(pid: int) -> Iterator[Path]:
+    """What a process has open. Its environment tells less: to set the title of a process overwrites that."""
+    with suppress(OSError):
+        for link in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                yield Path(os.readlink(link.path))
+
+
+# -- the ring ----------------------------------------------------------------------------------------------------------
+
+SILENT_S: Final = 1.0  # that a process at least is which was stopped a while ago
+HELD_PLACES: Final = (0, 4, 18, 19, 40)  # bits at which state, owner, class, group and call of a slot are told apart
+COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
+
+
+class RingLook:
+    """The ring of one run directory, attached while it is there. `close` lets go of it."""
+
+    def __init__(self, paths: RunPaths, group_size: int = 0) -> None:
+        self._paths, self._name, self._group_size = paths, paths.ring_name, group_size
+        self._calls = f"{self._name.removesuffix('.ring')}.calls"
+        self._ring: Ring | None = None
+        self._file: os.stat_result | None = None
+        self.damage = ""  # why the ring that is there cannot be read, with the remedy
+        self._fates: Fates | None = None
+        self._scanner: GroupScanner | None = None
+
+    def look(self) -> RingRecord | None:
+        """What the ring shows now; None if there is no ring of this run."""
+        ring = self._attached()
+        if ring is None:
+            return None
+        lines = ring.lines()
+        record = ring_record(ring, *self._groups(lines))
+        processes = tuple(replace(one, stopped=is_stopped(one)) for one in record.processes)
+        moved = {name.lower(): count for name, count in ring.stats().transitions.items()}
+        draws, more = {reason_of(one)[1] for one in record.processes}, slots_of(lines)
+        asked: dict[int, tuple[str, int]] = {}
+        with suppress(RingError), closing(Ring.attach(self._calls, read_only=True, calls=True)) as calls:
+            states, called = calls.stats().occupancy, calls.lines()
+            more["calls"] = {name.lower(): count for name, count in states.items() if count}
+            more["episodes"] = open_episodes(lines, called, time.monotonic_ns())
+            asked = calls_by_uid(called, calls.processes())
+        more["held"] = held(lines, ring.processes(), draws, asked)
+        return replace(record, processes=processes, moved=moved, **more)
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        if self._fates is not None:
+            self._fates.close()
+            self._fates, self._scanner = None, None
+
+    def _attached(self) -> Ring | None:
+        self.damage = ""
+        try:
+            info = os.stat(SHM / self._name)
+        except OSError:
+            self.close()
+            return None
+        if self._ring is None or self._file is None or not os.path.samestat(info, self._file):
+            self.close()
+            try:
+                self._ring = Ring.attach(self._name, read_only=True)
+            except RingNotFound:  # it went away just now
+                return None
+            except RingError as error:
+                self.damage = str(error)
+                return None
+            self._file = info
+        return self._ring
+
+    def _groups(self, lines: np.ndarray) -> tuple[int, int]:
+        """Open groups, and of these the ones that a step could take; -1 where the fates cannot be read."""
+        scanner = self._scanner_of(lines)
+        if scanner is None:
+            return -1, -1
+        view = scanner.scan(lines)
+        return len(view), int(np.count_nonzero((view.resolved & view.usable) | (view.training > 0)))
+
+    def _scanner_of(self, lines: np.ndarray) -> GroupScanner | None:
+        if self._fates is None and self._group_size > 0:
+            with suppress(RingError, OSError):
+                self._fates = Fates(str(self._paths.fates), read_only=True)
+        if self._fates is None:
+            return None
+        trains = lines[(lines["state"] > State.RESERVED) & (lines["cls"] == SampleClass.TRAIN)]
+        if len(trains) and int(trains["uid"].max()) >= self._fates.capacity:
+            return None  # no uid of this run: the lines are damaged, and the scanner would believe them
+        if self._scanner is None:
+            self._scanner = GroupScanner(self._fates.view(), self._group_size)
+        elif len(self._fates) != len(self._scanner.fates):
+            self._scanner.fates = self._fates.view()
+        return self._scanner
+
+
+def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
+    """What a ring shows now; `opened` and `ready`: groups, as far as somebody has counted them."""
+    stats = ring.stats()
+    return RingRecord(
+        slots=ring.n_slots,
+        occupancy={name.lower(): count for name, count in stats.occupancy.items()},
+        words={word.value: ring.header(word) for word in HeaderWord},
+        reaps=stats.reaps, tokens=stats.tokens, groups_open=opened, groups_ready=ready,
+        processes=tuple(_process_record(ring, process) for process in ring.processes()),
+    )
+
+
+def _process_record(ring: Ring, process: Process) -> ProcessRecord:
+    now = time.monotonic_ns()
+    return ProcessRecord(
+        name=process.label,
+        state="dead" if ring.is_dead(process.index) else process.state,
+        progress_age_s=max(0, now - process.progress_ns) / 1e9,
+        activity_age_s=max(0, now - process.activity_ns) / 1e9,
+        **{name: getattr(process, name) for name in COPIED},
+    )
+
+
+def slots_of(lines: np.ndarray) -> dict[str, Any]:
+    """How long slots have been in their states, and with which versions their answers were begun."""
+    ages: dict[str, tuple[float, ...]] = {}
+    now, states = time.monotonic_ns(), lines["state"]
+    for state in State:
+        if len(since := lines["changed_ns"][states == state]):
+            passed = np.sort(np.maximum(0.0, (now - since.astype(np.int64)) / 1e9)).tolist()
+            median = (passed[(len(passed) - 1) // 2] + passed[len(passed) // 2]) / 2  # numpy's costs a look
+            ages[state.name.lower()] = (passed[0], median, passed[-1])
+    begun = lines["version"][(states >= State.GENERATING) & (states < State.DROPPED)]
+    found, counts = np.unique(begun, return_counts=True)
+    newest = list(zip(found.tolist(), counts.tolist()))[-VERSIONS:]
+    return {"ages": ages, "versions": {str(version): count for version, count in newest}}
+
+
+def held(
+    lines: np.ndarray, processes: list[Process], draws: Collection[int], calls: Mapping[int, tuple[str, int]]
+) -> tuple[Held, ...]:
+    """The slots of a ring that are not free, by what they have in common; of `draws` each group by itself. `calls`: of
+    an episode's sample who has its call, and since when."""
+    names = {one.index: one.label for one in processes}
+    plays = [one.index for one in processes if one.role in CALLER_ROLES]
+    taken = lines[lines["state"] != State.FREE]
+    changed, whose = taken["changed_ns"].astype(np.int64), np.zeros(len(taken), np.int64)
+    callees = sorted({name for name, _ in calls.values()} | {""})
+    for at in np.flatnonzero((taken["state"] == State.GENERATING) & np.isin(taken["owner"], plays)).tolist():
+        name, since = calls.get(int(taken["uid"][at]), ("", 0))
+        whose[at], changed[at] = callees.index(name), max(int(changed[at]), since)
+    order = sorted(draws)
+    group = sum((n * (taken["group"] == draw) for n, draw in enumerate(order, 1) if draw >= 0), np.zeros_like(whose))
+    owner = np.where(np.isin(taken["state"], WORKING), taken["owner"], 0)
+    kind = (taken["state"], owner, taken["cls"] == SampleClass.VALIDATE, group, whose)
+    packed = sum((part.astype(np.int64) << place for part, place in zip(kind, HELD_PLACES)), np.zeros_like(whose))
+    _, example, of, counts = np.unique(packed, return_index=True, return_inverse=True, return_counts=True)
+    oldest = np.full(len(counts), np.iinfo(np.int64).max)
+    np.minimum.at(oldest, of, changed)
+    now, found = time.monotonic_ns(), []
+    for state, owned, validates, n, who, count, first in zip(
+        *(part[example].tolist() for part in kind), counts.tolist(), oldest.tolist()
+    ):
+        name = names.get(owned, f"process {owned}") if state in WORKING else ""
+        age, draw = max(0, now - first) / 1e9, order[n - 1] if n else -1
+        found.append(Held(State(state).name.lower(), name, count, age, validates, draw, callees[who]))
+    return tuple(found)
+
+
+def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple[str, int]]:
+    """Of each sample that made a call: who has its newest one ("queued", an engine, "" once it was answered), and since
+    when. A slot of a call that is over tells of it until the next one comes."""
+    names = {one.index: one.label for one in processes}
+    found: dict[int, tuple[str, int]] = {}
+    for state, owner, uid, changed in zip(*(lines[name].tolist() for name in ("state", "owner", "uid", "changed_ns"))):
+        whose = names.get(owner, "") if state == State.GENERATING else "queued" if state == State.QUEUED else ""
+        before = found.get(uid)
+        # One under way counts before those that are over.
+        if before is None or (bool(whose), changed) > (bool(before[0]), before[1]):
+            found[uid] = whose, changed
+    return found
+
+
+def is_stopped(process: ProcessRecord) -> bool:
+    if process.remote or process.state == "dead" or process.progress_age_s < SILENT_S:
+        return False
+    return bool(halted(process.pid))
+
+
+# -- ring and files together ------------------------------------------------------------------------------------------
+
+class RunReader:
+    """Ring and files of one run directory, folded into `run`: `refresh` from time to time, `close` at the end."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths, self.files = paths, RunFiles(paths)
+        self.run = RunState(facts=self.files.facts())
+        self._look = RingLook(paths, group_size=self.run.facts.group_size)
+        self._first = True
+
+    def refresh(self, now: float) -> None:
+        run, had = self.run, self.run.ring is not None
+        run.look(self._look.look(), now, self._look.damage)
+        hosts = read_map(self._paths.hosts_now) if run.ring is not None else {}
+        run.hosts = {name: as_map(one) for name, one in hosts.items()}
+        if run.ring is None:
+            summary = read_map(self._paths.summary)
+            run.ended = f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""
+            run.ended_step, run.ended_version = whole(summary.get("steps")), whole(summary.get("version"))
+        elif not had:
+            run.facts = self.files.facts()  # a later start may have other goals
+        ended: float | None = now
+        if self._first:  # what stands there ended when the file was last written; a run that is over has no such clock
+            age = self.files.step_age_s() if run.ring is not None else None
+            ended, self._first = None if age is None else now - age, False
+        self.files.fold_into(run, ended)
+
+    def close(self) -> None:
+        self._look.close()
