@@ -29,7 +29,7 @@ from benchmarks.common import report
 from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.http import Door
 from busrl.agents.parsers import MessageMaker, hermes
-from busrl.agents.tree import Limits
+from busrl.data.episodes import EpisodeLimits
 from busrl.states import Finish
 
 WORDS = "The next thing to look at is what came of it, in as few words as will do."
@@ -46,7 +46,7 @@ def serve(pipe: Any, episodes: int) -> None:
 
     async def run() -> None:
         async with Door(1 << 20, chat, "override") as door:
-            settings = Settings(16, Limits())
+            settings = Settings(16, EpisodeLimits())
             held = [Episode(number, engine, chat, MessageMaker(hermes), settings) for number in range(episodes)]
             for one in held:
                 door.open(one)

@@ -81,7 +81,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("agents", "episodes of agents", roles={
         "agent": "agents.roles.agent:Agent", "serve": "agents.roles.serve:Serve",
         "atropos": "agents.roles.atropos:Atropos",
-    }),
+    }, plugs={"trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns"}),
     Capability("hosts", "other hosts and workers from outside", roles={
         "relay": "hosts.relay:Relay", "satellite": "hosts.satellite:Satellite",
     }, plugs={"refusals": "hosts.gateway:BAD"}, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}),

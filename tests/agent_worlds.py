@@ -21,8 +21,9 @@ import numpy as np
 from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.parsers import MessageMaker, hermes, parser_of
 from busrl.agents.renderer import Renderer
-from busrl.agents.tree import Limits, Tree, Turn
+from busrl.agents.tree import Tree, Turn
 from busrl.data.chat import LightTokenizer
+from busrl.data.episodes import EpisodeLimits
 from busrl.states import Finish
 
 SPECIAL = [
@@ -154,7 +155,7 @@ class World:
 
     chat: Renderer
     random: random.Random
-    limits: Limits = field(default_factory=Limits)
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     log: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -317,7 +318,7 @@ class Engine:
 
 def of(chat: Renderer, texts: list[str] | None = None, clock: Any = None, **how: Any) -> tuple[Episode, Engine]:
     engine = Engine(chat, iter(texts or []))
-    settings = Settings(how.pop("max_new_tokens", 200), Limits(**how.pop("limits", {})), **how)
+    settings = Settings(how.pop("max_new_tokens", 200), EpisodeLimits(**how.pop("limits", {})), **how)
     more = {"clock": clock} if clock else {}
     episode = Episode(5, engine, chat, MessageMaker(hermes), settings, **more)
     engine.world.tree = episode.tree

@@ -26,7 +26,8 @@ from busrl.agents import openai
 from busrl.agents.episode import Episode, beside
 from busrl.agents.http import ROOM_BYTES, STATUS, TOKEN_BYTES, Door, answer_of, same_key
 from busrl.agents.renderer import Renderer
-from busrl.agents.tree import Limits, Trajectory
+from busrl.agents.tree import Trajectory
+from busrl.data.episodes import EpisodeLimits
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
@@ -109,7 +110,7 @@ class Rules:
 
     size: int
     vocabulary: int
-    limits: Limits
+    limits: EpisodeLimits
     ends: frozenset[int]
 
     def members(self, group: Group, decode: Decode, version: int, step: int) -> list[Trajectory]:

@@ -32,7 +32,8 @@ import numpy.typing as npt
 from busrl.agents.llm import ChatRequest, Choice, Choices, CompleteRequest, Refusal, Request, Response, RewardRequest
 from busrl.agents.parsers import Draft, MessageMaker
 from busrl.agents.renderer import Renderer
-from busrl.agents.tree import History, Ids, Limits, OpenCall, Tree, Turn
+from busrl.agents.tree import History, Ids, OpenCall, Tree, Turn
+from busrl.data.episodes import EpisodeLimits
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
@@ -82,7 +83,7 @@ class Settings:
     """The keys of [agents] and [generation] that an episode is subject to."""
 
     max_new_tokens: int
-    limits: Limits = field(default_factory=Limits)
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     parallel: int = 8
     retry_s: float = 600.0
     linger_s: float = 5.0

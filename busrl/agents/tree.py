@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.data.episodes import UNLIMITED, EpisodeArrays, EpisodeLimits
 from busrl.data.prompts import joined
 from busrl.errors import CallRefused
 
@@ -246,48 +247,21 @@ class Turn:
         return found[::-1]
 
 
-UNLIMITED = 1 << 30
-
-
 @dataclass(frozen=True)
-class Limits:
-    """How much one episode may hold. `context`: ids of the longest path; `sampled`: of all calls; `tokens`: of all
-    training sequences; `turns`; `sequences`."""
+class Trajectory(EpisodeArrays):
+    """An episode for training. `text` is the last turn's, without its end. `step` is that of the learner which made the
+    oldest version of a trained turn; `undelivered`: turns that were left out."""
 
-    context: int = UNLIMITED
-    sampled: int = UNLIMITED
-    tokens: int = UNLIMITED
-    turns: int = UNLIMITED
-    sequences: int = UNLIMITED
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """An episode for training: N ids, S sequences, T turns, M sampled ids.
-
-    `ids` i32[N]: all sequences, one after another. `seqs` i32[S]: their lengths. `turns` i32[T, 8]: sequence, begin and
-    end in it, finish, call number, ms waiting, ms generating, flags (1 = trained); sorted by sequence and begin.
-    `logprobs` f32[M], `versions` u32[M] of the sampled ids, turn after turn. `turn_rewards` f32[T], None where no turn
-    has one. `text` is the last turn's, without its end. `step` is that of the learner which made the oldest version
-    of a trained turn.
-    """
-
-    ids: Ids
-    seqs: Ids
-    turns: Ids
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.uint32]
-    turn_rewards: npt.NDArray[np.float32] | None
     text: str
     step: int
-    undelivered: int  # turns that were left out
+    undelivered: int
 
 
 class Tree:
     """The turns of one episode. A call is `ask`ed, then `answer`ed or `cancel`led."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: EpisodeLimits | None = None) -> None:
+        self.limits = limits or EpisodeLimits()
         self.turns: list[Turn] = []  # in the order of their answers
         self.roots: list[Turn] = []
         self.open = 0  # calls under way

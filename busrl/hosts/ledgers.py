@@ -19,8 +19,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from busrl.data.episodes import Array, EpisodeArrays
 from busrl.errors import NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
 from busrl.hosts import messages as g
+from busrl.hosts.episodes import Bounds, received
 from busrl.hosts.gateway import (
     HOST,
     AnswerLimits,
@@ -40,7 +42,6 @@ from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, s
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
 from busrl.roles import answers, episodes
 from busrl.roles.answers import SegmentCuts
-from busrl.roles.episodes import Array, Bounds, StoredEpisode
 from busrl.scheduling.admission import Lines, Unbegun
 from busrl.states import Fate, HeaderWord
 from busrl.system.clocks import Tally
@@ -221,22 +222,22 @@ class RingLedger:
             prompt_tokens=len(self.ring.get(slot, "prompt_ids") if prompt is None else prompt),
         )
 
-    def _received(self, answer: RemoteAnswer, limits: AnswerLimits) -> tuple[StoredEpisode, dict[str, Array]] | None:
+    def _received(self, answer: RemoteAnswer, limits: AnswerLimits) -> tuple[EpisodeArrays, dict[str, Array]] | None:
         """The episode that it is, checked whole; None in a run of answers of one call."""
         if self.episodes is None and answer.episode is None:
             return None
         if self.episodes is None or answer.episode is None:
             rule = "episodes, each with its tensors" if self.episodes is not None else "answers of one call"
             raise Refused(f"the samples of this run are {rule}")
-        return episodes.received(answer.episode, self.episodes, limits.newest)
+        return received(answer.episode, self.episodes, limits.newest)
 
     def _write_episode(
-        self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, episode: StoredEpisode, arrays: dict[str, Array]
+        self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, episode: EpisodeArrays, arrays: dict[str, Array]
     ) -> m.DataGenerated | None:
         """An episode, committed; None if the slot has moved."""
-        oldest = episodes.oldest_of(episode)
+        oldest = episode.oldest()
         step = 0 if oldest is None else self.steps.step_of(oldest, answer.step)
-        episodes.write_pieces(stand_in, claim.slot, claim.word, arrays, answer.text)
+        episodes.write_arrays(stand_in, claim.slot, claim.word, arrays, answer.text)
         return episodes.commit_episode(stand_in, claim.slot, claim.word, episode, step)
 
     def finish_judged(self, lines: Lines) -> None:

@@ -36,6 +36,7 @@ import numpy as np
 from busrl.bus import Endpoint, tcp_pair
 from busrl.errors import BusNotReady, DiskFull, MessageTooLarge, SharedMemoryFull
 from busrl.hosts import messages as g
+from busrl.hosts.episodes import tensors_of
 from busrl.hosts.gateway import FATES, HOST
 from busrl.hosts.invitation import SILENT, HostSource, ahead_of
 from busrl.hosts.log import HostErrors
@@ -43,7 +44,6 @@ from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import DTYPES, UNREADABLE, read_copies, read_generated, read_parts, text_of
-from busrl.roles.episodes import pieces_of
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase, shown_uid
 from busrl.topology.schema import AGENT, SERVE
 
@@ -360,7 +360,7 @@ class Satellite(Actor):
                 one, text, int(line["finish"]), float(line["reward"]),
                 read_parts(self.ring, one.slot) if self.judges else {},
                 {name: column[at] for name, column in columns.items()}, int(line["step"]),
-                pieces_of(self.ring, one.slot) if self.plays else {},
+                tensors_of(self.ring, one.slot) if self.plays else {},
             )
             for at, (one, text, line) in enumerate(zip(ready, texts, lines))
         ]

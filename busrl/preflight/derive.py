@@ -38,7 +38,7 @@ BYTES_FROM = (
 ALIGN = 64  # every tensor begins at a multiple of this
 # Of an answer in one segment: task, prompt_ids, reward_parts and part_names, twice tokens, logprobs, versions and text.
 TENSORS = 12
-EPISODE_TENSORS = 13  # task, reward_parts, part_names and the ten of busrl.roles.episodes
+EPISODE_TENSORS = 13  # task, reward_parts, part_names and the ten of busrl.data.episodes
 PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
 REWARD_BYTES, PER_PART = 256, 5  # the value of a part and the end of its name
 TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here

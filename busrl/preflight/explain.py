@@ -158,7 +158,7 @@ def _first(t: Topology) -> Iterator[str]:
         yield f"boxes for code: {trial.boxes()}"
     foreign = all(part.kind in trial.TRIED for part in own.part)
     yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
-    yield from trial.turns(t)
+    yield from trial.notes_of_parts(t)
 
 
 def _processes(t: Topology) -> Iterator[str]:

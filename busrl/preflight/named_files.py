@@ -29,7 +29,7 @@ from busrl.errors import BadKeys, DataError, Problem
 from busrl.preflight import engine_rules
 from busrl.preflight.prompt_tokens import UNKNOWN, Limit, limit_of
 from busrl.preflight.rules import Finding
-from busrl.preflight.trial import TRIED, Trial, try_episodes, try_first, try_functions, try_imports
+from busrl.preflight.trial import TRIED, Trial, try_first, try_functions, try_imports, try_parts
 from busrl.states import FOREIGN_ROLES
 from busrl.system.device import expected
 from busrl.system.imports import is_installed
@@ -394,7 +394,7 @@ class _Inspection:
         if self.t.learner.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
             self._add("learner.optimizer", "8-bit states need the package bitsandbytes", "pip install 'busrl[adam8]'")
         if self._sound("process"):
-            for key, fault in try_episodes(self.t):
+            for key, fault in try_parts(self.t):
                 remedy = BESIDE if key.endswith("function") else "see Environments in docs/agents.md"
                 self._add(key, f"cannot be used: {fault}", remedy)
         if self._sound("sinks.to", "agents.tools", "process"):

@@ -24,10 +24,10 @@ from typing import IO, Any
 
 import msgspec
 
+from busrl import capabilities
 from busrl.data import pretrained
 from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import open_file, prompt_lines, prompt_of
-from busrl.data.sources import ENVIRONMENT
 from busrl.data.vocabulary import end_ids, vocabulary_size
 from busrl.errors import DataError
 from busrl.preflight.prompt_tokens import tokenizer_of
@@ -35,7 +35,7 @@ from busrl.system import proxies
 from busrl.system.imports import IMPORTING, interpreter
 from busrl.topology.declare import FUNCTION
 from busrl.topology.reader import show
-from busrl.topology.schema import AGENT, TINY, Process, Topology, has_model
+from busrl.topology.schema import AGENT, TINY, Topology, has_model
 
 # -- the first prompt and its reward -----
 
@@ -364,44 +364,16 @@ def _refused(t: Topology, role: str, module: str, asked: Asked, arguments: Seque
     return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]
 
 
-# -- episodes -----
+# -- what optional parts try and note -----
 
 
-def turns(t: Topology) -> Iterator[str]:
-    """How the model's chat template lets the turns of an episode be continued; nothing without agents or a template."""
-    folder = pretrained.model_at(t.model.path)
-    if folder is None or not t.has_callers:
-        return
-    with foreign(t, AGENT, "busrl.agents.renderer", str(folder)) as one:
-        try:
-            found = one.child.communicate(timeout=LOAD_S)[0].decode(errors="replace").splitlines()
-        except subprocess.TimeoutExpired:
-            found = [f"not tried: the template took longer than {LOAD_S:g} s"]
-        if one.child.returncode:
-            found = [f"cannot be tried: {one.last_words()}"]
-    if found:
-        yield "turns of an episode, as the chat template lets them be continued"
-        yield from (f"  {line}" for line in found)
+def try_parts(t: Topology) -> Iterator[tuple[str, str]]:
+    """(key, fault) of what the optional parts of busrl found by trying what they will play."""
+    for attempt in capabilities.plugs("trials"):
+        yield from attempt(t)
 
 
-def try_episodes(t: Topology) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of each agent that cannot be loaded, or cannot begin an episode."""
-    for index, entry in enumerate(t.process):
-        sound = bool(ENVIRONMENT.fullmatch(entry.environment)) != bool(FUNCTION.fullmatch(entry.function))
-        sound = sound and (not entry.python or os.access(entry.python, os.X_OK))
-        if entry.role == AGENT and sound and (fault := _episode_fault(t, entry)):
-            key, value = ("environment", entry.environment) if entry.environment else ("function", entry.function)
-            yield f"process.{index}.{key}", fault.removeprefix(f"{key} = {value!r}: ")
-
-
-def _episode_fault(t: Topology, entry: Process) -> str:
-    setup = {"type": "setup", "function": entry.function, "base_dir": t.base_dir, "environment": entry.environment,
-             "options": entry.options, "trial": True}
-    until = time.monotonic() + LOAD_S
-    with foreign(t, AGENT, "busrl.agents.child", str(os.getpid()), python=entry.python) as child:
-        child.tell(setup)
-        while (event := child.next(max(0.0, until - time.monotonic()))) is not None:
-            if event["type"] == "ready":
-                return str(event.get("error", ""))
-        late = f"importing and setting it up took longer than {LOAD_S:g} s"
-        return f"its process died: {child.last_words()}" if child.ended else late
+def notes_of_parts(t: Topology) -> Iterator[str]:
+    """Lines of `busrl check` that optional parts add."""
+    for notes in capabilities.plugs("check_notes"):
+        yield from notes(t)

@@ -11,7 +11,7 @@
 | reward_parts | -     | float32 | reward     | parts of the reward, where the function gives any     |
 | part_names | -       | uint8   | reward     | their names, a newline between two; may be missing    |
 
-An episode of several model calls has other tensors in the place of prompt_ids and tokens: `busrl.roles.episodes`.
+An episode of several model calls has other tensors in the place of prompt_ids and tokens: `busrl.data.episodes`.
 
 Joins the topology, `busrl.scheduling` and the caller's clock readings; talks to the ring. Knows nothing of how tokens
 are generated or judged.
@@ -28,7 +28,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,10 +41,6 @@ from busrl.scheduling.segments import Cut, SegmentPlan
 from busrl.states import HeaderWord, SampleClass
 from busrl.topology import Topology
 from busrl.weights.base import VersionSteps
-
-if TYPE_CHECKING:
-    from busrl.engines import Finished
-    from busrl.hosts.gateway import RemoteAnswer
 
 log = logging.getLogger("busrl")
 BETA = 0.9  # smoothing of the two times
@@ -182,6 +178,19 @@ def _take(
     return [claim for claim in claims if claim[1]]
 
 
+class Drawn(Protocol):
+    """What an engine drew for one segment: arrays of one length, and how they ended (a code of `Finish`)."""
+
+    @property
+    def token_ids(self) -> Ids: ...
+    @property
+    def logprobs(self) -> Array: ...
+    @property
+    def versions(self) -> Array: ...
+    @property
+    def finish(self) -> int: ...
+
+
 class SegmentCuts:
     """`next` for every claim; `finished`, `fetched` and `stepped` only matter to `segments.length = "auto"`."""
 
@@ -205,7 +214,7 @@ class SegmentCuts:
         return self.plan.next(segment, left) if cls == SampleClass.TRAIN else Cut(left, True)
 
     def commit(
-        self, ring: Ring, slot: int, word: int, drawn: Finished | RemoteAnswer, text: str | None,
+        self, ring: Ring, slot: int, word: int, drawn: Drawn, text: str | None,
         steps: VersionSteps, *, uid: int, version: int, step: int, earlier: int, prompt_tokens: int,
         told: int = 0,
     ) -> m.DataGenerated | None:

@@ -19,6 +19,7 @@ from busrl.data.vocabulary import token_rows
 from busrl.errors import FateRefused, MessageTooLarge
 from busrl.hosts import log as host_log
 from busrl.hosts import messages as g
+from busrl.hosts.episodes import Bounds
 from busrl.hosts.gateway import BAD
 from busrl.hosts.invitation import claimed_from
 from busrl.hosts.ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
@@ -29,7 +30,6 @@ from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import SegmentCuts
-from busrl.roles.episodes import Bounds
 from busrl.scheduling.admission import Lines
 from busrl.states import POISON_DEATHS, Fate, shown_uid
 from busrl.system import files

@@ -25,10 +25,10 @@ from busrl.agents.episode import Answer, Episode
 from busrl.agents.renderer import Renderer
 from busrl.agents.roles.atropos import Atropos, read_digests
 from busrl.agents.roles.holder import Claim
-from busrl.agents.tree import Limits, Trajectory
+from busrl.agents.tree import Trajectory
+from busrl.data.episodes import FINISH, EpisodeArrays, EpisodeLimits, fault_of
 from busrl.errors import CallRefused, DiskFull
 from busrl.paths import RunPaths
-from busrl.roles.episodes import FINISH, StoredEpisode, fault_of
 from busrl.states import Finish
 from busrl.system.files import LineFile
 
@@ -72,7 +72,7 @@ Post = Callable[..., Any]
 def with_door(chat: Renderer, work: Callable[[Post, Kept], Any], room: int = 100) -> Kept:
     async def run() -> Kept:
         kept = Kept(room)
-        rules = Rules(SIZE, chat.vocabulary, Limits(TOKENS, 16, TOKENS, 3, 4), frozenset({8}))
+        rules = Rules(SIZE, chat.vocabulary, EpisodeLimits(TOKENS, 16, TOKENS, 3, 4), frozenset({8}))
         door = AtroposDoor(kept, rules, chat, ("override", 1.0, 1.0), "127.0.0.1", 0, "toy", KEY)
         async with door, aiohttp.ClientSession() as http:
             async def post(body: Any, path: str = "scored_data", method: str = "POST", **head: str) -> tuple[int, Any]:
@@ -229,7 +229,7 @@ def test_whatever_is_posted_is_kept_whole_or_refused_with_a_reason(chat: Rendere
             assert len(members) == len(scores) == SIZE and all(map(math.isfinite, scores))
             for one in members:
                 arrays = (one.ids, one.seqs, one.turns, one.logprobs, one.versions)
-                assert not fault_of(StoredEpisode(*map(np.asarray, arrays), None))
+                assert not fault_of(EpisodeArrays(*map(np.asarray, arrays), None))
                 assert ((one.ids >= 0) & (one.ids < chat.vocabulary)).all()
 
     check()

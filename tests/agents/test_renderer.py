@@ -12,8 +12,8 @@ import pytest
 from agent_worlds import ADD, World
 
 from busrl.agents.renderer import Renderer, for_template, report
-from busrl.agents.tree import Limits
 from busrl.data.chat import LightTokenizer
+from busrl.data.episodes import EpisodeLimits
 from busrl.errors import CallRefused
 from busrl.states import Finish
 
@@ -24,12 +24,12 @@ Make = Callable[..., World]
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     known: dict[tuple[str, str], Renderer] = {}
 
-    def of(template: str, history: str = "extend", limits: Limits | None = None) -> World:
+    def of(template: str, history: str = "extend", limits: EpisodeLimits | None = None) -> World:
         if (template, history) not in known:
             known[template, history] = worlds.renderer(tmp_path_factory.mktemp("model"), template, history)
         chat = known[template, history]
         chat.counts.clear()
-        return World(chat, random.Random(1), limits or Limits())
+        return World(chat, random.Random(1), limits or EpisodeLimits())
 
     return of
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.agents.tree import Limits, Tree, Turn, canonical
+from busrl.agents.tree import Tree, Turn, canonical
+from busrl.data.episodes import EpisodeLimits
 from busrl.errors import CallRefused
 from busrl.states import Finish
 
@@ -148,11 +149,11 @@ def test_an_answer_that_does_not_fit_its_call_is_a_fault_of_the_engine() -> None
 
 
 @pytest.mark.parametrize("limits, said", [
-    (Limits(context=7), r"maximum context length is 7 tokens; the messages have 7 \(agents.context\)"),
-    (Limits(sampled=3), "agents.sampled 3 of 3"), (Limits(turns=1), "agents.turns 1 of 1"),
-    (Limits(tokens=7), "agents.tokens 5 of 7"),
+    (EpisodeLimits(context=7), r"maximum context length is 7 tokens; the messages have 7 \(agents.context\)"),
+    (EpisodeLimits(sampled=3), "agents.sampled 3 of 3"), (EpisodeLimits(turns=1), "agents.turns 1 of 1"),
+    (EpisodeLimits(tokens=7), "agents.tokens 5 of 7"),
 ])
-def test_a_used_up_budget_refuses_the_next_call_by_name(limits: Limits, said: str) -> None:
+def test_a_used_up_budget_refuses_the_next_call_by_name(limits: EpisodeLimits, said: str) -> None:
     tree = Tree(limits)
     first = called(tree, wanted=3)
     with pytest.raises(CallRefused, match=said) as refused:
@@ -161,7 +162,7 @@ def test_a_used_up_budget_refuses_the_next_call_by_name(limits: Limits, said: st
 
 
 def test_a_second_sequence_is_refused_where_one_is_allowed_and_a_longer_one_is_not() -> None:
-    tree = Tree(Limits(sequences=1))
+    tree = Tree(EpisodeLimits(sequences=1))
     first = called(tree)
     called(tree, first)
     with pytest.raises(CallRefused, match=r"agents\.sequences 1 of 1"):
@@ -176,7 +177,7 @@ def test_what_is_reserved_is_what_the_sequences_hold_when_no_call_is_under_way(
     steps: list[tuple[int, int, int]]
 ) -> None:
     """Calls open, end and are cancelled in any order; then the counts are those of the arrays, and none is over."""
-    limits = Limits(context=40, sampled=60, tokens=160, turns=12, sequences=5)
+    limits = EpisodeLimits(context=40, sampled=60, tokens=160, turns=12, sequences=5)
     tree, under_way = Tree(limits), []
     for what, which, size in steps:
         if what < 2:

@@ -12,12 +12,12 @@ from pathlib import Path
 from in_memory import answer_to, batch_of, settings
 
 from busrl.hosts import messages as g
+from busrl.hosts.episodes import Bounds
 from busrl.hosts.gateway import Desk
 from busrl.hosts.ledgers import RingLedger
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.answers import SegmentCuts
-from busrl.roles.episodes import Bounds
 from busrl.scheduling.segments import SegmentPlan
 from busrl.system.clocks import Tally
 

@@ -174,7 +174,7 @@ def test_a_reward_worker_gets_the_last_call_of_an_episode_and_its_turns_rewards_
     first.reward = -0.25
     episode = tree.trajectory()
     assert episode is not None
-    write_episode(keeper.ring, slot, word, episode, None)
+    write_episode(keeper.ring, slot, word, episode, episode.text, None)
     assert commit_episode(keeper.ring, slot, word, episode, episode.step) is not None
     keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
     [task] = keeper.claim("judge")

@@ -17,28 +17,20 @@ from on_a_ring import Keeper
 from test_satellite_claims import Away
 
 from busrl import keys
-from busrl.agents.tree import Limits, Trajectory, Tree
+from busrl.agents.tree import Trajectory, Tree
+from busrl.data.episodes import TYPES, EpisodeLimits, fault_of
 from busrl.hosts import messages as g
+from busrl.hosts.episodes import Bounds, received, tensors_of
 from busrl.hosts.gateway import Refused, tensor
 from busrl.protocol import messages as m
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_parts, read_text, write_parts
-from busrl.roles.episodes import (
-    TYPES,
-    Bounds,
-    commit_episode,
-    fault_of,
-    messages_of,
-    pieces_of,
-    read_episode,
-    received,
-    write_episode,
-)
+from busrl.roles.episodes import commit_episode, messages_of, read_episode, write_episode
 from busrl.states import Fate
 from busrl.weights.base import VersionSteps
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-BOUNDS = Bounds(Limits(32, 16, 64, 6, 4), 64, 100)
+BOUNDS = Bounds(EpisodeLimits(32, 16, 64, 6, 4), 64, 100)
 MESSAGES = b'[[{"role": "user"}],[]]'
 
 
@@ -59,7 +51,7 @@ def play(ring: Ring) -> int:
     """What an agent does with the best queued slot, and commits the reward as its process would; its uid."""
     [(slot, word)] = ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     made = played()
-    write_episode(ring, slot, word, made, {"length": 1.5, "odd": -0.5}, MESSAGES, (9, 4, 0, 0, 0))
+    write_episode(ring, slot, word, made, made.text, {"length": 1.5, "odd": -0.5}, MESSAGES, (9, 4, 0, 0, 0))
     write_parts(ring, slot, word, {"length": 1.5})
     assert commit_episode(ring, slot, word, made, made.step) is not None
     [(slot, word)] = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=1)
@@ -121,13 +113,13 @@ def test_an_episode_stands_at_home_as_it_stood_in_the_slot_of_its_host(
     assert host.claim(2) == 2
     uids = {play(host.ring), play(host.ring)}
     slots = host.ring.lines()["state"].nonzero()[0].tolist()
-    there = {int(host.ring.line(slot)["uid"]): pieces_of(host.ring, slot) for slot in slots}
+    there = {int(host.ring.line(slot)["uid"]): tensors_of(host.ring, slot) for slot in slots}
     assert host._collect() == 2 and not host.held
     lines = keeper.ring.lines()
     found = {int(lines["uid"][slot]): slot for slot in range(3) if lines["state"][slot] == State.REWARDED}
     assert found.keys() == there.keys() == uids
     for uid, slot in found.items():
-        assert pieces_of(keeper.ring, slot) == there[uid] and len(there[uid]) == len(TYPES)
+        assert tensors_of(keeper.ring, slot) == there[uid] and len(there[uid]) == len(TYPES)
         episode, line = read_episode(keeper.ring, slot), keeper.ring.line(slot)
         assert episode is not None and episode.logged()["seqs"] == [6, 2]
         assert (line["reward"], line["version"], line["step"]) == (0.75, 0, 3), "as old as its oldest trained token"

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.agents.tree import Trajectory, Tree, Turn
+from busrl.data.episodes import CALL, CONTEXT
 from busrl.errors import BadTensor
 from busrl.preflight.derive import episode_bytes
 from busrl.ring import Fates, Ring, State
 from busrl.roles.episodes import (
-    CALL,
-    CONTEXT,
     commit_episode,
     context_of,
     last_call,
@@ -60,7 +59,8 @@ def claimed_for_generation(ring: Ring) -> tuple[int, int]:
 def rewarded(ring: Ring, episode: Trajectory, **more: Any) -> int:
     """The slot of an episode that went through generation and reward."""
     slot, word = claimed_for_generation(ring)
-    write_episode(ring, slot, word, episode, more.get("reward"), more.get("messages", b""), more.get("context", ()))
+    write_episode(ring, slot, word, episode, episode.text, more.get("reward"), more.get("messages", b""),
+                  more.get("context", ()))
     for name, array in more.get("lies", {}).items():
         ring.put(slot, word, name, array, 0)
     assert commit_episode(ring, slot, word, episode, episode.step) is not None
@@ -250,7 +250,7 @@ def test_the_bytes_of_an_episode_are_what_its_slot_needs(tmp_path: Path) -> None
         made.register("learner", "test")
         made.bind_fates(Fates(str(tmp_path / "fates.bin"), create=True), None)
         slot, word = claimed_for_generation(made)
-        write_episode(made, slot, word, episode, 1.0, b"[" + b" " * 38 + b"]", range(len(CONTEXT)))
+        write_episode(made, slot, word, episode, episode.text, 1.0, b"[" + b" " * 38 + b"]", range(len(CONTEXT)))
         assert read_episode(made, slot) is not None and "messages" in {name for name, _ in made.tensors(slot)}
     finally:
         made.close()

@@ -40,7 +40,7 @@ class EpisodeActor(Actor):
         return bool(taken)
 
     def commit(self, slot: int, word: int, episode: Trajectory, played: Tree) -> None:
-        write_episode(self.ring, slot, word, episode, None, played.transcript(400))
+        write_episode(self.ring, slot, word, episode, episode.text, None, played.transcript(400))
         bell = commit_episode(self.ring, slot, word, episode, episode.step)
         assert bell is not None
         self.ring.add(tokens=len(episode.logprobs), samples=1)

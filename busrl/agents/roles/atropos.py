@@ -32,7 +32,8 @@ import numpy.typing as npt
 from busrl.agents.atropos import AtroposDoor, Progress, Rules
 from busrl.agents.episode import Answer, Call, Episode
 from busrl.agents.roles.holder import LINE_FIELDS, Claim, EpisodeHolder, run_key
-from busrl.agents.tree import Ids, Limits, Trajectory
+from busrl.agents.tree import Ids, Trajectory
+from busrl.data.episodes import EpisodeLimits
 from busrl.errors import CallRefused, MachineError, SlotTooSmall
 from busrl.ring import State
 from busrl.roles.episodes import write_episode
@@ -102,7 +103,7 @@ class Atropos(EpisodeHolder):
         own = self.topology.generation
         line = {**dict.fromkeys(LINE_FIELDS, 0), "uid": CALLER_UID + secrets.randbits(60), "top_p": own.top_p,
                 "max_new_tokens": own.max_new_tokens, "temperature": own.temperature}
-        return self.begin(Claim(-1, 0, line), Limits(self.limits.context))
+        return self.begin(Claim(-1, 0, line), EpisodeLimits(self.limits.context))
 
     async def _ask(self, claim: Claim, call: Call) -> Answer:
         """Keep what the run's own engines drew: with its versions, whoever posts it."""
@@ -160,7 +161,7 @@ class Atropos(EpisodeHolder):
         draw = int(claims[0].line["group"])
         try:
             for claim, made, score in zip(claims, members, scores):
-                write_episode(self.ring, claim.slot, claim.word, made, score, messages)
+                write_episode(self.ring, claim.slot, claim.word, made, made.text, score, messages)
             self.kept.append(b"%s %d" % (digest.hex().encode(), draw))
         except (SlotTooSmall, MachineError) as problem:
             for claim in claims:

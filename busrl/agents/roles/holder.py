@@ -31,8 +31,9 @@ from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.llm import Ended
 from busrl.agents.parsers import MessageMaker, parser_of
 from busrl.agents.renderer import Renderer, report
-from busrl.agents.tree import Limits, Trajectory
+from busrl.agents.tree import Trajectory
 from busrl.data.chat import LightTokenizer, template_of
+from busrl.data.episodes import CONTEXT, EpisodeLimits
 from busrl.data.vocabulary import end_ids
 from busrl.errors import AgentNotLoaded, BugError, CallUnanswered, SlotTooSmall
 from busrl.protocol import messages as m
@@ -41,7 +42,7 @@ from busrl.ring import Ring, State, seq_of
 from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, RingWatch
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
-from busrl.roles.episodes import CONTEXT, commit_episode, reward_of, turn_rewards_of, write_episode
+from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
 from busrl.states import REWARD_FATES, Fate, shown_uid
 from busrl.system.files import replace
 from busrl.topology.schema import AGENT
@@ -104,7 +105,7 @@ class EpisodeHolder(Actor):
             if any(probe.how == "fresh" for probe in self.renderer.probes):
                 self.warn(self.role, last, kind="fresh turns")
         self.maker = MessageMaker(parser_of(own.tools, source, self.topology.base_dir), own.reasoning)
-        self.limits = Limits(*self.topology.episode_limits, own.max_turns, own.max_sequences)
+        self.limits = EpisodeLimits.of(self.topology)
 
     def subscriptions(self) -> list[str]:
         return [*super().subscriptions(), topic(m.CallTokens, self.worker_id)]
@@ -226,7 +227,7 @@ class EpisodeHolder(Actor):
             self.drop(claim, Fate.MALFORMED, f"its task cannot be read: {problem}")
             return None
 
-    def begin(self, claim: Claim, limits: Limits | None = None) -> Episode:
+    def begin(self, claim: Claim, limits: EpisodeLimits | None = None) -> Episode:
         """The calls of an attempt at it."""
         settings = Settings(int(claim.line["max_new_tokens"]), limits or self.limits, self.topology.agents.parallel)
         return Episode(claim.uid, lambda call: self._ask(claim, call), self.renderer, self.maker, settings)
@@ -288,7 +289,7 @@ class EpisodeHolder(Actor):
         transcript = episode.tree.transcript(own.transcript_bytes)
         counted = {"read": claim.read, "computed": claim.computed, **episode.counts}
         context = [counted.get(name, 0) for name in CONTEXT]
-        write_episode(self.ring, claim.slot, claim.word, made, reward, transcript, context)
+        write_episode(self.ring, claim.slot, claim.word, made, made.text, reward, transcript, context)
         try:
             write_parts(self.ring, claim.slot, claim.word, ended.parts)
         except SlotTooSmall as problem:  # they are for people: the reward counts all the same

@@ -161,7 +161,7 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
 
 
 def context_at(ring: Ring, group: Claimed) -> Counter[str]:
-    """What a group's episodes count besides tokens and rewards (`busrl.roles.episodes.CONTEXT`)."""
+    """What a group's episodes count besides tokens and rewards (`busrl.data.episodes.CONTEXT`)."""
     found = (context_of(ring, slot) for (slot, _), record in zip(group.slots, group.records) if record.turns)
     return sum(found, Counter[str]())
 

@@ -235,7 +235,7 @@ class StepMetrics:
                 self.ended.add(PART + name, [value])
 
     def context(self, counted: Counter[str]) -> None:
-        """What a group's episodes count (`busrl.roles.episodes.CONTEXT`)."""
+        """What a group's episodes count (`busrl.data.episodes.CONTEXT`)."""
         self._context += counted
 
     def waiting(self, reason: str, group: int | None) -> None:
