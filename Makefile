@@ -53,7 +53,8 @@ lint: $(STAMP)/lint ## ruff, strict types, clang-format
 	$(BIN)/mypy
 	git ls-files 'csrc/*.[ch]pp' 'csrc/*.[ch]' 'examples/*.[ch]pp' | xargs -r $(BIN)/clang-format --dry-run --Werror
 
-format: $(STAMP)/lint ## format C++
+format: $(STAMP)/lint ## order Python's imports, mend what ruff can mend, format C++
+	$(BIN)/ruff check --fix .
 	git ls-files 'csrc/*.[ch]pp' 'csrc/*.[ch]' 'examples/*.[ch]pp' | xargs -r $(BIN)/clang-format -i
 
 cpp: $(STAMP)/system ## the C++ tests, the smaller models, mutants that must fail, and some mutated segments
