@@ -29,14 +29,15 @@ HERE = Path(__file__).parent
 class Capability:
     """An optional part: its folder or module below `busrl`, what users get by it, and what the core takes from it.
 
-    `roles`: module and class of each process. `plugs`: by the name of the place in the core, module and object
-    ("module:name", the module relative to `busrl`). `asks`: the keys by which a topology may ask for the part, each
-    with whether it does; a process of one of its roles asks for it anyway.
+    `roles`: module and class of each process. `commands`: the module of each group of commands. `plugs`: by the name
+    of the place in the core, module and object ("module:name", all modules relative to `busrl`). `asks`: the keys by
+    which a topology may ask for the part, each with whether it does; a process of one of its roles asks for it anyway.
     """
 
     name: str
     purpose: str
     roles: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
     plugs: Mapping[str, str] = field(default_factory=dict)
     asks: Mapping[str, Callable[[Topology], bool]] = field(default_factory=dict)
 
@@ -90,7 +91,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     }, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
     Capability("observe", "monitors, reports and sinks", roles={
         "sinks": "observe.sinks.role:Sinks",
-    }, plugs={"launch_picture": "observe.monitor.screen:launch_picture"}, asks={
+    }, commands={"watch": "observe.command"}, plugs={"launch_picture": "observe.monitor.screen:launch_picture"}, asks={
         "sinks.to": lambda topology: bool(topology.sinks.to),
     }),
     Capability("predict", "predicted lengths and the controller of the batch size", plugs={
@@ -100,16 +101,13 @@ CAPABILITIES: tuple[Capability, ...] = (
         "scheduler.policy": lambda topology: topology.scheduler.policy != "fifo",
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off",
     }),
-    Capability("simulate", "simulations"),
+    Capability("simulate", "simulations", commands={"simulate": "simulate.command"}),
     Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
     Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),
     Capability("weights/broadcast", "weights that are broadcast", asks=_with_transport("broadcast")),
     Capability("weights/one_copy", "weights of which there is one copy", asks=_with_transport("cuda_ipc")),
     Capability("weights/folders", "weights that travel as folders", asks=_with_transport(
         "lora_hotswap", "lora_restart", "checkpoint_restart")),
-    Capability("weights/sparse", "updates of the changed values alone", asks={
-        "weights.sparse.enabled": lambda topology: topology.weights.sparse.enabled,
-    }),
 )
 BY_NAME = {capability.name: capability for capability in CAPABILITIES}
 
@@ -130,6 +128,16 @@ def role(name: str) -> Any:
     if not capability.here:
         raise capability.missing()
     return _object(capability.roles[name])
+
+
+def command(name: str) -> str:
+    """The module of a group of commands that an optional part has, else empty; UserError if the part is not there."""
+    capability = next((capability for capability in CAPABILITIES if name in capability.commands), None)
+    if capability is None:
+        return ""
+    if not capability.here:
+        raise capability.missing()
+    return f"busrl.{capability.commands[name]}"
 
 
 def plug(name: str, place: str) -> Any:

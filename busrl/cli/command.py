@@ -22,7 +22,7 @@ from typing import TextIO, TypeAlias, TypeVar, cast
 
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError, Unfailing, UserError, escaped
 
-ELSEWHERE = {"watch": "busrl.observe.command", "simulate": "busrl.simulate.command", "doctor": "busrl.preflight.doctor"}
+ELSEWHERE = {"doctor": "busrl.preflight.doctor"}
 
 
 def positive(text: str) -> float:
@@ -127,10 +127,17 @@ def _require_names(options: argparse.Namespace) -> None:
             raise UserError(f"{shown}: the name is no UTF-8, as busrl's files need it; give it another name") from None
 
 
+def _place_of(module: str) -> str:
+    """The full name of a verb's module: of the command line, of an optional part, or beside what it checks."""
+    from busrl import capabilities  # only here: `busrl --help` is to be quick
+
+    return capabilities.command(module) or ELSEWHERE.get(module, f"busrl.cli.{module}")
+
+
 def _ended(module: str, function: str, options: argparse.Namespace) -> int:
     try:
         _require_names(options)
-        code = int(getattr(importlib.import_module(ELSEWHERE.get(module, f"busrl.cli.{module}")), function)(options))
+        code = int(getattr(importlib.import_module(_place_of(module)), function)(options))
         sys.stdout.flush()
         return code
     except BusrlError as error:
