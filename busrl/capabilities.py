@@ -10,6 +10,7 @@ errors: a part is imported when it is used. Knows nothing of what a part does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,20 +27,35 @@ HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
+class Command:
+    """A verb of `busrl`, as `busrl --help` lists it.
+
+    `options` ("module:name") takes the parser of the verb, adds its options and returns the function to run. It is
+    loaded when the verb is used, after `environment` is set.
+    """
+
+    name: str
+    text: str
+    options: str
+    more: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Capability:
     """An optional part: its folder or module below `busrl`, what users get by it, and what the core takes from it.
 
-    `roles`: module and class of each process. `commands`: the module of each group of commands. `plugs`: by the name
-    of the place in the core, module and object ("module:name", all modules relative to `busrl`). `asks`: the keys by
-    which a topology may ask for the part, each with whether it does; a process of one of its roles asks for it anyway.
+    `roles`: module and class of each process. `plugs`: by the name of the place in the core, module and object
+    ("module:name", the module relative to `busrl`). `asks`: the keys by which a topology may ask for the part, each
+    with whether it does; a process of one of its roles asks for it anyway. `commands`: verbs of `busrl`.
     """
 
     name: str
     purpose: str
     roles: Mapping[str, str] = field(default_factory=dict)
-    commands: Mapping[str, str] = field(default_factory=dict)
     plugs: Mapping[str, str] = field(default_factory=dict)
     asks: Mapping[str, Callable[[Topology], bool]] = field(default_factory=dict)
+    commands: tuple[Command, ...] = ()
 
     @property
     def here(self) -> bool:
@@ -78,6 +94,43 @@ CORE_ROLES: dict[str, str] = {
     "rollout": "roles.rollout:Rollout", "reward": "roles.reward:Reward", "learner": "roles.learner:Learner",
     "validator": "roles.validator:Validator",
 }
+HOST_COMMANDS = (
+    Command(
+        "host", "run the processes that a run on another machine has on this one", "hosts.joining:host_options",
+        "The run's topology names this host in `hosts` of a [[process]]; see docs/hosts.md.",
+    ),
+)
+OBSERVE_COMMANDS = (
+    Command(
+        "report", "write what a run did as one HTML page, during or after it", "observe.command:report_options",
+        "It loads nothing: drawings, waste, problems, settings. Several runs are compared.",
+    ),
+    Command(
+        "trace", "write a run's timeline for Perfetto (Chrome trace events)", "observe.command:trace_options",
+        "Each process is a track. Also prints how much of the generation falls into training.",
+    ),
+    Command(
+        "monitor", "watch a run, a recording that is replayed, or any endpoint, changing nothing",
+        "observe.command:monitor_options", "Keys of the live view: q quit, e errors.",
+    ),
+    Command(
+        "record", "write what passes the bus of a run into a file, changing nothing", "observe.command:record_options",
+        "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows.",
+    ),
+    Command(
+        "replay", "publish a recording again, for a monitor or another listener", "observe.command:replay_options",
+        "It begins when a listener connects. An endpoint is ipc:///path.",
+    ),
+)
+SIMULATE_COMMANDS = (
+    Command(
+        "simulate", "how a topology would run: throughput, busy shares, ages, waits, on as many actors as you like",
+        "simulate.command:simulate_options",
+        "Times and lengths are assumptions unless --fit or --trace say better; what was assumed is printed.",
+        # Read when NumPy is loaded: the predictors' matrices are small, and a second numeric thread would only spin.
+        {"OPENBLAS_NUM_THREADS": "1"},
+    ),
+)
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("agents", "episodes of agents", roles={
         "agent": "agents.roles.agent:Agent", "serve": "agents.roles.serve:Serve",
@@ -85,15 +138,18 @@ CAPABILITIES: tuple[Capability, ...] = (
     }, plugs={"trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns"}),
     Capability("hosts", "other hosts and workers from outside", roles={
         "relay": "hosts.relay:Relay", "satellite": "hosts.satellite:Satellite",
-    }, plugs={"refusals": "hosts.gateway:BAD"}, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}),
+    }, plugs={
+        "refusals": "hosts.gateway:BAD", "placement": "hosts.placement:Placement",
+        "manifest": "hosts.clusters:emitted",
+    }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}, commands=HOST_COMMANDS),
     Capability("ranks", "learners of several ranks", roles={
         "rank": "ranks.role:Rank",
     }, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
     Capability("observe", "monitors, reports and sinks", roles={
         "sinks": "observe.sinks.role:Sinks",
-    }, commands={"watch": "observe.command"}, plugs={"launch_picture": "observe.monitor.screen:launch_picture"}, asks={
-        "sinks.to": lambda topology: bool(topology.sinks.to),
-    }),
+    }, plugs={
+        "launch_picture": "observe.monitor.screen:launch_picture", "waste": "observe.report.waste:account_of",
+    }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}, commands=OBSERVE_COMMANDS),
     Capability("predict", "predicted lengths and the controller of the batch size", plugs={
         "kept": "predict.state:PredictorState", "unkept": "predict.state:unkept",
         "checkpoint_files": "predict.state:copy_into", "keyword_problems": "predict.lengths.keywords:problems_of",
@@ -101,7 +157,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "scheduler.policy": lambda topology: topology.scheduler.policy != "fifo",
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off",
     }),
-    Capability("simulate", "simulations", commands={"simulate": "simulate.command"}),
+    Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),
     Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
     Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),
     Capability("weights/broadcast", "weights that are broadcast", asks=_with_transport("broadcast")),
@@ -120,6 +176,18 @@ def refuse(topology: Topology) -> None:
             raise capability.missing(key)
 
 
+def commands() -> tuple[tuple[Capability, Command], ...]:
+    """The verbs of all parts, also of those that are not there, each with its part."""
+    return tuple((capability, command) for capability in CAPABILITIES for command in capability.commands)
+
+
+def load(command: Command) -> Any:
+    """The function that gives a verb its options."""
+    for name, value in command.environment.items():
+        os.environ.setdefault(name, value)
+    return _object(command.options)
+
+
 def role(name: str) -> Any:
     """The class of a role's process; UserError if its part is not there."""
     if name in CORE_ROLES:
@@ -128,16 +196,6 @@ def role(name: str) -> Any:
     if not capability.here:
         raise capability.missing()
     return _object(capability.roles[name])
-
-
-def command(name: str) -> str:
-    """The module of a group of commands that an optional part has, else empty; UserError if the part is not there."""
-    capability = next((capability for capability in CAPABILITIES if name in capability.commands), None)
-    if capability is None:
-        return ""
-    if not capability.here:
-        raise capability.missing()
-    return f"busrl.{capability.commands[name]}"
 
 
 def plug(name: str, place: str) -> Any:

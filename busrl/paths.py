@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+CLAIMED_FROM = "claimed_from"  # key of run.json: the ring that other hosts claim from
 CHECKPOINT = "global_step_"  # and the number of the step: a folder in checkpoints/
 # The folder of an adapter, as peft has it; the prefix stands before the names that the model has without one.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PREFIX = (

@@ -1,6 +1,7 @@
 """Arguments and dispatch of the command `busrl`: one parser per verb, its function named, and errors made exit codes.
 
-Only argparse and `busrl.errors` are loaded for `busrl --help`: a verb's module is imported when the verb is used.
+Only argparse, `busrl.errors` and the table of optional parts are loaded for `busrl --help`: a verb's module is imported
+when the verb is used. The verbs of an optional part, and their options, come from `busrl.capabilities`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO, TypeAlias, TypeVar, cast
 
+from busrl import capabilities
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError, Unfailing, UserError, escaped
 
-ELSEWHERE = {"doctor": "busrl.preflight.doctor"}
+ELSEWHERE = {"doctor": "busrl.preflight.doctor"}  # modules of verbs that do not lie in busrl.cli
 
 
 def positive(text: str) -> float:
@@ -82,14 +84,10 @@ Afterwards:      busrl report runs/NAME   busrl audit runs/NAME    busrl evaluat
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0, the verb's own, or that of the error's family."""
     _open_streams()
-    options = parser().parse_args(arguments)
-    module, _, function = options.verb.partition(":")
-    if module == "simulate":  # the predictors' matrices are small: a second numeric thread would only spin
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy is loaded
     told = Unfailing(sys.stderr)
     try:
         with contextlib.redirect_stderr(cast(TextIO, told)):
-            return _ended(module, function, options)
+            return _ended(sys.argv[1:] if arguments is None else arguments)
     finally:
         if told.lost:
             _discard(sys.stderr)
@@ -127,17 +125,22 @@ def _require_names(options: argparse.Namespace) -> None:
             raise UserError(f"{shown}: the name is no UTF-8, as busrl's files need it; give it another name") from None
 
 
-def _place_of(module: str) -> str:
-    """The full name of a verb's module: of the command line, of an optional part, or beside what it checks."""
-    from busrl import capabilities  # only here: `busrl --help` is to be quick
+def _function_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    """The function of the verb that was parsed, its module loaded."""
+    module, _, name = options.verb.partition(":")
+    return cast(
+        Callable[[argparse.Namespace], int],
+        getattr(importlib.import_module(ELSEWHERE.get(module, f"busrl.cli.{module}")), name),
+    )
 
-    return capabilities.command(module) or ELSEWHERE.get(module, f"busrl.cli.{module}")
 
-
-def _ended(module: str, function: str, options: argparse.Namespace) -> int:
+def _ended(arguments: Sequence[str]) -> int:
+    verb = next(iter(arguments), "")
     try:
+        options = parser(arguments).parse_args(arguments)
+        verb = options.control
         _require_names(options)
-        code = int(getattr(importlib.import_module(_place_of(module)), function)(options))
+        code = int((options.verb if callable(options.verb) else _function_of(options))(options))
         sys.stdout.flush()
         return code
     except BusrlError as error:
@@ -148,7 +151,7 @@ def _ended(module: str, function: str, options: argparse.Namespace) -> int:
         package = (error.name or "").partition(".")[0]
         if not (remedy := remedy_for(package)):
             raise
-        return _tell(UserError(f"`busrl {options.control}` needs {package}, which {sys.executable} has not: {remedy}"))
+        return _tell(UserError(f"`busrl {verb}` needs {package}, which {sys.executable} has not: {remedy}"))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `busrl check x | head`: nobody reads any more
@@ -156,7 +159,7 @@ def _ended(module: str, function: str, options: argparse.Namespace) -> int:
         return 141
     except OSError as error:
         if error.filename is not None and error.errno in UNUSABLE:
-            remedy = f"give a place that `busrl {options.control}` can use"
+            remedy = f"give a place that `busrl {verb}` can use"
             return _tell(MachineError(f"{error.filename}: {error.strerror}; {remedy}"))
         if not _output_fails():  # another file's: the code that opened it should have named it
             raise
@@ -197,7 +200,8 @@ def _tell(error: BusrlError) -> int:
 # -- parsers -----
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all verbs. Options of an optional part's verb are there only if `arguments` begin with it."""
     top = argparse.ArgumentParser(
         prog="busrl",
         description="Asynchronous reinforcement-learning post-training of language models, as processes on a bus.",
@@ -212,8 +216,7 @@ def parser() -> argparse.ArgumentParser:
     _add_export(verbs)
     _add_ring(_group(verbs, "ring", "look at or remove shared-memory rings of this user"))
     _add_keys(_group(verbs, "keys", "make and manage the keys that TCP connections to the bus need"))
-    _add_watching(verbs)
-    _add_simulate(verbs)
+    _add_parts(verbs, arguments)
     _verb(verbs, "version", "run:version", "print the version of busrl and of what it uses")
     return top
 
@@ -279,13 +282,6 @@ def _add_runs(verbs: Verbs) -> None:
     add("--json", action="store_true", help="print one JSON list")
     text = "print the JSON schema of topology files, for editors (docs/your-run.md)"
     _verb(verbs, "schema", "run:schema", text)
-    more = "The run's topology names this host in `hosts` of a [[process]]; see docs/hosts.md."
-    add = _verb(verbs, "host", "run:host", "run the processes that a run on another machine has on this one", more)
-    add("endpoint", metavar="ENDPOINT", help="tcp://ADDRESS:PORT, as in bus.endpoint of the run; or -, for hosts.start")
-    add("--keys", type=Path, metavar="FILE", help="the file that `busrl keys add NAME` printed there")
-    add("--name", default="", help="this host's name there (default: that of the key)")
-    add("--scratch", type=Path, metavar="DIR", help="where its files lie (default: below ~/.cache/busrl/hosts)")
-    add("--wait", type=positive, default=60.0, metavar="S", help="give up if the run does not answer (default 60)")
     text = "explain a topology: processes, sums, sizes, prompts, model; or everything that is wrong with it"
     add = _verb(verbs, "check", "run:check", text)
     add("topology", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
@@ -294,12 +290,12 @@ def _add_runs(verbs: Verbs) -> None:
     text = "list the published algorithms of learner.recipe, and the keys that each sets"
     add = _verb(verbs, "recipes", "run:recipes", text)
     add("names", nargs="*", metavar="NAME", help="only these (default: all)")
-    add = _verb(verbs, "status", "watch:status", "show what a run is doing now, changing nothing")
+    add = _verb(verbs, "status", "run:status", "show what a run is doing now, changing nothing")
     add("--json", action="store_true", help="one JSON object; its keys stand in docs/operating.md")
     add("--host", default="", metavar="NAME", help="only another host of the run, with its processes")
     add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
     more = "A name that another host has too is of this machine; there, name the directory of `busrl host`."
-    add = _verb(verbs, "logs", "watch:logs", "print what the processes of a run wrote, all of them or one", more)
+    add = _verb(verbs, "logs", "run:logs", "print what the processes of a run wrote, all of them or one", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("name", nargs="?", default="", metavar="NAME", help="one process, as `busrl status` names it (default: all)")
     add("-f", "--follow", action="store_true", help="go on with what they write, until Ctrl-C or the end of the run")
@@ -319,14 +315,6 @@ def _add_accounts(verbs: Verbs) -> None:
     text = "also what became of the tokens, and whether long answers are lost more often"
     add("--waste", action="store_true", help=text)
     add("--json", action="store_true", help="print one JSON object")
-    more = "It loads nothing: drawings, waste, problems, settings. Several runs are compared."
-    add = _verb(verbs, "report", "watch:report", "write what a run did as one HTML page, during or after it", more)
-    add("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    add("-o", "--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html; of several: beside them")
-    more = "Each process is a track. Also prints how much of the generation falls into training."
-    add = _verb(verbs, "trace", "watch:trace", "write a run's timeline for Perfetto (Chrome trace events)", more)
-    add("run_dir", type=Path, metavar="RUN_DIR")
-    add("-o", "--out", type=Path, metavar="FILE", help="default: RUN_DIR/trace.json")
 
 
 def _add_control(verbs: Verbs) -> None:
@@ -421,50 +409,15 @@ def _add_keys(verbs: Verbs) -> None:
     add("--wait", type=positive, default=5.0, metavar="S", help="give up after this long (default 5)")
 
 
-def _add_watching(verbs: Verbs) -> None:
-    text = "watch a run, a recording that is replayed, or any endpoint, changing nothing"
-    add = _verb(verbs, "monitor", "watch:monitor", text, "Keys of the live view: q quit, e errors.")
-    add("target", nargs="?", metavar="RUN_DIR|ENDPOINT", help="default: the only run of this user that lives")
-    add("--once", action="store_true", help="print the picture once and leave")
-    add("--json", action="store_true", help="with --once: one JSON object, its keys as documented")
-    add("--plain", action="store_true", help="lines without colours, as on a pipe")
-    text = "a page for a browser, at a free port of this host alone or at an address of yours; named after the run"
-    add("--web", nargs="?", const="", metavar="[HOST:]PORT", help=text)
-    text = "with --once: listen for so long first (default 1; at an endpoint until the replay is over, at most 60)"
-    add("--seconds", type=positive, metavar="S", help=text)
-    more = "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows."
-    text = "write what passes the bus of a run into a file, changing nothing"
-    add = _verb(verbs, "record", "watch:record", text, more)
-    add("run_dir", nargs="?", metavar="RUN_DIR", help="default: the only run of this user that lives")
-    add("-o", "--out", type=Path, required=True, metavar="FILE", help="a new file")
-    add("--seconds", type=positive, metavar="S", help="record for so long")
-    add("--limit", type=positive, default=1024.0, metavar="MIB", help="end at this size (default 1024)")
-    text = "publish a recording again, for a monitor or another listener"
-    add = _verb(verbs, "replay", "watch:replay", text, "It begins when a listener connects. An endpoint is ipc:///path.")
-    add("file", type=Path, metavar="FILE", help="what `busrl record` wrote")
-    add("--speed", default="1", metavar="N|max", help="1: as it was (default); N times as fast; max")
-    add("--bind", default="", metavar="ENDPOINT", help="where listeners connect (default: one of its own)")
-    add("--wait", type=positive, default=60.0, metavar="S", help="limit of the wait for a listener (60)")
-    add("--info", action="store_true", help="say what the file holds, and publish nothing")
-
-
-def _add_simulate(verbs: Verbs) -> None:
-    text = "how a topology would run: throughput, busy shares, ages, waits, on as many actors as you like"
-    more = "Times and lengths are assumptions unless --fit or --trace say better; what was assumed is printed."
-    add = _verb(verbs, "simulate", "simulate:simulate", text, more)
-    add("topology", nargs="?", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
-    _set(add, "change one key")
-    add("--actors", type=int, metavar="N", help="rollout processes (default: as the topology says)")
-    add("--trace", type=Path, metavar="FILE", help="prompts with the lengths of their answers (JSONL)")
-    add("--fit", type=Path, metavar="RUN_DIR", help="times, lengths and rewards of a finished run")
-    add("--sweep", action="append", default=[], metavar="KEY=A,B,C", help="simulate with each value; may be repeated")
-    add("--steps", type=int, metavar="S", help="optimiser steps (default: the first 60 of run.max_steps)")
-    add("--seed", type=int, metavar="N", help="of all that happens by chance (default: run.seed)")
-    add("--out", type=Path, metavar="DIR", help="where a sweep writes its table and picture (default: simulated/NAME)")
-    add("--json", action="store_true", help="print JSON")
-    add("--generate", type=Path, metavar="FILE", help="write a long-tailed trace and leave")
-    add("--prompts", type=int, metavar="N", help="with --generate: its lines (default 2048)")
-    add("--group-size", type=int, metavar="G", help="with --generate: answers per prompt (default 8)")
-    add("--median", type=float, metavar="T", help="with --generate: median length (default 400)")
-    add("--limit", type=int, metavar="T", help="with --generate: longest answer (default 8192)")
-    add("--arrivals", type=float, metavar="R", help="with --generate: prompts per second, 0 = all at once")
+def _add_parts(verbs: Verbs, arguments: Sequence[str]) -> None:
+    """Verbs of the optional parts that are there. UserError: the verb that is used is of one that is not."""
+    for part, command in capabilities.commands():
+        used = command.name in arguments[:1]
+        if not part.here:
+            if used:
+                raise part.missing()
+            continue
+        description = f"{command.text[0].upper()}{command.text[1:]}. {command.more}".strip()
+        added = verbs.add_parser(command.name, help=command.text, description=description, allow_abbrev=False)
+        if used:
+            added.set_defaults(verb=capabilities.load(command)(added), control=command.name)

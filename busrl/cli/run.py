@@ -16,27 +16,22 @@ import pwd
 import select
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from contextlib import closing, suppress
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 import busrl
-from busrl import keys, quickstart
+from busrl import capabilities, quickstart
 from busrl import launch as launching
 from busrl.bus import Endpoint
 from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, RingError, UserError, escaped
-from busrl.hosts import clusters
 from busrl.launch import pythons
 from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
-from busrl.observe.report import waste
-from busrl.observe.report.record import read
 from busrl.paths import RunPaths
 from busrl.preflight import explain, inflight
 from busrl.preflight.load import load, materialise, recorded
@@ -44,8 +39,10 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import OfdLock, Ring
 from busrl.states import HeaderWord, RunPhase
+from busrl.status import view
+from busrl.status.reader import holder_of
 from busrl.status.words import printable
-from busrl.system.files import as_map, read_map
+from busrl.system.files import LineFollower, as_map, read_map
 from busrl.system.guardian import halted, stat_of
 from busrl.topology import Topology, reader
 
@@ -53,7 +50,7 @@ from busrl.topology import Topology, reader
 def launch(options: argparse.Namespace) -> int:
     """Run a topology; the exit code of the run."""
     if options.emit:
-        print(_emitted(options), end="")
+        print(capabilities.plug("hosts", "manifest")(options), end="")
         return 0
     known = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
     topology = _with_what_was_set(load(options.topology, options.overrides, known), options, known)
@@ -73,25 +70,6 @@ def launch(options: argparse.Namespace) -> int:
     return launching.launch(topology, directory, resume=options.resume != "never")
 
 
-def _emitted(options: argparse.Namespace) -> str:
-    """What a cluster starts the run by; it will give the address and keys in the place of these."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "keys"
-        keys.init(made)
-        given = [f'bus.endpoint="tcp://127.0.0.1:{clusters.PORT}"', f'bus.keys="{made}"']
-        there = [*options.overrides, *given, 'hosts.start=["true", "{host}"]']
-        topology = load(options.topology, there, options.run_dir)
-    if options.emit == "slurm":
-        if options.resume == "never":
-            raise UserError(
-                "--resume never with --emit slurm: a job that is queued again would forget its run; a new job has "
-                "a run directory of its own, or give it one with --run-dir"
-            )
-        directory = options.run_dir or ("" if options.resume == "auto" else Path(options.resume).resolve())
-        return clusters.slurm(topology, str(options.topology), options.overrides, str(directory))
-    return clusters.manifest(options.emit, topology)
-
-
 def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir: Path | None) -> Topology:
     """The topology with what was set while the run of this directory ran; a ring that is there keeps its size, where
     that is enough."""
@@ -103,16 +81,6 @@ def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir:
     if not (paths.ring_file.exists() and paths.topology.is_file()):
         return topology
     return inflight.with_sizes_of(topology, recorded(paths.topology))
-
-
-def host(options: argparse.Namespace) -> int:
-    """The processes that a run has on this host; the exit code says what to do next."""
-    endpoint, keys, name = options.endpoint, options.keys, options.name
-    if endpoint == "-":
-        endpoint, keys, name = launching.from_input(sys.stdin.buffer, options.wait)
-    elif keys is None:
-        raise UserError("--keys FILE is needed: the file that `busrl keys add NAME` printed at home")
-    return launching.host(endpoint, keys, name, options.scratch, options.wait)
 
 
 def check(options: argparse.Namespace) -> int:
@@ -154,6 +122,60 @@ def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
     return directory
 
 
+def status(options: argparse.Namespace) -> int:
+    print(view.status(options.run_dir, as_json=options.json, host=options.host))
+    return 0
+
+
+# -- logs -----
+
+LOGS_EVERY_S = 0.25
+PART, ALL = 1 << 20, 1 << 62
+
+
+def logs(options: argparse.Namespace) -> int:
+    paths = RunPaths.of(options.run_dir)
+    if not paths.logs.is_dir():
+        raise NoSuchRun(f"{paths.logs}: no logs there; name the directory that `busrl launch` or `busrl host` printed")
+    if options.name and not paths.log(options.name).is_file():
+        known = ", ".join(one.stem for one in _files(paths)) or "none"
+        raise UserError(f"{options.name}: no process of that name has a log in {paths.logs}; there are {known}")
+    with suppress(KeyboardInterrupt):
+        _print(paths, options.name, options.follow)
+    return 0
+
+
+def _files(paths: RunPaths) -> list[Path]:
+    return sorted(paths.logs.glob("*.log"))
+
+
+def _on_a_terminal(line: bytes) -> bytes:
+    """A line without what the terminal would obey: user code prints into logs, and what it prints a model may have
+    written."""
+    return escaped(line.decode(errors="backslashreplace")).encode()
+
+
+def _print(paths: RunPaths, name: str, follow: bool) -> None:
+    known: dict[Path, LineFollower] = {}
+    out = sys.stdout.buffer
+    shown = _on_a_terminal if sys.stdout.isatty() else bytes
+    while True:
+        lives = follow and holder_of(paths) is not None  # asked before: what is written at the end is read after it
+        found = [paths.log(name)] if name else _files(paths)
+        width = max((len(path.stem) for path in found), default=0)
+        for path in found:
+            before = b"" if name else f"{path.stem:<{width}} | ".encode()
+            log = known.setdefault(path, LineFollower(path, ALL))
+            while lines := log.new(rest=not lives, most=PART):
+                out.writelines(before + shown(line) + b"\n" for line in lines)
+        out.flush()
+        if not lives:
+            return
+        time.sleep(LOGS_EVERY_S)
+
+
+# -----
+
 def launch_pid(paths: RunPaths) -> int | None:
     """The pid of the living `launch`, None if the run is not running."""
     run = read_map(paths.run_json)
@@ -175,15 +197,11 @@ def launch_pid(paths: RunPaths) -> int | None:
 
 def audit(options: argparse.Namespace) -> int:
     report = auditing.audit(options.run_dir, prompts=_tiny_prompts(options.run_dir))
-    record = read(options.run_dir) if options.waste else None
-    account = waste.waste_of(record) if record else None
-    faults = [f"not counted: {fault}" for fault in record.faults] if record else []
+    more, lines = capabilities.plug("observe", "waste")(options.run_dir) if options.waste else ({}, [])
     if options.json:
-        more = {"waste": {**asdict(account), "faults": faults}} if account else {}
         print(json.dumps({**report.to_json(), **more}, indent=2))
     else:
-        lines = [auditing.render(report), *([waste.render(account)] if account else []), *faults]
-        print("\n".join(map(printable, "\n".join(lines).split("\n"))))
+        print("\n".join(map(printable, "\n".join([auditing.render(report), *lines]).split("\n"))))
     return report.exit_code
 
 

@@ -11,18 +11,42 @@ Made of a topology alone; talks to nothing. One pod or node is home and runs `bu
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from busrl import keys
 from busrl.errors import UserError
+from busrl.preflight.load import load
 from busrl.topology import Topology
 
 PORT = 5600
 SECRETS, KEYS, FILES, RUN = "/etc/busrl/keys", "/tmp/keys", "/etc/busrl/run", "/run/busrl"
 STEP = "--nodes=1 --ntasks=1 --nodelist=$node --overlap --cpu-bind=none --no-kill=off"
 STARTS = 1_000_000  # of a pod, before its job counts as failed
+
+
+def emitted(options: argparse.Namespace) -> str:
+    """What a cluster starts the run of `busrl launch --emit` by; the cluster replaces the address and the keys."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "keys"
+        keys.init(directory)
+        replaced = [f'bus.endpoint="tcp://127.0.0.1:{PORT}"', f'bus.keys="{directory}"']
+        overrides = [*options.overrides, *replaced, 'hosts.start=["true", "{host}"]']
+        topology = load(options.topology, overrides, options.run_dir)
+    if options.emit != "slurm":
+        return manifest(options.emit, topology)
+    if options.resume == "never":
+        raise UserError(
+            "--resume never with --emit slurm: a job that is queued again would forget its run; a new job has a run "
+            "directory of its own, or give it one with --run-dir"
+        )
+    run_dir = options.run_dir or ("" if options.resume == "auto" else Path(options.resume).resolve())
+    return slurm(topology, str(options.topology), options.overrides, str(run_dir))
 
 
 def jobset(topology: Topology) -> dict[str, Any]:

@@ -22,14 +22,15 @@ import selectors
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 import numpy as np
 
+from busrl import capabilities
 from busrl.bus import Endpoint
 from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, TEAM_ENDED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
-from busrl.hosts.placement import Placement
 from busrl.launch.children import RunningChild, Signals, last_lines, last_words, start
 from busrl.launch.control import NO_PROOF, ControlDesk
 from busrl.launch.display import Display
@@ -39,6 +40,7 @@ from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome,
 from busrl.launch.supervisor import NOT_STARTED, Child, Exit, ForeignProcesses, Phase, Shutdown
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
+from busrl.paths import RunPaths
 from busrl.preflight import machine
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address, is_address, topic
@@ -109,6 +111,24 @@ SUBSCRIBED = (
 )
 
 
+class Placement(Protocol):
+    """Starts the other hosts of a run and ends them with it."""
+
+    def look(self, now: float, heard: Collection[str], run_is_over: bool) -> None: ...
+    def end(self, patience_s: float, signals: Signals) -> None: ...
+    def kill(self) -> None: ...
+
+
+def placement_of(
+    topology: Topology, paths: RunPaths, say: Callable[[str], None], warn: Callable[[str, str], None]
+) -> Placement | None:
+    """Whoever starts the other hosts of the run, where the topology says how (`hosts.start`)."""
+    if topology.here or not (topology.hosts.start and topology.host_names):
+        return None
+    placement: Placement = capabilities.plug("hosts", "placement")(topology, paths, say, warn)
+    return placement
+
+
 class Launch:
     """One run from its first child to its last. `run` gives the outcome; no child is left then."""
 
@@ -144,7 +164,7 @@ class Launch:
         self._fair = FairClock(TICK_S, time.monotonic())
         self._mark = mark(self._paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
-        self._placement = Placement(topology, self._paths, self._say, self._warn)
+        self._placement = placement_of(topology, self._paths, self._say, self._warn)
         self._bound_at = 0.0
         self._stall, self._picture = StallAlarm(), RingLook(self._paths, group_size=topology.groups.size)
         self._desk = ControlDesk(opened, self._processes, self, self._say)
@@ -160,14 +180,16 @@ class Launch:
                 self.progress.stood_still = (self._stall.quiet_s, self._waits())
             if not self._run.displaced:  # without a turn it asks nobody to stop: the others would obey too
                 self._stop_all(outcome)
-                self._placement.end(self.topology.limits.stop_s, self._signals)
+                if self._placement:
+                    self._placement.end(self.topology.limits.stop_s, self._signals)
             self.progress.run.look(ring_record(self._run.ring), time.monotonic())
             self._display.show(self.progress)
             return outcome
         finally:
             self._kill_all()
             self._bound_logs()
-            self._placement.kill()
+            if self._placement:
+                self._placement.kill()
             for line in self._events.tick(time.monotonic(), everything=True):
                 self._say(line)
             self._fates.close()
@@ -187,7 +209,8 @@ class Launch:
                 return outcome
             self._receive()
             self._look()
-            self._placement.look(time.monotonic(), self._remote, self._finishing)
+            if self._placement:
+                self._placement.look(time.monotonic(), self._remote, self._finishing)
             self._display.show(self.progress)
             waiting = (one for one in self.children if one.phase is Phase.BACKOFF and not self._awaits(one))
             due = [child.due - time.monotonic() for child in waiting]

@@ -21,26 +21,23 @@ import os
 import pwd
 import re
 import secrets
-import select
 import shutil
-import signal
 import time
 import uuid as uuids
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.errors import LockTimeout, MachineError, RingError, RingMismatch, RingNotFound, RunInUse, UserError
-from busrl.hosts.invitation import CLAIMED_FROM, HostSource
 from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.identity import BLOCK, Start, compare
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
-from busrl.paths import SHM, RunPaths
+from busrl.paths import CLAIMED_FROM, SHM, RunPaths
 from busrl.preflight import sources
 from busrl.ring import Fates, OfdLock, Ring, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
@@ -157,8 +154,8 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
     paths = RunPaths.of(run_dir)
     if (whose := belongs_to_another(paths.root)) and not os.access(paths.root, os.W_OK | os.X_OK):
         raise UserError(f"--run-dir {paths.root}: {whose}; give a directory of your own, or have them start it again")
-    _make_directories("--run-dir", paths.root, paths.logs, paths.checkpoints)
-    with _locked(paths) as lock:
+    make_directories("--run-dir", paths.root, paths.logs, paths.checkpoints)
+    with locked(paths) as lock:
         made = sources.made_files(topology)
         topology = sources.placed(topology, paths.data)
         start = compare(paths, topology, _read_json(paths.topology), resume, made)
@@ -166,33 +163,11 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
             prepare_endpoint(endpoint)
         for file in made.values():
             _take_prompts(file, paths.data / file.name)
-        return _opened(paths, topology, lock, start)
-
-
-def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int = 0) -> OpenRun:
-    """The same on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring and
-    topology, and no start elsewhere has taken its place (`holds`: the life whose claims home has, 0: none); nothing
-    else that an earlier start left counts."""
-    paths = RunPaths.of(scratch)
-    _make_directories("--scratch", paths.root, paths.logs)
-    _end_earlier(paths, f"host {source.name}")
-    with _locked(paths) as lock:
-        before = files.read_map(paths.host_source)
-        same = paths.topology.is_file() and paths.topology.read_text() == topology.to_json()
-        same = same and before.get("ring_hex") == source.ring_hex and holds in (0, before.get("life"))
-        alike = same and paths.ring_file.exists()
-        if not alike:
-            for file in (paths.fates, paths.validate_fates, paths.run_json, paths.open_bin):
-                file.unlink(missing_ok=True)
-            unlink_segments(paths.ring_name)
-        replace(source, life=before["life"] if alike else source.life).write(paths.host_source)
-        for endpoint in (paths.frontend, paths.backend):
-            prepare_endpoint(endpoint)
-        return _opened(paths, topology, lock, Start())
+        return opened(paths, topology, lock, start)
 
 
 @contextmanager
-def _locked(paths: RunPaths) -> Iterator[OfdLock]:
+def locked(paths: RunPaths) -> Iterator[OfdLock]:
     """run.lock, which stays held unless what follows raises."""
     lock = take_lock(paths)
     try:
@@ -203,17 +178,7 @@ def _locked(paths: RunPaths) -> Iterator[OfdLock]:
         raise
 
 
-def _end_earlier(paths: RunPaths, title: str) -> None:
-    """A host whose connection to whoever started it is lost works on, and is started once more: the newer one counts,
-    here as for home."""
-    holder = OfdLock(str(paths.lock("run"))).holder()
-    if holder and is_titled(holder, title):
-        with suppress(ProcessLookupError), open(os.pidfd_open(holder), "rb") as process:
-            signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
-            select.select([process], [], [], LOCK_S)
-
-
-def _make_directories(option: str, *wanted: Path) -> None:
+def make_directories(option: str, *wanted: Path) -> None:
     """UserError for what cannot be made; `option` named the first of them."""
     for directory in wanted:
         try:
@@ -310,7 +275,7 @@ def _holders(name: str) -> list[int]:
     return [pid for pid in others if Path(name) in files_of(pid)]
 
 
-def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> OpenRun:
+def opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> OpenRun:
     before = _read_json(paths.run_json)
     uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
     start.record(paths)  # before topology.json: what changed is known though this start is killed here

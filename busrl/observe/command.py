@@ -1,4 +1,4 @@
-"""`busrl status`, `monitor`, `logs`, `record`, `replay`, `report`, `trace`: a run, from outside. Changes nothing.
+"""`busrl monitor`, `record`, `replay`, `report` and `trace` show a run from outside, and change nothing.
 
 Chooses how to show a run, and an endpoint where none is named; says what was recorded, and what was missed. Knows
 nothing of how any of that is done.
@@ -16,20 +16,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from busrl.errors import NoSuchRun, UserError, escaped
+from busrl.cli.command import positive
+from busrl.errors import NoSuchRun, UserError
 from busrl.observe.monitor.sources import Watcher, find, give_way, settle, watched
 from busrl.paths import RunPaths
-from busrl.status.reader import holder_of
-from busrl.status.view import status as status_of
 from busrl.status.view import to_json
 from busrl.status.words import duration, printable
 from busrl.system import files
-from busrl.system.files import LineFollower
 
 if TYPE_CHECKING:
     from busrl.observe.report.record import RunRecord
@@ -37,10 +35,55 @@ if TYPE_CHECKING:
 LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a replay says when it is over
 
 
-def status(options: argparse.Namespace) -> int:
-    print(status_of(options.run_dir, as_json=options.json, host=options.host))
-    return 0
+Verb: TypeAlias = Callable[[argparse.Namespace], int]
 
+
+def monitor_options(parser: argparse.ArgumentParser) -> Verb:
+    add = parser.add_argument
+    add("target", nargs="?", metavar="RUN_DIR|ENDPOINT", help="default: the only run of this user that lives")
+    add("--once", action="store_true", help="print the picture once and leave")
+    add("--json", action="store_true", help="with --once: one JSON object, its keys as documented")
+    add("--plain", action="store_true", help="lines without colours, as on a pipe")
+    text = "a page for a browser, at a free port of this host alone or at an address of yours; named after the run"
+    add("--web", nargs="?", const="", metavar="[HOST:]PORT", help=text)
+    text = "with --once: listen for so long first (default 1; at an endpoint until the replay is over, at most 60)"
+    add("--seconds", type=positive, metavar="S", help=text)
+    return monitor
+
+
+def record_options(parser: argparse.ArgumentParser) -> Verb:
+    add = parser.add_argument
+    add("run_dir", nargs="?", metavar="RUN_DIR", help="default: the only run of this user that lives")
+    add("-o", "--out", type=Path, required=True, metavar="FILE", help="a new file")
+    add("--seconds", type=positive, metavar="S", help="record for so long")
+    add("--limit", type=positive, default=1024.0, metavar="MIB", help="end at this size (default 1024)")
+    return record
+
+
+def replay_options(parser: argparse.ArgumentParser) -> Verb:
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="what `busrl record` wrote")
+    add("--speed", default="1", metavar="N|max", help="1: as it was (default); N times as fast; max")
+    add("--bind", default="", metavar="ENDPOINT", help="where listeners connect (default: one of its own)")
+    add("--wait", type=positive, default=60.0, metavar="S", help="limit of the wait for a listener (60)")
+    add("--info", action="store_true", help="say what the file holds, and publish nothing")
+    return replay
+
+
+def report_options(parser: argparse.ArgumentParser) -> Verb:
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    text = "default: RUN_DIR/report.html; of several: beside them"
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help=text)
+    return report
+
+
+def trace_options(parser: argparse.ArgumentParser) -> Verb:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: RUN_DIR/trace.json")
+    return trace
+
+
+# -- what each of them does --------------------------------------------------------------------------------------------
 
 def report(options: argparse.Namespace) -> int:
     from busrl.observe.report.page import page
@@ -200,51 +243,3 @@ def _described(file: Path) -> list[str]:
     ]
     lines += [f"    {name:<22}{count:>9,}" for name, count in sorted(held["messages"].items(), key=lambda one: -one[1])]
     return [*lines, f"  torn: {held['torn']}"] if held["torn"] else lines
-
-
-# -- logs -----
-
-
-LOOK_S = 0.25
-PART, ALL = 1 << 20, 1 << 62
-
-
-def logs(options: argparse.Namespace) -> int:
-    paths = RunPaths.of(options.run_dir)
-    if not paths.logs.is_dir():
-        raise NoSuchRun(f"{paths.logs}: no logs there; name the directory that `busrl launch` or `busrl host` printed")
-    if options.name and not paths.log(options.name).is_file():
-        known = ", ".join(one.stem for one in _files(paths)) or "none"
-        raise UserError(f"{options.name}: no process of that name has a log in {paths.logs}; there are {known}")
-    with suppress(KeyboardInterrupt):
-        _print(paths, options.name, options.follow)
-    return 0
-
-
-def _files(paths: RunPaths) -> list[Path]:
-    return sorted(paths.logs.glob("*.log"))
-
-
-def _on_a_terminal(line: bytes) -> bytes:
-    """A line without what the terminal would obey: user code prints into logs, and what it prints a model may have
-    written."""
-    return escaped(line.decode(errors="backslashreplace")).encode()
-
-
-def _print(paths: RunPaths, name: str, follow: bool) -> None:
-    known: dict[Path, LineFollower] = {}
-    out = sys.stdout.buffer
-    shown = _on_a_terminal if sys.stdout.isatty() else bytes
-    while True:
-        lives = follow and holder_of(paths) is not None  # asked before: what is written at the end is read after it
-        found = [paths.log(name)] if name else _files(paths)
-        width = max((len(path.stem) for path in found), default=0)
-        for path in found:
-            before = b"" if name else f"{path.stem:<{width}} | ".encode()
-            log = known.setdefault(path, LineFollower(path, ALL))
-            while lines := log.new(rest=not lives, most=PART):
-                out.writelines(before + shown(line) + b"\n" for line in lines)
-        out.flush()
-        if not lives:
-            return
-        time.sleep(LOOK_S)

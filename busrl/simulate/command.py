@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,27 @@ Rows = Sequence[tuple[tuple[str, ...], Figures]]  # values and figures of each p
 # Options of --generate with their values when left out, and those that belong to a simulation.
 GENERATING: dict[str, Any] = {"prompts": 2048, "group_size": 8, "median": 400.0, "limit": 8192, "arrivals": 0.0}
 SIMULATING = ("topology", "overrides", "trace", "fit", "sweep", "out", "json")
+
+
+def simulate_options(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    add = parser.add_argument
+    add("topology", nargs="?", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key")
+    add("--actors", type=int, metavar="N", help="rollout processes (default: as the topology says)")
+    add("--trace", type=Path, metavar="FILE", help="prompts with the lengths of their answers (JSONL)")
+    add("--fit", type=Path, metavar="RUN_DIR", help="times, lengths and rewards of a finished run")
+    add("--sweep", action="append", default=[], metavar="KEY=A,B,C", help="simulate with each value; may be repeated")
+    add("--steps", type=int, metavar="S", help="optimiser steps (default: the first 60 of run.max_steps)")
+    add("--seed", type=int, metavar="N", help="of all that happens by chance (default: run.seed)")
+    add("--out", type=Path, metavar="DIR", help="where a sweep writes its table and picture (default: simulated/NAME)")
+    add("--json", action="store_true", help="print JSON")
+    add("--generate", type=Path, metavar="FILE", help="write a long-tailed trace and leave")
+    add("--prompts", type=int, metavar="N", help="with --generate: its lines (default 2048)")
+    add("--group-size", type=int, metavar="G", help="with --generate: answers per prompt (default 8)")
+    add("--median", type=float, metavar="T", help="with --generate: median length (default 400)")
+    add("--limit", type=int, metavar="T", help="with --generate: longest answer (default 8192)")
+    add("--arrivals", type=float, metavar="R", help="with --generate: prompts per second, 0 = all at once")
+    return simulate
 
 
 def simulate(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import pytest
 from busrl import keys
 from busrl.errors import UserError
 from busrl.hosts.invitation import Invitation
-from busrl.launch import from_input
+from busrl.hosts.joining import from_input
 
 
 def said(data: bytes, wait_s: float = 5.0) -> tuple[str, Path, str]:

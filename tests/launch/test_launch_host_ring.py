@@ -8,7 +8,8 @@ import pytest
 
 from busrl import keys
 from busrl.hosts.invitation import HostSource, of_host
-from busrl.launch.rundir import open_host, remove_runtime_dir, unlink_segments
+from busrl.hosts.joining import open_host
+from busrl.launch.rundir import remove_runtime_dir, unlink_segments
 from busrl.paths import RunPaths
 from busrl.preflight.load import load
 from busrl.topology import Topology

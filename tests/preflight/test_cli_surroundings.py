@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys, launch
+from busrl import keys
 from busrl.cli import main
 from busrl.errors import UserError
+from busrl.hosts.joining import scratch_of
 from busrl.quickstart import cache
 
 BAD = os.fsdecode(b"bad\xff")
@@ -109,7 +110,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "home", nowhere)
     for asked, variable in ((keys.default_directory, "XDG_CONFIG_HOME"),
                             (lambda: cache.paths("tiny:sort"), "XDG_CACHE_HOME"),
-                            (lambda: launch.scratch_of(b"x", "a"), "XDG_CACHE_HOME")):
+                            (lambda: scratch_of(b"x", "a"), "XDG_CACHE_HOME")):
         with pytest.raises(UserError, match=f"no home directory; set {variable}"):
             asked()
 

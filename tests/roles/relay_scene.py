@@ -22,7 +22,8 @@ import torch
 
 from busrl import keys
 from busrl.hosts.invitation import HostSource, claimed_from, of_host
-from busrl.launch.rundir import OpenRun, open_host, open_run, remove_runtime_dir, unlink_segments
+from busrl.hosts.joining import open_host
+from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.preflight.load import load
 from busrl.states import HeaderWord
 from busrl.weights.base import Sender

@@ -13,12 +13,13 @@ it only knows that it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from busrl.observe.report.record import Groups, Ints, RunRecord
+from busrl.observe.report.record import Groups, Ints, RunRecord, read
 from busrl.states import ACCIDENTS, Fate, fate_name
 from busrl.status.runfiles import WORDS, fates, number, whole
 from busrl.status.words import short
@@ -246,3 +247,10 @@ def render(waste: Waste) -> str:
             f"{ess['below']:.1%} of the steps below {ess['limit']:g}"
         )
     return "\n".join([*lines, *waste.notes])
+
+
+def account_of(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
+    """What `busrl audit --waste` adds: to its JSON object, and to its lines."""
+    record = read(run_dir)
+    waste, faults = waste_of(record), [f"not counted: {fault}" for fault in record.faults]
+    return {"waste": {**asdict(waste), "faults": faults}}, [render(waste), *faults]

@@ -1,0 +1,188 @@
+"""`busrl host`: the processes that a run has on this host, from the moment home lets it join to their end.
+
+Talks to home's relay, which says who joins and with which topology, and to this host's scratch directory, ring and
+children, by the parts of `busrl.launch`. Knows nothing of tasks or weights: satellite and relay carry those.
+
+- Everything below the scratch directory is this host's alone; deleting all of it costs tokens, never a sample.
+- The exit code says what whoever started it should do: 0 the run is over, 2 mend something, 3 the run is lost to this
+  host (start it again where it should work), any other: start it again here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import setproctitle
+
+import busrl
+from busrl.bus.security import check_endpoint, prepare, relay_endpoint
+from busrl.cli.command import positive
+from busrl.errors import PeerLost, UserError
+from busrl.hosts import link_messages as h
+from busrl.hosts.invitation import HostSource, Invitation
+from busrl.hosts.link import Asking
+from busrl.launch.children import Signals
+from busrl.launch.display import open_display
+from busrl.launch.identity import Start
+from busrl.launch.pythons import require_here
+from busrl.launch.run import ALONE, Launch, close_run
+from busrl.launch.rundir import LOCK_S, OpenRun, locked, make_directories, opened, unlink_segments
+from busrl.launch.supervisor import is_titled
+from busrl.paths import RunPaths
+from busrl.ring import OfdLock
+from busrl.system import files
+from busrl.topology import Topology
+
+ASK_S = 2.0
+MOST_INPUT = 1 << 16  # bytes of a line of standard input
+
+
+def host_options(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    add = parser.add_argument
+    add("endpoint", metavar="ENDPOINT", help="tcp://ADDRESS:PORT, as in bus.endpoint of the run; or -, for hosts.start")
+    add("--keys", type=Path, metavar="FILE", help="the file that `busrl keys add NAME` printed there")
+    add("--name", default="", help="this host's name there (default: that of the key)")
+    add("--scratch", type=Path, metavar="DIR", help="where its files lie (default: below ~/.cache/busrl/hosts)")
+    add("--wait", type=positive, default=60.0, metavar="S", help="give up if the run does not answer (default 60)")
+    return command
+
+
+def command(options: argparse.Namespace) -> int:
+    """The processes that a run has on this host; the exit code says what to do next."""
+    endpoint, keys, name = options.endpoint, options.keys, options.name
+    if endpoint == "-":
+        endpoint, keys, name = from_input(sys.stdin.buffer, options.wait)
+    elif keys is None:
+        raise UserError("--keys FILE is needed: the file that `busrl keys add NAME` printed at home")
+    return host(endpoint, keys, name, options.scratch, options.wait)
+
+
+def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s: float) -> int:
+    """Work for the run at `endpoint` until it is over; the exit code. `wait_s`: for an answer of home."""
+    check_endpoint(endpoint, keys=True)
+    name = name or key_file.name.removesuffix(".key_secret")
+    known = HostSource(endpoint, str(key_file.resolve()), name, "", 0)
+    setproctitle.setproctitle(f"busrl:host {name}")
+    with Signals() as signals:
+        while True:
+            try:
+                welcome = _joined(known, wait_s, signals)
+            except PeerLost as problem:
+                if signals.count:
+                    return 128 + signals.first
+                print(f"busrl: {problem}", file=sys.stderr)
+                return ALONE
+            source = replace(known, ring_hex=welcome.ring.hex(), life=welcome.life)
+            scratch_dir = scratch or scratch_of(welcome.ring, name)
+            code = _work(welcome, source, scratch_dir, signals)
+            if code != ALONE or signals.count or HostSource.read(RunPaths.of(scratch_dir).host_source).replaced:
+                return code
+
+
+def from_input(stream: BinaryIO, wait_s: float) -> tuple[str, Path, str]:
+    """Endpoint, file of keys and name as launch at home wrote them to the input of its command (`hosts/placement.py`).
+    The keys get a file of this user alone. UserError: nothing came, or something else."""
+    if not select.select([stream], [], [], wait_s)[0]:
+        raise UserError(f"standard input: nothing came for {wait_s:g} s; `-` is for hosts.start of a run's topology")
+    found = Invitation.of_line(stream.readline(MOST_INPUT))
+    file = _cache() / f"{hashlib.sha256(found.keys.encode()).hexdigest()[:12]}-{found.name}.key_secret"
+    files.make_folder(file.parent, "set XDG_CACHE_HOME there to a folder that can be written")
+    files.replace(file, found.keys.encode())
+    return found.endpoint, file, found.name
+
+
+def _cache() -> Path:
+    return files.user_folder("XDG_CACHE_HOME", ".cache") / "busrl" / "hosts"
+
+
+def scratch_of(ring: bytes, name: str) -> Path:
+    """Where this host keeps what belongs to a run, by the ring that it claims from."""
+    return _cache() / f"{ring.hex()[:12]}-{name}"
+
+
+def _joined(source: HostSource, wait_s: float, signals: Signals) -> h.Welcome:
+    """What home says to this host. UserError: it refuses. PeerTimeout: it does not answer."""
+    link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
+    end = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                reply = link.ask(h.HostJoin(build=busrl.__version__), ASK_S)
+            except PeerLost:
+                if link.refused:
+                    raise UserError(
+                        f"{source.endpoint} does not know the key of {source.name} ({link.key}): list it there "
+                        f"(`busrl keys add {source.name} --public KEY`), or give --keys the file that `busrl keys add` "
+                        "made for the run's key directory (bus.keys)"
+                    ) from None
+                if time.monotonic() > end or signals.count:
+                    raise
+                continue
+            if isinstance(reply, h.Welcome):
+                return reply
+            raise UserError(f"{source.endpoint}: {reply.text if isinstance(reply, h.Refused) else reply}")
+    finally:
+        link.close()
+
+
+def _work(welcome: h.Welcome, source: HostSource, scratch: Path, signals: Signals) -> int:
+    """Run this host's processes to their end; the exit code."""
+    topology = Topology.from_json(welcome.topology.decode())
+    require_here(topology.processes())
+    with contextlib.closing(open_display(sys.stdout, time.monotonic)) as display:
+        opened = open_host(scratch, topology, source, welcome.holds)
+        display.log = opened.paths.log("launch")
+        display.say(f"{topology.run.name}: host {source.name} in {opened.paths.root}, run at {source.endpoint}")
+        for note in opened.notes:
+            display.say(note)
+        outcome = Launch(opened, display, signals).run()
+        display.settle()
+        close_run(opened)
+        display.say(f"host {source.name}: {outcome.why}")
+    return outcome.exit_code
+
+
+# -- its directory -----------------------------------------------------------------------------------------------------
+
+def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int = 0) -> OpenRun:
+    """The same on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring and
+    topology, and no start elsewhere has taken its place (`holds`: the life whose claims home has, 0: none); nothing
+    else that an earlier start left counts."""
+    paths = RunPaths.of(scratch)
+    make_directories("--scratch", paths.root, paths.logs)
+    _end_earlier(paths, f"host {source.name}")
+    with locked(paths) as lock:
+        before = files.read_map(paths.host_source)
+        same = paths.topology.is_file() and paths.topology.read_text() == topology.to_json()
+        same = same and before.get("ring_hex") == source.ring_hex and holds in (0, before.get("life"))
+        alike = same and paths.ring_file.exists()
+        if not alike:
+            for file in (paths.fates, paths.validate_fates, paths.run_json, paths.open_bin):
+                file.unlink(missing_ok=True)
+            unlink_segments(paths.ring_name)
+        replace(source, life=before["life"] if alike else source.life).write(paths.host_source)
+        for endpoint in (paths.frontend, paths.backend):
+            prepare(endpoint)
+        return opened(paths, topology, lock, Start())
+
+
+def _end_earlier(paths: RunPaths, title: str) -> None:
+    """A host whose connection to whoever started it is lost works on, and is started once more: the newer one counts,
+    here as for home."""
+    holder = OfdLock(str(paths.lock("run"))).holder()
+    if holder and is_titled(holder, title):
+        with suppress(ProcessLookupError), open(os.pidfd_open(holder), "rb") as process:
+            signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
+            select.select([process], [], [], LOCK_S)
