@@ -2,8 +2,8 @@
 endpoint, and a scripted one without a model.
 
 Used by the rollout role, which knows `Engine`, `Request` and `Finished` only. Importing this package imports no torch;
-`make_engine` imports what the topology asks for. A new engine is its own module, a line in `MAKERS`, and its name in
-`ENGINES` and `TRANSPORTS` of `busrl.topology.schema`.
+`make_engine` imports what the topology asks for. A new engine is its own module, with a function `make(topology,
+process)`, and its lines in the tables of `busrl.topology.plugins`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,18 @@ from typing import TYPE_CHECKING
 
 from busrl.engines.base import Engine, Finished, Request, Statistics
 from busrl.system.imports import uncollected
+from busrl.topology.plugins import ENGINES
 
 if TYPE_CHECKING:
     from busrl.topology import Topology
 
 __all__ = ["Engine", "Finished", "Request", "Statistics", "engine_of", "make_engine"]
 
-MAKERS = {  # each module has a function `make(topology, process)`
-    "torch": "busrl.engines.torch.engine",
-    "vllm": "busrl.engines.vllm.engine",
-    "openai": "busrl.engines.openai.engine",
-    "mock": "busrl.engines.scripted",
-}
-
-
 def make_engine(topology: Topology, process: str = "") -> Engine:
     """The engine of that rollout process; one that joins from outside is as the first of its role."""
     with uncollected():
-        maker = import_module(MAKERS[engine_of(topology, process)])
-    engine: Engine = maker.make(topology, process)
+        module = import_module(f"busrl.{ENGINES[engine_of(topology, process)].module}")
+    engine: Engine = module.make(topology, process)
     return engine
 
 

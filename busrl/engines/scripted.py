@@ -32,7 +32,7 @@ from busrl.engines.base import Engine, Finished, Request, Statistics
 from busrl.engines.tokens import Ids
 from busrl.errors import UserError
 from busrl.states import Finish, place_of
-from busrl.topology.schema import BYTES_PER_TOKEN, Mock
+from busrl.topology.schema import BYTES_PER_TOKEN, Scripted
 from busrl.weights.shm import VersionReceiver
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class ScriptedEngine(Engine):
     """`capacity` rows; `clock` and `wait` are those of the process (others in tests)."""
 
     def __init__(
-        self, script: Script, pace: Mock, *, capacity: int, max_length: int, seed: Sequence[int] = (0,),
+        self, script: Script, pace: Scripted, *, capacity: int, max_length: int, seed: Sequence[int] = (0,),
         calls: bool = False, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(script, capacity, max_length, clock)

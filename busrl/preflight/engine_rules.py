@@ -20,14 +20,15 @@ from busrl.states import CALLER_ROLES, HOST_NAME
 from busrl.system.device import BACKEND, expected
 from busrl.topology import schema
 from busrl.topology.learner import ON_GPUS, Parallel
-from busrl.topology.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS, Process, Topology
+from busrl.topology.plugins import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS
+from busrl.topology.schema import Process, Topology
 
 # -- weight transports -----
 
 ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
 SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
-OURS = tuple(dict.fromkeys(engine for engines in TRANSPORTS.values() for engine in engines))
+OURS = tuple(dict.fromkeys(engine for kind in TRANSPORTS.values() for engine in kind.engines))
 
 
 def rollouts(t: Topology) -> Iterator[tuple[int, Process]]:
@@ -164,10 +165,10 @@ VLLM = (  # where an engine is vLLM
 
 def _engines(t: Topology) -> Iterator[Finding]:
     """A transport that an engine has no way to take weights from."""
-    fit = TRANSPORTS.get(t.weights.transport, OURS)
+    fit = TRANSPORTS[t.weights.transport].engines if t.weights.transport in TRANSPORTS else OURS
     for index, entry in rollouts(t):
         if entry.engine in OURS and entry.engine not in (*fit, SCRIPTED):  # `rules` has those of scripted engines
-            others = [name for name, engines in TRANSPORTS.items() if entry.engine in engines]
+            others = [name for name, kind in TRANSPORTS.items() if entry.engine in kind.engines]
             rule = f"this transport gives weights to {' and '.join(fit)} only"
             keys = (f"process.{index}.engine", "weights.transport")
             yield Finding(keys, rule, f"transport = one of {', '.join(others)}")
@@ -398,7 +399,7 @@ def _one_copy(t: Topology) -> Iterator[Finding]:
     """One engine on this host owns the tensors that the learner trains, on the same device."""
     if t.weights.transport != ONE_COPY:
         return
-    key, other, fit = "weights.transport", 'or transport = "shm"', TRANSPORTS[ONE_COPY]
+    key, other, fit = "weights.transport", 'or transport = "shm"', TRANSPORTS[ONE_COPY].engines
     engines = [entry for entry in t.process if entry.role == "rollout"]
     started = sum(entry.count for entry in engines)
     if started != 1 or any(entry.command for entry in engines):

@@ -25,9 +25,10 @@ from busrl.preflight import machine, memory, sources, trial
 from busrl.preflight.rules import MOST_SAMPLES, count
 from busrl.states import CALLER_ROLES, RANK
 from busrl.system import device
+from busrl.topology.plugins import ADAPTERS, SCRIPTED
 from busrl.topology.prompts import AskedSet
 from busrl.topology.reader import show
-from busrl.topology.schema import ADAPTERS, SCRIPTED, TINY, Faults, ProcessName, Topology, has_model
+from busrl.topology.schema import TINY, Faults, ProcessName, Topology, has_model
 
 FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"

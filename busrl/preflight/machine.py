@@ -17,7 +17,8 @@ from busrl.data import pretrained
 from busrl.data.vocabulary import language_of
 from busrl.errors import DiskFull, UserError
 from busrl.preflight.engine_rules import parse_cores, rollouts, vllm_entries
-from busrl.topology.schema import ADAPTERS, FOLDERS, RESTARTS, Process, Topology
+from busrl.topology.plugins import ADAPTERS, FOLDERS, RESTARTS
+from busrl.topology.schema import Process, Topology
 
 # -- memory and cores -----
 

@@ -35,7 +35,8 @@ from busrl.system.device import expected
 from busrl.system.imports import is_installed
 from busrl.topology import reader
 from busrl.topology.declare import FUNCTION
-from busrl.topology.schema import ATROPOS, EXTRACTING, SCRIPTED, SERVE, SINKS, TINY, Topology
+from busrl.topology.plugins import SCRIPTED
+from busrl.topology.schema import ATROPOS, EXTRACTING, SERVE, SINKS, TINY, Topology
 
 # -- what the files hold -----
 

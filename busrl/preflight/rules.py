@@ -26,8 +26,9 @@ from busrl.keys import NAME
 from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, SINGLE_ROLES
 from busrl.topology.declare import FUNCTION, items
 from busrl.topology.learner import Learner, Value
+from busrl.topology.plugins import ONE_COPY, RESTARTS, SCRIPTED
 from busrl.topology.reader import show
-from busrl.topology.schema import AGENT, ATROPOS, ONE_COPY, RESTARTS, SCRIPTED, SINKS, TINY, BusFault, Process, Topology
+from busrl.topology.schema import AGENT, ATROPOS, SINKS, TINY, BusFault, Process, Topology
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it cannot be dispatched

@@ -20,6 +20,7 @@ from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 from busrl.topology.declare import REQUIRED, Rule, build, key, plain
 from busrl.topology.learner import Learner, Log, ranks_at
 from busrl.topology.names import modern
+from busrl.topology.plugins import ENGINES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
@@ -28,22 +29,6 @@ AGENT = "agent"  # the role that plays episodes, and the kind of reward that the
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
-ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
-FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
-RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
-ONE_COPY = "cuda_ipc"  # the transport with which the learner's weights are the engine's own tensors
-# Where the model of each engine runs: "here", in its rollout process or a child; "there", at an endpoint; "": nowhere.
-SCRIPTED = "mock"
-ENGINES = {"torch": "here", SCRIPTED: "", "vllm": "here", "openai": "there"}
-# The engines that a transport can give weights to. An engine that is not busrl's own (openai) has its own rules.
-TRANSPORTS: dict[str, tuple[str, ...]] = {
-    "shm": ("torch", "vllm", SCRIPTED),
-    "broadcast": ("torch", "vllm"),
-    ONE_COPY: ("torch", "vllm"),
-    "lora_hotswap": ("torch", "vllm"),
-    "lora_restart": ("torch", "vllm"),
-    "checkpoint_restart": ("torch", "vllm"),
-}
 # Kinds of [[reward.part]], and what each of them reads besides name, weight and timeout_s.
 PART_KEYS: dict[str, tuple[str, ...]] = {
     "exact_match": ("extract", "answer_key"),
@@ -529,7 +514,7 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class Mock:
+class Scripted:
     """[mock]: the pace of scripted engines (engine = "mock"); lengths come from data.train, which is then a trace."""
 
     token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token", above=0, high=5)
@@ -627,7 +612,7 @@ class ProcessName:
 
 def has_model(entry: Process) -> bool:
     """Whether processes of this entry load the model: the learner, and rollouts with an engine that has one here."""
-    generates = entry.role == "rollout" and ENGINES.get(entry.engine) == "here"
+    generates = entry.role == "rollout" and entry.engine in ENGINES and ENGINES[entry.engine].model == "here"
     return not entry.command and (entry.role == "learner" or generates)
 
 
@@ -651,7 +636,7 @@ class Topology:
     process: tuple[Process, ...]
     derived: Derived
     faults: Faults = field(default_factory=Faults)
-    mock: Mock = field(default_factory=Mock)
+    mock: Scripted = field(default_factory=Scripted)
     openai: Openai = field(default_factory=Openai)
     vllm: Vllm = field(default_factory=Vllm)
     segments: Segments = field(default_factory=Segments)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NOTHING = (-1, -1)  # (version, step) where no version has been published
 LOOK_EVERY_S = 0.005
 Hook = Callable[[str], None]
+Write = Callable[[Path, "Mapping[str, torch.Tensor]"], None]  # (folder, tensors by name): the files of a version
 T = TypeVar("T")
 
 
@@ -68,6 +69,22 @@ class Sender(Instrumented, ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+class SharedSender(Sender):
+    """A sender whose versions are the tensors of the engine itself: the learner trains them in place."""
+
+    @abstractmethod
+    def connect(
+        self, loaded: Mapping[str, torch.Tensor], device: torch.device, wait_s: float,
+        stopping: Callable[[], object] = lambda: False,
+    ) -> dict[str, torch.Tensor] | None:
+        """The engine's weights by the names of `loaded`, the weights that this process has loaded; None if `stopping()`
+        became true meanwhile. WeightsTimeout after `wait_s`."""
+
+    @abstractmethod
+    def write(self, named: Mapping[str, torch.Tensor]) -> int:
+        """Inside the fence: copy tensors that are no views of the engine's weights, and wait; returns the bytes."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +139,15 @@ class TensorReceiver(VersionSource):
     @abstractmethod
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         """Write the newest complete version into `params`, in place; returns (version, step)."""
+
+
+class SharedReceiver(TensorReceiver):
+    """A receiver of one copy: the learner trains the very tensors that it shares."""
+
+    @abstractmethod
+    def share(self, named: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """Offer the model's tensors. `wanted`: names and shapes of the checkpoint, where the engine has fused its own.
+        """
 
 
 class FileReceiver(VersionSource):

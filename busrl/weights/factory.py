@@ -1,27 +1,24 @@
 """Makes the sender or the receiver that `weights.transport` names.
 
-Used by the learner, by every process that runs the model, and by vLLM's workers. The one module that knows all
-transports. A transport that needs torch is imported when it is made, so a process without tensors can read
-`TransportSettings`.
+Used by the learner, by every process that runs the model, and by vLLM's workers. Imports the module of a transport
+when it is made, so a process without tensors can read `TransportSettings`.
 
-A new transport is a module of this package, its entry in `make_sender` and `make_receiver`, and its name in the choices
-of `weights.transport`.
+A new transport is a module of this package with the two functions below, and a line in `topology/plugins.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
 from busrl.preflight.machine import held_versions, kept_versions
 from busrl.system import device as devices
-from busrl.topology.schema import ADAPTERS, FOLDERS, RESTARTS, TRANSPORTS
-from busrl.weights.base import GroupCallbacks, Receiver, Sender
-from busrl.weights.folders import FolderReceiver, FolderSender, Write
-from busrl.weights.tensors import fingerprint
+from busrl.topology.plugins import ADAPTERS, FOLDERS, TRANSPORTS
+from busrl.weights.base import GroupCallbacks, Receiver, Sender, Write
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
@@ -99,45 +96,15 @@ def make_sender(
     settings: TransportSettings, callbacks: GroupCallbacks | None = None, write: Write | None = None
 ) -> Sender:
     """The learner's side. `callbacks`: changes of a broadcast's groups; `write`: the files of a version."""
-    if settings.folders:
-        assert write is not None
-        kind, base = ("adapter", fingerprint(Path(settings.base))) if settings.base else ("checkpoint", "")
-        return FolderSender(Path(settings.folders), write, kind=kind, kept=settings.kept, base=base)
-    if settings.transport == "shm":
-        from busrl.weights.shm import ShmSender
-
-        return ShmSender(
-            settings.segment, checksums=settings.checksum, threshold=settings.threshold, key_every=settings.key_every,
-        )
-    if settings.transport == "broadcast":
-        from busrl.weights.broadcast.sender import BroadcastSender
-
-        return BroadcastSender(
-            settings.address_file, timeout_s=settings.timeout_s, bucket_bytes=settings.bucket_bytes,
-            checksum=settings.checksum, threshold=settings.threshold, key_every=settings.key_every,
-            backend=settings.backend, device=settings.memory, callbacks=callbacks,
-        )
-    from busrl.weights.one_copy import OneCopySender
-
-    return OneCopySender(settings.bridge_file, settings.segment, timeout_s=settings.timeout_s)
+    sender: Sender = _module(settings).make_sender(settings, callbacks, write)
+    return sender
 
 
 def make_receiver(settings: TransportSettings, name: str) -> Receiver:
     """An engine's side; `name` is the process, which errors call it by."""
-    if settings.folders:
-        return FolderReceiver(
-            Path(settings.folders), name, kind="folder" if settings.transport in RESTARTS else "adapter",
-            kept=settings.kept_by_engine, base=Path(settings.base) if settings.base else None,
-            timeout_s=settings.timeout_s,
-        )
-    if settings.transport == "shm":
-        from busrl.weights.shm import ShmReceiver
+    receiver: Receiver = _module(settings).make_receiver(settings, name)
+    return receiver
 
-        return ShmReceiver(settings.segment, timeout_s=settings.timeout_s)
-    if settings.transport == "broadcast":
-        from busrl.weights.broadcast.receiver import BroadcastReceiver
 
-        return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s, device=settings.memory)
-    from busrl.weights.one_copy import OneCopyReceiver
-
-    return OneCopyReceiver(settings.bridge_file, settings.segment, name, timeout_s=settings.timeout_s)
+def _module(settings: TransportSettings) -> Any:
+    return import_module(f"busrl.{TRANSPORTS[settings.transport].module}")

@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -40,17 +40,19 @@ from busrl.errors import (
 from busrl.ring import OfdLock
 from busrl.system.files import FULL, fault_in, listing
 from busrl.system.private import exposed
-from busrl.weights.base import NOTHING, FileReceiver, Sender, alive
+from busrl.topology.plugins import RESTARTS
+from busrl.weights.base import NOTHING, FileReceiver, GroupCallbacks, Sender, Write, alive
 from busrl.weights.tensors import fingerprint
 
 if TYPE_CHECKING:
     import torch
 
+    from busrl.weights.factory import TransportSettings
+
 STAMP, LOCK, TAKEN = "busrl.json", "lock", "held"
 DRAFT, OLD = ".draft-", ".old-"
 NAME = re.compile(r"v(\d{12})-s(\d+)")
 LAYOUT = 1
-Write = Callable[[Path, "Mapping[str, torch.Tensor]"], None]  # (folder, tensors by name)
 
 
 # -- the directory: its names, and how a whole version is told from a torn one ---------------------------------
@@ -301,3 +303,20 @@ class FolderReceiver(FileReceiver):
             if alive(path.name.rpartition(".")[2]) == "dead":
                 shutil.rmtree(path, ignore_errors=True)
         self._mine.mkdir(mode=0o700)
+
+
+# -- as a transport --------------------------------------------------------------------------------------------
+
+
+def make_sender(settings: TransportSettings, callbacks: GroupCallbacks | None, write: Write | None) -> FolderSender:
+    assert write is not None
+    kind, base = ("adapter", fingerprint(Path(settings.base))) if settings.base else ("checkpoint", "")
+    return FolderSender(Path(settings.folders), write, kind=kind, kept=settings.kept, base=base)
+
+
+def make_receiver(settings: TransportSettings, name: str) -> FolderReceiver:
+    return FolderReceiver(
+        Path(settings.folders), name, kind="folder" if settings.transport in RESTARTS else "adapter",
+        kept=settings.kept_by_engine, base=Path(settings.base) if settings.base else None,
+        timeout_s=settings.timeout_s,
+    )

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -34,7 +34,19 @@ from busrl.system import device as devices
 from busrl.system import files
 from busrl.system.guardian import born, stat_of
 from busrl.system.private import exposed
-from busrl.weights.base import NOTHING, Sender, TensorReceiver, is_named, open_own, poll
+from busrl.weights.base import (
+    NOTHING,
+    GroupCallbacks,
+    SharedReceiver,
+    SharedSender,
+    Write,
+    is_named,
+    open_own,
+    poll,
+)
+
+if TYPE_CHECKING:
+    from busrl.weights.factory import TransportSettings
 
 # -- which process ---------------------------------------------------------------------------------------------
 
@@ -402,7 +414,7 @@ PAUSE_LOOK_S = 0.0005  # an engine is paused at least that long: no process can 
 SEARCH_EVERY_S = 0.02
 
 
-class OneCopyReceiver(TensorReceiver):
+class OneCopyReceiver(SharedReceiver):
     """The engine's side. Call `share` first; then it is a receiver like the others."""
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, name: str, *, timeout_s: float = 10.0) -> None:
@@ -475,7 +487,7 @@ class OneCopyReceiver(TensorReceiver):
         return f"the learner ({learner}) changes the weights to version {state.version} (step {state.step}){half}"
 
 
-class OneCopySender(Sender):
+class OneCopySender(SharedSender):
     """The learner's side: `connect` once, then `pause_engines`, the change and `publish` for each new version."""
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, *, timeout_s: float = 10.0) -> None:
@@ -490,10 +502,10 @@ class OneCopySender(Sender):
         return NOTHING if self._fence is None or self.engines_paused else self._fence.state.stamp
 
     def connect(
-        self, own: Named, device: torch.device, wait_s: float, stopping: Callable[[], object] = lambda: False
+        self, loaded: Named, device: torch.device, wait_s: float, stopping: Callable[[], object] = lambda: False
     ) -> dict[str, torch.Tensor] | None:
-        """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile. `own` are the
-        weights that this process has loaded: names and shapes must be equal. WeightsTimeout after `wait_s`."""
+        """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile. Names and shapes
+        of what this process has loaded must be equal. WeightsTimeout after `wait_s`."""
         found = poll(lambda: "stopping" if stopping() else self._attach(), wait_s, SEARCH_EVERY_S)
         if isinstance(found, str):
             return None
@@ -502,7 +514,7 @@ class OneCopySender(Sender):
             why = "no engine has shared its weights" if bridge is None else f"{bridge.name} is {bridge.owner}"
             raise WeightsTimeout(f"{self.bridge_file}: {why} after {wait_s:g} s; is the rollout process up?")
         self._views = map_parts(found, device)
-        _check_views(self._views, own)
+        _check_views(self._views, loaded)
         self._bridge, self._device = found, device
         return self._views
 
@@ -587,3 +599,14 @@ class OneCopySender(Sender):
         if self._fence is None or self._bridge is None:
             raise UserError(f"{self.bridge_file}: the engine's weights are not mapped yet")
         return self._fence, self._bridge
+
+
+# -- as a transport --------------------------------------------------------------------------------------------
+
+
+def make_sender(settings: TransportSettings, callbacks: GroupCallbacks | None, write: Write | None) -> OneCopySender:
+    return OneCopySender(settings.bridge_file, settings.segment, timeout_s=settings.timeout_s)
+
+
+def make_receiver(settings: TransportSettings, name: str) -> OneCopyReceiver:
+    return OneCopyReceiver(settings.bridge_file, settings.segment, name, timeout_s=settings.timeout_s)

@@ -48,12 +48,24 @@ import numpy.typing as npt
 
 from busrl.errors import SharedMemoryFull, UserError, WeightsTimeout
 from busrl.system import files
-from busrl.weights.base import NOTHING, Sender, TensorReceiver, alive, is_named, open_own, poll
+from busrl.weights.base import (
+    NOTHING,
+    GroupCallbacks,
+    Sender,
+    TensorReceiver,
+    Write,
+    alive,
+    is_named,
+    open_own,
+    poll,
+)
 from busrl.weights.sparse import Follower, FrameError, Shadow, compare, foot_of, split, unpack
 from busrl.weights.tensors import Manifest, block_of, is_plain, new_block
 
 if TYPE_CHECKING:
     import torch
+
+    from busrl.weights.factory import TransportSettings
 
 log = logging.getLogger("busrl")
 MAGIC = int.from_bytes(b"busrlwts", "little")
@@ -445,3 +457,16 @@ class ShmReceiver(VersionReceiver):
         if segment is not None and segment is not before:
             segment.prefault()
         return segment
+
+
+# -- as a transport --------------------------------------------------------------------------------------------
+
+
+def make_sender(settings: TransportSettings, callbacks: GroupCallbacks | None, write: Write | None) -> ShmSender:
+    return ShmSender(
+        settings.segment, checksums=settings.checksum, threshold=settings.threshold, key_every=settings.key_every,
+    )
+
+
+def make_receiver(settings: TransportSettings, name: str) -> ShmReceiver:
+    return ShmReceiver(settings.segment, timeout_s=settings.timeout_s)

@@ -54,7 +54,7 @@ def test_the_table_names_as_many_files_as_it_says_and_each_is_there() -> None:
 
 
 def test_a_key_is_one_declaration_that_is_checked_documented_and_read(copy: Path) -> None:
-    add(copy / "busrl" / "config" / "learner.py", "\n\nON_GPUS = ", example("A topology key", 0))
+    add(copy / "busrl" / "topology" / "learner.py", "\n\nON_GPUS = ", example("A topology key", 0))
     code = (
         "from busrl.preflight.load import load\n"
         "from busrl.errors import TopologyError\n"
@@ -89,7 +89,7 @@ def test_an_engine_is_a_module_a_maker_and_its_name_in_the_schema(copy: Path) ->
         "def make(topology, process):\n    return f'echo of {process}'\n"
     )
     add(copy / "busrl" / "engines" / "__init__.py", '    "torch": "busrl', '    "echo": "busrl.engines.echo",\n')
-    schema = copy / "busrl" / "config" / "schema.py"
+    schema = copy / "busrl" / "topology" / "schema.py"
     add(schema, '"vllm": "here", "openai"', '"echo": "here", ')
     add(schema, '"torch", "vllm", SCRIPTED),', '"echo", ')
     code = (

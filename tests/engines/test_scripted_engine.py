@@ -18,7 +18,7 @@ from busrl.data.trace import TracedPrompt
 from busrl.engines import Engine, Finished, Request
 from busrl.engines.scripted import LATEST_S, Script, ScriptedEngine
 from busrl.states import Finish
-from busrl.topology.schema import Mock
+from busrl.topology.schema import Scripted
 
 EOS_ID, PLAIN = 1, (3, 4, 5, 6)
 GROUP = 2
@@ -43,9 +43,9 @@ def script_of(folder: Path, *tasks: TracedPrompt, right: float = 0.5) -> Script:
     return Script(JsonlStream(path, 0, False), Vocabulary(EOS_ID, PLAIN), GROUP, right=right)
 
 
-def engine_of(script: Script, world: World, capacity: int = 4, pace: Mock | None = None) -> ScriptedEngine:
+def engine_of(script: Script, world: World, capacity: int = 4, pace: Scripted | None = None) -> ScriptedEngine:
     return ScriptedEngine(
-        script, pace or Mock(0.002), capacity=capacity, max_length=200, clock=world.clock, wait=world.wait
+        script, pace or Scripted(0.002), capacity=capacity, max_length=200, clock=world.clock, wait=world.wait
     )
 
 
@@ -88,7 +88,7 @@ def test_a_re_roll_is_as_long_and_other_tokens(tmp_path: Path) -> None:
 
 def test_time_is_steps_times_their_cost_however_late_it_wakes(tmp_path: Path) -> None:
     script, world = script_of(tmp_path, TracedPrompt("one", (100, 50))), World(late_s=0.003)
-    engine = engine_of(script, world, pace=Mock(0.002, per_sequence_s=0.001, prefill_s_per_token=0.01))
+    engine = engine_of(script, world, pace=Scripted(0.002, per_sequence_s=0.001, prefill_s_per_token=0.01))
     engine.submit([request(0, uid(0, 0)), request(1, uid(0, 1))])
     until_idle(engine)
     scripted = 2 * 5 * 0.01 + 50 * 0.004 + 50 * 0.003  # two prefills, 50 steps with two rows, 50 with one
@@ -97,7 +97,7 @@ def test_time_is_steps_times_their_cost_however_late_it_wakes(tmp_path: Path) ->
 
 def test_a_process_that_was_stopped_makes_up_for_little_of_it(tmp_path: Path) -> None:
     script, world = script_of(tmp_path, TracedPrompt("one", (1000,) * 2)), World()
-    engine = ScriptedEngine(script, Mock(0.002), capacity=2, max_length=2000, clock=world.clock, wait=world.wait)
+    engine = ScriptedEngine(script, Scripted(0.002), capacity=2, max_length=2000, clock=world.clock, wait=world.wait)
     engine.submit([request(0, 0, limit=1500)])
     engine.step()
     world.now += 60.0
@@ -109,7 +109,7 @@ def test_a_process_that_was_stopped_makes_up_for_little_of_it(tmp_path: Path) ->
 def test_jitter_keeps_the_mean(tmp_path: Path) -> None:
     script, world = script_of(tmp_path, TracedPrompt("one", (4000,) * 2)), World()
     engine = ScriptedEngine(
-        script, Mock(0.005, jitter=0.5), capacity=2, max_length=5000, clock=world.clock, wait=world.wait
+        script, Scripted(0.005, jitter=0.5), capacity=2, max_length=5000, clock=world.clock, wait=world.wait
     )
     engine.submit([request(0, 0, limit=4500)])
     until_idle(engine)
@@ -182,7 +182,7 @@ def test_segments_by_different_actors_are_the_answer_in_one_piece(
 def test_a_model_call_has_as_many_tokens_as_it_may_have_and_ends(tmp_path: Path) -> None:
     world = World()
     engine = ScriptedEngine(
-        script_of(tmp_path, TracedPrompt("one", (7, 3))), Mock(0.002), capacity=4, max_length=200, calls=True,
+        script_of(tmp_path, TracedPrompt("one", (7, 3))), Scripted(0.002), capacity=4, max_length=200, calls=True,
         clock=world.clock, wait=world.wait,
     )
     engine.submit([request(number, uid(0, 0), limit=limit, segment=limit) for number, limit in enumerate((20, 5))])

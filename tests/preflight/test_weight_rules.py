@@ -16,6 +16,7 @@ from busrl.errors import DiskFull
 from busrl.preflight import engine_rules, machine
 from busrl.preflight.explain import report
 from busrl.topology import Topology
+from busrl.topology.plugins import TransportKind
 from busrl.topology.schema import Lora
 
 Loaded = Callable[..., Topology]
@@ -110,7 +111,7 @@ def test_an_engine_that_can_not_take_it_is_refused_with_what_it_can(loaded: Load
     vllm = dataclasses.replace(entry, engine="vllm")
     both = dataclasses.replace(plain, process=(vllm, *plain.process[1:]))
     assert list(engine_rules._engines(both)) == []
-    tables = {**engine_rules.TRANSPORTS, "shm": ("torch",)}
+    tables = {**engine_rules.TRANSPORTS, "shm": TransportKind("weights.shm", ("torch",))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_rules, "TRANSPORTS", tables)
         (found,) = engine_rules._engines(both)

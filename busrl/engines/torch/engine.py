@@ -35,9 +35,9 @@ from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError
 from busrl.states import Finish, shown_uid
 from busrl.system.device import choose as choose_device
-from busrl.topology.schema import ONE_COPY
+from busrl.topology.plugins import ONE_COPY
+from busrl.weights.base import SharedReceiver
 from busrl.weights.factory import make_receiver
-from busrl.weights.one_copy import OneCopyReceiver
 
 if TYPE_CHECKING:
     from busrl.topology import Topology
@@ -523,7 +523,7 @@ class TorchEngine(Engine):
         if settings.transport != ONE_COPY:
             return None
         receiver = make_receiver(settings, name)
-        assert isinstance(receiver, OneCopyReceiver)
+        assert isinstance(receiver, SharedReceiver)
         receiver.share(self.parameters())
         return receiver
 

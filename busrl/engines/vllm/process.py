@@ -34,7 +34,8 @@ from busrl.errors import EngineLost, UserError
 from busrl.preflight.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
 from busrl.preflight.machine import adapter_slots
 from busrl.system.guardian import stat_of
-from busrl.topology.schema import ADAPTERS, Vllm
+from busrl.topology.plugins import ADAPTERS
+from busrl.topology.schema import Vllm
 
 if TYPE_CHECKING:
     from busrl.topology import Topology

@@ -28,9 +28,8 @@ from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError
 from busrl.system.pipes import die_with_parent
-from busrl.weights.base import NOTHING, TensorReceiver
+from busrl.weights.base import NOTHING, SharedReceiver, TensorReceiver
 from busrl.weights.factory import TransportSettings, make_receiver
-from busrl.weights.one_copy import OneCopyReceiver
 
 log = logging.getLogger("busrl")
 LOOK_EVERY_S = 0.005
@@ -132,7 +131,7 @@ class SharedWeights(WorkerWeights):
     `shapes` are those of the checkpoint, which vLLM fuses. A version is staged when the learner asks for the pause of
     its change; `commit` returns when the change is complete."""
 
-    def __init__(self, model: Any, source: OneCopyReceiver, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
+    def __init__(self, model: Any, source: SharedReceiver, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
         source.share(dict(model.named_parameters()), shapes)
         super().__init__(model, source, {}, page)
 
@@ -179,7 +178,7 @@ class Extension:
         page = Page(f"{given['page']}.{self.rank}", create=True)
         source = make_receiver(TransportSettings.from_plain(given["settings"]), name)
         assert source.kind == "tensors"  # folders and adapters do not come through the workers
-        if isinstance(source, OneCopyReceiver):
+        if isinstance(source, SharedReceiver):
             shapes = {name: tuple(t.shape) for name, t in wanted.items()}
             self.busrl_weights = SharedWeights(model, source, shapes, page)
         else:

@@ -33,7 +33,7 @@ from busrl.protocol import messages as m
 from busrl.roles import probes
 from busrl.roles.learner.step import TrainingStep, to_sample
 from busrl.topology import Topology
-from busrl.topology.schema import ENGINES, RESTARTS
+from busrl.topology.plugins import ENGINES, RESTARTS
 from busrl.training import earlier
 from busrl.training.batch import Sample, first_fault
 
@@ -266,7 +266,7 @@ class Parity:
     def __init__(self, topology: Topology, training: TrainingStep) -> None:
         self.config, self._training = topology.learner.parity, training
         entries = [entry for entry in topology.process if entry.role == "rollout"]
-        known = all(bool(ENGINES.get(entry.engine)) and entry.count and not entry.command for entry in entries)
+        known = all(bool(ENGINES[entry.engine].model) and entry.count and not entry.command for entry in entries)
         self.mismatch_limit = topology.learner.mismatch_limit if known else 0.0
         self.tolerance = self.config.limit or tolerance(topology)
         self._silent, self._mixed = not probes.comparable(topology), mixed(topology)

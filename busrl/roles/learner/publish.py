@@ -26,16 +26,14 @@ from busrl.ring import State
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.states import HeaderWord
-from busrl.weights.base import GroupCallbacks, GroupChange
+from busrl.weights.base import GroupCallbacks, GroupChange, SharedSender, Write
 from busrl.weights.factory import TransportSettings, make_sender
-from busrl.weights.one_copy import OneCopySender
 from busrl.weights.tensors import described
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from busrl.roles.learner.step import TrainingStep
-    from busrl.weights.folders import Write
 
 log = logging.getLogger("busrl")
 Views = dict[str, torch.Tensor]
@@ -141,7 +139,7 @@ def join_engine(publisher: Publisher, training: TrainingStep, step: Callable[[],
     paused until the caller publishes them.
     """
     sender, actor = publisher.sender, publisher.actor
-    assert isinstance(sender, OneCopySender)
+    assert isinstance(sender, SharedSender)
     limit_s = actor.topology.limits.ready_s
     deadline = time.monotonic() + limit_s
     while True:

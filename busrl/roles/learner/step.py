@@ -31,7 +31,7 @@ from busrl.ranks.leader import Team
 from busrl.states import Finish
 from busrl.system import device
 from busrl.topology import Topology
-from busrl.topology.schema import ADAPTERS, ONE_COPY
+from busrl.topology.plugins import ADAPTERS, ONE_COPY
 from busrl.training import checkpoint
 from busrl.training.batch import Flat, Sample, Turns, Worth, first_fault, numbered, spread
 from busrl.training.checkpoint import Checkpoint, Pending
