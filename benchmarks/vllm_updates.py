@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.common import report
@@ -87,6 +86,9 @@ def engine_of(transport: str, hidden: int, layers: int, options: argparse.Namesp
 
 
 def make(folder: Path, hidden: int, layers: int) -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
     config = Qwen3Config(
         hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 64), head_dim=64,
@@ -94,8 +96,6 @@ def make(folder: Path, hidden: int, layers: int) -> Any:
     )
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    from tokenizers import Tokenizer, models
-
     tokenizer = Tokenizer(models.WordLevel({str(k): k for k in range(512)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", pad_token="0").save_pretrained(folder)
     return model

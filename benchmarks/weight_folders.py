@@ -20,13 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.common import report
-from busrl.engines.torch.lora import WeightLoader
-from busrl.training import checkpoint
-from busrl.training.model import Adapter, LoraSettings, load
 from busrl.weights.folders import FolderReceiver, FolderSender
 from busrl.weights.tensors import fingerprint
 
@@ -36,6 +32,7 @@ MODES = ("lora_hotswap", "lora_restart", "checkpoint_restart")
 def model_folder(folder: Path, megabytes: float) -> Path:
     """A random model of about that size in float32: 8 layers, the width that gives it."""
     from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     width = 16 * max(1, round((megabytes * 1e6 / 4 / 8 / 12) ** 0.5 / 16))
     config = Qwen3Config(
@@ -61,6 +58,10 @@ def copy_seconds(nbytes: int, rounds: int) -> float:
 
 
 def measure(base: Path, mode: str, rank: int, rounds: int, place: Path) -> dict[str, Any]:
+    from busrl.engines.torch.lora import WeightLoader
+    from busrl.training import checkpoint
+    from busrl.training.model import Adapter, LoraSettings, load
+
     learner, engine = load(base), load(base).requires_grad_(False)
     files, adapted = WeightLoader(engine, base), mode != "checkpoint_restart"
     if adapted:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from tools import changelog
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import changelog  # noqa: E402
-
 CHANGES = ROOT / "changes"
 
 

@@ -1,16 +1,14 @@
 """The list of planted mistakes is current: each one's text stands in the code, and its tests are there."""
 
-# ruff: noqa: E402
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from tools.mutants import MUTANTS, Mutant
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-from mutants import MUTANTS, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -42,11 +42,14 @@ def help_of(program, start):
             failed[program] = f"exit code {end.code}"
     except BaseException as problem:
         failed[program] = repr(problem)
+for name in names:
+    loaded = "transformers" in sys.modules
+    help_of(name, lambda: entry.main([name, "--help"]))
+    if not loaded and "transformers" in sys.modules:
+        failed[name] = "its help waits for the import of transformers"
 for program in tools:
     sys.path[:], sys.argv = [program.rpartition("/")[0], *before], [program, "--help"]
     help_of(program, lambda: runpy.run_path(program, run_name="__main__"))
-for name in names:
-    help_of(name, lambda: entry.main([name, "--help"]))
 print(json.dumps(failed))
 """
 
