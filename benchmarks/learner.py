@@ -17,6 +17,7 @@ optimiser steps at the quickstart's lengths, `--samples` answers of some 11 toke
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -169,10 +170,13 @@ def steps_once(count: int, samples_of_step: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     import busrl
-    from busrl.system import device
     from busrl.training import trainer as training
     from busrl.training.batch import Sample
 
+    try:
+        device = importlib.import_module("busrl.system.device")
+    except ModuleNotFoundError:  # a tree of before 2026-11-28
+        device = importlib.import_module("busrl.device")
     device.keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
