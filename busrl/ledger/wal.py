@@ -12,10 +12,8 @@ ring, of tensors or of the optimiser.
   segment, so that what it makes superfluous can go.
 
 A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout, u32 crc32 of those 12 bytes; then records: "WREC",
-u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). Layout 2 knows the
-segments of an answer, layout 3 episodes of several turns; a sample without them is written as layout 2 had it. Files
-of earlier layouts are read as they are, and never appended to: a reader that knows only those would train an episode
-as one answer, so it must find a head that it refuses.
+u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). A file of another
+layout than `LAYOUT` is refused.
 """
 
 from __future__ import annotations
@@ -42,19 +40,14 @@ _LENGTH = struct.Struct("<I")
 _FRAME = struct.Struct("<4sII")
 
 
-def _head(layout: int) -> bytes:
-    start = MAGIC + _LENGTH.pack(layout)
-    return start + _LENGTH.pack(zlib.crc32(start))
-
-
-HEADS = tuple(_head(layout) for layout in range(1, LAYOUT + 1))  # of one size
-HEAD = HEADS[-1]
+_START = MAGIC + _LENGTH.pack(LAYOUT)
+HEAD = _START + _LENGTH.pack(zlib.crc32(_START))
 TURN = 4  # numbers of a turn in a record
 REMEDY = "Restore it, or remove it: what no checkpoint holds of its steps is lost then, and `busrl audit` names what"
 
 
 def _no_segments() -> list[int]:
-    """A default that is written: layout 2 has it, and ordinary samples stay what they were byte for byte."""
+    """A default that is written all the same: every sample of the log has the key, also for other readers."""
     return []
 
 
@@ -148,7 +141,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     cause: str
     groups: list[int]
     samples: list[SampleRecord]
-    terms: Terms | None = None  # not there in logs of before
+    terms: Terms | None = None  # None: as the topology says
 
 
 class _Brief(msgspec.Struct):
@@ -164,7 +157,6 @@ class _Segment:
     steps: list[int]  # of its records, ascending
     size: int
     file: os.stat_result
-    old: bool = False  # of an earlier layout: nothing is appended
 
     @property
     def last_step(self) -> int:
@@ -370,7 +362,7 @@ class Wal:
             self._read_segment(path, newest=path == paths[-1])
         if self._doubts:
             raise FileCorrupt(self._doubts[0])
-        if self._segments and not self._segments[-1].old and self._segments[-1].size < self.segment_bytes:
+        if self._segments and self._segments[-1].size < self.segment_bytes:
             self._fd = os.open(self._segments[-1].path, os.O_RDWR | os.O_CLOEXEC)
 
     def _read_segment(self, path: Path, *, newest: bool) -> None:
@@ -379,14 +371,14 @@ class Wal:
             path.unlink()
             self.cut_bytes += len(data)
             return
-        if data[: len(HEAD)] not in HEADS:
-            text = f"{path}: does not begin with {MAGIC!r}, layout 1 to {LAYOUT}; it is no log of this busrl. {REMEDY}"
+        if not data.startswith(HEAD):
+            text = f"{path}: does not begin with {MAGIC!r}, layout {LAYOUT}; it is no log of this busrl. {REMEDY}"
             if newest:
                 raise FileCorrupt(text)
             self._doubts.append(text)
-            self._segments.append(_Segment(path, [], len(data), path.stat(), old=True))
+            self._segments.append(_Segment(path, [], len(data), path.stat()))
             return
-        segment = _Segment(path, [], len(HEAD), path.stat(), data[: len(HEAD)] != HEAD)
+        segment = _Segment(path, [], len(HEAD), path.stat())
         self._segments.append(segment)
         while True:
             for payload, end in frames(data, segment.size):

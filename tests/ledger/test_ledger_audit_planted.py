@@ -409,11 +409,10 @@ def test_a_group_above_the_bound_is_a_note_where_its_old_tokens_are_left_out_and
 @pytest.mark.parametrize(
     ("terms", "forced"), [({"mode": "fully-async"}, 0), ({}, 4), ({"mode": "sync"}, 1), ({"max_staleness": 3}, 0)]
 )
-@pytest.mark.parametrize("table", ["experiments", "learner"])
-def test_nothing_is_too_old_where_no_bound_is_promised(run, terms, forced, table) -> None:
+def test_nothing_is_too_old_where_no_bound_is_promised(run, terms, forced) -> None:
     aged(run, **terms)
     content = json.loads((run.root / "topology.json").read_text())
-    content.setdefault(table, {})["forced_age"] = forced
+    content.setdefault("experiments", {})["forced_age"] = forced
     (run.root / "topology.json").write_text(json.dumps(content))
     run.step(3, run.group(2))
     run.step(4, run.group(3))

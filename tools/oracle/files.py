@@ -17,12 +17,6 @@ import msgspec
 import numpy as np
 
 EOS, LENGTH = 1, 2
-MOVED = {  # where older runs have a key -> where it is now
-    "data.validation": "validation.data",
-    "segments.truncated": "reward.truncated",
-    "segments.truncated_penalty": "reward.truncated_penalty",
-    **{f"learner.{name}": f"experiments.{name}" for name in ("forced_age",)},
-}
 HEAD, FRAME = struct.Struct("<8sII"), struct.Struct("<4sII")
 
 
@@ -111,7 +105,7 @@ def read(root: Path) -> RunFiles:
     ended, uncounted = _ended(lines)
     return RunFiles(
         root=root,
-        topology=_topology(json.loads((root / "topology.json").read_text())),
+        topology=json.loads((root / "topology.json").read_text()),
         steps=read_log(root / "wal"),
         rows={row["step"]: row for row in rows},
         ended=ended,
@@ -150,16 +144,6 @@ def _ended(lines: list[dict[str, Any]]) -> tuple[dict[int, dict[str, Any]], set[
     return ended, {draw for draw, (step, *_) in aside.items() if step > last}
 
 
-def _topology(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the keys of an older run where they are now."""
-    for old, new in MOVED.items():
-        table, name = old.split(".")
-        if name in settings[table]:
-            place, name_now = new.split(".")
-            settings.setdefault(place, {})[name_now] = settings[table][name]
-    return settings
-
-
 def _restarts(summary: Path, process: str) -> int:
     told = json.loads(summary.read_text()) if summary.exists() else {}
     return int(told.get("processes", {}).get(process, {}).get("restarts", 0))
@@ -178,8 +162,8 @@ def read_log(directory: Path) -> list[Step]:
         if len(data) < HEAD.size:
             continue
         magic, layout, crc = HEAD.unpack_from(data)
-        if magic != b"BUSRLWAL" or layout not in (1, 2, 3) or crc != zlib.crc32(data[:12]):
-            raise ValueError(f"{path}: no log of layout 1 to 3")
+        if magic != b"BUSRLWAL" or layout != 3 or crc != zlib.crc32(data[:12]):
+            raise ValueError(f"{path}: no log of layout 3")
         steps += [_step(payload) for payload in _payloads(path, data)]
     return steps
 

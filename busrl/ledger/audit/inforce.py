@@ -43,7 +43,7 @@ class Promise:
         segments = _count(values.get("segments.max_segments")) if in_waves and values.get("segments.length") else None
         waves = segments or 1  # rounds that an answer may take in mode sync
         by_mode = {"batch-async": _count(values.get("weights.max_staleness")), "sync": waves - 1}
-        forced = values.get("experiments.forced_age") or values.get("learner.forced_age")  # the latter: an older run
+        forced = values.get("experiments.forced_age")
         return cls(
             str(values.get("learner.wal", "")), None if forced else by_mode.get(str(mode)),
             mode == "batch-async" and values.get("weights.over_age") == "wait" and not forced,

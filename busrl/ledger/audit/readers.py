@@ -124,7 +124,7 @@ BLOCK = 4 << 20
 CHECKPOINT_LOOKS = 10
 ENTRY = np.dtype([("uid", "<u8"), ("attempt", "<u4"), ("crc", "<u4")])
 WAL_HEAD = struct.Struct("<8sII")
-WAL_LAYOUTS = (1, 2, 3)  # 2 says where the segments of an answer end, 3 where turns begin and end
+WAL_LAYOUT = 3
 WAL_FRAME = struct.Struct("<4sII")
 TRAINED_HEAD = struct.Struct("<8sIIQQ")
 OPEN_HEAD = struct.Struct("<8sIIII")
@@ -282,7 +282,7 @@ def _read_segment(path: Path, data: bytes, newest: bool, found: list[Finding]) -
     if newest and len(data) < WAL_HEAD.size:
         return
     magic, layout, crc = WAL_HEAD.unpack_from(data) if len(data) >= WAL_HEAD.size else (b"", 0, 0)
-    if (magic, crc) != (b"BUSRLWAL", zlib.crc32(data[:12])) or layout not in WAL_LAYOUTS:
+    if (magic, crc) != (b"BUSRLWAL", zlib.crc32(data[:12])) or layout != WAL_LAYOUT:
         found.append(error("log_damaged", [path.name], "a log segment does not begin as one"))
         return
     offset = WAL_HEAD.size
