@@ -27,7 +27,7 @@ from benchmarks.common.report import commit, machine
 from busrl import keys
 from busrl.bus import Endpoint, tcp_pair
 from busrl.hosts import messages as g
-from busrl.hosts.gateway import HOST
+from busrl.hosts.desk import HOST
 from busrl.hosts.satellite import ANSWERS, CLAIM_S, NAME_AFTER, PRESENT_S
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.preflight.load import load

@@ -169,17 +169,17 @@ def _timed(do: Callable[[], None]) -> tuple[float, float]:
 
 
 def _serve(home: Any, source: Any, stop: threading.Event) -> None:
-    from busrl.hosts import link_messages as h
+    from busrl.hosts import questions as q
 
     while not stop.is_set():
         for asked in home.waiting(0.05):
             question = asked.question
-            home.answer(asked, h.Piece(version=question.version, at=question.at),
+            home.answer(asked, q.Piece(version=question.version, at=question.at),
                         source.piece(question.digest, question.at, question.size))
 
 
 def _fetch(away: Any, taken: Any, copy: Any) -> None:
-    from busrl.hosts import link_messages as h
+    from busrl.hosts import questions as q
     from busrl.hosts.link import wait
     from busrl.hosts.relay import Fetch
     from busrl.hosts.versions import Pieces, Sources
@@ -191,7 +191,7 @@ def _fetch(away: Any, taken: Any, copy: Any) -> None:
     pieces = Pieces(len(taken.data), PIECE, taken.digests)
     copy.begin(taken.version, taken.step, taken.checksum, taken.manifest, taken.digest, pieces)
     fetch = Fetch(Links(), pieces, 0.0)  # type: ignore[arg-type]
-    head = h.Version(version=taken.version, nbytes=len(taken.data), piece=PIECE, digest=taken.digest)
+    head = q.Version(version=taken.version, nbytes=len(taken.data), piece=PIECE, digest=taken.digest)
     fetch.begin(head, Sources([], 0.0, 60.0, time.monotonic()))
     while fetch.pieces.left:
         assert not fetch.advance(copy, time.monotonic())

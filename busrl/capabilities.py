@@ -139,7 +139,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("hosts", "other hosts and workers from outside", roles={
         "relay": "hosts.relay:Relay", "satellite": "hosts.satellite:Satellite",
     }, plugs={
-        "refusals": "hosts.gateway:BAD", "placement": "hosts.placement:Placement",
+        "messages": "hosts.messages:MESSAGES", "refusals": "hosts.messages:REFUSALS",
+        "tenders": "hosts.gateway:Gateway", "placement": "hosts.placement:Placement",
         "manifest": "hosts.clusters:emitted",
     }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}, commands=HOST_COMMANDS),
     Capability("ranks", "learners of several ranks", roles={

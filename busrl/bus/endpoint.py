@@ -241,10 +241,12 @@ class Endpoint:
         self, name: str, frontend: str, backend: str, *, subscribe: Sequence[str] = (), hwm: int = DEFAULT_HWM,
         max_bytes: int = DEFAULT_MAX_BYTES, keys: ClientKeys | None = None,
         report: Callable[[str], None] = _log.warning, message_faults: MessageFaults | None = None,
+        on_reject: Callable[[Rejected, str], None] | None = None,
     ) -> None:
+        """`on_reject` gets what was dropped, and the name of the message that its topic says."""
         self.name, self._frontend, self._backend = name, frontend, backend
         self._max_bytes, self._report, self._message_faults = max_bytes, report, message_faults
-        self.on_reject: Callable[[Rejected, bytes], None] | None = None  # called with what was dropped, and its topic
+        self._on_reject = on_reject
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
         self.faults: Counter[Fault] = Counter()  # messages that came and were dropped
@@ -377,8 +379,8 @@ class Endpoint:
             message = kind.read(raw)
         except Rejected as rejected:
             self._drop(rejected)
-            if self.on_reject is not None:
-                self.on_reject(rejected, target)
+            if self._on_reject is not None:
+                self._on_reject(rejected, target.decode("ascii", "replace").partition("/")[0])
             return None
         self.gaps.seen(target, message)
         return self._serve(message) if kind.served else message

@@ -1,637 +1,139 @@
-"""The keeper's gateway for workers that do not map the ring: one request in, the ledger moved, the answers out.
+"""The gateway: a tender of the keeper that works on the ring for workers which do not map it.
 
-Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`hosts/ledgers.py` has it on a ring, tests in
-memory) and is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
+Requests come from the bus, `hosts/desk.py` decides, and `hosts/ledgers.py` claims, writes and commits in the workers'
+names. `gateway.json` holds the counts that `busrl status` shows, `hosts.jsonl` when other hosts came and went. Knows
+nothing of what is dead on this host: that is the keeper's.
 
-**The wire is the bus itself**: a remote worker needs it anyway (HELLO, HEARTBEAT, STOP, doorbells), broker and keeper
-may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every
-request may be sent again, and every answer is a function of the ledger, not of a conversation.
-
-Invariants, held by `tests/hosts` under loss, doubling, reordering and death of the keeper:
-- A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
-  a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
-- What a worker holds stands in the ledger. `Desk` remembers only clocks and conveniences, so a keeper that is killed
-  loses nothing: its successor finds entries and slots and grants every lease in full.
-- Claims are idempotent without a memory of requests: a worker names what it knows of, and gets what it holds beyond.
-- Leases are renewed claim by claim: by name, or all of a worker's by a digest that is equal only if it knows each of
-  them and no other. One that differs renews nothing, or a task that was lost on its way would be nobody's for ever.
-- A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
-- A newer life of a name replaces the older one, whose claims go back; the older one is asked to exit.
-- A life that names the ring of its claims joins no other: names of claims begin anew with a ring.
-- What there is no memory for is not answered: the claim stays, and whoever hears nothing sends it again.
-- An answer is checked whole (types, shapes, finite numbers, lengths) before anything of it is written. A refusal names
-  the value, the rule and the place, and leaves the claim where it was.
+- Nothing that arrives can end the keeper: a request that cannot be read is answered where its sender is known, and
+  counted.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
-
+from busrl.data.vocabulary import token_rows
+from busrl.errors import MessageTooLarge
 from busrl.hosts import messages as g
+from busrl.hosts.episodes import Bounds
+from busrl.hosts.invitation import claimed_from
+from busrl.hosts.ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
+from busrl.hosts.roster import Roster, write
 from busrl.protocol import messages as m
-from busrl.states import HOST_NAME, REWARD_FATES, Fate, Finish
-from busrl.system.clocks import FairClock, Tally
+from busrl.protocol.codec import BY_NAME, Fault, Rejected, is_address
+from busrl.roles.actor import Doorbell
+from busrl.roles.answers import SegmentCuts
+from busrl.scheduling.admission import Lines
+from busrl.states import shown_uid
+from busrl.system import files
+from busrl.system.clocks import Tally
 
-Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
-CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
-TICK_S = 0.5
-FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is removed
-MOST_HELD, RECENT = 4096, 8192
-TASK_OVERHEAD = 512
-BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
-HOST = "host"  # the role of another host of busrl's: it generates whole answers, and may judge them too
-_GENERATING = {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON}
-FATES = {"rollout": _GENERATING, "reward": REWARD_FATES, HOST: _GENERATING | REWARD_FATES}
-_TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
+if TYPE_CHECKING:
+    from busrl.roles.keeper import Keeper
 
-
-class Refused(Exception):
-    """A request breaks a rule, or the ledger has no room. `code` goes into the answer; the text says what to change."""
-
-    def __init__(self, text: str, code: str = "refused") -> None:
-        super().__init__(text)
-        self.code = code
+SAVE_EVERY_S = 1.0
+MOST_NAMED = 16
+CODES = {Fault.WRONG_VERSION: "version", Fault.OVERSIZE: "oversize"}  # for any other fault "malformed"
 
 
-class NoMemory(Exception):
-    """The ledger cannot hold it just now; nothing was committed, and the same request will do later."""
+class Gateway:
+    """The `Tender` of workers from outside, other hosts among them."""
 
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *g.REMOTE)
 
-class ClaimGone(Exception):
-    """The slot is no longer at the word of the claim. Only the keeper moves it, so this is not expected."""
-
-
-# -- the ledger, as the gateway needs it --------------------
-
-
-class ClaimedTask(NamedTuple):
-    """One claim: the slot, the word that owns it, and the two numbers that name it for ever."""
-
-    slot: int
-    word: int
-    seq: int
-    uid: int
-    alone: bool = False
-
-    @property
-    def task(self) -> str:
-        return f"{self.slot}.{self.seq}.{self.uid}"
-
-
-class AnswerLimits(NamedTuple):
-    """What the answer to a claim may be: at most `tokens` in segment number `segment`, of a `vocabulary` (0 = not
-    known), by a version that was published, `newest` at most. `prompt_tokens`: of the prompt that comes with it, 0: it
-    comes with none. `version` and `step` are those of its admission."""
-
-    tokens: int
-    segment: int
-    prompt_tokens: int
-    vocabulary: int = 0
-    newest: int = 0
-    version: int = 0
-    step: int = 0
-
-
-class RemoteAnswer(NamedTuple):
-    """A generated segment that was checked: arrays of one length, and what belongs to the whole completion."""
-
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.uint32]
-    prompt_ids: npt.NDArray[np.int32] | None
-    text: str
-    finish: int
-    done: bool
-    step: int = 0  # of the oldest weights that drew it, as the worker knows
-    episode: dict[str, g.Tensor] | None = None  # instead of the arrays; looked through by the ledger, which knows them
-
-
-_NONE = np.zeros(0, np.int32)
-_OF_EPISODE = RemoteAnswer(_NONE, _NONE.astype(np.float32), _NONE.astype(np.uint32), None, "", Finish.EOS, True)
-
-
-class Judged(NamedTuple):
-    """The reward of an answer that its host has judged too."""
-
-    reward: float
-    parts: dict[str, float]
-
-
-class RemoteLedger(Protocol):
-    """The ledger as the keeper works on it for remote workers. `index` is that of a worker's REMOTE entry; each call
-    that changes a slot is one compare-and-swap in the name of that entry. `Refused`: it can never be, and nothing was
-    committed; `NoMemory`: not now. `ClaimGone`: the slot has moved."""
-
-    def members(self) -> list[tuple[int, str, str, int]]: ...  # index, role, name and life of all REMOTE entries
-    def claims(self) -> list[tuple[int, ClaimedTask]]: ...  # all slots in a working state that such an entry owns
-    def enter(self, role: str, name: str, life: int) -> int: ...  # the index of a new entry
-    def leave(self, index: int) -> None: ...  # frees an entry that holds nothing
-    def show(self, index: int, tasks: int) -> None: ...  # in the process table: it lives and holds so many tasks
-    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]: ...  # a suspect if `idle`
-    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]: ...  # None: unreadable, so dropped
-    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]: ...
-    def commit_answer(
-        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
-    ) -> None: ...  # judged: it needs no other reward
-    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None: ...
-    def give_back(self, index: int, claim: ClaimedTask) -> None: ...  # to rest, as if it had never been claimed
-    def expire(self, index: int, claim: ClaimedTask) -> bool: ...  # to rest, an attempt counted; True: dropped
-    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None: ...
-    def committed(self, slot: int, seq: int, uid: int) -> bool: ...  # whether the slot's last commit was of this claim
-
-
-# -- what an answer must be ---------------------------------
-
-
-def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAnswer:
-    """The arrays of an answer; `Refused` if it breaks a rule."""
-    tokens = _array(message.tokens, "tokens", np.int32, limits.tokens)
-    logprobs = _array(message.logprobs, "logprobs", np.float32, limits.tokens)
-    versions = _array(message.versions, "versions", np.uint32, limits.tokens)
-    if not len(tokens) == len(logprobs) == len(versions):
-        raise Refused(
-            f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions: there must be as many of each"
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper, topology = keeper, keeper.topology
+        self._next_save = 0.0
+        self._kinds = NamedLines(MOST_NAMED)
+        self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
+        self.tally = Tally(files.read_map(keeper.paths.gateway).get("workers"))
+        vocabulary = token_rows(Path(topology.model.path)).bound
+        self.samples = RingLedger(
+            keeper.ring, self._announce, SegmentCuts.of(topology), topology.max_prompt_tokens, vocabulary,
+            Bounds.of(topology, vocabulary),
         )
-    _check_ids("tokens", tokens, limits.vocabulary)
-    if not bool(np.isfinite(logprobs).all()):
-        raise Refused("logprobs has a value that is not finite")
-    if float(logprobs.max()) > CLOSE_TO_ZERO:
-        raise Refused(f"logprobs has {float(logprobs.max()):g}: a log-probability is at most 0")
-    if int(versions.max()) > limits.newest:
-        raise Refused(f"versions has {int(versions.max())}: the newest version that was published is {limits.newest}")
-    if message.finish not in (Finish.EOS, Finish.LENGTH):
-        allowed = f"{Finish.EOS:d} (ended by itself) or {Finish.LENGTH:d} (cut by a limit)"
-        raise Refused(f"finish = {message.finish}: it must be {allowed}")
-    if message.finish == Finish.EOS and not message.done:
-        text = "an answer that ended by itself has no further segment"
-        raise Refused(f"finish = {Finish.EOS:d} and done = false: {text}")
-    prompt_ids = None
-    if limits.segment == 0 and limits.prompt_tokens > 0:
-        if message.prompt_ids is None:
-            raise Refused("prompt_ids is missing: the first segment brings the token ids of its prompt")
-        prompt_ids = _array(message.prompt_ids, "prompt_ids", np.int32, limits.prompt_tokens)
-        _check_ids("prompt_ids", prompt_ids, limits.vocabulary)
-    return RemoteAnswer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
+        self.ledger: RingLedger | BothLedgers = self.samples
+        if keeper.calls is not None:
+            self.ledger = BothLedgers(self.samples, CallLedger(keeper.calls, self.samples))
+        ring = claimed_from(keeper.paths.run_json).hex()
+        self.desk = desk_of(topology, self.ledger, self.tally, ring, lambda: keeper.paused)
+        self.roster = Roster(topology.host_names)
 
-
-class Answers:
-    """The answers of a REMOTE_BATCH, looked through once for all of them; one that breaks a rule is found by
-    `checked_answer`. `Refused`: the columns do not fit together."""
-
-    def __init__(self, message: g.RemoteBatch) -> None:
-        self._message, count = message, len(message.tasks)
-        needed = (message.lengths, message.prompt_lengths, message.finishes, message.texts)
-        given = [*needed, *(one for one in (message.rewards, message.parts, message.steps, message.episodes) if one)]
-        if any(len(column) != count for column in given):
-            raise Refused(f"{count} tasks, and lists of {[len(one) for one in given]}: there must be one item for each")
-        if message.episodes and any((*message.lengths, *message.prompt_lengths)):
-            raise Refused("lengths and prompt_lengths: an episode has tensors of its own, so all of them must be 0")
-        self._steps, self._parts = message.steps or [0] * count, message.parts or [{}] * count
-        self._made, self._read = (_slices(one) for one in (message.lengths, message.prompt_lengths))
-        drawn, read = sum(message.lengths), sum(message.prompt_lengths)
-        self._tokens = _column(message.tokens, "tokens", np.int32, drawn)
-        self._logprobs = _column(message.logprobs, "logprobs", np.float32, drawn)
-        self._versions = _column(message.versions, "versions", np.uint32, drawn)
-        self._prompts = _column(message.prompt_ids, "prompt_ids", np.int32, read)
-        self._probable = bool((self._logprobs <= CLOSE_TO_ZERO).all() and np.isfinite(self._logprobs).all())
-        self._lowest = min(int(one.min(initial=0)) for one in (self._tokens, self._prompts))
-        self._highest = max(int(one.max(initial=0)) for one in (self._tokens, self._prompts))
-        self._newest = int(self._versions.max(initial=0))
-
-    def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
-        """Number `at`; `Refused` if it breaks a rule, but for those of an episode, which are the ledger's."""
-        message, step = self._message, self._steps[at]
-        if message.episodes:
-            return _OF_EPISODE._replace(text=message.texts[at], step=step, episode=message.episodes[at])
-        sound = (
-            self._probable and self._newest <= limits.newest and self._lowest >= 0
-            and (self._highest < limits.vocabulary or not limits.vocabulary) and not limits.segment
-            and 1 <= message.lengths[at] <= limits.tokens and 1 <= message.prompt_lengths[at] <= limits.prompt_tokens
-            and message.finishes[at] in (Finish.EOS, Finish.LENGTH)
-        )
-        made, prompt = self._made[at], self._prompts[self._read[at]]
-        arrays = (self._tokens[made], self._logprobs[made], self._versions[made])
-        if sound:
-            return RemoteAnswer(*arrays, prompt, message.texts[at], message.finishes[at], True, step)
-        tokens, logprobs, versions = map(tensor, arrays)
-        alone = g.RemoteGenerated(
-            life=0, task=message.tasks[at], tokens=tokens, logprobs=logprobs, versions=versions,
-            text=message.texts[at], prompt_ids=tensor(prompt), finish=message.finishes[at],
-        )
-        return checked_answer(alone, limits)._replace(step=step)
-
-    def judged(self, at: int) -> Judged | None:
-        """The reward of number `at`; None if this host has given none."""
-        if not self._message.rewards:
-            return None
-        return Judged(_finite(self._message.rewards[at], self._parts[at]), self._parts[at])
-
-
-def _slices(lengths: list[int]) -> list[slice]:
-    """Where each of these stands in a column."""
-    return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths))]
-
-
-def _finite(reward: float, parts: dict[str, float]) -> float:
-    for name, value in {"reward": reward, **parts}.items():
-        if not math.isfinite(value):
-            raise Refused(f"{name} = {value}: a reward must be finite")
-    return float(reward)
-
-
-def tensor(array: npt.NDArray[Any]) -> g.Tensor:
-    """An array as it travels."""
-    return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
-
-
-def _array(given: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
-    array = read_tensor(given, what, dtype)
-    if not 1 <= len(array) <= most:
-        raise Refused(f"{what} has {len(array)} elements: there must be 1 to {most}")
-    return array
-
-
-def _column(given: g.Tensor, what: str, dtype: Any, total: int) -> npt.NDArray[Any]:
-    array = read_tensor(given, what, dtype)
-    if len(array) != total:
-        raise Refused(f"{what} has {len(array)} elements, and the lengths of the answers come to {total}")
-    return array
-
-
-def read_tensor(given: g.Tensor, what: str, dtype: Any, dimensions: int = 1) -> npt.NDArray[Any]:
-    """A copy of an array that travelled; `Refused` if it is none of this type."""
-    wanted = np.dtype(dtype)
-    if given.dtype != wanted.name:
-        raise Refused(f"{what} has dtype {given.dtype!r}: it must be {wanted.name}")
-    if len(given.shape) != dimensions:
-        rule = "one dimension" if dimensions == 1 else f"{dimensions} dimensions"
-        raise Refused(f"{what} has shape {given.shape}: it must have {rule}")
-    if math.prod(given.shape) * wanted.itemsize != len(given.data) or (dimensions > 1 and not given.data):
-        raise Refused(f"{what} says shape {given.shape} of {wanted.name}, and has {len(given.data)} bytes")
-    return np.frombuffer(given.data, wanted.newbyteorder("<")).astype(wanted).reshape(given.shape)
-
-
-def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
-    if int(ids.min()) < 0 or (vocabulary and int(ids.max()) >= vocabulary):
-        bound = f"0 to {vocabulary - 1}" if vocabulary else "0 or more"
-        raise Refused(f"{what} has ids from {int(ids.min())} to {int(ids.max())}: an id is {bound}")
-
-
-@dataclass(eq=False)
-class Worker:
-    """A worker that has joined: its REMOTE entry, which start of its name it is (`life`), and what is remembered of it
-    for as long as this keeper lives."""
-
-    index: int
-    role: str
-    name: str
-    life: int
-    seen: float = 0.0
-    claim_req: int = 0
-    digest: int = 0  # of the names of its claims
-    until: float = 0.0  # to which its digest has renewed the claims that it had then
-    leases: dict[str, Lease] = field(default_factory=dict)  # by task, oldest first
-
-
-@dataclass(eq=False)
-class Lease:
-    """One claim of one worker, until the clock says `until`. States: granted -> (settled | expired)."""
-
-    worker: Worker
-    claim: ClaimedTask
-    named_until: float  # when it was granted, or named
-
-    @property
-    def until(self) -> float:
-        """A claim that is younger than the worker's last equal digest was granted after it, so for longer."""
-        return max(self.named_until, self.worker.until)
-
-
-class Desk:
-    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end.
-
-    `welcome` holds what is the same for all workers; a task may have `biggest` bytes; `most_members` leaves the run its
-    own entries in the process table; `reserved` are the names of the run's processes; `ring` names what claims are of.
-    """
-
-    def __init__(
-        self, ledger: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
-        most_members: int, reserved: frozenset[str], ring: str = "",
-    ) -> None:
-        self.ledger, self.tally, self.clock, self.welcome = ledger, tally, FairClock(TICK_S, now), welcome
-        self.ring = ring
-        self.paused = ""  # why something of the last request has no answer yet
-        self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
-        self.is_paused: Callable[[], bool] = lambda: False  # then nothing new is given to those who generate
-        self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
-        self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
-        self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
-        self._first_end = 0.0  # no lease ends before: to look at each of 65,536 takes 20 ms
-        entries = {entry[0]: Worker(*entry) for entry in ledger.members()}
-        self.workers = {worker.name: worker for worker in entries.values()}
-        for index, claim in ledger.claims():  # of an earlier keeper: every lease in full
-            self._grant(entries[index], claim)
-
-    def handle(self, message: g.Remote, now: float) -> list[m.Message]:
-        self.clock.passed(now)
-        self.paused = ""
-        try:
-            return self._handle(message)
-        except NoMemory as problem:
-            self._pause(message.sender, problem)
-            return []
-        except Refused as problem:
-            self.tally.add(message.sender, problem.code, text=str(problem))
-            return [_answer(message, problem.code, f"{message.sender}: {problem}", getattr(message, "task", ""))]
-
-    def _handle(self, message: g.Remote) -> list[m.Message]:
-        worker = self.workers.get(message.sender)
-        if worker is not None and message.life < worker.life:
-            return [_answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")]
-        if isinstance(message, g.RemoteJoin):
-            if message.ring and message.ring != self.ring:  # another slot may have the name of a claim that it holds
-                return [_answer(message, "unknown", "the run has another ring than the one that your claims are of")]
-            return [self._join(message, worker)]
-        if worker is None or message.life > worker.life:
-            # Not counted: every worker with a new keeper or a new name gets this answer.
-            return [_answer(message, "unknown", "this keeper does not know you: send REMOTE_JOIN, then this again")]
-        self._seen(worker)
-        if isinstance(message, g.RemoteClaim):
-            return self._claim(worker, message)
-        if isinstance(message, g.RemoteExtend):
-            return [_answer(message, "done", lost=self._renew(worker, message.holding))]
-        if isinstance(message, Result):
-            code, text = self._settle(worker, message.task, lambda claim: self._commit(worker, claim, message))
-            return [_answer(message, code, text, message.task)]
-        if isinstance(message, g.RemoteBatch):
-            return self._settle_all(worker, message)
-        self._remove(worker, self.ledger.give_back)
-        return [_answer(message, "done")]
-
-    def heartbeat(self, name: str, now: float) -> None:
-        """A sign of life: it keeps the worker's entry, not its leases."""
-        self.clock.passed(now)
-        if name in self.workers:
-            self._seen(self.workers[name])
-
-    def unreadable(self, sender: str, code: str, about: str, detail: str) -> list[m.Message]:
-        """The answer to bytes that were no message of this protocol, from a sender that could still be read."""
-        self.tally.add(sender, code, text=f"{about}: {detail}")
-        return [g.GatewayAnswer(code=code, about=about[: m.MAX_NAME], text=detail)] if sender else []
-
-    def tick(self, now: float) -> list[Lease]:
-        """End the leases that are over and remove silent workers. Returns the leases that ended."""
-        self.clock.passed(now)
-        over = self._ended() if self.clock.time >= self._first_end else []
-        for lease in over:
-            self._release(lease)
-            dropped = self.ledger.expire(lease.worker.index, lease.claim)
-            self.tally.add(lease.worker.name, "dropped" if dropped else "expired")
-        for worker in list(self.workers.values()):
-            if self.clock.time - worker.seen > FORGOTTEN_LEASES * self.lease_s and not worker.leases:
-                self._remove(worker, self.ledger.give_back)
-        return over
-
-    def _ended(self) -> list[Lease]:
-        """The leases that are over; what is granted or renewed from now on lasts longer than any that is here."""
-        now, first, over = self.clock.time, self.clock.time + self.lease_s, []
-        for lease in self.leases.values():
-            if (until := lease.until) <= now:
-                over.append(lease)
-            else:
-                first = min(first, until)
-        self._first_end = first
-        return over
-
-    def seen(self) -> dict[str, tuple[int, float, int]]:
-        """Of every worker: its life, for how long it has been silent, and how many tasks it holds."""
-        now = self.clock.time
-        return {name: (one.life, now - one.seen, len(one.leases)) for name, one in self.workers.items()}
-
-    def goodbye(self) -> None:
-        """An orderly end of the run: take every claim back."""
-        for worker in list(self.workers.values()):
-            self._remove(worker, self.ledger.give_back)
-
-    # -- workers --------------------------------------------------------------------------------------------------
-
-    def _join(self, message: g.RemoteJoin, worker: Worker | None) -> m.Message:
-        self._check(message)
-        if worker is not None and (message.life > worker.life or message.role != worker.role):
-            self._remove(worker, self.ledger.expire)  # its work ended with it, as in any death
-            worker = None
-        worker = worker or self._enter(message)
-        self._seen(worker)
-        return msgspec.structs.replace(
-            self.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
-        )
-
-    def _enter(self, message: g.RemoteJoin) -> Worker:
-        if len(self.workers) >= self.most_members:
-            text = f"the process table has {self.most_members} entries for workers from outside; raise ring.processes"
-            raise Refused(text, "full")
-        index = self.ledger.enter(message.role, message.sender, message.life)
-        worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
-        self.tally.add(worker.name, "joined")
-        return worker
-
-    def _check(self, message: g.RemoteJoin) -> None:
-        name, biggest = message.sender, self.biggest
-        if message.role not in FATES:
-            raise Refused(f"role {message.role!r}: it must be rollout, reward or host")
-        if not HOST_NAME.fullmatch(name):
-            raise Refused(f"sender {name!r}: a worker's name has 1 to 39 letters, digits, dots, dashes or underscores")
-        if name in self.reserved:
-            raise Refused(f"{name!r} is a process of this run: choose another name")
-        if biggest > self.max_bytes:
-            rule = f"a task may have {biggest} bytes, a message {self.max_bytes}"
-            raise Refused(f"{rule}: set bus.max_message_bytes to {biggest} or more", "too_large")
-
-    def _seen(self, worker: Worker) -> None:
-        worker.seen = self.clock.time
-        self.ledger.show(worker.index, len(worker.leases))
-
-    def _remove(self, worker: Worker, end: Callable[[int, ClaimedTask], object]) -> None:
-        for lease in list(worker.leases.values()):
-            self._release(lease)
-            end(worker.index, lease.claim)
-        self.ledger.leave(worker.index)
-        del self.workers[worker.name]
-
-    # -- leases ---------------------------------------------------------------------------------------------------
-
-    def _grant(self, worker: Worker, claim: ClaimedTask) -> Lease:
-        lease = Lease(worker, claim, self.clock.time + self.lease_s)
-        self.leases[claim.task] = worker.leases[claim.task] = lease
-        worker.digest = (worker.digest + g.digest_of(claim.task)) % g.DIGESTS
-        return lease
-
-    def _renew(self, worker: Worker, tasks: Iterable[str]) -> list[str]:
-        """Extend the leases of these tasks; returns the tasks that this worker does not hold."""
-        for task in worker.leases.keys() & tasks:
-            worker.leases[task].named_until = self.clock.time + self.lease_s
-        return [task for task in tasks if task not in worker.leases]
-
-    def _release(self, lease: Lease) -> None:
-        task, worker = lease.claim.task, lease.worker
-        del self.leases[task], worker.leases[task]
-        worker.digest = (worker.digest - g.digest_of(task)) % g.DIGESTS
-
-    # -- claims ---------------------------------------------------------------------------------------------------
-
-    def _claim(self, worker: Worker, message: g.RemoteClaim) -> list[m.Message]:
-        if message.req < worker.claim_req:
-            return []  # a late copy: its capacity and its tasks are out of date
-        worker.claim_req = message.req
-        if message.digest not in (None, worker.digest):  # and so its capacity is not to be trusted either
-            self._seen(worker)
-            return [g.GatewayTasks(life=message.life, req=message.req, differs=True)]
-        to_send = []
-        if message.digest is None:
-            self._renew(worker, message.holding)
-            named = set(message.holding)
-            to_send = [lease for task, lease in worker.leases.items() if task not in named]
+    def handle(self, message: m.Message, now: float) -> None:
+        if isinstance(message, g.Remote):
+            self.ledger.note_version()
+            answers = self.desk.handle(message, now)
+            if self.desk.paused:
+                text = f"{message.sender} has to send its answers again: {self.desk.paused}"
+                self._warn(text, f"no memory for {self._kinds.name(message.sender)}", severity="error")
+            done = any(isinstance(answer, g.GatewayAnswer) and answer.code == "done" for answer in answers)
+            if isinstance(message, g.RemoteFail) and message.drop and done:
+                text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
+                self._warn(text, f"{message.drop} {message.sender}", [int(message.task.rpartition(".")[2])])
+            self._send(message.sender, answers)
         else:
-            worker.until = self.clock.time + self.lease_s
-        to_send += self._take(worker, message.capacity)
-        self._seen(worker)
-        return self._tasks(message, worker, to_send)
+            self.desk.heartbeat(message.sender, now)
 
-    def _take(self, worker: Worker, capacity: int) -> list[Lease]:
-        """New claims, so that it holds so many."""
-        room = min(capacity, MOST_HELD) - len(worker.leases)
-        held = worker.role != "reward" and self.is_paused()
-        if room <= 0 or held or any(lease.claim.alone for lease in worker.leases.values()):
-            return []
-        taken = self.ledger.take(worker.index, worker.role, room, not worker.leases)
-        if taken:
-            self.tally.add(worker.name, "claimed", len(taken))
-        return [self._grant(worker, claim) for claim in taken]
+    def unreadable(self, rejected: Rejected, name: str) -> None:
+        if issubclass(BY_NAME.get(name, m.Message), g.Remote):
+            code = CODES.get(rejected.fault, "malformed")
+            self._send(rejected.sender, self.desk.unreadable(rejected.sender, code, name, str(rejected)))
 
-    def _tasks(self, message: g.RemoteClaim | g.RemoteBatch, worker: Worker, leases: list[Lease]) -> list[m.Message]:
-        """The claims in as few messages as their size allows; at least one message."""
-        packs: list[list[g.Task]] = [[]]
-        size = 0
-        for lease, task in zip(leases, self.ledger.tasks(worker.index, [lease.claim for lease in leases])):
-            if task is None:
-                self._release(lease)
-                continue
-            weight = _weight(task)
-            if packs[-1] and size + weight > self.max_bytes // 2:
-                packs.append([])
-                size = 0
-            packs[-1].append(task)
-            size += weight
-        return [g.GatewayTasks(life=message.life, req=message.req, tasks=pack) for pack in packs]
+    def tend(self, now: float) -> None:
+        """Ring for what was committed, end leases that are over, and save the counts now and then."""
+        self.keeper.ring_bells(*self._bells.values())
+        self.ledger.note_version()
+        for lease in self.desk.tick(now):
+            name, uid = lease.worker.name, lease.claim.uid
+            text = f"sample {shown_uid(uid)} was taken back from {name}, which did not extend its lease"
+            self._warn(text, f"lease of {name}", [uid])
+        write(self.keeper.paths, self.roster.changes(self.desk.seen()))
+        if self.tally.changed and now >= self._next_save:
+            self._next_save = now + SAVE_EVERY_S
+            self._save()
 
-    # -- results --------------------------------------------------------------------------------------------------
+    def look(self, lines: Lines) -> None:
+        self.samples.finish_judged(lines)
 
-    def _settle_all(self, worker: Worker, message: g.RemoteBatch) -> list[m.Message]:
-        """Each answer by itself; then new tasks, if it is a claim too and no later one came before."""
-        if worker.role != HOST:
-            raise Refused(f"{worker.name} is a {worker.role} worker: only hosts send batches")
-        answers, settled = Answers(message), g.GatewaySettled(life=message.life, req=message.req)
-        claims = [worker.leases[task].claim for task in message.tasks if task in worker.leases]
-        limits = dict(zip(claims, self.ledger.limits(claims)))
-        for at, task in enumerate(message.tasks):
-            def commit(claim: ClaimedTask, at: int = at) -> str:
-                made, judged = answers.answer(at, limits[claim]), answers.judged(at)
-                self.ledger.commit_answer(worker.index, claim, made, limits[claim], judged)
-                return "answered" if judged is None else "rewarded"
+    def follow(self) -> None:
+        self.desk.reserve(reserved_names(self.keeper.topology))
 
+    def teardown(self) -> None:
+        self.desk.goodbye()
+        if self.tally.workers:
+            self._save()
+
+    def _announce(self, message: m.Message) -> None:
+        self._bells[type(message)].add(lambda: message)
+
+    def _send(self, to: str, answers: list[m.Message]) -> None:
+        for answer in answers:
+            if isinstance(answer, g.GatewayAnswer) and answer.code in g.REFUSALS:
+                self._warn(f"{to or 'an unnamed sender'}: {answer.text}", f"{answer.code} {self._kinds.name(to)}")
+            if not is_address(to):
+                return  # no topic can hold the name: the request was counted, and an answer would reach no process
             try:
-                code, _ = self._settle(worker, task, commit)
-                (settled.late if code == "late" else settled.done).append(task)
-            except NoMemory as problem:
-                self._pause(worker.name, problem)
-            except Refused as problem:
-                self.tally.add(worker.name, problem.code, text=str(problem))
-                settled.refused.append(g.Refusal(task, problem.code, str(problem)[: m.MAX_TEXT]))
-        if not message.capacity or message.req < worker.claim_req:
-            return [settled]
-        worker.claim_req = message.req
-        return [settled, *self._tasks(message, worker, self._take(worker, message.capacity))]
+                self.keeper.bus.send(answer, to)
+            except MessageTooLarge as problem:
+                self.tally.add(to, "too_large", text=str(problem))
 
-    def _settle(self, worker: Worker, task: str, commit: Callable[[ClaimedTask], str]) -> tuple[str, str]:
-        """End a claim as its worker says, or find out why not: code and text of the answer. `commit` moves the ledger,
-        and returns the word for the tally."""
-        lease = self.leases.get(task)
-        if lease is None:
-            return self._settled_before(worker.name, task)
-        if lease.worker is not worker:
-            raise Refused(f"task {task} is held by {lease.worker.name}", "not_yours")
-        try:
-            event = commit(lease.claim)
-        except ClaimGone:
-            self._release(lease)
-            return "late", ""
-        self._release(lease)
-        self._recent[task] = worker.name
-        if len(self._recent) > RECENT:
-            self._recent.popitem(last=False)
-        self.tally.add(worker.name, event)
-        return "done", ""
+    def _warn(self, text: str, kind: str, uids: list[int] | None = None, severity: str = "warning") -> None:
+        self.keeper.warn("gateway", text, severity, kind=kind, uids=uids or ())
 
-    def _pause(self, name: str, problem: NoMemory) -> None:
-        self.paused = str(problem)
-        self.tally.add(name, "paused", text=self.paused)
-
-    def _commit(self, worker: Worker, claim: ClaimedTask, message: Result) -> str:
-        """Move the ledger by a result; returns the word for the tally."""
-        if isinstance(message, g.RemoteFail):
-            return self._fail(worker, claim, message)
-        if isinstance(message, g.RemoteGenerated):
-            if worker.role == "reward":
-                raise Refused(f"{worker.name} is a {worker.role} worker: it has no answers to give")
-            [limits] = self.ledger.limits([claim])
-            self.ledger.commit_answer(worker.index, claim, checked_answer(message, limits), limits)
-            return "answered"
-        if worker.role != "reward":
-            raise Refused(f"{worker.name} is a {worker.role} worker: it has no rewards to give")
-        reward = _finite(message.reward, message.parts)
-        self.ledger.commit_reward(worker.index, claim, reward, message.parts)
-        return "rewarded"
-
-    def _fail(self, worker: Worker, claim: ClaimedTask, message: g.RemoteFail) -> str:
-        if not message.drop:
-            self.ledger.give_back(worker.index, claim)
-            return "handed_back"
-        fates = FATES[worker.role]
-        if message.drop not in fates:
-            raise Refused(f"drop = {message.drop!r}: a {worker.role} worker drops for {sorted(fates)}")
-        self.ledger.drop(worker.index, claim, fates[message.drop])
-        return "dropped"
-
-    def _settled_before(self, name: str, task: str) -> tuple[str, str]:
-        by, claim = self._recent.get(task), _TASK.fullmatch(task)
-        if by is not None and by != name:
-            raise Refused(f"task {task} was {by}'s", "not_yours")
-        if claim is None:
-            raise Refused(f"task {task!r}: no claim has such a name (slot.seq.uid)")
-        if by is not None or self.ledger.committed(*map(int, claim.groups())):
-            return "already", ""
-        self.tally.add(name, "late")
-        return "late", "this claim has ended: its lease was over, or it was handed back"
+    def _save(self) -> None:
+        self.tally.changed = False
+        files.show(self.keeper.paths.gateway, {"workers": self.tally.plain()})
 
 
-def _answer(message: g.Remote, code: str, text: str = "", task: str = "", lost: list[str] | None = None) -> m.Message:
-    return g.GatewayAnswer(
-        code=code, life=message.life, req=message.req, about=m.name_of(type(message)), task=task, text=text,
-        lost=lost or [],
-    )
+class NamedLines:
+    """The first `most` names that are refused have lines of their own in errors.jsonl; all others share one."""
 
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._names: set[str] = set()
 
-def _weight(task: g.Task) -> int:
-    """An upper bound of a task's bytes on the wire."""
-    arrays = sum(len(tensor.data) + 64 for tensor in task.tensors.values())
-    return len(task.record.encode()) + len(task.completion.encode()) + arrays + TASK_OVERHEAD
+    def name(self, sender: str) -> str:
+        if len(self._names) < self._most:
+            self._names.add(sender)
+        return sender if sender in self._names else "(others)"

@@ -30,7 +30,7 @@ import busrl
 from busrl.bus.security import check_endpoint, prepare, relay_endpoint
 from busrl.cli.command import positive
 from busrl.errors import PeerLost, UserError
-from busrl.hosts import link_messages as h
+from busrl.hosts import questions as q
 from busrl.hosts.invitation import HostSource, Invitation
 from busrl.hosts.link import Asking
 from busrl.launch.children import Signals
@@ -112,14 +112,14 @@ def scratch_of(ring: bytes, name: str) -> Path:
     return _cache() / f"{ring.hex()[:12]}-{name}"
 
 
-def _joined(source: HostSource, wait_s: float, signals: Signals) -> h.Welcome:
+def _joined(source: HostSource, wait_s: float, signals: Signals) -> q.Welcome:
     """What home says to this host. UserError: it refuses. PeerTimeout: it does not answer."""
     link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
     end = time.monotonic() + wait_s
     try:
         while True:
             try:
-                reply = link.ask(h.HostJoin(build=busrl.__version__), ASK_S)
+                reply = link.ask(q.HostJoin(build=busrl.__version__), ASK_S)
             except PeerLost:
                 if link.refused:
                     raise UserError(
@@ -130,14 +130,14 @@ def _joined(source: HostSource, wait_s: float, signals: Signals) -> h.Welcome:
                 if time.monotonic() > end or signals.count:
                     raise
                 continue
-            if isinstance(reply, h.Welcome):
+            if isinstance(reply, q.Welcome):
                 return reply
-            raise UserError(f"{source.endpoint}: {reply.text if isinstance(reply, h.Refused) else reply}")
+            raise UserError(f"{source.endpoint}: {reply.text if isinstance(reply, q.Refused) else reply}")
     finally:
         link.close()
 
 
-def _work(welcome: h.Welcome, source: HostSource, scratch: Path, signals: Signals) -> int:
+def _work(welcome: q.Welcome, source: HostSource, scratch: Path, signals: Signals) -> int:
     """Run this host's processes to their end; the exit code."""
     topology = Topology.from_json(welcome.topology.decode())
     require_here(topology.processes())

@@ -1,6 +1,6 @@
 """The ledger of workers that do not map the ring: what they claim, and what is written and committed in their names.
 
-`busrl.hosts.gateway` decides and calls; these classes do it on the ring of samples, on that of model calls, or on both.
+`busrl.hosts.desk` decides and calls; these classes do it on the ring of samples, on that of model calls, or on both.
 Claims stand in REMOTE entries of the process table, which the keeper's death does not touch. Knows nothing of the bus.
 
 - A stand-in (a handle that acts for a REMOTE entry) is refused by the ring as soon as another worker has the entry, so
@@ -22,19 +22,9 @@ import numpy as np
 from busrl.data.episodes import Array, EpisodeArrays
 from busrl.errors import NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
 from busrl.hosts import messages as g
+from busrl.hosts.checks import AnswerLimits, Judged, Refused, RemoteAnswer, tensor
+from busrl.hosts.desk import HOST, ClaimedTask, ClaimGone, Desk, NoMemory
 from busrl.hosts.episodes import Bounds, received
-from busrl.hosts.gateway import (
-    HOST,
-    AnswerLimits,
-    ClaimedTask,
-    ClaimGone,
-    Desk,
-    Judged,
-    NoMemory,
-    Refused,
-    RemoteAnswer,
-    tensor,
-)
 from busrl.preflight.rules import RESERVE_PROCESSES
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
@@ -437,7 +427,9 @@ def reserved_names(topology: Topology) -> frozenset[str]:
     return frozenset(address(one.name) for one in topology.processes() if not one.spec.command) | {"launch"}
 
 
-def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, ring: str) -> Desk:
+def desk_of(
+    topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, ring: str, is_paused: Callable[[], bool]
+) -> Desk:
     """The desk of a run. Remote workers never take the entries that the run itself may need."""
     data, processes = topology.data, topology.processes()
     welcome = g.GatewayWelcome(
@@ -448,5 +440,5 @@ def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, 
     return Desk(
         ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
         most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
-        reserved=reserved_names(topology), ring=ring,
+        reserved=reserved_names(topology), ring=ring, is_paused=is_paused,
     )

@@ -1,6 +1,6 @@
 """Direct connections between a run and other hosts, and among these: ROUTERs answer, DEALERs ask, both with CURVE keys.
 
-Talks to sockets; what is said lies in `busrl.hosts.link_messages`. The bus loses messages and bounds their size;
+Talks to sockets; what is said lies in `busrl.hosts.questions`. The bus loses messages and bounds their size;
 weights and topologies need neither, so they travel here. Knows nothing of rings, weights or runs.
 
 - A question is asked again by whoever hears nothing; an answer to an earlier question is dropped.
@@ -22,7 +22,7 @@ from busrl.bus.broker import CurveListener
 from busrl.bus.endpoint import HANDSHAKE_MS, encrypt
 from busrl.bus.security import allow_many_connections, host_and_port
 from busrl.errors import PeerTimeout
-from busrl.hosts import link_messages as h
+from busrl.hosts import questions as q
 from busrl.keys import ClientKeys
 
 HWM = 64
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
     peer: bytes
     name: str
-    question: h.AnyQuestion
+    question: q.AnyQuestion
 
 
 class Answering:
@@ -60,13 +60,13 @@ class Answering:
             if not self.socket.poll(0 if turn else int(1000 * timeout_s)):
                 return
             frames = self.socket.recv_multipart(copy=False)
-            if len(frames) == 2 and (asked := h.question(frames[1].bytes)) is not None:
+            if len(frames) == 2 and (asked := q.question(frames[1].bytes)) is not None:
                 yield Asked(frames[0].bytes, str(frames[1].get("User-Id")), asked)
 
-    def answer(self, asked: Asked, reply: h.Reply, data: memoryview | bytes | None = None) -> None:
+    def answer(self, asked: Asked, reply: q.Reply, data: memoryview | bytes | None = None) -> None:
         """Send it, with the bytes of a piece; a host that is gone or does not read hears nothing."""
         reply.number = asked.question.number
-        frames: list[memoryview | bytes] = [asked.peer, h.encode(reply), *([] if data is None else [data])]
+        frames: list[memoryview | bytes] = [asked.peer, q.encode(reply), *([] if data is None else [data])]
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Asking:
         self.socket.connect(endpoint)
         self._number = time.time_ns() // 1000  # so that an answer to an earlier life is not taken for one to this
 
-    def ask(self, question: h.Question, timeout_s: float) -> h.AnyReply:
+    def ask(self, question: q.Question, timeout_s: float) -> q.AnyReply:
         """The answer; the question is sent again now and then, as a connection that breaks loses what is on its way.
         PeerTimeout: nothing was heard."""
         end, numbers = time.monotonic() + timeout_s, set[int]()
@@ -112,23 +112,23 @@ class Asking:
         """Tell whether the other side has refused this key."""
         return bool(self._refusals.poll(0))
 
-    def post(self, question: h.Question) -> int:
+    def post(self, question: q.Question) -> int:
         """Ask without waiting; returns the number of the question."""
         self._number += 1
         question.number, question.host = self._number, self.host
         with contextlib.suppress(zmq.Again):  # nobody is there, and enough waits for them: asked again later
-            self.socket.send(h.encode(question), zmq.NOBLOCK)
+            self.socket.send(q.encode(question), zmq.NOBLOCK)
         return self._number
 
-    def receive(self, timeout_s: float) -> tuple[h.AnyReply, memoryview] | None:
+    def receive(self, timeout_s: float) -> tuple[q.AnyReply, memoryview] | None:
         """The next answer with the bytes that came with it, or None."""
         if not self.socket.poll(int(1000 * timeout_s)):
             return None
         frames = self.socket.recv_multipart(copy=False)
-        found = h.reply(frames[0].bytes)
+        found = q.reply(frames[0].bytes)
         return None if found is None else (found, frames[1].buffer if len(frames) > 1 else memoryview(b""))
 
-    def here(self) -> Iterator[tuple[h.AnyReply, memoryview]]:
+    def here(self) -> Iterator[tuple[q.AnyReply, memoryview]]:
         """The answers that are here, at most HWM."""
         for _ in range(HWM):
             if (found := self.receive(0)) is None:

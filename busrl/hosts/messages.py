@@ -253,4 +253,10 @@ class GatewaySettled(Message, tag="GATEWAY_SETTLED"):
     refused: Annotated[list[Refusal], Meta(max_length=MAX_MAP)] = field(default_factory=list)
 
 
-REMOTE: tuple[type[Remote], ...] = tuple(Remote.__subclasses__())
+# In the order of docs/protocol.md: requests, then answers.
+REMOTE: tuple[type[Remote], ...] = (
+    RemoteJoin, RemoteClaim, RemoteExtend, RemoteGenerated, RemoteRewarded, RemoteFail, RemoteBatch, RemoteLeave,
+)
+MESSAGES: tuple[type[Message], ...] = (*REMOTE, GatewayWelcome, GatewayTasks, GatewayAnswer, GatewaySettled)
+# Codes of GATEWAY_ANSWER that a person should look at.
+REFUSALS = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")

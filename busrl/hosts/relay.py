@@ -29,10 +29,10 @@ from busrl import keys
 from busrl.bus.broker import Admission, CurveListener
 from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
-from busrl.hosts import link_messages as h
-from busrl.hosts import log as host_log
+from busrl.hosts import questions as q
 from busrl.hosts.invitation import SILENT, HostSource, claimed_from, of_host
 from busrl.hosts.link import Answering, Asked, Asking, address_towards, wait
+from busrl.hosts.roster import Starts
 from busrl.hosts.versions import Chain, FolderCopy, FolderSnapshot, Pieces, SegmentCopy, Snapshot, Sources
 from busrl.keys import ClientKeys, Pair
 from busrl.roles.actor import Actor
@@ -92,7 +92,7 @@ class Home:
         self.weights = FolderSnapshot(Path(folders), piece) if folders else Snapshot(Path(settings.segment), piece)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
-        self.starts = host_log.Starts(actor.paths)
+        self.starts = Starts(actor.paths)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
         self._heard: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}  # for `busrl status`
@@ -120,11 +120,11 @@ class Home:
         self.weights.close()
         self.link.close()
 
-    def state(self) -> h.HomeState:
+    def state(self) -> q.HomeState:
         words = {word.value: self.ring.header(word) for word in SHOWN}
         pause = words.pop(HeaderWord.GENERATION_PAUSE.value)
         newest, _ = self.weights.newest()
-        return h.HomeState(
+        return q.HomeState(
             ring=self.claimed_from, over=self._over, topology=self._topology, pause=pause, weights=newest, **words
         )
 
@@ -133,9 +133,9 @@ class Home:
         if (why := self._objection(asked)) is not None:
             self.actor.warn("relay", f"{asked.name}: {why.text}", kind=f"refused {asked.name}")
             self.link.answer(asked, why)
-        elif isinstance(question, h.HostJoin):
+        elif isinstance(question, q.HostJoin):
             self._welcome(asked)
-        elif isinstance(question, h.HostLook):
+        elif isinstance(question, q.HostLook):
             self._seen[asked.name] = time.monotonic()
             self._heard[asked.name] = {
                 "time": time.time(), "weights": question.have, "busrl": question.build,
@@ -143,11 +143,11 @@ class Home:
             }
             self.chain.looked(asked.name, question.have, time.monotonic())
             self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
-        elif isinstance(question, h.WeightsHead):
+        elif isinstance(question, q.WeightsHead):
             self._head(asked, question)
-        elif isinstance(question, h.RanksMeet):
+        elif isinstance(question, q.RanksMeet):
             place = files.read_map(self.actor.paths.rank_place) if asked.name in self.topology.rank_hosts else {}
-            self.link.answer(asked, h.RanksPlace(**place) if place else h.Refused(text="no learner waits for ranks"))
+            self.link.answer(asked, q.RanksPlace(**place) if place else q.Refused(text="no learner waits for ranks"))
         else:
             self._piece(asked, question)
 
@@ -156,12 +156,12 @@ class Home:
         made = of_host(self.topology, name).to_json().encode()
         lives = {one.label: one.life for one in self.ring.processes() if one.remote}
         life, holds = self.starts.count(name, max(lives.values(), default=0)), lives.get(name, 0)
-        self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from, life=life, holds=holds))
+        self.link.answer(asked, q.Welcome(topology=made, ring=self.claimed_from, life=life, holds=holds))
 
-    def _objection(self, asked: Asked) -> h.Refused | None:
+    def _objection(self, asked: Asked) -> q.Refused | None:
         """Why this host cannot take part, whatever it asks for."""
         host, known = asked.question.host, self.topology.host_names
-        build = asked.question.build if isinstance(asked.question, h.HostJoin) else busrl.__version__
+        build = asked.question.build if isinstance(asked.question, q.HostJoin) else busrl.__version__
         if host not in known:
             text = f"no host {host!r} in this run: `hosts` of its [[process]] entries name {', '.join(known)}"
         elif asked.name != host:
@@ -171,30 +171,30 @@ class Home:
             text = f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
         else:
             return None
-        return h.Refused(text=text)
+        return q.Refused(text=text)
 
-    def _head(self, asked: Asked, question: h.WeightsHead) -> None:
+    def _head(self, asked: Asked, question: q.WeightsHead) -> None:
         now, name = time.monotonic(), asked.name
         with self.actor.activity("copy weights", self.topology.limits.work_s):
             taken = self.weights.take(self.chain.fetched(name, now))
         if taken is None or taken.version <= question.have:
-            self.link.answer(asked, h.Refused(text="no newer version just now"))
+            self.link.answer(asked, q.Refused(text="no newer version just now"))
             return
         place = question.place if _is_place(question.place) else ""
-        head = h.Version(
+        head = q.Version(
             version=taken.version, step=taken.step, nbytes=len(taken.data), checksum=taken.checksum,
             manifest=taken.manifest, piece=self.weights.size, digest=taken.digest, digests=taken.digests,
             above=self.chain.asks(name, place, taken.version, len(taken.data), now), peers=self._peers(),
         )
         self.link.answer(asked, head)
 
-    def _peers(self) -> list[h.Peer]:
+    def _peers(self) -> list[q.Peer]:
         listed = keys.allowed(self.keys)
-        return [h.Peer(one, listed[one], self.chain.place(one)) for one in self.topology.host_names if one in listed]
+        return [q.Peer(one, listed[one], self.chain.place(one)) for one in self.topology.host_names if one in listed]
 
-    def _piece(self, asked: Asked, question: h.WeightsPiece) -> None:
+    def _piece(self, asked: Asked, question: q.WeightsPiece) -> None:
         found = self.weights.piece(question.digest, question.at, question.size)
-        reply = h.Refused(text="overtaken") if found is None else h.Piece(version=question.version, at=question.at)
+        reply = q.Refused(text="overtaken") if found is None else q.Piece(version=question.version, at=question.at)
         self.link.answer(asked, reply, found)
 
     def _tell_changes(self) -> None:
@@ -203,10 +203,10 @@ class Home:
             return
         now, state = time.monotonic(), self.state()
         for name, (until, asked) in list(self._waiting.items()):
-            known = asked.question.known if isinstance(asked.question, h.HostLook) else None
+            known = asked.question.known if isinstance(asked.question, q.HostLook) else None
             if known != state or not now < until:
                 del self._waiting[name]
-                self.link.answer(asked, h.State(state=state))
+                self.link.answer(asked, q.State(state=state))
 
 
 def _is_place(text: str) -> bool:
@@ -235,7 +235,7 @@ class Away:
         self.sharing = self._open_sharing(home) if self.generates else None
         self.links = Links(self.source)
         self.fetch: Fetch | None = None
-        self.state: h.HomeState | None = None
+        self.state: q.HomeState | None = None
         self._heard, self._next_look, self._next_head, self._usual = time.monotonic(), 0.0, 0.0, 0.0
         self._heads = set[int]()  # numbers of questions for weights
 
@@ -277,7 +277,7 @@ class Away:
     def _ask(self, now: float) -> None:
         """For the state, always; for newer weights, where none are on their way. What was lost is asked again."""
         if now >= self._next_look:
-            self.link.post(h.HostLook(
+            self.link.post(q.HostLook(
                 known=self.state, wait_s=WAIT_S, have=self.weights.newest(), build=busrl.__version__,
                 processes=self._processes(),
             ))
@@ -287,29 +287,29 @@ class Away:
             have = self.weights.newest()
             if self.state.weights > max(have, 0):
                 place = self.sharing.link.place if self.sharing is not None else ""
-                self._heads.add(self.link.post(h.WeightsHead(have=have, place=place)))
+                self._heads.add(self.link.post(q.WeightsHead(have=have, place=place)))
                 self._next_head = now + AGAIN_S
 
-    def _processes(self) -> list[h.HostProcess]:
+    def _processes(self) -> list[q.HostProcess]:
         return [
-            h.HostProcess(one.label, "dead" if self.ring.is_dead(one.index) else one.state, one.activity, one.pid,
+            q.HostProcess(one.label, "dead" if self.ring.is_dead(one.index) else one.state, one.activity, one.pid,
                           one.version, one.samples, one.tokens)
             for one in self.ring.processes() if not one.remote
         ]
 
-    def _hear(self, reply: h.AnyReply) -> None:
+    def _hear(self, reply: q.AnyReply) -> None:
         self._heard = time.monotonic()
         self.ring.activity("")
-        if isinstance(reply, h.State):
+        if isinstance(reply, q.State):
             self._next_look = 0.0
             self._mirror(reply.state)
-        elif isinstance(reply, h.Version):
+        elif isinstance(reply, q.Version):
             self._heads.clear()
             self._next_head = 0.0
             self._begin(reply)
-        elif isinstance(reply, h.Refused) and reply.number in self._heads:
+        elif isinstance(reply, q.Refused) and reply.number in self._heads:
             self._next_head = self._heard + WAIT_S
-        elif isinstance(reply, h.Refused):
+        elif isinstance(reply, q.Refused):
             self._end(f"refused: {reply.text}")
 
     def _silent(self, silent_s: float) -> None:
@@ -327,7 +327,7 @@ class Away:
             self.actor.warn("relay", f"this host ends: {why}", "error")
             self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
 
-    def _mirror(self, state: h.HomeState) -> None:
+    def _mirror(self, state: q.HomeState) -> None:
         if state.ring != self.source.ring:
             self._end("the run has a new ring, in which nothing is claimed from here")
         elif self.state is not None and state.topology != self.state.topology:
@@ -340,7 +340,7 @@ class Away:
             if state.over:
                 self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
 
-    def _begin(self, head: h.Version) -> None:
+    def _begin(self, head: q.Version) -> None:
         """Fetch this version; what is here of the same bytes is not fetched again."""
         if self.sharing is not None:
             self.sharing.listed = {peer.name: peer.key for peer in head.peers}
@@ -387,16 +387,16 @@ class Links:
         self._open: dict[tuple[str, str], Asking] = {}
         self._avoided: dict[str, float] = {}  # places, and until when
 
-    def worth_asking(self, head: h.Version, now: float) -> list[str]:
+    def worth_asking(self, head: q.Version, now: float) -> list[str]:
         """The hosts above this one, less those that never answered."""
         self._avoided = {place: until for place, until in self._avoided.items() if now < until}
         places = {peer.name: peer.place for peer in head.peers}
         return [name for name in head.above if name in places and places[name] not in self._avoided]
 
-    def avoid(self, peer: h.Peer, now: float) -> None:
+    def avoid(self, peer: q.Peer, now: float) -> None:
         self._avoided[peer.place] = now + AVOID_S
 
-    def to(self, peer: h.Peer | None) -> Asking:
+    def to(self, peer: q.Peer | None) -> Asking:
         """The connection to this host, or to home; others are closed."""
         place, key = (peer.place, peer.key) if peer is not None else (self._endpoint, self._keys.server)
         made = self._open.pop((place, key), None) or Asking(place, ClientKeys(self._keys.pair, key), self._name)
@@ -413,21 +413,21 @@ class Links:
 class Fetch:
     """One version on its way here, from one host after another; without `sources` home has to name some again."""
 
-    head: h.Version
+    head: q.Version
     sources: Sources | None = None
     link: Asking | None = None
 
     def __init__(self, links: Links, pieces: Pieces, now: float) -> None:
         self._links, self.pieces, self.begun = links, pieces, now
         self._numbers = set[int]()  # of the questions on this link
-        self._peer: h.Peer | None = None  # whom it leads to, None: home
+        self._peer: q.Peer | None = None  # whom it leads to, None: home
         self._answers = False
 
     @property
     def named(self) -> str:
         return (self.sources.current if self.sources is not None else "") or "home"
 
-    def begin(self, head: h.Version, sources: Sources) -> None:
+    def begin(self, head: q.Version, sources: Sources) -> None:
         self.head, self.sources = head, sources
         self._turn()
 
@@ -448,7 +448,7 @@ class Fetch:
         ahead = max(2, min(MOST_AHEAD, AHEAD_BYTES // max(1, self.head.piece)))
         while self.sources is not None and self.pieces.open < ahead and (place := self.pieces.want()) is not None:
             at, size = place
-            asked = h.WeightsPiece(version=self.head.version, digest=self.head.digest, at=at, size=size)
+            asked = q.WeightsPiece(version=self.head.version, digest=self.head.digest, at=at, size=size)
             self._numbers.add(self.link.post(asked))
         return why
 
@@ -458,9 +458,9 @@ class Fetch:
         for reply, data in self.link.here():
             sources.heard(now)
             self._answers = True
-            if isinstance(reply, h.Refused) and reply.number in self._numbers:
+            if isinstance(reply, q.Refused) and reply.number in self._numbers:
                 return f"{self.named}: {reply.text}"
-            if isinstance(reply, h.Piece) and reply.version == self.head.version:
+            if isinstance(reply, q.Piece) and reply.version == self.head.version:
                 try:
                     new = self.pieces.came(reply.at, data)
                 except WeightsRefused as problem:
@@ -497,18 +497,18 @@ class Sharing:
         if self._open and now >= self._next_word:
             self._next_word = now + WORD_S
             for asked in {asked.peer: asked for _, asked in self._open}.values():
-                self.link.answer(asked, h.Waiting())
+                self.link.answer(asked, q.Waiting())
 
     def _answer(self, since: float, asked: Asked, now: float) -> bool:
         """Whether it was answered."""
         question = asked.question
-        if not isinstance(question, h.WeightsPiece):
+        if not isinstance(question, q.WeightsPiece):
             return True
         data = self._copy.piece(question.digest, question.at, question.size)
         if data is not None:
-            self.link.answer(asked, h.Piece(version=question.version, at=question.at), data)
+            self.link.answer(asked, q.Piece(version=question.version, at=question.at), data)
         elif not self._copy.holds(question.digest) and now - since > PATIENCE_S:
-            self.link.answer(asked, h.Refused(text="it has not this version"))
+            self.link.answer(asked, q.Refused(text="it has not this version"))
         else:
             return False
         return True

@@ -22,6 +22,7 @@ run. Knows nothing of engines, weights or groups.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -36,15 +37,16 @@ import numpy as np
 from busrl.bus import Endpoint, tcp_pair
 from busrl.errors import BusNotReady, DiskFull, MessageTooLarge, SharedMemoryFull
 from busrl.hosts import messages as g
+from busrl.hosts.desk import FATES, HOST
 from busrl.hosts.episodes import tensors_of
-from busrl.hosts.gateway import FATES, HOST
 from busrl.hosts.invitation import SILENT, HostSource, ahead_of
-from busrl.hosts.log import HostErrors
+from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import DTYPES, UNREADABLE, read_copies, read_generated, read_parts, text_of
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase, shown_uid
+from busrl.system import files
 from busrl.topology.schema import AGENT, SERVE
 
 log = logging.getLogger("busrl")
@@ -56,6 +58,8 @@ BESIDE, OF_TENSOR = 512, 64  # bytes of an answer in a message beside its tensor
 ROWS_COUNT_S = 4.0  # for which an engine, or who plays episodes, is taken to be there after it told of its rows
 UNASKED_S = 5.0  # for which samples that no client of a server asks for stay here
 COLLECT_AT_ONCE = 256
+OLD_S = 30.0  # at the start of a satellite: the one before has sent what is older
+MOST_ERRORS = 20  # lines of errors.jsonl that are sent at once
 REMEMBERED = 8192
 DROPS = {fate: word for word, fate in FATES[HOST].items()}
 
@@ -100,6 +104,26 @@ class Answer:
     def size(self) -> int:
         own = sum(OF_TENSOR + len(one.data) for one in self.episode.values())
         return BESIDE + 4 * len(self.text) + sum(map(len, self.tensors.values())) + own
+
+
+class HostErrors:
+    """The new lines of errors.jsonl on this host, as home can file them under the host's name."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._lines, self._since = files.LineFollower(paths.errors), time.time() - OLD_S
+
+    def new(self) -> Iterator[m.Error]:
+        rows = [row for row in map(_row, self._lines.new()) if row.get("time", 0.0) >= self._since]
+        for row in rows[-MOST_ERRORS:]:
+            words = {name: str(row.get(name, "")) for name in ("severity", "process", "text", "trace")}
+            yield m.Error(severity=words["severity"][: m.MAX_NAME], where=words["process"], text=words["text"],
+                          traceback=words["trace"])
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return files.as_map(msgspec.json.decode(line))
+    return {}
 
 
 class Satellite(Actor):

@@ -1,7 +1,8 @@
 """Messages to msgpack bytes and back, the list of all messages, and the topic on which each travels.
 
-Talks to msgspec only; knows nothing of sockets or counters. One encoder and one decoder per message kind are made once
-and reused, since making them costs more than using them. A message that is not in `ALL` is unknown to the bus.
+Talks to msgspec, and to the table of parts, which may have messages of their own. Knows nothing of sockets or counters.
+One encoder and one decoder per message kind are made once and reused, since making them costs more than using them. A
+message that is not in `ALL` is unknown to the bus.
 
 - `decode` never raises anything but `Rejected`, whatever the bytes are: garbage, cut, nested 100,000 deep, mistyped.
 - What a message may hold is bounded: its bytes by `max_bytes`, its strings, lists and maps by their types, and how deep
@@ -20,13 +21,11 @@ from typing import Final
 
 import msgspec
 
-from busrl.hosts.messages import REMOTE, Remote
-from busrl.protocol.messages import MAX_NAME, VERSION, Message, name_of
+from busrl import capabilities
+from busrl.protocol.messages import CORE, MAX_NAME, VERSION, Message, name_of
 
-# All messages, in the order of docs/protocol.md, which is that of their definition.
-ALL: Final[tuple[type[Message], ...]] = tuple(
-    kind for defined in Message.__subclasses__() for kind in (REMOTE if defined is Remote else [defined])
-)
+# All messages, in the order of docs/protocol.md: those of the core, then those of the parts that are there.
+ALL: Final[tuple[type[Message], ...]] = (*CORE, *(kind for kinds in capabilities.plugs("messages") for kind in kinds))
 BY_NAME: Final[dict[str, type[Message]]] = {name_of(kind): kind for kind in ALL}
 
 

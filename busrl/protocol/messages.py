@@ -1,7 +1,8 @@
 """The envelope of every message, and the messages between processes that map the ring, grouped by direction.
 
 Each is one flat msgpack map with its name in field `type`; the codec turns them into bytes. Talks to nothing, and knows
-nothing of sockets or of the ring. The gateway's messages are in `gateway`; docs/protocol.md says who sends what.
+nothing of sockets or of the ring. Other parts have messages of their own (`codec.ALL`); docs/protocol.md says who sends
+what.
 
 - A message is a doorbell: it says "look at the ring". Losing, doubling, delaying or reordering any of them makes a
   run slower, never wrong; so no field here is the only copy of anything of value.
@@ -307,6 +308,11 @@ def name_of(kind: type[Message]) -> str:
     return str(tag)
 
 
+CORE: tuple[type[Message], ...] = (  # in the order of docs/protocol.md
+    TaskRequest, NewTask, DataGenerated, CallCancel, CallTokens, ProbeDrawn, RewardComputed, LearnerStateUpdate,
+    WeightsPublished, WeightsGroup, ValidationStarted, ValidationDone, ValidationSetDone, SchedulerState, Hello,
+    Heartbeat, Goodbye, Error, Ping, Pong, Stop, Control, ControlDone,
+)
 # Messages that only one process of a run sends. Names are not proved: this stops mistakes, not malice.
 ONLY_FROM: dict[type[Message], str] = {
     LearnerStateUpdate: "learner", SchedulerState: "scheduler", Stop: "launch", ControlDone: "launch",

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from busrl.bus.security import relay_endpoint
 from busrl.errors import TEAM_ENDED, PeerLost, RankLost
-from busrl.hosts import link_messages as h
+from busrl.hosts import questions as q
 from busrl.hosts.invitation import HostSource
 from busrl.hosts.link import Asking
 from busrl.ranks import mesh
@@ -94,9 +94,9 @@ def home_of(actor: Actor) -> Iterator[Away | None]:
 
         def place() -> Place | None:
             try:
-                found = link.ask(h.RanksMeet(), ASK_S)
+                found = link.ask(q.RanksMeet(), ASK_S)
             except PeerLost:  # the host's relay says so
                 return None
-            return Place(found.address, found.port, found.secret) if isinstance(found, h.RanksPlace) else None
+            return Place(found.address, found.port, found.secret) if isinstance(found, q.RanksPlace) else None
 
         yield Away(source.name, place, actor.paths.root / "brought")

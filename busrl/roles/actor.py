@@ -35,7 +35,7 @@ from busrl.ledger.controls import size as controls_size
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.protocol.codec import topic
+from busrl.protocol.codec import Rejected, topic
 from busrl.ring import Fates, OfdLock, Ring
 from busrl.roles.process import acquire_lock, configure_process, reacquire_lock
 from busrl.scheduling.groups import GroupScanner, GroupView
@@ -158,6 +158,9 @@ class Actor(ABC):
     def handle(self, message: m.Message) -> None:
         """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
 
+    def unreadable(self, rejected: Rejected, name: str) -> None:
+        """Bytes that came as the message of this name and are none; they are counted and reported already."""
+
     def follow(self) -> None:
         """Something was asked of the run: `topology` is another one, and control.jsonl has a line more."""
 
@@ -265,7 +268,7 @@ class Actor(ABC):
         self.bus = Endpoint(
             self.worker_id, self.paths.frontend, self.paths.backend, subscribe=self.subscriptions(), hwm=own.hwm,
             max_bytes=own.max_message_bytes, message_faults=self.message_faults,
-            report=lambda text: self.warn("bus", text),
+            report=lambda text: self.warn("bus", text), on_reject=self.unreadable,
         )
 
     def subscriptions(self) -> list[str]:

@@ -210,8 +210,11 @@ def test_what_was_fetched_and_not_taken_is_gone_with_the_endpoint(endpoint):
 
 @pytest.mark.usefixtures("each_wire")
 def test_who_is_told_of_a_dropped_message_may_close_the_endpoint(endpoint):
-    sender, listener = endpoint("sender"), endpoint("listener", "GOODBYE/", report=lambda _: None)
-    listener.on_reject = lambda *_: listener.close()
+    def close(*_: object) -> None:
+        listener.close()
+
+    sender = endpoint("sender")
+    listener = endpoint("listener", "GOODBYE/", report=lambda _: None, on_reject=close)
     for _ in range(50):
         sender.send(m.Goodbye())
         sender._send(b"GOODBYE/", b"\xc1")

@@ -12,8 +12,8 @@ from pathlib import Path
 from in_memory import answer_to, batch_of, settings
 
 from busrl.hosts import messages as g
+from busrl.hosts.desk import Desk
 from busrl.hosts.episodes import Bounds
-from busrl.hosts.gateway import Desk
 from busrl.hosts.ledgers import RingLedger
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring

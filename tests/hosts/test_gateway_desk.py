@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from in_memory import LEASE_S, RING, Ledger, Slot, answer_to, new_desk
 
 from busrl.hosts import messages as g
-from busrl.hosts.gateway import Desk, tensor
+from busrl.hosts.checks import tensor
+from busrl.hosts.desk import Desk
 from busrl.protocol import codec
 from busrl.protocol import messages as m
 from busrl.system.clocks import Tally

@@ -20,8 +20,8 @@ from busrl import keys
 from busrl.agents.tree import Trajectory, Tree
 from busrl.data.episodes import TYPES, EpisodeLimits, fault_of
 from busrl.hosts import messages as g
+from busrl.hosts.checks import Refused, tensor
 from busrl.hosts.episodes import Bounds, received, tensors_of
-from busrl.hosts.gateway import Refused, tensor
 from busrl.protocol import messages as m
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_parts, read_text, write_parts

@@ -14,7 +14,7 @@ import pytest
 from on_a_ring import Keeper
 
 from busrl.hosts import messages as g
-from busrl.hosts.gateway import NoMemory
+from busrl.hosts.desk import NoMemory
 from busrl.hosts.satellite import NAME_AFTER, RESEND_S, Satellite
 from busrl.paths import RunPaths
 from busrl.preflight.load import load

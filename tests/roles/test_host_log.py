@@ -9,7 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.hosts.log import HostErrors, HostLog, write
+from busrl.hosts.roster import Roster, write
+from busrl.hosts.satellite import HostErrors
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -17,12 +18,12 @@ from busrl.protocol import messages as m
 SILENT_S = 10.0
 
 
-def events(log: HostLog, **seen: tuple[int, float, int]) -> list[str]:
+def events(log: Roster, **seen: tuple[int, float, int]) -> list[str]:
     return [f"{line['host']} {line['event']}" for line in log.changes(seen)]
 
 
 def test_a_host_joins_falls_silent_comes_back_is_replaced_and_goes_each_told_once() -> None:
-    log = HostLog(["a", "b"])
+    log = Roster(["a", "b"])
     assert events(log, a=(1, 0.0, 0), stranger=(1, 0.0, 0)) == ["a joined"]
     assert events(log, a=(1, 0.1, 3)) == []
     assert events(log, a=(1, SILENT_S, 3), b=(1, 0.0, 0)) == ["a silent", "b joined"]
@@ -35,7 +36,7 @@ def test_a_host_joins_falls_silent_comes_back_is_replaced_and_goes_each_told_onc
 
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(1, 3), st.sampled_from([0.0, SILENT_S]))), max_size=20))
 def test_a_host_that_is_gone_was_there_and_one_that_joins_was_not(looks: list[tuple[int, float] | None]) -> None:
-    log, told = HostLog(["a"]), list[str]()
+    log, told = Roster(["a"]), list[str]()
     for look in looks:
         told += events(log, **({} if look is None else {"a": (*look, 0)}))
     doors = [one for one in told if one in ("a joined", "a gone")]
@@ -45,7 +46,7 @@ def test_a_host_that_is_gone_was_there_and_one_that_joins_was_not(looks: list[tu
 
 def test_news_of_hosts_are_lines_of_a_file(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
-    write(paths, HostLog(["a"]).changes({"a": (7, 0.0, 0)}))
+    write(paths, Roster(["a"]).changes({"a": (7, 0.0, 0)}))
     [line] = paths.hosts.read_text().splitlines()
     assert json.loads(line) | {"time": 0} == {"time": 0, "host": "a", "event": "joined", "life": 7, "holds": 0}
 

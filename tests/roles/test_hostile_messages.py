@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from busrl.errors import RUN_FAILED, CannotTrain, PeerLost, process_code
+from busrl.hosts.gateway import NamedLines
 from busrl.preflight.rules import MOST_SAMPLES
 from busrl.protocol import messages as m
 from busrl.ring import Fates
 from busrl.roles import bus as bus_role
-from busrl.roles.keeper import MOST_NAMED, Keeper
+from busrl.roles.keeper import Keeper
 from busrl.roles.scheduler import Scheduler
 from busrl.scheduling.admission import Rows
 from tools.reference.catalog import ROUTES
@@ -86,10 +87,9 @@ def test_the_page_and_the_roles_agree_on_what_only_one_process_sends():
 
 
 def test_refusals_of_ever_new_names_are_few_kinds_of_lines_and_the_first_names_have_their_own():
-    keeper: Any = Keeper.__new__(Keeper)
-    keeper._named = set()
-    kinds = {keeper._line_of(f"worker-{number}") for number in range(10_000)}
-    assert len(kinds) == MOST_NAMED + 1 and keeper._line_of("worker-0") == "worker-0"
+    lines = NamedLines(16)
+    kinds = {lines.name(f"worker-{number}") for number in range(10_000)}
+    assert len(kinds) == 17 and lines.name("worker-0") == "worker-0"
 
 
 def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy():

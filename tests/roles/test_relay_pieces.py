@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from busrl._blocks import digest
-from busrl.hosts import link_messages as h
+from busrl.hosts import questions as q
 from busrl.hosts.relay import Fetch
 from busrl.hosts.versions import SILENT_S, Pieces, Sources
 
@@ -21,10 +21,10 @@ class Link:
     """Answers what is asked until it has given `gives` pieces; then it is silent, refuses or gives wrong bytes."""
 
     def __init__(self, gives: int, then: str = "silent") -> None:
-        self.gives, self.then, self.asked = gives, then, list[tuple[int, h.WeightsPiece]]()
+        self.gives, self.then, self.asked = gives, then, list[tuple[int, q.WeightsPiece]]()
         self.number, self.given, self._first = 0, set[int](), gives
 
-    def post(self, question: h.WeightsPiece) -> int:
+    def post(self, question: q.WeightsPiece) -> int:
         self.number += 1
         self.asked.append((self.number, question))
         return self.number
@@ -32,27 +32,27 @@ class Link:
     def here(self) -> Any:
         asked, self.asked = self.asked, []
         if self.gives == self._first:
-            yield h.Refused(number=self.number + 1000, text="for an earlier question"), memoryview(b"")
+            yield q.Refused(number=self.number + 1000, text="for an earlier question"), memoryview(b"")
         for number, one in asked:
             if self.gives > 0:
                 self.gives -= 1
                 self.given.add(one.at)
                 data = memoryview(VERSION)[one.at : one.at + one.size]
-                yield h.Piece(number=number, version=one.version, at=one.at), data
+                yield q.Piece(number=number, version=one.version, at=one.at), data
             elif self.then == "refused":
-                yield h.Refused(number=number, text="overtaken"), memoryview(b"")
+                yield q.Refused(number=number, text="overtaken"), memoryview(b"")
             elif self.then == "wrong":
-                yield h.Piece(number=number, version=one.version, at=one.at), memoryview(bytes(one.size))
+                yield q.Piece(number=number, version=one.version, at=one.at), memoryview(bytes(one.size))
 
 
 class Links:
     def __init__(self, **links: Link) -> None:
         self.all = links
 
-    def avoid(self, peer: h.Peer, now: float) -> None:
+    def avoid(self, peer: q.Peer, now: float) -> None:
         raise AssertionError("it answered")
 
-    def to(self, peer: h.Peer | None) -> Link:
+    def to(self, peer: q.Peer | None) -> Link:
         return self.all[peer.name if peer else "home"]
 
 
@@ -68,8 +68,8 @@ class Copy:
 def fetch_over(links: Links, above: list[str], limit_s: float = 60.0) -> tuple[Copy, float, list[str], Fetch]:
     """Fetch the version in steps of 0.1 s: what was written, in which time, and what was said."""
     fetch = Fetch(links, Pieces(len(VERSION), SIZE, DIGESTS), 0.0)  # type: ignore[arg-type]
-    head = h.Version(version=7, nbytes=len(VERSION), piece=SIZE, above=above,
-                     peers=[h.Peer(name, "key", "tcp://there") for name in links.all if name != "home"])
+    head = q.Version(version=7, nbytes=len(VERSION), piece=SIZE, above=above,
+                     peers=[q.Peer(name, "key", "tcp://there") for name in links.all if name != "home"])
     fetch.begin(head, Sources(above, 1.0, HOME_S, 0.0))
     copy, now, said = Copy(), 0.0, list[str]()
     while fetch.pieces.left and fetch.sources is not None and now < limit_s:

@@ -16,7 +16,7 @@ from relay_scene import HOME, Net, Relays
 import busrl
 from busrl.bus.security import relay_endpoint
 from busrl.errors import WeightsTimeout
-from busrl.hosts import link_messages as h
+from busrl.hosts import questions as q
 from busrl.hosts.invitation import HostSource
 from busrl.hosts.link import Asking
 from busrl.status.reader import RunReader
@@ -140,12 +140,12 @@ def test_home_numbers_the_starts_of_its_hosts_upwards_whoever_dies_and_whatever_
     with Relays(tmp_path, ("a", "b"), 0.1) as relays:
         home, lives = relays.runs[HOME], list[int]()
 
-        def join(name: str) -> h.Welcome:
+        def join(name: str) -> q.Welcome:
             source = HostSource.read(relays.runs[name].paths.host_source)
             link = Asking(relay_endpoint(source.endpoint), source.client, name)
-            reply = link.ask(h.HostJoin(build=busrl.__version__), 60.0)
+            reply = link.ask(q.HostJoin(build=busrl.__version__), 60.0)
             link.close()
-            assert isinstance(reply, h.Welcome), reply
+            assert isinstance(reply, q.Welcome), reply
             lives.append(reply.life)
             return reply
 

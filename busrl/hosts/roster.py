@@ -1,52 +1,28 @@
-"""What a run and one of its hosts tell of each other: errors of the host's processes, and when it came and went.
+"""hosts.jsonl: when the run's other hosts started, joined, fell silent, came back, were replaced and went.
 
-`HostErrors` (for the satellite) reads errors.jsonl there and makes messages of its lines; `HostLog` (for the keeper at
-home) makes lines of hosts.jsonl, `Starts` (for home's relay) counts in them. Talks to files; knows nothing of sockets,
-claims or rings.
+`Roster` (for the gateway) makes lines of what has changed, `Starts` (for home's relay) counts in them. Talks to that
+file alone; knows nothing of sockets, claims or rings.
 
-- A line that is lost or told twice changes no sample.
-- No clock of another host is read: `HostErrors` compares its own host's times, `HostLog` goes by what home has heard.
+- A line that is lost or written twice changes no sample.
+- No clock of another host is read: a host's silence is measured at home.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from busrl.paths import RunPaths
-from busrl.protocol import messages as m
 from busrl.system import files
 
-OLD_S = 30.0  # at the start of a satellite: what is older was told by the one before
-MOST_AT_ONCE = 20
 SILENT_S = 5.0
 
 
-class HostErrors:
-    """The new lines of errors.jsonl on this host, as home can file them under the host's name."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self._lines, self._since = files.LineFollower(paths.errors), time.time() - OLD_S
-
-    def new(self) -> Iterator[m.Error]:
-        rows = [row for row in map(_row, self._lines.new()) if row.get("time", 0.0) >= self._since]
-        for row in rows[-MOST_AT_ONCE:]:
-            words = {name: str(row.get(name, "")) for name in ("severity", "process", "text", "trace")}
-            yield m.Error(severity=words["severity"][: m.MAX_NAME], where=words["process"], text=words["text"],
-                          traceback=words["trace"])
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        return files.as_map(msgspec.json.decode(line))
-    return {}
-
-
-class HostLog:
+class Roster:
     """Lines of hosts.jsonl: joined, replaced, silent, back, gone. `names` are the hosts that the topology has."""
 
     def __init__(self, names: Iterable[str]) -> None:

@@ -1,0 +1,453 @@
+"""The rules for workers that do not map the ring: one request in, the ledger moved, the answers out.
+
+Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`hosts/ledgers.py` has it on a ring, tests in
+memory) and is given the time with each call. Imports the protocol; knows nothing of sockets, rings or files.
+
+**The wire is the bus itself**: a remote worker needs it anyway (HELLO, HEARTBEAT, STOP, doorbells), broker and keeper
+may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every
+request may be sent again, and every answer is a function of the ledger, not of a conversation.
+
+Invariants, held by `tests/hosts` under loss, doubling, reordering and death of the keeper:
+- A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
+  a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
+- What a worker holds stands in the ledger. `Desk` remembers only clocks and conveniences, so a keeper that is killed
+  loses nothing: its successor finds entries and slots and grants every lease in full.
+- Claims are idempotent without a memory of requests: a worker names what it knows of, and gets what it holds beyond.
+- Leases are renewed claim by claim: by name, or all of a worker's by a digest that is equal only if it knows each of
+  them and no other. One that differs renews nothing, or a task that was lost on its way would be nobody's for ever.
+- A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
+- A newer life of a name replaces the older one, whose claims go back; the older one is asked to exit.
+- A life that names the ring of its claims joins no other: names of claims begin anew with a ring.
+- What there is no memory for is not answered: the claim stays, and whoever hears nothing sends it again.
+- An answer is checked whole (types, shapes, finite numbers, lengths) before anything of it is written. A refusal names
+  the value, the rule and the place, and leaves the claim where it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from busrl.hosts import messages as g
+from busrl.hosts.checks import AnswerLimits, BatchAnswers, Judged, Refused, RemoteAnswer, checked_answer, finite
+from busrl.protocol import messages as m
+from busrl.states import HOST_NAME, REWARD_FATES, Fate
+from busrl.system.clocks import FairClock, Tally
+
+Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
+TICK_S = 0.5
+FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is removed
+MOST_HELD, RECENT = 4096, 8192
+TASK_OVERHEAD = 512
+HOST = "host"  # the role of another host of busrl's: it generates whole answers, and may judge them too
+_GENERATING = {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON}
+FATES = {"rollout": _GENERATING, "reward": REWARD_FATES, HOST: _GENERATING | REWARD_FATES}
+_TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
+
+
+class NoMemory(Exception):
+    """The ledger cannot hold it just now; nothing was committed, and the same request will do later."""
+
+
+class ClaimGone(Exception):
+    """The slot is no longer at the word of the claim. Only the keeper moves it, so this is not expected."""
+
+
+# -- the ledger, as the desk needs it --------------------
+
+
+class ClaimedTask(NamedTuple):
+    """One claim: the slot, the word that owns it, and the two numbers that name it for ever."""
+
+    slot: int
+    word: int
+    seq: int
+    uid: int
+    alone: bool = False
+
+    @property
+    def task(self) -> str:
+        return f"{self.slot}.{self.seq}.{self.uid}"
+
+
+class RemoteLedger(Protocol):
+    """The ledger as the keeper works on it for remote workers. `index` is that of a worker's REMOTE entry; each call
+    that changes a slot is one compare-and-swap in the name of that entry. `Refused`: it can never be, and nothing was
+    committed; `NoMemory`: not now. `ClaimGone`: the slot has moved."""
+
+    def members(self) -> list[tuple[int, str, str, int]]: ...  # index, role, name and life of all REMOTE entries
+    def claims(self) -> list[tuple[int, ClaimedTask]]: ...  # all slots in a working state that such an entry owns
+    def enter(self, role: str, name: str, life: int) -> int: ...  # the index of a new entry
+    def leave(self, index: int) -> None: ...  # frees an entry that holds nothing
+    def show(self, index: int, tasks: int) -> None: ...  # in the process table: it lives and holds so many tasks
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]: ...  # a suspect if `idle`
+    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]: ...  # None: unreadable, so dropped
+    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]: ...
+    def commit_answer(
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None: ...  # judged: it needs no other reward
+    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None: ...
+    def give_back(self, index: int, claim: ClaimedTask) -> None: ...  # to rest, as if it had never been claimed
+    def expire(self, index: int, claim: ClaimedTask) -> bool: ...  # to rest, an attempt counted; True: dropped
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None: ...
+    def committed(self, slot: int, seq: int, uid: int) -> bool: ...  # whether the slot's last commit was of this claim
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker that has joined: its REMOTE entry, which start of its name it is (`life`), and what is remembered of it
+    for as long as this keeper lives."""
+
+    index: int
+    role: str
+    name: str
+    life: int
+    seen: float = 0.0
+    claim_req: int = 0
+    digest: int = 0  # of the names of its claims
+    until: float = 0.0  # to which its digest has renewed the claims that it had then
+    leases: dict[str, Lease] = field(default_factory=dict)  # by task, oldest first
+
+
+@dataclass(eq=False)
+class Lease:
+    """One claim of one worker, until the clock says `until`. States: granted -> (settled | expired)."""
+
+    worker: Worker
+    claim: ClaimedTask
+    named_until: float  # when it was granted, or named
+
+    @property
+    def until(self) -> float:
+        """A claim that is younger than the worker's last equal digest was granted after it, so for longer."""
+        return max(self.named_until, self.worker.until)
+
+
+class Desk:
+    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end.
+
+    `welcome` holds what is the same for all workers; a task may have `biggest` bytes; `most_members` leaves the run its
+    own entries in the process table; `reserved` are the names of the run's processes; `ring` names what claims are of.
+    While `is_paused` nothing new is given to those who generate.
+    """
+
+    def __init__(
+        self, ledger: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
+        most_members: int, reserved: frozenset[str], ring: str = "", is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.ledger, self.tally, self.clock, self.welcome = ledger, tally, FairClock(TICK_S, now), welcome
+        self.ring = ring
+        self.paused = ""  # why something of the last request has no answer yet
+        self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
+        self._is_paused = is_paused
+        self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
+        self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
+        self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
+        self._first_end = 0.0  # no lease ends before: to look at each of 65,536 takes 20 ms
+        entries = {entry[0]: Worker(*entry) for entry in ledger.members()}
+        self.workers = {worker.name: worker for worker in entries.values()}
+        for index, claim in ledger.claims():  # of an earlier keeper: every lease in full
+            self._grant(entries[index], claim)
+
+    def handle(self, message: g.Remote, now: float) -> list[m.Message]:
+        self.clock.passed(now)
+        self.paused = ""
+        try:
+            return self._handle(message)
+        except NoMemory as problem:
+            self._pause(message.sender, problem)
+            return []
+        except Refused as problem:
+            self.tally.add(message.sender, problem.code, text=str(problem))
+            return [_answer(message, problem.code, f"{message.sender}: {problem}", getattr(message, "task", ""))]
+
+    def _handle(self, message: g.Remote) -> list[m.Message]:
+        worker = self.workers.get(message.sender)
+        if worker is not None and message.life < worker.life:
+            return [_answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")]
+        if isinstance(message, g.RemoteJoin):
+            if message.ring and message.ring != self.ring:  # another slot may have the name of a claim that it holds
+                return [_answer(message, "unknown", "the run has another ring than the one that your claims are of")]
+            return [self._join(message, worker)]
+        if worker is None or message.life > worker.life:
+            # Not counted: every worker with a new keeper or a new name gets this answer.
+            return [_answer(message, "unknown", "this keeper does not know you: send REMOTE_JOIN, then this again")]
+        self._seen(worker)
+        if isinstance(message, g.RemoteClaim):
+            return self._claim(worker, message)
+        if isinstance(message, g.RemoteExtend):
+            return [_answer(message, "done", lost=self._renew(worker, message.holding))]
+        if isinstance(message, Result):
+            code, text = self._settle(worker, message.task, lambda claim: self._commit(worker, claim, message))
+            return [_answer(message, code, text, message.task)]
+        if isinstance(message, g.RemoteBatch):
+            return self._settle_all(worker, message)
+        self._remove(worker, self.ledger.give_back)
+        return [_answer(message, "done")]
+
+    def heartbeat(self, name: str, now: float) -> None:
+        """A sign of life: it keeps the worker's entry, not its leases."""
+        self.clock.passed(now)
+        if name in self.workers:
+            self._seen(self.workers[name])
+
+    def unreadable(self, sender: str, code: str, about: str, detail: str) -> list[m.Message]:
+        """The answer to bytes that were no message of this protocol, from a sender that could still be read."""
+        self.tally.add(sender, code, text=f"{about}: {detail}")
+        return [g.GatewayAnswer(code=code, about=about[: m.MAX_NAME], text=detail)] if sender else []
+
+    def tick(self, now: float) -> list[Lease]:
+        """End the leases that are over and remove silent workers. Returns the leases that ended."""
+        self.clock.passed(now)
+        over = self._ended() if self.clock.time >= self._first_end else []
+        for lease in over:
+            self._release(lease)
+            dropped = self.ledger.expire(lease.worker.index, lease.claim)
+            self.tally.add(lease.worker.name, "dropped" if dropped else "expired")
+        for worker in list(self.workers.values()):
+            if self.clock.time - worker.seen > FORGOTTEN_LEASES * self.lease_s and not worker.leases:
+                self._remove(worker, self.ledger.give_back)
+        return over
+
+    def _ended(self) -> list[Lease]:
+        """The leases that are over; what is granted or renewed from now on lasts longer than any that is here."""
+        now, first, over = self.clock.time, self.clock.time + self.lease_s, []
+        for lease in self.leases.values():
+            if (until := lease.until) <= now:
+                over.append(lease)
+            else:
+                first = min(first, until)
+        self._first_end = first
+        return over
+
+    def seen(self) -> dict[str, tuple[int, float, int]]:
+        """Of every worker: its life, for how long it has been silent, and how many tasks it holds."""
+        now = self.clock.time
+        return {name: (one.life, now - one.seen, len(one.leases)) for name, one in self.workers.items()}
+
+    def reserve(self, names: frozenset[str]) -> None:
+        """These are the names of the run's processes from now on."""
+        self.reserved = names
+
+    def goodbye(self) -> None:
+        """An orderly end of the run: take every claim back."""
+        for worker in list(self.workers.values()):
+            self._remove(worker, self.ledger.give_back)
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    def _join(self, message: g.RemoteJoin, worker: Worker | None) -> m.Message:
+        self._check(message)
+        if worker is not None and (message.life > worker.life or message.role != worker.role):
+            self._remove(worker, self.ledger.expire)  # its work ended with it, as in any death
+            worker = None
+        worker = worker or self._enter(message)
+        self._seen(worker)
+        return msgspec.structs.replace(
+            self.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
+        )
+
+    def _enter(self, message: g.RemoteJoin) -> Worker:
+        if len(self.workers) >= self.most_members:
+            text = f"the process table has {self.most_members} entries for workers from outside; raise ring.processes"
+            raise Refused(text, "full")
+        index = self.ledger.enter(message.role, message.sender, message.life)
+        worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
+        self.tally.add(worker.name, "joined")
+        return worker
+
+    def _check(self, message: g.RemoteJoin) -> None:
+        name, biggest = message.sender, self.biggest
+        if message.role not in FATES:
+            raise Refused(f"role {message.role!r}: it must be rollout, reward or host")
+        if not HOST_NAME.fullmatch(name):
+            raise Refused(f"sender {name!r}: a worker's name has 1 to 39 letters, digits, dots, dashes or underscores")
+        if name in self.reserved:
+            raise Refused(f"{name!r} is a process of this run: choose another name")
+        if biggest > self.max_bytes:
+            rule = f"a task may have {biggest} bytes, a message {self.max_bytes}"
+            raise Refused(f"{rule}: set bus.max_message_bytes to {biggest} or more", "too_large")
+
+    def _seen(self, worker: Worker) -> None:
+        worker.seen = self.clock.time
+        self.ledger.show(worker.index, len(worker.leases))
+
+    def _remove(self, worker: Worker, end: Callable[[int, ClaimedTask], object]) -> None:
+        for lease in list(worker.leases.values()):
+            self._release(lease)
+            end(worker.index, lease.claim)
+        self.ledger.leave(worker.index)
+        del self.workers[worker.name]
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    def _grant(self, worker: Worker, claim: ClaimedTask) -> Lease:
+        lease = Lease(worker, claim, self.clock.time + self.lease_s)
+        self.leases[claim.task] = worker.leases[claim.task] = lease
+        worker.digest = (worker.digest + g.digest_of(claim.task)) % g.DIGESTS
+        return lease
+
+    def _renew(self, worker: Worker, tasks: Iterable[str]) -> list[str]:
+        """Extend the leases of these tasks; returns the tasks that this worker does not hold."""
+        for task in worker.leases.keys() & tasks:
+            worker.leases[task].named_until = self.clock.time + self.lease_s
+        return [task for task in tasks if task not in worker.leases]
+
+    def _release(self, lease: Lease) -> None:
+        task, worker = lease.claim.task, lease.worker
+        del self.leases[task], worker.leases[task]
+        worker.digest = (worker.digest - g.digest_of(task)) % g.DIGESTS
+
+    # -- claims ---------------------------------------------------------------------------------------------------
+
+    def _claim(self, worker: Worker, message: g.RemoteClaim) -> list[m.Message]:
+        if message.req < worker.claim_req:
+            return []  # a late copy: its capacity and its tasks are out of date
+        worker.claim_req = message.req
+        if message.digest not in (None, worker.digest):  # and so its capacity is not to be trusted either
+            self._seen(worker)
+            return [g.GatewayTasks(life=message.life, req=message.req, differs=True)]
+        to_send = []
+        if message.digest is None:
+            self._renew(worker, message.holding)
+            named = set(message.holding)
+            to_send = [lease for task, lease in worker.leases.items() if task not in named]
+        else:
+            worker.until = self.clock.time + self.lease_s
+        to_send += self._take(worker, message.capacity)
+        self._seen(worker)
+        return self._tasks(message, worker, to_send)
+
+    def _take(self, worker: Worker, capacity: int) -> list[Lease]:
+        """New claims, so that it holds so many."""
+        room = min(capacity, MOST_HELD) - len(worker.leases)
+        held = worker.role != "reward" and self._is_paused()
+        if room <= 0 or held or any(lease.claim.alone for lease in worker.leases.values()):
+            return []
+        taken = self.ledger.take(worker.index, worker.role, room, not worker.leases)
+        if taken:
+            self.tally.add(worker.name, "claimed", len(taken))
+        return [self._grant(worker, claim) for claim in taken]
+
+    def _tasks(self, message: g.RemoteClaim | g.RemoteBatch, worker: Worker, leases: list[Lease]) -> list[m.Message]:
+        """The claims in as few messages as their size allows; at least one message."""
+        packs: list[list[g.Task]] = [[]]
+        size = 0
+        for lease, task in zip(leases, self.ledger.tasks(worker.index, [lease.claim for lease in leases])):
+            if task is None:
+                self._release(lease)
+                continue
+            weight = _weight(task)
+            if packs[-1] and size + weight > self.max_bytes // 2:
+                packs.append([])
+                size = 0
+            packs[-1].append(task)
+            size += weight
+        return [g.GatewayTasks(life=message.life, req=message.req, tasks=pack) for pack in packs]
+
+    # -- results --------------------------------------------------------------------------------------------------
+
+    def _settle_all(self, worker: Worker, message: g.RemoteBatch) -> list[m.Message]:
+        """Each answer by itself; then new tasks, if it is a claim too and no later one came before."""
+        if worker.role != HOST:
+            raise Refused(f"{worker.name} is a {worker.role} worker: only hosts send batches")
+        answers, settled = BatchAnswers(message), g.GatewaySettled(life=message.life, req=message.req)
+        claims = [worker.leases[task].claim for task in message.tasks if task in worker.leases]
+        limits = dict(zip(claims, self.ledger.limits(claims)))
+        for at, task in enumerate(message.tasks):
+            def commit(claim: ClaimedTask, at: int = at) -> str:
+                made, judged = answers.answer(at, limits[claim]), answers.judged(at)
+                self.ledger.commit_answer(worker.index, claim, made, limits[claim], judged)
+                return "answered" if judged is None else "rewarded"
+
+            try:
+                code, _ = self._settle(worker, task, commit)
+                (settled.late if code == "late" else settled.done).append(task)
+            except NoMemory as problem:
+                self._pause(worker.name, problem)
+            except Refused as problem:
+                self.tally.add(worker.name, problem.code, text=str(problem))
+                settled.refused.append(g.Refusal(task, problem.code, str(problem)[: m.MAX_TEXT]))
+        if not message.capacity or message.req < worker.claim_req:
+            return [settled]
+        worker.claim_req = message.req
+        return [settled, *self._tasks(message, worker, self._take(worker, message.capacity))]
+
+    def _settle(self, worker: Worker, task: str, commit: Callable[[ClaimedTask], str]) -> tuple[str, str]:
+        """End a claim as its worker says, or find out why not: code and text of the answer. `commit` moves the ledger,
+        and returns the word for the tally."""
+        lease = self.leases.get(task)
+        if lease is None:
+            return self._settled_before(worker.name, task)
+        if lease.worker is not worker:
+            raise Refused(f"task {task} is held by {lease.worker.name}", "not_yours")
+        try:
+            event = commit(lease.claim)
+        except ClaimGone:
+            self._release(lease)
+            return "late", ""
+        self._release(lease)
+        self._recent[task] = worker.name
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        self.tally.add(worker.name, event)
+        return "done", ""
+
+    def _pause(self, name: str, problem: NoMemory) -> None:
+        self.paused = str(problem)
+        self.tally.add(name, "paused", text=self.paused)
+
+    def _commit(self, worker: Worker, claim: ClaimedTask, message: Result) -> str:
+        """Move the ledger by a result; returns the word for the tally."""
+        if isinstance(message, g.RemoteFail):
+            return self._fail(worker, claim, message)
+        if isinstance(message, g.RemoteGenerated):
+            if worker.role == "reward":
+                raise Refused(f"{worker.name} is a {worker.role} worker: it has no answers to give")
+            [limits] = self.ledger.limits([claim])
+            self.ledger.commit_answer(worker.index, claim, checked_answer(message, limits), limits)
+            return "answered"
+        if worker.role != "reward":
+            raise Refused(f"{worker.name} is a {worker.role} worker: it has no rewards to give")
+        reward = finite(message.reward, message.parts)
+        self.ledger.commit_reward(worker.index, claim, reward, message.parts)
+        return "rewarded"
+
+    def _fail(self, worker: Worker, claim: ClaimedTask, message: g.RemoteFail) -> str:
+        if not message.drop:
+            self.ledger.give_back(worker.index, claim)
+            return "handed_back"
+        fates = FATES[worker.role]
+        if message.drop not in fates:
+            raise Refused(f"drop = {message.drop!r}: a {worker.role} worker drops for {sorted(fates)}")
+        self.ledger.drop(worker.index, claim, fates[message.drop])
+        return "dropped"
+
+    def _settled_before(self, name: str, task: str) -> tuple[str, str]:
+        by, claim = self._recent.get(task), _TASK.fullmatch(task)
+        if by is not None and by != name:
+            raise Refused(f"task {task} was {by}'s", "not_yours")
+        if claim is None:
+            raise Refused(f"task {task!r}: no claim has such a name (slot.seq.uid)")
+        if by is not None or self.ledger.committed(*map(int, claim.groups())):
+            return "already", ""
+        self.tally.add(name, "late")
+        return "late", "this claim has ended: its lease was over, or it was handed back"
+
+
+def _answer(message: g.Remote, code: str, text: str = "", task: str = "", lost: list[str] | None = None) -> m.Message:
+    return g.GatewayAnswer(
+        code=code, life=message.life, req=message.req, about=m.name_of(type(message)), task=task, text=text,
+        lost=lost or [],
+    )
+
+
+def _weight(task: g.Task) -> int:
+    """An upper bound of a task's bytes on the wire."""
+    arrays = sum(len(tensor.data) + 64 for tensor in task.tensors.values())
+    return len(task.record.encode()) + len(task.completion.encode()) + arrays + TASK_OVERHEAD
