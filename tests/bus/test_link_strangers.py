@@ -23,7 +23,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
 from pathlib import Path
 from busrl.bus.broker import CurveListener
 from busrl.hosts.link import Answering
-from busrl.hosts import link_messages as h
+from busrl.hosts import questions as q
 answering = Answering(CurveListener("", Path(sys.argv[1]), ("tcp://127.0.0.1:" + sys.argv[2],)))
 print("ready", flush=True)
 while True:
