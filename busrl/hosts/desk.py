@@ -128,6 +128,82 @@ class Lease:
         return max(self.named_until, self.worker.until)
 
 
+class Leases:
+    """The workers that have joined and what each has claimed, by the ledger and by a clock that counts fairly."""
+
+    def __init__(self, ledger: RemoteLedger, lease_s: float, now: float) -> None:
+        self.ledger, self.lease_s, self.clock = ledger, lease_s, FairClock(TICK_S, now)
+        self.by_task: dict[str, Lease] = {}  # a slot has at most one
+        self._first_end = 0.0  # no lease ends before: to look at each of 65,536 takes 20 ms
+        entries = {entry[0]: Worker(*entry) for entry in ledger.members()}
+        self.workers = {worker.name: worker for worker in entries.values()}
+        for index, claim in ledger.claims():  # of an earlier keeper: every lease in full
+            self.grant(entries[index], claim)
+
+    def enter(self, role: str, name: str, life: int) -> Worker:
+        """A new worker of this name."""
+        worker = self.workers[name] = Worker(self.ledger.enter(role, name, life), role, name, life)
+        return worker
+
+    def note(self, worker: Worker) -> None:
+        """The worker gave a sign of life."""
+        worker.seen = self.clock.time
+        self.ledger.show(worker.index, len(worker.leases))
+
+    def remove(self, worker: Worker, end: Callable[[int, ClaimedTask], object]) -> None:
+        """The worker is gone: `end` each of its claims in the ledger."""
+        for lease in list(worker.leases.values()):
+            self.release(lease)
+            end(worker.index, lease.claim)
+        self.ledger.leave(worker.index)
+        del self.workers[worker.name]
+
+    def remove_silent(self) -> None:
+        for worker in list(self.workers.values()):
+            if self.clock.time - worker.seen > FORGOTTEN_LEASES * self.lease_s and not worker.leases:
+                self.remove(worker, self.ledger.give_back)
+
+    def grant(self, worker: Worker, claim: ClaimedTask) -> Lease:
+        lease = Lease(worker, claim, self.clock.time + self.lease_s)
+        self.by_task[claim.task] = worker.leases[claim.task] = lease
+        worker.digest = (worker.digest + g.digest_of(claim.task)) % g.DIGESTS
+        return lease
+
+    def renew(self, worker: Worker, tasks: Iterable[str]) -> list[str]:
+        """Extend the leases of these tasks; returns the tasks that this worker does not hold."""
+        for task in worker.leases.keys() & tasks:
+            worker.leases[task].named_until = self.clock.time + self.lease_s
+        return [task for task in tasks if task not in worker.leases]
+
+    def renew_all(self, worker: Worker) -> None:
+        worker.until = self.clock.time + self.lease_s
+
+    def release(self, lease: Lease) -> None:
+        task, worker = lease.claim.task, lease.worker
+        del self.by_task[task], worker.leases[task]
+        worker.digest = (worker.digest - g.digest_of(task)) % g.DIGESTS
+
+    def over(self) -> list[Lease]:
+        """The leases that are over; what is granted or renewed from now on lasts longer than any that is here."""
+        if self.clock.time < self._first_end:
+            return []
+        now, first, over = self.clock.time, self.clock.time + self.lease_s, []
+        for lease in self.by_task.values():
+            if (until := lease.until) <= now:
+                over.append(lease)
+            else:
+                first = min(first, until)
+        self._first_end = first
+        return over
+
+    def presence(self) -> dict[str, tuple[int, float, int]]:
+        """By worker its life, for how long it has been silent, and how many tasks it holds."""
+        now = self.clock.time
+        return {
+            name: (worker.life, now - worker.seen, len(worker.leases)) for name, worker in self.workers.items()
+        }
+
+
 class Desk:
     """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end.
 
@@ -140,22 +216,16 @@ class Desk:
         self, ledger: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
         most_members: int, reserved: frozenset[str], ring: str = "", is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.ledger, self.tally, self.clock, self.welcome = ledger, tally, FairClock(TICK_S, now), welcome
-        self.ring = ring
+        self.ledger, self.tally, self.welcome, self.ring = ledger, tally, welcome, ring
+        self.leases = Leases(ledger, welcome.lease_s, now)
         self.paused = ""  # why something of the last request has no answer yet
         self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
         self._is_paused = is_paused
-        self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
-        self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
+        self.max_bytes = welcome.max_message_bytes
         self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
-        self._first_end = 0.0  # no lease ends before: to look at each of 65,536 takes 20 ms
-        entries = {entry[0]: Worker(*entry) for entry in ledger.members()}
-        self.workers = {worker.name: worker for worker in entries.values()}
-        for index, claim in ledger.claims():  # of an earlier keeper: every lease in full
-            self._grant(entries[index], claim)
 
     def handle(self, message: g.Remote, now: float) -> list[m.Message]:
-        self.clock.passed(now)
+        self.leases.clock.passed(now)
         self.paused = ""
         try:
             return self._handle(message)
@@ -167,7 +237,7 @@ class Desk:
             return [_answer(message, problem.code, f"{message.sender}: {problem}", getattr(message, "task", ""))]
 
     def _handle(self, message: g.Remote) -> list[m.Message]:
-        worker = self.workers.get(message.sender)
+        worker = self.leases.workers.get(message.sender)
         if worker is not None and message.life < worker.life:
             return [_answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")]
         if isinstance(message, g.RemoteJoin):
@@ -177,24 +247,24 @@ class Desk:
         if worker is None or message.life > worker.life:
             # Not counted: every worker with a new keeper or a new name gets this answer.
             return [_answer(message, "unknown", "this keeper does not know you: send REMOTE_JOIN, then this again")]
-        self._seen(worker)
+        self.leases.note(worker)
         if isinstance(message, g.RemoteClaim):
             return self._claim(worker, message)
         if isinstance(message, g.RemoteExtend):
-            return [_answer(message, "done", lost=self._renew(worker, message.holding))]
+            return [_answer(message, "done", lost=self.leases.renew(worker, message.holding))]
         if isinstance(message, Result):
             code, text = self._settle(worker, message.task, lambda claim: self._commit(worker, claim, message))
             return [_answer(message, code, text, message.task)]
         if isinstance(message, g.RemoteBatch):
             return self._settle_all(worker, message)
-        self._remove(worker, self.ledger.give_back)
+        self.leases.remove(worker, self.ledger.give_back)
         return [_answer(message, "done")]
 
     def heartbeat(self, name: str, now: float) -> None:
         """A sign of life: it keeps the worker's entry, not its leases."""
-        self.clock.passed(now)
-        if name in self.workers:
-            self._seen(self.workers[name])
+        self.leases.clock.passed(now)
+        if name in self.leases.workers:
+            self.leases.note(self.leases.workers[name])
 
     def unreadable(self, sender: str, code: str, about: str, detail: str) -> list[m.Message]:
         """The answer to bytes that were no message of this protocol, from a sender that could still be read."""
@@ -203,32 +273,14 @@ class Desk:
 
     def tick(self, now: float) -> list[Lease]:
         """End the leases that are over and remove silent workers. Returns the leases that ended."""
-        self.clock.passed(now)
-        over = self._ended() if self.clock.time >= self._first_end else []
+        self.leases.clock.passed(now)
+        over = self.leases.over()
         for lease in over:
-            self._release(lease)
+            self.leases.release(lease)
             dropped = self.ledger.expire(lease.worker.index, lease.claim)
             self.tally.add(lease.worker.name, "dropped" if dropped else "expired")
-        for worker in list(self.workers.values()):
-            if self.clock.time - worker.seen > FORGOTTEN_LEASES * self.lease_s and not worker.leases:
-                self._remove(worker, self.ledger.give_back)
+        self.leases.remove_silent()
         return over
-
-    def _ended(self) -> list[Lease]:
-        """The leases that are over; what is granted or renewed from now on lasts longer than any that is here."""
-        now, first, over = self.clock.time, self.clock.time + self.lease_s, []
-        for lease in self.leases.values():
-            if (until := lease.until) <= now:
-                over.append(lease)
-            else:
-                first = min(first, until)
-        self._first_end = first
-        return over
-
-    def seen(self) -> dict[str, tuple[int, float, int]]:
-        """Of every worker: its life, for how long it has been silent, and how many tasks it holds."""
-        now = self.clock.time
-        return {name: (one.life, now - one.seen, len(one.leases)) for name, one in self.workers.items()}
 
     def reserve(self, names: frozenset[str]) -> None:
         """These are the names of the run's processes from now on."""
@@ -236,30 +288,26 @@ class Desk:
 
     def goodbye(self) -> None:
         """An orderly end of the run: take every claim back."""
-        for worker in list(self.workers.values()):
-            self._remove(worker, self.ledger.give_back)
+        for worker in list(self.leases.workers.values()):
+            self.leases.remove(worker, self.ledger.give_back)
 
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _join(self, message: g.RemoteJoin, worker: Worker | None) -> m.Message:
         self._check(message)
         if worker is not None and (message.life > worker.life or message.role != worker.role):
-            self._remove(worker, self.ledger.expire)  # its work ended with it, as in any death
+            self.leases.remove(worker, self.ledger.expire)  # its work ended with it, as in any death
             worker = None
-        worker = worker or self._enter(message)
-        self._seen(worker)
+        if worker is None:
+            if len(self.leases.workers) >= self.most_members:
+                entries = f"the process table has {self.most_members} entries for workers from outside"
+                raise Refused(f"{entries}; raise ring.processes", "full")
+            worker = self.leases.enter(message.role, message.sender, message.life)
+            self.tally.add(worker.name, "joined")
+        self.leases.note(worker)
         return msgspec.structs.replace(
             self.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
         )
-
-    def _enter(self, message: g.RemoteJoin) -> Worker:
-        if len(self.workers) >= self.most_members:
-            text = f"the process table has {self.most_members} entries for workers from outside; raise ring.processes"
-            raise Refused(text, "full")
-        index = self.ledger.enter(message.role, message.sender, message.life)
-        worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
-        self.tally.add(worker.name, "joined")
-        return worker
 
     def _check(self, message: g.RemoteJoin) -> None:
         name, biggest = message.sender, self.biggest
@@ -273,36 +321,6 @@ class Desk:
             rule = f"a task may have {biggest} bytes, a message {self.max_bytes}"
             raise Refused(f"{rule}: set bus.max_message_bytes to {biggest} or more", "too_large")
 
-    def _seen(self, worker: Worker) -> None:
-        worker.seen = self.clock.time
-        self.ledger.show(worker.index, len(worker.leases))
-
-    def _remove(self, worker: Worker, end: Callable[[int, ClaimedTask], object]) -> None:
-        for lease in list(worker.leases.values()):
-            self._release(lease)
-            end(worker.index, lease.claim)
-        self.ledger.leave(worker.index)
-        del self.workers[worker.name]
-
-    # -- leases ---------------------------------------------------------------------------------------------------
-
-    def _grant(self, worker: Worker, claim: ClaimedTask) -> Lease:
-        lease = Lease(worker, claim, self.clock.time + self.lease_s)
-        self.leases[claim.task] = worker.leases[claim.task] = lease
-        worker.digest = (worker.digest + g.digest_of(claim.task)) % g.DIGESTS
-        return lease
-
-    def _renew(self, worker: Worker, tasks: Iterable[str]) -> list[str]:
-        """Extend the leases of these tasks; returns the tasks that this worker does not hold."""
-        for task in worker.leases.keys() & tasks:
-            worker.leases[task].named_until = self.clock.time + self.lease_s
-        return [task for task in tasks if task not in worker.leases]
-
-    def _release(self, lease: Lease) -> None:
-        task, worker = lease.claim.task, lease.worker
-        del self.leases[task], worker.leases[task]
-        worker.digest = (worker.digest - g.digest_of(task)) % g.DIGESTS
-
     # -- claims ---------------------------------------------------------------------------------------------------
 
     def _claim(self, worker: Worker, message: g.RemoteClaim) -> list[m.Message]:
@@ -310,17 +328,17 @@ class Desk:
             return []  # a late copy: its capacity and its tasks are out of date
         worker.claim_req = message.req
         if message.digest not in (None, worker.digest):  # and so its capacity is not to be trusted either
-            self._seen(worker)
+            self.leases.note(worker)
             return [g.GatewayTasks(life=message.life, req=message.req, differs=True)]
         to_send = []
         if message.digest is None:
-            self._renew(worker, message.holding)
+            self.leases.renew(worker, message.holding)
             named = set(message.holding)
             to_send = [lease for task, lease in worker.leases.items() if task not in named]
         else:
-            worker.until = self.clock.time + self.lease_s
+            self.leases.renew_all(worker)
         to_send += self._take(worker, message.capacity)
-        self._seen(worker)
+        self.leases.note(worker)
         return self._tasks(message, worker, to_send)
 
     def _take(self, worker: Worker, capacity: int) -> list[Lease]:
@@ -332,7 +350,7 @@ class Desk:
         taken = self.ledger.take(worker.index, worker.role, room, not worker.leases)
         if taken:
             self.tally.add(worker.name, "claimed", len(taken))
-        return [self._grant(worker, claim) for claim in taken]
+        return [self.leases.grant(worker, claim) for claim in taken]
 
     def _tasks(self, message: g.RemoteClaim | g.RemoteBatch, worker: Worker, leases: list[Lease]) -> list[m.Message]:
         """The claims in as few messages as their size allows; at least one message."""
@@ -340,7 +358,7 @@ class Desk:
         size = 0
         for lease, task in zip(leases, self.ledger.tasks(worker.index, [lease.claim for lease in leases])):
             if task is None:
-                self._release(lease)
+                self.leases.release(lease)
                 continue
             weight = _weight(task)
             if packs[-1] and size + weight > self.max_bytes // 2:
@@ -381,7 +399,7 @@ class Desk:
     def _settle(self, worker: Worker, task: str, commit: Callable[[ClaimedTask], str]) -> tuple[str, str]:
         """End a claim as its worker says, or find out why not: code and text of the answer. `commit` moves the ledger,
         and returns the word for the tally."""
-        lease = self.leases.get(task)
+        lease = self.leases.by_task.get(task)
         if lease is None:
             return self._settled_before(worker.name, task)
         if lease.worker is not worker:
@@ -389,9 +407,9 @@ class Desk:
         try:
             event = commit(lease.claim)
         except ClaimGone:
-            self._release(lease)
+            self.leases.release(lease)
             return "late", ""
-        self._release(lease)
+        self.leases.release(lease)
         self._recent[task] = worker.name
         if len(self._recent) > RECENT:
             self._recent.popitem(last=False)

@@ -88,7 +88,7 @@ class Gateway:
             name, uid = lease.worker.name, lease.claim.uid
             text = f"sample {shown_uid(uid)} was taken back from {name}, which did not extend its lease"
             self._warn(text, f"lease of {name}", [uid])
-        write(self.keeper.paths, self.roster.changes(self.desk.seen()))
+        write(self.keeper.paths, self.roster.changes(self.desk.leases.presence()))
         if self.tally.changed and now >= self._next_save:
             self._next_save = now + SAVE_EVERY_S
             self._save()

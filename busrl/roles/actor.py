@@ -105,6 +105,8 @@ class Actor(ABC):
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     singleton: ClassVar[bool] = False
     tick_s: float = 0.05
+    # Called with bytes that came as the message of this name and are none; the bus counts and reports them itself.
+    unreadable: Callable[[Rejected, str], None] | None = None
     _activities: tuple[tuple[str, float], ...] = ()  # declared and not over, outer ones first
     _usual = ""  # what is shown while there is none
 
@@ -157,9 +159,6 @@ class Actor(ABC):
 
     def handle(self, message: m.Message) -> None:
         """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
-
-    def unreadable(self, rejected: Rejected, name: str) -> None:
-        """Bytes that came as the message of this name and are none; they are counted and reported already."""
 
     def follow(self) -> None:
         """Something was asked of the run: `topology` is another one, and control.jsonl has a line more."""

@@ -337,12 +337,12 @@ def test_an_equal_digest_renews_all_leases_and_another_none(ledger: Ledger) -> N
         now, req = now + 0.5, req + 1
         [same] = ask(desk, g.RemoteClaim(life=1, req=req, capacity=3, digest=digest), now)
         assert not same.tasks and not same.differs and desk.tick(now) == []
-    while len(desk.leases) == 3 and now < 5 * LEASE_S:
+    while len(desk.leases.by_task) == 3 and now < 5 * LEASE_S:
         now, req = now + 0.5, req + 1
         [other] = ask(desk, g.RemoteClaim(life=1, req=req, capacity=4, digest=digest + 1), now)
         assert not other.tasks and other.differs, "who does not know what it holds gets nothing new"
         desk.tick(now)
-    assert not desk.leases and [slot.attempt for slot in ledger.slots] == [1, 1, 1, 0]
+    assert not desk.leases.by_task and [slot.attempt for slot in ledger.slots] == [1, 1, 1, 0]
 
 
 def test_a_copy_of_an_older_digest_renews_nothing(ledger: Ledger) -> None:
@@ -350,7 +350,7 @@ def test_a_copy_of_an_older_digest_renews_nothing(ledger: Ledger) -> None:
     join(desk)
     [task] = claim(desk, 1, req=5)
     assert ask(desk, g.RemoteClaim(life=1, req=4, capacity=1, digest=g.digest_of(task)), 1.0) == []
-    assert desk.leases[task].until == LEASE_S
+    assert desk.leases.by_task[task].until == LEASE_S
 
 
 @pytest.mark.parametrize("end", ["settled", "expired", "handed back"])
@@ -363,6 +363,6 @@ def test_the_digest_at_home_is_that_of_the_claims_that_are_left(ledger: Ledger, 
     elif end == "handed back":
         ask(desk, g.RemoteFail(life=1, task=tasks[0]))
     else:
-        desk.leases[tasks[0]].named_until = 0.0
+        desk.leases.by_task[tasks[0]].named_until = 0.0
         desk.tick(0.0)
-    assert desk.workers["a"].digest == g.digest_of(tasks[1]) == new_desk(ledger).workers["a"].digest
+    assert desk.leases.workers["a"].digest == g.digest_of(tasks[1]) == new_desk(ledger).leases.workers["a"].digest

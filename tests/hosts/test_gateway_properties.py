@@ -158,8 +158,8 @@ class Gateway(RuleBasedStateMachine):
     @rule(thief=st.sampled_from(NAMES), data=st.data())
     def a_worker_answers_a_task_that_may_be_anothers(self, thief: str, data: st.DataObject) -> None:
         index, held = data.draw(st.sampled_from(self.ledger.claims()))
-        if self.ledger.entries[index].name != thief and thief in self.desk.workers:
-            message = g.RemoteRewarded(life=self.desk.workers[thief].life, task=held.task, reward=0.0)
+        if self.ledger.entries[index].name != thief and thief in self.desk.leases.workers:
+            message = g.RemoteRewarded(life=self.desk.leases.workers[thief].life, task=held.task, reward=0.0)
             message.sender = thief
             [answer] = self.desk.handle(message, self.now)
             assert isinstance(answer, g.GatewayAnswer) and answer.code == "not_yours"
@@ -202,7 +202,7 @@ class Gateway(RuleBasedStateMachine):
     def the_machine_is_suspended(self, seconds: float) -> None:
         before = len(self.ledger.expired)
         held = len(self.ledger.claims())
-        ages = [lease.until - self.desk.clock.time for lease in self.desk.leases.values()]
+        ages = [lease.until - self.desk.leases.clock.time for lease in self.desk.leases.by_task.values()]
         self.now += seconds
         self._tick()
         assert len(self.ledger.expired) - before == sum(age <= 1.0 for age in ages) <= held
@@ -216,7 +216,7 @@ class Gateway(RuleBasedStateMachine):
         self.ledger.kill_in_commit = True
 
     def _deliver(self, message: g.Remote) -> None:
-        known = self.desk.workers.get(message.sender)
+        known = self.desk.leases.workers.get(message.sender)
         if known is not None and message.life < known.life:
             before = copy.deepcopy(self.ledger)
             [answer] = self.desk.handle(message, self.now)
@@ -252,9 +252,9 @@ class Gateway(RuleBasedStateMachine):
         before = {(held.slot, held.seq) for _, held in self.ledger.claims()}
         self.desk = new_desk(self.ledger, self.now)
         self.born = self.now
-        after = {(lease.claim.slot, lease.claim.seq) for lease in self.desk.leases.values()}
+        after = {(lease.claim.slot, lease.claim.seq) for lease in self.desk.leases.by_task.values()}
         assert after == before, "a new keeper knows every claim"
-        assert all(lease.until - self.desk.clock.time == LEASE_S for lease in self.desk.leases.values())
+        assert all(lease.until - self.desk.leases.clock.time == LEASE_S for lease in self.desk.leases.by_task.values())
 
     def _tick(self) -> None:
         before = len(self.ledger.expired)
@@ -271,7 +271,7 @@ class Gateway(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_leased_to_its_owner(self) -> None:
-        leases = {(one.claim.slot, one.claim.seq): one.worker.name for one in self.desk.leases.values()}
+        leases = {(one.claim.slot, one.claim.seq): one.worker.name for one in self.desk.leases.by_task.values()}
         held = {(one.slot, one.seq): self.ledger.entries[index].name for index, one in self.ledger.claims()}
         assert leases == held
 

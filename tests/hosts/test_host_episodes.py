@@ -185,7 +185,7 @@ def test_a_server_of_a_host_fetches_what_clients_ask_for_and_an_agent_some_ahead
     host._tell()
     host._dispatch()
     relay.close()
-    assert len(host.held) == len(keeper.desk.leases) == held
+    assert len(host.held) == len(keeper.desk.leases.by_task) == held
 
 
 # -- hostile bytes --------------------------------------------------------------------------------------------------
