@@ -63,38 +63,15 @@ TABLES: dict[str, str] = {
 # Still to be cut: the core names an optional part, an optional part imports another when it is loaded, the core
 # imports what stands above it. These lists only shrink.
 STILL_NAMED: dict[str, str] = {
-    "busrl.cli.evaluate": "observe",
-    "busrl.cli.rings": "observe",
-    "busrl.cli.run": "hosts observe",
-    "busrl.engines.torch.engine": "weights/one_copy",
-    "busrl.launch": "hosts",
-    "busrl.launch.display": "observe",
-    "busrl.launch.identity": "observe",
-    "busrl.launch.run": "hosts observe",
-    "busrl.launch.rundir": "hosts observe",
-    "busrl.launch.summary": "observe",
-    "busrl.preflight.derive": "predict",
     "busrl.preflight.explain": "hosts",
-    "busrl.preflight.named_files": "predict",
-    "busrl.preflight.trial": "agents",
     "busrl.protocol.codec": "hosts",
-    "busrl.roles.answers": "hosts",
-    "busrl.roles.episodes": "agents hosts",
     "busrl.roles.keeper": "hosts",
-    "busrl.roles.learner.history": "predict",
     "busrl.roles.learner.loop": "predict ranks",
-    "busrl.roles.learner.publish": "weights/folders weights/one_copy",
     "busrl.roles.learner.step": "ranks",
-    "busrl.roles.scheduler": "predict",
-    "busrl.scheduling.dispatch": "predict",
-    "busrl.weights.factory": "weights/folders",
 }
 STILL_LOADED: dict[str, str] = {
-    "busrl.engines.vllm.worker": "weights/one_copy",
     "busrl.hosts.versions": "weights/folders",
-    "busrl.observe.monitor.status": "hosts",
     "busrl.ranks.role": "hosts",
-    "busrl.simulate.roles": "predict",
 }
 STILL_UPWARDS: dict[str, str] = {
     "busrl.data.pretrained": "preflight",
