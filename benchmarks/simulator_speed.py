@@ -4,7 +4,7 @@
 
 One row per actor, groups of 8, lengths of a long-tailed trace, so many groups in flight that every actor can have work,
 and a learner that keeps up. Writes the median of the rounds, wall and CPU seconds, with the machine named, to
-benchmarks/results/simulate.json.
+benchmarks/results/simulator_speed.json.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> int:
         "machine": {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
         "rounds": rounds,
     }
-    path = RESULTS / "simulate.json"
+    path = RESULTS / "simulator_speed.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"{result['what']}: {result['wall_s']} s wall, {result['cpu_s']} s CPU (bar {BAR_S:g} s); {path}")
     return 0
