@@ -20,7 +20,7 @@ import time
 import zlib
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,12 +33,17 @@ from busrl.hosts import questions as q
 from busrl.hosts.invitation import SILENT, HostSource, claimed_from, of_host
 from busrl.hosts.link import Answering, Asked, Asking, address_towards, wait
 from busrl.hosts.roster import Starts
-from busrl.hosts.versions import Chain, FolderCopy, FolderSnapshot, Pieces, SegmentCopy, Snapshot, Sources
+from busrl.hosts.versions import Chain, Pieces, SegmentCopy, Snapshot, Sources
 from busrl.keys import ClientKeys, Pair
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 from busrl.system import files
 from busrl.weights.factory import TransportSettings
+
+if TYPE_CHECKING:
+    from busrl.hosts.folders import FolderCopy
+
+    Copy = SegmentCopy | FolderCopy
 
 log = logging.getLogger("busrl")
 LOOK_S = 0.02
@@ -55,7 +60,6 @@ PATIENCE_S = 1.0  # for which a host waits for a version that others ask it for 
 SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
 FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
 LATELY_S = 10.0
-Copy = SegmentCopy | FolderCopy
 
 
 class Relay(Actor):
@@ -88,8 +92,7 @@ class Home:
         self.keys = keys.directory_of(own.keys)
         self.link = Answering(CurveListener(own.endpoint, self.keys, (place,)))
         settings, piece = TransportSettings.of(self.topology, actor.paths), self.topology.hosts.piece_mb << 20
-        folders = settings.folders  # where the learner publishes, unless it does in a segment
-        self.weights = FolderSnapshot(Path(folders), piece) if folders else Snapshot(Path(settings.segment), piece)
+        self.weights = snapshot_of(settings, piece)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
         self.starts = Starts(actor.paths)
@@ -209,6 +212,24 @@ class Home:
                 self.link.answer(asked, q.State(state=state))
 
 
+def snapshot_of(settings: TransportSettings, piece: int) -> Snapshot:
+    """What the learner publishes, in pieces of this size: folders, unless it publishes in a segment."""
+    if not settings.folders:
+        return Snapshot(Path(settings.segment), piece)
+    from busrl.hosts.folders import FolderSnapshot
+
+    return FolderSnapshot(Path(settings.folders), piece)
+
+
+def copy_for(settings: TransportSettings) -> Copy:
+    """The place on this host where its engines find versions."""
+    if not settings.folders:
+        return SegmentCopy(Path(settings.segment))
+    from busrl.hosts.folders import FolderCopy
+
+    return FolderCopy(Path(settings.folders), settings.kept)
+
+
 def _is_place(text: str) -> bool:
     with contextlib.suppress(BadEndpoint):
         check_endpoint(text, keys=True)
@@ -228,9 +249,7 @@ class Away:
         home = relay_endpoint(self.source.endpoint)
         self.link = Asking(home, self.source.client, self.source.name)
         own = TransportSettings.of(self.topology, actor.paths)  # where engines of this host find versions
-        self.weights: Copy = (
-            FolderCopy(Path(own.folders), own.kept) if own.folders else SegmentCopy(Path(own.segment))
-        )
+        self.weights = copy_for(own)
         self.generates = any(one.role == "rollout" for one in self.topology.processes())
         self.sharing = self._open_sharing(home) if self.generates else None
         self.links = Links(self.source)

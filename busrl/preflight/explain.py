@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from busrl import keys
+from busrl import capabilities, keys
 from busrl.algorithms import catalog
 from busrl.data import pretrained, trace
 from busrl.data.pretrained import model_at
 from busrl.data.vocabulary import token_rows
 from busrl.errors import SharedMemoryFull, UserError
-from busrl.hosts.invitation import of_host, rows_of
 from busrl.preflight import machine, memory, sources, trial
 from busrl.preflight.rules import MOST_SAMPLES, count
 from busrl.states import CALLER_ROLES, RANK
@@ -185,11 +184,12 @@ def _hosts(t: Topology) -> Iterator[str]:
         if rewards := sum(entry.count for entry in there if entry.role == "reward"):
             runs.append(f"{rewards} x reward, which judge what is generated there")
         runs += [f"{entry.count} x {entry.role}" for entry in there if entry.role in CALLER_ROLES]
-        own = of_host(t, host)
+        own = capabilities.plug("hosts", "host_topology")(t, host)
         ranks = [one.name for one in own.processes() if one.role == RANK]
         if ranks:
             runs.append(f"{ranks[0]}{f' to {ranks[-1]}' if len(ranks) > 1 else ''} of the learner")
-        needs = sum(size for name, size in shared_memory(own) if name != "weights" or rows_of(t, host))
+        generates = capabilities.plug("hosts", "host_rows")(t, host)
+        needs = sum(size for name, size in shared_memory(own) if name != "weights" or generates)
         start = " ".join(t.hosts.start).replace("{host}", host) or "`busrl host` there"
         yield f"on {host}, by {start}: {', '.join(runs)}"
         most = needs + own.derived.ring_bytes - own.derived.ring_held

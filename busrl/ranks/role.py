@@ -20,9 +20,6 @@ from collections.abc import Iterator
 
 from busrl.bus.security import relay_endpoint
 from busrl.errors import TEAM_ENDED, PeerLost, RankLost
-from busrl.hosts import questions as q
-from busrl.hosts.invitation import HostSource
-from busrl.hosts.link import Asking
 from busrl.ranks import mesh
 from busrl.ranks.builder import TeamSettings
 from busrl.ranks.follower import Follower
@@ -89,6 +86,10 @@ def home_of(actor: Actor) -> Iterator[Away | None]:
     if not actor.topology.here:
         yield None
         return
+    from busrl.hosts import questions as q
+    from busrl.hosts.invitation import HostSource
+    from busrl.hosts.link import Asking
+
     source = HostSource.read(actor.paths.host_source)
     with contextlib.closing(Asking(relay_endpoint(source.endpoint), source.client, source.name)) as link:
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import WeightsRefused
-from busrl.hosts.versions import FolderCopy, FolderSnapshot, Pieces, SegmentCopy, Snapshot, Taken
+from busrl.hosts.folders import FolderCopy, FolderSnapshot
+from busrl.hosts.versions import Pieces, SegmentCopy, Snapshot, Taken
 from busrl.weights.folders import DRAFT, FolderReceiver, FolderSender, versions
 from busrl.weights.shm import LOGGED, ShmReceiver, ShmSender, attach_segment
 

@@ -1,0 +1,164 @@
+"""Folders of adapters or checkpoints on their way to other hosts, as `hosts.versions` carries segments.
+
+`FolderSnapshot` reads the directory where the learner publishes, `FolderCopy` writes that of another host, where
+engines find versions as they would at home (`weights.folders`). Talks to these files only; knows nothing of sockets or
+adapters.
+
+- The bytes of a folder are those of all files one behind the other, `busrl.json` with its checksums too; its manifest
+  has names and sizes.
+- A folder gets its name by a rename when its last piece is written.
+- No name leads out of a folder, whoever gave it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from busrl.errors import WeightsRefused
+from busrl.hosts.versions import Pieces, Snapshot, Taken
+from busrl.weights.folders import DRAFT, files, name_of, newest_in, private, remove, versions
+
+
+class FolderSnapshot(Snapshot):
+    """The newest folder of the directory `path`, in memory of this process, to be had in pieces of `size`."""
+
+    def newest(self) -> tuple[int, int]:
+        return newest_in(self.path)
+
+    def _read(self) -> Taken | None:
+        if not (found := versions(self.path)):
+            return None
+        version, step, folder = found[-1]
+        try:
+            parts = [(str(file.relative_to(folder)), file.read_bytes()) for file in files(folder)]
+        except FileNotFoundError:  # newer ones have replaced it: look again
+            return None
+        if not parts:
+            return None
+        manifest = json.dumps([[name, len(data)] for name, data in parts]).encode()
+        return Taken(version, step, 0, manifest, np.frombuffer(b"".join(data for _, data in parts), np.uint8))
+
+
+@dataclass
+class _Files:
+    """The files of one version, open, whatever they are called by now."""
+
+    pieces: Pieces
+    places: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, descriptor
+
+    def write(self, at: int, data: memoryview) -> None:
+        for begin, end, descriptor in self._within(at, len(data)):
+            first, last = max(at, begin), min(at + len(data), end)
+            os.pwrite(descriptor, data[first - at : last - at], first - begin)
+
+    def read(self, at: int, size: int) -> bytes:
+        return b"".join(
+            os.pread(descriptor, min(at + size, end) - max(at, begin), max(at, begin) - begin)
+            for begin, end, descriptor in self._within(at, size)
+        )
+
+    def _within(self, at: int, size: int) -> list[tuple[int, int, int]]:
+        return [one for one in self.places if one[0] < at + size and at < one[1]]
+
+    def close(self) -> None:
+        for _, _, descriptor in self.places:
+            os.close(descriptor)
+
+
+class FolderCopy:
+    """Writes versions into the directory `root` and keeps the newest `kept`: as `SegmentCopy` does with a segment."""
+
+    def __init__(self, root: Path, kept: int) -> None:
+        self.root, self._kept = root, kept
+        self._open: dict[int, _Files] = {}  # by digest: what is written, and the one before it, for other hosts
+        self._known, self._draft, self._name = 0, Path(), ""
+
+    def newest(self) -> int:
+        return newest_in(self.root)[0]
+
+    def begin(self, version: int, step: int, checksum: int, manifest: bytes, known: int, pieces: Pieces) -> None:
+        """WeightsRefused: it is not above what is there, names no files of a folder, or there is no room for it."""
+        if version <= self.newest():
+            raise WeightsRefused(f"{self.root}: version {version} is not above {self.newest()}, which is there")
+        listed = _listed(manifest)
+        private(self.root)
+        for path in self.root.glob(f"{DRAFT}*"):  # of relays that died
+            shutil.rmtree(path, ignore_errors=True)
+        self._name = name_of(version, step)
+        self._draft = self.root / f"{DRAFT}{self._name}"
+        self._known, made = known, _Files(pieces)
+        self._open[known] = made
+        try:
+            self._draft.mkdir(mode=0o700)
+            at = 0
+            for name, size in listed:
+                made.places.append((at, at + size, _created(self._draft / name, size)))
+                at += size
+        except OSError as problem:
+            self.abandon()
+            raise WeightsRefused(f"{self.root}: {problem.strerror}; free some space there") from problem
+
+    def write(self, at: int, data: memoryview) -> None:
+        self._open[self._known].write(at, data)
+
+    def holds(self, known: int) -> bool:
+        """Whether some or all of the version with this digest lies here."""
+        return known in self._open
+
+    def piece(self, known: int, at: int, size: int) -> bytes | None:
+        """A piece; None if it is not here."""
+        found = self._open.get(known)
+        return found.read(at, size) if found is not None and found.pieces.has(at, size) else None
+
+    def done(self) -> None:
+        """All bytes are written: from here on it is the newest version."""
+        os.rename(self._draft, self.root / self._name)
+        for old in versions(self.root)[: -self._kept]:
+            remove(old.path)
+        for known in [one for one in self._open if one != self._known]:
+            self._open.pop(known).close()
+        self._known = 0
+
+    def abandon(self) -> None:
+        """Of a version that is not whole nothing stays."""
+        if self._known:
+            self._open.pop(self._known).close()
+            shutil.rmtree(self._draft, ignore_errors=True)
+        self._known = 0
+
+    def close(self) -> None:
+        self.abandon()
+        for one in self._open.values():
+            one.close()
+        self._open.clear()
+
+
+def _listed(manifest: bytes) -> list[tuple[str, int]]:
+    """Names and sizes. WeightsRefused: it is something else, or a name leads out of the folder."""
+    with suppress(ValueError, TypeError):
+        found = [(str(name), int(size)) for name, size in json.loads(manifest)]
+        paths = [PurePosixPath(name) for name, _ in found]
+        inside = all(one.parts and not one.is_absolute() and ".." not in one.parts for one in paths)
+        if found and inside and all(size >= 0 for _, size in found):
+            return found
+    raise WeightsRefused("the manifest names no files of a folder: are both ends of the same busrl and topology?")
+
+
+def _created(path: Path, size: int) -> int:
+    """A new file of that size, all of its bytes reserved."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
