@@ -64,7 +64,8 @@ def trained(width: int, layers: int, words: int) -> Any:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from busrl.training.batch import Sample
-    from busrl.training.trainer import Trainer, TrainerSettings
+    from busrl.training.settings import TrainerSettings
+    from busrl.training.trainer import Trainer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -113,7 +113,8 @@ def packing_once(way: str, budget: int, count: int, width: int, layers: int) -> 
     from busrl.training import packing
     from busrl.training.batch import Sample
     from busrl.training.forward import PackedRows, PaddedRows
-    from busrl.training.trainer import Trainer, TrainerSettings
+    from busrl.training.settings import TrainerSettings
+    from busrl.training.trainer import Trainer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -170,9 +171,9 @@ def steps_once(count: int, samples_of_step: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     import busrl
-    from busrl.training import trainer as training
     from busrl.training.batch import Sample
 
+    training: Any = importlib.import_module("busrl.training.trainer")
     try:
         device = importlib.import_module("busrl.system.device")
     except ModuleNotFoundError:  # a tree of before 2026-11-28
@@ -284,7 +285,8 @@ def saved_once(name: str, checkpointing: str, dtype: str) -> dict[str, Any]:
     import torch
 
     from busrl.training.batch import flatten
-    from busrl.training.trainer import Trainer, TrainerSettings
+    from busrl.training.settings import TrainerSettings
+    from busrl.training.trainer import Trainer
 
     torch.set_num_threads(1)
     words, length, few = 512, 512, (2, 4)
@@ -338,18 +340,19 @@ def peak_once(place: int) -> dict[str, Any]:
 
     from busrl.system import device
     from busrl.training.model import Adapter, LoraSettings
-    from busrl.training.trainer import Trainer, TrainerSettings
+    from busrl.training.settings import TrainerSettings
+    from busrl.training.trainer import Trainer
 
     device.keep_freed_memory()
     torch.set_num_threads(1)
     model = made_model(name, layers, words, dtype if rank else "float32")
     parameters = sum(one.numel() for one in model.parameters())
     device.keep_freed_memory(parameters)
-    named = {"named": Adapter(model, LoraSettings(rank, 1.0)).merged} if rank else {}
+    adapter = Adapter(model, LoraSettings(rank, 1.0)) if rank else None
     settings = TrainerSettings(
         micro_batch_tokens=tokens, compute_dtype=dtype, activation_checkpointing=checkpointing)
     Path("/proc/self/clear_refs").write_text("5")
-    trainer = Trainer(model, settings, **named)  # type: ignore[arg-type]
+    trainer = Trainer(model, settings, adapter=adapter)
     begun = time.process_time()
     short, whole = (made_samples(*sizes, config["vocab_size"]) for sizes in ((64, 64), (tokens, length)))
     for micro_batches in ((short,), (short, whole)):
@@ -408,7 +411,7 @@ def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> di
     from busrl.ranks.mesh import Layout
     from busrl.ranks.wire import Gather
     from busrl.training import sharded
-    from busrl.training.trainer import TrainerSettings
+    from busrl.training.settings import TrainerSettings
     from busrl.weights.shm import ShmSender
 
     torch.set_num_threads(1)

@@ -110,7 +110,8 @@ def learner(model: str, work_file: str) -> None:
     from busrl.algorithms.advantages import group_std
     from busrl.system import device
     from busrl.training.model import load
-    from busrl.training.trainer import Trainer, TrainerSettings
+    from busrl.training.settings import TrainerSettings
+    from busrl.training.trainer import Trainer
 
     work = json.loads(Path(work_file).read_text())
     torch.set_num_threads(work["threads"])

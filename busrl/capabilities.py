@@ -146,7 +146,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}, commands=HOST_COMMANDS),
     Capability("ranks", "learners of several ranks", roles={
         "rank": "ranks.role:Rank",
-    }, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
+    }, plugs={"team": "ranks.leader:gather"}, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
     Capability("observe", "monitors, reports and sinks", roles={
         "sinks": "observe.sinks.role:Sinks",
     }, plugs={

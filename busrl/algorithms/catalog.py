@@ -2,7 +2,7 @@
 their properties and the settings of their papers.
 
 The formulas are in the other modules of this package, under the same names. Read by the configuration, which parses
-without torch: imports nothing.
+without torch and takes its defaults from `LossSettings`: imports nothing.
 
 - A recipe and a loss set keys that a topology leaves out; a key that is written down always wins.
 - `held_back` says why the gradient of a sample needs more than its own group: such a step is computed at once, when it
@@ -24,6 +24,34 @@ class OfLimit:
     """A value of a recipe: the limit of an answer in tokens over `parts`."""
 
     parts: int
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The numbers that a loss may use; the names are those of the topology's [learner] keys."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    tis_cap: float = 2.0
+    ratio: str = "behaviour"  # or "proximal": what the ratio of a loss is to
+    cispo_cap: float = 5.0
+    sapo_taus: tuple[float, float] = (1.0, 1.05)
+    two_sided_delta: float = 4.0
+    dppo_mask: float = 0.2
+    dppo_square: float = 1e-3
+    opsm_delta: float = 0.5
+    m2po_tau: float = 0.04
+    cov_share: float = 2e-4
+    clip_cov_range: tuple[float, float] = (1.0, 5.0)
+    kl_cov_coef: float = 1.0
+    correction: str = "none"
+    correction_low: float = 0.0
+    correction_high: float = 0.0
+    kl: str = "none"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    teacher_coef: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,12 @@ class Diagnostics:
 
 def sums(
     inputs: losses.LossInputs, loss: Tensor, entropy: Tensor, current: Tensor | None, settings: losses.LossSettings,
-    begun: Tensor | None = None, of_values: ValueErrors | None = None,
+    begun: Tensor | None = None, of_values: ValueErrors | None = None, weights: Tensor | None = None,
+    teacher_kl: Tensor | None = None,
 ) -> Tensor:
     """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained,
-    `begun` those of them whose answers had no token of other weights before (None: all of them)."""
+    `begun` those of them whose answers had no token of other weights before (None: all of them). `weights` of the
+    correction and `teacher_kl` are those of the loss, where it had them; None: they are computed here."""
     difference = losses.log_ratio(inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
     ratio = difference.exp()
     low, high = losses.clip_bounds(settings)
@@ -65,18 +67,22 @@ def sums(
     whole = same if begun is None else same * begun.to(difference)
     rows += [entropy.detach(), loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
     nothing = torch.zeros_like(difference)
-    rows += _of_terms(inputs, settings, nothing)
+    rows += _of_terms(inputs, settings, nothing, weights)
     rows += _of_values(of_values, nothing)
-    rows += _of_teacher(inputs, settings, nothing)
+    rows += _of_teacher(inputs, settings, nothing, teacher_kl)
     every = torch.stack([row.to(difference.dtype) for row in rows])
     # Not a product with the mask: a masked position may hold NaN.
     kept = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)
     return kept.flatten(1).sum(1, dtype=torch.float64)
 
 
-def _of_terms(inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor) -> list[Tensor]:
-    """Whether a correction dropped a token; whether there is a reference, and the KL to it."""
-    dropped = nothing if settings.correction == "none" else terms.correction(losses.hidden(inputs), settings) == 0
+def _of_terms(
+    inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor, weights: Tensor | None
+) -> list[Tensor]:
+    """Rows that count tokens which a correction dropped and those with a reference, and the KL to it."""
+    dropped = nothing
+    if settings.correction != "none":
+        dropped = (terms.correction(losses.hidden(inputs), settings) if weights is None else weights) == 0
     if inputs.reference_logprobs is None:
         return [dropped, nothing, nothing]
     return [dropped, torch.ones_like(nothing), terms.k3(inputs.trainer_logprobs.detach(), inputs.reference_logprobs)]
@@ -90,10 +96,13 @@ def _of_values(found: ValueErrors | None, nothing: Tensor) -> list[Tensor]:
     return [torch.ones_like(nothing), *(row.to(nothing.dtype) for row in rows)]
 
 
-def _of_teacher(inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor) -> list[Tensor]:
+def _of_teacher(
+    inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor, teacher_kl: Tensor | None
+) -> list[Tensor]:
     if inputs.teacher_logprobs is None:
         return [nothing] * 2
-    return [torch.ones_like(nothing), losses.topk_kl(losses.hidden(inputs), settings).detach()]
+    kl = losses.topk_kl(losses.hidden(inputs), settings) if teacher_kl is None else teacher_kl
+    return [torch.ones_like(nothing), kl.detach()]
 
 
 def finish(total: Tensor | Sequence[float]) -> Diagnostics:

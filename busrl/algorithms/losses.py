@@ -18,36 +18,9 @@ import torch
 from torch import Tensor
 
 from busrl.algorithms import distill
+from busrl.algorithms.catalog import LossSettings as LossSettings
 
 LOG_RATIO_BOUND = 20.0
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """The numbers that a loss may use; the names are those of the topology's [learner] keys."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 3.0
-    tis_cap: float = 2.0
-    ratio: str = "behaviour"  # or "proximal": what the ratio of a loss is to
-    cispo_cap: float = 5.0
-    sapo_taus: tuple[float, float] = (1.0, 1.05)
-    two_sided_delta: float = 4.0
-    dppo_mask: float = 0.2
-    dppo_square: float = 1e-3
-    opsm_delta: float = 0.5
-    m2po_tau: float = 0.04
-    cov_share: float = 2e-4
-    clip_cov_range: tuple[float, float] = (1.0, 5.0)
-    kl_cov_coef: float = 1.0
-    correction: str = "none"
-    correction_low: float = 0.0
-    correction_high: float = 0.0
-    kl: str = "none"
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    teacher_coef: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -249,9 +222,12 @@ CHOICES: dict[str, Choice] = {"m2po": kept_by_second_moment, "clip_cov": covaria
 
 def per_token(loss: LossFunction, inputs: LossInputs, settings: LossSettings) -> Tensor:
     """What `loss` gives, 0 where masked. The loss sees zeros there: a NaN behind a mask would reach the gradient."""
-    if inputs.mask is None:
-        return loss(inputs, settings)
-    return loss(hidden(inputs), settings).where(inputs.mask.bool(), 0)
+    return masked(loss(hidden(inputs), settings), inputs)
+
+
+def masked(values: Tensor, inputs: LossInputs) -> Tensor:
+    """The values, 0 where masked."""
+    return values if inputs.mask is None else values.where(inputs.mask.bool(), 0)
 
 
 def hidden(inputs: LossInputs) -> LossInputs:

@@ -14,6 +14,7 @@ log-probabilities come from.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -93,20 +94,29 @@ def divergence(inputs: LossInputs, settings: LossSettings) -> Tensor:
 # -- together --------------------------------------------------------------------
 
 
-def objective(loss: LossFunction, inputs: LossInputs, settings: LossSettings, kl: bool) -> Tensor:
-    """What is minimised of each token, 0 where masked; `kl`: with the KL term, which may be in the reward instead."""
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised of each token, 0 where masked, and the terms of it that the diagnostics tell too."""
 
-    def whole(seen: LossInputs, settings: LossSettings) -> Tensor:
-        found = loss(seen, settings)
-        if settings.correction != "none":
-            found = found * correction(seen, settings)
-        if kl:
-            found = found + settings.kl_coef * divergence(seen, settings)
-        if settings.entropy_coef:
-            assert seen.entropy is not None
-            found = found - settings.entropy_coef * seen.entropy
-        if settings.teacher_coef:
-            found = found + settings.teacher_coef * losses.topk_kl(seen, settings)
-        return found
+    loss: Tensor
+    weights: Tensor | None = None  # of the correction; None without one
+    teacher_kl: Tensor | None = None  # with gradient; None where no loss reads it
 
-    return losses.per_token(whole, inputs, settings)
+
+def objective(loss: LossFunction, inputs: LossInputs, settings: LossSettings, kl: bool) -> Objective:
+    """The policy's loss with all terms. `kl`: with the KL term, which may be in the reward instead."""
+    seen = losses.hidden(inputs)
+    found, weights = loss(seen, settings), None
+    teacher_kl = found if loss is losses.topk_kl else None
+    if settings.correction != "none":
+        weights = correction(seen, settings)
+        found = found * weights
+    if kl:
+        found = found + settings.kl_coef * divergence(seen, settings)
+    if settings.entropy_coef:
+        assert seen.entropy is not None
+        found = found - settings.entropy_coef * seen.entropy
+    if settings.teacher_coef:
+        teacher_kl = losses.topk_kl(seen, settings) if teacher_kl is None else teacher_kl
+        found = found + settings.teacher_coef * teacher_kl
+    return Objective(losses.masked(found, inputs), weights, teacher_kl)

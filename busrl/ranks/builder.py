@@ -17,19 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from busrl.algorithms import catalog
+from busrl.algorithms.losses import LossFunction
 from busrl.errors import UserError
 from busrl.paths import RunPaths
 from busrl.ranks import mesh
 from busrl.ranks.loading import WeightFiles, fill, first_layers, standing_in
 from busrl.ranks.mesh import Layout, Meshes, ShardedForward
 from busrl.system import device
-from busrl.training.custom import OwnLoss
+from busrl.training.custom import reads
 from busrl.training.forward import AUTO, Forward, checkpoint_layers, compile_layers, compute_again
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
-from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
+from busrl.training.scorer import Reference, Teacher
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import QUIET, Hooks, Trainer, computes_again, way_of
 
 # -- settings -------------------------------------------------------------------------
 
@@ -134,22 +136,18 @@ class TrainerBuilder:
     _first: Path | None = None  # folder of the first model
     _others: dict[Path, ShardedForward] = field(default_factory=dict)  # models that are read and not trained
 
-    def trainer(self, folder: Path, make: Callable[..., Trainer]) -> Trainer:
+    def trainer(self, folder: Path, make: Callable[..., Trainer], hooks: Hooks = QUIET) -> Trainer:
         """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
         self._first = self._first or folder
         model, way, adapter = self._spread(folder, self.team.lora)
         forward = self._sharded(way)
         if self.settings.compile:  # every rank compiles, and tries it with the others
             compile_layers(forward)
-        made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
-        made.copies = self.meshes.layout.tensor
-        reads = made.loss.reads if isinstance(made.loss, OwnLoss) else lambda _: False
-        made.adapter = adapter
-        if self.team.refers or reads("reference"):
-            made.reference = self._refer(forward, adapter, model)
-        if self.team.taught or reads("teacher"):
-            made.teacher = self._teach(model)
-        return made
+        return make(
+            model, self.settings, forward=forward, adapter=adapter, copies=self.meshes.layout.tensor, hooks=hooks,
+            refer=lambda _, loss: self._refer(forward, loss, adapter, model),
+            teach=lambda _, loss: self._teach(loss, model),
+        )
 
     def _sharded(self, way: Forward) -> ShardedForward:
         return ShardedForward(way, self.team.device if self.team.offload else None)
@@ -180,8 +178,10 @@ class TrainerBuilder:
         self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
         return model, way, adapter
 
-    def _refer(self, forward: Any, adapter: Adapter | None, model: Any) -> Callable[..., Tensor]:
+    def _refer(self, forward: Forward, loss: LossFunction, adapter: Adapter | None, model: Any) -> Reference | None:
         """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
+        if not self.team.refers and not reads(loss, "reference"):
+            return None
         if adapter is not None and self.team.reference is None:
             return adapter.base_alone(forward.score)
         folder = self.team.reference or self._first
@@ -190,8 +190,10 @@ class TrainerBuilder:
         require_vocabulary(folder, second.model, model)
         return lambda samples, flat: second.score(samples, flat)[0]
 
-    def _teach(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _teach(self, loss: LossFunction, model: Any) -> Teacher | None:
         """What gives a teacher's most probable tokens, of those that the model has."""
+        if not self.team.taught and not reads(loss, "teacher"):
+            return None
         if self.team.teacher is None:
             rule = "it needs a teacher; set model.teacher to its folder"
             raise UserError(f'learner.loss = "{self.settings.loss}": {rule}')

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from busrl.algorithms.gae import Valued
 from busrl.errors import DiskFull, RankLost, RanksDiffer, Stopped, WriteFailed, cause
@@ -28,8 +29,10 @@ from busrl.ranks.builder import TeamSettings, TrainerBuilder, digest
 from busrl.ranks.meeting import Away
 from busrl.training import sharded, value_head
 from busrl.training.checkpoint import Checkpoint
+from busrl.training.scorer import Given, Versions
+from busrl.training.settings import TrainerSettings
 from busrl.training.shard_files import Saving
-from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.training.trainer import Hooks, Trainer
 
 
 class Follower:
@@ -38,12 +41,14 @@ class Follower:
     def __init__(
         self, settings: TeamSettings, training: TrainerSettings, rank: int,
         stopping: Callable[[], object] = lambda: None, away: Away | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Connects to rank 0 and joins the group; RankLost if rank 0 is not there in time, RanksDiffer if it refuses.
         Stopped if `stopping`, which is called while rank 0 is waited for, is true, or rank 0 was asked to stop.
-        `away`: it is on another host, where it waits for rank 0 for as long as the host does."""
-        self.settings, self.rank, self.away = settings, rank, away
-        self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch
+        `away`: it is on another host, where it waits for rank 0 for as long as the host does. `on_progress` is called
+        after each micro-batch."""
+        self.settings, self.rank, self.away, self._on_progress = settings, rank, away, on_progress
+        self._ages: dict[int, int] = {}  # steps since the versions of the samples that are computed
         self.stream = self._connect(stopping)
         self.trainer: Trainer | None = None
         self._brought = False
@@ -116,7 +121,7 @@ class Follower:
     def _under_way(self, message: wire.ControlMessage) -> list[int]:
         """The samples of the message, or of an update those of its step."""
         if isinstance(message, wire.Step) and self.trainer is not None:
-            return self.trainer.step_uids
+            return self.trainer.tally.uids
         return [sample[0] for sample in getattr(message, "work", wire.NO_WORK).samples]
 
     def _done(self, message: wire.ControlMessage) -> wire.ControlMessage | None:
@@ -124,8 +129,8 @@ class Follower:
             case wire.Build():
                 if self.settings.lora is not None:  # dropout of the adapter
                     torch.manual_seed(self.settings.lora.seed + self.rank)
-                self.trainer = self._builder.trainer(self._here(message.folder), Trainer)
-                self.trainer.on_progress = lambda: self.on_progress()
+                hooks = Hooks(self._on_progress, self._ages_of)
+                self.trainer = self._builder.trainer(self._here(message.folder), Trainer, hooks)
                 return wire.Done(digest=digest(self.trainer))
             case wire.Leave():
                 mesh.leave()
@@ -136,11 +141,16 @@ class Follower:
         if isinstance(message, wire.Save):
             self._saving, self._saving_seq = self.trainer.save(Path(message.path)), message.seq
             return None
-        if isinstance(message, wire.Adopt):
+        if isinstance(message, wire.Micro):
+            self._ages = message.work.ages
+        elif isinstance(message, wire.Adopt):
             message.folder = str(self._here(message.folder))
         elif isinstance(message, wire.Restore):
             message.path = str(self._here(message.path))
         return _answer(self.trainer, message)
+
+    def _ages_of(self, versions: Versions) -> NDArray[np.int64]:
+        return np.array([self._ages[version] for version in versions.tolist()], np.int64)
 
     def _here(self, path: str) -> Path:
         """Where a file or folder of home is: the same path, or this host's copy of what the run directory has."""
@@ -188,24 +198,22 @@ def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessa
         case wire.Micro(work=work):
             _micro(trainer, work)
         case wire.Score(work=work, by=by):
-            found = trainer.at_once(wire.samples_of(work), by)
+            found = trainer.scorer.at_once(wire.samples_of(work), by)
             logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in found)
             return wire.Scored(logprobs=logprobs, entropies=entropies)
         case wire.Step():
-            if trainer.counted != message.tokens:
-                raise RanksDiffer(f"counted {trainer.counted} tokens for this step, rank 0 planned {message.tokens}")
+            if (counted := trainer.tally.tokens) != message.tokens:
+                raise RanksDiffer(f"counted {counted} tokens for this step, rank 0 planned {message.tokens}")
             return wire.Done(stats=asdict(trainer.update(message.lr, message.denominator, message.scale)))
         case wire.Gather(what="weight", name=name):
             trainer.gather_weight(name)
         case wire.Gather(what="adapter", name=name):
-            assert trainer.adapter is not None
-            sharded.gathered(trainer.adapter.tensors()[name])
+            sharded.gathered(trainer.adapter_weights()[name])
         case wire.Adopt(folder=folder):
-            assert trainer.adapter is not None
-            trainer.load_adapter(trainer.adapter, Path(folder))
+            trainer.load_adapter(Path(folder))
             return wire.Done()
         case wire.Gather():
-            trainer.gather_state(keep=False)
+            trainer.state.gathered(keep=False)
         case wire.Restore(path=path, optimizer=optimizer):
             trainer.restore(Checkpoint(Path(path), 0, {}), optimizer)
             if trainer.value_head is not None and (head := Path(path) / value_head.FOLDER).is_dir():
@@ -218,7 +226,6 @@ def _micro(trainer: Trainer, work: wire.Work) -> None:
     if not work.samples:
         trainer.idle()
         return
-    trainer.ages_of = lambda versions: np.array([work.ages[one] for one in versions.tolist()], np.int64)
     before = None if work.proximal is None else [np.frombuffer(row, np.float32) for row in work.proximal]
     chosen = None if work.chosen is None else [np.frombuffer(row, np.bool_) for row in work.chosen]
     valued = None if work.valued is None else [

@@ -15,6 +15,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,16 +26,22 @@ import torch
 from torch import Tensor
 
 from busrl.errors import CannotTrain, DiskFull, RankFailed, RankLost, RanksDiffer, Stopped, WriteFailed, cause
+from busrl.paths import RunPaths
 from busrl.ranks import meeting, mesh, wire
 from busrl.ranks.builder import TeamSettings, TrainerBuilder, digest
+from busrl.system import device
 from busrl.system.listener import shut
+from busrl.topology import Topology
 from busrl.training import sharded
 from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.model import Adapter, vocabulary
+from busrl.training.model import vocabulary
+from busrl.training.scorer import EVERY, Given
+from busrl.training.settings import TrainerSettings
 from busrl.training.shard_files import Saving, Writing, file_of
 from busrl.training.step_stats import RankStats, StepStats, stats_of
-from busrl.training.trainer import EVERY, Given, Trainer, TrainerSettings
+from busrl.training.trainer import QUIET, Hooks, Trainer
+from busrl.weights.tensors import fingerprint
 
 T = TypeVar("T")
 SAY_S = 20.0  # after which whoever watches is told which host is waited for
@@ -54,19 +61,20 @@ class Team:
     seq: int = 0
     store: Any = None
     builder: TrainerBuilder | None = None
-    on_progress: Callable[[], None] = lambda: None  # called after each part of a file that other hosts get
+    on_progress: Callable[[], None] = lambda: None
     _brought: set[Path] = field(default_factory=set)
     _next_look: float = 0.0
 
     @classmethod
     def gathered(
         cls, settings: TeamSettings, stopping: Callable[[], object] = lambda: None,
-        say: Callable[[str], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None, on_progress: Callable[[], None] = lambda: None,
     ) -> Team:
         """Wait for all ranks, form the group. RankLost names who did not come, CannotTrain a host that stays away,
         RanksDiffer what differs. `stopping` is called while they are waited for; if it is true those that are there are
-        dismissed: Stopped. `say`: once, which hosts are waited for."""
-        team = cls(settings)
+        dismissed: Stopped. `say`: once, which hosts are waited for. `on_progress`: called after each part of a file
+        that other hosts get."""
+        team = cls(settings, on_progress=on_progress)
         begun, streams = time.monotonic(), dict[int, wire.Stream]()
         with meeting.door(settings.file, settings.note, settings.address, settings.collective_s) as door:
             while missing := sorted(set(range(1, settings.ranks)) - streams.keys()):
@@ -228,12 +236,12 @@ class Team:
         self.followers = []
         mesh.leave()
 
-    def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
+    def trainer(self, folder: Path, settings: TrainerSettings, hooks: Hooks = QUIET) -> Leader:
         self.bring(folder)
         self.tell([wire.Build(folder=str(folder)) for _ in self.followers])
         if self.builder is None or self.builder.settings != settings:
             self.builder = TrainerBuilder(settings, self.settings, self.meshes)
-        made = self.builder.trainer(folder, lambda *given, **more: Leader(self, *given, **more))
+        made = self.builder.trainer(folder, lambda *given, **more: Leader(self, *given, **more), hooks)
         assert isinstance(made, Leader)
         own = digest(made)
         for stream, answer in zip(self.followers, self._built(), strict=True):
@@ -252,6 +260,17 @@ class Team:
                 raise RankLost(f"{stream.name} could not build the model: {words}")
             found.append(answer)
         return found
+
+
+def gather(
+    topology: Topology, paths: RunPaths, activity: Callable[[str, float], AbstractContextManager[None]],
+    stopping: Callable[[], object], say: Callable[[str], None], on_progress: Callable[[], None],
+) -> Team:
+    """The other ranks of the learner of a run, as soon as all are there. `activity` declares the wait for them; the
+    rest is as in `Team.gathered`."""
+    settings = TeamSettings.of(topology, paths, device.choose(topology.device_of("learner")), fingerprint)
+    with activity("waits for its ranks", settings.waits_s + topology.limits.ready_s):
+        return Team.gathered(settings, stopping, say, on_progress)
 
 
 def _is_free(streams: dict[int, wire.Stream], rank: int) -> bool:
@@ -294,7 +313,7 @@ class Leader(Trainer):
             for number, share in enumerate(shares):
                 parts.append(([samples[i] for i in share], given.of(share), version))
                 self._planned[number] += sum(one.trained for one in parts[-1][0])
-            self.team.tell([wire.Micro(work=wire.work_of(self, *part)) for part in self.team.each(parts)])
+            self.team.tell([wire.Micro(work=wire.work_of(self.hooks.ages_of, *part)) for part in self.team.each(parts)])
             with self.team.together("a micro-batch", [one.uid for one in parts[0][0]]):
                 if shares[0]:
                     self.micro_batch(*parts[0])
@@ -306,7 +325,7 @@ class Leader(Trainer):
             wire.Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale)
             for tokens in self.team.each(self._planned)
         ])
-        with self.team.together("the update", self.step_uids):
+        with self.team.together("the update", self.tally.uids):
             own = self.update(lr, denominator, scale)
         every = [own, *(msgspec.convert(answer.stats, RankStats) for answer in self.team.answers())]
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
@@ -315,9 +334,10 @@ class Leader(Trainer):
         """The same from all ranks, per share."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
-            self.team.tell([wire.Score(work=wire.work_of(self, part), by=by) for part in self.team.each(chosen)])
+            works = [wire.work_of(self.hooks.ages_of, part) for part in self.team.each(chosen)]
+            self.team.tell([wire.Score(work=work, by=by) for work in works])
             with self.team.together("scoring"):
-                own = self.at_once(chosen[0], by)
+                own = self.scorer.at_once(chosen[0], by)
             yield shares[0], *own
             first = self.team.settings.axes.tensor  # those in between computed the same
             for share, answer in zip(shares[1:], self.team.answers()[first - 1 :: first], strict=True):
@@ -325,7 +345,7 @@ class Leader(Trainer):
                 if by == EVERY:
                     logprobs = logprobs.reshape(-1, vocabulary(self.model))
                 yield share, logprobs, self._placed(answer.entropies)
-            self.on_progress()
+            self.hooks.on_progress()
 
     def _placed(self, data: bytes) -> Tensor:
         return torch.from_numpy(np.frombuffer(bytearray(data), np.float32)).to(self._device)
@@ -334,8 +354,8 @@ class Leader(Trainer):
         """The weights to publish, each gathered when it is asked for; valid until the next step."""
         return Gathered(self.gather_weight, self.published(), self.settings.few_bits)
 
-    def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
-        own = adapter.tensors()
+    def adapter_weights(self) -> Mapping[str, Tensor]:
+        own = super().adapter_weights()
         return Gathered(lambda name: self._gather("adapter", name, lambda: sharded.gathered(own[name])), own)
 
     def gather_weight(self, name: str) -> Tensor:
@@ -345,24 +365,24 @@ class Leader(Trainer):
         self.team.tell([wire.Gather(what=what, name=name) for _ in self.team.followers])
         with self.team.together("publication"):
             found = gather()
-        self.on_progress()
+        self.hooks.on_progress()
         return found
 
-    def load_adapter(self, adapter: Adapter, folder: Path) -> None:
+    def load_adapter(self, folder: Path) -> None:
         self.team.bring(folder)
         self.team.tell([wire.Adopt(folder=str(folder)) for _ in self.team.followers])
-        super().load_adapter(adapter, folder)
+        super().load_adapter(folder)
         self.team.answers()
 
     def optimizer_state(self) -> dict[str, Any]:
         self.team.tell([wire.Gather(what="state") for _ in self.team.followers])
         with self.team.together("a checkpoint"):
-            return self.gather_state(keep=True)
+            return self.state.gathered(keep=True)
 
-    def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
-        self.team.bring(found.path)
-        self.team.tell([wire.Restore(path=str(found.path), optimizer=optimizer) for _ in self.team.followers])
-        changed = super().restore(found, optimizer)
+    def restore(self, checkpoint: Checkpoint, optimizer: bool = True) -> list[str]:
+        self.team.bring(checkpoint.path)
+        self.team.tell([wire.Restore(path=str(checkpoint.path), optimizer=optimizer) for _ in self.team.followers])
+        changed = super().restore(checkpoint, optimizer)
         self.team.answers(self.team.settings.start_s)
         return changed
 

@@ -28,7 +28,7 @@ from busrl.ranks.wire import ControlMessage
 from busrl.roles.actor import Actor
 from busrl.system import device
 from busrl.training.forward import COMPILE_S
-from busrl.training.trainer import TrainerSettings
+from busrl.training.settings import TrainerSettings
 from busrl.weights.tensors import fingerprint
 
 log = logging.getLogger("busrl")
@@ -55,8 +55,8 @@ class Rank(Actor):
         team = TeamSettings.of(self.topology, self.paths, where, fingerprint)
         rank, waits_s = int(self.name.partition("/")[2]), math.inf if self.topology.here else team.waits_s
         with self.activity("waits for the learner", waits_s), home_of(self) as home:
-            self.follower = Follower(team, TrainerSettings.of(self.topology), rank, self.awaited, home)
-        self.follower.on_progress = self.ring.progress
+            settings = TrainerSettings.of(self.topology)
+            self.follower = Follower(team, settings, rank, self.awaited, home, self.ring.progress)
 
     def subscriptions(self) -> list[str]:
         return []

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from busrl.errors import RankLost
 from busrl.training.batch import Sample, Turns, Worth
-from busrl.training.trainer import Given, Trainer
+from busrl.training.scorer import Given, Versions
 
 # -- messages -----------------------------------------------------------------------
 
@@ -252,9 +253,10 @@ NO_WORK = Work([], [], [], None, None, None, None, None, {})
 
 
 def work_of(
-    trainer: Trainer, samples: Sequence[Sample], given: Given = NOTHING_GIVEN, version: int | None = None
+    ages_of: Callable[[Versions], NDArray[np.int64]], samples: Sequence[Sample], given: Given = NOTHING_GIVEN,
+    version: int | None = None,
 ) -> Work:
-    """What a follower needs to compute these samples as this trainer would."""
+    """What a follower needs to compute these samples as rank 0 would. `ages_of`: as in the trainer's hooks."""
     prompts: dict[bytes, int] = {}
     rows = [
         (s.uid, s.group, s.member, prompts.setdefault(s.prompt_ids.tobytes(), len(prompts)), s.token_ids.tobytes(),
@@ -263,7 +265,7 @@ def work_of(
         for s in samples
     ]
     versions = np.unique(np.concatenate([s.policy_versions for s in samples])) if samples else np.zeros(0, np.uint32)
-    ages = dict(zip(versions.tolist(), trainer.ages_of(versions).tolist(), strict=True))
+    ages = dict(zip(versions.tolist(), ages_of(versions).tolist(), strict=True))
     worth, weights = (None if rows is None else [_plain(row) for row in rows]
                       for rows in (given.advantages, given.weights))
     before, chosen = (

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from busrl.algorithms import catalog
+from busrl.algorithms.catalog import LossSettings
 from busrl.topology.declare import REQUIRED, Rule, key
 
 
@@ -133,23 +134,37 @@ class Learner:
                            named=True)
     length_norm: int = key(0, "aggregation = seq-mean-token-sum-norm: what a sum is divided by; 0 = the limit of an "
                               "answer", low=0, high=1 << 24)
-    ratio: str = key("behaviour", "what the ratio of a loss is to: recorded log-probabilities, or those of the weights "
-                     "before the step", choices=("behaviour", "proximal"))
+    ratio: str = key(
+        LossSettings.ratio,
+        "what the ratio of a loss is to: recorded log-probabilities, or those of the weights before the step",
+        choices=("behaviour", "proximal")
+    )
     newest_ratio: str = key("recorded", "ratio of tokens drawn by the very weights that are trained: to what was "
                             "recorded, or exactly 1", choices=("recorded", "one"))
-    correction: str = key("none", "weight for what separates trainer and engine; see docs/algorithms.md",
-                          choices=tuple(catalog.CORRECTIONS), named=True)
-    correction_low: float = key(0.0, "lower bound of the correction; 0 = its own default", low=0, high=1000)
-    correction_high: float = key(0.0, "upper bound of the correction; 0 = its own default", low=0, high=1e6)
-    kl: str = key("none", "estimator of the KL to model.reference", choices=catalog.KL_TERMS, named=True)
-    kl_coef: float = key(0.0, "what the KL is multiplied by", low=0, high=100)
+    correction: str = key(
+        LossSettings.correction, "weight for what separates trainer and engine; see docs/algorithms.md",
+        choices=tuple(catalog.CORRECTIONS), named=True
+    )
+    correction_low: float = key(
+        LossSettings.correction_low, "lower bound of the correction; 0 = its own default", low=0, high=1000
+    )
+    correction_high: float = key(
+        LossSettings.correction_high, "upper bound of the correction; 0 = its own default", low=0, high=1e6
+    )
+    kl: str = key(LossSettings.kl, "estimator of the KL to model.reference", choices=catalog.KL_TERMS, named=True)
+    kl_coef: float = key(LossSettings.kl_coef, "what the KL is multiplied by", low=0, high=100)
     kl_in: str = key("loss", "add the KL to the loss of each token, or take its sum from the reward of the answer",
                      choices=("loss", "reward"))
-    entropy_coef: float = key(0.0, "this times the entropy of each token is taken from its loss", low=0, high=100)
+    entropy_coef: float = key(
+        LossSettings.entropy_coef, "this times the entropy of each token is taken from its loss", low=0, high=100
+    )
     teacher_k: int = key(8, "tokens of model.teacher that are looked at in the place of each generated one", low=1,
                          high=1024)
-    teacher_coef: float = key(0.0, "this times KL(model.teacher || model) over these tokens is added to the loss of "
-                              "each token", low=0, high=100)
+    teacher_coef: float = key(
+        LossSettings.teacher_coef,
+        "this times KL(model.teacher || model) over these tokens is added to the loss of each token",
+        low=0, high=100
+    )
     metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
                                    "package.module:name or file.py:name (docs/extending.md)")
     optimizer: str = key("adamw", "what turns gradients into updates; adamw8bit has states of 8 bits (busrl[adam8])",
@@ -161,23 +176,37 @@ class Learner:
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, below=1)
     weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
     eps: float = key(1e-8, "AdamW epsilon", above=0, high=1)
-    clip_low: float = key(0.2, "the ratio is clipped below at 1 - clip_low", low=0, high=1)
-    clip_high: float = key(0.28, "the ratio is clipped above at 1 + clip_high", low=0, high=100)
-    dual_clip: float = key(3.0, "bound on the loss of tokens with negative advantage", above=1, high=1000)
-    tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", above=0, high=1000)
-    cispo_cap: float = key(5.0, "cap of the ratio itself (loss = cispo)", above=0, high=1000)
-    sapo_taus: tuple[float, float] = key((1.0, 1.05), "temperatures of the gate for A > 0 and others (loss = sapo)",
-                                         above=0, high=1000)
-    two_sided_delta: float = key(4.0, "bound on the ratio (loss = two_sided)", above=1, high=1000)
-    dppo_mask: float = key(0.2, "change of probability beyond which a token is dropped (loss = dppo)", above=0, high=1)
-    dppo_square: float = key(1e-3, "weight of the squared log-ratio (loss = dppo)", low=0, high=100)
-    opsm_delta: float = key(0.5, "mean log-ratio in nats beyond which a bad answer is dropped (loss = opsm)", low=0,
-                            high=100)
-    m2po_tau: float = key(0.04, "mean squared log-ratio that is left (loss = m2po)", above=0, high=100)
-    cov_share: float = key(2e-4, "share of all tokens that is held (loss = clip_cov, kl_cov)", above=0, high=1)
-    clip_cov_range: tuple[float, float] = key((1.0, 5.0), "covariances that are eligible (loss = clip_cov)", low=0,
-                                              high=1e6)
-    kl_cov_coef: float = key(1.0, "weight of the log-ratio's size (loss = kl_cov)", low=0, high=100)
+    clip_low: float = key(LossSettings.clip_low, "the ratio is clipped below at 1 - clip_low", low=0, high=1)
+    clip_high: float = key(LossSettings.clip_high, "the ratio is clipped above at 1 + clip_high", low=0, high=100)
+    dual_clip: float = key(
+        LossSettings.dual_clip, "bound on the loss of tokens with negative advantage", above=1, high=1000
+    )
+    tis_cap: float = key(LossSettings.tis_cap, "cap of the importance weight (loss = decoupled)", above=0, high=1000)
+    cispo_cap: float = key(LossSettings.cispo_cap, "cap of the ratio itself (loss = cispo)", above=0, high=1000)
+    sapo_taus: tuple[float, float] = key(
+        LossSettings.sapo_taus, "temperatures of the gate for A > 0 and others (loss = sapo)", above=0, high=1000
+    )
+    two_sided_delta: float = key(
+        LossSettings.two_sided_delta, "bound on the ratio (loss = two_sided)", above=1, high=1000
+    )
+    dppo_mask: float = key(
+        LossSettings.dppo_mask, "change of probability beyond which a token is dropped (loss = dppo)", above=0, high=1
+    )
+    dppo_square: float = key(LossSettings.dppo_square, "weight of the squared log-ratio (loss = dppo)", low=0, high=100)
+    opsm_delta: float = key(
+        LossSettings.opsm_delta, "mean log-ratio in nats beyond which a bad answer is dropped (loss = opsm)",
+        low=0, high=100
+    )
+    m2po_tau: float = key(LossSettings.m2po_tau, "mean squared log-ratio that is left (loss = m2po)", above=0, high=100)
+    cov_share: float = key(
+        LossSettings.cov_share, "share of all tokens that is held (loss = clip_cov, kl_cov)", above=0, high=1
+    )
+    clip_cov_range: tuple[float, float] = key(
+        LossSettings.clip_cov_range, "covariances that are eligible (loss = clip_cov)", low=0, high=1e6
+    )
+    kl_cov_coef: float = key(
+        LossSettings.kl_cov_coef, "weight of the log-ratio's size (loss = kl_cov)", low=0, high=100
+    )
     max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", above=0, high=1e6)
     warmup_groups: int = key(0, "groups over which lr rises from 0", low=0)
     decay: str = key("none", "shape of the fall of lr after the warm-up", choices=("none", "linear", "cosine"))

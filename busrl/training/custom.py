@@ -94,6 +94,11 @@ class OwnLoss(_Checked):
         return replace(inputs, **unread)
 
 
+def reads(loss: LossFunction, name: str) -> bool:
+    """Whether a loss of the user's says that it reads that."""
+    return isinstance(loss, OwnLoss) and loss.reads(name)
+
+
 def load_loss(target: str, base_dir: str) -> LossFunction:
     """The loss of that name, or that of an import path."""
     return losses.LOSSES[target] if ":" not in target else OwnLoss(target, base_dir)

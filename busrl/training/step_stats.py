@@ -1,15 +1,29 @@
-"""What one optimiser step was: the numbers of each rank, their sum over ranks, and several updates as one step.
+"""What one optimiser step was: what a trainer counts of it, the numbers of each rank, their sum over ranks, and several
+updates as one step.
 
-A mean is over all trained tokens, whatever rank or update they were in; times of ranks are those of the slowest.
+Filled by the trainer, read by the learner. Knows nothing of models, losses or optimisers.
+
+- A mean is over all trained tokens, whatever rank or update they were in; times of ranks are those of the slowest.
+- Nothing is read back from the device before the update: a read for each micro-batch would stall it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from busrl.algorithms import diagnostics
 from busrl.algorithms.diagnostics import Diagnostics
+from busrl.algorithms.losses import LossInputs
+from busrl.system import device
+from busrl.training.batch import Flat, Sample, pieces_of
 
 
 @dataclass(frozen=True)
@@ -89,3 +103,86 @@ def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, s
         context_tokens=context,
         culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)), **added, **slowest,
     )
+
+
+# -- what is counted until the update -------------------------------------------------
+
+
+class Tally:
+    """What one trainer has computed of the step under way."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._device, self._watch = where, device.Stopwatch(where)
+        self._watched: Collection[int] = ()
+        self._gaps: dict[int, Tensor] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step. The gaps of watched samples stay until they are asked for."""
+        self._sums = torch.zeros(len(diagnostics.FIELDS), dtype=torch.float64, device=self._device)
+        self.tokens = self._sequences = self._computed = self._real = self._context = 0
+        self._losses: list[tuple[list[int], Tensor]] = []  # uids of a micro-batch, and the loss of each
+        self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
+
+    def mark(self) -> Any:
+        """A point in time of the device, for `timed`."""
+        return self._watch.mark()
+
+    def timed(self, started: Any, forwarded: Any) -> None:
+        """A micro-batch began, had its forward, and has its backward now."""
+        self._marks.append((started, forwarded, self._watch.mark()))
+
+    def add(self, samples: Sequence[Sample], flat: Flat, row: Tensor, loss: Tensor, positions: int) -> None:
+        """A micro-batch: its row of diagnostics, the loss of each token, and how many positions were computed."""
+        self._sums += row
+        per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
+        self._losses.append((flat.uids, per_sample.index_add_(0, flat.rows, loss)))
+        context = sum(sample.generated - sample.trained for sample in samples)
+        self.tokens += len(flat.targets) - context
+        self._context += context
+        self._sequences += len(samples)
+        self._computed += positions
+        self._real += sum(len(piece.ids) for piece in pieces_of(samples))
+
+    @property
+    def uids(self) -> list[int]:
+        """The samples of the step."""
+        return [uid for uids, _ in self._losses for uid in uids]
+
+    def culprits(self) -> list[int]:
+        """The samples whose loss is not finite."""
+        return [uid for uids, sums in self._losses
+                for uid, finite in zip(uids, sums.isfinite().tolist(), strict=True) if not finite]
+
+    def stats(self, norm: float, reason: str, culprits: tuple[str, ...], started: float) -> RankStats:
+        """The numbers of the step, whose update began at `started`."""
+        return RankStats(
+            norm=norm, skipped=reason, culprits=culprits,
+            sums=tuple(self._sums.tolist()),  # the one time that the device is read
+            tokens=self.tokens, sequences=self._sequences, context=self._context,
+            computed=self._computed, real=self._real, micro_batches=len(self._losses),
+            forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
+            backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),
+            step_s=time.perf_counter() - started,
+        )
+
+    # -- differences from the engine, of watched samples ------------------------------
+
+    def watch(self, uids: Collection[int]) -> None:
+        """Keep the gaps of these samples from now on, and of no others."""
+        self._watched = uids
+
+    def keep_gaps(self, samples: Sequence[Sample], inputs: LossInputs) -> None:
+        """On the device, so that nothing waits for it; of several updates with a sample the first one's."""
+        ends = np.cumsum([sample.generated for sample in samples])
+        for sample, end in zip(samples, ends.tolist(), strict=True):
+            if sample.uid in self._watched and sample.uid not in self._gaps:
+                tokens = slice(end - sample.generated, end)
+                gap = inputs.trainer_logprobs[tokens] - inputs.behaviour_logprobs[tokens]
+                self._gaps[sample.uid] = gap.detach()
+
+    def gaps(self) -> dict[int, NDArray[np.float32]]:
+        """Of the watched samples that this process has trained since the last call: of each generated token its
+        log-probability here, before the update, minus that of the engine."""
+        gaps, self._gaps = self._gaps, {}
+        return {uid: gap.float().cpu().numpy() for uid, gap in gaps.items()}

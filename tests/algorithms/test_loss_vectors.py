@@ -65,7 +65,7 @@ def run(case: dict[str, Any], planted: float | None = None, head: bool = False) 
     if choice := losses.CHOICES.get(case["loss_name"]):
         known_inputs = replace(inputs, trainer_logprobs=logp.detach())
         inputs = replace(inputs, chosen=choice(known_inputs, settings, torch.Generator().manual_seed(0)))
-    per_token = terms.objective(losses.LOSSES[case["loss_name"]], inputs, settings, settings.kl != "none")
+    per_token = terms.objective(losses.LOSSES[case["loss_name"]], inputs, settings, settings.kl != "none").loss
     loss = aggregated(case, per_token, inputs)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), per_token.detach().view_as(mask), (gradient / slope).view_as(mask)
@@ -139,7 +139,7 @@ def test_value_and_gradient_of_a_kl_are_those_of_the_vectors(kind: str, planted:
     case = {"loss_name": "reinforce", "behaviour": "logp_old", "advantage": [0.0] * 4}
     inputs = inputs_of(case, logp, hole, planted)
     settings = losses.LossSettings(kl=kind, kl_coef=1.0)
-    nothing = terms.objective(lambda seen, _: seen.trainer_logprobs * 0, inputs, settings, True)
+    nothing = terms.objective(lambda seen, _: seen.trainer_logprobs * 0, inputs, settings, True).loss
     torch.testing.assert_close(nothing.view_as(mask), array(VECTORS["kl"][kind]), atol=1e-9, rtol=0)
     (gradient,) = torch.autograd.grad(nothing.sum() / mask.sum(), logp)
     torch.testing.assert_close(
@@ -150,7 +150,7 @@ def test_an_entropy_term_is_taken_from_the_loss_with_its_gradient() -> None:
     entropy = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
     logp = array([-1.0, -2.0])
     inputs = losses.LossInputs(logp, logp, logp, array([0.0, 0.0]), torch.tensor([True, False]), entropy=entropy)
-    found = terms.objective(losses.reinforce, inputs, losses.LossSettings(entropy_coef=0.25), False)
+    found = terms.objective(losses.reinforce, inputs, losses.LossSettings(entropy_coef=0.25), False).loss
     assert found.tolist() == [-0.125, 0.0]
     assert torch.autograd.grad(found.sum(), entropy)[0].tolist() == [-0.25, 0.0]
 

@@ -64,7 +64,7 @@ def test_the_loss_of_a_teacher_and_its_gradient_are_those_of_the_formula_whateve
     known[1] = planted
     leaf[1] = planted
     leaf.requires_grad_()
-    found = terms.objective(losses.topk_kl, inputs(leaf, known, mask), losses.LossSettings(), False)
+    found = terms.objective(losses.topk_kl, inputs(leaf, known, mask), losses.LossSettings(), False).loss
     plain = own.clone().requires_grad_()
     expected = distill.topk_kl(plain, teacher) * mask
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
@@ -78,8 +78,8 @@ def test_beside_another_loss_the_teacher_counts_with_its_coefficient() -> None:
     teacher = (hidden @ weight.t()).log_softmax(-1).topk(3, -1).values
     mask = torch.ones(2, dtype=torch.bool)
     seen = inputs((teacher - 0.3).requires_grad_(), teacher, mask)
-    plain = terms.objective(losses.ppo_clip, seen, losses.LossSettings(), False)
-    both = terms.objective(losses.ppo_clip, seen, losses.LossSettings(teacher_coef=0.5), False)
+    plain = terms.objective(losses.ppo_clip, seen, losses.LossSettings(), False).loss
+    both = terms.objective(losses.ppo_clip, seen, losses.LossSettings(teacher_coef=0.5), False).loss
     torch.testing.assert_close(both - plain, 0.5 * distill.topk_kl(teacher - 0.3, teacher), atol=1e-12, rtol=0)
 
 

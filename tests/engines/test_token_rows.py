@@ -27,7 +27,8 @@ from busrl.training.batch import Sample, first_fault, flatten
 from busrl.training.earlier import Earlier, over_old_keys
 from busrl.training.forward import Forward, JoinedRows, PackedRows, PaddedRows
 from busrl.training.model import Adapter, LoraSettings, load
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 
 TOKENS = 35  # of the tokenizer of these folders
 ROWS = 48
@@ -204,7 +205,7 @@ def test_an_adapter_is_trained_on_tokens_alone(wide: Wide) -> None:
     folder = wide("qwen3")
     model = load(folder)
     adapter = Adapter(model, LoraSettings(rank=2, scale=2.0))
-    trainer = Trainer(model, TrainerSettings(known=token_rows(folder)), named=adapter.merged)
+    trainer = Trainer(model, TrainerSettings(known=token_rows(folder)), adapter=adapter)
     samples = samples_of(drawn(folder))
     trainer.accumulate(samples, [1.0, -1.0] * (len(samples) // 2), 0)
     stats = trainer.step(1e-2)

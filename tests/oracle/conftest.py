@@ -21,7 +21,8 @@ from busrl.preflight.load import load
 from busrl.roles.learner.groups import Claimed
 from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
-from busrl.roles.learner.step import TrainingStep, to_sample
+from busrl.roles.learner.samples import to_sample
+from busrl.roles.learner.step import TrainingStep
 from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]

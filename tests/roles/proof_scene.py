@@ -16,7 +16,8 @@ from busrl.engines.base import Engine
 from busrl.preflight.load import load
 from busrl.roles.learner.parity import Parity, Verdict
 from busrl.roles.probes import Prober
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 
 WORDS = 64  # at least those of any model here
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"

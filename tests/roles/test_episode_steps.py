@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.preflight.load import load
-from busrl.roles.learner.step import StaleTokenMask, TrainingStep, to_sample
+from busrl.roles.learner.samples import StaleTokenMask, to_sample
+from busrl.roles.learner.step import TrainingStep
 from busrl.topology import Topology
 from busrl.training.batch import Worth
 
@@ -267,5 +268,5 @@ def test_an_episode_of_which_nothing_is_trained_counts_for_its_group_alone(folde
     step = Watched(topology(folder))
     stats = step.train([samples[0], record, *samples[2:]], 2, None)
     assert stats.sequences == 7 and stats.context_tokens == 4 + 6 and not stats.skipped
-    worth: list[Worth] = [*step._advantages([samples[0], record, *samples[2:]])]
+    worth: list[Worth] = [*step.credit.advantages([samples[0], record, *samples[2:]])]
     assert worth == pytest.approx(group_std(samples))

@@ -18,7 +18,7 @@ from busrl.engines.base import Finished, Request
 from busrl.engines.torch.engine import TorchEngine
 from busrl.ledger.wal import SampleRecord
 from busrl.preflight.load import load
-from busrl.roles.learner import step as training_step
+from busrl.roles.learner import samples
 from busrl.roles.learner.step import TrainingStep
 from busrl.topology import Topology
 from busrl.topology.schema import Segments
@@ -119,8 +119,8 @@ def test_a_mask_that_forgets_the_earlier_segments_would_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The counter-proof: without its mask last_segment learns, so the test above can fail."""
-    whole = training_step.to_sample
-    monkeypatch.setattr(training_step, "to_sample", lambda record, last_only, skipped=0: whole(record))
+    whole = samples.to_sample
+    monkeypatch.setattr(samples, "to_sample", lambda record, last_only, skipped=0: whole(record))
     assert learn(tmp_path, "last_segment", seed=0)[1] > 0.9
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from busrl.ledger.wal import SampleRecord
-from busrl.roles.learner.step import StaleTokenMask, to_sample
+from busrl.roles.learner.samples import StaleTokenMask, to_sample
 
 
 def record(versions: list[int], step: int, **more: Any) -> SampleRecord:
@@ -69,6 +69,6 @@ def test_what_is_left_out_becomes_context() -> None:
 
 @pytest.mark.parametrize("kept", [1, 256])
 def test_memory_is_bounded(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.roles.learner.step.KEPT", kept)
+    monkeypatch.setattr("busrl.roles.learner.samples.KEPT", kept)
     old = at(2, *[(version, version) for version in range(600)])
     assert len(old.steps.state()) == kept

@@ -411,7 +411,7 @@ def test_batch_whiten_of_a_step_whose_answers_are_all_cut_is_skipped_and_no_numb
     answers = [dataclasses.replace(one, cut=True, trained=(F,) * len(one.tokens)) for one in PLAIN]
     step = Watched(with_keys(topology, advantage="batch_whiten"))
     assert step.train(records(answers), 2, STEP).skipped == "no trained token" and not step.seen
-    assert all(math.isfinite(float(one)) for one in step._advantages(records(answers)))
+    assert all(math.isfinite(float(one)) for one in step.credit.advantages(records(answers)))
 
 
 @pytest.mark.parametrize("kind", ["group_mean", "leave_one_out", "mean_normalised", "batch_std", "reward"])

@@ -29,7 +29,8 @@ from busrl.preflight.load import load
 from busrl.ring import Fates
 from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import _training
-from busrl.roles.learner.step import TrainingStep, _split, to_sample
+from busrl.roles.learner.samples import to_sample
+from busrl.roles.learner.step import TrainingStep, split
 from busrl.states import Finish
 from busrl.system.files import json_lines
 from busrl.topology import Topology
@@ -289,7 +290,7 @@ def test_dropout_goes_on_with_the_random_numbers_that_it_would_have_drawn(topolo
 
 def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) -> None:
     batch = records(2)
-    shares = _split(batch, 3)
+    shares = split(batch, 3)
     assert sorted(i for share in shares for i in share) == list(range(len(batch)))
     assert [len({batch[i].group for i in share}) for share in shares] == [2, 1, 1]
     config = dataclasses.replace(topology.learner, updates_per_batch=2, loss="decoupled")
@@ -498,7 +499,7 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     assert stats.old_tokens == stats.context_tokens == len(batch[0].versions) // 4
     masked = _training(stats)["masked"]
     assert masked == {"earlier_segments": 0, "too_old": stats.old_tokens}
-    other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], 5)
+    other.trainer.accumulate([to_sample(one) for one in batch[1:]], other.credit.advantages(batch)[1:], 5)
     other.finish(2)
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
 
@@ -526,7 +527,7 @@ def test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s
     stats, replayed = step.train(batch, 2, 5), again.train(batch, 2, 5)
     assert stats.sequences == 7 and stats.cut_tokens == len(batch[3].versions) // 4 == replayed.cut_tokens
     kept = [place for place in range(8) if place != 3]
-    advantages = other._advantages(batch)
+    advantages = other.credit.advantages(batch)
     samples = [to_sample(batch[place]) for place in kept]
     other.trainer.accumulate(samples, [advantages[place] for place in kept], 5)
     other.finish(2)
@@ -920,12 +921,12 @@ def test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model(
         assert "value" not in " ".join(model.keys())
     assert (newest / "value" / "value_head.safetensors").is_file()
     fresh = TrainingStep(chosen)
-    fresh.start_from(newest, False)
+    fresh.models.start_from(newest, False)
     assert fresh.trainer.value_head is not None and not fresh.trainer.value_head.optimizer.state
     assert float(fresh.trainer.value_head.line.weight.detach().abs().max()) > 1e-3
-    shutil.rmtree(tmp_path / "checkpoints" / "global_step_3" / "value")
-    again._load_value_head(type("Found", (), {"path": newest})())
-    assert "no value head; it begins at 0" in again.changed[-1]
+    plain.models.begin_checkpoint(tmp_path / "plain", 1, {"groups": 4}, lambda folder: None)
+    assert again.load_checkpoint(tmp_path / "plain") is not None
+    assert "no value head; it begins at 0" in again.models.changed[-1]
 
 
 def test_a_value_head_of_another_model_and_one_of_numbers_that_are_none_are_refused_by_name(
@@ -945,8 +946,8 @@ def test_a_value_head_of_another_model_and_one_of_numbers_that_are_none_are_refu
 def test_with_a_kl_in_the_reward_each_token_of_a_value_head_s_step_pays_its_own(topology: Topology) -> None:
     chosen = with_keys(with_values(topology, whiten=False), kl="k1", kl_coef=0.3, kl_in="reward")
     step, batch = Valuing(chosen), varied(1)
-    found = step._valued(batch)
-    referred = step.trainer.score(step._samples(batch), "reference")
+    found = step.credit.valued(batch)
+    referred = step.trainer.score(step.tokens.samples(batch), "reference")
     for one, record, row in zip(found, batch, referred, strict=True):
         own = -0.3 * (record.logprob_array().astype(np.float64) - row)
         own[-1] += record.reward

@@ -17,8 +17,10 @@ from busrl.training import packing
 from busrl.training.batch import Sample
 from busrl.training.forward import Forward, PackedRows, PaddedRows
 from busrl.training.model import load
+from busrl.training.scorer import Given
+from busrl.training.settings import TrainerSettings
 from busrl.training.step_stats import StepStats
-from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.training.trainer import QUIET, Hooks, Teach, Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers beside the tests
 
@@ -63,12 +65,14 @@ class Lab:
     def model(self, kind: str = "qwen3", double: bool = True) -> Any:
         return load(self.folder(kind)).to(torch.float64 if double else torch.float32)
 
-    def trainer(self, kind: str = "qwen3", way: str | None = None, double: bool = True, **settings: Any) -> Trainer:
+    def trainer(self, kind: str = "qwen3", way: str | None = None, double: bool = True, *,
+                hooks: Hooks = QUIET, teach: Teach | None = None, **settings: Any) -> Trainer:
         model = self.model(kind, double)
         values = {"max_grad_norm": 1e9, "micro_batch_tokens": 60, **settings}
         if way == "packed":
             packing.adopt(model)
-        return Trainer(model, TrainerSettings(**values), forward=WAYS[way](model) if way else None)
+        forward = WAYS[way](model) if way else None
+        return Trainer(model, TrainerSettings(**values), forward=forward, hooks=hooks, teach=teach)
 
     def samples(self, groups: int = 3, members: int = 4, seed: int = 0, temperatures: Sequence[float] = (1.0,),
                 model: Any = None) -> list[Sample]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from busrl.training import batch, packing
-from busrl.training.trainer import Given
+from busrl.training.scorer import Given
 
 FILE = Path(__file__).with_suffix(".json")
 LOSSES = ("ppo_clip", "gspo", "gmpo", "opsm", "cispo")

@@ -25,8 +25,10 @@ from busrl.training import optimizers, sharded
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter, LoraSettings
+from busrl.training.scorer import Given
+from busrl.training.settings import TrainerSettings
 from busrl.training.step_stats import RankStats, stats_of
-from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.training.trainer import Trainer
 
 WORDS, ROWS = 48, 56  # tokens of the samples, and of the model
 SIZES: dict[str, Any] = {

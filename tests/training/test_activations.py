@@ -12,7 +12,8 @@ from busrl.errors import ModelNotLoaded
 from busrl.training.batch import flatten
 from busrl.training.forward import checkpoint_layers, choose_forward
 from busrl.training.model import Adapter, LoraSettings, load
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 
 
 def kept_bytes(trainer: Trainer, samples: Any) -> int:
@@ -58,7 +59,7 @@ def test_dropout_of_the_model_is_off_and_that_of_an_adapter_stays(lab: Any) -> N
     pytest.importorskip("peft")
     model = load(lab.folder("qwen3"))
     adapter = Adapter(model, LoraSettings(4, 2.0, dropout=0.5))
-    trainer = Trainer(model, TrainerSettings(activation_checkpointing="full"), named=adapter.merged)
+    trainer = Trainer(model, TrainerSettings(activation_checkpointing="full"), adapter=adapter)
     samples = lab.samples()
     for _ in range(2):
         trainer.accumulate(samples, lab.advantages(len(samples)))

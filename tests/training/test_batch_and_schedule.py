@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.data.vocabulary import TokenRows
-from busrl.roles.learner.step import Schedule
+from busrl.scheduling.rates import Schedule
 from busrl.training import batch
 from busrl.training.batch import Sample, first_fault
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from busrl.errors import DiskFull
 from busrl.training import checkpoint
 from busrl.training.model import load
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 
 
 def save(root: Path, step: int, trainer: Any, **extra: Any) -> checkpoint.Checkpoint:

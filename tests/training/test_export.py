@@ -18,7 +18,8 @@ from busrl.errors import DiskFull
 from busrl.preflight.load import load as load_topology
 from busrl.training import checkpoint
 from busrl.training.model import Adapter, LoraSettings, load
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -33,7 +34,7 @@ def a_run(lab: Any, root: Path, kind: str = "qwen3", steps: tuple[int, ...] = (1
     named = dataclasses.replace(topology, model=dataclasses.replace(topology.model, path=str(source)))
     (run / "topology.json").write_text(named.to_json())
     adapter = Adapter(model, LoraSettings(rank=4, scale=2.0))
-    trainer = Trainer(model, TrainerSettings(), named=adapter.merged)
+    trainer = Trainer(model, TrainerSettings(), adapter=adapter)
     for step in steps:
         samples = lab.samples(seed=step)
         trainer.accumulate(samples, lab.advantages(len(samples)))

@@ -11,7 +11,8 @@ import torch
 from busrl.errors import ModelNotLoaded
 from busrl.training import checkpoint
 from busrl.training.model import Adapter, LoraSettings, load
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 
 pytest.importorskip("peft")
 SETTINGS = LoraSettings(rank=4, scale=2.0)
@@ -22,7 +23,7 @@ def trained(
 ) -> tuple[Trainer, Adapter]:
     model = load(lab.folder(kind))
     adapter = Adapter(model, settings)
-    trainer = Trainer(model, TrainerSettings(), named=adapter.merged)
+    trainer = Trainer(model, TrainerSettings(), adapter=adapter)
     samples = lab.samples(seed=1)
     for step in range(steps):
         trainer.accumulate(samples, [1.0 if i % 2 else -1.0 for i in range(len(samples))], version=step)

@@ -18,7 +18,8 @@ from busrl.system import files
 from busrl.system.listener import shut
 from busrl.training import checkpoint
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.trainer import MASTER, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.state import MASTER
 from tests.training.test_team import SETTINGS, a_step, assert_same_steps, team_of
 
 HERE = "127.0.0.1"

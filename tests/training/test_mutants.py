@@ -112,7 +112,7 @@ CHECKS: list[Callable[[Any, Any, Any], None]] = [
 
 # ------------------------------------------------------------------------------------------------------ the mutants
 
-good_positions, good_loss, good_plan = batch.predicting_positions, losses.per_token, packing.plan_of
+good_positions, good_masked, good_plan = batch.predicting_positions, losses.masked, packing.plan_of
 good_seen, good_flatten, good_per_token = packing._seen, batch.flatten, batch.Flat.per_token
 
 
@@ -126,8 +126,8 @@ def end_untrained(samples: Any, dtype: Any, device: Any) -> Any:
     return replace(flat, mask=torch.cat([flat.rows[1:] == flat.rows[:-1], torch.tensor([False])]))
 
 
-def mean_per_micro_batch(loss: Any, inputs: Any, settings: Any) -> Any:
-    return good_loss(loss, inputs, settings) / len(inputs.advantages) * 30
+def mean_per_micro_batch(values: Any, inputs: Any) -> Any:
+    return good_masked(values, inputs) / len(inputs.advantages) * 30
 
 
 def siblings(flat: Any, values: Any, dtype: Any) -> Any:
@@ -184,7 +184,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
     "the end token is not trained": (batch, "flatten", end_untrained, step_gradient),
     "temperature is ignored": (head, "_divide", temperature_one, step_gradient),
     "entropy is taken at temperature 1": (head, "_divide", temperature_one, entropy_of_the_sampling_distribution),
-    "a mean per micro-batch": (losses, "per_token", mean_per_micro_batch, step_gradient),
+    "a mean per micro-batch": (losses, "masked", mean_per_micro_batch, step_gradient),
     "a sample is trained with a sibling's advantage": (batch.Flat, "per_token", siblings, step_gradient),
     "log-probabilities of the token before": (batch, "flatten", behaviour_of_a_neighbour, step_gradient),
     "the recorded log-probabilities are not used": (losses, "log_ratio", no_log_ratio, step_gradient),

@@ -19,7 +19,7 @@ from busrl.ranks.wire import Work, samples_of, work_of
 from busrl.training import batch, packing
 from busrl.training.batch import Sample, Turns
 from busrl.training.forward import JoinedRows
-from busrl.training.trainer import Given
+from busrl.training.scorer import Given
 
 RECORDED = json.loads(one_turn.FILE.read_text())
 

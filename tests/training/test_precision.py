@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from busrl.training.batch import flatten
 from busrl.training.model import Adapter, LoraSettings, Masters, load
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 
 dist: Any = torch.distributed
 ROUNDED = TrainerSettings(compute_dtype="bfloat16", max_grad_norm=1e9, micro_batch_tokens=60)
@@ -78,7 +79,7 @@ def test_a_base_under_an_adapter_is_in_few_bits_alone_and_the_adapter_keeps_all(
     pytest.importorskip("peft")
     model = load(lab.folder("qwen3"), torch.bfloat16)
     adapter = Adapter(model, LoraSettings(4, 2.0))
-    trainer = Trainer(model, ROUNDED, named=adapter.merged)
+    trainer = Trainer(model, ROUNDED, adapter=adapter)
     assert trainer.forward.name == "packed"  # probed in float32: rounding would hide a wrong way
     base = {name: value.clone() for name, value in model.named_parameters() if ".lora_" not in name}
     samples = lab.samples()
@@ -97,7 +98,7 @@ def test_a_base_under_an_adapter_is_in_few_bits_alone_and_the_adapter_keeps_all(
     assert merged[changed].data_ptr() != merged[changed].data_ptr()  # made when asked for: no second model is kept
     adapter.write(tmp_path / "adapter", adapter.tensors())
     again = Adapter(load(lab.folder("qwen3"), torch.bfloat16), LoraSettings(4, 2.0))
-    resumed = Trainer(again.model, ROUNDED, named=again.merged)
+    resumed = Trainer(again.model, ROUNDED, adapter=again)
     again.load(tmp_path / "adapter")
     resumed.load_optimizer_state(trainer.optimizer_state())
     flat = flatten(samples, torch.float32, torch.device("cpu"))

@@ -26,8 +26,9 @@ from busrl.errors import DiskFull, FileCorrupt, UserError, WriteFailed
 from busrl.system.files import listing
 from busrl.training import checkpoint, shard_files
 from busrl.training.model import load
+from busrl.training.settings import TrainerSettings
 from busrl.training.shard_files import Part, Shards, Writing
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.trainer import Trainer
 
 
 def begin(root: Path, step: int, trainer: Any, **extra: Any) -> checkpoint.Pending:
@@ -146,11 +147,11 @@ def test_an_update_first_copies_what_is_not_on_disk_yet(
     monkeypatch.setattr(Writing, "_run", lambda self: (go.wait(60), run(self)))
     trainer = lab.trainer("qwen3", double=False)
     train(lab, trainer, 0)
-    before = {name: tensor.detach().clone() for name, tensor in trainer.kept_tensors().items()}
+    before = {name: tensor.detach().clone() for name, tensor in trainer.state.kept_tensors().items()}
     pending = begin(tmp_path, 1, trainer)
-    assert trainer.saving.copied == 0, "nothing is copied before"
+    assert trainer.state.saving.copied == 0, "nothing is copied before"
     train(lab, trainer, 1)
-    assert trainer.saving.copied == trainer.saving.bytes and not pending.ready()
+    assert trainer.state.saving.copied == trainer.state.saving.bytes and not pending.ready()
     go.set()
     held = Shards(pending.commit().path)
     assert all(torch.equal(held.whole(f"weights.{name}"), tensor) for name, tensor in before.items())
@@ -212,19 +213,20 @@ WRITERS = """
     from pathlib import Path
     from busrl.training import checkpoint
     from busrl.training.model import load
-    from busrl.training.trainer import Trainer, TrainerSettings
+    from busrl.training.settings import TrainerSettings
+    from busrl.training.trainer import Trainer
 
     def write(trainer):
         step = 0
         while True:
             step += 1
             with torch.no_grad():
-                for tensor in trainer.kept_tensors().values():
+                for tensor in trainer.state.kept_tensors().values():
                     tensor.fill_(float(step))
             pending = checkpoint.Pending(
                 Path(sys.argv[2]), step, trainer=trainer, meta={}, source=None, extras=lambda folder: None, keep_last=2,
                 on_progress=lambda: None, where=None)
-            trainer.saving.stage()
+            trainer.state.saving.stage()
             pending.commit()
             print(step, flush=True)
 

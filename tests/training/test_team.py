@@ -30,8 +30,10 @@ from busrl.ranks.wire import samples_of, work_of
 from busrl.training import checkpoint
 from busrl.training.batch import rounds_of
 from busrl.training.model import LoraSettings, load
+from busrl.training.scorer import Given
+from busrl.training.settings import TrainerSettings
 from busrl.training.sharded import local
-from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.training.trainer import Trainer
 from busrl.weights.shm import ShmReceiver, ShmSender
 from tests.training import follower_program, test_pieces
 
@@ -66,9 +68,8 @@ def test_a_round_differs_between_ranks_by_at_most_its_longest_sample(lengths: li
 
 
 def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
-    samples, trainer = lab.samples(), lab.trainer(double=False)
-    trainer.ages_of = lambda versions: 7 - versions.astype(np.int64)
-    work = work_of(trainer, samples, Given(lab.advantages(len(samples))))
+    samples = lab.samples()
+    work = work_of(lambda versions: 7 - versions.astype(np.int64), samples, Given(lab.advantages(len(samples))))
     for before, after in zip(samples, samples_of(work), strict=True):
         for name in ("uid", "group", "member", "reward", "temperature", "finish", "context"):
             assert getattr(before, name) == getattr(after, name)

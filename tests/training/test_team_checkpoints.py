@@ -11,7 +11,8 @@ import torch
 
 from busrl.training import checkpoint
 from busrl.training.model import load
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 from tests.training.test_team import SETTINGS, a_step, in_shards, team_of
 
 pytestmark = pytest.mark.slow

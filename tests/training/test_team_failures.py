@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from busrl.errors import RankFailed, RankLost, RanksDiffer
-from busrl.training.trainer import TrainerSettings
+from busrl.training.settings import TrainerSettings
 from tests.training.test_team import SETTINGS, a_step, team_of
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,11 @@ from busrl.errors import FunctionRefused, RankLost, UserError
 from busrl.ranks.builder import TrainerBuilder
 from busrl.training import checkpoint, optimizers
 from busrl.training.batch import flatten
-from busrl.training.forward import choose_forward
+from busrl.training.forward import Forward, choose_forward
 from busrl.training.model import Adapter, LoraSettings, load, vocabulary
-from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.training.scorer import Given, Reference
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 from tests.training.test_team import SETTINGS, TEACHER_K, a_step, assert_same_steps, assert_same_weights, team_of
 
 
@@ -137,18 +139,14 @@ def adapted(lab: Any, lora: LoraSettings | None, reference: Path | None, more: d
     """What the learner makes of one rank."""
     model = load(lab.folder("qwen3"))
     adapter = Adapter(model, lora) if lora is not None else None
-    trainer = Trainer(model, TrainerSettings(**more), **({"named": adapter.merged} if adapter else {}))
-    trainer.adapter = adapter
     second = None if reference is None else choose_forward(load(reference))
-    if adapter is not None and second is None and more.get("kl"):
-        def without(samples: Any, flat: Any) -> torch.Tensor:
-            with adapter.off():
-                return trainer.forward.score(samples, flat)[0]
 
-        trainer.reference = without
-    elif second is not None:
-        trainer.reference = lambda samples, flat: second.score(samples, flat)[0]
-    return trainer
+    def refer(forward: Forward, loss: object) -> Reference | None:
+        if adapter is not None and second is None and more.get("kl"):
+            return adapter.base_alone(forward.score)
+        return None if second is None else lambda samples, flat: second.score(samples, flat)[0]
+
+    return Trainer(model, TrainerSettings(**more), adapter=adapter, refer=refer)
 
 
 def changed(lab: Any, folder: Path) -> Path:
@@ -281,9 +279,10 @@ def test_a_value_head_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_teacher_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path: Path) -> None:
     teacher, more = changed(lab, tmp_path / "teacher"), {**SETTINGS, "loss": "topk_kl"}
-    one = lab.trainer("qwen3", double=False, **more)
-    second, words = choose_forward(load(teacher)), vocabulary(one.model)
-    one.teacher = lambda samples, flat: second.best(samples, flat, TEACHER_K, words)
+    second = choose_forward(load(teacher))
+    words = vocabulary(second.model)
+    one = lab.trainer("qwen3", double=False, teach=lambda *_: lambda samples, flat: second.best(
+        samples, flat, TEACHER_K, words), **more)
     with team_of(tmp_path, tensor=tensor, teacher=teacher, **more) as team:
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**more))
         assert_same_steps([a_step(trainer, lab, seed, 4) for seed in range(3)],

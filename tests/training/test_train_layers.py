@@ -14,7 +14,8 @@ from busrl.algorithms import selection
 from busrl.errors import UserError
 from busrl.training import checkpoint
 from busrl.training.model import load
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 
 from .test_activations import kept_bytes
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from busrl.algorithms.gae import ValueSettings
+from busrl.training.settings import TrainerSettings
 from busrl.training.step_stats import combined
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.trainer import Hooks, Trainer
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -24,8 +25,8 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def test_every_micro_batch_is_told_of_whatever_it_is_for(lab: Any) -> None:
-    trainer, told = lab.trainer("qwen3", micro_batch_tokens=12), []
-    trainer.on_progress = lambda: told.append(1)
+    told: list[int] = []
+    trainer = lab.trainer("qwen3", micro_batch_tokens=12, hooks=Hooks(lambda: told.append(1)))
     samples = lab.samples()
     trainer.accumulate(samples, lab.advantages(len(samples)))
     stats = trainer.step(1e-3)
@@ -159,12 +160,12 @@ def test_of_watched_samples_it_tells_how_each_token_differs_from_the_engine(lab:
     trainer, samples = lab.trainer("qwen3"), lab.samples()
     watched = samples[1::2]
     expected = [row - one.behaviour_logprobs for one, row in zip(watched, trainer.score(watched), strict=True)]
-    trainer.watched = {one.uid for one in watched}
+    trainer.tally.watch({one.uid for one in watched})
     for _ in range(2):  # of a sample that is trained twice in a step the first time counts
         trainer.accumulate(samples, lab.advantages(len(samples)))
         trainer.step(1e-2)
-    gaps = trainer.gaps()
-    assert gaps.keys() == trainer.watched and trainer.gaps() == {}
+    gaps = trainer.tally.gaps()
+    assert gaps.keys() == {one.uid for one in watched} and trainer.tally.gaps() == {}
     for one, wanted in zip(watched, expected, strict=True):
         np.testing.assert_allclose(gaps[one.uid], wanted, atol=1e-6)
 

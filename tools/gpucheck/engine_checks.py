@@ -124,7 +124,8 @@ def inflight(context: Context) -> None:
 def learner(context: Context) -> None:
     """Forward, backward and step of a batch on the device, and the trainer's log-probabilities of its own weights."""
     from busrl.training.batch import Sample
-    from busrl.training.trainer import Trainer, TrainerSettings
+    from busrl.training.settings import TrainerSettings
+    from busrl.training.trainer import Trainer
 
     device, size = devices.choose(context.device), "tiny" if context.small else "0.6B"
     model = shapes.model(size, device, torch.float32)

@@ -18,7 +18,8 @@ from busrl.preflight import memory as estimate
 from busrl.system import device as devices
 from busrl.topology.learner import ON_GPUS
 from busrl.training.batch import Sample
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
 from gpucheck import shapes
 from gpucheck.frame import Context, Skipped, best_of
 from gpucheck.machine_checks import name_of

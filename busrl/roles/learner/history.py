@@ -96,7 +96,7 @@ class History:
             training.stale.steps.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
         elif elsewhere := self.topology.learner.start_from:
-            training.start_from(Path(elsewhere), self.topology.learner.start_optimizer)
+            training.models.start_from(Path(elsewhere), self.topology.learner.start_optimizer)
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
             self.highest_version = max(self.highest_version, self.wal.last_version + 1)
@@ -240,7 +240,7 @@ class History:
         meta["train_log_bytes"] = self._train_log_bytes = self.paths.train_log.stat().st_size
         if self.wal is not None:
             self.wal.end_segment()
-        self._pending = training.begin_checkpoint(self.paths.checkpoints, self.step, meta, extras)
+        self._pending = training.models.begin_checkpoint(self.paths.checkpoints, self.step, meta, extras)
         self._begun_at = self.step
         if self._pending is None:
             self._committed()

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import numpy.typing as npt
 
+from busrl import capabilities
 from busrl.errors import CannotTrain, DiskFull, FateRefused, RankFailed, WriteFailed
 from busrl.ledger.controls import Controls
 from busrl.ledger.trained import newest_checkpoint, step_of
@@ -29,8 +30,6 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.predict.control import Control
 from busrl.preflight.derive import checkpoint_is_due, make_plan
 from busrl.protocol import messages as m
-from busrl.ranks.builder import TeamSettings
-from busrl.ranks.leader import Team
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner.alarms import FLAT, QUARTERS, Alarms, Idling, LengthSkew
@@ -50,18 +49,18 @@ from busrl.roles.learner.groups import (
 from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.parity import Parity, Verdict
-from busrl.roles.learner.publish import Publisher, join_engine
-from busrl.roles.learner.step import TrainingStep, terms_of
+from busrl.roles.learner.publish import Publisher, UpdateFence, join_engine
+from busrl.roles.learner.samples import terms_of
+from busrl.roles.learner.step import TrainingStep
 from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
-from busrl.system import device
 from busrl.system.clocks import PausedClock
 from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
 from busrl.training.step_stats import StepStats
-from busrl.weights.tensors import fingerprint
+from busrl.training.trainer import Team
 
 log = logging.getLogger("busrl")
 PACE_SLICE_S = 0.5  # between two signs of progress
@@ -79,16 +78,15 @@ class Learner(Actor):
         self.waves = Waves.of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.team = self._gathered() if self.topology.ranks > 1 else None
-        with self.activity("compile", COMPILE_S) if self.config.memory.compile else contextlib.nullcontext():
-            self.training = TrainingStep(self.topology, self.team)
-        self.plan = make_plan(self.topology, streamable=self.training.streamable)
         waits_s = 0.0 if self.team is None else self.config.parallel.collective_timeout_s  # for another rank
         # A micro-batch of another kind than the probe's may be compiled at any time.
         least_s = self.work_s if self.config.memory.compile else self.topology.limits.progress_s
         self.deadline = WorkDeadline(least_s + waits_s, self.work_s + waits_s)
-        self.training.on_progress = self._on_progress
-        if self.topology.mock.learner_s_per_token:
-            self.training.pace = self._take_as_long
+        self.fence = UpdateFence()
+        pace = self._take_as_long if self.topology.mock.learner_s_per_token else lambda *_: None
+        with self.activity("compile", COMPILE_S) if self.config.memory.compile else contextlib.nullcontext():
+            self.training = TrainingStep(self.topology, self.team, self._on_progress, self.fence, pace)
+        self.plan = make_plan(self.topology, streamable=self.training.models.streamable)
         with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
             self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
         self.own_metrics = Metrics(self.config.metrics, self.topology.base_dir)
@@ -97,7 +95,7 @@ class Learner(Actor):
         )
         self.excerpts = Excerpts(self.topology)
         self.idling, self._solved, self._learnt_told = Idling(self.topology, self.paths), False, False
-        self.parity, self.alarms = Parity(self.topology, self.training), Alarms(self.config.ess_alarm)
+        self.parity, self.alarms = Parity(self.topology, self.training.models), Alarms(self.config.ess_alarm)
         self.skew = LengthSkew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan)
         self.clock = PausedClock()
@@ -111,11 +109,11 @@ class Learner(Actor):
 
     def _gathered(self) -> Team:
         """The other ranks, as soon as all are there."""
-        where = device.choose(self.topology.device_of("learner"))
-        own = TeamSettings.of(self.topology, self.paths, where, fingerprint)
-        with self.activity("waits for its ranks", own.waits_s + self.topology.limits.ready_s):
-            team = Team.gathered(own, self.awaited, lambda text: self.warn("learner", text))
-        team.on_progress = self.ring.progress
+        gather = capabilities.plug("ranks", "team")
+        team: Team = gather(
+            self.topology, self.paths, self.activity, self.awaited, lambda text: self.warn("learner", text),
+            self.ring.progress,
+        )
         return team
 
     # -- start --------------------------------------------------------------------------------------------------
@@ -126,17 +124,18 @@ class Learner(Actor):
         with self.activity("recover", max(self.work_s, COMPILE_S) if self.config.memory.compile else self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
-            if self.training.changed:
-                self.warn("learner", f"the topology's values are used from here on: {', '.join(self.training.changed)}")
+            models = self.training.models
+            if models.changed:
+                self.warn("learner", f"the topology's values are used from here on: {', '.join(models.changed)}")
             self._report_history()
             replayed = self._replay()
             self.metrics.resume(self.history.step)
             self.control.start()
             self.history.store_fates(self.fates)
-            self.publisher = Publisher(self, self.history.highest_version, self.training.write)
-            if self.training.shared and not join_engine(self.publisher, self.training, lambda: self.history.step):
+            self.publisher = Publisher(self, self.history.highest_version, self.training.models.write)
+            if models.shared and not join_engine(self.publisher, models, self.fence, lambda: self.history.step):
                 return  # stopped meanwhile
-            if self.history.step or self.publisher.version or self.training.from_elsewhere:
+            if self.history.step or self.publisher.version or self.training.models.from_elsewhere:
                 log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
                 self._publish()
             else:
@@ -176,7 +175,7 @@ class Learner(Actor):
         if not self.claimed:
             self.training.train_by(terms_of(self.topology))
         since = self.plan.trigger
-        self.plan = make_plan(self.topology, streamable=self.training.streamable)
+        self.plan = make_plan(self.topology, streamable=self.training.models.streamable)
         self.plan.trigger.follow(since)
         self.control.plan = self.plan
         self.excerpts.kept = self.topology.log.samples
@@ -368,7 +367,7 @@ class Learner(Actor):
         groups, self.pending = self.pending, []
         self.training.stale.at(self.publisher.version, self.history.step)
         records = [record for group in groups for record in group.records]
-        self.training.trainer.watched = self.excerpts.watched(groups)
+        self.training.trainer.tally.watch(self.excerpts.watched(groups))
         with self.activity("accumulate", self.deadline.begin()), self._blamed():
             self.training.accumulate(records, self._present_version())
 
@@ -406,7 +405,7 @@ class Learner(Actor):
             excerpts = self._end_slots(groups)
             self.training.stale.at(record.version, self.history.step)
             stats = self._train(record.samples, groups)
-            gaps = self.training.trainer.gaps()
+            gaps = self.training.trainer.tally.gaps()
             excerpts = [row | gap_of(gaps.get(row["uid"])) for row in excerpts]
             self.history.finished(record)
             self.ring.set_header(HeaderWord.STEP, self.history.step)
@@ -500,7 +499,7 @@ class Learner(Actor):
             with self._blamed():
                 return self.training.finish(len(groups))
         self.pending = []
-        self.training.trainer.watched = self.excerpts.watched(groups)
+        self.training.trainer.tally.watch(self.excerpts.watched(groups))
         with self._blamed():
             return self.training.train(samples, len(groups), self._present_version())
 

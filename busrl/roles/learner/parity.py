@@ -31,7 +31,8 @@ from busrl.errors import CannotTrain
 from busrl.ledger.wal import SampleRecord
 from busrl.protocol import messages as m
 from busrl.roles import probes
-from busrl.roles.learner.step import TrainingStep, to_sample
+from busrl.roles.learner.models import Models
+from busrl.roles.learner.samples import to_sample
 from busrl.topology import Topology
 from busrl.topology.plugins import ENGINES, RESTARTS
 from busrl.training import earlier
@@ -263,8 +264,8 @@ class Parity:
     - The first step ends no run for engines of other kinds than busrl's own, and nothing does for scripted ones.
     """
 
-    def __init__(self, topology: Topology, training: TrainingStep) -> None:
-        self.config, self._training = topology.learner.parity, training
+    def __init__(self, topology: Topology, models: Models) -> None:
+        self.config, self._models = topology.learner.parity, models
         entries = [entry for entry in topology.process if entry.role == "rollout"]
         known = all(bool(ENGINES[entry.engine].model) and entry.count and not entry.command for entry in entries)
         self.mismatch_limit = topology.learner.mismatch_limit if known else 0.0
@@ -315,7 +316,7 @@ class Parity:
     def published(self, version: int) -> None:
         """The present weights are `version` from now on: compute what the engines have to say when they have them."""
         if prompts := probes.proofs(self._topology, version):
-            self._provable[version] = Proof.of(version, prompts, self._temperature, self._training.trainer.every)
+            self._provable[version] = Proof.of(version, prompts, self._temperature, self._models.trainer.every)
             for old in sorted(self._provable)[:-PROVABLE]:
                 del self._provable[old]
 
@@ -325,9 +326,9 @@ class Parity:
 
     def before_update(self, version: int | None) -> None:
         """The weights, which are of `version`, are about to change: keep a copy if the next version is compared."""
-        alone = self._training.team is None  # the parts of a model are with their ranks
+        alone = self._models.team is None  # the parts of a model are with their ranks
         if self._copies and alone and version is not None and probes.due(self.config.every, version + 1):
-            self._earlier.keep(self._training.trainer.model, version)
+            self._earlier.keep(self._models.trainer.model, version)
 
     # -- what --------------------------------------------------------------------------------------------------------
 
@@ -472,7 +473,7 @@ class Parity:
     def _impossible(self, samples: list[Sample], version: int, worker: str) -> Explained | None:
         """What needs no score: numbers that cannot be."""
         fault = first_fault([replace(one, behaviour_logprobs=np.zeros_like(one.behaviour_logprobs)) for one in samples],
-                            self._training.known)
+                            self._models.known)
         if fault is not None:
             return Explained("tokenizer", fault[1], math.inf)
         if not worker:
@@ -490,14 +491,14 @@ class Parity:
     def _because(self, found: Explained) -> str:
         if found.cause:
             return f"Probable cause: {found.cause}: they are those of {found.text}; {REMEDIES[found.cause]}"
-        if self._earlier.version is None and self._training.team is None:
+        if self._earlier.version is None and self._models.team is None:
             later = "weights and caches are looked at from the next version on (learner.parity.copy = true: at once)"
         else:
             later = "neither temperature, shift, number type, the weights before nor a stale cache explains it"
         return f"{self._remedy[0].upper()}{self._remedy[1:]}; {later}"
 
     def _score(self, samples: Sequence[Sample]) -> Rows:
-        return self._training.trainer.score(samples)
+        return self._models.trainer.score(samples)
 
     def _explained(self, samples: list[Sample], theirs: Rows, ours: Rows, hidden: Callable[[Rows], Rows]) -> Explained:
         """Rounding comes last: a small difference of another kind may look like it."""
@@ -525,11 +526,11 @@ class Parity:
         yield from self._of_earlier(samples, hidden)
 
     def _in_types(self, samples: list[Sample]) -> Iterator[tuple[str, Rows]]:
-        if self._training.team is not None:
+        if self._models.team is not None:
             return
         for dtype in ("bfloat16", "float16"):
             try:
-                with earlier.in_type(self._training.trainer.model, dtype):
+                with earlier.in_type(self._models.trainer.model, dtype):
                     rows = self._score(samples)
             except Exception as problem:  # a kernel that does not know the type, or no memory for it
                 log.info("parity: no log-probabilities in %s: %s", dtype, problem)
@@ -538,8 +539,8 @@ class Parity:
 
     def _of_earlier(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
         """The weights before in the place of the present ones: of all layers, of one, or under a cached prompt."""
-        before, model, known = self._earlier, self._training.trainer.model, self._training.known
-        if before.version is None or self._training.team is not None:
+        before, model, known = self._earlier, self._models.trainer.model, self._models.known
+        if before.version is None or self._models.team is not None:
             return
         with before.in_place(model):
             rows = hidden(self._score(samples))

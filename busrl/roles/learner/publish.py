@@ -33,7 +33,7 @@ from busrl.weights.tensors import described
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from busrl.roles.learner.step import TrainingStep
+    from busrl.roles.learner.models import Models
 
 log = logging.getLogger("busrl")
 Views = dict[str, torch.Tensor]
@@ -132,7 +132,22 @@ def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # -- one copy of the weights ----------------------------------------------------
 
 
-def join_engine(publisher: Publisher, training: TrainingStep, step: Callable[[], int]) -> bool:
+class UpdateFence:
+    """Called before each update of the weights: pauses the engine from when the weights are its own as well."""
+
+    def __init__(self) -> None:
+        self._pause: Callable[[], None] | None = None
+
+    def raise_by(self, pause: Callable[[], None]) -> None:
+        """Call this from now on."""
+        self._pause = pause
+
+    def __call__(self) -> None:
+        if self._pause is not None:
+            self._pause()
+
+
+def join_engine(publisher: Publisher, models: Models, fence: UpdateFence, step: Callable[[], int]) -> bool:
     """Make the engine's weights the trainer's; `step()` is the learner's step. False if stopped meanwhile.
 
     In a fresh run both have loaded the same folder, which is checked; else the engine is given the learner's, and is
@@ -145,26 +160,28 @@ def join_engine(publisher: Publisher, training: TrainingStep, step: Callable[[],
     while True:
         left_s = max(0.0, deadline - time.monotonic())
         try:
-            views = sender.connect(training.weights(), training.device, left_s, lambda: actor.stopping)
+            views = sender.connect(models.weights(), models.device, left_s, lambda: actor.stopping)
             if views is None:
                 return False
-            if step() or publisher.version or training.from_elsewhere:
+            if step() or publisher.version or models.from_elsewhere:
                 sender.pause_engines(publisher.next_version(), step())
-                sender.write(training.weights())
+                sender.write(models.weights())
             else:
-                _check_equal(views, training.weights())
+                _check_equal(views, models.weights())
             sender.check()
             break
         except WeightsOwnerLost as problem:  # it was restarted while we found it: its successor shares its own
             log.info("looks for the engine's weights again: %s", problem)
-    _adopt(publisher, training, views, step)
+    _adopt(publisher, models, fence, views, step)
     return True
 
 
-def _adopt(publisher: Publisher, training: TrainingStep, views: Views, step: Callable[[], int]) -> None:
-    if all(views[name].dtype == tensor.dtype for name, tensor in training.weights().items()):
-        training.adopt(views)
-        training.before_update = lambda: publisher.fence(step() + 1)
+def _adopt(
+    publisher: Publisher, models: Models, fence: UpdateFence, views: Views, step: Callable[[], int]
+) -> None:
+    if all(views[name].dtype == tensor.dtype for name, tensor in models.weights().items()):
+        models.adopt(views)
+        fence.raise_by(lambda: publisher.fence(step() + 1))
         log.info("trains the engine's own weights: %d tensors, one copy", len(views))
     else:
         log.info("copies its weights into the engine's, of another type, at each publication: %d tensors", len(views))

@@ -1,0 +1,191 @@
+"""What each sample of a step is trained with: advantages or values, weights of its loss, tokens that a loss chooses.
+
+Used by the training step. Talks to the formulas of `busrl.algorithms`, and to the models for scores; knows nothing of
+the optimiser, the log or the ring.
+
+- Groups come whole: most advantages compare a sample with its own group only, some with the whole step.
+- All of it is of the weights before the step's first update.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from busrl.algorithms import advantages as formulas
+from busrl.algorithms import catalog, gae, losses, terms
+from busrl.ledger.wal import SampleRecord
+from busrl.roles.learner.models import Models
+from busrl.roles.learner.samples import TrainedTokens
+from busrl.topology import Topology
+from busrl.training.batch import Sample, Worth, spread
+from busrl.training.custom import load_estimator
+from busrl.training.scorer import Given
+
+ONCE = [name for name, made in catalog.ADVANTAGES.items() if made == catalog.SCALE]
+UNWEIGHTED = ("token-mean", "seq-mean-token-sum")  # all samples have weight 1
+
+
+class Credit:
+    """The estimator of a run, with the models that score for it."""
+
+    def __init__(self, topology: Topology, models: Models, tokens: TrainedTokens) -> None:
+        self.models, self.tokens, self.seed = models, tokens, topology.run.seed
+        self.estimator = load_estimator(topology.learner.advantage, topology.base_dir)
+        self.follow(topology)
+
+    def follow(self, topology: Topology) -> None:
+        """Go by these values from the next step on."""
+        self.config = topology.learner
+
+    @property
+    def scaled_once(self) -> bool:
+        """Whether advantages are divided by a number of the whole step, which is known at its end."""
+        return self.config.advantage in ONCE
+
+    # -- advantages and values ----------------------------------------------------------------------------------
+
+    def given(self, records: Sequence[SampleRecord]) -> Given:
+        """What whole groups are trained with: all that a step has, where that depends on the others."""
+        if self.config.advantage != catalog.GAE:
+            return Given(self.advantages(records))
+        return Given([record.reward for record in records], valued=self.valued(records))
+
+    def valued(self, records: Sequence[SampleRecord]) -> list[gae.Valued]:
+        """Advantages and returns of each token, from the values under the present weights."""
+        config, rows = self.config.value, [np.zeros(record.tokens) for record in records]
+        for row, record, penalty in zip(rows, records, self._penalties(records), strict=True):
+            row -= penalty
+            row[-1] += record.reward
+        before = [row.astype(np.float64) for row in self._score(records, "value")]
+        found = gae.estimated(rows, before, config.gamma, config.decay, config.decay_of_values)
+        if not config.whiten:
+            return found
+        masks = [self.tokens.mask(record) for record in records]
+        white = gae.whitened([valued.advantages for valued in found], masks)
+        return [replace(valued, advantages=row) for valued, row in zip(found, white, strict=True)]
+
+    def advantages(self, records: Sequence[SampleRecord]) -> Sequence[Worth]:
+        """Of whole groups, all that a step has where its advantages depend on the others."""
+        if self.config.credit == "turn":
+            return self._turn_advantages(records)
+        if catalog.ADVANTAGES.get(self.config.advantage) == catalog.BATCH:
+            counts = [int(self.tokens.mask(record).sum()) for record in records]
+            return formulas.advantages(self.estimator, self._rewards(records), counts)
+        found = self.group_advantages(records)
+        if self.scaled_once:
+            scale = formulas.batch_scale(found)
+            return [value / scale for value in found]
+        return found
+
+    def group_advantages(self, records: Sequence[SampleRecord]) -> list[float]:
+        """Of whole groups, each compared with its own members alone."""
+        return [
+            value for members, rewards in self._by_group(records)
+            for value in formulas.advantages(self.estimator, rewards, [record.tokens for record in members])
+        ]
+
+    def _turn_advantages(self, records: Sequence[SampleRecord]) -> list[Worth]:
+        """Of each turn of whole groups, in the order of the records' turns; credit goes in the order of the calls."""
+        found: list[Worth] = []
+        for members, rewards in self._by_group(records):
+            orders = [np.argsort(record.turn_calls(), kind="stable") for record in members]
+            each = zip(members, rewards, orders, strict=True)
+            steps = [_turn_rewards(record, reward)[order].tolist() for record, reward, order in each]
+            worth = formulas.turn_advantages(steps, self.config.gamma, self.config.advantage == "group_std")
+            found += [np.array(values)[np.argsort(order)].tolist() for order, values in zip(orders, worth, strict=True)]
+        return found
+
+    def _by_group(self, records: Sequence[SampleRecord]) -> Iterator[tuple[list[SampleRecord], list[float]]]:
+        """The members of each group, with the rewards that their advantages are made of."""
+        begin, rewards = 0, self._rewards(records)
+        for _, group in groupby(records, key=lambda record: record.group):
+            members = list(group)
+            yield members, rewards[begin : begin + len(members)]
+            begin += len(members)
+
+    def _rewards(self, records: Sequence[SampleRecord]) -> list[float]:
+        """What advantages are made of: the reward, with kl_in = "reward" less the KL of the answer to the reference."""
+        both = zip(records, self._penalties(records), strict=True)
+        return [record.reward - float(np.sum(penalty)) for record, penalty in both]
+
+    def _penalties(self, records: Sequence[SampleRecord]) -> list[npt.NDArray[np.float64] | float]:
+        """What kl_in = "reward" takes from each token's reward, at the log-probability it was drawn with; else 0. A
+        turn that is not trained, of an opponent say, pays nothing."""
+        if self.config.kl == "none" or self.config.kl_in == "loss":
+            return [0.0] * len(records)
+        estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
+        referred = self._score(records, "reference")
+        drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
+        return [
+            coefficient * estimator(logprobs, torch.from_numpy(row.astype(np.float64))).numpy()
+            * np.repeat(record.turns_trained(), record.turn_lengths())
+            for record, logprobs, row in zip(records, drawn, referred, strict=True)
+        ]
+
+    def _score(self, records: Sequence[SampleRecord], by: str) -> list[npt.NDArray[np.float32]]:
+        return self.models.trainer.score(self.tokens.samples(records), by)
+
+    # -- what the loss of a sample is multiplied by -------------------------------------------------------------
+
+    def weights(self, samples: Sequence[Sample]) -> tuple[list[Worth] | None, float]:
+        """What multiplies the loss of each sample's tokens (None: nothing), by turns where these are the unit; and what
+        is added to the denominator. A turn without trained tokens is in neither."""
+        if self.config.unit == "turn":
+            lengths = [sample.trained_of_turns().tolist() for sample in samples]
+        else:
+            lengths = [[sample.trained] for sample in samples]
+        units = [
+            (count, sample.group) for sample, counts in zip(samples, lengths, strict=True) for count in counts if count
+        ]
+        found, denominator = formulas.weights(
+            self.config.aggregation, [count for count, _ in units], [group for _, group in units],
+            self.config.length_norm,
+        )
+        if self.config.aggregation in UNWEIGHTED:
+            return None, denominator
+        each = iter(found)
+        rows = [[next(each) if count else 0.0 for count in counts] for counts in lengths]
+        return [row[0] if len(row) == 1 else row for row in rows], denominator
+
+    # -- tokens that a loss chooses -----------------------------------------------------------------------------
+
+    def chosen(self, samples: Sequence[Sample], given: Given, number: int) -> list[npt.NDArray[np.bool_]] | None:
+        """Of a loss that chooses among all tokens of an update: those that it chose, a row per sample. The draw depends
+        on the seed, the step and the update alone."""
+        if (choice := losses.CHOICES.get(self.config.loss)) is None or not samples:
+            return None
+        now = self.models.trainer.score(samples)
+        counts = [sample.generated for sample in samples]
+        drawn = [sample.behaviour_logprobs for sample in samples]
+        trained = [sample.mask() for sample in samples]
+        worth = spread(samples, given.advantages)
+        if given.valued is not None:
+            worth = np.concatenate([valued.advantages for valued in given.valued])
+        inputs = losses.LossInputs(
+            _flat(now), _flat(drawn), _flat(now if given.proximal is None else given.proximal),
+            torch.from_numpy(worth), torch.from_numpy(np.concatenate(trained)),
+        )
+        draw = f"{self.seed} {self.tokens.stale.now} {number}"
+        random = torch.Generator().manual_seed(zlib.crc32(draw.encode()))
+        return np.split(choice(inputs, self.models.settings, random).numpy(), np.cumsum(counts)[:-1])
+
+
+def _flat(rows: Sequence[npt.NDArray[np.float32]]) -> Tensor:
+    """The values of all samples one after the other, in float64."""
+    return torch.from_numpy(np.concatenate(rows).astype(np.float64))
+
+
+def _turn_rewards(record: SampleRecord, reward: float) -> npt.NDArray[np.float64]:
+    """The reward of each turn; what the episode has beside them, and all of an answer, is the last call's."""
+    calls = record.turn_calls()
+    found = np.array(record.turn_rewards, np.float64) if record.turn_rewards else np.zeros(len(calls))
+    found[int(np.argmax(calls))] += reward - found.sum()
+    return found

@@ -1,0 +1,161 @@
+"""What a loss gets of a micro-batch: log-probabilities of the model, of its reference and its teacher, and values.
+
+Made and driven by the trainer. Talks to the way in which the model computes (`forward`); knows nothing of gradients,
+updates or steps.
+
+- The reference is computed before the graph of the model is there: what it gathers is given up by then.
+- What a reference and a teacher give has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from busrl.algorithms import diagnostics, losses
+from busrl.algorithms.gae import Valued, value_loss
+from busrl.training import batch
+from busrl.training.batch import Flat, Sample, Worth
+from busrl.training.forward import Forward, Scores
+from busrl.training.model import vocabulary
+from busrl.training.settings import TrainerSettings
+from busrl.training.value_head import ValueHead
+
+Floats = NDArray[np.float32]
+Versions = NDArray[np.uint32]
+Reference = Callable[[Sequence[Sample], Flat], Tensor]  # its log-probabilities
+Teacher = Callable[[Sequence[Sample], Flat], tuple[Tensor, Tensor]]  # ids and log-probabilities of its best tokens
+EVERY = "every"  # token, in the place of a generated one
+NOTHING = Sample(
+    uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
+    behaviour_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.uint32),
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the samples of a call are trained with: a number or a row for each; None where the default holds."""
+
+    advantages: Sequence[Worth]  # not read where `valued` has those of each token
+    weights: Sequence[Worth] | None = None  # of the loss of a sample's tokens; 1
+    proximal: Sequence[Floats] | None = None  # log-probabilities by `score` as the step began; those of the forward
+    chosen: Sequence[NDArray[np.bool_]] | None = None  # tokens, for a loss that chooses
+    valued: Sequence[Valued] | None = None  # for a value head: values, returns and advantages of each token
+
+    def of(self, part: Sequence[int]) -> Given:
+        """Select the samples at these positions."""
+        rows = {name: None if rows is None else [rows[i] for i in part] for name, rows in vars(self).items()}
+        return replace(self, **rows)  # type: ignore[arg-type]
+
+
+class Scorer:
+    """Computes a micro-batch with the model as it is, and with the models that it is compared with."""
+
+    def __init__(
+        self, forward: Forward, settings: TrainerSettings, dtype: torch.dtype, device: torch.device,
+        ages_of: Callable[[Versions], NDArray[np.int64]], value_head: ValueHead | None = None,
+        reference: Reference | None = None, teacher: Teacher | None = None,
+    ) -> None:
+        """`dtype`: of what the loss computes with. `ages_of`: steps since the version of each token."""
+        self.forward, self.settings, self.dtype, self.device = forward, settings, dtype, device
+        self.ages_of, self.value_head, self.reference, self.teacher = ages_of, value_head, reference, teacher
+
+    def flatten(self, samples: Sequence[Sample]) -> Flat:
+        return batch.flatten(samples, self.dtype, self.device)
+
+    def inputs(self, samples: Sequence[Sample], flat: Flat, given: Given) -> tuple[losses.LossInputs, Tensor | None]:
+        """What the loss gets, and the values of a value head, of one forward of each model."""
+        referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
+        wanted, known, student = flat, None, None
+        if self.teacher is not None:
+            with torch.no_grad():
+                ids, known = self.teacher(samples, flat)
+            wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
+        (logprobs, entropy), values = self._scores_and_values(samples, wanted)
+        if known is not None:
+            logprobs, student, known = logprobs[:, 0], logprobs[:, 1:], known.to(self.dtype)
+        inputs = self._of_logprobs(flat, logprobs, given)
+        return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=known,
+                       student_logprobs=student), values
+
+    def _of_logprobs(self, flat: Flat, logprobs: Tensor, given: Given) -> losses.LossInputs:
+        """What needs no other forward than that of the log-probabilities."""
+        before = logprobs.detach()
+        if given.proximal is not None:
+            before = torch.from_numpy(np.concatenate(given.proximal)).to(logprobs)
+        chosen = None if given.chosen is None else torch.from_numpy(np.concatenate(given.chosen)).to(self.device)
+        advantages = flat.per_token(given.advantages, self.dtype)
+        if given.valued is not None:
+            advantages = torch.from_numpy(np.concatenate([row.advantages for row in given.valued])).to(advantages)
+        by_turn = self.settings.unit == "turn"
+        return losses.LossInputs(
+            trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
+            advantages=advantages, mask=flat.mask, samples=flat.turns if by_turn else flat.rows,
+            policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self.device),
+            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self.device),
+            lengths=flat.turn_lengths if by_turn else flat.lengths, chosen=chosen,
+        )
+
+    def for_loss(self, inputs: losses.LossInputs, current: Tensor | None) -> losses.LossInputs:
+        """With a ratio of exactly 1 for all tokens (pois), or for those of the present weights; for the loss alone."""
+        if self.settings.ratio_one:
+            return replace(inputs, behaviour_logprobs=inputs.trainer_logprobs.detach())
+        if self.settings.newest_ratio == "one" and current is not None:
+            drawn = torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
+            return replace(inputs, behaviour_logprobs=drawn)
+        return inputs
+
+    def value_errors(self, values: Tensor | None, valued: Sequence[Valued], flat: Flat) -> diagnostics.ValueErrors:
+        """The value loss per token, 0 where masked, and what it was made of."""
+        assert values is not None and self.settings.value is not None, "rows of values for a trainer without a head"
+        old, returns = (
+            torch.from_numpy(np.concatenate([getattr(row, name) for row in valued])).to(values)
+            for name in ("values", "returns")
+        )
+        loss = value_loss(values, old, returns, self.settings.value.clip)
+        trained = loss if flat.mask is None else loss.where(flat.mask, 0)
+        return diagnostics.ValueErrors(trained, returns, values.detach())
+
+    def idle(self) -> Tensor:
+        """A forward of nothing, of every model; its backward has a gradient of 0."""
+        flat = self.flatten([NOTHING])
+        self._reference_logprobs([NOTHING], flat)
+        if self.teacher is not None:
+            self.teacher([NOTHING], flat)
+        logprobs, _ = self.forward.score([NOTHING], flat)
+        return logprobs.nan_to_num().sum() * 0
+
+    @torch.no_grad()
+    def at_once(self, samples: Sequence[Sample], by: str = "") -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the generated tokens, computed at once; by "reference", "value" or EVERY
+        those numbers alone. Of no sample, where a rank without work has to make a forward like the others."""
+        chosen = list(samples) or [NOTHING]
+        if by == "value":
+            assert self.value_head is not None
+            scores = self.value_head(self.forward.states(chosen)), torch.zeros(0)
+        elif by == EVERY:
+            flat = self.flatten(chosen)
+            words = torch.arange(vocabulary(self.forward.model), device=self.device)
+            flat = replace(flat, targets=words.expand(len(flat.targets), -1))
+            scores = self.forward.score(chosen, flat)[0], torch.zeros(0)
+        else:
+            flat = self.flatten(chosen)
+            referred = self._reference_logprobs(chosen, flat) if by else None
+            assert referred is not None or not by, "no reference"
+            scores = self.forward.score(chosen, flat) if referred is None else (referred, torch.zeros(0))
+        return scores if samples else (scores[0][:0], scores[1][:0])
+
+    @torch.no_grad()
+    def _reference_logprobs(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
+        return None if self.reference is None else self.reference(samples, flat)
+
+    def _scores_and_values(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor | None]:
+        if self.value_head is None:
+            return self.forward.score(samples, flat), None
+        scores, hidden = self.forward.with_states(samples, flat)
+        return scores, self.value_head(hidden)
