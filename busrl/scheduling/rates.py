@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from busrl.topology import Topology
-
 COUPLING_LOW, COUPLING_HIGH = 0.5, 2.0
 
 
@@ -26,14 +24,6 @@ class Schedule:
     decay: str = "none"
     decay_groups: int = 0  # from the end of the warm-up on
     decay_to: float = 0.0  # a share of `lr`
-
-    @classmethod
-    def of(cls, topology: Topology) -> Schedule:
-        """The rate over the run: a decay without a given length ends with the run."""
-        config, run = topology.learner, topology.run
-        total = run.max_groups or run.max_steps * config.trigger.n_min
-        falls = config.decay_groups or max(1, total - config.warmup_groups)
-        return cls(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
 
     def __call__(self, trained: int, groups: int) -> float:
         """The rate of a step of `groups` groups after `trained` groups were trained before it."""

@@ -61,7 +61,7 @@ class TrainingStep:
         self.stale = self.tokens.stale
         self.models = Models(topology, team, Hooks(on_progress, self.stale.ages))
         self.credit = Credit(topology, self.models, self.tokens)
-        self.config, self.schedule = topology.learner, Schedule.of(topology)
+        self.config, self.schedule = topology.learner, schedule_of(topology)
 
     @property
     def trainer(self) -> Trainer:
@@ -69,7 +69,7 @@ class TrainingStep:
 
     def follow(self, topology: Topology) -> None:
         """Train by these values from the next step on."""
-        self.config, self.schedule = topology.learner, Schedule.of(topology)
+        self.config, self.schedule = topology.learner, schedule_of(topology)
         self.models.follow(topology)
         self.credit.follow(topology)
 
@@ -193,6 +193,14 @@ class TrainingStep:
         if newest is not None:
             self.groups = int(newest.meta["groups"])
         return newest
+
+
+def schedule_of(topology: Topology) -> Schedule:
+    """The learning rate over the run: a decay without a given length ends with the run."""
+    config, run = topology.learner, topology.run
+    total = run.max_groups or run.max_steps * config.trigger.n_min
+    falls = config.decay_groups or max(1, total - config.warmup_groups)
+    return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
 
 
 def split(records: Sequence[SampleRecord], parts: int, seed: int | None = None) -> list[list[int]]:
