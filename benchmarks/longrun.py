@@ -34,7 +34,7 @@ from benchmarks.common.runs import BenchRun
 from busrl.data import JsonlStream
 from busrl.ledger.trained import TrainedSet
 from busrl.paths import RunPaths
-from busrl.preflight.rules import MOST_SAMPLES
+from busrl.topology.sizes import MOST_SAMPLES
 
 YOUNG, MORE, GROUPS = 20, 10, 8
 SETTINGS = [

@@ -57,6 +57,11 @@ SINGLE_ROLES: Final = tuple(one.name for one in ROLES.values() if one.single)
 CALLER_ROLES: Final = tuple(one.name for one in ROLES.values() if one.caller)
 FOREIGN_ROLES: Final = tuple(one.name for one in ROLES.values() if one.foreign)
 
+# -- names that stand for files -----
+
+TINY: Final = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
+ENVIRONMENT: Final = re.compile(r"(gymnasium|textarena|openenv|verifiers):(.+)")  # what an agent may play, by library
+
 
 class State(IntEnum):
     """State of a slot; a working state (*) has an owner.

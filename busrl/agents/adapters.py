@@ -25,8 +25,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from busrl.agents.llm import Failed, Llm
-from busrl.data.sources import ENVIRONMENT, INDEX, INDICES
+from busrl.data.sources import INDEX, INDICES
 from busrl.errors import AgentNotLoaded, CallRefused, cause
+from busrl.states import ENVIRONMENT
 
 THREADS = 1024  # environments that step at the same time
 REPLY_S = 120.0  # an OpenEnv server answers within this time

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 
 from busrl.data import pretrained
-from busrl.data.sources import ENVIRONMENT
 from busrl.preflight.trial import LOAD_S, foreign
+from busrl.states import ENVIRONMENT
 from busrl.topology import Topology
 from busrl.topology.declare import FUNCTION
 from busrl.topology.schema import AGENT, Process

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from busrl.cli.run import launch_pid
 from busrl.data import JsonlStream, prompt_of
 from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tags_of
-from busrl.data.prompts import PromptLine, lines_of, open_lines
+from busrl.data.prompts import PromptLine, limit_in_words, lines_of, open_lines
 from busrl.data.vocabulary import token_rows
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.tokens import NO_IDS
@@ -43,18 +43,17 @@ from busrl.errors import PeerTimeout, UserError, escaped
 from busrl.launch.pythons import require_here
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
 from busrl.paths import RunPaths
-from busrl.preflight.load import load, materialise, recorded
+from busrl.preflight.load import load, materialise
 from busrl.preflight.named_files import model_folder
-from busrl.preflight.prompt_tokens import limit_in_words
 from busrl.rewards.kinds import finder
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.roles import validator
-from busrl.states import VALIDATE_BIT, Finish
+from busrl.states import TINY, VALIDATE_BIT, Finish
 from busrl.status.words import nothing
 from busrl.system.files import json_lines
 from busrl.topology import Topology
 from busrl.topology.prompts import AskedSet
-from busrl.topology.schema import TINY
+from busrl.topology.recorded import recorded
 
 PATIENCE_S = 5.0
 READY_S = 120.0

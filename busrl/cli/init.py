@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 
 from busrl.data.chat import template_of
-from busrl.data.pretrained import context_of, model_facts, read_config, usual_rate
+from busrl.data.pretrained import context_of, model_facts, read_config
 from busrl.data.sources import Event, Job, Source, format_of
 from busrl.errors import UserError
+from busrl.preflight import learning_rates
 from busrl.preflight.load import load
 from busrl.rewards.kinds import NUMBER
 from busrl.system.imports import interpreter
@@ -206,7 +207,8 @@ def _topology(options: argparse.Namespace, samples: int) -> str:
     return TOPOLOGY.format(
         name=options.name, model=msgspec.json.encode(str(model)).decode(), samples=samples,
         size=f"  # {count / 1e9:.2g} billion parameters" if count else "",
-        template="chat" if template_of(model) else "none", lr=usual_rate(count or 10**9, False), tokens=tokens,
+        template="chat" if template_of(model) else "none", lr=learning_rates.usual_rate(count or 10**9, False),
+        tokens=tokens,
         system='\nsystem = "You are a helpful assistant."  # "" for none' if options.name == "chat" else "",
         case=_case(options, min(4096, context) if context else 4096),
     )

@@ -33,7 +33,6 @@ from busrl.ledger.openbin import read_draws, read_open
 from busrl.ledger.trained import TrainedSet, checkpoints_of
 from busrl.ledger.wal import Record, SampleRecord, payloads
 from busrl.paths import SHM, RunPaths
-from busrl.preflight.load import recorded
 from busrl.ring import UID_NONE, WORKING, Fates, Ring, RingGuard, State
 from busrl.ring.calls import open_episodes
 from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name, place_of, shown_uid
@@ -41,6 +40,7 @@ from busrl.status.reader import living, newest_run
 from busrl.status.words import printable
 from busrl.system.files import json_lines
 from busrl.topology.prompts import AskedSet
+from busrl.topology.recorded import recorded
 
 SUFFIX = ".ring"
 SHOWN = 200  # characters of a text

@@ -34,7 +34,7 @@ from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
 from busrl.paths import RunPaths
 from busrl.preflight import explain, inflight
-from busrl.preflight.load import load, materialise, recorded
+from busrl.preflight.load import load, materialise
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import OfdLock, Ring
@@ -45,6 +45,7 @@ from busrl.status.words import printable
 from busrl.system.files import LineFollower, as_map, read_map
 from busrl.system.guardian import halted, stat_of
 from busrl.topology import Topology, reader
+from busrl.topology.recorded import recorded
 
 
 def launch(options: argparse.Namespace) -> int:

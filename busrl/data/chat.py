@@ -15,12 +15,15 @@ import datetime
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from busrl.data.prompts import Chat, Message, Prompt
 from busrl.data.vocabulary import library_tokenizer
 from busrl.errors import DataError
 from busrl.system.files import read_map
+
+if TYPE_CHECKING:
+    from busrl.topology.schema import Openai
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 
@@ -171,6 +174,16 @@ class LightTokenizer:
         found = self._core.encode_batch_fast(list(texts), add_special_tokens=plain)
         self.highest = max([self.highest, *(max(one.ids) for one in found if one.ids)])
         return [len(one) for one in found]
+
+
+def tools_of_chats(settings: Openai) -> list[Any]:
+    """The tools that every chat request names, and the template with it."""
+    path = settings.tools if settings.endpoint == "chat" else ""
+    try:
+        listed = json.loads(Path(path).read_bytes()) if path else None
+    except (OSError, ValueError, RecursionError):
+        return []
+    return listed if isinstance(listed, list) else []
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

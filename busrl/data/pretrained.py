@@ -1,8 +1,7 @@
-"""What a folder of a pretrained model says without torch: sizes, token ids, whether its files are whole, and what
-learning rates are usual for its size.
+"""Facts of a pretrained model's folder, read without torch: sizes, token ids, whether its files are whole.
 
-Reads config.json, tokenizer.json and the headers of safetensors files. What a run needs of the machine for them is in
-`machine` and `memory`.
+Reads config.json, tokenizer.json and the headers of safetensors files. Knows nothing of topologies or of what a run
+needs for the model.
 
 - Sizes are 0 where the folder does not state them: weights that are no safetensors, a tiny model not yet made.
 """
@@ -24,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from busrl.data.vocabulary import language_of, named_ids, pieces, token_rows, vocabulary_size
-from busrl.preflight.rules import Finding
+from busrl.states import TINY
 from busrl.system.files import as_map, read_map
-from busrl.topology.schema import TINY, Topology
 
 # -- tasks that are made on first use -----
 
@@ -90,11 +88,12 @@ def model_facts(folder: Path | None) -> ModelFacts:
     )
 
 
-def parameters(t: Topology) -> int:
-    """How many the model has: from its weights, or else from the widths of config.json; 0 where neither says."""
-    if t.model.path.startswith(TINY):
+def parameters(path: str) -> int:
+    """The number of a model's parameters: from its weights, or else from the widths of config.json; 0 where neither
+    says."""
+    if path.startswith(TINY):
         return TINY_PARAMETERS
-    folder = Path(t.model.path)  # its weights may be elsewhere, or only a part of them here
+    folder = Path(path)  # its weights may be elsewhere, or only a part of them here
     return max(count_of(tensor_shapes(folder)), estimate(read_config(folder)))
 
 
@@ -451,67 +450,3 @@ def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _outer(layer: str) -> bool:
     """Embeddings and output heads, which get no adapter unless they are named."""
     return layer in HEADS or "embed" in layer or layer in ("wte", "wpe")
-
-
-# -- learning rates to begin with, by the size of a model -----
-
-# From published runs of policy gradients with AdamW (1e-6 for all weights of models of some billion parameters, ten
-# times that for an adapter) and busrl's measurements for the quickstart. Only a rate FAR times these gets a warning.
-USUAL = ((1e6, 2e-4), (1e7, 5e-5), (1e8, 2e-5), (1e9, 3e-6), (1e10, 1e-6))  # fewer parameters than: middle, all weights
-LARGEST = 5e-7
-LORA = 10.0  # an adapter's middle is so many times that of all weights
-FAR = 20.0
-WARNED_FROM = 1e8  # parameters; smaller models are toys, whose owners know what they do
-
-SPREAD = 3.0  # a rate is usual up to so many times the middle, and down to such a part of it
-FRESH = 2  # steps of age that the usual learning rates bear (docs/losses.md)
-
-
-def usual_rate(size: int, lora: bool) -> float:
-    """A learning rate to begin with; a third of it and three times that are usual as well."""
-    return next((rate for below, rate in USUAL if size < below), LARGEST) * (LORA if lora else 1)
-
-
-def rate_advice(t: Topology) -> str:
-    size, what = parameters(t), "a LoRA adapter of" if t.lora.on else "all weights of"
-    if not size:
-        return "usual are 1e-06 for all weights of a model of some billion parameters, 1e-05 for a LoRA adapter"
-    middle = usual_rate(size, t.lora.on)
-    return f"for {what} {shown_size(size)} parameters {middle:.0e} is usual, from a third of it to three times that"
-
-
-def other_rate_advice(t: Topology) -> Iterator[str]:
-    """That learner.lr is a usual rate, but of the other kind of training: all weights, or an adapter."""
-    lr, size = t.learner.lr, parameters(t)
-    if size < WARNED_FROM:
-        return
-    middle, other = usual_rate(size, t.lora.on), usual_rate(size, not t.lora.on)
-    if lr > SPREAD * middle and other / SPREAD <= lr <= SPREAD * other:
-        yield "  that is a rate for a LoRA adapter (lora.rank): all weights are trained here, and need a tenth of it"
-    elif lr < middle / SPREAD and other / SPREAD <= lr <= SPREAD * other:
-        yield "  that is a rate for all weights: a LoRA adapter is trained here, and needs ten times that"
-
-
-def stale_rate_advice(t: Topology) -> Iterator[str]:
-    """What old samples ask of learner.lr: a careful start divides it by the square root of the oldest age."""
-    if t.weights.mode == "fully-async":
-        yield "  samples of any age: watch k3 and ess; where k3 rises above 0.05, lower the rate or bound the age"
-    elif t.weights.mode == "batch-async" and t.weights.max_staleness > FRESH:
-        age, careful = t.weights.max_staleness, t.learner.lr / math.sqrt(t.weights.max_staleness / FRESH)
-        yield f"  with samples of age up to {age} a careful start is {careful:.1e} (lr / sqrt({age} / {FRESH}))"
-
-
-def shown_size(size: int) -> str:
-    return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.0f} M" if size >= 1e7 else f"{size / 1e6:.1f} M"
-
-
-def rate_findings(t: Topology) -> Iterator[Finding]:
-    lr, size = t.learner.lr, parameters(t)
-    if lr is None or size < WARNED_FROM:
-        return
-    middle = usual_rate(size, t.lora.on)
-    if lr > FAR * middle:
-        what = "a LoRA adapter" if t.lora.on else "all weights"
-        rule = f"{lr / middle:.0f} times what is usual for {what} of {shown_size(size)} parameters"
-        remedy = f"{rate_advice(t)}; a policy that has collapsed does not come back"
-        yield Finding(("learner.lr",), rule, remedy, warning=True, depends=("model.path", "lora.rank"))

@@ -557,6 +557,14 @@ def training_stream(topology: Topology) -> JsonlStream:
     return JsonlStream(data.train, topology.run.seed, data.shuffle, data.prompt_key, sections=topology.derived.sources)
 
 
+def limit_in_words(topology: Topology) -> str:
+    """The limit on a prompt's tokens, by what the user wrote, after a number of tokens that is above it."""
+    limit = topology.generation.max_prompt_tokens
+    if isinstance(limit, int):
+        return f"generation.max_prompt_tokens is {limit}"
+    return f'"auto" made room for {topology.max_prompt_tokens}, as `busrl check` counts them'
+
+
 # -- which prompts are measured ------------------------------
 
 

@@ -35,13 +35,13 @@ import msgspec
 from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import SHOWN, Prompt, asked, fault, open_lines, parse_line, prompt_lines, prompt_of, shares
 from busrl.errors import DataError, Problem, UserError, cause
+from busrl.states import ENVIRONMENT
 from busrl.system.files import read_map
 from busrl.system.imports import load
 
 Record = dict[str, Any]
 Rows = Iterator[tuple[str, "Record | Problem"]]
 BATCH = 1_000
-ENVIRONMENT = re.compile(r"(gymnasium|textarena|openenv|verifiers):(.+)")  # what an agent may play, by its library
 INDEX = "index"  # key of a line: the seed of an environment, or the number of a task
 INDICES, HIGHEST_FIRST = 1024, 1 << 30  # of an environment where no number is given; servers may take 32 bits
 PARQUET = (".parquet", ".pq")

@@ -18,10 +18,10 @@ import msgspec
 from busrl import keys
 from busrl.errors import BadKeys, UserError
 from busrl.paths import CLAIMED_FROM
-from busrl.preflight.derive import call_ring, on_host, sized
 from busrl.states import CALLER_ROLES
 from busrl.system import files
 from busrl.topology.schema import Faults, Topology
+from busrl.topology.sizes import call_ring, on_host, sized
 
 SILENT = "hears nothing of the run"  # what the relay of a host is doing while that is so
 AHEAD_SHARE = 16  # of the rows, held beside those that engines run

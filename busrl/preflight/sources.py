@@ -25,16 +25,17 @@ from typing import Any
 import msgspec
 
 from busrl.data import pretrained
+from busrl.data.chat import tools_of_chats
 from busrl.data.prompts import BLOCK, shares
 from busrl.data.sources import Event, Job, Made, Refused, Source, files_of, format_of, parse_where
-from busrl.preflight.prompt_tokens import tools_of_chats
 from busrl.preflight.rules import Finding, by_path
 from busrl.preflight.trial import foreign
+from busrl.states import TINY
 from busrl.system.files import crc
 from busrl.topology.prompts import DataSource, MadeSet, Rows, SourceLines
-from busrl.topology.schema import TINY, Topology
+from busrl.topology.recorded import SET, TRAIN, VALIDATION, set_name, with_file
+from busrl.topology.schema import Topology
 
-TRAIN, VALIDATION, SET = "data.train", "validation.data", "validation.set "  # files that are made, the last by its name
 SILENT_S = 120.0  # a row, or an import, may take so long
 FORMAT = 1  # of the lines that are made: another number makes them again
 PLAIN = dataclasses.asdict(Rows())  # a set of validation that has only these is a file that is used as it stands
@@ -123,42 +124,8 @@ def _with_made(t: Topology, which: str, key: str, path: str, rows: tuple[SourceL
     t, derived = with_file(t, which, path), t.derived
     if which == TRAIN:
         return dataclasses.replace(t, derived=dataclasses.replace(derived, sources=rows, sources_key=key))
-    made = MadeSet(_name_of(which), key, f"{rows[0].name}: {rows[0].text}")
+    made = MadeSet(set_name(which), key, f"{rows[0].name}: {rows[0].text}")
     return dataclasses.replace(t, derived=dataclasses.replace(derived, made=(*derived.made, made)))
-
-
-def _name_of(which: str) -> str:
-    """The name of a set; "" of [validation] itself."""
-    return which.removeprefix(SET) if which.startswith(SET) else ""
-
-
-def with_file(t: Topology, which: str, path: str) -> Topology:
-    if which == TRAIN:
-        return dataclasses.replace(t, data=dataclasses.replace(t.data, train=path))
-    name, own = _name_of(which), t.validation
-
-    def moved(one: Any) -> Any:
-        return dataclasses.replace(one, data=path) if one.name == name else one
-
-    changed: dict[str, Any] = {"set": tuple(map(moved, own.set))} if name else {"data": path}
-    derived = dataclasses.replace(t.derived, sets=tuple(map(moved, t.derived.sets)))
-    return dataclasses.replace(t, validation=dataclasses.replace(own, **changed), derived=derived)
-
-
-def made_files(t: Topology) -> dict[str, Path]:
-    """The files of prompts that were made, by which they are."""
-    found = {TRAIN: Path(t.data.train)} if t.derived.sources else {}
-    for one in t.derived.made:
-        data = [own.data for own in t.validation.set if own.name == one.name] if one.name else [t.validation.data]
-        found |= {SET + one.name if one.name else VALIDATION: Path(data[0])} if data else {}
-    return found
-
-
-def placed(t: Topology, folder: Path) -> Topology:
-    """The topology with the files that were made in this folder."""
-    for which, path in made_files(t).items():
-        t = with_file(t, which, str(folder / path.name))
-    return t
 
 
 def _lines_of(made: Made, share: int) -> SourceLines:
@@ -297,7 +264,7 @@ def _fingerprint(t: Topology, target: Target, answers: bool) -> str:
         stats.append([file.name] if t.derived.sources else _age(file))  # of one that was made: its content's
         settings["without"] = ""
     tokenizer = _age(Path(settings["model"]) / "tokenizer.json") if settings["model"] else []
-    text = json.dumps([FORMAT, settings, stats, tokenizer, tools_of_chats(t)], sort_keys=True)
+    text = json.dumps([FORMAT, settings, stats, tokenizer, tools_of_chats(t.openai)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -322,7 +289,7 @@ def _made_before(
     """The file of an earlier start in that directory, if its bytes are those that it was made with; and its lines."""
     if run_dir is None:
         return None
-    recorded, name = pretrained.read_config(run_dir, "topology.json"), _name_of(which)
+    recorded, name = pretrained.read_config(run_dir, "topology.json"), set_name(which)
     try:
         derived = recorded.get("derived", {})
         if which == TRAIN:

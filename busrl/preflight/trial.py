@@ -31,11 +31,12 @@ from busrl.data.prompts import open_file, prompt_lines, prompt_of
 from busrl.data.vocabulary import end_ids, vocabulary_size
 from busrl.errors import DataError
 from busrl.preflight.prompt_tokens import tokenizer_of
+from busrl.states import TINY
 from busrl.system import proxies
 from busrl.system.imports import IMPORTING, interpreter
 from busrl.topology.declare import FUNCTION
 from busrl.topology.reader import show
-from busrl.topology.schema import AGENT, TINY, Topology, has_model
+from busrl.topology.schema import AGENT, Topology, has_model
 
 # -- the first prompt and its reward -----
 

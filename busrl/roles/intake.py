@@ -27,12 +27,11 @@ import msgspec
 import numpy as np
 
 from busrl.data import prompt_of
-from busrl.data.prompts import prompt_lines
+from busrl.data.prompts import limit_in_words, prompt_lines
 from busrl.data.vocabulary import token_rows
 from busrl.engines import Engine, Finished, Request, engine_of
 from busrl.engines.tokens import NO_IDS, Ids
 from busrl.errors import DataError, SharedMemoryFull, SlotTooSmall, UserError
-from busrl.preflight.prompt_tokens import limit_in_words
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of

@@ -32,7 +32,6 @@ from busrl.data import JsonlStream, plain_text, trace, training_stream
 from busrl.errors import CannotTrain, DiskFull, MachineError, SharedMemoryFull, UserError
 from busrl.ledger.skips import SkipLine, skip_lines
 from busrl.paths import RunPaths
-from busrl.preflight.derive import checkpoint_may_follow, in_flight, policy_of
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
 from busrl.ring import Fates, State, seq_of
@@ -41,10 +40,12 @@ from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, n
 from busrl.scheduling.dispatch import UNPREDICTED, OpenGroup, Policy
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
 from busrl.scheduling.pass_rates import Band, PassRates, PromptFilter
+from busrl.scheduling.plan import checkpoint_may_follow, policy_of
 from busrl.scheduling.predictor import Candidate, KeptPredictor, NothingKept, Predictor
 from busrl.states import Fate, HeaderWord, RunPhase, SampleClass, place_of, uid_of
 from busrl.system.files import LineFile, LineFollower
 from busrl.topology import Topology
+from busrl.topology.sizes import in_flight
 
 log = logging.getLogger("busrl")
 RECORDS_A_LINE = 64

@@ -36,14 +36,13 @@ from busrl.data.figures import Figures, Judged, by_tag, tags_of
 from busrl.data.prompts import lines_of
 from busrl.errors import BadTensor
 from busrl.paths import RunPaths
-from busrl.preflight.rules import batch_varies
-from busrl.preflight.rules import due as due_by
 from busrl.protocol import messages as m
 from busrl.rewards.kinds import finder
 from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
+from busrl.scheduling.plan import due as due_by
 from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass, shown_uid
 from busrl.system import files
 from busrl.system.files import LineFile, json_lines
@@ -175,7 +174,7 @@ class Validator(Actor):
         compares = topology.reward.compares
         self.find = None if compares is None else finder(*compares)
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.
-        self.interval = topology.learner.trigger.n_min if batch_varies(topology) else 0
+        self.interval = topology.learner.trigger.n_min if topology.learner.batch_varies else 0
         self.keepers = {one.name for one in topology.processes() if one.spec.serves == "validation"}
         self.pins = config.mode in ("hold", "dedicated")
         self.groups = 0

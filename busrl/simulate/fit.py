@@ -33,12 +33,13 @@ from busrl.data.trace import TracedPrompt
 from busrl.errors import DataError, NoSuchRun, UserError
 from busrl.ledger.trained import of_step
 from busrl.paths import RunPaths
-from busrl.preflight.load import recorded
 from busrl.simulate.actors import PACE_S, STATED, TIMES, Times, reward_workers
 from busrl.simulate.answers import Recorded, RecordedAnswers, chance
+from busrl.states import TINY
 from busrl.system.files import as_map, whole_file
 from busrl.topology import Topology
-from busrl.topology.schema import TINY, Simulate
+from busrl.topology.recorded import recorded
+from busrl.topology.schema import Simulate
 
 # -- a finished run -------------------------------------------------------------------------------------------
 

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from busrl import capabilities
 from busrl.data.trace import Turns
-from busrl.preflight.derive import policy_of
 from busrl.scheduling.admission import Admission, Waves, ages, not_ahead
 from busrl.scheduling.dispatch import UNPREDICTED, Policy
 from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView
+from busrl.scheduling.plan import policy_of
 from busrl.scheduling.predictor import Candidate, Predictor, Unpredicted
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
 from busrl.simulate.actors import Times

@@ -25,8 +25,8 @@ from busrl.simulate import fit
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import Answers, Recorded, RecordedAnswers, TraceAnswers
 from busrl.simulate.fit import FitFile, Fitted
+from busrl.states import TINY
 from busrl.topology import Topology
-from busrl.topology.schema import TINY
 
 # -- answers -------------------------------------------------------------------------------------------------
 

@@ -241,6 +241,17 @@ class Learner:
     parity: Parity = field(default_factory=Parity)
     parallel: Parallel = field(default_factory=Parallel)
 
+    @property
+    def batch_varies(self) -> bool:
+        """Tell whether steps can have other sizes than n_min: intervals then count groups."""
+        return self.controller.mode == "act" or math.isfinite(self.trigger.t_max_s)
+
+    @property
+    def n_range(self) -> tuple[int, int]:
+        """(n_lo, n_hi) that the controller chooses from, in every mode."""
+        n_min, controller = self.trigger.n_min, self.controller
+        return controller.n_lo or max(1, n_min // 2), controller.n_hi or 2 * n_min
+
     def saves_meanwhile(self, ranks: int) -> bool:
         """Whether training goes on while a checkpoint is written."""
         return self.checkpoint_mode == "async" or (self.checkpoint_mode == "auto" and ranks > 1)

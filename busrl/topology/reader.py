@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from busrl.algorithms.catalog import where_set
-from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError
+from busrl.states import ENVIRONMENT
 from busrl.topology import schema
 from busrl.topology.declare import FUNCTION, REQUIRED, Item, Rule, Wrong, convert, items, tables
 from busrl.topology.names import counterpart, elsewhere

@@ -23,7 +23,6 @@ from busrl.topology.names import modern
 from busrl.topology.plugins import ENGINES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 
-TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
 AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
 SERVE = "serve"  # the role that lets clients play them
@@ -777,4 +776,3 @@ class Topology:
     @staticmethod
     def from_json(text: str) -> Topology:
         return build(Topology, modern(json.loads(text)), "topology.json")
-

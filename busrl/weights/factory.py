@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
-from busrl.preflight.machine import held_versions, kept_versions
 from busrl.system import device as devices
 from busrl.topology.plugins import ADAPTERS, FOLDERS, TRANSPORTS
+from busrl.topology.sizes import held_versions, kept_versions
 from busrl.weights.base import GroupCallbacks, Receiver, Sender, Write
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import pytest
 
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.paths import SHM
-from busrl.preflight.derive import call_ring
 from busrl.preflight.load import load
 from busrl.quickstart.cache import ensure
 from busrl.ring.calls import Caller, ModelCall
+from busrl.topology.sizes import call_ring
 
 ROOT = Path(__file__).resolve().parents[2]
 

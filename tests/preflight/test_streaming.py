@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from busrl.preflight.derive import make_plan
 from busrl.preflight.load import load
+from busrl.scheduling.plan import make_plan
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 

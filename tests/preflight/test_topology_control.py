@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.predict.control import control_settings
-from busrl.preflight.derive import checkpoint_is_due, checkpoint_may_follow
-from busrl.preflight.rules import batch_varies
+from busrl.scheduling.plan import checkpoint_is_due, checkpoint_may_follow
 from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
@@ -68,11 +67,11 @@ def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
     told = loaded("[weights]\nmax_staleness = 4\n")
     limits = told.derived.limits
     assert (limits.B, limits.W, limits.n_lo, limits.n_hi) == (124, 37, 32, 32)
-    assert not batch_varies(told)
+    assert not told.learner.batch_varies
     acting = loaded(ACT)
     limits = acting.derived.limits
     assert (limits.B, limits.W, limits.n_lo, limits.n_hi) == (64, 17, 16, 64)
-    assert acting.derived.limits.max_age == 4 and batch_varies(acting)
+    assert acting.derived.limits.max_age == 4 and acting.learner.batch_varies
     assert any("moves n_min between 16 and 64" in line for line in acting.derived.explain)
     found = control_settings(acting)
     assert found is not None and (found.n_lo, found.n_hi) == (16, 64)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from busrl.data.pretrained import model_facts, read_config
 from busrl.errors import TopologyError, UserError
 from busrl.preflight.explain import report
-from busrl.preflight.load import load_for_simulation, recorded
+from busrl.preflight.load import load_for_simulation
 from busrl.topology import Topology
+from busrl.topology.recorded import recorded
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -10,7 +10,7 @@ from busrl.engines.vllm.process import Start, _arguments
 from busrl.errors import TopologyError
 from busrl.preflight import engine_rules
 from busrl.preflight.load import load
-from busrl.preflight.machine import held_versions
+from busrl.topology.sizes import held_versions
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 ENGINE = 'process.rollout.engine="vllm"'

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.preflight.derive import KEPT, ring_bytes
 from busrl.ring import Fates, Ring, State
+from busrl.topology.sizes import KEPT, ring_bytes
 
 TOKENS = 128 << 10
 SLOTS, SLOT_BYTES = 512, 12 * TOKENS + 16 * TOKENS + (64 << 10)

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from busrl.bus import Endpoint
 from busrl.launch.rundir import open_run, remove_runtime_dir, unlink_segments
-from busrl.preflight.derive import call_ring
 from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
@@ -30,6 +29,7 @@ from busrl.quickstart.cache import ensure
 from busrl.ring import Ring, State
 from busrl.ring.calls import AsyncCaller, CallAnswer, Caller, ModelCall, PendingCall
 from busrl.states import HeaderWord
+from busrl.topology.sizes import call_ring
 from busrl.weights.base import Sender
 from busrl.weights.factory import TransportSettings, make_sender
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.predict.control import Control, control_settings, read_lines
 from busrl.predict.controller import Controller, Inputs
-from busrl.preflight.derive import make_plan
 from busrl.preflight.load import load
+from busrl.scheduling.plan import make_plan
 from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]

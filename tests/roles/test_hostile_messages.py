@@ -16,6 +16,7 @@ from busrl.roles import bus as bus_role
 from busrl.roles.keeper import Keeper
 from busrl.roles.scheduler import Scheduler
 from busrl.scheduling.admission import Rows
+from busrl.topology.sizes import MOST_SAMPLES
 from tools.reference.catalog import ROUTES
 
 MOST = 8

@@ -30,12 +30,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from busrl.engines.supported import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
 from busrl.errors import EngineLost, UserError
-from busrl.preflight.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
-from busrl.preflight.machine import adapter_slots
 from busrl.system.guardian import stat_of
 from busrl.topology.plugins import ADAPTERS
 from busrl.topology.schema import Vllm
+from busrl.topology.sizes import adapter_slots
 
 if TYPE_CHECKING:
     from busrl.topology import Topology

@@ -24,11 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.data import plain_text, prompt_of
-from busrl.data.chat import LightTokenizer
+from busrl.data.chat import LightTokenizer, tools_of_chats
 from busrl.data.figures import tag_of
 from busrl.errors import DataError
 from busrl.ledger.wal import SampleRecord
-from busrl.preflight.prompt_tokens import tools_of_chats
 from busrl.ring import Ring, State, segments_of
 from busrl.roles import answers
 from busrl.roles.answers import UNREADABLE
@@ -225,7 +224,7 @@ class Excerpts:
     def __init__(self, topology: Topology) -> None:
         self.data = topology.data
         self.kept = topology.log.samples
-        self._chat = LightTokenizer(Path(topology.model.path), None, tools_of_chats(topology))
+        self._chat = LightTokenizer(Path(topology.model.path), None, tools_of_chats(topology.openai))
 
     def of_step(self, ring: Ring, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
         """One sample of every group, then a second one of each, and so on, up to the number that is kept."""

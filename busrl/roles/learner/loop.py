@@ -28,7 +28,6 @@ from busrl.ledger.controls import Controls
 from busrl.ledger.trained import newest_checkpoint, step_of
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.predict.control import Control
-from busrl.preflight.derive import checkpoint_is_due, make_plan
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
@@ -54,6 +53,7 @@ from busrl.roles.learner.samples import terms_of
 from busrl.roles.learner.step import TrainingStep
 from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.scheduling.plan import checkpoint_is_due, make_plan
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
 from busrl.system.clocks import PausedClock
