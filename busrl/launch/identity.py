@@ -32,7 +32,6 @@ from busrl.status.runfiles import RunFiles
 from busrl.status.state import RunState
 from busrl.system.files import LineFile, as_map, json_lines, read_map
 from busrl.topology import Topology
-from busrl.topology.names import modern
 
 IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
 NOT_COMPARED = ("derived", "source", "overrides")
@@ -96,7 +95,7 @@ def compare(
     # Of each file the newest digest: one that could not be read at some start is the same file all the same.
     known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
     now = json.loads(topology.to_json())
-    start.changes = _changes(modern(before), now)
+    start.changes = _changes(before, now)
     _check_identity(paths, before, now, start, known)
     run = RunState()  # run.json need not be there
     RunFiles(paths).fold_into(run)

@@ -25,6 +25,7 @@ from busrl.data import pretrained, trace
 from busrl.data.chat import template_of
 from busrl.data.prompts import Scan, scan
 from busrl.data.sources import BESIDE, PARQUET
+from busrl.engines import supported
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.preflight import engine_rules
 from busrl.preflight.prompt_tokens import UNKNOWN, Limit, limit_of
@@ -37,6 +38,7 @@ from busrl.topology import reader
 from busrl.topology.declare import FUNCTION
 from busrl.topology.plugins import SCRIPTED
 from busrl.topology.schema import ATROPOS, EXTRACTING, SERVE, SINKS, Topology
+from busrl.topology.sizes import vllm_entries
 
 # -- what the files hold -----
 
@@ -450,12 +452,12 @@ class _Inspection:
             if (entry.program or entry.role in (SERVE, ATROPOS)) and importlib.util.find_spec("aiohttp") is None:
                 rule = "episodes over HTTP need the package aiohttp"
                 self._add(f"process.{index}.role", rule, "pip install 'busrl[agents]'")
-        used = [index for index in engine_rules.vllm_entries(self.t) if not self.t.process[index].python]
-        why, remedy = engine_rules.vllm_objection(*engine_rules.vllm_installed()) if used else ("", "")
+        used = [index for index in vllm_entries(self.t) if not self.t.process[index].python]
+        why, remedy = supported.vllm_objection(*supported.vllm_installed()) if used else ("", "")
         if why:
             self._add(f"process.{used[0]}.engine", why, remedy)
         elif (at := engine_rules.lacks_ascend(self.t)) is not None:
-            rule = f"vLLM works on an NPU with the package {engine_rules.ASCEND} alone, which this Python lacks"
+            rule = f"vLLM works on an NPU with the package {supported.ASCEND} alone, which this Python lacks"
             self._add(f"process.{at}.engine", rule, "pip install 'busrl[ascend]': see docs/engines.md")
 
 

@@ -26,10 +26,10 @@ from typing import Any
 
 from busrl.algorithms.catalog import where_set
 from busrl.errors import Problem, TopologyError
-from busrl.states import ENVIRONMENT
+from busrl.states import ENVIRONMENT, TINY
 from busrl.topology import schema
 from busrl.topology.declare import FUNCTION, REQUIRED, Item, Rule, Wrong, convert, items, tables
-from busrl.topology.names import counterpart, elsewhere
+from busrl.topology.names import counterpart
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -371,7 +371,7 @@ class Reader:
 
     def _absolute(self, text: str, path: KeyPath) -> str:
         """A path in the file is relative to the file, one on the command line to where that was typed."""
-        if not text or text.startswith(schema.TINY) or ENVIRONMENT.fullmatch(text):
+        if not text or text.startswith(TINY) or ENVIRONMENT.fullmatch(text):
             return text
         base = Path.cwd() if self.source.raw_text(path) is not None else self.source.folder
         return os.path.normpath(base / Path(text).expanduser())
@@ -393,12 +393,12 @@ class Reader:
 
 
 def _remedy_for_unknown(path: KeyPath, known: list[str]) -> str:
-    """Where the key has moved, what it is called here, or which key was meant."""
+    """The key of busrl that does this work, or the key that was meant."""
     name, in_table = str(path[-1]), len(path) > 1
     sections = [one for section, cls in SECTIONS.items() for one in tables(section, cls)]
     others = [f"[{section}]" for section, cls in sections if name in items(cls)]
     others += ["[[process]]"] * (name in items(schema.Process))
-    if remedy := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
+    if remedy := "" if others else counterpart(name):
         return remedy
     near = difflib.get_close_matches(name, known, n=1)
     if near and (in_table or not others):

@@ -19,7 +19,6 @@ from busrl.scheduling.admission import MODES, AdmissionLimits
 from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 from busrl.topology.declare import REQUIRED, Rule, build, key, plain
 from busrl.topology.learner import Learner, Log, ranks_at
-from busrl.topology.names import modern
 from busrl.topology.plugins import ENGINES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 
@@ -578,8 +577,8 @@ class Derived:
     validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
     ring_bytes: int  # most that the shared-memory file takes, or both where there is a ring of calls
     val_samples: int  # answers of one validation round over all sets, 0 = validation is off
-    sets: tuple[AskedSet, ...] = ()  # what a round asks; none in run directories of before
-    prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
+    sets: tuple[AskedSet, ...] = ()  # what a round of validation asks
+    prompt_tokens: int = 0  # the limit on prompts, "auto" worked out
     prompt_text: str = ""  # how the tokens of the prompts were counted
     sources: tuple[SourceLines, ...] = ()  # data.train was made of them,
     sources_key: str = ""  # by these settings, of files of this age
@@ -714,12 +713,8 @@ class Topology:
 
     @property
     def sets(self) -> tuple[AskedSet, ...]:
-        """What a round of validation asks; empty without validation."""
-        asked, own = self.derived.val_samples, self.validation
-        if self.derived.sets or not asked:
-            return self.derived.sets
-        drawn = own.temperature, own.top_p, self.generation.max_new_tokens  # of a run directory of before
-        return (AskedSet("", own.data, self.derived.validation_prompts, asked, 1, *drawn, own.every, 0),)
+        """The sets that a round of validation asks; empty without validation."""
+        return self.derived.sets
 
     @property
     def dedicated(self) -> bool:
@@ -775,4 +770,16 @@ class Topology:
 
     @staticmethod
     def from_json(text: str) -> Topology:
-        return build(Topology, modern(json.loads(text)), "topology.json")
+        return build(Topology, _with_limits(json.loads(text)), "topology.json")
+
+
+LIMITS = {item.name for item in dataclasses.fields(AdmissionLimits)}
+
+
+def _with_limits(data: Any) -> Any:
+    """Plain data of a topology with the limits, which stand flat among the derived values, as a table of their own."""
+    derived = data.get("derived") if isinstance(data, dict) else None
+    if not isinstance(derived, dict):
+        return data
+    limits = {name: value for name, value in derived.items() if name in LIMITS}
+    return {**data, "derived": {**{name: derived[name] for name in derived if name not in LIMITS}, "limits": limits}}

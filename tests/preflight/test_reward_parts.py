@@ -41,13 +41,6 @@ def test_what_a_part_leaves_out_comes_from_the_reward(loaded: Loaded) -> None:
     assert Topology.from_json(topology.to_json()) == topology
 
 
-def test_a_topology_json_of_before_has_no_parts(loaded: Loaded) -> None:
-    old = loaded().to_dict()
-    for name in ("part", "overlong_tokens", "overlong_penalty"):
-        del old["reward"][name]
-    assert Topology.from_json(json.dumps(old)).reward == loaded().reward
-
-
 def test_every_key_of_a_part_is_read_by_some_kind() -> None:
     named = {name for keys in PART_KEYS.values() for name in keys}
     assert named == set(items(RewardPart)) - {"kind", "name", "weight", "timeout_s"}

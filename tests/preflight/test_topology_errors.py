@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 from busrl.errors import TopologyError
 from busrl.preflight.load import load
 from busrl.topology import Topology, names
-from busrl.topology.names import MOVED, MOVED_MS
 from tools.reference import topology_page
 
 Refused = Callable[..., list[str]]
@@ -180,54 +177,6 @@ def test_a_validator_follows_from_validation_prompts(loaded: Loaded) -> None:
     assert not loaded("[validation]\nsamples = 7\n").validates
     threads = loaded('[validation]\ndata = "tiny:sort"\n[[process]]\nrole = "validator"\nthreads = 2\n')
     assert [one.spec.threads for one in threads.processes() if one.role == "validator"] == [2]
-
-
-def test_no_key_of_today_counts_as_gone_or_moved() -> None:
-    """Else a topology.json would lose it on its way to the processes."""
-    whole = json.loads(load(Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml").to_json())
-    for key in (*MOVED, *names.GONE):
-        table = whole
-        for part in key.split(".")[:-1]:
-            table = table.get(part, {})
-        assert key.split(".")[-1] not in table, key
-
-
-@pytest.mark.parametrize("key", sorted(MOVED))
-def test_a_key_that_moved_is_told_its_new_place(refused: Refused, key: str) -> None:
-    (found,) = refused("", f"{key}=1")
-    assert f"--set {key}: " in found and f"it is {MOVED[key]} now" in found
-    assert ("in seconds" in found) == (key in MOVED_MS)
-
-
-def test_a_key_that_is_gone_says_why(refused: Refused) -> None:
-    (found,) = refused('[experiments.controller]\nrules = "full"\n')
-    assert "rules: unknown key in [experiments.controller]; the controller has one set of rules" in found
-
-
-def test_a_topology_json_of_an_older_busrl_is_read_as_what_it_meant(loaded: Loaded) -> None:
-    new = loaded(
-        '[validation]\ndata = "tiny:sort"\nat_start = false\n[learner.trigger]\nt_max_s = 2.5\n'
-        "[experiments.controller]\nhigh = 1.5\n[reward]\ntruncated = -1\n"
-    )
-    data = new.to_dict()
-    old = copy.deepcopy(data)
-    own, rules = old.pop("experiments"), data["experiments"]["controller"]
-    old["data"]["validation"], old["run"]["validate_before"] = old["validation"].pop("data"), False
-    del old["validation"]["at_start"]
-    old["learner"] |= {"forced_age": own["forced_age"], "dmmpt": "off", "dmmpt_tau": 0.5}
-    old["learner"]["aggregation"] = "token-mean"
-    old["learner"]["trigger"] = {**old["learner"]["trigger"], "t_max": 2500.0}
-    del old["learner"]["trigger"]["t_max_s"]
-    ms = {"high_t_max": 250.0, "low_t_max": 1000.0}
-    old["learner"]["controller"] |= {name: value for name, value in rules.items() if not name.endswith("_s")} | ms
-    old["segments"] |= {name: old["reward"].pop(name) for name in ("truncated", "truncated_penalty")}
-    assert Topology.from_json(json.dumps(old)) == new
-    old["learner"]["controller"] |= {"rules": "full", "kappa": 1.0, "noise_groups": 8}
-    old["experiments"] = {"controller": {"rules": "full", "eta_min": 2}}
-    old["derived"]["eta_min"] = 3
-    for name in ("mode", "n_min", "max_staleness", "group_size", "waves", "window"):
-        del old["derived"][name]
-    assert Topology.from_json(json.dumps(old)) == new
 
 
 # --------------------------------------------------------------------------------------------------------- --set
