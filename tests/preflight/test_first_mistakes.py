@@ -197,6 +197,6 @@ def test_a_device_of_another_host_is_not_looked_for(loaded: Loaded) -> None:
 
 
 def test_vllm_without_the_package_says_how_to_get_it(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.preflight.engine_rules.vllm_installed", lambda: ("", ""))
+    monkeypatch.setattr("busrl.engines.supported.vllm_installed", lambda: ("", ""))
     (found,) = refused("", "process.rollout.engine=vllm")
     assert "this Python has no vLLM" in found and "pip install 'busrl[vllm]'" in found and 'engine = "torch"' in found

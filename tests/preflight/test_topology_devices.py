@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from busrl.preflight import engine_rules
+from busrl.engines import supported
 from busrl.preflight.explain import report
 from busrl.system import device
 from busrl.topology import Topology
@@ -87,7 +87,7 @@ def test_one_copy_of_the_weights_refuses_what_can_not_work_with_it(
 def test_one_copy_is_refused_where_vllm_shares_out_its_tensors(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_rules, "vllm_installed", lambda: ("vllm", "0.30.0"))
+    monkeypatch.setattr(supported, "vllm_installed", lambda: ("vllm", "0.30.0"))
     found = refused(ONE_COPY + "[vllm]\ntensor_parallel = 2\n", "process.rollout.engine=vllm")
     assert any("the learner trains whole ones" in message for message in found), found
 
@@ -118,7 +118,7 @@ GROUPS = (
 def test_a_broadcast_between_devices_that_can_not_work_is_refused(
     refused: Refused, overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_rules, "vllm_installed", lambda: ("vllm", "0.30.0"))
+    monkeypatch.setattr(supported, "vllm_installed", lambda: ("vllm", "0.30.0"))
     extra, *usual = GROUPS
     found = refused(extra, *usual, 'process.rollout.devices=["1"]', *overrides)
     assert any(said in message for message in found), found

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.preflight import engine_rules
+from busrl.engines import supported
 from busrl.system import device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_no_check_at_all_is_n
     assert "no time is left; see --minutes" in next(tmp_path.glob("*.md")).read_text()
 
 
-@pytest.mark.skipif(bool(engine_rules.vllm_installed()[0]), reason="this Python has vLLM")
+@pytest.mark.skipif(bool(supported.vllm_installed()[0]), reason="this Python has vLLM")
 def test_without_vllm_its_check_is_skipped_though_a_folder_of_that_name_can_be_imported(tmp_path: Path) -> None:
     done = run("--cpu", "--only", "vllm", "--out", str(tmp_path), "--no-build")
     assert "0 checks passed, 1 skipped (vllm)." in done.stdout and done.returncode == gpu_check.NOTHING
