@@ -17,8 +17,9 @@ from pathlib import Path
 from busrl import keys
 from busrl.data import pretrained
 from busrl.hosts.invitation import of_host
-from busrl.preflight import derive, explain, memory
+from busrl.preflight import explain, memory
 from busrl.preflight.load import load
+from busrl.topology import sizes
 from busrl.topology.schema import Topology
 
 GPUS, PER_HOST, GROUP = (8, 64, 512), 8, 8
@@ -108,7 +109,7 @@ def row(t: Topology, name: str, gpus: int, tokens: int) -> list[str]:
     home, names = t.derived, t.host_names
     away = of_host(t, names[0]) if names else None
     version = dict(explain.shared_memory(t))["weights"] / t.weights.copies
-    usual = derive.PER_TOKEN * home.usual_tokens + 4 * t.max_prompt_tokens
+    usual = sizes.PER_TOKEN * home.usual_tokens + 4 * t.max_prompt_tokens
     samples = t.learner.trigger.n_min * t.groups.size
     there = sum(size for _, size in explain.shared_memory(away or t))
     sent = len(names) * version
