@@ -25,22 +25,6 @@ from busrl.hosts import messages as g
 from busrl.hosts.checks import AnswerLimits, Judged, Refused, RemoteAnswer, tensor
 from busrl.hosts.desk import HOST, ClaimedTask, ClaimGone, Desk, NoMemory
 from busrl.hosts.episodes import Bounds, received
-<<<<<<< HEAD
-from busrl.preflight.rules import RESERVE_PROCESSES
-=======
-from busrl.hosts.gateway import (
-    HOST,
-    AnswerLimits,
-    ClaimedTask,
-    ClaimGone,
-    Desk,
-    Judged,
-    NoMemory,
-    Refused,
-    RemoteAnswer,
-    tensor,
-)
->>>>>>> 8d3a97bc (Roles decide without the checks: plans, sizes and facts of vLLM stand in scheduling, topology and engines)
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of

@@ -139,7 +139,7 @@ def _head(t: Topology) -> Iterator[str]:
     yield from learning_rates.other_rate_advice(t)
     yield from learning_rates.stale_rate_advice(t)
     yield from (f"  {text}" for text in t.derived.algorithm)
-    if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
+    if (why := t.learner.held_back) and t.learner.updates_per_batch == 1:
         yield f"a step is computed at once, when it fires: {why}"
     drawn, prompts = t.run.max_steps * t.learner.trigger.n_min, t.derived.train_prompts
     if prompts:

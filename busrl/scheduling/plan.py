@@ -1,7 +1,7 @@
 """What the roles decide with, made of a topology: the order of dispatch, the learner's plan, when a checkpoint is due.
 
 Used by the scheduler, the learner and the validator, and by the simulator in their place. Pure: reads a topology that
-was checked, and `algorithms.catalog` for what a loss allows.
+was checked.
 
 - Where the sizes of batches vary, intervals count groups: n_min groups are a step.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from busrl.algorithms import catalog
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.trigger import LearnerPlan, Trigger
@@ -41,8 +40,8 @@ def make_plan(topology: Topology, *, streamable: bool = True) -> LearnerPlan:
     bound = None if topology.experiments.forced_age else limits.max_staleness
     return LearnerPlan(
         limits, fires, Staleness(bound, topology.weights.over_age),
-        streaming=streamable and not config.deterministic and not catalog.held_back(config),
-        trains_flat=catalog.trains_flat(config),
+        streaming=streamable and not config.deterministic and not config.held_back,
+        trains_flat=config.trains_flat,
     )
 
 

@@ -242,6 +242,16 @@ class Learner:
     parallel: Parallel = field(default_factory=Parallel)
 
     @property
+    def held_back(self) -> str:
+        """The reason why a step is computed at once, when it fires; empty where parts of it may be."""
+        return catalog.held_back(self)
+
+    @property
+    def trains_flat(self) -> bool:
+        """Tell whether groups whose rewards are all equal are trained like any other."""
+        return catalog.trains_flat(self)
+
+    @property
     def batch_varies(self) -> bool:
         """Tell whether steps can have other sizes than n_min: intervals then count groups."""
         return self.controller.mode == "act" or math.isfinite(self.trigger.t_max_s)

@@ -37,7 +37,7 @@ ARROWS: dict[str, str] = {
     "ring": "protocol",
     "bus": "keys protocol system",
     "ledger": "paths system",
-    "topology": "algorithms data scheduling",
+    "topology": "algorithms scheduling",
     "data": "system topology",
     "quickstart": "ring system",
     "rewards": "data system",
@@ -47,13 +47,13 @@ ARROWS: dict[str, str] = {
     "status": "bus ledger paths protocol ring scheduling system",
     "roles": "algorithms bus data engines faults ledger paths protocol rewards ring scheduling system topology "
              "training weights",
-    "preflight": "algorithms data faults keys rewards ring scheduling system topology",
-    "launch": "bus data faults ledger paths preflight protocol quickstart ring status system topology",
+    "preflight": "algorithms data engines faults keys rewards ring scheduling system topology",
+    "launch": "bus data engines faults ledger paths preflight protocol quickstart ring status system topology",
     "cli": "bus data engines keys launch ledger paths preflight protocol quickstart rewards ring roles status system "
            "topology training",
 }
 # Two parts that know each other, and the one module by which the lower one reaches up.
-UPWARDS = {("topology", "data"): "busrl.data.sources"}
+UPWARDS: dict[tuple[str, str], str] = {}
 
 # Modules of the core that hold a table of plug-ins, each imported when a topology asks for it -> the plug-ins.
 TABLES: dict[str, str] = {
@@ -68,15 +68,7 @@ STILL_NAMED: dict[str, str] = {
 STILL_LOADED: dict[str, str] = {
     "busrl.hosts.folders": "weights/folders",  # loaded by the relay of a run with such folders alone
 }
-STILL_UPWARDS: dict[str, str] = {
-    "busrl.data.pretrained": "preflight",
-    "busrl.roles.intake": "preflight",
-    "busrl.roles.learner.groups": "preflight",
-    "busrl.roles.learner.loop": "preflight",
-    "busrl.roles.scheduler": "preflight",
-    "busrl.roles.validator": "preflight",
-    "busrl.weights.factory": "preflight",
-}
+STILL_UPWARDS: dict[str, str] = {}
 
 HEAVY = {"torch", "transformers", "safetensors"}
 WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "training", "weights")  # parts that work on them

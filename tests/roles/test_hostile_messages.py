@@ -9,7 +9,6 @@ import pytest
 
 from busrl.errors import RUN_FAILED, CannotTrain, PeerLost, process_code
 from busrl.hosts.gateway import NamedLines
-from busrl.preflight.rules import MOST_SAMPLES
 from busrl.protocol import messages as m
 from busrl.ring import Fates
 from busrl.roles import bus as bus_role
