@@ -24,6 +24,8 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy.typing as npt
@@ -36,8 +38,8 @@ from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import Rejected, topic
-from busrl.ring import Fates, OfdLock, Ring
-from busrl.roles.process import acquire_lock, configure_process, reacquire_lock
+from busrl.ring import Fates, Ring
+from busrl.roles.process import RoleLock, configure_process
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.states import PAUSED, HeaderWord, RunPhase
 from busrl.topology import Topology
@@ -98,6 +100,85 @@ class WorkDeadline:
         self._longest_s, self._begun = max(self._longest_s or 0.0, now - self._begun), now
 
 
+class Shown:
+    """The text of a process in the table of processes: the innermost declared piece of work, else the usual text."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._activities: tuple[tuple[str, float], ...] = ()  # declared and not over, outer ones first
+        self._usual = ""
+
+    @contextlib.contextmanager
+    def activity(self, name: str, deadline_s: float) -> Iterator[None]:
+        """Declare a piece of work that may take `deadline_s` seconds, inside or outside of another."""
+        self._activities = (*self._activities, (name, deadline_s))
+        self._ring.activity(name, deadline_s)
+        try:
+            yield
+        finally:
+            self._activities = self._activities[:-1]
+            self._ring.activity(*(self._activities[-1] if self._activities else (self._usual,)))
+            self._ring.progress()
+
+    def usually(self, text: str, again: bool = False) -> None:
+        """Show `text` while no work is declared. `again`: its time begins now, also for the same text."""
+        text = text.encode()[:ACTIVITY_BYTES].decode(errors="ignore")
+        if text != self._usual or again:
+            self._usual = text
+            if not self._activities:
+                self._ring.activity(self._usual)
+
+    def waits(self, reason: str, draw: int | None = None) -> None:
+        """Show for what this process waits, and for which group; "" = for nothing. The monitor reads it."""
+        self.usually(f"waits: {reason}{f', group {draw}' if draw is not None else ''}" if reason else "")
+
+
+class Reports:
+    """Events that a person should see: each is logged, published and filed; repeats of a kind become a line with a
+    count. `send` publishes a message."""
+
+    def __init__(self, paths: RunPaths, name: str, role: str, send: Callable[[m.Message], None]) -> None:
+        self._paths, self._name, self._role, self._send = paths, name, role, send
+        self._throttle = Throttle()
+
+    def warn(
+        self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),
+        trace: str = "",
+    ) -> None:
+        """`uids`: the samples concerned, whose history the line becomes part of. `trace`: the traceback."""
+        kind = kind or re.sub(r"[0-9]+", "#", text)
+        if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
+            self._publish(where, text, severity, trace, uids)
+
+    def publish_repeats(self, now: float, everything: bool = False) -> None:
+        """Publish what was held back as a repeat, if it is due."""
+        for count, (where, text, severity, trace), uids in self._throttle.due(now, everything):
+            self._publish(where, f"{count} more like this, the latest: {text}", severity, trace, uids)
+
+    def failed(self, problem: Exception) -> None:
+        """File and publish what ends this process."""
+        trace, text = "".join(traceback.format_exception(problem)), cause(problem)
+        record_error(self._paths, self._name, "critical", self._role, text, trace)
+        with contextlib.suppress(Exception):
+            self._send(m.Error(severity="critical", where=self._role, text=text, traceback=trace[-4000:]))
+
+    def _publish(self, where: str, text: str, severity: str, trace: str, uids: Sequence[int]) -> None:
+        log.warning("%s: %s%s", where, text, f"\n{trace}" if trace else "")
+        self._send(m.Error(severity=severity, where=where, text=text, traceback=trace))
+        record_error(self._paths, self._name, severity, where, text, trace, uids)
+
+
+@dataclass
+class Parts:
+    """What a process of a run works with. A process attaches to those of its run directory; a test hands in its own."""
+
+    topology: Topology
+    ring: Ring
+    bus: Endpoint
+    fates: Fates
+    validate_fates: Fates
+
+
 class Actor(ABC):
     """One process of a run. States: starting -> running -> stopping -> gone; killed is possible from each."""
 
@@ -107,20 +188,25 @@ class Actor(ABC):
     tick_s: float = 0.05
     # Called with bytes that came as the message of this name and are none; the bus counts and reports them itself.
     unreadable: Callable[[Rejected, str], None] | None = None
-    _activities: tuple[tuple[str, float], ...] = ()  # declared and not over, outer ones first
-    _usual = ""  # what is shown while there is none
 
-    def __init__(self, run_dir: str, name: str) -> None:
+    def __init__(self, run_dir: str | Path, name: str, parts: Parts | None = None) -> None:
+        """With `parts` the role is attached already, and is driven by its methods; without, `main` attaches it."""
         self.name, self.worker_id = name, name.replace("/", "-")
         self.paths = RunPaths.of(run_dir)
         self.followed, self._next_follow = controls_size(self.paths), 0.0  # before what it stands for is read
-        self.topology = Topology.from_json(self.paths.topology.read_text())
+        self.topology = parts.topology if parts else Topology.from_json(self.paths.topology.read_text())
         self.stopping = ""
         self._next_heartbeat = 0.0
-        self._throttle = Throttle()
         self._random = random.Random(f"{name}:{os.getpid()}")
-        self._lock: OfdLock | None = None
+        self._lock: RoleLock | None = None
         self.message_faults: MessageFaults | None = None
+        self.reports = Reports(self.paths, name, self.role, lambda message: self.bus.send(message))
+        if parts:
+            self.bus, self.fates, self.validate_fates = parts.bus, parts.fates, parts.validate_fates
+            self._stand_on(parts.ring)
+
+    def _stand_on(self, ring: Ring) -> None:
+        self.ring, self.shown = ring, Shown(ring)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -129,12 +215,12 @@ class Actor(ABC):
         configure_process(self.name)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _frame: self.stop(signal.Signals(got).name))
-        self.ring = Ring.attach(self.paths.ring_name)
+        self._stand_on(Ring.attach(self.paths.ring_name))
         self.ring.register(self.role, self.name)
         try:
             if self.singleton:
-                self._lock = OfdLock(str(self.paths.lock(self.worker_id)))
-                if not acquire_lock(self._lock, self.ring, lambda: self.stopping, self.paths, self.name):
+                self._lock = RoleLock(self.paths, self.worker_id)
+                if not self._lock.acquire(self.ring, lambda: self.stopping):
                     return 0
             self._connect()
             return self._live()
@@ -142,7 +228,7 @@ class Actor(ABC):
             log.info("stopping: %s", stopped)
             return 0
         except Exception as problem:
-            self._report(problem)
+            self.reports.failed(problem)
             raise
         finally:
             self._leave()
@@ -173,30 +259,10 @@ class Actor(ABC):
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def activity(self, name: str, deadline_s: float) -> Iterator[None]:
+    def activity(self, name: str, deadline_s: float) -> contextlib.AbstractContextManager[None]:
         """Declare a long piece of work: the supervisor accepts silence for `deadline_s` seconds. An activity inside
         another replaces it while it lasts; then the time of the outer one starts again."""
-        self._activities = (*self._activities, (name, deadline_s))
-        self.ring.activity(name, deadline_s)
-        try:
-            yield
-        finally:
-            self._activities = self._activities[:-1]
-            self.ring.activity(*(self._activities[-1] if self._activities else (self._usual,)))
-            self.ring.progress()
-
-    def shows(self, text: str, again: bool = False) -> None:
-        """What the process table says while nothing is declared. `again`: it begins now, if it is the same text too."""
-        text = text.encode()[:ACTIVITY_BYTES].decode(errors="ignore")
-        if text != self._usual or again:
-            self._usual = text
-            if not self._activities:
-                self.ring.activity(self._usual)
-
-    def waits(self, reason: str, draw: int | None = None) -> None:
-        """Show for what this process waits, and for which group; "" = for nothing. The monitor reads it."""
-        self.shows(f"waits: {reason}{f', group {draw}' if draw is not None else ''}" if reason else "")
+        return self.shown.activity(name, deadline_s)
 
     def awaited(self) -> str:
         """Called while other processes are waited for, which may take as long as a host is away; why to end that."""
@@ -212,11 +278,8 @@ class Actor(ABC):
         self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),
         trace: str = "",
     ) -> None:
-        """Log, publish and file an event that a person should see; repeats of one kind become one line with a count.
-        `uids`: the samples concerned, whose history the line becomes part of. `trace`: the traceback."""
-        kind = kind or re.sub(r"[0-9]+", "#", text)
-        if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
-            self._publish_warning(where, text, severity, trace, uids)
+        """Report an event that a person should see (`Reports.warn`)."""
+        self.reports.warn(where, text, severity, kind, uids, trace)
 
     def write_or_wait(self, what: str, write: Callable[[], None]) -> bool:
         """Call `write`; while the disk is full, warn, wait and try again. False if stopped meanwhile."""
@@ -238,11 +301,6 @@ class Actor(ABC):
                 Actor.idle(self, SPACE_LOOK_S)
                 self._heartbeat()
 
-    def _publish_warning(self, where: str, text: str, severity: str, trace: str, uids: Sequence[int]) -> None:
-        log.warning("%s: %s%s", where, text, f"\n{trace}" if trace else "")
-        self.bus.send(m.Error(severity=severity, where=where, text=text, traceback=trace))
-        record_error(self.paths, self.name, severity, where, text, trace, uids)
-
     def scan(self, scanner: GroupScanner, lines: npt.NDArray[Any] | None = None) -> GroupView:
         """The open groups, in `lines`: a copy made before the fates are read, whose table may have grown."""
         self.lines = self.ring.lines() if lines is None else lines
@@ -253,9 +311,9 @@ class Actor(ABC):
     # -- internals ----------------------------------------------------------------------------------------------
 
     def keep_lock(self) -> None:
-        """Make the lock file of the role again if it was removed. RunInUse if another process holds the new one."""
-        if self._lock is not None and reacquire_lock(self._lock, self.name):
-            self.warn(self.role, f"{self._lock.path} was removed by another program; it is made and held again")
+        """Hold the lock of the role, again if its file was removed. RunInUse if another process holds the new one."""
+        if self._lock is not None and (path := self._lock.keep()):
+            self.warn(self.role, f"{path} was removed by another program; it is made and held again")
 
     def _connect(self) -> None:
         self.ring.activity("starting", self.topology.limits.ready_s)
@@ -339,23 +397,13 @@ class Actor(ABC):
             self._next_heartbeat = now + HEARTBEAT_S
             self.keep_lock()
             self.bus.heartbeat(self.role, "", self.followed)
-            self._publish_repeats(now)
-
-    def _publish_repeats(self, now: float, everything: bool = False) -> None:
-        for count, (where, text, severity, trace), uids in self._throttle.due(now, everything):
-            self._publish_warning(where, f"{count} more like this, the latest: {text}", severity, trace, uids)
-
-    def _report(self, problem: Exception) -> None:
-        trace, text = "".join(traceback.format_exception(problem)), cause(problem)
-        record_error(self.paths, self.name, "critical", self.role, text, trace)
-        with contextlib.suppress(Exception):
-            self.bus.send(m.Error(severity="critical", where=self.role, text=text, traceback=trace[-4000:]))
+            self.reports.publish_repeats(now)
 
     def _leave(self) -> None:
         if self.message_faults is not None:
             log.info("faults on its messages: %s", self.message_faults)
         with contextlib.suppress(Exception):
-            self._publish_repeats(time.monotonic(), everything=True)
+            self.reports.publish_repeats(time.monotonic(), everything=True)
             self.bus.send(m.Goodbye(reason=self.stopping or "error"))
             self.bus.close()
         self.ring.close()

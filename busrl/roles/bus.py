@@ -22,8 +22,8 @@ from busrl.bus import CurveListener, Refusal, StopRequest, allow_many_connection
 from busrl.errors import PeerLost
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
-from busrl.ring import OfdLock, Ring
-from busrl.roles.process import acquire_lock, configure_process, reacquire_lock
+from busrl.ring import Ring
+from busrl.roles.process import RoleLock, configure_process
 
 REPORT_EVERY_S = 60.0
 MOST_QUEUED_MIB = 512
@@ -45,8 +45,8 @@ class Bus:
             signal.signal(number, lambda _got, _frame: self.stop.set())
         self.ring = Ring.attach(self.paths.ring_name)
         self.ring.register("bus", self.name)
-        self.lock = OfdLock(str(self.paths.lock("bus")))
-        if acquire_lock(self.lock, self.ring, self.stop.is_set, self.paths, self.name):
+        self.lock = RoleLock(self.paths, "bus")
+        if self.lock.acquire(self.ring, self.stop.is_set):
             self._serve()
             self.ring.close()
         return 0
@@ -56,7 +56,7 @@ class Bus:
         self._least_mib = resident_mib()
         own, paths = self.settings, self.paths
         run_broker(
-            paths.frontend, paths.backend, self.lock, self.stop, tap=paths.tap, on_ready=self._ready,
+            paths.frontend, paths.backend, self.lock.lock, self.stop, tap=paths.tap, on_ready=self._ready,
             on_progress=self._progress, listener=CurveListener.of(own["endpoint"], own["keys"]),
             on_refused=self.refused, max_bytes=own["max_message_bytes"], hwm=own["hwm"],
         )
@@ -69,7 +69,7 @@ class Bus:
         self.ring.progress()
         check_queues(self.ring, resident_mib() - self._least_mib)
         self.report_refusals()
-        reacquire_lock(self.lock, "bus")
+        self.lock.keep()
 
     def refused(self, refusal: Refusal) -> None:
         self._refused += refusal.count

@@ -33,40 +33,51 @@ def configure_process(name: str) -> None:
     )
 
 
-def acquire_lock(lock: OfdLock, ring: Ring, stopping: Callable[[], object], paths: RunPaths, name: str) -> bool:
-    """Hold the lock of a role of which there is one; False if asked to stop meanwhile.
+class RoleLock:
+    """The lock of a role of which there is one; its file names the holder's pid."""
 
-    A predecessor may be ending, or alive: the wait is declared as an activity, so the supervisor does not kill this
-    process for it. After `PREDECESSOR_S` a line in errors.jsonl names the holder.
-    """
-    if lock.try_acquire():
-        return True
-    holder, begun, reported = lock.holder() or "unknown", time.monotonic(), False
-    log.info("waits for pid %s, which holds %s", holder, lock.path)
-    ring.activity(f"waits for pid {holder}", math.inf)
-    while not stopping():
-        with contextlib.suppress(LockTimeout):
-            lock.acquire(LOCK_LOOK_S)
-            ring.activity("")
+    def __init__(self, paths: RunPaths, name: str) -> None:
+        self._paths, self._name = paths, name
+        self.lock = OfdLock(str(paths.lock(name)))
+
+    def acquire(self, ring: Ring, stopping: Callable[[], object]) -> bool:
+        """Hold the lock; False if asked to stop meanwhile.
+
+        A predecessor may be ending, or alive: the wait is declared as an activity, so the supervisor does not kill this
+        process for it. After `PREDECESSOR_S` a line in errors.jsonl names the holder.
+        """
+        if self.lock.try_acquire():
             return True
-        ring.progress()
-        if not reported and time.monotonic() - begun > PREDECESSOR_S:
-            reported = True
-            text = f"another {name} serves this run (pid {holder} holds {lock.path}); this one waits until it has ended"
-            log.error(text)
-            record_error(paths, name, "error", name, text)
-    return False
-
-
-def reacquire_lock(lock: OfdLock, name: str) -> bool:
-    """Whether the lock was taken again because its file had been removed; RunInUse if another process has it."""
-    if lock.stands:
+        holder, begun, reported = self.lock.holder() or "unknown", time.monotonic(), False
+        log.info("waits for pid %s, which holds %s", holder, self.lock.path)
+        ring.activity(f"waits for pid {holder}", math.inf)
+        while not stopping():
+            with contextlib.suppress(LockTimeout):
+                self.lock.acquire(LOCK_LOOK_S)
+                ring.activity("")
+                return True
+            ring.progress()
+            if not reported and time.monotonic() - begun > PREDECESSOR_S:
+                reported = True
+                self._report(holder)
         return False
-    with contextlib.suppress(RingError):  # whatever has the file's name now keeps other processes out as well
-        if not lock.try_acquire():
-            raise RunInUse(
-                f"another {name} (pid {OfdLock(lock.path).holder() or 'unknown'}) has served this run since "
-                f"{lock.path} was removed; this one ends"
-            )
-        return True
-    return False
+
+    def _report(self, holder: int | str) -> None:
+        served = f"another {self._name} serves this run (pid {holder} holds {self.lock.path})"
+        text = f"{served}; this one waits until it has ended"
+        log.error(text)
+        record_error(self._paths, self._name, "error", self._name, text)
+
+    def keep(self) -> str:
+        """Hold the lock again if its file was removed: the path then, else "". RunInUse if another process has it."""
+        if self.lock.stands:
+            return ""
+        path = str(self.lock.path)
+        with contextlib.suppress(RingError):  # whatever has the file's name now keeps other processes out as well
+            if not self.lock.try_acquire():
+                holder = OfdLock(path).holder() or "unknown"
+                raise RunInUse(
+                    f"another {self._name} (pid {holder}) has served this run since {path} was removed; this one ends"
+                )
+            return path
+        return ""

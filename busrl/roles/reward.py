@@ -159,7 +159,7 @@ class Reward(Actor):
 
     def _show_call(self) -> None:
         what, seconds = self.pool.longest()
-        self.shows(f"in {what}" if seconds >= LONG_S else "", again=LONG_S <= seconds < self.call_s)
+        self.shown.usually(f"in {what}" if seconds >= LONG_S else "", again=LONG_S <= seconds < self.call_s)
         self.call_s = seconds
 
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:

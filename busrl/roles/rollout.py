@@ -31,6 +31,7 @@ from busrl.roles import version_pin
 from busrl.roles.actor import WAVE_TICK_S, Actor, WorkDeadline
 from busrl.roles.intake import CallIntake, Intake, SampleIntake
 from busrl.roles.probes import Prober
+from busrl.scheduling.admission import LeftBehind, steps_behind
 from busrl.states import Finish, HeaderWord
 from busrl.system.files import LineFile
 from busrl.weights.base import Receiver
@@ -192,7 +193,7 @@ class Rollout(Actor):
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
-        self._behind_since = math.inf
+        self.behind = LeftBehind(LEFT_BEHIND_S)
         self._update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics, self.topology.log.keep)
 
@@ -402,19 +403,16 @@ class Rollout(Actor):
         return sum(whole)
 
     def _left_behind(self) -> bool:
-        """Whether new weights do not reach this worker: what it starts would be too old before it is trained."""
+        """Tell whether this worker starts nothing because new weights do not reach it, and warn when that lasts."""
         if self.intake.only_validates:
             return False
-        limits = self.topology.derived.limits
-        bound = 0 if limits.waves else limits.max_staleness
+        bound = steps_behind(self.topology.derived.limits, self.topology.experiments.forced_age)
         behind = self.ring.header(HeaderWord.VERSION_STEP) - self.intake.steps.step_of(self.intake.version)
-        if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
-            self._behind_since = math.inf
-            self.waits("")
+        is_behind = self.behind.look(behind, bound, time.monotonic())
+        self.shown.waits("weights" if is_behind else "")
+        if not is_behind:
             return False
-        self.waits("weights")
-        self._behind_since = min(self._behind_since, time.monotonic())
-        if time.monotonic() - self._behind_since > LEFT_BEHIND_S:
+        if self.behind.lasts(time.monotonic()):
             newest, _ = self.receiver.newest()
             published = self.ring.header(HeaderWord.VERSION)
             text = f"takes no new prompts: version {published} is published, but only {newest} has reached this worker"

@@ -345,11 +345,11 @@ class Scheduler(Actor):
             self._open_new(view)
         except (DiskFull, SharedMemoryFull) as problem:
             self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
-            self.shows(NO_SPACE)
+            self.shown.usually(NO_SPACE)
             with self.activity(NO_SPACE, math.inf):
                 self.idle(1.0)
             return False
-        self.waits(self.room.reason, self.room.group)
+        self.shown.waits(self.room.reason, self.room.group)
         self._announce(view)
         return self._unread
 

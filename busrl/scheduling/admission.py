@@ -397,6 +397,32 @@ def _best(lines: Lines, claimable: Bools, limit: int, most_attempts: int) -> lis
     return [int(slot) for slot in at[order[:limit]]]
 
 
+# -- workers that new weights do not reach -------------------------------------------------------------------
+
+class LeftBehind:
+    """The rule by which a worker starts nothing: new weights do not reach it, so what it starts would be too old before
+    it is trained. `patience_s`: after so long a person should know."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s, self._since = patience_s, math.inf
+
+    def look(self, behind: int, bound: int | None, now: float) -> bool:
+        """True if the rule holds for weights that are `behind` steps behind; `bound`: `steps_behind`."""
+        is_behind = bound is not None and behind >= max(1, bound)
+        self._since = min(self._since, now) if is_behind else math.inf
+        return is_behind
+
+    def lasts(self, now: float) -> bool:
+        return now - self._since > self._patience_s
+
+
+def steps_behind(limits: AdmissionLimits, forced_age: int) -> int | None:
+    """Steps that a worker's weights may be behind; None where nothing bounds them, also where their age is forced."""
+    if forced_age:
+        return None
+    return 0 if limits.waves else limits.max_staleness
+
+
 # -- rows of the engines -------------------------------------------------------------------------------------
 
 class Rows:

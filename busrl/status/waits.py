@@ -25,7 +25,7 @@ import msgspec
 from busrl.states import CALLER_ROLES, PAUSE_STARTING, HeaderWord
 from busrl.status.state import RECENT, Held, ProcessRecord, ProcessRow, RunState
 
-WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Actor.waits`)
+WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Shown.waits`)
 QUIET_S: Final = 2.0  # no progress for longer than this is said
 SILENT_S: Final = 5.0  # a worker that comes through the gateway, or a host, is told of every second
 CHILD_IN: Final = "in "  # what a reward declares of a long call: in WHAT

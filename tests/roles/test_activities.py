@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from role_parts import parts
 
 from busrl.errors import RankLost, Stopped, WeightsTimeout
 from busrl.paths import RunPaths
@@ -32,19 +33,23 @@ class Told:
 
 
 class Worker(Actor):
-    def __init__(self) -> None:
-        self.ring: Any = Told()
-        self.topology: Any = SimpleNamespace(dedicated=False)
+    ring: Any
 
     def work(self) -> bool:
         return False
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path, "worker", parts(SimpleNamespace(dedicated=False), Told()))
 
 
 class Ends(Worker):
     """Does not get ready: `problem` ends it."""
 
     def __init__(self, run: Path, problem: Exception) -> None:
-        self.paths, self.name, self.problem = RunPaths(run), "rank/1", problem
+        super().__init__(run, "rank/1", parts())
+        self.problem = problem
 
     def _connect(self) -> None:
         pass
@@ -70,21 +75,19 @@ def test_a_process_that_is_stopped_before_it_is_ready_ends_in_order_and_reports_
     assert '"critical"' in RunPaths(tmp_path).errors.read_text()
 
 
-def test_work_within_work_gives_the_outer_ones_name_and_time_back() -> None:
-    worker = Worker()
+def test_work_within_work_gives_the_outer_ones_name_and_time_back(worker: Worker) -> None:
     with worker.activity("step", 600.0), worker.activity("held by validation", 630.0):
         pass
     assert worker.ring.said == [("step", 600.0), ("held by validation", 630.0), ("step", 600.0), ("",)]
 
 
-def test_what_a_process_waits_for_is_shown_while_nothing_is_declared_and_cut_to_its_place() -> None:
-    worker = Worker()
-    worker.waits("groups", 7)
-    worker.waits("groups", 7)
+def test_what_a_process_waits_for_is_shown_while_nothing_is_declared(worker: Worker) -> None:
+    worker.shown.waits("groups", 7)
+    worker.shown.waits("groups", 7)
     with worker.activity("step", 600.0):
-        worker.shows("in the function of a name that is long")
-    worker.shows("in the function of a name that is long", again=True)
-    worker.waits("")
+        worker.shown.usually("in the function of a name that is long")
+    worker.shown.usually("in the function of a name that is long", again=True)
+    worker.shown.waits("")
     cut = "in the function of a name that "
     assert worker.ring.said == [("waits: groups, group 7",), ("step", 600.0), (cut,), (cut,), ("",)]
 
@@ -101,10 +104,9 @@ class Engine:
         return []
 
 
-def rollout(drawing: int, joined: bool) -> Any:
-    role: Any = Rollout.__new__(Rollout)
-    role.ring, role.joined = Told(), joined
-    role.topology, role.deadline = SimpleNamespace(limits=SimpleNamespace(ready_s=1.0)), WorkDeadline(30.0, 77.0)
+def rollout(run: Path, drawing: int, joined: bool) -> Any:
+    role: Any = Rollout(run, "rollout/0", parts(SimpleNamespace(limits=SimpleNamespace(ready_s=1.0)), Told()))
+    role.joined, role.deadline = joined, WorkDeadline(30.0, 77.0)
     role.engine = Engine(role, drawing)
     return role
 
@@ -113,17 +115,16 @@ def rollout(drawing: int, joined: bool) -> Any:
     ("drawing", "joined", "declared"), [(4, True, True), (1, False, True), (4, False, False)]
 )
 def test_a_decoding_step_that_may_compute_long_prompts_is_declared_and_no_other_is(
-    drawing: int, joined: bool, declared: bool
+    tmp_path: Path, drawing: int, joined: bool, declared: bool
 ) -> None:
-    role = rollout(drawing, joined)
+    role = rollout(tmp_path, drawing, joined)
     role._engine_step(joining=role.joined or drawing < role.engine.active)
     assert role.engine.during == [((("prefill", 77.0),) if declared else ())]
     assert not role.joined
 
 
-def test_a_worker_waits_for_the_weights_of_a_learner_that_gets_on_and_names_one_that_does_not() -> None:
-    role = rollout(0, False)
-    role.name, role.stopping = "rollout/0", ""
+def test_a_worker_waits_for_weights_only_while_a_learner_gets_on(tmp_path: Path) -> None:
+    role = rollout(tmp_path, 0, False)
     progress = iter([*range(40), *[40] * 99])
     role.ring.processes = lambda: [SimpleNamespace(role="learner", pid=1, progress=next(progress))]
     waits = []
@@ -159,15 +160,14 @@ class Held:
 
 @pytest.mark.parametrize("lets_go", [True, False])
 def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_that_has_none(
-    lets_go: bool, monkeypatch: pytest.MonkeyPatch
+    lets_go: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ring, told = Held(results=50, lets_go=lets_go), []
     now = [0.0]
     monkeypatch.setattr(publish.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(publish.version_pin, "pinned_by", lambda ring: ring.header("hold"))
     monkeypatch.setattr(publish.version_pin, "name_of", lambda ring, holder: "validator (pid 7)")
-    worker: Any = Worker()
-    worker.ring, worker.stopping = ring, ""
+    worker: Any = Worker(tmp_path, "learner", parts(SimpleNamespace(dedicated=False), ring))
     worker.warn = lambda where, text: told.append(text)
     worker.idle = lambda timeout_s: now.__setitem__(0, now[0] + 9.0)
     publisher: Any = publish.Publisher.__new__(publish.Publisher)
@@ -178,10 +178,10 @@ def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_tha
     assert told == ([] if lets_go else [text])
 
 
-def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() -> None:
+def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each(tmp_path: Path) -> None:
     """It may accumulate for longer than limits.progress_s while a step fills up."""
-    learner: Any = Learner.__new__(Learner)
-    learner.ring, learner.deadline = Told(), WorkDeadline(30.0, 600.0)
+    learner: Any = Learner(tmp_path, "learner", parts(ring=Told()))
+    learner.deadline = WorkDeadline(30.0, 600.0)
     moved, during = [], []
     learner.ring.progress = lambda: moved.append(1)
     learner.ring.header = lambda name: 3

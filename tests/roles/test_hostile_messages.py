@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from role_parts import parts
 
 from busrl.errors import RUN_FAILED, CannotTrain, PeerLost, process_code
 from busrl.hosts.gateway import NamedLines
@@ -32,39 +34,37 @@ class Heard:
         self.lines.append((kind, text))
 
 
-def scheduler() -> Any:
-    made: Any = Scheduler.__new__(Scheduler)
-    made.rows, made.warn, made.stopping = Rows(64, 10.0, most=MOST), Heard(), ""
-    made.ring = SimpleNamespace(n_slots=SLOTS, header=lambda name: 0)
-    made.told = []
-    made.policy = SimpleNamespace(feedback=made.told.append)
-    made.trained = 0
-    return made
+@pytest.fixture
+def one(tmp_path: Path) -> Any:
+    """A scheduler that was never attached to a run."""
+    ring, fates = SimpleNamespace(n_slots=SLOTS, header=lambda name: 0), SimpleNamespace(capacity=1 << 20)
+    role: Any = Scheduler(tmp_path, "scheduler", parts(ring=ring, fates=fates))
+    role.rows, role.warn = Rows(64, 10.0, most=MOST), Heard()
+    role.told = []
+    role.policy = SimpleNamespace(feedback=role.told.append)
+    role.trained = 0
+    return role
 
 
 @pytest.mark.parametrize("name", ["two words", "", "a/b", "ärger", "x\n", "\x00"])
-def test_a_worker_whose_name_no_topic_can_hold_is_named_and_not_rung(name):
-    one = scheduler()
+def test_a_worker_whose_name_no_topic_can_hold_is_named_and_not_rung(one, name):
     one._receive(m.TaskRequest(worker_id=name, capacity=4, rows=4, sender="stranger"))
     assert one.rows.workers(0.0) == []
     assert [kind for kind, _ in one.warn.lines] == ["TASK_REQUEST"] and "'stranger'" in one.warn.lines[0][1]
 
 
-def test_ever_new_workers_are_remembered_up_to_a_bound_and_complained_of_as_one_kind():
-    one = scheduler()
+def test_ever_new_workers_are_remembered_up_to_a_bound(one):
     for number in range(1000):
         one._receive(m.TaskRequest(worker_id=f"worker-{number}-of-many", sender=f"worker-{number}"))
     assert len(one.rows._said) == MOST and {kind for kind, _ in one.warn.lines} == {"TASK_REQUEST"}
 
 
-def test_a_worker_has_no_more_rows_than_there_are_slots():
-    one = scheduler()
+def test_a_worker_has_no_more_rows_than_there_are_slots(one):
     one._receive(m.TaskRequest(worker_id="w", capacity=2**63, rows=2**64 - 1, sender="w"))
     assert one.rows.total(0) == SLOTS
 
 
-def test_states_of_the_learner_are_heard_from_the_learner_alone_and_only_as_numbers():
-    one = scheduler()
+def test_the_learners_state_counts_from_the_learner_alone_and_as_numbers(one):
     one._receive(m.LearnerStateUpdate(step=5, metrics={"groups_total": 1e18}, sender="stranger"))
     one._receive(m.LearnerStateUpdate(step=5, entropy=float("nan"), sender="learner"))
     assert one.told == [] and one.trained == 0 and "'stranger'" in one.warn.lines[0][1]
@@ -75,9 +75,9 @@ def test_states_of_the_learner_are_heard_from_the_learner_alone_and_only_as_numb
 
 
 @pytest.mark.parametrize(("state", "sender", "ends"), [(0, "launch", False), (2, "launch", True), (1, "other", False)])
-def test_a_stop_counts_if_it_is_from_launch_and_the_ring_says_that_the_run_is_over(state, sender, ends):
-    one: Any = Keeper.__new__(Keeper)
-    one.warn, one.stopping, one.ring = Heard(), "", SimpleNamespace(header=lambda name: state)
+def test_a_stop_counts_from_launch_once_the_ring_says_so(tmp_path, state, sender, ends):
+    one: Any = Keeper(tmp_path, "keeper", parts(ring=SimpleNamespace(header=lambda name: state)))
+    one.warn = Heard()
     one._receive(m.Stop(reason="enough", sender=sender))
     assert bool(one.stopping) == ends and len(one.warn.lines) == int(not ends)
 
@@ -86,18 +86,16 @@ def test_the_page_and_the_roles_agree_on_what_only_one_process_sends():
     assert all(ROUTES[kind].sent_by == sender for kind, sender in m.ONLY_FROM.items())
 
 
-def test_refusals_of_ever_new_names_are_few_kinds_of_lines_and_the_first_names_have_their_own():
+def test_refusals_of_ever_new_names_are_few_kinds_of_lines():
     lines = NamedLines(16)
     kinds = {lines.name(f"worker-{number}") for number in range(10_000)}
     assert len(kinds) == 17 and lines.name("worker-0") == "worker-0"
 
 
-def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy():
-    one = scheduler()
-    one.group_size, one.paths = 8, SimpleNamespace(fates="run/fates.bin")
-    one.fates = SimpleNamespace(capacity=1 << 20)
+def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy(one):
+    one.group_size = 8
     one._check_room(1 << 20)
-    with pytest.raises(CannotTrain, match=r"run/fates.bin is full.*65536 prompts.*new run directory") as raised:
+    with pytest.raises(CannotTrain, match=r"/fates.bin is full.*65536 prompts.*new run directory") as raised:
         one._check_room((1 << 20) + 1)
     assert process_code(raised.value) == RUN_FAILED
 

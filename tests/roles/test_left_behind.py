@@ -3,92 +3,93 @@ that did reach it it remembers the newest."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from role_parts import parts
 
 from busrl.roles import rollout
 from busrl.roles.rollout import Rollout
+from busrl.scheduling.admission import AdmissionLimits, LeftBehind, derive, steps_behind
 from busrl.weights.base import VersionSteps
+
+LIMITS = derive("batch-async", 8, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "forced_age", "bound"),
+    [
+        (LIMITS, 0, 2), (LIMITS, 3, None), (derive("fully-async", 8, 2, 4), 0, None), (derive("sync", 8, 0, 4), 0, 0),
+        (derive("sync", 8, 0, 4, waves=3), 0, 0),
+    ],
+)
+def test_the_bound_is_that_of_the_mode_and_none_where_age_is_forced(
+    limits: AdmissionLimits, forced_age: int, bound: int | None
+) -> None:
+    assert steps_behind(limits, forced_age) == bound
+
+
+@pytest.mark.parametrize(
+    ("behind", "bound", "holds"),
+    [(0, 0, False), (1, 0, True), (1, 1, True), (1, 2, False), (2, 2, True), (50, None, False), (-1, 0, False)],
+)
+def test_a_worker_is_left_behind_from_its_bound_on(behind: int, bound: int | None, holds: bool) -> None:
+    assert LeftBehind(10.0).look(behind, bound, now=0.0) == holds
+
+
+def test_the_time_of_a_worker_left_behind_begins_anew_when_weights_come() -> None:
+    rule = LeftBehind(10.0)
+    looks = [(2, 100.0, False), (2, 110.0, False), (2, 110.5, True), (0, 111.0, False), (2, 112.0, False)]
+    for behind, now, lasts in looks:
+        rule.look(behind, 2, now)
+        assert rule.lasts(now) == lasts, now
 
 
 class Worker(Rollout):
-    """The decision alone: a header, weights that do not come, and a record of what was said."""
+    """A rollout with a header, weights that do not come, and a record of its warnings."""
 
-    def __init__(self, published: int, bound: int | None = 2) -> None:
-        self.shown: list[str] = []
-        self.ring = SimpleNamespace(  # type: ignore[assignment]
-            header=lambda word: published, activity=self.shown.append
+    shown: Any
+
+    def __init__(self, run: Path, published: int) -> None:
+        ring = SimpleNamespace(
+            header=lambda word: published, activity=lambda *what: None, progress=lambda: None,
+            set_version_seen=lambda version: None,
         )
-        self.topology = SimpleNamespace(  # type: ignore[assignment]
-            experiments=SimpleNamespace(forced_age=0),
-            derived=SimpleNamespace(limits=SimpleNamespace(max_staleness=bound, waves=0)),
+        topology = SimpleNamespace(
+            experiments=SimpleNamespace(forced_age=0), derived=SimpleNamespace(limits=LIMITS),
+            limits=SimpleNamespace(ready_s=1.0),
         )
-        self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]
-        self.intake = SimpleNamespace(  # type: ignore[assignment]
-            steps=VersionSteps(), only_validates=False, segments=None
-        )
-        self._behind_since = math.inf
-        self.has(3)
+        super().__init__(run, "rollout/0", parts(topology, ring))
+        self.receiver: Any = SimpleNamespace(newest=lambda: (3, 3))
+        self.intake: Any = SimpleNamespace(steps=VersionSteps(), only_validates=False, segments=None, version=3)
+        self.intake.steps.add(3, 3)
+        self.behind = LeftBehind(-1.0)
         self.said: list[str] = []
 
-    def has(self, version: int) -> None:
-        self.intake.version = version
-        self.intake.steps.add(version, version)
-
-    def warn(self, where: str, text: str, severity: str = "warning", kind: str = "") -> None:
+    def warn(self, where: str, text: str, *more: Any, **named: Any) -> None:
         self.said.append(text)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    made = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: made.now))
-    return made
-
-
-def test_a_worker_that_stays_behind_names_both_versions_after_a_while(clock: SimpleNamespace) -> None:
-    worker = Worker(published=5)
-    assert worker._left_behind() and worker.said == []
-    clock.now += rollout.LEFT_BEHIND_S + 1
+def test_a_worker_left_behind_names_both_versions_after_a_while(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, published=5)
     assert worker._left_behind()
     assert worker.said == ["takes no new prompts: version 5 is published, but only 3 has reached this worker"]
-
-
-def test_the_time_begins_anew_when_the_weights_have_come(clock: SimpleNamespace) -> None:
-    worker = Worker(published=5)
-    assert worker._left_behind()
-    worker.has(5)
-    assert not worker._left_behind()
-    clock.now += rollout.LEFT_BEHIND_S + 1
-    worker.has(3)
-    assert worker._left_behind() and worker.said == []
-
-
-def test_without_a_bound_nobody_is_left_behind(clock: SimpleNamespace) -> None:
-    assert not Worker(published=50, bound=None)._left_behind()
 
 
 class Updated(Worker):
     """One that only ever takes the next version."""
 
-    def __init__(self) -> None:
-        super().__init__(published=0)
-        newest = itertools.count(4)
-        self.receiver = SimpleNamespace(newest=lambda: (next(newest), 0))  # type: ignore[assignment]
-        own = self.intake
-        self.engine = SimpleNamespace(  # type: ignore[assignment]
-            update_weights=lambda receiver: (own.version + 1, own.version + 1)
-        )
-        self.topology.limits = SimpleNamespace(ready_s=1.0)  # type: ignore[misc]
-        self.prober = SimpleNamespace(loaded=lambda version: None)  # type: ignore[assignment]
-        self.activity = lambda *what: contextlib.nullcontext()  # type: ignore[method-assign, assignment]
-        self.ring.set_version_seen = lambda version: None  # type: ignore[method-assign]
-        self.pace = SimpleNamespace(row=rollout.PaceRow())  # type: ignore[assignment]
+    def __init__(self, run: Path) -> None:
+        super().__init__(run, published=0)
+        newest, intake = itertools.count(4), self.intake
+        self.receiver = SimpleNamespace(newest=lambda: (next(newest), 0))
+        self.engine: Any = SimpleNamespace(update_weights=lambda receiver: (intake.version + 1, intake.version + 1))
+        self.prober: Any = SimpleNamespace(loaded=lambda version: None)
+        self.pace: Any = SimpleNamespace(row=rollout.PaceRow())
 
     def take(self, versions: int) -> int:
         """Bytes of memory after so many more."""
@@ -97,8 +98,8 @@ class Updated(Worker):
         return tracemalloc.get_traced_memory()[0]
 
 
-def test_the_memory_of_a_worker_does_not_grow_with_the_versions_that_it_has_run() -> None:
-    worker = Updated()
+def test_the_memory_of_a_worker_does_not_grow_with_its_versions(tmp_path: Path) -> None:
+    worker = Updated(tmp_path)
     tracemalloc.start()
     try:
         early = worker.take(10_000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from planned_engine import EOS_ID, PlannedEngine, logprobs_of
+from role_parts import parts
 
 from busrl.data.vocabulary import TokenRows
 from busrl.engines.base import Finished, Request
@@ -29,7 +29,7 @@ from busrl.roles.learner.groups import claim_groups
 from busrl.roles.probes import Prober
 from busrl.roles.reward import Reward
 from busrl.roles.rollout import Pace, Rollout
-from busrl.scheduling.admission import derive
+from busrl.scheduling.admission import LeftBehind, derive
 from busrl.states import HeaderWord
 from busrl.topology.schema import Segments, Topology
 
@@ -44,7 +44,8 @@ class Worker(Rollout):
     intake: SampleIntake
 
     def __init__(self, topology: Topology, ring: Ring, engine: PlannedEngine) -> None:
-        self.topology, self.ring, self.engine, self.name = topology, ring, engine, "rollout/0"
+        super().__init__(tempfile.mkdtemp(), "rollout/0", parts(topology, ring))
+        self.engine, self.behind = engine, LeftBehind(10.0)
         self.warned: list[str] = []
         self.intake = SampleIntake(ring, topology, self.name, engine, self.warn)
         self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0", lambda: None)
@@ -373,7 +374,7 @@ def test_a_sample_that_needs_weights_published_while_it_was_claimed_stays_in_the
     ring = rings[0]
     derived = dataclasses.replace(topology().derived, limits=derive("sync", 1, 0, 4))
     worker = Worker(dataclasses.replace(topology(), derived=derived), ring, PlannedEngine(4, script=says({0: "ab$"})))
-    worker._behind_since, worker.receiver = math.inf, SimpleNamespace(newest=lambda: (0, 0))  # type: ignore[assignment]
+    worker.receiver = SimpleNamespace(newest=lambda: (0, 0))  # type: ignore[assignment]
     claim = worker.intake._claim
 
     def late(room: int) -> tuple[list[tuple[int, int]], bool]:
@@ -413,14 +414,16 @@ def test_an_answer_with_an_id_that_is_no_token_is_dropped_and_named(
     ]
 
 
-def test_an_id_that_is_no_token_is_found_before_the_reward_whoever_wrote_it(rings: list[Ring]) -> None:
+def test_an_id_that_is_no_token_is_found_before_the_reward_whoever_wrote_it(
+    rings: list[Ring], tmp_path: Path
+) -> None:
     """Programs that map the ring commit answers themselves: here a worker whose folder has no tokenizer."""
     ring = rings[0]
     worker = Worker(topology(), ring, PlannedEngine(4, script=says({0: "abz$", 1: "abc$", 2: "abcdez$"})))
     dispatch(ring, [0, 1, 2])
     worker.run()
-    judge: Any = Reward.__new__(Reward)
-    judge.ring, judge.claimed, judge.wants_ids, judge.bell = ring, {}, False, Doorbell()
+    judge: Any = Reward(tmp_path, "reward/0", parts(ring=ring))
+    judge.claimed, judge.wants_ids, judge.bell = {}, False, Doorbell()
     judge.known, said = TokenRows(end=ord("z"), rows=128), []
     judge.warn = lambda where, text, **more: said.append(text)
     items = judge._items(list(ring.take(State.GENERATED, State.REWARDING, cls=None, limit=8)))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from role_parts import parts
 
 from busrl.data import JsonlStream
 from busrl.data.figures import Figures, Judged
@@ -176,9 +177,8 @@ def make(ring: Ring, tmp_path: Path) -> Iterator[Callable[..., Validator]]:
         (tmp_path / "held-out.jsonl").write_text("\n".join(lines) + "\n")
         streams.append(JsonlStream(tmp_path / "held-out.jsonl", 0, False))
         asked = AskedSet(name, "held-out.jsonl", len(lines), prompts, k, 1.0, 1.0, 8, 0, 0)
-        role = Validator.__new__(Validator)
-        role.ring, role.answers, role.round, role.started = ring, asked.answers, 0, time.monotonic()
-        role.topology = SimpleNamespace(validation=Validation())  # type: ignore[assignment]
+        role = Validator(tmp_path, "validator", parts(SimpleNamespace(validation=Validation()), ring))
+        role.answers, role.round, role.started = asked.answers, 0, time.monotonic()
         role.find = str.strip
         role.sets = role.due = [MeasuredSet(asked, streams[-1], Rounds(True, 0, True, set()))]
         return role

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from role_parts import parts
 
 from busrl.engines import Finished
 from busrl.errors import WeightsTimeout
@@ -39,13 +40,9 @@ class Called:
         return call
 
 
-def bare_rollout() -> Any:
+def bare_rollout(run: Path) -> Any:
     """A rollout role that was never attached to anything."""
-    role: Any = Rollout.__new__(Rollout)
-    role.name, role.stopping = "rollout/0", ""
-    role.topology = SimpleNamespace(limits=SimpleNamespace(ready_s=1000.0))
-    role.ring = Called()
-    return role
+    return Rollout(run, "rollout/0", parts(SimpleNamespace(limits=SimpleNamespace(ready_s=1000.0)), Called()))
 
 
 def test_a_sequence_without_a_token_is_set_aside_and_the_worker_lives() -> None:
@@ -57,12 +54,9 @@ def test_a_sequence_without_a_token_is_set_aside_and_the_worker_lives() -> None:
     assert ("drop", 3, 77, Fate.LONG) in intake.ring.calls and intake.claimed == {}
 
 
-def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven() -> None:
-    role: Any = Scheduler.__new__(Scheduler)
-    role.stopping, role.topology = "", SimpleNamespace(limits=SimpleNamespace(ready_s=10.0))
+def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven(tmp_path: Path) -> None:
     left = [State.RESERVED, State.RESERVED, State.QUEUED]  # what a look at the predecessor's slot finds
     looks: list[float] = []
-    role.idle = looks.append
 
     def lines() -> Any:
         made = np.zeros(2, [("state", np.uint8), ("owner", np.uint16)])
@@ -71,14 +65,18 @@ def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven() ->
         return made
 
     processes = [SimpleNamespace(index=2, pid=77, role="scheduler"), SimpleNamespace(index=4, pid=78, role="validator")]
-    role.ring = Called(lines=lines, processes=lambda: processes)
-    role.ring.index = 3
+    ring = Called(lines=lines, processes=lambda: processes)
+    ring.index = 3
+    role: Any = Scheduler(
+        tmp_path, "scheduler", parts(SimpleNamespace(limits=SimpleNamespace(ready_s=10.0)), ring)
+    )
+    role.idle = looks.append
     role._reap_predecessor()
     assert left == [] and len(looks) == 2 and [name for name, *_ in role.ring.calls].count("reap") == 3
 
 
-def test_a_worker_that_waits_for_its_first_weights_ends_when_it_is_asked_to() -> None:
-    role = bare_rollout()
+def test_a_worker_that_waits_for_its_first_weights_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    role = bare_rollout(tmp_path)
 
     def late() -> None:
         role.stop("SIGTERM")
@@ -118,15 +116,15 @@ def test_a_signal_that_comes_when_a_role_is_already_ending_does_not_kill_it(tmp_
 WAITING = """
 import os, sys
 from busrl.paths import RunPaths
-from busrl.ring import OfdLock, Ring
+from busrl.ring import Ring
 from busrl.roles import process
 process.PREDECESSOR_S = 0.0
 paths = RunPaths.of(os.path.dirname(sys.argv[1]))
-lock, ring = OfdLock(sys.argv[1]), Ring.attach(sys.argv[2])
+role, ring = process.RoleLock(paths, "bus"), Ring.attach(sys.argv[2])
 ring.register("bus", "bus")
-print("waiting", lock.try_acquire(), flush=True)
-mine = process.acquire_lock(lock, ring, lambda: False, paths, "bus")
-print("got it", mine, lock.holder() == os.getpid(), flush=True)
+print("waiting", role.lock.try_acquire(), flush=True)
+mine = role.acquire(ring, lambda: False)
+print("got it", mine, role.lock.holder() == os.getpid(), flush=True)
 """
 
 

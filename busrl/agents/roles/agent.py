@@ -74,7 +74,7 @@ class Agent(EpisodeHolder):
             self.warn(self.role, text, kind="a child stands still")
         self.standing = {*troubles}
         where = next((child.where for child in children.all if child.pid in troubles), "")
-        self.shows(f"code stands at {where.rpartition('/')[2]}" if troubles else "")
+        self.shown.usually(f"code stands at {where.rpartition('/')[2]}" if troubles else "")
 
     async def _play(self, claim: Claim) -> None:
         task = self.task_of(claim)

@@ -229,7 +229,7 @@ class Learner(Actor):
                 moved = True
             elif isinstance(action, Fire):
                 if self.parity.holds(self._present_version()):
-                    self.waits("parity")
+                    self.shown.waits("parity")
                     return moved
                 self._step(action, view)
                 moved = True
@@ -350,7 +350,7 @@ class Learner(Actor):
     def _while_waiting(self, action: Wait) -> bool:
         """Use the time: run a micro-batch on what was claimed, publish what is still unpublished."""
         self.metrics.waiting(action.reason, action.group)
-        self.waits(action.reason, action.group)
+        self.shown.waits(action.reason, action.group)
         few = sum(len(group.records) for group in self.pending) < self.config.micro_batch_min_samples
         if self.plan.streaming and self.pending and not few:
             self._accumulate()
