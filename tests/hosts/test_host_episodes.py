@@ -114,7 +114,7 @@ def test_an_episode_stands_at_home_as_it_stood_in_the_slot_of_its_host(
     uids = {play(host.ring), play(host.ring)}
     slots = host.ring.lines()["state"].nonzero()[0].tolist()
     there = {int(host.ring.line(slot)["uid"]): tensors_of(host.ring, slot) for slot in slots}
-    assert host._collect() == 2 and not host.held
+    assert host._collect() == 2 and not host.tasks.held
     lines = keeper.ring.lines()
     found = {int(lines["uid"][slot]): slot for slot in range(3) if lines["state"][slot] == State.REWARDED}
     assert found.keys() == there.keys() == uids
@@ -148,7 +148,7 @@ def test_a_sample_that_was_begun_before_is_played_beside_others(away: Callable[.
     for _ in range(3):
         assert host.claim(3) == 3
         assert len(keeper.pass_lease()) == 3
-        host._tell()
+        host._send_due()
         host._report_dropped()
     assert keeper.ring.lines()["attempt"][:3].min() == 3
     assert host.claim(3) == 3, "none of them has to be alone"
@@ -182,10 +182,10 @@ def test_a_server_of_a_host_fetches_what_clients_ask_for_and_an_agent_some_ahead
     host.handle(m.TaskRequest(worker_id=f"{kind}/0", capacity=4, rows=1))
     assert (host._next_claim == 0.0) == (kind == "serve"), "who waits is heard at once"
     host._next_claim = 0.0
-    host._tell()
+    host._send_due()
     host._dispatch()
     relay.close()
-    assert len(host.held) == len(keeper.desk.leases.by_task) == held
+    assert len(host.tasks.held) == len(keeper.desk.leases.by_task) == held
 
 
 # -- hostile bytes --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from on_a_ring import Keeper
 
 from busrl.hosts import messages as g
 from busrl.hosts.desk import NoMemory
+from busrl.hosts.holdings import AnswerReader
 from busrl.hosts.satellite import NAME_AFTER, RESEND_S, Satellite
 from busrl.paths import RunPaths
 from busrl.preflight.load import load
@@ -44,12 +45,12 @@ class Away(Satellite):
         self.paths = RunPaths.of(folder)
         self.begin()
         self.joined, self.request = True, 0
-        self.judges = self.plays
+        self.reader = AnswerReader(self.ring, self.reader.plays, judges=self.reader.plays)
         keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
 
     def claim(self, wanted: int) -> int:
         """Claim as `_claim` does, but for so many; how many slots are queued here then."""
-        living = self._living()
+        living = self.tasks.names()
         self._ask(g.RemoteClaim(life=1, capacity=len(living) + wanted, holding=living))
         self._dispatch()
         return self.ring.stats().occupancy["QUEUED"]
@@ -58,7 +59,7 @@ class Away(Satellite):
         """As many rounds of its timers as it takes to be sure of what home has."""
         for _ in range(NAME_AFTER + 1):
             self._next_presence = self._next_claim = 0.0
-            self._tell()
+            self._send_due()
 
     def _ask(self, message: g.Remote) -> None:
         self.asked.append(message)
@@ -67,7 +68,7 @@ class Away(Satellite):
         for answer in self.keeper.ask("gpu-0", message):
             self.answers.append(answer)
             answer.life = 1  # type: ignore[attr-defined]
-            self._heard(answer)
+            self._from_home(answer)
 
 
 def generate(ring: Ring, segments: int = 1) -> int:
@@ -112,20 +113,20 @@ def test_tasks_whose_lease_has_ended_leave_the_queue_of_the_host(away: Away) -> 
     away.beat()
     assert away.ring.stats().occupancy["QUEUED"] == 0
     away._report_dropped()
-    assert not away.held and away.claim(2) == 2
+    assert not away.tasks.held and away.claim(2) == 2
     assert len(away.keeper.desk.leases.by_task) == 2, "home counts what is alive, and gives no more than is asked for"
 
 
 def test_a_task_of_a_version_that_this_host_has_not_heard_of_waits_for_the_word_and_no_longer(away: Away) -> None:
     away.keeper.ring.set_header(HeaderWord.VERSION_STEP, 1)
     away.keeper.ring.set_header(HeaderWord.VERSION, 7)
-    assert away.claim(2) == 0 and len(away.waiting) == 2
+    assert away.claim(2) == 0 and len(away.tasks.waiting) == 2
     away.ring.set_header(HeaderWord.VERSION_STEP, 1)  # as the relay does
     away.ring.set_header(HeaderWord.VERSION, 7)
     away._dispatch()
     lines = away.ring.lines()
     queued = lines[lines["state"] == State.QUEUED]
-    assert queued["version"].tolist() == [7, 7] and queued["step"].tolist() == [1, 1] and not away.waiting
+    assert queued["version"].tolist() == [7, 7] and queued["step"].tolist() == [1, 1] and not away.tasks.waiting
 
 
 def test_a_task_that_an_engine_has_when_it_is_lost_is_not_counted_against_what_is_claimed(away: Away) -> None:
@@ -133,14 +134,14 @@ def test_a_task_that_an_engine_has_when_it_is_lost_is_not_counted_against_what_i
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     away.keeper.pass_lease()
     away.beat()
-    assert [one.lost for one in away.held.values()].count(True) == 1 + 1
+    assert [one.lost for one in away.tasks.held.values()].count(True) == 1 + 1
     away._report_dropped()
     assert away.claim(3) == 2
     assert len(away.keeper.desk.leases.by_task) == 3, "the third is the sample that the engine still has"
     away.ring.drop(slot, word, Fate.OLD)
     away._report_dropped()
     away._dispatch()
-    assert len(away.held) == 3 and away.ring.stats().occupancy["QUEUED"] == 3
+    assert len(away.tasks.held) == 3 and away.ring.stats().occupancy["QUEUED"] == 3
 
 
 def test_a_host_that_holds_what_home_says_names_nothing_and_keeps_its_leases(away: Away) -> None:
@@ -161,7 +162,7 @@ def test_a_task_that_was_lost_on_its_way_is_sent_again_after_a_digest_without_it
     away.request = 1 << 40
     away.beat()
     away._dispatch()
-    assert len(away.held) == 2 and away.ring.stats().occupancy["QUEUED"] == 2
+    assert len(away.tasks.held) == 2 and away.ring.stats().occupancy["QUEUED"] == 2
 
 
 def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
@@ -169,14 +170,14 @@ def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
     assert away.claim(2) == 2
     generate(away.ring)
     commit, away.keeper.ledger.commit_answer = away.keeper.ledger.commit_answer, no_memory  # type: ignore[method-assign]
-    assert away._collect() == 1 and len(away.held) == 2
+    assert away._collect() == 1 and len(away.tasks.held) == 2
     for _ in range(30):
         away.keeper.now += 1.0
         assert away.keeper.desk.tick(away.keeper.now) == []
         away.beat()
     away.keeper.ledger.commit_answer = commit  # type: ignore[method-assign]
-    away._send([one for one in away.held.values() if one.ended])
-    assert len(away.held) == 1 and away.keeper.ring.stats().occupancy["GENERATED"] == 1
+    away._send([one for one in away.tasks.held.values() if one.ended])
+    assert len(away.tasks.held) == 1 and away.keeper.ring.stats().occupancy["GENERATED"] == 1
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["digests alone", "all claims named"])
@@ -192,8 +193,8 @@ def test_a_sample_claimed_again_is_drawn_again_though_its_first_answer_was_lost_
     assert len(away.keeper.pass_lease()) == 2
     if named:
         away._name_all()
-        assert not away.held, "home has given them up: nothing here keeps their slots"
-    for one in away.held.values():
+        assert not away.tasks.held, "home has given them up: nothing here keeps their slots"
+    for one in away.tasks.held.values():
         one.sent_at -= 2 * RESEND_S
     assert away.claim(6) == (6 if named else 4), "a uid that is still here waits"
     away.differing = 0
@@ -201,9 +202,9 @@ def test_a_sample_claimed_again_is_drawn_again_though_its_first_answer_was_lost_
     away._dispatch()
     stats = away.ring.stats().occupancy
     assert (stats["QUEUED"], stats["TRAINING"]) == (6, 0)
-    assert uids <= {one.uid for one in away.held.values()} and not away.waiting
+    assert uids <= {one.uid for one in away.tasks.held.values()} and not away.tasks.waiting
     again, away.rung = {generate(away.ring) for _ in range(6)}, True
-    assert away._collect() == 6 and uids <= again and not away.held
+    assert away._collect() == 6 and uids <= again and not away.tasks.held
     assert away.keeper.ring.stats().occupancy["GENERATED"] == 6
 
 
@@ -212,7 +213,7 @@ def test_a_sample_that_is_given_up_here_is_reported_once(away: Away) -> None:
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     away.ring.drop(slot, word, Fate.MALFORMED)
     assert away._report_dropped() == 1
-    assert not away.held and len(away.over) == 1
+    assert not away.tasks.held and len(away.tasks.over) == 1
     assert away._report_dropped() == 0
     assert [getattr(one, "code", "") for one in away.answers].count("done") == 1
 
@@ -225,7 +226,7 @@ def test_answers_go_home_together_in_a_message_that_claims_as_many_more(away: Aw
     batches = [one for one in away.answers if isinstance(one, g.GatewaySettled)]
     assert len(batches) == 1 and len(batches[0].done) == 2
     stats = away.keeper.ring.stats().occupancy
-    assert (stats["GENERATED"], stats["GENERATING"], len(away.held)) == (2, 3, 3)
+    assert (stats["GENERATED"], stats["GENERATING"], len(away.tasks.held)) == (2, 3, 3)
     lengths = [len(away.keeper.ring.get(slot, "tokens", 0)) for slot in (0, 1)]
     assert sorted(lengths) == [3, 6], "segments of this host are one at home"
     away._dispatch()
@@ -233,7 +234,7 @@ def test_answers_go_home_together_in_a_message_that_claims_as_many_more(away: Aw
 
 
 def test_a_host_with_rewards_sends_answers_when_they_are_judged_with_what_the_reward_said(away: Away) -> None:
-    away.judges = True
+    away.reader = AnswerReader(away.ring, plays=False, judges=True)
     assert away.claim(2) == 2
     first, second = generate(away.ring), generate(away.ring)
     assert away._collect() == 0, "nobody has judged them"
@@ -242,7 +243,7 @@ def test_a_host_with_rewards_sends_answers_when_they_are_judged_with_what_the_re
     away.ring.commit_rewards([one], [0.5])
     away.ring.drop(*other, Fate.REWARD_RAISED)
     away.rung = True
-    assert away._collect() == 1 and away._report_dropped() == 1 and not away.held
+    assert away._collect() == 1 and away._report_dropped() == 1 and not away.tasks.held
     line = away.keeper.ring.line(0)
     assert line["state"] == State.REWARDED and line["reward"] == 0.5
     assert read_parts(away.keeper.ring, 0) == {"half": 0.25}
@@ -258,7 +259,7 @@ def test_a_slot_that_a_dropped_sample_left_and_another_took_at_once_is_reported_
     away.claim(1)
     away.claim(1)
     assert away._report_dropped() <= 1 and away.keeper.fates[0].get(uid) == Fate.MALFORMED
-    assert uid not in {one.uid for one in away.held.values()}
+    assert uid not in {one.uid for one in away.tasks.held.values()}
 
 
 def test_an_answer_that_cannot_be_read_is_handed_back_and_the_others_go_home(away: Away) -> None:
@@ -267,6 +268,6 @@ def test_an_answer_that_cannot_be_read_is_handed_back_and_the_others_go_home(awa
     generate(away.ring)
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     assert away.ring.commit_segment(slot, word, True), "it has no tensors"
-    assert away._collect() == 2 and not away.held
+    assert away._collect() == 2 and not away.tasks.held
     stats = away.keeper.ring.stats().occupancy
     assert (stats["GENERATED"], stats["QUEUED"]) == (1, 5)
