@@ -47,37 +47,25 @@ OF_TASK = ("cls", "attempt", "max_new_tokens", "temperature", "top_p", "priority
 TENSORS = ("tokens", "logprobs", "versions")
 
 
-class RingLedger:
-    """A `RemoteLedger` on the ring of this process. `announce` rings the doorbell that the worker itself would ring."""
+class RingEntries:
+    """The entries of workers from outside in the process table of a ring, and the slots that they own.
 
-    first_entry = first_slot = 0  # how its entries and slots are numbered, where they stand behind those of another
+    Entries and slots are numbered from `first_entry` and `first_slot`, where they stand behind those of another ring.
+    """
 
-    def __init__(
-        self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int,
-        episodes: Bounds | None = None,
-    ) -> None:
-        self.ring, self.announce, self.cuts, self.episodes = ring, announce, cuts, episodes
-        self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
-        self.steps = VersionSteps()
+    def __init__(self, ring: Ring, first_entry: int = 0, first_slot: int = 0) -> None:
+        self.ring, self.first_entry, self.first_slot = ring, first_entry, first_slot
         self._stand_ins: dict[int, Ring] = {}
-        self.note_version()
-
-    def note_version(self) -> None:
-        """Remember which step made the version that is published now."""
-        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
-        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
-
-    # -- entries --------------------------------------------------------------------------------------------------
 
     def members(self) -> list[tuple[int, str, str, int]]:
-        remote = (one for one in self.ring.processes() if one.remote)
-        return [(self.first_entry + one.index, one.role, one.label, one.life) for one in remote]
+        remote = (entry for entry in self.ring.processes() if entry.remote)
+        return [(self.first_entry + entry.index, entry.role, entry.label, entry.life) for entry in remote]
 
     def claims(self) -> list[tuple[int, ClaimedTask]]:
-        remote, lines = [one.index for one in self.ring.processes() if one.remote], self.ring.lines()
+        remote, lines = [entry.index for entry in self.ring.processes() if entry.remote], self.ring.lines()
         theirs = np.isin(lines["state"], list(RESTS_IN)) & np.isin(lines["owner"], remote)
-        held = theirs.nonzero()[0].tolist()
-        return [(self.first_entry + int(lines["owner"][slot]), self._claim(slot, lines[slot])) for slot in held]
+        slots = theirs.nonzero()[0].tolist()
+        return [(self.first_entry + int(lines["owner"][slot]), self._claim(slot, lines[slot])) for slot in slots]
 
     def enter(self, role: str, name: str, life: int) -> int:
         try:
@@ -97,9 +85,29 @@ class RingLedger:
         stand_in.progress()
 
     def stand_in(self, index: int) -> Ring:
+        """The handle that acts for this entry."""
         if index not in self._stand_ins:
             self._stand_ins[index] = self.ring.stand_in(index - self.first_entry)
         return self._stand_ins[index]
+
+    def give_back(self, index: int, claim: ClaimedTask) -> None:
+        self.stand_in(index).release(self._slot(claim), claim.word, RESTS_IN[state_of(claim.word)])
+
+    def expire(self, index: int, claim: ClaimedTask) -> bool:
+        self.stand_in(index).expire(self._slot(claim), claim.word)
+        return False
+
+    def committed(self, slot: int, seq: int, uid: int) -> bool:
+        slot -= self.first_slot
+        if slot >= self.ring.n_slots or uid == UID_NONE:
+            return False
+        line = self.ring.line(slot)
+        return int(line["uid"]) == uid and int(line["last_commit_seq"]) == seq
+
+    def _claims_of(self, taken: list[tuple[int, int]]) -> list[ClaimedTask]:
+        """The claims of slots that were just taken."""
+        lines = self.ring.lines([slot for slot, _ in taken])
+        return [self._claim(slot, line) for (slot, _), line in zip(taken, lines)]
 
     def _claim(self, slot: int, line: np.void) -> ClaimedTask:
         word = int(line["word"])
@@ -109,13 +117,30 @@ class RingLedger:
     def _slot(self, claim: ClaimedTask) -> int:
         return claim.slot - self.first_slot
 
+
+class RingLedger(RingEntries):
+    """A `RemoteLedger` on the ring of this process. `announce` rings the doorbell that the worker itself would ring."""
+
+    def __init__(
+        self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int,
+        episodes: Bounds | None = None,
+    ) -> None:
+        super().__init__(ring)
+        self.announce, self.cuts, self.episodes = announce, cuts, episodes
+        self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
+        self.steps = VersionSteps()
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Remember which step made the version that is published now."""
+        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
+        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
+
     # -- claims ---------------------------------------------------------------------------------------------------
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
         """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
-        taken = self._taken(self.stand_in(index), role, limit, idle)
-        lines = self.ring.lines([slot for slot, _ in taken])
-        return [self._claim(slot, line) for (slot, _), line in zip(taken, lines)]
+        return self._claims_of(self._taken(self.stand_in(index), role, limit, idle))
 
     def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
         if role == "reward":
@@ -271,41 +296,28 @@ class RingLedger:
         stand_in.add(samples=1)
         self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
 
-    def give_back(self, index: int, claim: ClaimedTask) -> None:
-        self.stand_in(index).release(self._slot(claim), claim.word, RESTS_IN[state_of(claim.word)])
-
     def expire(self, index: int, claim: ClaimedTask) -> bool:
         rewarding = state_of(claim.word) == State.REWARDING
         if rewarding and int(self.ring.line(claim.slot)["attempt"]) + 1 >= MOST_TRIES:
             self.drop(index, claim, Fate.REWARD_HUNG)
             return True
-        self.stand_in(index).expire(self._slot(claim), claim.word)
-        return False
+        return super().expire(index, claim)
 
     def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
         self.stand_in(index).drop(claim.slot, claim.word, fate)
         if state_of(claim.word) == State.REWARDING:  # the learner looks at its group again
             self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
 
-    def committed(self, slot: int, seq: int, uid: int) -> bool:
-        slot -= self.first_slot
-        if slot >= self.ring.n_slots or uid == UID_NONE:
-            return False
-        line = self.ring.line(slot)
-        return int(line["uid"]) == uid and int(line["last_commit_seq"]) == seq
-
-
-class CallLedger(RingLedger):
+class CallLedger(RingEntries):
     """A `RemoteLedger` on the ring of model calls, for remote rollouts. `samples` has the version of the weights, and
     its entries and slots are numbered before those of this ring, so that a claim has one name in both."""
 
     def __init__(self, ring: Ring, samples: RingLedger) -> None:
-        super().__init__(ring, samples.announce, samples.cuts, 0, samples.vocabulary)
-        self.samples = samples
-        self.first_entry, self.first_slot = samples.ring.n_processes, samples.ring.n_slots
+        super().__init__(ring, samples.ring.n_processes, samples.ring.n_slots)
+        self.samples, self.vocabulary = samples, samples.vocabulary
 
-    def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
-        return answers.claim_queued(stand_in, None, limit, idle)[0]
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        return self._claims_of(answers.claim_queued(self.stand_in(index), None, limit, idle)[0])
 
     def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
         return [self._call(index, claim) for claim in claims]
@@ -350,7 +362,7 @@ class CallLedger(RingLedger):
             write_refusal(self.stand_in(index), self._slot(claim), claim.word, why)
 
     def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
-        """A call has no fate: its caller is told instead."""
+        """A call has no fate: its caller gets the reason instead."""
         self.refuse(index, claim, f"a worker from outside gave it up: {fate.words}")
 
 
@@ -361,10 +373,10 @@ class BothLedgers:
         self.samples, self.calls = samples, calls
         self.note_version, self.commit_reward = samples.note_version, samples.commit_reward
 
-    def _of(self, index: int) -> RingLedger:
+    def _of(self, index: int) -> RingLedger | CallLedger:
         return self.samples if index < self.calls.first_entry else self.calls
 
-    def _with(self, slot: int) -> RingLedger:
+    def _with(self, slot: int) -> RingLedger | CallLedger:
         return self.samples if slot < self.calls.first_slot else self.calls
 
     def members(self) -> list[tuple[int, str, str, int]]:
@@ -411,7 +423,7 @@ class BothLedgers:
 
 @contextlib.contextmanager
 def _as_refusals() -> Iterator[None]:
-    """What the ring may answer to a write, in the gateway's words."""
+    """Turn what the ring may answer to a write into exceptions of the gateway."""
     try:
         yield
     except SlotTooSmall as problem:
@@ -423,8 +435,8 @@ def _as_refusals() -> Iterator[None]:
 
 
 def reserved_names(topology: Topology) -> frozenset[str]:
-    """What no worker from outside may be called."""
-    return frozenset(address(one.name) for one in topology.processes() if not one.spec.command) | {"launch"}
+    """Names that no worker from outside may have."""
+    return frozenset(address(process.name) for process in topology.processes() if not process.spec.command) | {"launch"}
 
 
 def desk_of(
