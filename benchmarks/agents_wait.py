@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.agents import renderer
 from busrl.agents.child import EpisodeSetup
-from busrl.agents.episode import Answer, Call, Episode, Settings
+from busrl.agents.episode import Call, EngineAnswer, Episode, Settings
 from busrl.agents.parsers import MessageMaker, parser_of
 from busrl.agents.pool import Children
 from busrl.ring import NO_SEGMENT, Ring, State
@@ -91,11 +91,11 @@ async def play(options: argparse.Namespace, ring: Ring, folder: Path, busy) -> N
     stop = time.monotonic() + options.seconds
 
     async with AsyncCaller(ring, lambda message, to: None) as caller:
-        async def ask(call: Call) -> Answer:
+        async def ask(call: Call) -> EngineAnswer:
             nonlocal calls
             found = await caller.ask(ModelCall(call.prompt, TOKENS, uid=call.uid, stream=call.stream), 600.0)
             calls += 1
-            return Answer(found.ids, found.logprobs, found.versions, found.finish)
+            return EngineAnswer(found.ids, found.logprobs, found.versions, found.finish)
 
         async def one(uid: int) -> None:
             while time.monotonic() < stop:

@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks import ROOT
 from benchmarks.agents import renderer
 from benchmarks.common import report
-from busrl.agents.episode import Answer, Call, Episode, Settings
-from busrl.agents.http import Door
+from busrl.agents.episode import Call, EngineAnswer, Episode, Settings
+from busrl.agents.http import EpisodeServer
 from busrl.agents.parsers import MessageMaker, hermes
 from busrl.data.episodes import EpisodeLimits
 from busrl.states import Finish
@@ -41,11 +41,11 @@ def serve(pipe: Any, episodes: int) -> None:
     chat = renderer(Path(folder.name))
     drawn = np.array([*chat.encode(WORDS)[:15], 1], np.int32)
 
-    async def engine(call: Call) -> Answer:
-        return Answer(drawn, np.full(len(drawn), -1, np.float32), np.zeros(len(drawn), np.uint32), Finish.EOS)
+    async def engine(call: Call) -> EngineAnswer:
+        return EngineAnswer(drawn, np.full(len(drawn), -1, np.float32), np.zeros(len(drawn), np.uint32), Finish.EOS)
 
     async def run() -> None:
-        async with Door(1 << 20, chat, "override") as door:
+        async with EpisodeServer(1 << 20, chat, "override") as door:
             settings = Settings(16, EpisodeLimits())
             held = [Episode(number, engine, chat, MessageMaker(hermes), settings) for number in range(episodes)]
             for one in held:

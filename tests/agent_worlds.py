@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from busrl.agents.episode import Answer, Call, Episode, Settings
+from busrl.agents.episode import Call, EngineAnswer, Episode, Settings
 from busrl.agents.parsers import MessageMaker, hermes, parser_of
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Tree, Turn
@@ -287,7 +287,7 @@ class Engine:
         self.ending.set()
         self.fails = 0
 
-    async def __call__(self, call: Call) -> Answer:
+    async def __call__(self, call: Call) -> EngineAnswer:
         self.calls += 1
         number, self.running = self.calls, self.running + 1
         self.most, prompt = max(self.most, self.running), tuple(call.prompt.tolist())
@@ -312,8 +312,8 @@ class Engine:
             call.heard(ids[-1:])
         scores = np.array([-self.world.random.random() for _ in ids], np.float32)
         self.world.log.append((prompt, tuple(ids), tuple(map(float, scores))))
-        return Answer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish, engine=number,
-                      step=10 * number)
+        return EngineAnswer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish,
+                            engine=number, step=10 * number)
 
 
 def of(chat: Renderer, texts: list[str] | None = None, clock: Any = None, **how: Any) -> tuple[Episode, Engine]:

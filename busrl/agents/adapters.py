@@ -41,7 +41,7 @@ class NoAction(Exception):
 
 
 class Shown(NamedTuple):
-    """What an environment says. `seat`: of the player whose turn is next."""
+    """The text that an environment shows. `seat`: of the player whose turn is next."""
 
     text: str
     reward: float = 0.0
@@ -50,7 +50,7 @@ class Shown(NamedTuple):
 
 
 class Game(ABC):
-    """One episode of an environment; the model that is trained has seat `own`, the others are played untrained."""
+    """An episode of an environment; the model that is trained has seat `own`, the others are played untrained."""
 
     own = 0
 
@@ -193,7 +193,7 @@ class _GymnasiumGame(Game):
         return Shown(self._text(observation), float(reward), bool(terminated or truncated))
 
     def _text(self, observation: Any) -> str:
-        """What it renders where it renders text, else the observation."""
+        """The rendering of a game that renders text, else the observation."""
         return str(self._environment.render() if self._environment.render_mode == "ansi" else text_of(observation))
 
 
@@ -446,7 +446,7 @@ class Verifiers(Adapter):
     _serving: Any = None
 
     def _client_config(self, vf: Any, given: dict[str, Any]) -> Any:
-        """Of every episode, but for its address and its key."""
+        """The configuration of every episode's client, but for its address and its key."""
         given["api_key_var"] = ""
         if given.get("type") != "train":
             return vf.EvalClientConfig(**given)

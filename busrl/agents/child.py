@@ -162,7 +162,7 @@ class Process:
             await _awaited(begin())
 
     def _write(self, frame: FromChild) -> None:
-        """One line, complete; from any thread."""
+        """Write a frame as one whole line; any thread may."""
         pipes.write(self._fd, pipes.line_of(frame), self._lock)
 
     def _take(self, frame: ToChild) -> None:

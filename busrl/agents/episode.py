@@ -1,4 +1,5 @@
-"""One episode's model calls: from messages to ids, to an engine, and back to messages, with all of them in the tree.
+"""The model calls of an episode: from messages to ids, to an engine, and back to messages, with all of them in the
+tree.
 
 Talks to a function that answers a call (token ids in; ids, log-probabilities and versions out) and to asyncio. Knows
 nothing of slots, pipes or HTTP: a role wires it to them.
@@ -47,9 +48,9 @@ _threads = ThreadPoolExecutor(LONG_AT_ONCE, "long request")
 
 @dataclass(frozen=True)
 class Call:
-    """What an engine is asked: to sample at most `max_new_tokens` behind `prompt`. `stream` (64 bits) names its random
-    numbers; `near` is what the answer of the turn before called its engine, where the prefix may still be; `heard` is
-    told ids as they are drawn, as far as the engine tells them before its answer."""
+    """A question to an engine: at most `max_new_tokens` ids behind `prompt`. `stream` (64 bits) names the random
+    numbers; `near` is the engine that answered the turn before, where the prefix may still be; `heard` gets the ids as
+    they are drawn, from engines that send them before the answer."""
 
     uid: int
     stream: int
@@ -60,9 +61,9 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What an engine drew: at least one id. `finish` is a code of `Finish`; `engine` is the engine's number; `step` is
-    the learner's that made the oldest of the versions."""
+class EngineAnswer:
+    """The ids that an engine drew, at least one. `finish` is a code of `Finish`; `engine` is the engine's number;
+    `step` is the learner's that made the oldest of the versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -74,7 +75,7 @@ class Answer:
     step: int = 0
 
 
-Engine = Callable[[Call], Awaitable[Answer]]
+Engine = Callable[[Call], Awaitable[EngineAnswer]]
 Heard = Callable[[int, dict[str, str]], None]  # of which answer, and what is new in the parts of its message
 
 
@@ -127,14 +128,14 @@ class Exchange:
     giving_up: asyncio.TimerHandle | None = None  # since the last of its clients has gone
 
     def useful(self, since: float) -> bool:
-        """Whether it came to something, and nobody got it before that time."""
+        """True if the request did not fail, and nobody got its answer before that time."""
         failed = self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
         return not failed and (self.delivered_at is None or self.delivered_at >= since)
 
 
 class Retries:
-    """Which requests are copies of earlier ones: those whose client says that it asks again, with the same body. What
-    was delivered is kept for `keep_s`, what nobody got until it fails."""
+    """Finds the requests that are copies of earlier ones: those with the same body, whose client says that it asks
+    again. An answer that was delivered is kept for `keep_s`, one that nobody got until it fails."""
 
     def __init__(self, keep_s: float = 600.0) -> None:
         self._keep_s = keep_s
@@ -175,8 +176,19 @@ class Episode:
         self._clock, self._busy, self._own_s, self._since = clock, 0, 0.0, clock()
         self.openai: dict[str, str] = {}  # base_url and api_key, where a door is open to it
         self.closed = False
-        self.on_close: Callable[[], None] = lambda: None
-        self.gone_wrong: Callable[[CallUnanswered], None] = lambda problem: None  # engines left a call unanswered
+        self._on_close: Callable[[], None] = lambda: None
+        self._on_unanswered: Callable[[CallUnanswered], None] = lambda problem: None
+
+    def reached_by(self, openai: dict[str, str], on_close: Callable[[], None]) -> None:
+        """Clients reach it by this `base_url` and `api_key`, until it is closed."""
+        self.openai, self._on_close = openai, on_close
+
+    def on_unanswered(self, listener: Callable[[CallUnanswered], None]) -> None:
+        """Let whoever plays it know where engines leave a call unanswered."""
+        self._on_unanswered = listener
+
+    def unanswered(self, problem: CallUnanswered) -> None:
+        self._on_unanswered(problem)
 
     # -- requests -----
 
@@ -220,7 +232,7 @@ class Episode:
         """Cancel what is under way; the tree keeps what has been answered."""
         if not self.closed:
             self.closed = True
-            self.on_close()
+            self._on_close()
         for task in list(self._tasks):
             task.cancel()
 
@@ -326,7 +338,7 @@ class Episode:
                 freed.set()
 
     def _ear(self, asked: Question, place: int, heard: Heard) -> Callable[[list[int]], None]:
-        """What is done with ids of an answer before it is there."""
+        """A listener for the ids of an answer that is still drawn."""
         ids: list[int] = []
         draft = Draft(self._maker, asked.history is not None, asked.text or "", asked.request.stop)
 
@@ -344,7 +356,7 @@ class Episode:
         while self.tree.open and 0 < full > self.tree.room(parent, new, wanted, n):
             await self._freed.wait()
 
-    def _settle(self, asked: Question, call: OpenCall, answer: Answer) -> Turn:
+    def _settle(self, asked: Question, call: OpenCall, answer: EngineAnswer) -> Turn:
         stops = asked.request.stop
         said, end = self._renderer.said(answer.ids)
         if stopped := any(one in said for one in stops):
@@ -359,7 +371,7 @@ class Episode:
         self._engines[turn.number] = answer.engine
         return turn
 
-    def _until(self, answer: Answer, stops: Sequence[str]) -> tuple[Answer, str, str]:
+    def _until(self, answer: EngineAnswer, stops: Sequence[str]) -> tuple[EngineAnswer, str, str]:
         """The answer up to the id that completes one of the texts, and what was said before that text. A client's
         rule ended it there, as a limit does: what was drawn behind it never was."""
         def text(count: int) -> str:
@@ -396,7 +408,7 @@ def choice_of(turn: Turn) -> Choice:
 
 
 def finish_reason(turn: Turn) -> str:
-    """As OpenAI has it; a turn that a limit cut is so even with whole calls in it."""
+    """The reason as OpenAI names it; a turn that a limit cut ends by "length" even with whole calls in it."""
     if turn.finish != Finish.EOS and not turn.stopped:
         return "length"
     return "tool_calls" if turn.message.get("tool_calls") else "stop"

@@ -1,4 +1,4 @@
-"""The door of episodes over HTTP: OpenAI's and vLLM's routes, and those by which a client begins and ends an episode.
+"""Episodes over HTTP: OpenAI's and vLLM's routes, and those by which a client claims and ends an episode.
 
 Talks to clients (aiohttp), to `Episode`s by their keys, and to a `ClaimDesk` where clients may claim samples. Bodies
 are those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
@@ -75,7 +75,7 @@ class EndBody(msgspec.Struct):
 
 
 class ClaimDesk(Protocol):
-    """Who gives episodes to clients. `CallRefused` with the code `ended` for one that is theirs no longer."""
+    """A desk that gives episodes to clients. `CallRefused` with the code `ended` for one that is theirs no longer."""
 
     async def claim(self, body: ClaimBody) -> list[dict[str, Any]]: ...
     def end(self, name: str, body: EndBody) -> dict[str, Any]: ...
@@ -88,24 +88,126 @@ class ClaimDesk(Protocol):
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Door:
+# -- who asks, and with what -----
+
+
+class EpisodeKeys:
+    """The episodes that clients may reach, by their keys. `run_key`: of the run, "" where it has none; `desk`: whose
+    leases last as long as their clients are heard."""
+
+    def __init__(self, run_key: str = "", desk: ClaimDesk | None = None) -> None:
+        self._run_key, self._desk = run_key, desk
+        self._episodes: dict[bytes, Episode] = {}  # by a digest of the key: a look-up tells nothing of a key's bytes
+        self._sampling: dict[Episode, tuple[float, float]] = {}
+
+    def open(self, episode: Episode, base_url: str, temperature: float, top_p: float) -> None:
+        """Let an episode be reached, by the key in its `openai`, until it is closed."""
+        key = secrets.token_hex(16)
+        digest = _digest(key)
+        self._episodes[digest], self._sampling[episode] = episode, (temperature, top_p)
+
+        def close() -> None:
+            self._episodes.pop(digest, None)
+            self._sampling.pop(episode, None)
+
+        episode.reached_by({"base_url": base_url, "api_key": key}, close)
+
+    def sampling_of(self, episode: Episode) -> tuple[float, float]:
+        """Temperature and top-p of its sample."""
+        return self._sampling.get(episode, (1.0, 1.0))
+
+    def key_of(self, request: web.Request) -> str:
+        """The key of a request, as clients have it: the first that is there counts."""
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        bearer = key.strip() if kind.lower() == "bearer" else ""
+        return request.headers.get("x-busrl-episode", "") or bearer or request.headers.get("x-api-key", "")
+
+    def episode_of(self, request: web.Request) -> Episode:
+        """The episode whose key the request has, and whose client is no longer silent; CallRefused if there is none."""
+        episode = self._episodes.get(_digest(self.key_of(request)))
+        if episode is None:
+            raise CallRefused("invalid_api_key", "no episode has this key: it is over, or the key is wrong")
+        self._touch(episode)
+        return episode
+
+    def touch(self, request: web.Request) -> None:
+        """Renew the lease of the request's episode, if it has one."""
+        if (episode := self._episodes.get(_digest(self.key_of(request)))) is not None:
+            self._touch(episode)
+
+    def is_the_runs(self, request: web.Request) -> bool:
+        return same_key(self.key_of(request), self._run_key)
+
+    def is_known(self, request: web.Request) -> bool:
+        """True if the client has a key of this server."""
+        return self.is_the_runs(request) or _digest(self.key_of(request)) in self._episodes
+
+    def require_known(self, request: web.Request) -> None:
+        if not self.is_the_runs(request):
+            self.episode_of(request)
+
+    def _touch(self, episode: Episode) -> None:
+        if self._desk is not None:
+            self._desk.touch(episode)
+
+
+class BodyReader:
+    """Reads bodies as long as a `context` of so many ids allows, in a time that follows from their length."""
+
+    def __init__(self, context: int, keys: EpisodeKeys) -> None:
+        self._context, self._most, self._keys = context, ROOM_BYTES + TOKEN_BYTES * context, keys
+
+    async def whole(self, request: web.Request, most: int = 0) -> bytes:
+        """Read the whole of a body, of at most so many bytes. CallRefused: it is too long, or too slow."""
+        most, length = most or self._most, request.content_length
+        if length is not None and length > most:
+            raise self._too_large(most)
+        limit_s = BODY_S + (most if length is None else length) / BODY_BYTES_PER_S
+        try:
+            reading = self._pieces(request, most)
+            return await (reading if request.content.is_eof() else asyncio.wait_for(reading, limit_s))
+        except asyncio.TimeoutError:
+            raise CallRefused("too_slow", f"the body was not whole after {limit_s:.0f} s") from None
+
+    async def read(self, request: web.Request, kind: type[Any], instead: bytes = b"") -> Any:
+        """Read a body by its type; `instead` of an empty one."""
+        raw = await self.whole(request) or instead
+        return await beside(len(raw), openai.read, raw, kind)
+
+    async def _pieces(self, request: web.Request, most: int) -> bytes:
+        """Read a body as it comes. An episode's own client is not silent meanwhile."""
+        body = bytearray()
+        while piece := await request.content.readany():
+            body += piece
+            if len(body) > most:
+                raise self._too_large(most)
+            self._keys.touch(request)
+        return bytes(body)
+
+    def _too_large(self, most: int) -> CallRefused:
+        return CallRefused("too_large", f"the body is larger than the {most:,} bytes that the context of "
+                           f"{self._context:,} tokens allows (agents.context)")
+
+
+# -- the server -----
+
+
+class EpisodeServer:
     """A listener, and the episodes that may be reached through it. Use `async with`. `context`: ids of the longest
-    call; `sampling`: the rule of agents.sampling; `key`: of the run, which claims need; `tell` takes lines about
-    connections of strangers."""
+    call; `sampling`: the rule of agents.sampling; `desk`: where clients may claim samples, with the `key` of the run;
+    `tell` takes lines about connections of strangers."""
 
     def __init__(self, context: int, renderer: Renderer, sampling: str, host: str = "127.0.0.1", port: int = 0,
                  model: str = "policy", desk: ClaimDesk | None = None, key: str = "",
-                 tell: Callable[[str], object] = log.warning) -> None:
-        self._context, self._renderer, self._rule, self._model = context, renderer, sampling, model
-        self._most, self._tell = ROOM_BYTES + TOKEN_BYTES * context, tell
-        self._host, self._port, self._desk, self._key = host, port, desk, key
-        self._episodes: dict[bytes, Episode] = {}  # by a digest of the key: a look-up tells nothing of a key's bytes
-        self._sampling: dict[Episode, tuple[float, float]] = {}
-        self._numbers = itertools.count()
+                 tell: Callable[[str], object] = log.warning, keys: EpisodeKeys | None = None) -> None:
+        self._host, self._port, self._desk, self._tell = host, port, desk, tell
+        self.keys = EpisodeKeys(key, desk) if keys is None else keys
+        self.bodies = BodyReader(context, self.keys)
+        self._calls = CallRoutes(context, renderer, sampling, model, self.keys, self.bodies)
 
-    async def __aenter__(self) -> Door:
+    async def __aenter__(self) -> EpisodeServer:
         app = web.Application(middlewares=[self._guard])
-        app.add_routes(self._routes())
+        app.add_routes(self.routes())
         # A client that goes away cancels its handler: what nobody gets is not trained.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
                                      keepalive_timeout=KEPT_S)
@@ -131,43 +233,16 @@ class Door:
 
     def open(self, episode: Episode, temperature: float = 1.0, top_p: float = 1.0) -> None:
         """Let an episode be reached, by the key in its `openai`, until it is closed."""
-        key = secrets.token_hex(16)
-        digest = _digest(key)
-        self._episodes[digest], self._sampling[episode] = episode, (temperature, top_p)
+        self.keys.open(episode, self.base_url, temperature, top_p)
 
-        def close() -> None:
-            self._episodes.pop(digest, None)
-            self._sampling.pop(episode, None)
-
-        episode.on_close, episode.openai = close, {"base_url": self.base_url, "api_key": key}
-
-    # -- who asks -----
-
-    def _key_of(self, request: web.Request) -> str:
-        """The key of a request, as clients have it: the first that is there counts."""
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        bearer = key.strip() if kind.lower() == "bearer" else ""
-        return request.headers.get("x-busrl-episode", "") or bearer or request.headers.get("x-api-key", "")
-
-    def _episode(self, request: web.Request) -> Episode:
-        episode = self._episodes.get(_digest(self._key_of(request)))
-        if episode is None:
-            raise CallRefused("invalid_api_key", "no episode has this key: it is over, or the key is wrong")
-        if self._desk is not None:
-            self._desk.touch(episode)
-        return episode
-
-    def _is_the_runs(self, request: web.Request) -> bool:
-        return same_key(self._key_of(request), self._key)
-
-    def _is_known(self, request: web.Request) -> bool:
-        """Tell whether the client has a key of this server."""
-        return self._is_the_runs(request) or _digest(self._key_of(request)) in self._episodes
+    def routes(self) -> list[web.RouteDef]:
+        claims = [] if self._desk is None else ClaimRoutes(self._desk, self.keys, self.bodies).routes()
+        return [*self._calls.routes(), *claims]
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every refusal as OpenAI has it. A stranger's connection ends with its answer."""
-        connection, known = request.protocol, self._is_known(request)
+        """Answer every refusal as OpenAI does. A stranger's connection ends with its answer."""
+        connection, known = request.protocol, self.keys.is_known(request)
         self._listener.heard(connection)
         response = await self._answered(request, handler)
         if not known:
@@ -184,57 +259,31 @@ class Door:
             text = f"{request.method} {request.path}: {problem.reason}"
             return answer_of(openai.error(text, "not_found"), problem.status)
 
-    async def _body(self, request: web.Request, most: int = 0) -> bytes:
-        """The whole of a body. CallRefused: it is too long, or too slow."""
-        most, length = most or self._most, request.content_length
-        if length is not None and length > most:
-            raise self._too_large(most)
-        limit_s = BODY_S + (most if length is None else length) / BODY_BYTES_PER_S
-        try:
-            reading = self._pieces(request, most)
-            return await (reading if request.content.is_eof() else asyncio.wait_for(reading, limit_s))
-        except asyncio.TimeoutError:
-            raise CallRefused("too_slow", f"the body was not whole after {limit_s:.0f} s") from None
 
-    async def _pieces(self, request: web.Request, most: int) -> bytes:
-        """A body as it comes. An episode's own client is not silent meanwhile."""
-        episode, body = self._episodes.get(_digest(self._key_of(request))), bytearray()
-        while piece := await request.content.readany():
-            body += piece
-            if len(body) > most:
-                raise self._too_large(most)
-            if episode is not None and self._desk is not None:
-                self._desk.touch(episode)
-        return bytes(body)
+class CallRoutes:
+    """Routes of model calls, and of what clients ask about the model."""
 
-    def _too_large(self, most: int) -> CallRefused:
-        return CallRefused("too_large", f"the body is larger than the {most:,} bytes that the context of "
-                           f"{self._context:,} tokens allows (agents.context)")
+    def __init__(self, context: int, renderer: Renderer, rule: str, model: str, keys: EpisodeKeys,
+                 bodies: BodyReader) -> None:
+        self._context, self._renderer, self._rule, self._model = context, renderer, rule, model
+        self._keys, self._bodies = keys, bodies
+        self._numbers = itertools.count()
 
-    async def _read(self, request: web.Request, kind: type[Any], instead: bytes = b"") -> Any:
-        """A body by its type; `instead` of an empty one."""
-        raw = await self._body(request) or instead
-        return await beside(len(raw), openai.read, raw, kind)
-
-    def _routes(self) -> list[web.RouteDef]:
-        found = [
+    def routes(self) -> list[web.RouteDef]:
+        return [
             *(web.post(path, partial(self._call, kind, shape)) for path, (kind, shape) in CALLS.items()),
             web.get("/v1/models", self._models), web.get("/health", self._health),
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
         ]
-        if self._desk is None:
-            return found
-        one = "/busrl/v1/episodes/{name}"
-        return [*found, web.post("/busrl/v1/episodes", self._claim), web.post(one + "/end", self._end),
-                web.post(one + "/extend", self._extend), web.get(one, self._look)]
 
     # -- calls -----
 
     async def _call(self, kind: type[Any], shape: str, request: web.Request) -> web.StreamResponse:
-        """A body of this kind, and its answer in that of the shapes of `openai.Answers`."""
-        episode, raw = self._episode(request), await self._body(request)
+        """Answer a body of this `kind` in a `shape` of `openai.Answers`."""
+        episode, raw = self._keys.episode_of(request), await self._bodies.whole(request)
+        sampling = (self._rule, *self._keys.sampling_of(episode))
         with episode.at_work():
-            body, asked, changed = await beside(len(raw), _asked, raw, kind, shape, self._distribution(episode))
+            body, asked, changed = await beside(len(raw), _asked, raw, kind, shape, sampling)
         episode.counts["overridden"] += changed
         answers = openai.Answers([], body, self._model, next(self._numbers), self._renderer.decode)
         stream = Stream(request, answers, shape) if body.stream else None
@@ -254,12 +303,9 @@ class Door:
         given.delivered()
         return response
 
-    def _distribution(self, episode: Episode) -> openai.Sampling:
-        return (self._rule, *self._sampling.get(episode, (1.0, 1.0)))
-
     async def _played(self, request: web.Request, episode: Episode, raw: bytes, asked: Request,
                       stream: Stream | None) -> Delivery:
-        """The answer, once it is there; a stream has brought what was told of it."""
+        """Wait for the answer; a stream brings meanwhile what is drawn."""
         retried = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         heard = stream.heard if stream is not None else None
         work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, asked, heard))
@@ -268,7 +314,7 @@ class Door:
                 await stream.follow(work)
             given, response = await work
         except CallUnanswered as problem:
-            episode.gone_wrong(problem)
+            episode.unanswered(problem)
             raise CallRefused("invalid_api_key", f"this episode is over: {problem}") from None
         except asyncio.CancelledError:
             if not episode.closed or not work.cancelled():
@@ -290,8 +336,8 @@ class Door:
         return answer_of({})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        self._known(request)
-        body: openai.TokenizeBody = await self._read(request, openai.TokenizeBody)
+        self._keys.require_known(request)
+        body: openai.TokenizeBody = await self._bodies.read(request, openai.TokenizeBody)
         size = sum(map(len, body.messages)) + len(body.prompt) + len(body.tools)
         require_some_fit(self._context, max(1, len(body.messages)), size)
         found = await beside(size, self._ids_of, body)
@@ -305,47 +351,53 @@ class Door:
         return self._renderer.prompt(tree, history, msgspec.json.decode(body.tools)).new
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        self._known(request)
-        body: openai.DetokenizeBody = await self._read(request, openai.DetokenizeBody)
+        self._keys.require_known(request)
+        body: openai.DetokenizeBody = await self._bodies.read(request, openai.DetokenizeBody)
         require_some_fit(self._context, len(body.tokens), 0)
         if wrong := [one for one in body.tokens if not 0 <= one < self._renderer.vocabulary]:
             raise CallRefused("invalid", f"tokens: {wrong[0]} is no token id", "tokens")
         return answer_of({"prompt": self._renderer.decode(body.tokens)})
 
-    def _known(self, request: web.Request) -> None:
-        if not self._is_the_runs(request):
-            self._episode(request)
 
-    # -- episodes of clients -----
+class ClaimRoutes:
+    """Routes by which clients claim episodes, renew and end them."""
+
+    def __init__(self, desk: ClaimDesk, keys: EpisodeKeys, bodies: BodyReader) -> None:
+        self._desk, self._keys, self._bodies = desk, keys, bodies
+
+    def routes(self) -> list[web.RouteDef]:
+        one = "/busrl/v1/episodes/{name}"
+        return [web.post("/busrl/v1/episodes", self._claim), web.post(one + "/end", self._end),
+                web.post(one + "/extend", self._extend), web.get(one, self._look)]
 
     async def _claim(self, request: web.Request) -> web.Response:
-        if not self._is_the_runs(request):
+        if not self._keys.is_the_runs(request):
             raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
-        body: ClaimBody = await self._read(request, ClaimBody, b"{}")
+        body: ClaimBody = await self._bodies.read(request, ClaimBody, b"{}")
         if not 1 <= body.n <= MOST_CLAIMS or not 0 <= body.wait_s <= LONGEST_WAIT_S:
             rule = f"1 to {MOST_CLAIMS} episodes, at most {LONGEST_WAIT_S:g} s"
             raise CallRefused("invalid", f"n = {body.n}, wait_s = {body.wait_s:g}: {rule}", "n")
-        assert self._desk is not None
         return answer_of(await self._desk.claim(body))
 
     async def _end(self, request: web.Request) -> web.Response:
-        desk = self._owner(request)
-        body: EndBody = await self._read(request, EndBody, b"{}")
-        return answer_of(desk.end(request.match_info["name"], body))
+        name = self._owned(request)
+        body: EndBody = await self._bodies.read(request, EndBody, b"{}")
+        return answer_of(self._desk.end(name, body))
 
     async def _extend(self, request: web.Request) -> web.Response:
-        return answer_of(self._owner(request).renew(request.match_info["name"]))
+        return answer_of(self._desk.renew(self._owned(request)))
 
     async def _look(self, request: web.Request) -> web.Response:
-        return answer_of(self._owner(request).look(request.match_info["name"]))
+        return answer_of(self._desk.look(self._owned(request)))
 
-    def _owner(self, request: web.Request) -> ClaimDesk:
-        """Whoever claimed the episode, or has its key, which lasts as long as its answers are kept."""
-        assert self._desk is not None
-        expected = self._desk.key_of(request.match_info["name"])
-        if not self._is_the_runs(request) and not same_key(self._key_of(request), expected):
+    def _owned(self, request: web.Request) -> str:
+        """The name of the episode in the address. CallRefused unless the client has the run's key, or that of the
+        episode, which lasts as long as its answers are kept."""
+        name = request.match_info["name"]
+        key = self._keys.key_of(request)
+        if not self._keys.is_the_runs(request) and not same_key(key, self._desk.key_of(name)):
             raise CallRefused("invalid_api_key", "this is neither the run's key nor that of the episode")
-        return self._desk
+        return name
 
 
 class Stream:
@@ -360,7 +412,7 @@ class Stream:
         self.heard = None if openai.wants_numbers(answers.body) else self._hear
 
     async def follow(self, work: asyncio.Future[Any]) -> None:
-        """Until the work is done: what is heard, and signs of life while there is nothing."""
+        """Write what is drawn until the work is done, and signs of life while there is nothing."""
         work.add_done_callback(lambda _: self._news.put_nowait(None))
         while True:
             try:
@@ -376,7 +428,7 @@ class Stream:
             before.update({name: before.get(name, "") + text for name, text in new.items()})
 
     async def ended(self, answers: openai.Answers) -> web.StreamResponse:
-        """What is left of the answer, and the end."""
+        """Write the rest of the answer, and the end."""
         for chunk in (answers.chunks if self._chat else answers.completion_chunks)(self._given):
             await self._event(chunk)
         await self._write(b"data: [DONE]\n\n")
@@ -384,7 +436,7 @@ class Stream:
         return self._response
 
     async def refused(self, refused: CallRefused) -> web.StreamResponse:
-        """The end, where there is no answer."""
+        """Write the end of a stream without an answer."""
         await self._event(openai.error(str(refused), refused.code, refused.param))
         await self._response.write_eof()
         return self._response
@@ -421,7 +473,7 @@ async def _bound(host: str, port: int) -> socket.socket:
 
 
 def same_key(key: str, expected: str) -> bool:
-    """In constant time; never where none is expected."""
+    """Compare two keys in constant time; no key is equal to an empty one."""
     return bool(expected) and hmac.compare_digest(_digest(key), _digest(expected))
 
 

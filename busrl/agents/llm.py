@@ -1,4 +1,4 @@
-"""What the code of an episode is given to ask its model with, and what it may do in the end.
+"""The model as the code of an episode sees it, and the ends that such code may come to.
 
     async def episode(task: dict, llm: Llm) -> float | dict[str, float]: ...
 
@@ -74,7 +74,7 @@ Request = ChatRequest | CompleteRequest | RewardRequest
 
 
 class Choice(msgspec.Struct):
-    """One answer: an OpenAI message as JSON, its text without its end, its ids, and how it ended."""
+    """An answer: an OpenAI message as JSON, its text without its end, its ids, and how it ended."""
 
     message: msgspec.Raw
     text: str
@@ -86,7 +86,7 @@ class Choice(msgspec.Struct):
 
 
 class Refusal(msgspec.Struct, tag="refusal"):
-    """What `CallRefused` holds."""
+    """The fields of a `CallRefused`."""
 
     code: str
     text: str
@@ -138,7 +138,7 @@ class Llm:
 
     async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0,
                        stop: Sequence[str] = ()) -> Any:
-        """What follows a text or token ids, a `Choice`; with `n` above 1 a list of them."""
+        """The model's continuation of a text or token ids, a `Choice`; with `n` above 1 a list of them."""
         given = _text(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
         found = await self._choices(CompleteRequest(given, n, max_tokens, self._trained, list(stop)))
         return found if n > 1 else found[0]
@@ -156,7 +156,7 @@ class Llm:
         return dict(self._openai)
 
     def untrained(self) -> Llm:
-        """The same model, for turns that are not trained: those of a judge or an opponent, say."""
+        """A view of this model for turns that are not trained: those of a judge or an opponent, say."""
         return Llm(self._ask, self.task, False, self.uid, self._openai)
 
     async def _choices(self, request: Request) -> list[Choice]:
@@ -204,8 +204,8 @@ How = Literal["returned", "failed", "again", "used_up", "raised", "malformed", "
 
 
 class Ended(msgspec.Struct):
-    """How an episode ended. `reward` and its `parts` where it judged itself (returned, failed); `text`: why else. Of
-    the last two `busrl.agents.pool` knows: it took too long, or its process died."""
+    """The end of an episode. `reward` and its `parts` where it judged itself (returned, failed); `text`: the reason of
+    all other ends. `busrl.agents.pool` finds the last two: the episode took too long, or its process died."""
 
     how: How
     reward: float = 0.0
@@ -241,7 +241,7 @@ async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, thr
 
 
 def blocking(function: Callable[..., Any]) -> bool:
-    """Whether it does not await, and so has to run in a thread."""
+    """True for a function that does not await, and so has to run in a thread."""
     awaits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return not awaits
 

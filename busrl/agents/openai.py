@@ -30,7 +30,7 @@ Sampling = tuple[str, float, float]  # a rule of agents.sampling, temperature an
 
 
 class Body(msgspec.Struct):
-    """What all routes of calls have."""
+    """The fields that all routes of calls have."""
 
     model: str = ""
     n: int | None = None
@@ -93,7 +93,7 @@ class GenerateBody(msgspec.Struct):
     model: str = ""
 
     def completion(self) -> CompletionBody:
-        """As a body of the other routes; it is not streamed."""
+        """The body of the other routes that asks for this; it is not streamed."""
         return msgspec.structs.replace(self.sampling_params, prompt=self.token_ids, stream=None)
 
 
@@ -130,7 +130,7 @@ def read(body: bytes, kind: type[Any]) -> Any:
 
 
 def chat_request(body: ChatBody, sampling: Sampling) -> tuple[ChatRequest, bool]:
-    """The request, and whether sampling parameters were overridden."""
+    """Make the request of a body. The second value: sampling parameters were overridden."""
     for name, allowed in (("functions", None), ("function_call", None), ("modalities", ["text"])):
         if getattr(body, name) not in (None, allowed):
             raise CallRefused("unsupported", f"{name} is not supported here: use tools, and text", name)
@@ -146,7 +146,7 @@ def chat_request(body: ChatBody, sampling: Sampling) -> tuple[ChatRequest, bool]
 
 
 def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[CompleteRequest, bool]:
-    """As `chat_request`, of a text or token ids."""
+    """Make a request of a text or token ids, as `chat_request` does of messages."""
     for name in ("echo", "suffix", "best_of"):
         if getattr(body, name) not in (None, False, "", 1):
             raise CallRefused("unsupported", f"{name} is not supported", name)
@@ -155,7 +155,7 @@ def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[Complete
 
 
 def wants_numbers(body: Body) -> bool:
-    """Whether an answer has more than its text for each token: then a stream brings it whole."""
+    """True if an answer has more than its text for each token: then a stream brings it whole."""
     return bool(body.return_token_ids) or getattr(body, "logprobs", None) not in (None, False)
 
 
@@ -174,7 +174,7 @@ def _prompt(given: Any) -> str | list[int]:
 
 
 def _common(body: Body) -> dict[str, Any]:
-    """What requests of both kinds have."""
+    """The fields that requests of both kinds have."""
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if wanted is not None and wanted < 1:
         raise CallRefused("invalid", f"max_tokens = {wanted}: must be at least 1", "max_tokens")
@@ -185,7 +185,7 @@ def _common(body: Body) -> dict[str, Any]:
 
 
 def _sampling(body: Body, sampling: Sampling) -> bool:
-    """Whether the request wants another distribution than that of the sample; CallRefused where that cannot be."""
+    """True if the request wants another distribution than the sample's; CallRefused where that cannot be."""
     rule, temperature, top_p = sampling
     for name in ("response_format", "guided_json", "guided_regex", "structured_outputs"):
         given = getattr(body, name)
@@ -239,7 +239,7 @@ class Answers:
         return {**head, "choices": [{"index": place, "delta": delta, "finish_reason": None, "logprobs": None}]}
 
     def chunks(self, given: Given) -> Iterator[dict[str, Any]]:
-        """The same as chunks of a stream: of each choice what was not given before, in one of them."""
+        """An answer as chunks of a stream: one for each choice, with what was not given before."""
         head = self.head("chat.completion.chunk", "chatcmpl")
         for place, turn in enumerate(self.turns):
             calls = [{**one, "index": at} for at, one in enumerate(turn.message.get("tool_calls") or [])]
@@ -280,7 +280,7 @@ class Answers:
                 "busrl": self.about(self.turns[-1])}
 
     def about(self, turn: Turn) -> dict[str, int]:
-        """What only busrl says: the policy version of the last token, and the number of the call."""
+        """The fields that busrl adds: the policy version of the last token, and the number of the call."""
         return {"version": int(turn.versions[-1]), "turn": turn.number}
 
     def _more(self, turn: Turn) -> dict[str, Any]:

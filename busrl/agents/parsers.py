@@ -73,7 +73,7 @@ def _made(name: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _can_be_sent(text: str) -> bool:
-    """Not empty, and no half of a character."""
+    """True for a text that is not empty, and no half of a character."""
     try:
         return bool(text.encode())
     except UnicodeEncodeError:
@@ -99,7 +99,7 @@ def _blocks(text: str, read: Callable[[str], tuple[str, str] | None]) -> Parsed:
 
 
 def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
-    """Where each block begins and ends, and what stands between its marks."""
+    """Begin and end of each block, and the text between its marks."""
     end = 0
     while (begin := text.find(opening, end)) >= 0:
         inner = begin + len(opening)
@@ -111,7 +111,7 @@ def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, 
 
 
 def _block_at(text: str, place: int, opening: str, closing: str) -> tuple[str, int] | None:
-    """What stands between the marks of a block that begins there, after space, and where the block ends."""
+    """The text between the marks of a block that begins there, after space, and the end of the block."""
     begin = _after_space(text, place)
     close = text.find(closing, begin) if text.startswith(opening, begin) else -1
     return (text[begin + len(opening) : close], close + len(closing)) if close >= 0 else None
@@ -364,7 +364,7 @@ class Draft:
         self._given: dict[str, str] = {}
 
     def more(self, text: str) -> dict[str, str]:
-        """What is new in the parts of the message, of all the text so far."""
+        """The new text in the parts of the message, of all the text so far."""
         cut = min((place for one in self._stops if (place := text.find(one)) >= 0), default=None)
         text = text[:cut] if cut is not None else _without_begun(text, self._stops)
         new = {}

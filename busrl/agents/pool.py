@@ -61,7 +61,7 @@ class ChildLost(Exception):
 
 @dataclass
 class Played:
-    """How an episode ended, and the calls of the attempt that did. `attempts` were begun."""
+    """The end of an episode, and the calls of the attempt that ended it. `attempts` were begun."""
 
     ended: Ended
     episode: Episode
@@ -84,7 +84,7 @@ async def ended_in_time(episode: Episode, episode_s: float, *ends: asyncio.Futur
 
 
 def bounded(ended: Ended, again: int) -> Ended:
-    """How an episode ended that wanted to begin again so many times: too often is as if it had raised."""
+    """The end of an episode that wanted to begin again so many times: too often is as if it had raised."""
     if ended.how == "again" and again == MAX_AGAIN:
         return Ended("raised", text=f"it wanted to begin again {again} times; {ended.text}")
     return ended
@@ -94,7 +94,7 @@ def bounded(ended: Ended, again: int) -> Ended:
 
 
 class Child:
-    """One process, and the episodes in it. `start` it; `lost` says how it ended."""
+    """A process, and the episodes in it. `start` it; `lost` says how it ended."""
 
     def __init__(self) -> None:
         self.lost, self.load = "", 0
@@ -134,7 +134,7 @@ class Child:
         return self._process.pid
 
     def trouble(self) -> str:
-        """What user code does to this process, "" if nothing: for people."""
+        """A line for people on what user code does to this process; "" if nothing."""
         silent = time.monotonic() - self._heard
         if self.lost or not silent > SILENT_S:
             return f"its loop has stood still for {self.stood_s:.0f} s, at {self.where}" if self.stood_s else ""
@@ -149,7 +149,7 @@ class Child:
         key = self._number
         over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._episodes[key] = (episode, over)
-        episode.gone_wrong = lambda problem: None if over.done() else over.set_exception(problem)
+        episode.on_unanswered(lambda problem: None if over.done() else over.set_exception(problem))
         self._send(Begin(key, msgspec.Raw(task), episode.uid, episode.openai))
         try:
             if await ended_in_time(episode, episode_s, over):
@@ -245,7 +245,7 @@ class Child:
             except asyncio.CancelledError:  # of its calls
                 pass
             except CallUnanswered as problem:  # the engine's: it is not the episode that failed
-                known[0].gone_wrong(problem)
+                known[0].unanswered(problem)
             except Exception as problem:
                 if not known[1].done():
                     known[1].set_exception(problem)
@@ -392,11 +392,11 @@ class Programs:
                 return Played(ended, episode, attempts)
 
     async def close(self) -> None:
-        """Those that run were cancelled with their episodes."""
+        """Do nothing: programs that run were cancelled with their episodes."""
 
     async def _played(self, episode: Episode, task: bytes) -> Ended:
         wrong: asyncio.Future[CallUnanswered] = asyncio.get_running_loop().create_future()
-        episode.gone_wrong = lambda problem: None if wrong.done() else wrong.set_result(problem)
+        episode.on_unanswered(lambda problem: None if wrong.done() else wrong.set_result(problem))
         mark = own_mark()
         with tempfile.NamedTemporaryFile(prefix="busrl-task-", suffix=".json") as file:
             file.write(task)
@@ -445,7 +445,7 @@ class Programs:
 
 
 def verdict_of(status: int, output: bytes, cause: str = "") -> Ended:
-    """How a program ended, by its exit status and the last of what it wrote; `cause`: what it wrote of its errors."""
+    """The end of a program, by its exit status and the last of what it wrote; `cause`: what it wrote of its errors."""
     last = last_line(output)
     said = last[:TEXT_LIMIT].decode(errors="replace")
     if status:
@@ -475,8 +475,8 @@ class Tail:
 
     @classmethod
     async def of_a_pipe(cls, to: int) -> tuple[Tail, int]:
-        """And the end to write to. asyncio would not see a program end while something it left behind holds a pipe of
-        its own."""
+        """The tail of a new pipe, and the end to write to. asyncio would not see a program end while something it left
+        behind holds a pipe of its own."""
         read, write = os.pipe()
         stream = asyncio.StreamReader()
         made = cls(stream, to)

@@ -40,7 +40,7 @@ CACHED = 1024
 
 @dataclass(frozen=True)
 class Prompted:
-    """What a call reads: the ids `new` behind `parent` (None: from the beginning), and their text."""
+    """The ids that a call reads: those that are `new` behind `parent` (None: from the beginning), and their text."""
 
     parent: Turn | None
     new: list[int]
@@ -146,7 +146,7 @@ class Renderer:
 
     def prompt(self, tree: Tree, history: History, tools: Sequence[Any] | None = None,
                arguments: Mapping[str, Any] | None = None) -> Prompted:
-        """What the call of a request reads; CallRefused where the template refuses its messages."""
+        """The ids that the call of a request reads; CallRefused where the template refuses its messages."""
         try:
             return self._prompt(tree, history, list(tools or ()), dict(arguments or {}))
         except RecursionError:
@@ -167,7 +167,7 @@ class Renderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, arguments: dict[str, Any],
                generation: bool) -> str:
-        """What the template writes; CallRefused says why it refuses."""
+        """The text that the template writes; CallRefused says why it refuses."""
         try:
             prompt: Prompt = {"messages": list(messages), "tools": list(tools or ()), "arguments": arguments}
             text = self._text.text(prompt, generation)
@@ -193,9 +193,9 @@ class Renderer:
     # -- extend -----
 
     def suffix(self, turn: Message, tail: Sequence[Message], arguments: dict[str, Any], end: str) -> str | None:
-        """What the template writes from the end of an assistant's `turn` up to the answer after `tail`, found without
-        what came before the turn and without its text; None where it cannot be told. `end`: the text of the id that
-        ended the turn, "" where a limit cut it, which then gets the template's own end."""
+        """The text that the template writes from the end of an assistant's `turn` up to the answer after `tail`, found
+        without what came before the turn and without its text; None where it cannot be told. `end`: the text of the id
+        that ended the turn, "" where a limit cut it, which then gets the template's own end."""
         closing = self._closings(msgspec.json.encode([turn.get("tool_calls"), arguments]))
         if closing is None:
             return None
@@ -210,8 +210,8 @@ class Renderer:
         return found.removeprefix(end)
 
     def _closing_of(self, key: bytes) -> tuple[str, str] | None:
-        """What is rendered after a stand-in for the text of a turn with these calls and arguments of the template, and
-        what of it stands behind the turn's end."""
+        """The text that is rendered after a stand-in for the text of a turn with these calls and arguments of the
+        template, and what of it stands behind the turn's end."""
         calls, arguments = msgspec.json.decode(key)
         turn = {"role": "assistant", "tool_calls": calls} if calls else {"role": "assistant"}
         try:
@@ -227,11 +227,12 @@ class Renderer:
         return bool(self.turn_end) and self.turn_end in closed
 
     def _behind(self, closed: str) -> str:
-        """What follows the end of a turn."""
+        """The text that follows the end of a turn."""
         return closed.rpartition(self.turn_end)[2] if self._ends_in(closed) else closed
 
     def _after_turn(self, messages: Sequence[Message], arguments: dict[str, Any], generation: bool) -> str:
-        """What is rendered behind the stand-in; all of it where the template leaves out the text beside calls."""
+        """The text that is rendered behind the stand-in; all of it where the template leaves out the text beside
+        calls."""
         _, shown, after = (text := self.render(messages, None, arguments, generation)).rpartition(self._stand_in)
         if not shown and not messages[1].get("tool_calls"):
             raise CallRefused("invalid", "the chat template leaves out what an assistant says", "messages")
@@ -288,7 +289,8 @@ class Renderer:
     # -- text to ids -----
 
     def _told_apart(self, render: Callable[[Any], str | None], given: Any) -> list[Piece] | None:
-        """What `render` writes, in pieces; where contents hold special tokens these are told from the template's."""
+        """The text that `render` writes, in pieces; where contents hold special tokens these are told from the
+        template's."""
         text = render(given)
         if text is None:
             return None
@@ -358,15 +360,16 @@ class Kind:
 
 
 def shape_of(turn: Mapping[str, Any]) -> tuple[int, bool]:
-    """What the template's way with a turn may depend on: no, one or several calls, and calls with text beside them."""
+    """The traits of a turn that a template's way with it may depend on: no, one or several calls, and calls with text
+    beside them."""
     calls = min(2, len(turn.get("tool_calls") or ()))
     return calls, bool(calls and text_of(turn).strip())
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How a kind of turn is continued: extend, splice, fresh; or refused by the template, and `why`. `wrong`: a suffix
-    can be made, but it is not what the template writes."""
+    """The way in which a kind of turn is continued: extend, splice, fresh; or refused by the template, and `why`.
+    `wrong`: a suffix can be made, but it is not what the template writes."""
 
     kind: str
     how: str

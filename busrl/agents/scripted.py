@@ -20,7 +20,7 @@ RIGHT = 0.5  # share of the episodes that a coin rewards, where the line has no 
 
 
 async def episode(task: dict[str, Any], llm: Llm) -> float:
-    """One member of the line's group: each call reads all that was read and drawn before it."""
+    """Play a member of the line's group: each call reads all that was read and drawn before it."""
     turns = turns_in(task, "the line")
     if not turns:
         raise DataError("the line has no turns: [[tokens, tool_s], ...]; give a trace of episodes")

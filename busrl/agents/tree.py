@@ -1,4 +1,4 @@
-"""What one episode read and wrote, as a tree of turns with exact token ids, and the training sequences of it.
+"""An episode as a tree of turns with exact token ids, and the training sequences of it.
 
 A turn is one model call: the ids that the model read after the end of its parent, and the ids that it sampled. Its path
 is all of them from the root. Talks to nothing; knows nothing of tokenizers, templates, slots or clocks.
@@ -96,7 +96,7 @@ class History:
     states: tuple[int, ...]  # one more than messages: the first is that of the tools and arguments alone
 
     def messages(self, begin: int = 0) -> list[Message]:
-        """Those from number `begin` on, decoded anew."""
+        """The messages from number `begin` on, decoded anew."""
         return [msgspec.json.decode(one) for one in self.raw[begin:]]
 
 
@@ -113,7 +113,7 @@ class Index:
         self._last: list[tuple[bytes, int]] = []  # of the last request: most requests repeat it and add something
 
     def read(self, messages: Sequence[Any], tools: Any, arguments: Any) -> History:
-        """All of them as objects, or as their JSON (`bytes` or `msgspec.Raw`)."""
+        """Read messages, tools and arguments as objects, or as their JSON (`bytes` or `msgspec.Raw`)."""
         last, here = self._last, []
         tools, arguments = self._around(tools), self._around(arguments)
         for place, message in enumerate(messages):
@@ -298,8 +298,8 @@ class Tree:
     # -- calls -----
 
     def room(self, parent: Turn | None, new: int, wanted: int, n: int = 1) -> int:
-        """How many ids a call may sample that reads `new` ids behind `parent`: `wanted`, or fewer; below 1: none. Of
-        `n` calls beside each other: how many each may."""
+        """The number of ids that a call may sample which reads `new` ids behind `parent`: `wanted`, or fewer; below 1:
+        none. Of `n` calls beside each other: the number for each."""
         limits, begin = self.limits, (parent.end if parent else 0) + new
         more, sequences = self._adds(parent, begin)
         more, sequences = more + (n - 1) * begin, sequences + n - 1  # each but the first is a sequence of its own
@@ -438,7 +438,7 @@ class Tree:
 
 
 def _continues(turn: Turn, prompt: Ids) -> bool:
-    """What the turn read and sampled stands in the prompt, with something behind it; so does its parent's path."""
+    """True if what the turn read and sampled stands in the prompt, with something behind it; its parent's path does."""
     new, begin, end = turn.asked.new, turn.begin, turn.end
     read, said = prompt[begin - len(new) : begin], prompt[begin:end]
     return end < len(prompt) and np.array_equal(new, read) and np.array_equal(turn.ids, said)

@@ -20,7 +20,7 @@ from busrl.topology.schema import AGENT, Process
 
 
 def notes_on_turns(t: Topology) -> Iterator[str]:
-    """How the model's chat template lets the turns of an episode be continued; nothing without agents or a template."""
+    """Lines on how the chat template continues the turns of an episode; none without agents or a template."""
     folder = pretrained.model_at(t.model.path)
     if folder is None or not t.has_callers:
         return

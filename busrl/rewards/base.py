@@ -1,4 +1,4 @@
-"""What a reward function is, how one is found by name or by kind, and what its result must be.
+"""Reward functions: their form, how they are found by name or by kind, and what their result must be.
 
     def judge(record: dict, completion: str, token_ids: list[int]) -> float | dict[str, float]: ...
     async def judge(record, completion, token_ids): ...  # many calls at the same time
@@ -77,7 +77,7 @@ class ExactMatch(Answer):
 
 
 def spellings(answer: object) -> tuple[str, ...]:
-    """How a right answer may be written."""
+    """The spellings of a right answer."""
     if isinstance(answer, str):
         return (answer.strip(),)
     if isinstance(answer, float) and answer.is_integer():

@@ -56,7 +56,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """How the code ended. `code` is its exit code, negative where a signal ended it, None where `wall_s` did."""
+    """The end of the code. `code` is its exit code, negative where a signal ended it, None where `wall_s` did."""
 
     code: int | None
     stdout: str
@@ -80,7 +80,7 @@ def run(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = 
 
 
 async def run_async(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = False) -> Result:
-    """The same for a coroutine, for example a tool of an agent; what is cancelled runs to its limits."""
+    """Run code from a coroutine, for example a tool of an agent; what is cancelled runs to its limits."""
     return await asyncio.to_thread(run, code, stdin, limits, trust)
 
 
@@ -110,7 +110,7 @@ def run_tests(
 
 
 def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trust: str) -> list[str]:
-    """What the launcher is told. `trust` names a folder to run the code in without a box; "" makes a box."""
+    """The instructions for the launcher. `trust` names a folder to run the code in without a box; "" makes a box."""
     home = MOUNTED if os.getuid() == 0 and not trust else sys.base_prefix
     python = os.path.normpath(os.path.join(home, os.path.relpath(PYTHON, os.path.realpath(sys.base_prefix))))
     most = {
@@ -228,8 +228,8 @@ class Box:
         return f"the launcher of a box ended without a word: {said}"
 
     def _read(self, deadline: float) -> tuple[bytes, bytes, bool]:
-        """What it wrote to stdout and stderr, at most one byte more of each than is kept, and whether it ended in
-        time."""
+        """The bytes that it wrote to stdout and stderr, at most one byte more of each than is kept, and whether it
+        ended in time."""
         out, err = bytearray(), bytearray()
         with selectors.DefaultSelector() as ready:
             for stream, kept in ((self._process.stdout, out), (self._process.stderr, err)):

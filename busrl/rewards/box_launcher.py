@@ -131,7 +131,7 @@ def no_filter() -> str:
 
 
 def _tried(flags: int) -> str:
-    """What becomes of such namespaces in a process of its own."""
+    """The outcome of making such namespaces, tried in a process of its own."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         try:

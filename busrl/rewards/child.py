@@ -90,7 +90,8 @@ def build(setup: Setup) -> RewardFunction:
 
 
 def way_of(function: RewardFunction, setup: Setup) -> str:
-    """How it is called: for many at the same time (async), for many as lists (batch), for one after the other ("")."""
+    """The way in which a function is called: for many at the same time (async), for many as lists (batch), for one
+    after the other ("")."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return "async"
     return "batch" if setup.batch or setup.kind == "model" else ""
@@ -105,7 +106,7 @@ def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int, cl
 
 
 def judge(function: RewardFunction, item: Item) -> Outcome:
-    """What becomes of an item; user code may raise anything, SystemExit included."""
+    """Judge an item; user code may raise anything, SystemExit included."""
     try:
         return settled(item, called(function, item))
     except BaseException as problem:
@@ -232,7 +233,7 @@ class Concurrent:
 
 
 def keep_apart(setup: Setup) -> None:
-    """Where memory ends it is this process that ends; `memory_mb` bounds what it may ask for."""
+    """Let the kernel end this process first where memory ends; `memory_mb` bounds what it may ask for."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     if setup.memory_mb:

@@ -60,7 +60,7 @@ class JudgeFailed(Exception):
 
 
 class TryFailed(Exception):
-    """One try; `wait_s` is what the server asks for."""
+    """A try that failed; `wait_s` is what the server asks for."""
 
     def __init__(self, why: str, again: bool = True, wait_s: float = 0.0) -> None:
         super().__init__(why)

@@ -64,7 +64,8 @@ class Numeric(Answer):
 
 
 def finder(kind: str, extract: str) -> Callable[[str], str | None]:
-    """What finds the answer that a part of this kind judges, as a text that is the same for equal answers."""
+    """A function that finds the answer which a part of this kind judges, as a text that is the same for equal
+    answers."""
     if kind == "gym":
         return gym_finder(extract)
     inside = Answer(extract).find
@@ -132,7 +133,8 @@ def plain_number(value: object) -> str:
 
 
 def gym_finder(extract: str, named: str = "reward.extract") -> Callable[[str], str | None]:
-    """What stands last between <answer> and </answer>, else the whole completion; or what `extract` finds."""
+    """A function that finds what stands last between <answer> and </answer>, else the whole completion; or what
+    `extract` finds."""
     inside = Answer(extract or r"(?s)<answer>\s?(.*?)\s?</answer>", named).find
 
     def find(completion: str) -> str | None:
@@ -143,7 +145,7 @@ def gym_finder(extract: str, named: str = "reward.extract") -> Callable[[str], s
 
 
 class Gym:
-    """What reasoning-gym's own `score_answer` gives. The record holds the entry's `metadata` (with `source_dataset`,
+    """The score of reasoning-gym's own `score_answer`. The record holds the entry's `metadata` (with `source_dataset`,
     the name of the task), its answer, and its question under the key of prompts or as `question`.
 
     The answer is what stands last between <answer> and </answer>, else the whole completion; or as `extract` says.
@@ -166,7 +168,7 @@ class Gym:
 
 
 class Returned:
-    """What the sample's episode itself returned; one that returned nothing cannot be judged."""
+    """The reward that the sample's episode itself returned; one that returned nothing cannot be judged."""
 
     def __init__(self, setup: Setup) -> None:
         self.place = setup.place
@@ -226,7 +228,8 @@ class Code:
         return passed / count if self.share else float(passed == count)
 
     def printed(self, code: str, tests: Tests) -> tuple[int, int]:
-        """How many inputs gave their output, word by word. Each has a box; those that no time is left for failed."""
+        """The number of inputs that gave their output, word by word. Each has a box; those that no time is left for
+        failed."""
         passed, left_s = 0, self.total_s
         for given, wanted in zip(tests["inputs"], tests["outputs"]):
             if left_s <= 0:
@@ -242,7 +245,7 @@ class Code:
         return passed, len(tests["inputs"])
 
     def called(self, code: str, tests: Tests) -> tuple[int, int]:
-        """How many tests passed that call functions of the answer; what was not said to have passed failed."""
+        """The number of tests that call functions of the answer and passed; what was not said to have passed failed."""
         limits = msgspec.structs.replace(self.limits, output_bytes=VERDICT_BYTES)
         said, result = box.run_tests(code, {**tests, "stop": not self.share}, limits, self.trust)
         for line in said:

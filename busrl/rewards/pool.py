@@ -66,7 +66,7 @@ class Item(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Outcome(msgspec.Struct, gc=False):
-    """What became of an item: a finite `value` (and its parts), or `error`: raised | hung | malformed (or not_loaded,
+    """The outcome of an item: a finite `value` (and its parts), or `error`: raised | hung | malformed (or not_loaded,
     of READY only), with `text`; and the `seconds` in the function."""
 
     key: int
@@ -139,7 +139,7 @@ class ChildProcess:
         return found
 
     def spoilt(self, fault: str) -> None:
-        """Nothing more that it says is believed."""
+        """Believe nothing more that the child writes."""
         self.ended, self.fault = True, fault
 
     def close(self, grace_s: float = 0.0) -> str:
@@ -175,7 +175,7 @@ class ChildProcess:
 
 
 class JudgeProcess:
-    """One child and the samples given to it. `elapsed_s`: how long the child has been judging the head of `sent`, or
+    """A child and the samples given to it. `elapsed_s`: how long the child has been judging the head of `sent`, or
     starting (until it is `serving`), as far as this process saw it.
 
     - Every sample comes out exactly once, as an outcome, whatever the child does.
@@ -375,7 +375,7 @@ def weighted_sum(said: Sequence[tuple[Stage, Outcome]]) -> Outcome:
 
 
 def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> list[tuple[Setup, str, float]]:
-    """What children are told, with name and weight, of each part; of a reward without parts, of itself."""
+    """The setup of each part's children, with name and weight; of a reward without parts, its own."""
     common: dict[str, Any] = {"base_dir": base_dir, "prompt_key": prompt_key, "memory_mb": settings.memory_mb}
     if not settings.part:
         own = {name: getattr(settings, name) for name in ("kind", "function", "extract", "answer_key", "timeout_s")}
@@ -450,7 +450,7 @@ class RewardPool:
         return max((stage.busy_s for stage in self.stages), default=0.0)
 
     def longest(self) -> tuple[str, float]:
-        """What the child does that has given no answer for longest, and for how long; "" and 0 where all are idle."""
+        """The call of the child that has given no answer for longest, and its seconds; "" and 0 where all are idle."""
         waits = (
             ((f"part {stage.name}" if stage.name else "the function") if one.serving else "the start of a child",
              one.elapsed_s)

@@ -125,12 +125,12 @@ def read_copies(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[
 
 
 def read_segment(ring: Ring, slot: int, name: str, segment: int) -> Array:
-    """One tensor as a view of the slot, of the type in the table above; `UNREADABLE` otherwise."""
+    """Read a tensor as a view of the slot, of the type in the table above; `UNREADABLE` otherwise."""
     return read_as(ring, slot, name, max(0, segment), DTYPES[name])
 
 
 def read_as(ring: Ring, slot: int, name: str, segment: int, dtype: np.dtype[Any], dimensions: int = 1) -> Array:
-    """One tensor as a view of the slot, of this type and rank; `UNREADABLE` otherwise."""
+    """Read a tensor as a view of the slot, of this type and rank; `UNREADABLE` otherwise."""
     array: Array = ring.get(slot, name, segment)
     if array.dtype != dtype or array.ndim != dimensions:
         raise BadTensor(
@@ -179,7 +179,7 @@ def _take(
 
 
 class Drawn(Protocol):
-    """What an engine drew for one segment: arrays of one length, and how they ended (a code of `Finish`)."""
+    """The tokens that an engine drew for a segment: arrays of one length, and how they ended (a code of `Finish`)."""
 
     @property
     def token_ids(self) -> Ids: ...
@@ -202,7 +202,7 @@ class SegmentCuts:
 
     @classmethod
     def of(cls, topology: Topology, name: str = "") -> SegmentCuts:
-        """Those of the worker of this name, or of one from outside."""
+        """The cuts of the worker of this name, or of one from outside."""
         own = topology.segments
         plan = SegmentPlan(own.length, own.max_segments, topology.generation.max_new_tokens)
         made = cls(plan, own.on and own.loss == "last_segment", Waves.of(topology.derived.limits))

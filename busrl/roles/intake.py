@@ -1,4 +1,4 @@
-"""What a rollout process works on: slots claimed, turned into requests for its engine, and answers put back into them.
+"""The work of a rollout process: slots claimed, turned into requests for its engine, and answers put back into them.
 
 `SampleIntake` has the samples of the run's ring: it renders prompts, cuts segments, writes text. `CallIntake` has the
 calls of the ring of model calls, where agents make the samples: ids in, ids out. Talks to one ring each. Knows nothing
@@ -129,10 +129,11 @@ class Intake(ABC):
 
     @abstractmethod
     def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
-        """What is to be announced now, and to whom ("" = everybody); `engine`: where it can say what was drawn."""
+        """The messages to send now, each with its address ("" = everybody); `engine`: one that can say what was
+        drawn."""
 
     def holds(self, slot: int, seq: int) -> bool:
-        """Whether it may be cancelled, and is the claim that is spoken of."""
+        """True if the slot may be cancelled, and is held by this claim."""
         return False
 
     def cancelled(self, answer: Finished) -> None:
@@ -267,7 +268,7 @@ class SampleIntake(Intake):
         return self.engine.decode(ids, sequence.finish == Finish.EOS)
 
     def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:
-        """Whether only the segment's own length ended it: not the answer's limit, and no fault."""
+        """True if only the segment's own length ended it: not the answer's limit, and no fault."""
         if task.last or sequence.finish == Finish.EOS or len(sequence.token_ids) < task.tokens:
             return False
         room = self.engine.max_length - task.prompt_tokens - task.earlier - len(sequence.token_ids)

@@ -34,7 +34,8 @@ WINDOW_S, BUSY = 10.0, 0.9  # a reward that was busy for this share of a window,
 
 
 class RewardLoad:
-    """How busy the reward functions are, and what that costs when samples wait. Pure: time comes from the caller."""
+    """Measures how busy the reward functions are, and what that costs when samples wait. Pure: time comes from the
+    caller."""
 
     def __init__(self, workers: int, processes: int, step_samples: int, now: float) -> None:
         self.workers, self.processes, self.step_samples = workers, processes, step_samples
@@ -48,11 +49,11 @@ class RewardLoad:
         return int(more * 1e9)
 
     def due(self, now: float) -> bool:
-        """Whether the window has ended."""
+        """True once the window has ended."""
         return now - self._since >= self._window_s
 
     def slow(self, judged: int, waiting: int, now: float) -> str:
-        """At the end of a window: a warning if the run waited for the rewards all the time, else ""."""
+        """End a window; returns a warning if the run waited for the rewards all the time, else ""."""
         passed, busy, count = now - self._since, self.busy_s - self._busy, judged - self._judged
         self._since, self._busy, self._judged = now, self.busy_s, judged
         if busy < BUSY * passed or waiting <= 2 * self.workers:
@@ -68,7 +69,7 @@ class RewardLoad:
         )
 
     def hung(self) -> str:
-        """To be added to the warning of a hung call."""
+        """The end of the warning of a hung call."""
         return f"; each such call blocks its worker for so long: {self._remedy()}, or lower the limit"
 
     def _remedy(self) -> str:
@@ -126,7 +127,7 @@ class Reward(Actor):
         return taken
 
     def idle(self, timeout_s: float) -> None:
-        """In a stream let answers gather until the next doorbell: one wake-up for many of them, not one for each."""
+        """Wait; in a stream let answers gather until the next doorbell: a wake-up for many of them, not for each."""
         if self.streaming:
             super().idle(min(timeout_s, STREAM_PAUSE_S))
         elif not self.claimed:
@@ -163,7 +164,7 @@ class Reward(Actor):
         self.call_s = seconds
 
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
-        """What the function needs of each; a sample that cannot be read is dropped as malformed."""
+        """The input of the function for each sample; one that cannot be read is dropped as malformed."""
         self.claimed.update(taken)
         if self.known.without:
             taken = [claim for claim in taken if self._is_text(*claim)]
@@ -174,7 +175,7 @@ class Reward(Actor):
             return [item for slot, word in taken if (item := self._item(slot, word)) is not None]
 
     def _is_text(self, slot: int, word: int) -> bool:
-        """Whether all ids of an answer stand for tokens; it is dropped if not: a program that is no rollout of busrl's
+        """True if all ids of an answer stand for tokens; it is dropped if not: a program that is no rollout of busrl's
         has written it. Calls of episodes were answered by rollouts."""
         with contextlib.suppress(*UNREADABLE):
             if len(wrong := self.known.foreign(read_generated(self.ring, slot, "tokens", segments_of(word)))):

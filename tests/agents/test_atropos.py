@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import agent_worlds as worlds
@@ -20,15 +21,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.agents.atropos import AtroposDoor, Progress, Rules
-from busrl.agents.episode import Answer, Episode
+from busrl.agents.episode import EngineAnswer, Episode
 from busrl.agents.renderer import Renderer
-from busrl.agents.roles.atropos import Atropos, read_digests
-from busrl.agents.roles.holder import Claim
+from busrl.agents.roles.atropos import DrawnTurns, GroupSlots, KeptGroups, read_digests
+from busrl.agents.samples import ClaimedSample
+from busrl.agents.scored_groups import AtroposServer, Rules, RunProgress
 from busrl.agents.tree import Trajectory
 from busrl.data.episodes import FINISH, EpisodeArrays, EpisodeLimits, fault_of
 from busrl.errors import CallRefused, DiskFull
-from busrl.paths import RunPaths
 from busrl.states import Finish
 from busrl.system.files import LineFile
 
@@ -54,8 +54,8 @@ class Kept:
     def known(self, digest: bytes) -> bool:
         return digest in self.groups
 
-    def state(self) -> Progress:
-        return Progress(3, 100, len(self.groups), 16, 7, 3)
+    def state(self) -> RunProgress:
+        return RunProgress(3, 100, len(self.groups), 16, 7, 3)
 
     def unclaimed(self) -> Episode:
         raise AssertionError("no test calls the model here")
@@ -73,7 +73,7 @@ def with_door(chat: Renderer, work: Callable[[Post, Kept], Any], room: int = 100
     async def run() -> Kept:
         kept = Kept(room)
         rules = Rules(SIZE, chat.vocabulary, EpisodeLimits(TOKENS, 16, TOKENS, 3, 4), frozenset({8}))
-        door = AtroposDoor(kept, rules, chat, ("override", 1.0, 1.0), "127.0.0.1", 0, "toy", KEY)
+        door = AtroposServer(kept, rules, chat, ("override", 1.0, 1.0), "127.0.0.1", 0, "toy", KEY)
         async with door, aiohttp.ClientSession() as http:
             async def post(body: Any, path: str = "scored_data", method: str = "POST", **head: str) -> tuple[int, Any]:
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -249,64 +249,66 @@ def test_another_key_is_401(chat: Renderer, tmp_path: Path) -> None:
     assert not with_door(chat, work).groups
 
 
-def test_a_turn_that_the_run_drew_has_its_own_numbers_and_another_those_that_were_posted() -> None:
-    role: Any = object.__new__(Atropos)
-    drawn = Answer(np.array([6], np.int32), np.array([-0.75], np.float32), np.array([4], np.uint32), Finish.EOS, step=2)
-    role.drawn = {}
-    role._remember(np.array([5, 6], np.int32), drawn)
-    turns = np.array([[0, 1, 2, 1, 0, 0, 0, 1], [0, 3, 4, 1, 1, 0, 0, 1]], np.int32)
-    posted = Trajectory(np.array([5, 6, 7, 8], np.int32), np.array([4], np.int32), turns,
-                        np.array([-0.5, -0.25], np.float32), np.array([7, 7], np.uint32), None, "", 3, 0)
-    made = role._own(posted)
-    assert made.logprobs.tolist() == [-0.75, -0.25] and made.versions.tolist() == [4, 7] and made.step == 2
+def posted_turns(ids: list[int], turns: list[list[int]], logprobs: list[float], version: int) -> Trajectory:
+    return Trajectory(
+        np.array(ids, np.int32), np.array([len(ids)], np.int32), np.array(turns, np.int32),
+        np.array(logprobs, np.float32), np.full(len(logprobs), version, np.uint32), None, "", 3, 0,
+    )
+
+
+def test_a_turn_that_the_run_drew_has_its_own_numbers() -> None:
+    drawn = DrawnTurns()
+    drawn.add(np.array([5, 6], np.int32), EngineAnswer(
+        np.array([6], np.int32), np.array([-0.75], np.float32), np.array([4], np.uint32), Finish.EOS, step=2))
+    posted = posted_turns([5, 6, 7, 8], [[0, 1, 2, 1, 0, 0, 0, 1], [0, 3, 4, 1, 1, 0, 0, 1]], [-0.5, -0.25], 7)
+    numbered = drawn.numbered(posted)
+    assert numbered.logprobs.tolist() == [-0.75, -0.25] and numbered.versions.tolist() == [4, 7] and numbered.step == 2
     assert posted.versions.tolist() == [7, 7]
 
 
-def test_of_two_draws_of_the_same_ids_the_one_that_was_posted_counts() -> None:
-    role: Any = object.__new__(Atropos)
-    role.drawn, ids = {}, np.array([5, 6], np.int32)
+def test_of_two_draws_of_the_same_ids_the_posted_one_counts() -> None:
+    drawn, ids = DrawnTurns(), np.array([5, 6], np.int32)
     for version, logprob in ((4, -0.75), (5, -0.5)):
         numbers = np.array([logprob], np.float32), np.array([version], np.uint32)
-        role._remember(ids, Answer(ids[1:], *numbers, Finish.EOS))
-    turns = np.array([[0, 1, 2, 1, 0, 0, 0, 1]], np.int32)
-    posted = Trajectory(ids, np.array([2], np.int32), turns, np.array([-0.75], np.float32), np.array([9], np.uint32),
-                        None, "", 3, 0)
-    assert role._own(posted).versions.tolist() == [4]
+        drawn.add(ids, EngineAnswer(ids[1:], *numbers, Finish.EOS))
+    posted = posted_turns([5, 6], [[0, 1, 2, 1, 0, 0, 0, 1]], [-0.75], 9)
+    assert drawn.numbered(posted).versions.tolist() == [4]
 
 
-def test_a_group_whose_digest_cannot_be_written_is_given_back_and_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client gets a 503 and posts it again: 200 must mean that it is kept."""
-    role: Any = object.__new__(Atropos)
-    role.seen, role.ring, given_back, warned = {}, None, [], []
-    role.give_back, role.warn = given_back.append, lambda *said, **_: warned.append(said[1])
-
-    class Full:
-        def append(self, line: bytes) -> None:
-            raise DiskFull("atropos.seen: no space left on device")
-
-    role.kept = Full()
-    monkeypatch.setattr("busrl.agents.roles.atropos.write_episode", lambda *_: None)
-    claims = [Claim(slot, 0, {"group": 3}) for slot in range(2)]
-    with pytest.raises(CallRefused, match="no room for a group now") as refused:
-        role._commit(b"d" * 16, claims, [None, None], [0.0, 1.0], "env_id 0")
-    assert refused.value.code == "no_room" and given_back == claims and not role.seen and "no space" in warned[0]
-
-
-def test_of_the_groups_that_were_kept_the_newest_are_known_and_neither_memory_nor_file_grows(
+def test_a_group_whose_digest_cannot_be_written_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("busrl.agents.roles.atropos.DIGESTS_KEPT", 10)
+    """Its client gets a 503 and posts it again: 200 must mean that it is kept."""
+    samples = SimpleNamespace(ring=None, returned=[])
+    samples.give_back = samples.returned.append
+    groups, warned = KeptGroups(tmp_path / "seen"), []
+    monkeypatch.setattr(LineFile, "append", full_disk)
     monkeypatch.setattr("busrl.agents.roles.atropos.write_episode", lambda *_: None)
-    role: Any = object.__new__(Atropos)
-    role.seen, role.ring, role.paths = {}, None, RunPaths.of(tmp_path)
-    role.kept = LineFile(role.paths.atropos_seen)
+    slots = GroupSlots(samples, groups, 2, lambda text, *_, **__: warned.append(text))  # type: ignore[arg-type]
+    claimed = [ClaimedSample(slot, 0, {"group": 3}) for slot in range(2)]
+    member = posted_turns([5, 6], [[0, 1, 2, 1, 0, 0, 0, 1]], [-0.75], 9)
+    with pytest.raises(CallRefused, match="no room for a group now") as refused:
+        slots.commit(b"d" * 16, claimed, [member, member], [0.0, 1.0], "env_id 0")
+    assert refused.value.code == "no_room" and samples.returned == claimed
+    assert b"d" * 16 not in groups and "no space" in warned[0]
+    groups.close()
+
+
+def full_disk(file: LineFile, line: bytes) -> None:
+    raise DiskFull("atropos.seen: no space left on device")
+
+
+def test_the_newest_groups_are_known_and_neither_memory_nor_file_grows(tmp_path: Path) -> None:
+    path = tmp_path / "seen"
+    groups = KeptGroups(path, most=10)
     digests = [bytes([n]) * 16 for n in range(95)]
     for draw, digest in enumerate(digests):
-        role._commit(digest, [Claim(0, 0, {"group": draw})], [], [], "env_id 0")
-        assert len(role.seen) <= 20 and role.paths.atropos_seen.read_bytes().count(b"\n") <= 20
-        assert all(role.known(one) for one in digests[max(0, draw - 9) : draw + 1])
-    assert read_digests(role.paths.atropos_seen) == [(digests[draw], draw) for draw in range(85, 95)]
-    role.kept.close()
+        groups.write(digest, draw)
+        groups.know(digest, draw)
+        assert path.read_bytes().count(b"\n") <= 20 and sum(one in groups for one in digests) <= 20
+        assert all(one in groups for one in digests[max(0, draw - 9) : draw + 1])
+    assert read_digests(path, 10) == [(digests[draw], draw) for draw in range(85, 95)]
+    groups.close()
 
 
 def test_a_group_beyond_what_the_context_allows_is_refused_with_the_bound(chat: Renderer) -> None:

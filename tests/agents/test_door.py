@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI, AuthenticationError, BadRequestError
 
 from busrl.agents import openai as bodies
-from busrl.agents.episode import Answer, Call, Episode
-from busrl.agents.http import Door
+from busrl.agents.episode import Call, EngineAnswer, Episode
+from busrl.agents.http import EpisodeServer
 from busrl.agents.renderer import Renderer
 from busrl.errors import CallRefused, CallUnanswered
 
@@ -41,8 +41,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Renderer]
 
 
 @asynccontextmanager
-async def opened(chat: Renderer, *episodes: Episode, sampling: str = "override") -> AsyncIterator[Door]:
-    async with Door(4096, chat, sampling) as door:
+async def opened(chat: Renderer, *episodes: Episode, sampling: str = "override") -> AsyncIterator[EpisodeServer]:
+    async with EpisodeServer(4096, chat, sampling) as door:
         for episode in episodes:
             door.open(episode)
         yield door
@@ -101,7 +101,7 @@ def test_a_thousand_episodes_are_exact_in_four_families(chats: Callable[[str], R
     assert exact(chats(template), template, 250, seed=2) == 1.0
 
 
-Work = Callable[[Episode, Engine, Door], Any]
+Work = Callable[[Episode, Engine, EpisodeServer], Any]
 
 
 def ask(chat: Renderer, work: Work, texts: list[str] | None = None, **how: Any) -> Any:
@@ -123,7 +123,7 @@ async def until(seen: Callable[[], Any], limit_s: float = 60.0) -> None:
 
 
 def test_an_answer_has_what_clients_read(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
             found = await client.chat.completions.create(
                 **HELLO, logprobs=True, n=2, tools=[ADD], extra_body={"return_token_ids": True})
@@ -147,7 +147,7 @@ def test_an_answer_has_what_clients_read(chats: Callable[[str], Renderer]) -> No
 
 
 def test_a_stream_brings_the_same_message(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
             text, calls, reasons, usage = "", [], [], None
             stream = await client.chat.completions.create(
@@ -171,7 +171,7 @@ def test_a_stream_brings_text_while_it_is_drawn_and_is_whole_in_the_end(
     chats: Callable[[str], Renderer], numbers: bool
 ) -> None:
     """Two answers at once, one of which thinks; with numbers for each token they come whole."""
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         engine.ending.clear()
         parts = [{"reasoning_content": "", "content": ""} for _ in range(2)]
         roles, early = [0, 0], False
@@ -202,8 +202,8 @@ def test_a_stream_brings_text_while_it_is_drawn_and_is_whole_in_the_end(
 
 
 def test_a_stream_whose_engine_fails_says_so_behind_what_it_brought(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
-        async def lost(call: Call) -> Answer:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
+        async def lost(call: Call) -> EngineAnswer:
             assert call.heard is not None
             call.heard(chats("qwen3").encode("Some words, and more"))
             raise CallUnanswered("lost", "it became another answer")
@@ -237,7 +237,7 @@ def test_sub_agents_that_talk_at_the_same_time_and_call_each_other_are_sequences
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"More {turn}."}]
         return said
 
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
             heard = await asyncio.gather(*(talk(client, f"helper {n}", 3, n % 2 == 0) for n in range(4)))
             await talk(client, f"the head, told {heard}", 2, False)
@@ -248,7 +248,7 @@ def test_sub_agents_that_talk_at_the_same_time_and_call_each_other_are_sequences
 
 
 def test_token_ids_go_in_and_come_out_by_both_routes(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         head, root = {"x-busrl-episode": episode.openai["api_key"]}, door.base_url.removesuffix("/v1")
         async with aiohttp.ClientSession(headers=head) as session, client_of(episode) as client:
             async with session.post(f"{root}/tokenize", json={"prompt": "One two."}) as answer:
@@ -272,7 +272,7 @@ def test_a_client_of_vllms_own_server_gets_ids_and_log_probabilities_of_each_ans
 ) -> None:
     """As `VLLMServer` of atroposlib asks and reads it."""
 
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         head, url = {"x-busrl-episode": episode.openai["api_key"]}, door.base_url.removesuffix("/v1") + "/generate"
         body = {"prompt": {"prompt_token_ids": chats("qwen2_5").encode("One two.")}, "logprobs": 0, "n": 2,
                 "max_tokens": 7}
@@ -292,7 +292,7 @@ def test_a_client_of_vllms_own_server_gets_ids_and_log_probabilities_of_each_ans
 
 
 def test_a_stop_text_ends_an_answer_at_the_token_that_completes_it(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
             found = await client.chat.completions.create(**HELLO, stop=["\nObservation:"])
             assert found.choices[0].message.content == "Act: look" and found.choices[0].finish_reason == "stop"
@@ -310,7 +310,7 @@ def test_a_stop_text_ends_an_answer_at_the_token_that_completes_it(chats: Callab
 
 
 def test_a_client_that_gives_up_and_asks_again_gets_the_first_answer(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         engine.open.clear()
         async with client_of(episode, max_retries=3, timeout=0.3) as client:
             asking = asyncio.ensure_future(client.chat.completions.create(**HELLO))
@@ -323,7 +323,7 @@ def test_a_client_that_gives_up_and_asks_again_gets_the_first_answer(chats: Call
 
 
 def test_an_answer_that_nobody_got_is_not_trained(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         engine.open.clear()
         async with client_of(episode) as client:
             asking = asyncio.ensure_future(client.chat.completions.create(**HELLO))
@@ -364,7 +364,7 @@ def test_a_key_opens_its_own_episode_and_no_other(chats: Callable[[str], Rendere
 
 
 def test_what_would_change_the_distribution_is_refused_or_overridden(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
             for more in ({"response_format": {"type": "json_object"}}, {"top_logprobs": 3, "logprobs": True},
                          {"tool_choice": "required", "tools": [ADD]}, {"functions": [{"name": "f"}]},
@@ -377,7 +377,7 @@ def test_what_would_change_the_distribution_is_refused_or_overridden(chats: Call
             await client.chat.completions.create(**HELLO, temperature=1.0)
             assert episode.counts["overridden"] == 1
 
-    async def strict(episode: Episode, engine: Engine, door: Door) -> None:
+    async def strict(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
             with pytest.raises(BadRequestError, match=r"temperature = 0\.2: samples are drawn with 1\.0"):
                 await client.chat.completions.create(**HELLO, temperature=0.2)
@@ -387,7 +387,7 @@ def test_what_would_change_the_distribution_is_refused_or_overridden(chats: Call
 
 
 def test_an_episode_that_is_used_up_says_so_as_openai_does(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
             with pytest.raises(BadRequestError) as refused:
                 for _ in range(9):
@@ -398,7 +398,7 @@ def test_an_episode_that_is_used_up_says_so_as_openai_does(chats: Callable[[str]
 
 
 def test_an_engine_without_an_answer_ends_the_episode_and_tells_its_role(chats: Callable[[str], Renderer]) -> None:
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         told: list[CallUnanswered] = []
         episode.gone_wrong = told.append
 
@@ -487,7 +487,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(
 ) -> None:
     monkeypatch.setattr("busrl.agents.http.ROOM_BYTES", -64 * 4096 + 1000)
 
-    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+    async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with (
             aiohttp.ClientSession(headers={"x-api-key": episode.openai["api_key"]}) as session,
             session.post(f"{door.base_url}/completions", data=b"x" * 5000) as answer,
@@ -502,7 +502,7 @@ def test_a_port_that_is_taken_is_named(chats: Callable[[str], Renderer], tmp_pat
         async with opened(chats("qwen2_5")) as door:
             port = int(door.base_url.rpartition(":")[2].removesuffix("/v1"))
             with pytest.raises(Exception, match=f"serve.port = {port}: cannot listen there"):
-                async with Door(64, chats("qwen2_5"), "override", port=port):
+                async with EpisodeServer(64, chats("qwen2_5"), "override", port=port):
                     raise AssertionError("it listens")
 
     asyncio.run(run())

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from busrl.agents.child import EpisodeSetup, Process
-from busrl.agents.episode import Answer, Call, Episode, Settings
+from busrl.agents.episode import Call, EngineAnswer, Episode, Settings
 from busrl.agents.parsers import MessageMaker, none
 from busrl.agents.pool import Children, Played
 from busrl.agents.renderer import Renderer
@@ -118,12 +118,12 @@ class Desk:
     def begin(self) -> Episode:
         world = worlds.World(self.chat, random.Random(len(self.worlds)))
 
-        async def engine(call: Call) -> Answer:
+        async def engine(call: Call) -> EngineAnswer:
             await asyncio.sleep(0)
             ids = [*world.split("Some words."), self.chat._special["<|im_end|>"]]
             scores = np.array([-world.random.random() for _ in ids], np.float32)
             world.log.append((tuple(call.prompt.tolist()), tuple(ids), tuple(map(float, scores))))
-            return Answer(np.array(ids, np.int32), scores, np.full(len(ids), 3, np.uint32), Finish.EOS)
+            return EngineAnswer(np.array(ids, np.int32), scores, np.full(len(ids), 3, np.uint32), Finish.EOS)
 
         episode = Episode(1, engine, self.chat, MessageMaker(none), Settings(100))
         world.tree = episode.tree
@@ -292,7 +292,7 @@ def test_code_that_cannot_be_loaded_is_refused_with_the_cause(
 
 def test_an_engine_that_fails_is_told_to_who_plays_the_episode(chat: Renderer, folder: Path) -> None:
     async def work(children: Children, desk: Desk) -> None:
-        async def engine(call: Call) -> Answer:
+        async def engine(call: Call) -> EngineAnswer:
             raise ConnectionError("no engine")
 
         with pytest.raises(ConnectionError):
@@ -306,7 +306,7 @@ def test_an_engine_that_fails_is_told_to_who_plays_the_episode(chat: Renderer, f
 @pytest.mark.parametrize("function", ["episode", "threaded"])
 def test_an_episode_whose_engine_fails_does_not_wait_for_ever(chat: Renderer, folder: Path, function: str) -> None:
     async def work(children: Children, desk: Desk) -> None:
-        async def engine(call: Call) -> Answer:
+        async def engine(call: Call) -> EngineAnswer:
             raise ConnectionError("no engine")
 
         file = folder / "left"

@@ -13,7 +13,7 @@ import agent_worlds as worlds
 import pytest
 from agent_worlds import Engine, of
 
-from busrl.agents.http import Door
+from busrl.agents.http import EpisodeServer
 from busrl.agents.llm import Ended
 from busrl.agents.pool import Played, Programs, verdict_of
 from busrl.errors import CallUnanswered
@@ -44,7 +44,7 @@ def played(tmp_path: Path) -> Callable[..., tuple[Played, list[Engine]]]:
             raise CallUnanswered("late", "no engine")
 
         async def main() -> Played:
-            async with Door(4096, chat, "override") as door:
+            async with EpisodeServer(4096, chat, "override") as door:
                 def begin() -> object:
                     episode, engine = of(chat)
                     if fails:

@@ -17,7 +17,7 @@ from agent_worlds import of
 
 from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Episode
-from busrl.agents.http import Door
+from busrl.agents.http import EpisodeServer
 from busrl.agents.pool import Children, Played, Programs
 from busrl.engines.openai.client import Client
 from busrl.launch.children import environment_of
@@ -102,7 +102,7 @@ def play(tmp_path: Path) -> Play:
 
     def played(player: Any) -> Played:
         async def main() -> Played:
-            async with Door(4096, chat, "override") as door:
+            async with EpisodeServer(4096, chat, "override") as door:
                 def begin() -> Episode:
                     episode = of(chat)[0]
                     door.open(episode)

@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 from agent_worlds import of
 
-from busrl.agents.http import Door
+from busrl.agents.http import EpisodeServer
 from busrl.agents.renderer import Renderer
 
 WAIT_S, CONTEXT = 60.0, 80
@@ -30,13 +30,13 @@ SERVER = f"""
 import asyncio, logging, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
 logging.basicConfig(level=logging.WARNING)
-from busrl.agents.http import Door
+from busrl.agents.http import EpisodeServer
 class Desk:
     async def claim(self, body):
         open("/dev/null").close()  # work of its own that takes a descriptor
         return [{{"episode": "7-1"}}]
 async def serve():
-    async with Door({CONTEXT}, None, "override", desk=Desk(), key="the key") as door:
+    async with EpisodeServer({CONTEXT}, None, "override", desk=Desk(), key="the key") as door:
         print(door.base_url, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 asyncio.run(serve())
@@ -117,7 +117,7 @@ def test_a_head_that_does_not_come_ends_its_connection(says: bytes, monkeypatch:
     async def run() -> None:
         told: list[str] = []
         renderer: Any = None
-        async with Door(CONTEXT, renderer, "override", tell=told.append) as door:
+        async with EpisodeServer(CONTEXT, renderer, "override", tell=told.append) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", _port(door))
             writer.write(says)
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
@@ -137,7 +137,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return worlds.renderer(tmp_path_factory.mktemp("chat"), "qwen2_5")
 
 
-def _port(door: Door) -> int:
+def _port(door: EpisodeServer) -> int:
     return int(door.base_url.rpartition(":")[2].removesuffix("/v1"))
 
 
@@ -146,7 +146,7 @@ def asked(chat: Renderer, work: Callable[..., Any]) -> None:
 
     async def run() -> None:
         first, second = (of(chat, ["Word."], limits={"context": CONTEXT}, max_new_tokens=20)[0] for _ in range(2))
-        async with Door(CONTEXT, chat, "override") as door:
+        async with EpisodeServer(CONTEXT, chat, "override") as door:
             door.open(first)
             door.open(second)
             heads = [{"x-api-key": one.openai["api_key"]} for one in (first, second)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,92 +10,108 @@ from typing import Any
 import pytest
 
 from busrl.agents.http import ClaimBody, EndBody
-from busrl.agents.roles.holder import EpisodeHolder
-from busrl.agents.roles.serve import Lease, Serve
+from busrl.agents.roles.serve import Leases, WaitingClients
+from busrl.agents.samples import ClaimedSample
 from busrl.errors import CallRefused
-from busrl.topology.schema import Reward, RewardPart
+
+LEASE_S = 20.0
+LINE = {"uid": 7, "group": 0, "cls": 0}
+
+
+class Samples:
+    """Slots are not the subject: `free` samples wait, and what comes back is `returned`."""
+
+    def __init__(self, free: int) -> None:
+        self.free, self.returned = [ClaimedSample(slot, 1, LINE) for slot in range(free)], list[ClaimedSample]()
+        self.give_back = self.returned.append
+
+    def settle(self, *_: object) -> str:
+        return ""
+
+    def take(self, most: int) -> list[ClaimedSample]:
+        taken, self.free = self.free[:most], self.free[most:]
+        return taken
+
+    def task_of(self, sample: ClaimedSample) -> bytes:
+        return b"{}"
 
 
 class Held:
     """What a server asks of an episode."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample: ClaimedSample) -> None:
         self.busy, self.openai = False, {"api_key": "key"}
+        self.tree = SimpleNamespace(turns=[], sequences=list)
+
+    def on_unanswered(self, listener: Any) -> None:
+        pass
 
     def close(self) -> None:
         pass
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Lease, Any]:
-    """A server with one lease, and the episode of it; slots are not the subject."""
-    serve: Any = object.__new__(Serve)
-    episode: Any = Held()
-    lease = Lease("7-1", SimpleNamespace(uid=7), episode, time.monotonic() + 60)  # type: ignore[arg-type]
-    serve.__dict__.update(
-        lease_s=20.0, leases={"7-1": lease}, by_episode={episode: lease}, answers={}, given_back=[],
-        _passed=asyncio.Event(), news=asyncio.Event(), wanted=0, stopping="", warn=lambda *_, **__: None,
-        take=lambda most: [], looked=math.inf, tick_s=0.2,
-    )
-    serve.give_back = serve.given_back.append
-    monkeypatch.setattr(EpisodeHolder, "work", lambda self: False)
-    return serve, lease, episode
+class Desk:
+    """A desk whose clients claimed `held` episodes."""
+
+    def __init__(self, held: int = 1, judges_itself: bool = False) -> None:
+        self.samples, self.clients = Samples(held), WaitingClients(lambda: None)
+        parts: Any = (self.samples, Held)
+        self.leases = Leases(*parts, LEASE_S, self.clients, self.next_pass, lambda: judges_itself,
+                             lambda text, *_, **__: None)
+        self.names = [row["episode"] for row in asyncio.run(self.leases.claim(ClaimBody(n=held)))] if held else []
+
+    async def next_pass(self, timeout_s: float) -> bool:
+        await asyncio.sleep(timeout_s)
+        return True
+
+    def only(self) -> Any:
+        return self.leases.open[self.names[0]]
 
 
-def test_a_call_that_waited_longer_than_the_lease_leaves_its_client_a_whole_one(served: tuple[Any, Lease, Any]) -> None:
-    serve, lease, episode = served
-    lease.until, episode.busy = time.monotonic() - 100, True
-    serve.work()
-    episode.busy = False
-    serve.work()
-    assert not serve.given_back and lease.until > time.monotonic() + 15
+def test_a_call_longer_than_the_lease_leaves_its_client_a_whole_one() -> None:
+    desk, now = Desk(), time.monotonic()
+    desk.only().until, desk.only().episode.busy = now - 100, True
+    desk.leases.expire(now, 0.0)
+    desk.only().episode.busy = False
+    desk.leases.expire(now, 0.0)
+    assert not desk.samples.returned and desk.only().until > now + 15
 
 
-def test_a_silent_client_has_lost_its_episode_and_its_end_is_refused(served: tuple[Any, Lease, Any]) -> None:
-    serve, lease, _ = served
-    lease.until = time.monotonic() - 1
-    serve.work()
-    assert serve.given_back == [lease.claim] and not serve.leases
-    with pytest.raises(CallRefused, match=r"7-1 is not open: its client was silent for 20 s") as refused:
-        serve.end("7-1", EndBody(reward=1.0))
-    assert refused.value.code == "ended" and serve.look("7-1")["outcome"] == "lost"
+def test_a_silent_client_has_lost_its_episode_and_its_end_is_refused() -> None:
+    desk = Desk()
+    lease = desk.only()
+    desk.leases.expire(lease.until + 1, 0.0)
+    assert desk.samples.returned == [lease.sample] and not desk.leases.open
+    with pytest.raises(CallRefused, match=rf"{lease.name} is not open: its client was silent for 20 s") as refused:
+        desk.leases.end(lease.name, EndBody(reward=1.0))
+    assert refused.value.code == "ended" and desk.leases.look(lease.name)["outcome"] == "lost"
 
 
-def test_time_in_which_the_server_heard_nobody_costs_no_client_its_episode(served: tuple[Any, Lease, Any]) -> None:
-    serve, lease, _ = served
-    lease.until = time.monotonic() + 5
-    serve.work()
-    serve.looked -= 100  # so long it did not look
-    lease.until -= 100
-    serve.work()
-    assert not serve.given_back and lease.until < time.monotonic() + 20, "it has what was left of it, and no more"
-    lease.until = time.monotonic() - 1
-    serve.work()
-    assert serve.given_back == [lease.claim]
+def test_time_in_which_nobody_was_heard_costs_no_episode() -> None:
+    desk = Desk()
+    lease, until = desk.only(), desk.only().until
+    desk.leases.expire(until + 95, deaf_s=100)
+    assert not desk.samples.returned and lease.until == until + 100, "it has what was left of it, and no more"
+    desk.leases.expire(until + 101, 0.0)
+    assert desk.samples.returned == [lease.sample]
 
 
-@pytest.mark.parametrize("kind", ["agent", "regex"])
-def test_an_end_without_a_reward_is_refused_where_a_part_of_the_rewards_is_what_the_episode_returned(
-    served: tuple[Any, Lease, Any], kind: str
-) -> None:
-    serve, _, _ = served
-    serve.topology = SimpleNamespace(reward=Reward(part=(RewardPart(kind="regex", pattern="x"), RewardPart(kind=kind))))
-    if kind == "regex":
-        assert serve._verdict(EndBody()).reward == 0.0
-        return
+def test_an_episode_that_judges_itself_needs_a_reward() -> None:
+    judging, judged = Desk(judges_itself=True), Desk()
     with pytest.raises(CallRefused, match="a number is needed"):
-        serve._verdict(EndBody())
-    assert serve._verdict(EndBody(reward=0.5)).reward == 0.5
+        judging.leases.end(judging.names[0], EndBody())
+    assert judging.leases.end(judging.names[0], EndBody(reward=0.5))["outcome"] == "committed"
+    assert judged.leases.end(judged.names[0], EndBody())["outcome"] == "committed"
 
 
-def test_a_claim_that_waits_holds_no_other_up(served: tuple[Any, Lease, Any]) -> None:
-    serve, _, _ = served
+def test_a_claim_that_waits_holds_no_other_up() -> None:
+    desk = Desk(held=0)
 
     async def run() -> None:
-        waiting = asyncio.ensure_future(serve.claim(ClaimBody(wait_s=30)))
+        waiting = asyncio.ensure_future(desk.leases.claim(ClaimBody(wait_s=30)))
         await asyncio.sleep(0)
-        assert await asyncio.wait_for(serve.claim(ClaimBody()), 5) == []
-        assert not waiting.done()
+        assert await asyncio.wait_for(desk.leases.claim(ClaimBody()), 5) == []
+        assert not waiting.done() and desk.clients.count() == 1
         waiting.cancel()
 
     asyncio.run(run())

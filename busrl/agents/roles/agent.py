@@ -1,6 +1,6 @@
 """An agent: plays the user's function, or a program of the user's, for each sample that it claims.
 
-Talks to its children (`busrl.agents`), which run the user's code, and opens a door over HTTP for their clients
+Talks to its children (`busrl.agents`), which run the user's code, and opens a server over HTTP for their clients
 (`busrl.agents.http`). All else is in `busrl.agents.roles.holder`. Knows nothing of engines, groups or advantages.
 
 - User code runs in children alone: this process holds slots, trees and calls, and its loop cannot be blocked by it.
@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING
 from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Episode
 from busrl.agents.pool import Children, Programs
-from busrl.agents.roles.holder import Claim, EpisodeHolder
+from busrl.agents.roles.holder import EpisodeHolder
+from busrl.agents.samples import ClaimedSample
 from busrl.errors import CallUnanswered
 from busrl.topology.schema import AGENT
 
 if TYPE_CHECKING:
-    from busrl.agents.http import Door
+    from busrl.agents.http import EpisodeServer
 
 
 class Agent(EpisodeHolder):
     role = AGENT
-    door: Door | None = None
+    server: EpisodeServer | None = None
 
     def setup(self) -> None:
         super().setup()
@@ -48,18 +49,18 @@ class Agent(EpisodeHolder):
         if isinstance(self.children, Children) and importlib.util.find_spec("aiohttp") is None:
             yield  # functions do without it, but for `llm.openai`
             return
-        from busrl.agents.http import Door  # only here: aiohttp is optional
+        from busrl.agents.http import EpisodeServer  # only here: aiohttp is optional
 
         sampling = self.topology.agents.sampling
-        async with Door(self.limits.context, self.renderer, sampling, tell=self.strangers) as self.door:
+        async with EpisodeServer(self.limits.context, self.renderer, sampling, tell=self.strangers) as self.server:
             yield
 
     def work(self) -> bool:
         if isinstance(self.children, Children):
             self._watch_children(self.children)
-        taken = self.take(self.room)
-        for claim in taken:
-            self.start(self._play(claim))
+        taken = self.samples.take(self.samples.room)
+        for sample in taken:
+            self.start(self._play(sample))
         return super().work() or bool(taken)
 
     def teardown(self) -> None:
@@ -76,19 +77,19 @@ class Agent(EpisodeHolder):
         where = next((child.where for child in children.all if child.pid in troubles), "")
         self.shown.usually(f"code stands at {where.rpartition('/')[2]}" if troubles else "")
 
-    async def _play(self, claim: Claim) -> None:
-        task = self.task_of(claim)
+    async def _play(self, sample: ClaimedSample) -> None:
+        task = self.samples.task_of(sample)
         if task is None:
             return
         try:
-            played = await self.children.play(lambda: self._attempt(claim), task)
+            played = await self.children.play(lambda: self._attempt(sample), task)
         except CallUnanswered as problem:
-            self.gone_wrong(claim, problem)
+            self.samples.begin_again(sample, problem)
             return
-        self.settle(claim, played.ended, played.episode)
+        self.samples.settle(sample, played.ended, played.episode)
 
-    def _attempt(self, claim: Claim) -> Episode:
-        episode = self.begin(claim)
-        if self.door is not None:
-            self.door.open(episode, claim.line["temperature"], claim.line["top_p"])
+    def _attempt(self, sample: ClaimedSample) -> Episode:
+        episode = self.begin(sample)
+        if self.server is not None:
+            self.server.open(episode, sample.line["temperature"], sample.line["top_p"])
         return episode

@@ -1,7 +1,7 @@
 """The trainer that environments of Atropos see: groups that they made and scored become samples of the ledger.
 
-Talks to environments through `busrl.agents.atropos`; calls and rewards are those of `busrl.agents.roles.holder`. Knows
-nothing of the environments' code, of engines or advantages.
+Talks to environments through `busrl.agents.scored_groups`; samples and calls are those of `busrl.agents.roles.holder`.
+Knows nothing of the environments' code, of engines or advantages.
 
 - A group takes a draw that waits: all its G slots are claimed, written, and then committed one behind the other, with
   no wait in between. 200 is said after the last commit.
@@ -22,18 +22,19 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.agents.atropos import AtroposDoor, Progress, Rules
-from busrl.agents.episode import Answer, Call, Episode
-from busrl.agents.roles.holder import LINE_FIELDS, Claim, EpisodeHolder, run_key
+from busrl.agents.episode import Call, EngineAnswer, Episode
+from busrl.agents.roles.holder import EpisodeHolder, run_key
+from busrl.agents.samples import LINE_FIELDS, ClaimedSample, EpisodeSamples, Warn
+from busrl.agents.scored_groups import AtroposServer, Rules, RunProgress
 from busrl.agents.tree import Ids, Trajectory
-from busrl.data.episodes import EpisodeLimits
+from busrl.data.episodes import BEGIN, END, EpisodeLimits
 from busrl.errors import CallRefused, MachineError, SlotTooSmall
 from busrl.ring import State
 from busrl.roles.episodes import write_episode
@@ -48,161 +49,68 @@ COMMITTED = (State.GENERATED, State.REWARDING, State.REWARDED, State.TRAINING)
 SOURCE = "env_id {}; what this run did not draw has the log-probabilities that were posted, and the version at receipt"
 
 
-class Atropos(EpisodeHolder):
-    role = "atropos"
-    singleton = True
+# -- what this run drew, and which groups it has -----
 
-    def setup(self) -> None:
-        super().setup()
-        self.size = self.topology.groups.size
-        self.key = run_key(self.paths.serve_key)
-        self.seen = self._kept_before()
-        self.drawn: dict[bytes, Answer] = {}  # by a digest of all ids up to its end, and with its log-probabilities
-        self.kept = LineFile(self.paths.atropos_seen)
 
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        own, generation = self.topology.serve, self.topology.generation
-        rules = Rules(self.size, self.renderer.vocabulary, self.limits, self.renderer.end_ids)
-        sampling = self.topology.agents.sampling, generation.temperature, generation.top_p
-        door = AtroposDoor(self, rules, self.renderer, sampling, own.host, own.port, self.topology.run.name, self.key,
-                           self.strangers)
-        async with door:
-            with self.told(url=door.url, base_url=door.base_url):
-                yield
+class DrawnTurns:
+    """The newest turns that the run's own engines drew for this process, by their ids and log-probabilities."""
 
-    def work(self) -> bool:
-        self._set_halves_aside()
-        return super().work()
+    def __init__(self, kept: int = ANSWERS_KEPT) -> None:
+        self._kept = kept
+        self._answers: dict[bytes, EngineAnswer] = {}  # by a digest of all ids up to its end, and with its log-probs
 
-    # -- what environments post (`busrl.agents.atropos.Trainer`) -----
+    def add(self, ids: Ids, answer: EngineAnswer) -> None:
+        """Remember an answer, with all `ids` up to its end."""
+        self._answers |= {digest_of(ids): answer, digest_of(ids, answer.logprobs): answer}
+        while len(self._answers) > 2 * self._kept:
+            del self._answers[next(iter(self._answers))]
 
-    async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool:
-        end = time.monotonic() + ROOM_S
-        members = [self._own(made) for made in members]
-        while not self.known(digest):
-            if claims := self._claim_group():
-                self._commit(digest, claims, members, scores, SOURCE.format(env))
-            elif (left := end - time.monotonic()) <= 0 or self.stopping:
-                return False
-            else:
-                await self.next_pass(left)
-        return True
-
-    def known(self, digest: bytes) -> bool:
-        return digest in self.seen
-
-    def state(self) -> Progress:
-        """The version's step before it: new weights in between make tokens look too old, never too new."""
-        lines, step = self.ring.lines(), self.ring.header(HeaderWord.VERSION_STEP)
-        waiting = np.unique(lines["group"][np.isin(lines["state"], COMMITTED)])
-        return Progress(self.ring.header(HeaderWord.STEP), self.topology.run.max_steps, len(waiting),
-                     self.topology.learner.trigger.n_min * self.size, self.ring.header(HeaderWord.VERSION), step)
-
-    def unclaimed(self) -> Episode:
-        own = self.topology.generation
-        line = {**dict.fromkeys(LINE_FIELDS, 0), "uid": CALLER_UID + secrets.randbits(60), "top_p": own.top_p,
-                "max_new_tokens": own.max_new_tokens, "temperature": own.temperature}
-        return self.begin(Claim(-1, 0, line), EpisodeLimits(self.limits.context))
-
-    async def _ask(self, claim: Claim, call: Call) -> Answer:
-        """Keep what the run's own engines drew: with its versions, whoever posts it."""
-        answer = await super()._ask(claim, call)
-        self._remember(np.concatenate([call.prompt, answer.ids]), answer)
-        return answer
-
-    def _remember(self, ids: Ids, answer: Answer) -> None:
-        self.drawn |= {digest_of(ids): answer, digest_of(ids, answer.logprobs): answer}
-        while len(self.drawn) > 2 * ANSWERS_KEPT:
-            del self.drawn[next(iter(self.drawn))]
-
-    def _own(self, made: Trajectory) -> Trajectory:
-        """With the log-probabilities and versions of those turns that this process has asked for. The same ids may have
-        been drawn twice: those posted say which of them it is."""
-        logprobs, versions, step, at = made.logprobs.copy(), made.versions.copy(), made.step, 0
-        for begin, end in made.turns[:, 1:3].tolist():
-            own, ids = slice(at, at + end - begin), made.ids[:end]
-            answer = self.drawn.get(digest_of(ids, logprobs[own])) or self.drawn.get(digest_of(ids))
+    def numbered(self, posted: Trajectory) -> Trajectory:
+        """A posted episode with the log-probabilities and versions of those turns that were drawn here. The same ids
+        may have been drawn twice: the log-probabilities that were posted say which of them it is."""
+        logprobs, versions, step, at = posted.logprobs.copy(), posted.versions.copy(), posted.step, 0
+        for begin, end in posted.turns[:, [BEGIN, END]].tolist():
+            sampled, ids = slice(at, at + end - begin), posted.ids[:end]
+            answer = self._answers.get(digest_of(ids, logprobs[sampled])) or self._answers.get(digest_of(ids))
             if answer is not None and len(answer.ids) == end - begin:
-                logprobs[own], versions[own], step = answer.logprobs, answer.versions, min(step, answer.step)
+                logprobs[sampled], versions[sampled] = answer.logprobs, answer.versions
+                step = min(step, answer.step)
             at += end - begin
-        return replaced(made, logprobs=logprobs, versions=versions, step=step)
+        return replaced(posted, logprobs=logprobs, versions=versions, step=step)
 
-    # -- slots -----
 
-    def _claim_group(self) -> list[Claim]:
-        """All members of the draw that was admitted first, of those that wait whole; none if there is none."""
-        lines = self.ring.lines()
-        waiting = np.flatnonzero((lines["state"] == State.QUEUED) & (lines["cls"] == SampleClass.TRAIN))
-        draws, first, counts = np.unique(lines["group"][waiting], return_index=True, return_counts=True)
-        for place in np.argsort(lines["admission"][waiting[first]], kind="stable"):
-            slots = waiting[lines["group"][waiting] == draws[place]]
-            if counts[place] == self.size and (claims := self._claim(slots, lines)):
-                return claims
-        return []
+class KeptGroups:
+    """The groups that are kept, by their digests, with their draws: in memory and in a file, of which the newest
+    `most` last."""
 
-    def _claim(self, slots: Any, lines: Any) -> list[Claim]:
-        """All of these slots, or none: another process was faster."""
-        claims: list[Claim] = []
-        for slot in slots.tolist():
-            if not (word := self.ring.claim(slot, int(lines["word"][slot]), State.GENERATING)):
-                for claim in claims:
-                    self.give_back(claim)
-                return []
-            line = dict(zip(LINE_FIELDS, lines[LINE_FIELDS][slot].tolist()))
-            claims.append(Claim(slot, word, line))
-            self.claims[slot] = claims[-1]
-        return claims
+    def __init__(self, path: Path, uncommitted: Iterable[int] = (), most: int = DIGESTS_KEPT) -> None:
+        """`uncommitted`: draws with members that are still to be committed; the last group counts if it is none."""
+        digests = read_digests(path, most)
+        if digests and digests[-1][1] in uncommitted:
+            digests.pop()
+        write_digests(path, digests)
+        self._path, self._most, self._draws = path, most, dict(digests)
+        self._file = LineFile(path)
 
-    def _commit(self, digest: bytes, claims: list[Claim], members: list[Trajectory], scores: list[float],
-                source: str) -> None:
-        """Nothing is committed of a group that does not fit."""
-        messages = msgspec.json.encode([[{"role": "environment", "content": source}]])
-        draw = int(claims[0].line["group"])
-        try:
-            for claim, made, score in zip(claims, members, scores):
-                write_episode(self.ring, claim.slot, claim.word, made, made.text, score, messages)
-            self.kept.append(b"%s %d" % (digest.hex().encode(), draw))
-        except (SlotTooSmall, MachineError) as problem:
-            for claim in claims:
-                self.give_back(claim)
-            if isinstance(problem, SlotTooSmall):
-                raise CallRefused("invalid", f"tokens: a sequence does not fit: {problem}", "tokens") from None
-            self.warn("atropos", f"a group is not taken: {problem}", "error", kind="digests")
-            raise CallRefused("no_room", f"no room for a group now: {problem}") from None
-        self._know(digest, draw)
-        for claim, made in zip(claims, members):
-            self.commit(claim, made)
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._draws
 
-    def _know(self, digest: bytes, draw: int) -> None:
-        """It stands in the file; the oldest are forgotten, there too, once they are as many as those that are kept."""
-        self.seen[digest] = draw
-        if len(self.seen) >= 2 * DIGESTS_KEPT:
-            newest = list(self.seen.items())[-DIGESTS_KEPT:]
+    def write(self, digest: bytes, draw: int) -> None:
+        """Add a group to the file; MachineError where the disk has no room."""
+        self._file.append(b"%s %d" % (digest.hex().encode(), draw))
+
+    def know(self, digest: bytes, draw: int) -> None:
+        """Add a group that stands in the file; the oldest are forgotten, there too, once they are as many as those that
+        are kept."""
+        self._draws[digest] = draw
+        if len(self._draws) >= 2 * self._most:
+            newest = list(self._draws.items())[-self._most :]
             with contextlib.suppress(MachineError):
-                write_digests(self.paths.atropos_seen, newest)
-                self.seen = dict(newest)
+                write_digests(self._path, newest)
+                self._draws = dict(newest)
 
-    def _set_halves_aside(self) -> None:
-        """Members of a group of which others were committed, or lost, before: nothing whole can be made of it."""
-        lines = self.ring.lines()
-        own = lines["cls"] == SampleClass.TRAIN
-        queued = np.flatnonzero(own & (lines["state"] == State.QUEUED))
-        begun = np.isin(lines["group"][queued], lines["group"][own & np.isin(lines["state"], COMMITTED)])
-        again = place_of(lines["uid"][queued], self.size)[1] > 0
-        for slot in queued[begun | again]:
-            for claim in self._claim(np.array([slot]), lines):
-                self.drop(claim, Fate.INCOMPLETE, "its group has lost members")
-
-    def _kept_before(self) -> dict[bytes, int]:
-        """Draws of groups by their digests. The last one counts if no member of it is still to be committed."""
-        lines = self.ring.lines()
-        waiting = (lines["cls"] == SampleClass.TRAIN) & np.isin(lines["state"], UNCOMMITTED)
-        found = read_digests(self.paths.atropos_seen)
-        if found and found[-1][1] in lines["group"][waiting]:
-            found.pop()
-        write_digests(self.paths.atropos_seen, found)
-        return dict(found)
+    def close(self) -> None:
+        self._file.close()
 
 
 def digest_of(ids: Ids, logprobs: npt.ArrayLike = ()) -> bytes:
@@ -210,11 +118,135 @@ def digest_of(ids: Ids, logprobs: npt.ArrayLike = ()) -> bytes:
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
-def write_digests(path: Path, found: Iterable[tuple[bytes, int]]) -> None:
-    replace(path, b"".join(b"%s %d\n" % (one.hex().encode(), draw) for one, draw in found))
+def write_digests(path: Path, digests: Iterable[tuple[bytes, int]]) -> None:
+    replace(path, b"".join(b"%s %d\n" % (digest.hex().encode(), draw) for digest, draw in digests))
 
 
-def read_digests(path: Path) -> list[tuple[bytes, int]]:
+def read_digests(path: Path, most: int = DIGESTS_KEPT) -> list[tuple[bytes, int]]:
     """The newest of them, with their draws; a line that a death cut is none."""
-    found = re.findall("^([0-9a-f]{32}) ([0-9]+)$", path.read_text("ascii", "replace") if path.exists() else "", re.M)
-    return [(bytes.fromhex(digest), int(draw)) for digest, draw in found[-DIGESTS_KEPT:]]
+    text = path.read_text("ascii", "replace") if path.exists() else ""
+    rows = re.findall("^([0-9a-f]{32}) ([0-9]+)$", text, re.M)
+    return [(bytes.fromhex(digest), int(draw)) for digest, draw in rows[-most:]]
+
+
+# -- the slots of a group -----
+
+
+class GroupSlots:
+    """Takes and commits groups whole: all members of a draw, of `size` each."""
+
+    def __init__(self, samples: EpisodeSamples, groups: KeptGroups, size: int, warn: Warn) -> None:
+        self._samples, self._groups, self._size, self._warn = samples, groups, size, warn
+
+    def take(self) -> list[ClaimedSample]:
+        """Claim all members of the draw that was admitted first, of those that wait whole; none if there is none."""
+        lines = self._samples.ring.lines()
+        waiting = np.flatnonzero((lines["state"] == State.QUEUED) & (lines["cls"] == SampleClass.TRAIN))
+        draws, first, counts = np.unique(lines["group"][waiting], return_index=True, return_counts=True)
+        for place in np.argsort(lines["admission"][waiting[first]], kind="stable"):
+            slots = waiting[lines["group"][waiting] == draws[place]]
+            if counts[place] == self._size and (samples := self._samples.take_together(slots.tolist(), lines)):
+                return samples
+        return []
+
+    def commit(self, digest: bytes, samples: list[ClaimedSample], members: list[Trajectory], scores: list[float],
+               source: str) -> None:
+        """Commit a whole group; nothing of one that does not fit."""
+        messages = msgspec.json.encode([[{"role": "environment", "content": source}]])
+        draw = int(samples[0].line["group"])
+        try:
+            for sample, member, score in zip(samples, members, scores):
+                write_episode(self._samples.ring, sample.slot, sample.word, member, member.text, score, messages)
+            self._groups.write(digest, draw)
+        except (SlotTooSmall, MachineError) as problem:
+            for sample in samples:
+                self._samples.give_back(sample)
+            if isinstance(problem, SlotTooSmall):
+                raise CallRefused("invalid", f"tokens: a sequence does not fit: {problem}", "tokens") from None
+            self._warn(f"a group is not taken: {problem}", "error", kind="digests")
+            raise CallRefused("no_room", f"no room for a group now: {problem}") from None
+        self._groups.know(digest, draw)
+        for sample, member in zip(samples, members):
+            self._samples.commit(sample, member)
+
+    def set_halves_aside(self) -> None:
+        """Drop members of a group of which others were committed, or lost, before: nothing whole can be made of it."""
+        lines = self._samples.ring.lines()
+        train = lines["cls"] == SampleClass.TRAIN
+        queued = np.flatnonzero(train & (lines["state"] == State.QUEUED))
+        begun = np.isin(lines["group"][queued], lines["group"][train & np.isin(lines["state"], COMMITTED)])
+        again = place_of(lines["uid"][queued], self._size)[1] > 0
+        for slot in queued[begun | again].tolist():
+            for sample in self._samples.take_together([slot], lines):
+                self._samples.drop(sample, Fate.INCOMPLETE, "its group has lost members")
+
+
+# -- the role -----
+
+
+class Atropos(EpisodeHolder):
+    """Trains what environments post (`busrl.agents.scored_groups.Trainer`)."""
+
+    role = "atropos"
+    singleton = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.size = self.topology.groups.size
+        self.key = run_key(self.paths.serve_key)
+        lines = self.ring.lines()
+        waiting = (lines["cls"] == SampleClass.TRAIN) & np.isin(lines["state"], UNCOMMITTED)
+        self.groups = KeptGroups(self.paths.atropos_seen, set(lines["group"][waiting].tolist()))
+        self.slots = GroupSlots(self.samples, self.groups, self.size, partial(self.warn, "atropos"))
+        self.drawn = DrawnTurns()
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        serve, generation = self.topology.serve, self.topology.generation
+        rules = Rules(self.size, self.renderer.vocabulary, self.limits, self.renderer.end_ids)
+        sampling = self.topology.agents.sampling, generation.temperature, generation.top_p
+        server = AtroposServer(self, rules, self.renderer, sampling, serve.host, serve.port, self.topology.run.name,
+                               self.key, self.strangers)
+        async with server:
+            with self.announced(url=server.url, base_url=server.base_url):
+                yield
+
+    def work(self) -> bool:
+        self.slots.set_halves_aside()
+        return super().work()
+
+    # -- requests of environments -----
+
+    async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool:
+        end = time.monotonic() + ROOM_S
+        members = [self.drawn.numbered(member) for member in members]
+        while not self.known(digest):
+            if samples := self.slots.take():
+                self.slots.commit(digest, samples, members, scores, SOURCE.format(env))
+            elif (left := end - time.monotonic()) <= 0 or not await self.next_pass(left):
+                return False
+        return True
+
+    def known(self, digest: bytes) -> bool:
+        return digest in self.groups
+
+    def state(self) -> RunProgress:
+        """The version's step before it: new weights in between make tokens look too old, never too new."""
+        lines, step = self.ring.lines(), self.ring.header(HeaderWord.VERSION_STEP)
+        waiting = np.unique(lines["group"][np.isin(lines["state"], COMMITTED)])
+        return RunProgress(
+            self.ring.header(HeaderWord.STEP), self.topology.run.max_steps, len(waiting),
+            self.topology.learner.trigger.n_min * self.size, self.ring.header(HeaderWord.VERSION), step,
+        )
+
+    def unclaimed(self) -> Episode:
+        generation = self.topology.generation
+        line = {**dict.fromkeys(LINE_FIELDS, 0), "uid": CALLER_UID + secrets.randbits(60), "top_p": generation.top_p,
+                "max_new_tokens": generation.max_new_tokens, "temperature": generation.temperature}
+        return self.begin(ClaimedSample(-1, 0, line), EpisodeLimits(self.limits.context))
+
+    async def _ask(self, sample: ClaimedSample, call: Call) -> EngineAnswer:
+        """Remember what the run's own engines drew: with its versions, whoever posts it."""
+        answer = await super()._ask(sample, call)
+        self.drawn.add(np.concatenate([call.prompt, answer.ids]), answer)
+        return answer

@@ -1,7 +1,7 @@
 """A server of episodes: clients anywhere claim samples over HTTP, make their calls there, and say what they were worth.
 
-Talks to clients through `busrl.agents.http`; all else is in `busrl.agents.roles.holder`. Knows nothing of the clients'
-code, of engines, groups or advantages.
+Talks to clients through `busrl.agents.http`; samples and calls are those of `busrl.agents.roles.holder`. Knows nothing
+of the clients' code, of engines, groups or advantages.
 
 States of an episode: claimed -> committed | dropped | given back | lost. It is a lease of `limits.lease_s`, renewed
 by every request with its key and by every open call; a silent one is lost, and its sample given back. Time in which
@@ -19,17 +19,19 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from busrl.agents.episode import Episode
-from busrl.agents.http import ClaimBody, Door, EndBody
+from busrl.agents.http import ClaimBody, EndBody, EpisodeServer
 from busrl.agents.llm import TEXT_LIMIT, Ended, RewardRequest
 from busrl.agents.pool import MAX_AGAIN
-from busrl.agents.roles.holder import Claim, EpisodeHolder, run_key
+from busrl.agents.roles.holder import EpisodeHolder, run_key
+from busrl.agents.samples import ClaimedSample, EpisodeSamples, Warn
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.rewards.base import MalformedReward, settle
 from busrl.ring import seq_of
@@ -45,168 +47,148 @@ class Lease:
     """An episode of a client's, until `until` (monotonic)."""
 
     name: str
-    claim: Claim
+    sample: ClaimedSample
     episode: Episode
     until: float
 
 
-class Serve(EpisodeHolder):
-    role = "serve"
+class Leases:
+    """The desk (`busrl.agents.http.ClaimDesk`) where clients claim and end episodes. `begin` makes the calls of a
+    sample, and lets clients reach them; `next_pass` waits for new samples, False where the process stops;
+    `judges_itself`: a reward is what the episode returns."""
 
-    def setup(self) -> None:
-        super().setup()
-        self.lease_s = self.topology.limits.lease_s
-        self.leases: dict[str, Lease] = {}
-        self.by_episode: dict[Episode, Lease] = {}
-        self.answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: key, and what `/end` was answered
-        self.again: Counter[int] = Counter()  # by uid
-        self.wanted = 0  # samples that clients wait for
-        self.missed, self.missed_until = 0, 0.0  # that one went away without, who may ask again
-        self.key = run_key(self.paths.serve_key)
-        self.looked = math.inf  # when leases were looked at last
+    def __init__(self, samples: EpisodeSamples, begin: Callable[[ClaimedSample], Episode], lease_s: float,
+                 clients: WaitingClients, next_pass: Callable[[float], Awaitable[bool]],
+                 judges_itself: Callable[[], bool], warn: Warn) -> None:
+        self._samples, self._begin, self._lease_s = samples, begin, lease_s
+        self._clients, self._next_pass = clients, next_pass
+        self._judges_itself, self._warn = judges_itself, warn
+        self.open: dict[str, Lease] = {}
+        self._by_episode: dict[Episode, Lease] = {}
+        self._answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: key, and what `/end` was answered
+        self._again: Counter[int] = Counter()  # by uid
 
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        own = self.topology.serve
-        place = int(self.name.partition("/")[2] or 0)
-        port = own.port + place if own.port else 0
-        async with Door(self.limits.context, self.renderer, self.topology.agents.sampling, own.host, port,
-                        self.topology.run.name, self, self.key, self.strangers) as self.door:
-            with self.told(base_url=self.door.base_url):
-                yield
-
-    def work(self) -> bool:
-        now = time.monotonic()
-        deaf_s, self.looked = max(0.0, now - self.looked - self.tick_s), now
-        for lease in list(self.leases.values()):
+    def expire(self, now: float, deaf_s: float) -> None:
+        """Lose what was silent for too long, but for `deaf_s` in which nobody was heard."""
+        for lease in list(self.open.values()):
             lease.until += deaf_s
             if lease.episode.busy:  # its client waits: the lease begins when that has an answer
-                lease.until = now + self.lease_s
+                lease.until = now + self._lease_s
             elif lease.until < now:
-                self._lose(lease, f"its client was silent for {self.lease_s:g} s (limits.lease_s)")
-                self.give_back(lease.claim)
-        return super().work()
+                self._lose(lease, f"its client was silent for {self._lease_s:g} s (limits.lease_s)")
+                self._samples.give_back(lease.sample)
 
-    # -- what clients ask for (`busrl.agents.http.ClaimDesk`) -----
+    # -- requests of clients -----
 
     async def claim(self, body: ClaimBody) -> list[dict[str, Any]]:
-        """Up to `n` episodes, waiting for the first at most `wait_s`."""
-        end, made = time.monotonic() + body.wait_s, self._take_leases(body.n)
-        if not made:
-            self.wanted, self._next_request = self.wanted + body.n, 0.0  # a client waits, which is told at once
-            self.news.set()
-            try:
-                while not made and (left := end - time.monotonic()) > 0 and not self.stopping:
-                    await self.next_pass(left)
-                    made = self._take_leases(body.n)
-            finally:
-                self.wanted -= body.n
-        self.missed, self.missed_until = 0 if made else body.n, time.monotonic() + MISSED_S
-        return made
-
-    def _take_leases(self, most: int) -> list[dict[str, Any]]:
-        return [lease for claim in self.take(most) if (lease := self._lease(claim)) is not None]
-
-    @property
-    def rows(self) -> int:
-        """On another host what clients have or want: more would lie there while nobody plays it."""
-        if not self.topology.here:
-            return super().rows
-        missed = self.missed if time.monotonic() < self.missed_until else 0
-        return len(self.claims) + min(self.room, max(self.wanted, missed))
+        """Lease up to `n` episodes, waiting for the first at most `wait_s`."""
+        end, leases = time.monotonic() + body.wait_s, self._take(body.n)
+        if not leases:
+            with self._clients.waiting(body.n):
+                while not leases and (left := end - time.monotonic()) > 0 and await self._next_pass(left):
+                    leases = self._take(body.n)
+        self._clients.left(0 if leases else body.n)
+        return leases
 
     def end(self, name: str, body: EndBody) -> dict[str, Any]:
         """Commit, drop or give back; the same answer to those that ask again."""
-        known = self.answers.get(name, ("", {}))[1]
-        if known and known["outcome"] != LOST:
-            return known
-        lease = self._open(name)
-        rewards = body.turn_rewards if isinstance(body.turn_rewards, dict) else dict(enumerate(body.turn_rewards))
+        earlier = self._answers.get(name, ("", {}))[1]
+        if earlier and earlier["outcome"] != LOST:
+            return earlier
+        lease = self._opened(name)
         ended = self._verdict(body)
-        numbers = {turn.number for turn in lease.episode.tree.turns}
-        try:
-            given = {int(turn): float(value) for turn, value in rewards.items()}
-        except ValueError:
-            raise CallRefused("invalid", "turn_rewards: its keys are numbers of calls", "turn_rewards") from None
-        if wrong := [turn for turn, value in given.items() if turn not in numbers or not math.isfinite(value)]:
-            raise CallRefused("invalid", f"turn_rewards: no finite reward of a call, for {wrong[0]}", "turn_rewards")
-        for turn, value in given.items():
-            lease.episode.reward(RewardRequest(turn, value))
-        made = self._counted(lease)
-        if ended.how == "again" and self.again[lease.claim.uid] + 1 < MAX_AGAIN:
-            self.again[lease.claim.uid] += 1
-            answer = self._forget(lease, {**made, "outcome": "given back", "why": ended.text})
-            self.give_back(lease.claim)
+        self._reward_turns(lease.episode, body)
+        counts = self._counted(lease)
+        if ended.how == "again" and self._again[lease.sample.uid] + 1 < MAX_AGAIN:
+            self._again[lease.sample.uid] += 1
+            answer = self._forget(lease, {**counts, "outcome": "given back", "why": ended.text})
+            self._samples.give_back(lease.sample)
             return answer
         if ended.how == "again":
             ended = Ended("raised", text=f"it wanted to begin again {MAX_AGAIN} times; {ended.text}")
-        self.again.pop(lease.claim.uid, None)
-        fault = self.settle(lease.claim, ended, lease.episode)
-        return self._forget(lease, {**made, "outcome": "dropped" if fault else "committed", "why": fault})
+        self._again.pop(lease.sample.uid, None)
+        fault = self._samples.settle(lease.sample, ended, lease.episode)
+        return self._forget(lease, {**counts, "outcome": "dropped" if fault else "committed", "why": fault})
 
     def renew(self, name: str) -> dict[str, Any]:
-        lease = self._open(name)
+        lease = self._opened(name)
         self.touch(lease.episode)
-        return {"episode": name, "deadline_s": self.lease_s}
+        return {"episode": name, "deadline_s": self._lease_s}
 
     def look(self, name: str) -> dict[str, Any]:
-        if name in self.answers:
-            return self.answers[name][1]
-        lease = self._open(name)
+        if name in self._answers:
+            return self._answers[name][1]
+        lease = self._opened(name)
         left = max(0.0, lease.until - time.monotonic())
         return {**self._counted(lease), "outcome": "open", "deadline_s": round(left, 3)}
 
     def touch(self, episode: Episode) -> None:
-        if (lease := self.by_episode.get(episode)) is not None:
-            lease.until = time.monotonic() + self.lease_s
+        if (lease := self._by_episode.get(episode)) is not None:
+            lease.until = time.monotonic() + self._lease_s
 
     def key_of(self, name: str) -> str:
-        if (lease := self.leases.get(name)) is not None:
+        if (lease := self.open.get(name)) is not None:
             return lease.episode.openai["api_key"]
-        return self.answers[name][0] if name in self.answers else ""
+        return self._answers[name][0] if name in self._answers else ""
 
     # -- internals -----
 
-    def _lease(self, claim: Claim) -> dict[str, Any] | None:
-        task = self.task_of(claim)
+    def _take(self, most: int) -> list[dict[str, Any]]:
+        leases = [self._lease(sample) for sample in self._samples.take(most)]
+        return [lease for lease in leases if lease is not None]
+
+    def _lease(self, sample: ClaimedSample) -> dict[str, Any] | None:
+        task = self._samples.task_of(sample)
         if task is None:
             return None
-        episode = self.begin(claim)
-        self.door.open(episode, claim.line["temperature"], claim.line["top_p"])
-        name = f"{claim.uid}-{seq_of(claim.word)}"
-        lease = Lease(name, claim, episode, time.monotonic() + self.lease_s)
-        episode.gone_wrong = lambda problem: self._unanswered(lease, problem)
-        self.leases[name] = self.by_episode[episode] = lease
+        episode = self._begin(sample)
+        name = f"{sample.uid}-{seq_of(sample.word)}"
+        lease = Lease(name, sample, episode, time.monotonic() + self._lease_s)
+        episode.on_unanswered(lambda problem: self._unanswered(lease, problem))
+        self.open[name] = self._by_episode[episode] = lease
         return {
-            "episode": name, **episode.openai, "task": msgspec.Raw(task), "uid": claim.uid,
-            "group": int(claim.line["group"]), "class": SampleClass(claim.line["cls"]).name.lower(),
-            "deadline_s": self.lease_s,
+            "episode": name, **episode.openai, "task": msgspec.Raw(task), "uid": sample.uid,
+            "group": int(sample.line["group"]), "class": SampleClass(sample.line["cls"]).name.lower(),
+            "deadline_s": self._lease_s,
         }
 
     def _unanswered(self, lease: Lease, problem: CallUnanswered) -> None:
-        if lease.name in self.leases:
+        if lease.name in self.open:
             self._lose(lease, str(problem))
-            self.gone_wrong(lease.claim, problem)
+            self._samples.begin_again(lease.sample, problem)
 
     def _lose(self, lease: Lease, why: str) -> None:
-        """It is its client's no longer, though that has not ended it."""
-        self.warn(self.role, f"episode {lease.name} goes back: {why}", kind=LOST, uids=[lease.claim.uid])
+        """Take an episode from its client, who has not ended it."""
+        self._warn(f"episode {lease.name} goes back: {why}", kind=LOST, uids=[lease.sample.uid])
         self._forget(lease, {"outcome": LOST, "why": why})
 
-    def _open(self, name: str) -> Lease:
-        if (lease := self.leases.get(name)) is None:
-            why = self.answers[name][1].get("why", "") if name in self.answers else "no client has it"
+    def _opened(self, name: str) -> Lease:
+        if (lease := self.open.get(name)) is None:
+            why = self._answers[name][1].get("why", "") if name in self._answers else "no client has it"
             raise CallRefused("ended", f"episode {name} is not open: {why}")
         return lease
 
     def _forget(self, lease: Lease, answer: dict[str, Any]) -> dict[str, Any]:
         lease.episode.close()
-        del self.leases[lease.name], self.by_episode[lease.episode]
+        del self.open[lease.name], self._by_episode[lease.episode]
         answer = {"episode": lease.name, **answer}
-        self.answers[lease.name] = (lease.episode.openai["api_key"], answer)
-        if len(self.answers) > ANSWERS_KEPT:
-            del self.answers[next(iter(self.answers))]
+        self._answers[lease.name] = (lease.episode.openai["api_key"], answer)
+        if len(self._answers) > ANSWERS_KEPT:
+            del self._answers[next(iter(self._answers))]
         return answer
+
+    def _reward_turns(self, episode: Episode, body: EndBody) -> None:
+        """Add the rewards of turns; CallRefused if one is of no call, or not finite."""
+        rewards = body.turn_rewards if isinstance(body.turn_rewards, dict) else dict(enumerate(body.turn_rewards))
+        try:
+            by_turn = {int(turn): float(value) for turn, value in rewards.items()}
+        except ValueError:
+            raise CallRefused("invalid", "turn_rewards: its keys are numbers of calls", "turn_rewards") from None
+        numbers = {turn.number for turn in episode.tree.turns}
+        if wrong := [turn for turn, value in by_turn.items() if turn not in numbers or not math.isfinite(value)]:
+            raise CallRefused("invalid", f"turn_rewards: no finite reward of a call, for {wrong[0]}", "turn_rewards")
+        for turn, value in by_turn.items():
+            episode.reward(RewardRequest(turn, value))
 
     def _counted(self, lease: Lease) -> dict[str, Any]:
         tree = lease.episode.tree
@@ -220,7 +202,7 @@ class Serve(EpisodeHolder):
         if body.reward is None and not body.parts:
             if body.failed:
                 return Ended("used_up", text=why)
-            if self.topology.reward.of_episodes:
+            if self._judges_itself():
                 raise CallRefused("invalid", "reward: a number is needed, for the episode judges itself", "reward")
         try:
             reward, parts = settle(body.parts or body.reward or 0.0)
@@ -228,3 +210,75 @@ class Serve(EpisodeHolder):
             raise CallRefused("invalid", f"reward: {problem}", "reward") from None
         whole = reward if body.reward is None else body.reward
         return Ended("failed" if body.failed else "returned", whole, parts, why)
+
+
+class WaitingClients:
+    """Counts the samples that clients wait for, or lately went away without: they may ask again. `begun` is called when
+    one begins to wait."""
+
+    def __init__(self, begun: Callable[[], None]) -> None:
+        self._begun, self._wanted, self._missed = begun, 0, 0
+        self._missed_until = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self, count: int) -> Iterator[None]:
+        self._wanted += count
+        self._begun()
+        try:
+            yield
+        finally:
+            self._wanted -= count
+
+    def left(self, without: int) -> None:
+        """Note that a client stops waiting, and goes away without so many samples."""
+        self._missed, self._missed_until = without, time.monotonic() + MISSED_S
+
+    def count(self) -> int:
+        return max(self._wanted, self._missed if time.monotonic() < self._missed_until else 0)
+
+
+class Serve(EpisodeHolder):
+    role = "serve"
+
+    def setup(self) -> None:
+        super().setup()
+        self.clients = WaitingClients(self._request_at_once)
+        self.leases = Leases(
+            self.samples, self._reachable, self.topology.limits.lease_s, self.clients, self.next_pass,
+            lambda: self.topology.reward.of_episodes, partial(self.warn, self.role),
+        )
+        self.key = run_key(self.paths.serve_key)
+        self.looked = math.inf  # when leases were looked at last
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        serve = self.topology.serve
+        number = int(self.name.partition("/")[2] or 0)
+        port = serve.port + number if serve.port else 0
+        async with EpisodeServer(self.limits.context, self.renderer, self.topology.agents.sampling, serve.host, port,
+                                 self.topology.run.name, self.leases, self.key, self.strangers) as self.server:
+            with self.announced(base_url=self.server.base_url):
+                yield
+
+    def work(self) -> bool:
+        now = time.monotonic()
+        deaf_s, self.looked = max(0.0, now - self.looked - self.tick_s), now
+        self.leases.expire(now, deaf_s)
+        return super().work()
+
+    @property
+    def rows(self) -> int:
+        """The samples that clients have or want, on another host: more would lie there while nobody plays them."""
+        if not self.topology.here:
+            return super().rows
+        return len(self.samples.claims) + min(self.samples.room, self.clients.count())
+
+    def _reachable(self, sample: ClaimedSample) -> Episode:
+        episode = self.begin(sample)
+        self.server.open(episode, sample.line["temperature"], sample.line["top_p"])
+        return episode
+
+    def _request_at_once(self) -> None:
+        """Send the request for tasks with the next pass, which comes now."""
+        self._next_request = 0.0
+        self.news.set()

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from busrl.agents import openai
 from busrl.agents.episode import Episode, beside
-from busrl.agents.http import ROOM_BYTES, STATUS, TOKEN_BYTES, Door, answer_of, same_key
+from busrl.agents.http import ROOM_BYTES, STATUS, TOKEN_BYTES, EpisodeKeys, EpisodeServer, answer_of, same_key
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Trajectory
 from busrl.data.episodes import EpisodeLimits
@@ -78,9 +78,9 @@ class Named(msgspec.Struct):
     env_id: int
 
 
-class Progress(NamedTuple):
-    """How the run goes: its newest step, the steps it makes, groups that wait to be trained, samples of a step, the
-    version of the weights, and the step that made it."""
+class RunProgress(NamedTuple):
+    """The progress of the run: its newest step, the steps it makes, groups that wait to be trained, samples of a step,
+    the version of the weights, and the step that made it."""
 
     step: int
     steps: int
@@ -91,11 +91,12 @@ class Progress(NamedTuple):
 
 
 class Trainer(Protocol):
-    """Who trains groups: keeps one that is not `known` (False: no room), and lends calls that belong to no sample."""
+    """The trainer of groups: keeps one that is not `known` (False: no room), and lends calls that belong to no
+    sample."""
 
     async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool: ...
     def known(self, digest: bytes) -> bool: ...
-    def state(self) -> Progress: ...
+    def state(self) -> RunProgress: ...
     def unclaimed(self) -> Episode: ...
 
 
@@ -166,7 +167,7 @@ class Rules:
 
 
 def _says(value: Any) -> bool:
-    """Whether a field holds anything: an empty map for each sequence is nothing."""
+    """True if a field holds anything: an empty map for each sequence is nothing."""
     return any(map(_says, value)) if isinstance(value, list) else value is not None and value != {}
 
 
@@ -179,58 +180,68 @@ def _refused(field: str, rule: str) -> CallRefused:
 Handler = Callable[[web.Request, bytes], Awaitable[Any]]
 
 
-class AtroposDoor(Door):
+class CallerKeys(EpisodeKeys):
+    """The run's key alone, in a header or in the address: each request with it is an episode of its own, which belongs
+    to no sample. `sampling`: temperature and top-p of all."""
+
+    def __init__(self, run_key: str, trainer: Trainer, sampling: tuple[float, float]) -> None:
+        super().__init__(run_key)
+        self._address_key, self._trainer, self._of_all = run_key, trainer, sampling
+
+    def episode_of(self, request: web.Request) -> Episode:
+        if not self.is_the_runs(request):
+            raise CallRefused("invalid_api_key", "calls need the run's key: serve.key in its directory")
+        episode = self._trainer.unclaimed()
+
+        def unanswered(problem: CallUnanswered) -> None:
+            raise web.HTTPServiceUnavailable(reason=str(problem).replace("\n", " "))
+
+        episode.on_unanswered(unanswered)
+        return episode
+
+    def is_known(self, request: web.Request) -> bool:
+        return same_key(request.match_info.get("key", ""), self._address_key) or super().is_known(request)
+
+    def sampling_of(self, episode: Episode) -> tuple[float, float]:
+        return self._of_all
+
+
+class AtroposServer(EpisodeServer):
     """A listener with both: the contract below `url`, and OpenAI's routes by the run's key, for calls that belong to no
     sample. `sampling`: the rule, temperature and top-p of those. Use `async with`."""
 
     def __init__(self, trainer: Trainer, rules: Rules, renderer: Renderer, sampling: openai.Sampling, host: str,
                  port: int, name: str, key: str, tell: Callable[[str], object] = log.warning) -> None:
-        super().__init__(rules.limits.context, renderer, sampling[0], host, port, name, None, key, tell)
+        super().__init__(rules.limits.context, renderer, sampling[0], host, port, name, tell=tell,
+                         keys=CallerKeys(key, trainer, sampling[1:]))
         group = ROOM_BYTES + TOKEN_BYTES * min(rules.limits.context, rules.limits.tokens) * rules.size
         self._posts = {"scored_data": group, "scored_data_list": max(group, min(LIST_BYTES, MOST_GROUPS * group))}
-        self._trainer, self._rules, self._asked = trainer, rules, sampling
+        self._trainer, self._rules, self._renderer, self._name, self._key = trainer, rules, renderer, name, key
         self._environments: list[Environment] = []
         self._latest: Group | None = None
 
     @property
     def url(self) -> str:
-        """What an environment has as `rollout_server_url`."""
+        """The address that an environment has as `rollout_server_url`."""
         return f"{self.base_url.removesuffix('/v1')}/{self._key}"
 
-    def _episode(self, request: web.Request) -> Episode:
-        if not self._is_the_runs(request):
-            raise CallRefused("invalid_api_key", "calls need the run's key: serve.key in its directory")
-        episode = self._trainer.unclaimed()
-
-        def gone_wrong(problem: CallUnanswered) -> None:
-            raise web.HTTPServiceUnavailable(reason=str(problem).replace("\n", " "))
-
-        episode.gone_wrong = gone_wrong
-        return episode
-
-    def _is_known(self, request: web.Request) -> bool:
-        return same_key(request.match_info.get("key", ""), self._key) or super()._is_known(request)
-
-    def _distribution(self, episode: Episode) -> openai.Sampling:
-        return self._asked
-
-    def _routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.RouteDef]:
         gets = dict.fromkeys(("", "status", "info", "wandb_info", "latest_example"), self._about)
         gets["status-env"] = self._status_of
         posts = {"register": self._register, "register-env": self._register_environment,
                  "disconnect-env": self._disconnect, "scored_data": self._post, "scored_data_list": self._post}
-        return [*super()._routes(),
+        return [*super().routes(),
                 *(web.get(f"/{{key}}/{path}", self._told(handler)) for path, handler in gets.items()),
                 *(web.post(f"/{{key}}/{path}", self._told(handler)) for path, handler in posts.items())]
 
     def _told(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """What the handler returns as JSON, and what it refuses as 422."""
+        """Answer with what the handler returns, as JSON, or with what it refuses, as 422."""
         async def tell(request: web.Request) -> web.StreamResponse:
             if not same_key(request.match_info["key"], self._key):
                 raise CallRefused("invalid_api_key", "the address must hold the run's key: atropos.json has it")
             try:
                 most = self._posts.get(request.path.rpartition("/")[2], 0)
-                response = answer_of(await handler(request, await self._body(request, most)))
+                response = answer_of(await handler(request, await self.bodies.whole(request, most)))
             except web.RequestPayloadError:
                 response = answer_of({"detail": "the body is not what its Content-Encoding says", "field": ""}, 422)
                 response.force_close()  # what follows on this connection cannot be told from the rest of it
@@ -262,8 +273,8 @@ class AtroposDoor(Door):
                              for digest, group in new.items()]
 
     async def _keep(self, posted: list[Posted]) -> None:
-        """None is kept of a list in which one is malformed; where the room ends those before it are, and known when
-        their client posts the list again."""
+        """Keep the groups of a list, none of which is malformed. Where the room ends those before it are kept, and
+        known when their client posts the list again."""
         for digest, group, members in posted:
             if not await self._trainer.keep(digest, members, group.scores, group.env_id):
                 raise CallRefused("no_room", "no room for a group now: post it again")
@@ -274,7 +285,7 @@ class AtroposDoor(Door):
         said: dict[str, Any] = {
             "status": {"current_step": state.step, "queue_size": state.waiting},
             "info": {"batch_size": state.batch, "max_token_len": self._rules.limits.context},
-            "wandb_info": {"group": self._model, "project": "busrl"},
+            "wandb_info": {"group": self._name, "project": "busrl"},
             "latest_example": self._latest or dict.fromkeys(Group.__struct_fields__[:4], ()),
         }
         return said.get(request.path.rpartition("/")[2], {"message": "busrl, as AtroposLib API"})
@@ -288,7 +299,7 @@ class AtroposDoor(Door):
                 "max_group_size": self._rules.size}
 
     async def _register(self, request: web.Request, body: bytes) -> dict[str, Any]:
-        """Of trainers: this run is the one, and says nothing to others."""
+        """Answer another trainer with a number: this run is the trainer."""
         return {"uuid": uuid.uuid4().int}
 
     async def _register_environment(self, request: web.Request, body: bytes) -> dict[str, Any]:
