@@ -438,7 +438,7 @@ MUTANTS = (
            "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),
     # -- rewards of parts
     Mutant("a part counts without its weight", "busrl/rewards/pool.py",
-           "value = sum(stage.weight * one.value for", "value = sum(one.value for", (f"{PARTS}::test_the_reward_is_the_weighted_sum_and_each_part_is_told_without_its_weight",)),
+           "value = sum(stage.weight * one.value for", "value = sum(one.value for", (f"{PARTS}::test_the_reward_is_the_weighted_sum_and_parts_are_shown_without_weight",)),
     Mutant("a judge that fails says 0", "busrl/rewards/judge.py",
            'raise JudgeFailed(f"{self.url}: {why} (try {number} of {self.tries})")', "return 0.0", ("tests/rewards/test_judge.py",)),
     Mutant("an answer fills in a placeholder", "busrl/rewards/judge.py",
@@ -449,7 +449,7 @@ MUTANTS = (
            ("tests/rewards/test_model.py::test_a_score_is_that_of_the_text_alone",)),
     Mutant("all that were judged together are blamed for one", "busrl/rewards/pool.py",
            "self._suspects = len(self.sent) if self.together else 1", "self._suspects = 1",
-           (f"{PARTS}::test_a_coroutine_that_kills_its_process_is_found_among_those_that_ran_beside_it",)),
+           (f"{PARTS}::test_a_coroutine_that_kills_its_process_is_found_among_others",)),
     Mutant("long answers are paid for", GROUPS,
            "return -(penalty * over / buffer)", "return penalty * over / buffer", ("tests/roles/test_overlong_shaping.py",)),
     Mutant("cut answers are trained", STEP, "enumerate(records) if not self.tokens.is_cut(record)]", "enumerate(records)]",

@@ -87,7 +87,7 @@ def gymnasium() -> Any:
     return pytest.importorskip("gymnasium")
 
 
-def test_a_game_of_gymnasium_is_a_conversation_whose_turns_have_the_steps_rewards(gymnasium: Any) -> None:
+def test_a_gymnasium_game_is_a_conversation_with_the_steps_rewards(gymnasium: Any) -> None:
     ways = Model(["1", "then 1", "2", "1", "2", "so: 2"])  # the way over the ice
     ice = {"render_mode": "ansi", "is_slippery": False}
     ended = played("gymnasium:FrozenLake-v1", ways, 3, system="Reach G.", **ice)
@@ -109,7 +109,7 @@ def test_rewards_of_steps_before_the_last_are_those_of_their_turns(gymnasium: An
     assert again.read == model.read and len(json.loads(model.read[0])) == 4, "the index is the seed"
 
 
-def test_an_environment_is_kept_after_an_answer_that_is_no_action_and_closed_after_an_error(
+def test_an_environment_outlives_a_wrong_answer_and_is_closed_after_an_error(
     gymnasium: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -214,7 +214,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.skipif(not AGENTS_PYTHON.exists(), reason="make agents-env")
-def test_games_of_textarena_are_the_same_alone_and_beside_each_other_and_have_seats() -> None:
+def test_textarena_games_have_seats_and_are_the_same_beside_each_other() -> None:
     environment = {**os.environ, "PYTHONPATH": imports.PACKAGES}
     done = subprocess.run([AGENTS_PYTHON, "-c", GAMES], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -135,7 +135,7 @@ def test_what_is_malformed_is_refused_with_its_field_and_the_rule(
     assert not with_door(chat, work).groups
 
 
-def test_a_group_is_kept_once_and_none_of_a_list_with_a_malformed_one(chat: Renderer) -> None:
+def test_a_group_is_kept_once_and_no_list_with_a_malformed_one(chat: Renderer) -> None:
     async def work(post: Post, kept: Kept) -> None:
         assert (await post([GOOD, changed(scores=[0.0])], "scored_data_list"))[0] == 422
         assert not kept.groups

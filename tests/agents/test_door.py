@@ -167,7 +167,7 @@ def test_a_stream_brings_the_same_message(chats: Callable[[str], Renderer]) -> N
 
 
 @pytest.mark.parametrize("numbers", [False, True])
-def test_a_stream_brings_text_while_it_is_drawn_and_is_whole_in_the_end(
+def test_a_stream_brings_text_while_it_is_drawn_and_ends_whole(
     chats: Callable[[str], Renderer], numbers: bool
 ) -> None:
     """Two answers at once, one of which thinks; with numbers for each token they come whole."""
@@ -220,7 +220,7 @@ def test_a_stream_whose_engine_fails_says_so_behind_what_it_brought(chats: Calla
     ask(chats("qwen3"), work)
 
 
-def test_sub_agents_that_talk_at_the_same_time_and_call_each_other_are_sequences_of_one_episode(
+def test_sub_agents_that_call_each_other_are_sequences_of_an_episode(
     chats: Callable[[str], Renderer]
 ) -> None:
     async def talk(client: AsyncOpenAI, name: str, turns: int, streams: bool) -> str:
@@ -267,7 +267,7 @@ def test_token_ids_go_in_and_come_out_by_both_routes(chats: Callable[[str], Rend
     ask(chats("qwen2_5"), work)
 
 
-def test_a_client_of_vllms_own_server_gets_ids_and_log_probabilities_of_each_answer(
+def test_a_client_of_vllms_server_gets_ids_and_log_probabilities(
     chats: Callable[[str], Renderer],
 ) -> None:
     """As `VLLMServer` of atroposlib asks and reads it."""
@@ -468,7 +468,7 @@ def barrage(chat: Renderer, some: list[bytes]) -> None:
     asyncio.run(run())
 
 
-def test_hostile_bodies_are_answered_with_what_is_wrong_and_touch_no_other_episode(
+def test_hostile_bodies_are_refused_by_name_and_touch_no_other_episode(
     chats: Callable[[str], Renderer]
 ) -> None:
     barrage(chats("qwen2_5"), HOSTILE)

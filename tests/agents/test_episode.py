@@ -64,7 +64,7 @@ def test_an_agent_with_a_tool_is_one_sequence_with_its_reward(chat: Renderer) ->
     asyncio.run(run())
 
 
-def test_calls_at_the_same_time_are_all_kept_and_at_most_so_many_run(chat: Renderer) -> None:
+def test_parallel_calls_are_all_kept_and_at_most_so_many_run(chat: Renderer) -> None:
     async def sub(llm: Llm, number: int) -> None:
         messages = [{"role": "user", "content": f"Part {number % 3}."}]
         for _ in range(3):
@@ -79,7 +79,7 @@ def test_calls_at_the_same_time_are_all_kept_and_at_most_so_many_run(chat: Rende
     asyncio.run(run())
 
 
-def test_a_call_waits_for_room_that_others_hold_and_is_refused_when_there_is_none(chat: Renderer) -> None:
+def test_a_call_waits_for_others_room_and_is_refused_without_any(chat: Renderer) -> None:
     async def run() -> None:
         episode, engine = of(chat, limits={"sampled": 90}, max_new_tokens=40)
         llm, user = model_of(episode, {}), [{"role": "user", "content": "A?"}]
@@ -167,7 +167,7 @@ def test_ids_in_are_ids_behind_the_turn_that_they_begin_with(chat: Renderer) -> 
     (lambda llm: llm.complete([1, 1 << 30]), f"token id {1 << 30} must be from 0 to"),
     (lambda llm: llm.reward(1.0), "no such turn"),
 ])
-def test_a_request_that_cannot_be_answered_is_refused_and_the_episode_goes_on(
+def test_a_refused_request_leaves_the_episode_going_on(
     chat: Renderer, ask: Callable[[Llm], Awaitable[Any]], said: str
 ) -> None:
     async def run() -> None:
@@ -206,7 +206,7 @@ def request_of(content: str) -> ChatRequest:
     return ChatRequest([msgspec.Raw(json.dumps({"role": "user", "content": content}).encode())])
 
 
-def test_a_client_that_asks_again_gets_the_answer_of_the_first_and_others_get_their_own(chat: Renderer) -> None:
+def test_a_client_that_asks_again_gets_the_first_answer_others_their_own(chat: Renderer) -> None:
     async def run() -> None:
         episode, engine = of(chat, linger_s=60)
         engine.open.clear()
@@ -228,7 +228,7 @@ def test_a_client_that_asks_again_gets_the_answer_of_the_first_and_others_get_th
     asyncio.run(run())
 
 
-def test_the_call_of_a_client_that_went_away_is_cancelled_after_a_while(chat: Renderer) -> None:
+def test_the_call_of_a_vanished_client_is_cancelled_after_a_while(chat: Renderer) -> None:
     async def run() -> None:
         episode, engine = of(chat, linger_s=0.01)
         engine.open.clear()
@@ -264,7 +264,7 @@ def test_a_call_is_not_cancelled_while_a_copy_of_it_waits(chat: Renderer) -> Non
     asyncio.run(run())
 
 
-def test_who_comes_back_stops_the_end_of_a_call_that_has_no_other_client(chat: Renderer) -> None:
+def test_a_returning_client_stops_the_end_of_its_call(chat: Renderer) -> None:
     async def run() -> None:
         episode, engine = of(chat, linger_s=0.05)
         engine.open.clear()
@@ -284,7 +284,7 @@ def test_who_comes_back_stops_the_end_of_a_call_that_has_no_other_client(chat: R
     asyncio.run(run())
 
 
-def test_an_answer_is_kept_from_its_delivery_on_and_a_call_under_way_as_long_as_it_runs(chat: Renderer) -> None:
+def test_a_delivered_answer_is_kept_and_a_call_while_it_runs(chat: Renderer) -> None:
     async def run() -> None:
         now = [0.0]
         episode, engine = of(chat, clock=lambda: now[0], retry_s=10)
@@ -306,7 +306,7 @@ def test_an_answer_is_kept_from_its_delivery_on_and_a_call_under_way_as_long_as_
     asyncio.run(run())
 
 
-def test_a_copy_is_joined_to_a_request_without_a_client_and_then_to_one_without_an_answer() -> None:
+def test_a_copy_joins_a_request_without_client_then_one_without_answer() -> None:
     async def run() -> None:
         def answer() -> asyncio.Future[Any]:
             return asyncio.get_running_loop().create_future()

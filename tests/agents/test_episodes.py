@@ -185,7 +185,7 @@ def test_an_episode_that_only_goes_on_is_one_sequence(
     assert len(world.tree.sequences()) == 1
 
 
-def test_of_equal_answers_the_one_is_continued_whose_reasoning_or_call_is_echoed(renderers: Renderers) -> None:
+def test_of_equal_answers_that_with_the_echoed_reasoning_or_call_is_continued(renderers: Renderers) -> None:
     world, user = World(renderers("qwen3"), random.Random(3)), {"role": "user", "content": "A?"}
     for text in ("<think>\n{}\n</think>\n\n42", "<think>\n{}\n</think>\n\n" + calling("qwen3", (1, 2))):
         calls = [world.ask([user], [ADD]) for _ in range(3)]

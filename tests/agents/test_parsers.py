@@ -52,7 +52,7 @@ def read(parsed: Parsed) -> list[tuple[str, object]]:
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}'),
     ("mistral", '[TOOL_CALLS]add[CALL_ID]abc123def[ARGS]{"a": 1, "b": 2}'),
 ])
-def test_a_call_in_each_format_is_found_and_nothing_is_left_of_the_text(kind: str, text: str) -> None:
+def test_a_call_in_each_format_is_found_and_leaves_no_text(kind: str, text: str) -> None:
     parsed = PARSERS[kind](text, TOOLS)
     assert read(parsed) == [ADD] and parsed.text == "" and parsed.unparsed == 0
 
@@ -68,7 +68,7 @@ def test_several_calls_come_out_in_order_with_the_text_before_them(kind: str) ->
     assert parsed.text == ("" if kind == "llama3" else "Both:")
 
 
-def test_a_call_that_cannot_be_read_stays_in_the_text_beside_one_that_can() -> None:
+def test_an_unreadable_call_stays_in_the_text_beside_a_readable_one() -> None:
     good, bad = '<tool_call>{"name": "add", "arguments": {}}</tool_call>', '<tool_call>{"name": "add", </tool_call>'
     parsed = hermes(f"First {bad} then {good}", TOOLS)
     assert parsed.text == f"First {bad} then " and parsed.calls == [("add", "{}")] and parsed.unparsed == 1

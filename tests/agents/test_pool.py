@@ -212,7 +212,7 @@ def test_processes_that_are_killed_again_and_again_lose_no_episode(chat: Rendere
     run(work, chat, folder, count=2)
 
 
-def test_who_is_alone_with_a_dying_process_twice_has_crashed_and_the_others_have_not(
+def test_an_episode_alone_with_two_dying_processes_has_crashed_and_others_not(
     chat: Renderer, folder: Path
 ) -> None:
     async def work(children: Children, desk: Desk) -> None:
@@ -242,7 +242,7 @@ def test_an_episode_over_its_own_time_ends_and_the_others_do_not(
     run(work, chat, folder, function, episode_s=3.2)
 
 
-def test_what_an_episode_writes_to_the_pipe_is_its_end_and_not_ours(chat: Renderer, folder: Path) -> None:
+def test_an_episode_that_writes_to_the_pipe_ends_itself_alone(chat: Renderer, folder: Path) -> None:
     async def work(children: Children, desk: Desk) -> None:
         assert (await desk.play(children, "write")).ended.how in ("crashed", "raised")
         assert (await desk.play(children, "well")).ended.how == "returned"
@@ -322,7 +322,7 @@ def test_an_episode_whose_engine_fails_does_not_wait_for_ever(chat: Renderer, fo
     ("half", "raised", r"ValueError: \ud800"), ("half part", "returned", ""),
     ("wordless", "raised", "could not be told"), ("half prompt", "raised", "prompt holds half of a character"),
 ])
-def test_an_end_whose_text_cannot_be_sent_is_an_end_all_the_same(
+def test_an_end_whose_text_cannot_be_sent_is_still_an_end(
     chat: Renderer, folder: Path, do: str, how: str, said: str
 ) -> None:
     async def work(children: Children, desk: Desk) -> None:

@@ -67,7 +67,7 @@ def test_a_program_asks_its_model_and_says_its_reward(played: Callable[..., tupl
     assert len(found.episode.tree.turns) == 2 and engine.world.exact() == (0, 0, 0, 0)
 
 
-def test_a_program_that_wants_to_begin_again_gets_a_new_episode_three_times(
+def test_a_program_may_begin_again_with_a_new_episode_three_times(
     played: Callable[..., tuple[Played, list[Engine]]]
 ) -> None:
     found, engines = played('ask("x")\nprint(json.dumps({"again": True, "why": "no luck"}))')
@@ -91,7 +91,7 @@ def await_end_of(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_what_a_program_leaves_in_a_session_of_its_own_ends_with_its_episode(
+def test_a_session_that_a_program_leaves_ends_with_its_episode(
     played: Callable[..., tuple[Played, list[Engine]]], tmp_path: Path
 ) -> None:
     code = "import subprocess\nleft = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3)\n"

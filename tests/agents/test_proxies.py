@@ -227,7 +227,7 @@ def test_an_endpoint_behind_a_proxy_is_asked_through_it(proxy: Proxy) -> None:
     ("raise ValueError('no way through')", "raised"),
     ("import sys\nprint('ValueError: no way through', file=sys.stderr)\nprint('done')", "malformed"),
 ])
-def test_the_last_line_of_a_programs_errors_comes_first_in_what_is_said_of_it(
+def test_the_last_line_of_a_programs_errors_comes_first(
     play: Play, tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, how: str
 ) -> None:
     found = play(program(tmp_path, code))

@@ -59,7 +59,7 @@ def test_seven_kinds_of_turns_tell_what_a_template_can_do(make: Make, template: 
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3", "gemma", "glm"])
-def test_what_is_read_is_what_the_template_writes_where_it_does_not_rewrite(make: Make, template: str) -> None:
+def test_a_prompt_is_the_templates_text_where_it_does_not_rewrite(make: Make, template: str) -> None:
     """Where a client repeats what it got, the text of a path is that of the whole history, to the letter."""
     world, messages = make(template), [says("user", "One and two?")]
     for number in range(4):
@@ -75,7 +75,7 @@ def test_what_is_read_is_what_the_template_writes_where_it_does_not_rewrite(make
     assert world.chat.counts["fresh"] == 0 and len(world.tree.sequences()) == 1
 
 
-def test_dropped_thinking_does_not_touch_what_was_read_and_new_ids_are_as_the_template_writes(make: Make) -> None:
+def test_dropped_thinking_leaves_what_was_read_and_new_ids_follow_the_template(make: Make) -> None:
     world = make("qwen3")
     first = world.call([says("user", "A?")], "<think>\nhm\n</think>\n\nB.")
     assert first.message["content"] == "B." and first.message["reasoning_content"] == "hm"
@@ -122,14 +122,14 @@ def test_a_rewritten_history_begins_a_sequence_of_its_own(make: Make, template: 
     assert world.exact() == (0, 0, 0, 0)
 
 
-def test_a_template_that_is_followed_still_keeps_the_ids_of_what_it_leaves_alone(make: Make) -> None:
+def test_a_followed_template_keeps_the_ids_of_what_it_leaves_alone(make: Make) -> None:
     world, messages = make("qwen2_5", "template"), [says("user", "A?")]
     for _ in range(3):
         messages += [world.call(messages, "B.").message, says("user", "More.")]
     assert world.chat.counts == {"begin": 1, "splice": 2} and len(world.tree.sequences()) == 1
 
 
-def test_a_template_whose_new_text_depends_on_the_whole_history_is_not_extended_but_followed(make: Make) -> None:
+def test_a_template_that_depends_on_the_whole_history_is_followed(make: Make) -> None:
     """It counts messages, which a stand-in for the history has fewer of: the probes find that."""
     role = "<|im_start|>{{ m.role }}"
     world = make(worlds.TEMPLATES["qwen2_5"].replace(role, role + " {{ loop.index }}"))
@@ -180,7 +180,7 @@ def test_what_a_template_does_with_such_a_content_wins_and_is_counted(make: Make
     assert world.chat._text.decode(world.tree.turns[0].path_ids.tolist()).startswith("<|im_start|>user\nB<|im_end|>")
 
 
-def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_between_turns(tmp_path: Path) -> None:
+def test_a_tokenizer_that_begins_texts_with_a_space_puts_none_between_turns(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<unk>", "<|im_end|>", "▁", *(chr(one) for one in range(33, 127)), "\n"]

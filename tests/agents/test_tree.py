@@ -140,7 +140,7 @@ def test_forks_do_not_write_into_each_others_paths() -> None:
         first.path_ids[0] = 3
 
 
-def test_an_answer_that_does_not_fit_its_call_is_a_fault_of_the_engine() -> None:
+def test_an_answer_that_does_not_fit_its_call_is_the_engines_fault() -> None:
     tree = Tree()
     asked = tree.ask(None, [1], 2)
     for drawn, scores in (([1, 2, 3], 3), ([], 0), ([1], 2)):
@@ -161,7 +161,7 @@ def test_a_used_up_budget_refuses_the_next_call_by_name(limits: EpisodeLimits, s
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_a_second_sequence_is_refused_where_one_is_allowed_and_a_longer_one_is_not() -> None:
+def test_a_second_sequence_is_refused_and_a_longer_one_is_not() -> None:
     tree = Tree(EpisodeLimits(sequences=1))
     first = called(tree)
     called(tree, first)
@@ -173,7 +173,7 @@ OPERATIONS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integer
 
 
 @given(OPERATIONS)
-def test_what_is_reserved_is_what_the_sequences_hold_when_no_call_is_under_way(
+def test_reserved_room_is_what_the_sequences_hold_when_no_call_runs(
     steps: list[tuple[int, int, int]]
 ) -> None:
     """Calls open, end and are cancelled in any order; then the counts are those of the arrays, and none is over."""
@@ -199,7 +199,7 @@ def test_what_is_reserved_is_what_the_sequences_hold_when_no_call_is_under_way(
     assert all(have <= most for have, most in zip(sizes, (160, 5, 12, 60)))
 
 
-def test_the_random_numbers_of_a_call_are_those_of_its_prompt_and_of_how_often_it_was_asked() -> None:
+def test_random_numbers_follow_a_calls_prompt_and_how_often_it_was_asked() -> None:
     def streams(order: list[int]) -> dict[tuple[int, int], int]:
         tree, found = Tree(), {}
         first = called(tree)

@@ -149,14 +149,14 @@ def test_no_trick_gives_the_output_of_a_program(trick):
 
 
 @needs_box
-def test_a_test_that_catches_exceptions_does_not_pass_an_answer_that_is_gone():
+def test_a_test_that_catches_exceptions_does_not_pass_a_missing_answer():
     tests = "try:\n    f(0)\nexcept Exception:\n    pass\nassert True"
     assert worth("import os\ndef f(x): os._exit(0)", tests) == 0.0
     assert worth("import os\ndef f(x): os.closerange(0, 64)", tests) == 0.0
 
 
 @needs_box
-def test_a_call_that_returns_a_value_does_not_change_what_the_tests_gave_it():
+def test_a_returned_value_does_not_change_what_the_tests_gave():
     cases = "cases = [(1, 2), (2, 4)]\nf(cases)\nfor one, two in cases:\n    assert f(one) == two"
     assert worth("def f(x):\n  if isinstance(x, list): x.clear()\n  return 0", cases) == 0.0
 
@@ -213,7 +213,7 @@ def test_a_box_that_is_not_made_raises(monkeypatch, tmp_path):
 
 
 @needs_box
-def test_it_is_a_weighted_part_and_a_broken_line_costs_its_sample_alone():
+def test_a_weighted_part_loses_a_broken_lines_sample_alone():
     parts = (
         RewardPart("code", "code", 2.0, 180.0, run_s=60.0, total_s=120.0, share=True),
         RewardPart("regex", "style", 0.5, 10.0, pattern="^So"),

@@ -49,7 +49,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_a_function_is_found_in_a_file_and_in_a_module_beside_it(tmp_path: Path) -> None:
+def test_a_function_is_found_in_a_file_and_a_module_beside_it(tmp_path: Path) -> None:
     write(tmp_path / "busrl_s_pkg/__init__.py", "")
     write(tmp_path / "busrl_s_pkg/judge.py", "class A:\n    @staticmethod\n    def f(r, c, t): return len(c)\n")
     write(tmp_path / "judge.py", "from busrl_s_pkg.judge import A\ndef f(r, c, t): return A.f(r, c, t) + 1\n")
@@ -57,7 +57,7 @@ def test_a_function_is_found_in_a_file_and_in_a_module_beside_it(tmp_path: Path)
     assert load("busrl_s_pkg.judge:A.f", tmp_path)({}, "abc", []) == 3
 
 
-def test_functions_of_one_file_share_its_state_and_files_of_one_name_do_not(tmp_path: Path) -> None:
+def test_functions_of_a_file_share_state_and_files_of_one_name_not(tmp_path: Path) -> None:
     own = "seen = []\ndef add(r, c, t): seen.append(c)\ndef count(r, c, t): return len(seen)\n"
     for place in ("one", "two"):
         write(tmp_path / place / "own.py", own)
@@ -66,7 +66,7 @@ def test_functions_of_one_file_share_its_state_and_files_of_one_name_do_not(tmp_
     assert load("own.py:count", tmp_path / "two")({}, "", []) == 0
 
 
-def test_cycles_are_not_looked_for_while_libraries_are_imported_and_are_again_afterwards() -> None:
+def test_cycles_are_not_collected_while_libraries_are_imported_but_afterwards() -> None:
     with imports.uncollected():
         with imports.uncollected():
             assert not gc.isenabled()
@@ -118,7 +118,7 @@ def _raised(score: Callable[[], object]) -> BaseException:
     raise AssertionError("it was to raise")
 
 
-def test_a_cause_is_one_line_that_begins_with_what_was_raised_and_ends_with_the_user_s_own_line(tmp_path: Path) -> None:
+def test_a_cause_goes_from_what_was_raised_to_the_users_line(tmp_path: Path) -> None:
     write(tmp_path / "own.py", "import json\ndef f(r, c, t):\n    return json.loads(c) + r['answer']\n")
     judge = load("own.py:f", tmp_path)
     told = [cause(_raised(lambda text=text: judge({}, text, []))) for text in ("1", "{")]

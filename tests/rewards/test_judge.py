@@ -154,7 +154,7 @@ TROUBLE = {
 }
 
 
-def test_a_try_that_fails_is_repeated_and_the_last_one_is_an_accident(endpoint: Endpoint) -> None:
+def test_a_failed_try_is_repeated_and_the_last_is_an_accident(endpoint: Endpoint) -> None:
     texts = [f"{times} {word}" for word in TROUBLE for times in (1, 9)]
     found = dict(zip(texts, judged(part(endpoint, retries=1), *texts)))
     for word, why in TROUBLE.items():
@@ -183,7 +183,7 @@ def test_nobody_there_is_an_accident() -> None:
     assert nobody.error == "raised" and "127.0.0.1" in nobody.text
 
 
-def test_no_more_requests_than_allowed_run_at_the_same_time_and_none_twice(endpoint: Endpoint) -> None:
+def test_no_more_requests_than_allowed_run_at_once_and_none_twice(endpoint: Endpoint) -> None:
     texts = [f"yes {number}" for number in range(30)]
     found = judged(part(endpoint, concurrency=3), *texts, *texts)
     assert all(one.error == "" for one in found)

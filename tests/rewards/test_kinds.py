@@ -126,7 +126,7 @@ def test_equal_answers_are_one_vote_by_the_kind_of_the_reward(
     assert finder(kind, extract)(completion) == found
 
 
-def test_the_part_that_finds_an_answer_is_the_one_that_votes_are_of() -> None:
+def test_votes_are_of_the_part_that_finds_an_answer() -> None:
     function, plain = RewardPart("python", function="a.py:b"), RewardPart("math")
     assert Reward().compares == ("exact_match", "") and Reward(kind="python").compares is None
     assert Reward(part=(function, plain)).compares is None

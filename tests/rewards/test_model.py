@@ -80,7 +80,7 @@ def test_in_its_child_it_scores_every_text_as_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_chat_template_writes_both_turns_and_the_end_of_a_long_text_is_seen(tmp_path: Path) -> None:
+def test_a_chat_template_writes_both_turns_and_keeps_a_long_texts_end(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", TEMPLATE, context=40)
     short, long = judged(folder, ["xyz", "k" * 300 + "m"])
     assert short.value == pytest.approx(alone(folder, "<user>abc<assistant>xyz"), abs=1e-5)

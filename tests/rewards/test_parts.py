@@ -86,7 +86,7 @@ def python(name: str, function: str, **more: Any) -> RewardPart:
     return RewardPart("python", name, **told)
 
 
-def test_the_reward_is_the_weighted_sum_and_each_part_is_told_without_its_weight(make: MakePool) -> None:
+def test_the_reward_is_the_weighted_sum_and_parts_are_shown_without_weight(make: MakePool) -> None:
     pool = make(
         RewardPart("numeric", "right", 1.0, 60.0), RewardPart("regex", "style", 0.25, 60.0, pattern="^It"),
         python("own", "score", weight=-0.5), workers=2,
@@ -118,7 +118,7 @@ def test_a_sum_that_is_not_finite_is_malformed(make: MakePool) -> None:
 
 
 @pytest.mark.parametrize(("text", "error"), [("large", "malformed"), ("large error", "raised")])
-def test_a_text_of_a_quarter_gigabyte_is_no_reward_and_its_message_is_short(
+def test_a_huge_text_is_no_reward_and_its_message_is_short(
     make: MakePool, text: str, error: str
 ) -> None:
     outcome, after = judged(make(python("own", "score")), text, "a")
@@ -141,7 +141,7 @@ def test_a_coroutine_that_fails_costs_its_own_sample(make: MakePool) -> None:
     assert pool.restarts == 0
 
 
-def test_a_coroutine_that_kills_its_process_is_found_among_those_that_ran_beside_it(make: MakePool) -> None:
+def test_a_coroutine_that_kills_its_process_is_found_among_others(make: MakePool) -> None:
     pool = make(python("slow", "slow"))
     found = judged(pool, "a", "b", "die", "c", "d")
     assert [one.error for one in found] == ["", "", "raised", "", ""]
@@ -155,7 +155,7 @@ def test_a_coroutine_that_kills_its_process_is_found_among_those_that_ran_beside
         ("hang", "hung", "no result after 1 s"), ("inf", "malformed", "must be finite"),
     ],
 )
-def test_a_sample_that_breaks_a_call_with_lists_is_found_and_the_others_are_judged(
+def test_a_sample_that_breaks_a_batch_is_found_and_others_are_judged(
     make: MakePool, word: str, error: str, text: str
 ) -> None:
     pool = make(python("many", "lists", batch=True, timeout_s=1.0))
@@ -177,7 +177,7 @@ def test_lists_hold_what_has_come_up_meanwhile(make: MakePool) -> None:
     assert max(one.value for one in judged(pool, *map(str, range(200)))) == 64.0
 
 
-def test_a_function_of_each_kind_may_ask_for_the_episode_by_name_and_the_others_know_nothing_of_it(
+def test_a_function_of_each_kind_may_ask_for_the_episode_by_name(
     make: MakePool,
 ) -> None:
     pool = make(python("own", "turns"), python("slow", "slow_turns"), python("many", "list_of_turns", batch=True),

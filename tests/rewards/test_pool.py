@@ -126,7 +126,7 @@ def test_a_function_that_raises_costs_only_its_own_sample(make: MakePool, word: 
     assert pool.restarts == 0
 
 
-def test_half_a_character_in_an_error_or_a_name_is_sent_by_its_number(make: MakePool) -> None:
+def test_half_a_character_of_an_error_is_sent_by_its_number(make: MakePool) -> None:
     pool = make()
     found = judge_all(pool, [item(0, "half"), item(1, "halfpart"), item(2)])
     assert found[0].error == "raised" and r"ValueError: \ud800" in found[0].text and found[1].value == 1.0
@@ -140,7 +140,7 @@ def test_a_function_that_forks_is_answered_once(make: MakePool) -> None:
 
 
 @pytest.mark.parametrize("what", ["write", "write forged"])
-def test_what_user_code_writes_into_the_pipe_of_answers_costs_its_own_sample(make: MakePool, what: str) -> None:
+def test_user_code_that_writes_into_the_pipe_costs_its_own_sample(make: MakePool, what: str) -> None:
     found = judge_all(make(), [item(k, what if k == 3 else "") for k in range(6)])
     assert [k for k in found if found[k].error] == [3]
     assert "died on this sample twice (it " in found[3].text
@@ -159,18 +159,18 @@ def test_of_what_a_call_prints_the_beginning_is_kept(make: MakePool, capfd: pyte
     assert "the rest of what this call prints is dropped" in said and "noise on stdout spoken" in said
 
 
-def test_results_that_are_no_numbers_and_lines_that_are_no_json_are_malformed(make: MakePool) -> None:
+def test_results_without_numbers_and_lines_without_json_are_malformed(make: MakePool) -> None:
     found = judge_all(make(), [item(0, "nan"), item(1, line=b"{broken"), item(2)])
     assert [found[k].error for k in range(3)] == ["malformed", "malformed", ""]
     assert "must be finite" in found[0].text
 
 
-def test_user_code_reads_an_empty_stdin_and_its_prints_do_not_break_the_wire(make: MakePool) -> None:
+def test_user_code_has_an_empty_stdin_and_may_print(make: MakePool) -> None:
     assert judge_all(make(), [item(0, "read")])[0].value == 0.0
 
 
 @pytest.mark.parametrize("word", ["die", "segv"])
-def test_a_sample_that_kills_its_process_twice_is_raised_and_the_others_are_judged(make: MakePool, word: str) -> None:
+def test_a_sample_that_kills_two_processes_is_raised_and_others_are_judged(make: MakePool, word: str) -> None:
     pool = make()
     found = judge_all(pool, [item(k, word if k in (0, 5) else "") for k in range(10)])
     assert sorted(k for k in found if found[k].error) == [0, 5]
@@ -178,7 +178,7 @@ def test_a_sample_that_kills_its_process_twice_is_raised_and_the_others_are_judg
     assert pool.restarts == 4
 
 
-def test_a_sample_that_was_only_there_when_its_process_died_is_judged_again(make: MakePool, tmp_path: Path) -> None:
+def test_a_sample_beside_a_death_is_judged_again(make: MakePool, tmp_path: Path) -> None:
     pool = make()
     found = judge_all(pool, [item(0), item(1, f"once {tmp_path}/flag"), item(2)])
     assert [found[k].error for k in range(3)] == [""] * 3
@@ -201,7 +201,7 @@ def test_a_killed_child_is_replaced_and_nothing_is_lost(make: MakePool) -> None:
         assert all(outcome.error == "" for outcome in found.values())
 
 
-def test_the_descriptor_of_a_pool_becomes_readable_and_stays_the_same_over_restarts(make: MakePool) -> None:
+def test_a_pools_descriptor_becomes_readable_and_lasts_over_restarts(make: MakePool) -> None:
     pool = make()
     fd = pool.fileno()
     judge_all(pool, [item(0, "die")])
@@ -213,14 +213,14 @@ def test_the_descriptor_of_a_pool_becomes_readable_and_stays_the_same_over_resta
     assert outcomes[0].key == 1 and pool.fileno() == fd
 
 
-def test_a_function_that_can_not_be_imported_ends_the_pool_with_the_cause(make: MakePool, tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_imported_ends_the_pool_with_the_cause(make: MakePool, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import busrl_s_no_such_module\n")
     pool = make(function="bad.py:f")
     with pytest.raises(RewardNotLoaded, match=r"ModuleNotFoundError.*bad\.py:1"):
         pool.wait_ready(60)
 
 
-def test_a_module_that_crashes_on_import_ends_the_pool_after_a_few_tries(make: MakePool, tmp_path: Path) -> None:
+def test_a_module_that_crashes_on_import_ends_the_pool_soon(make: MakePool, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import os\nos._exit(9)\n")
     pool = make(function="bad.py:f")
     with pytest.raises(RewardNotLoaded, match="exit status 9"):
@@ -335,7 +335,7 @@ def test_a_child_s_time_in_the_function_is_counted(make: MakePool) -> None:
     assert 0.3 <= pool.busy_s - before <= time.monotonic() - begun + 1e-6
 
 
-def test_answers_that_nobody_reads_and_a_child_that_has_nothing_to_do_take_no_time(
+def test_unread_answers_and_an_idle_child_take_no_time(
     process: LaneAt, tmp_path: Path
 ) -> None:
     judged, count = process(0.0), 10

@@ -105,7 +105,7 @@ def grown(plan: list[Any]) -> Tree:
 
 @settings(max_examples=40)
 @given(plan=st.lists(calls, min_size=1, max_size=6))
-def test_what_a_tree_holds_comes_back_from_its_slot_as_the_learners_record(ring: Ring, plan: list[Any]) -> None:
+def test_a_tree_comes_back_from_its_slot_as_the_learners_record(ring: Ring, plan: list[Any]) -> None:
     tree = grown(plan)
     episode = tree.trajectory()
     assert episode is not None
@@ -146,7 +146,7 @@ def three_turns() -> Trajectory:
     return found
 
 
-def test_reward_functions_see_turns_in_the_order_of_calls_and_the_last_ones_ids(ring: Ring) -> None:
+def test_reward_functions_see_turns_in_call_order_and_the_last_ids(ring: Ring) -> None:
     messages = b'[[{"role": "user", "content": "a"}], []]'
     slot = rewarded(ring, three_turns(), reward={"right": 1.0, "short": -0.25}, messages=messages)
     seen = seen_by_reward(ring, slot)
@@ -214,7 +214,7 @@ def test_an_episode_that_breaks_a_rule_is_dropped_with_the_rule(ring: Ring, name
     assert State(int(ring.lines()["state"][slot])) == State.FREE
 
 
-def test_an_episode_without_a_tensor_that_it_needs_is_dropped_by_its_name(ring: Ring) -> None:
+def test_an_episode_without_a_needed_tensor_is_dropped_by_its_name(ring: Ring) -> None:
     slot, word = claimed_for_generation(ring)
     episode = three_turns()
     for name in ("ids", "turns", "logprobs", "versions"):

@@ -40,7 +40,7 @@ def scene() -> Iterator[Scene]:
     made.close()
 
 
-def test_the_same_stream_gives_the_same_tokens_whatever_the_order_and_the_company(scene: Scene) -> None:
+def test_a_stream_gives_the_same_tokens_in_any_order_and_company(scene: Scene) -> None:
     calls = [call(number, max_new_tokens=20 + number) for number in range(6)]
     alone = [scene.answers(one)[0] for one in calls]
     together = scene.answers(*calls)
@@ -59,7 +59,7 @@ def test_an_answer_has_ids_logprobs_versions_and_who_made_it(scene: Scene) -> No
     assert answer.engine == engine.index and answer.generated_s > 0 and answer.waited_s >= 0
 
 
-def test_a_call_is_left_to_the_engine_that_it_names_for_its_time_and_then_to_anybody(scene: Scene) -> None:
+def test_a_call_is_left_to_its_engine_first_then_to_any(scene: Scene) -> None:
     engine = scene.results(scene.caller.put(call(6, max_new_tokens=2)))[0].engine
     named = scene.caller.put(call(6, max_new_tokens=2, engine=engine, affinity_s=600.0))
     assert scene.results(named)[0].engine == engine
@@ -84,7 +84,7 @@ def test_a_stop_id_ends_the_answer_with_it(scene: Scene) -> None:
 
 
 @pytest.mark.slow  # an engine's start
-def test_the_answer_of_a_killed_engine_comes_from_its_next_start_and_is_the_same(scene: Scene) -> None:
+def test_a_killed_engines_answer_is_the_same_from_its_next_start(scene: Scene) -> None:
     calls = [call(number) for number in range(3)]
     before = scene.answers(*calls)
     put = [scene.caller.put(one) for one in calls]
@@ -122,7 +122,7 @@ def test_a_cancelled_call_is_left_by_its_engine(scene: Scene) -> None:
     assert {each.error.code for each in waiting} == {"cancelled"}
 
 
-def test_a_call_with_an_id_that_the_model_does_not_know_is_refused_and_the_engine_lives(scene: Scene) -> None:
+def test_a_call_with_an_unknown_id_is_refused_and_the_engine_lives(scene: Scene) -> None:
     one = scene.caller.put(ModelCall(np.array([1, 1 << 30], np.int32), 4))
     scene.ended(one)
     with pytest.raises(CallUnanswered, match=f"token id {1 << 30}: the model knows 0 to") as refused:
@@ -130,7 +130,7 @@ def test_a_call_with_an_id_that_the_model_does_not_know_is_refused_and_the_engin
     assert refused.value.code == "refused" and scene.answers(call(0, max_new_tokens=2)) and scene.all_free()
 
 
-def test_every_token_has_the_version_that_drew_it_when_weights_change_during_a_call(scene: Scene) -> None:
+def test_every_token_has_its_version_when_weights_change_during_a_call(scene: Scene) -> None:
     scene.publish(1, 1.0)
     scene.until("version 1", lambda: _versions(scene, 5) == {1})
     for version in range(2, 30):
@@ -150,7 +150,7 @@ def _versions(scene: Scene, number: int) -> set[int]:
     return set(scene.results(scene.caller.put(call(number, max_new_tokens=1)))[0].versions.tolist())
 
 
-def test_coroutines_ask_more_than_there_are_slots_and_a_late_one_names_who_had_its_call(scene: Scene) -> None:
+def test_more_coroutines_than_slots_ask_and_a_late_call_names_its_holder(scene: Scene) -> None:
     async def many() -> list[list[int]]:
         async with scene.async_caller() as caller:
             asks = [caller.ask(call(n % 5, max_new_tokens=4), PATIENCE_S) for n in range(scene.ring.n_slots + 20)]

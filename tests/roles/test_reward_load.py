@@ -9,7 +9,7 @@ def made(workers: int = 1, processes: int = 1) -> RewardLoad:
     return RewardLoad(workers, processes, step_samples=256, now=0.0)
 
 
-def test_a_reward_that_works_all_the_time_while_samples_wait_says_what_a_step_costs() -> None:
+def test_a_busy_reward_with_waiting_samples_shows_a_steps_cost() -> None:
     load = made()
     assert load.seen(WINDOW_S) == int(WINDOW_S * 1e9) and load.due(WINDOW_S)
     told = load.slow(judged=20, waiting=200, now=WINDOW_S)
@@ -25,7 +25,7 @@ def test_several_workers_of_several_processes_share_a_step() -> None:
     assert "a call takes 0.5 s" in told and "256 samples 16 s" in told and "8 workers serve all" in told
 
 
-def test_a_reward_that_has_time_left_or_that_nobody_waits_for_says_nothing() -> None:
+def test_a_reward_with_time_left_or_without_waiters_shows_nothing() -> None:
     for busy, waiting in ((WINDOW_S / 2, 200), (WINDOW_S, 2)):
         load = made()
         load.seen(busy)
@@ -33,7 +33,7 @@ def test_a_reward_that_has_time_left_or_that_nobody_waits_for_says_nothing() -> 
         assert load.due(2 * WINDOW_S)
 
 
-def test_a_call_that_does_not_end_says_whom_it_holds_up_and_for_how_long() -> None:
+def test_a_call_without_end_names_whom_it_holds_up_and_how_long() -> None:
     load = made()
     load.seen(WINDOW_S)
     assert "no answer for 10 s, 9 samples wait; one worker serves all" in load.slow(0, 9, WINDOW_S)

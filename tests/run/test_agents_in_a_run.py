@@ -107,7 +107,7 @@ def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
 
 
 @pytest.mark.long
-def test_what_an_episode_returned_is_a_part_beside_others_and_its_turns_rewards_are_added(
+def test_an_episodes_return_is_a_part_and_its_turns_rewards_are_added(
     chat_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = make_all(tmp_path / "mine", chat_folder("chatml"))
@@ -151,7 +151,7 @@ def test_what_an_episode_does_decides_what_becomes_of_its_sample(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_run_of_episodes_survives_deaths_of_agent_child_engine_keeper_and_learner(
+def test_a_run_of_episodes_survives_the_deaths_of_all_its_processes(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", "process.agent.count=2", "validation.every=10", config=AGENTS, steps=40)

@@ -69,7 +69,7 @@ def samples_of(run: Run) -> dict[int, SampleRecord]:
 
 
 @pytest.mark.long
-def test_what_is_trained_of_episodes_on_a_host_is_what_one_host_trains_bit_for_bit(
+def test_episodes_on_another_host_are_trained_bit_for_bit_alike(
     tmp_path: Path, quickstart: None
 ) -> None:
     (tmp_path / "two.py").write_text(TWO_CALLS)
@@ -93,7 +93,7 @@ def test_what_is_trained_of_episodes_on_a_host_is_what_one_host_trains_bit_for_b
 
 
 @pytest.mark.slow
-def test_a_host_with_agents_that_is_lost_with_all_it_had_costs_tokens_and_no_sample(
+def test_a_lost_host_of_agents_costs_tokens_and_no_sample(
     tmp_path: Path, quickstart: None
 ) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)  # rewards of that host judge its episodes
@@ -116,7 +116,7 @@ def test_a_host_with_agents_that_is_lost_with_all_it_had_costs_tokens_and_no_sam
 
 
 @pytest.mark.slow
-def test_clients_of_a_server_on_a_host_train_a_run_whoever_dies_there(tmp_path: Path, quickstart: None) -> None:
+def test_clients_of_a_hosts_server_train_a_run_whoever_dies(tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, 'process.serve.hosts=["gpu-0"]', "validation.data=", "learner.checkpoint_every=0",
                 config=SERVE, steps=9)
     host = Host(home)
@@ -130,7 +130,7 @@ def test_clients_of_a_server_on_a_host_train_a_run_whoever_dies_there(tmp_path: 
 
 
 @pytest.mark.slow
-def test_samples_that_no_client_of_a_host_asks_for_any_more_are_played_at_home(
+def test_samples_that_a_hosts_clients_leave_are_played_at_home(
     tmp_path: Path, quickstart: None
 ) -> None:
     config = tmp_path / "both.toml"

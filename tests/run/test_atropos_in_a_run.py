@@ -59,7 +59,7 @@ def check_posted(run: Run, *firsts: int) -> None:
 
 
 @pytest.mark.long
-def test_groups_that_an_environment_posts_are_trained_with_their_own_ids_and_scores(
+def test_posted_groups_are_trained_with_their_own_ids_and_scores(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", *SMALL, config=ATROPOS, steps=3)
@@ -104,7 +104,7 @@ def test_a_death_between_the_commits_of_a_group_loses_and_doubles_nothing(
 
 
 @pytest.mark.slow
-def test_a_run_learns_from_groups_while_the_process_that_takes_them_is_killed(tmp_path: Path, quickstart: None) -> None:
+def test_a_run_learns_from_groups_while_their_trainer_is_killed(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", *SMALL, config=ATROPOS, steps=12)
     with running(run), environment(run):
         for step in (2, 5, 8):

@@ -26,7 +26,7 @@ def score(record, completion, token_ids, episode):
 
 
 @pytest.mark.slow
-def test_a_run_of_episodes_trains_each_once_and_replays_them_after_a_kill(tmp_path: Path, quickstart: None) -> None:
+def test_a_run_trains_each_episode_once_and_replays_after_a_kill(tmp_path: Path, quickstart: None) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     command = [sys.executable, str(Path(__file__).with_name("episode_actor.py"))]
     run = Run(

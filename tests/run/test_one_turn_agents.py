@@ -38,7 +38,7 @@ def lines_of(folder: Path, more: str = "") -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_of_episodes_of_one_call_has_the_losses_of_plain_answers_bit_for_bit(
+def test_episodes_of_one_call_have_the_losses_of_plain_answers(
     tmp_path: Path, quickstart: None
 ) -> None:
     (tmp_path / "one.py").write_text(ONE_TURN)

@@ -92,7 +92,7 @@ def reward_run(tmp_path: Path, reward: str, steps: int, *settings: str) -> Run:
 
 
 @pytest.mark.long
-def test_a_reward_that_raises_hangs_lies_or_kills_its_process_costs_only_that_sample(tmp_path: Path) -> None:
+def test_a_reward_that_raises_hangs_lies_or_dies_costs_its_sample_alone(tmp_path: Path) -> None:
     run = reward_run(tmp_path, BREAKS, steps=14)
     accidents = run.audit().accidents
     # Raised at the 1st and 5th call for one record, and by a process that died on one sample twice.
@@ -104,7 +104,7 @@ def test_a_reward_that_raises_hangs_lies_or_kills_its_process_costs_only_that_sa
 
 
 @pytest.mark.slow
-def test_a_reward_that_breaks_all_the_time_does_not_flood_and_every_one_is_counted(tmp_path: Path) -> None:
+def test_a_reward_that_always_breaks_does_not_flood_and_is_counted(tmp_path: Path) -> None:
     run = reward_run(tmp_path, OFTEN, steps=12)
     row, sample = run.metrics()[-1], read_lines(run.paths.samples)[-1]
     assert abs(row["reward_parts"]["share"] - row["reward"]) < 1e-6 and list(sample["reward_parts"]) == ["share"]
@@ -118,7 +118,7 @@ def test_a_reward_that_breaks_all_the_time_does_not_flood_and_every_one_is_count
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_reward_that_forks_eats_memory_prints_and_writes_garbage_costs_only_its_own_samples(tmp_path: Path) -> None:
+def test_a_reward_that_forks_and_eats_memory_costs_its_samples_alone(tmp_path: Path) -> None:
     run = reward_run(tmp_path, HOSTILE, 10, "reward.memory_mb=1000")
     told = [line["text"] for line in read_lines(run.paths.errors) if line["where"] == "reward"]
     for text in ("MemoryError", "died on this sample twice"):

@@ -44,7 +44,7 @@ def clients(run: Run) -> AbstractContextManager[None]:
 
 
 @pytest.mark.long
-def test_clients_over_http_train_a_run_and_a_silent_one_loses_its_episode(tmp_path: Path, quickstart: None) -> None:
+def test_clients_over_http_train_a_run_and_silence_loses_an_episode(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", "limits.lease_s=3", "learner.checkpoint_every=0", "validation.at_start=false",
               "validation.samples=8", config=SERVE, steps=3)
     with running(run):
@@ -107,7 +107,7 @@ def test_a_stream_brings_text_while_the_engine_draws(tmp_path: Path, quickstart:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_gives_its_episodes_back_and_nothing_is_lost(tmp_path: Path, quickstart: None) -> None:
+def test_a_killed_server_gives_its_episodes_back_and_loses_nothing(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", "learner.checkpoint_every=0",
               "validation.samples=8", config=SERVE, steps=6)
     with running(run), clients(run):
