@@ -305,11 +305,11 @@ class Engine:
         ids = [*self.world.split(text), self.world.chat._special["<|im_end|>"]]
         finish = Finish.EOS if len(ids) <= call.max_new_tokens else Finish.LENGTH
         ids = ids[: call.max_new_tokens]
-        if call.heard is not None:
+        if call.on_ids is not None:
             for one in ids[:-1]:
-                call.heard([one])
+                call.on_ids([one])
             await self.ending.wait()
-            call.heard(ids[-1:])
+            call.on_ids(ids[-1:])
         scores = np.array([-self.world.random.random() for _ in ids], np.float32)
         self.world.log.append((prompt, tuple(ids), tuple(map(float, scores))))
         return EngineAnswer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish,

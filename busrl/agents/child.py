@@ -145,16 +145,16 @@ class Process:
             imports.search_beside(Path(beside))
             # Of programs that an environment starts, too: verifiers runs a tool server as a module.
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [beside, os.environ.get("PYTHONPATH")]))
-            made = await adapters.load(setup.environment, setup.options, setup.trial, beside)
-            self._function, self._close = made.episode, made.close
+            adapter = await adapters.load(setup.environment, setup.options, setup.trial, beside)
+            self._function, self._close = adapter.episode, adapter.close
             return
         module = setup.function.rpartition(":")[0]
         self._package = "" if module.endswith(".py") else module.rpartition(".")[0] or module
-        found: Any = imports.load("function", setup.function, AgentNotLoaded, setup.base_dir)
-        if not inspect.isclass(found):
-            self._function = found
+        loaded: Any = imports.load("function", setup.function, AgentNotLoaded, setup.base_dir)
+        if not inspect.isclass(loaded):
+            self._function = loaded
             return
-        user: Any = found()
+        user: Any = loaded()
         if not callable(getattr(user, "episode", None)):
             raise AgentNotLoaded(f"function = {setup.function!r}: the class has no method episode(task, llm)")
         self._function, self._close = user.episode, getattr(user, "close", None)
@@ -211,17 +211,17 @@ class Process:
 
     def _where(self) -> str:
         """The innermost line on the loop's stack of a user's file, or of the package that the function is in."""
-        frame, found, own = sys._current_frames().get(self._main), "", self._package
+        frame, place, package = sys._current_frames().get(self._main), "", self._package
         while frame is not None:
             module = frame.f_globals.get("__name__") or ""
-            users = module.startswith("busrl_user_") or (own != "" and f"{module}.".startswith(f"{own}."))
-            if users or not found:
+            users = module.startswith("busrl_user_") or (package != "" and f"{module}.".startswith(f"{package}."))
+            if users or not place:
                 name = os.path.basename(frame.f_code.co_filename)
-                found = f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+                place = f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
             if users:
                 break
             frame = frame.f_back
-        return found
+        return place
 
 
 async def _awaited(value: Any) -> None:

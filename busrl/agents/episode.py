@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,7 +34,7 @@ import numpy.typing as npt
 from busrl.agents.llm import ChatRequest, Choice, Choices, CompleteRequest, Refusal, Request, Response, RewardRequest
 from busrl.agents.parsers import Draft, MessageMaker
 from busrl.agents.renderer import Renderer
-from busrl.agents.tree import History, Ids, OpenCall, Tree, Turn
+from busrl.agents.tree import Conversation, Ids, OpenCall, Tree, Turn
 from busrl.data.episodes import EpisodeLimits
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
@@ -49,7 +50,7 @@ _threads = ThreadPoolExecutor(LONG_AT_ONCE, "long request")
 @dataclass(frozen=True)
 class Call:
     """A question to an engine: at most `max_new_tokens` ids behind `prompt`. `stream` (64 bits) names the random
-    numbers; `near` is the engine that answered the turn before, where the prefix may still be; `heard` gets the ids as
+    numbers; `near` is the engine that answered the turn before, where the prefix may still be; `on_ids` gets the ids as
     they are drawn, from engines that send them before the answer."""
 
     uid: int
@@ -57,7 +58,7 @@ class Call:
     prompt: Ids
     max_new_tokens: int
     near: int
-    heard: Callable[[list[int]], None] | None = None
+    on_ids: Callable[[list[int]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class EngineAnswer:
 
 
 Engine = Callable[[Call], Awaitable[EngineAnswer]]
-Heard = Callable[[int, dict[str, str]], None]  # of which answer, and what is new in the parts of its message
+OnDraft = Callable[[int, dict[str, str]], None]  # the number of an answer, and what is new in the parts of its message
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Question:
     request: ChatRequest | CompleteRequest
     parent: Turn | None
     new: Ids | Sequence[int]
-    history: History | None = None
+    history: Conversation | None = None
     text: str | None = None  # of the new ids, where a template wrote them
     tools: Sequence[Any] = ()
 
@@ -149,11 +150,11 @@ class Retries:
     def again(self, key: bytes, now: float) -> Exchange | None:
         """The request that is asked for again: one whose clients have gone, else one that nobody got yet, else the
         newest; None if there is none."""
-        self._known = [one for one in self._known if one.useful(now - self._keep_s)]
-        known = [one for one in self._known if one.key == key]
-        unheard = [one for one in known if one.delivered_at is None]
-        left = [*(one for one in unheard if not one.waiting), *unheard, *known[-1:]]
-        return left[0] if left else None
+        self._known = [exchange for exchange in self._known if exchange.useful(now - self._keep_s)]
+        known = [exchange for exchange in self._known if exchange.key == key]
+        undelivered = [exchange for exchange in known if exchange.delivered_at is None]
+        candidates = [*(exchange for exchange in undelivered if not exchange.waiting), *undelivered, *known[-1:]]
+        return candidates[0] if candidates else None
 
     def remove(self, request: Exchange) -> None:
         """Forget a request that came to nothing: the same body is then a new one."""
@@ -192,41 +193,41 @@ class Episode:
 
     # -- requests -----
 
-    async def answer(self, request: Request, heard: Heard | None = None) -> tuple[Delivery, Response]:
-        """Answer a request; what is refused is so in the response. The caller says when it was delivered. `heard` is
-        told what is drawn meanwhile, where no tools are offered; the message in the answer counts."""
+    async def answer(self, request: Request, on_draft: OnDraft | None = None) -> tuple[Delivery, Response]:
+        """Answer a request; a refusal is a response too. The caller says when it was delivered. `on_draft` gets what is
+        drawn meanwhile, where no tools are offered; the message in the answer counts."""
         try:
             if isinstance(request, RewardRequest):
                 self.reward(request)
                 return Delivery([]), Choices([])
             with self.at_work():
-                given = await self._several(await self._question(request), heard)
-            return given, Choices([choice_of(turn) for turn in given.turns])
+                delivery = await self._several(await self._question(request), on_draft)
+            return delivery, Choices([choice_of(turn) for turn in delivery.turns])
         except CallRefused as refused:
             self.counts["refused"] += 1
             return Delivery([]), Refusal(refused.code, str(refused), refused.param)
 
     async def answer_once(self, body: bytes, retried: bool, request: Request,
-                          heard: Heard | None = None) -> tuple[Delivery, Response]:
+                          on_draft: OnDraft | None = None) -> tuple[Delivery, Response]:
         """`answer`, for clients that may ask again: with `retried` the same `body` gets the answer of the request that
-        it repeats, if there is one, and hears nothing before. Cancelled: the client went away. For the HTTP door."""
+        it repeats, if there is one, and no draft of it. Cancelled: the client went away. For clients over HTTP."""
         key = hashlib.blake2b(body, digest_size=16).digest()
-        kept = self._retries.again(key, self._clock()) if retried else None
-        self.counts["joined"] += kept is not None
-        if kept is None:
-            kept = self._retries.first(key, self._started(self.answer(request, heard)))
-        if kept.giving_up:
-            kept.giving_up.cancel()
-        kept.waiting += 1
+        exchange = self._retries.again(key, self._clock()) if retried else None
+        self.counts["joined"] += exchange is not None
+        if exchange is None:
+            exchange = self._retries.first(key, self._started(self.answer(request, on_draft)))
+        if exchange.giving_up:
+            exchange.giving_up.cancel()
+        exchange.waiting += 1
         try:
-            given, response = await asyncio.shield(kept.answer)
+            delivery, response = await asyncio.shield(exchange.answer)
         finally:
-            kept.waiting -= 1
-            if not kept.waiting and not kept.answer.done():
+            exchange.waiting -= 1
+            if not exchange.waiting and not exchange.answer.done():
                 later = asyncio.get_running_loop().call_later
-                kept.giving_up = later(self._settings.linger_s, self._give_up, kept)
-        kept.delivered_at = self._clock()
-        return given, response
+                exchange.giving_up = later(self._settings.linger_s, self._give_up, exchange)
+        exchange.delivered_at = self._clock()
+        return delivery, response
 
     def close(self) -> None:
         """Cancel what is under way; the tree keeps what has been answered."""
@@ -244,10 +245,10 @@ class Episode:
         """Seconds that were the episode's own: none of its calls was waiting or generating."""
         return self._own_s + (0.0 if self._busy else self._clock() - self._since)
 
-    def _give_up(self, kept: Exchange) -> None:
-        if not kept.answer.done():
-            kept.answer.cancel()
-            self._retries.remove(kept)
+    def _give_up(self, exchange: Exchange) -> None:
+        if not exchange.answer.done():
+            exchange.answer.cancel()
+            self._retries.remove(exchange)
 
     def _started(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -275,8 +276,8 @@ class Episode:
             size = sum(map(len, request.messages)) + len(request.tools) + len(request.arguments)
             require_some_fit(self._settings.limits.context, len(request.messages), size)
             return await beside(size, self._chat, request)
-        given = request.prompt
-        parts, size = (len(given), 0) if isinstance(given, list) else (1, len(given))
+        prompt = request.prompt
+        parts, size = (len(prompt), 0) if isinstance(prompt, list) else (1, len(prompt))
         require_some_fit(self._settings.limits.context, parts, size)
         return await beside(max(parts, size), self._completion, request)
 
@@ -284,52 +285,55 @@ class Episode:
         history = self.tree.read(request.messages, request.tools, request.arguments)
         tools = msgspec.json.decode(request.tools) or []
         arguments = msgspec.json.decode(request.arguments) or {}
-        if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise CallRefused("invalid", "tools must be a list of objects", "tools")
         if not isinstance(arguments, dict):
             raise CallRefused("invalid", "arguments of the template must be an object", "chat_template_kwargs")
-        found = self._renderer.prompt(self.tree, history, tools, arguments)
-        return Question(request, found.parent, found.new, history, found.text, tools)
+        prompted = self._renderer.prompt(self.tree, history, tools, arguments)
+        return Question(request, prompted.parent, prompted.new, history, prompted.text, tools)
 
     def _completion(self, request: CompleteRequest) -> Question:
-        given = request.prompt
-        ids = given if isinstance(given, list) else self._renderer.encode(given)
+        text_or_ids = request.prompt
+        ids = text_or_ids if isinstance(text_or_ids, list) else self._renderer.encode(text_or_ids)
         most = self._renderer.vocabulary
-        if wrong := next((f"{one}" for one in ids if not 0 <= one < most), ""):
+        if wrong := next((f"{token}" for token in ids if not 0 <= token < most), ""):
             raise CallRefused("invalid", f"prompt: the token id {wrong} must be from 0 to {most - 1}", "prompt")
         prompt = np.array(ids, np.int32)
         parent = self.tree.match_ids(prompt)
         return Question(request, parent, prompt[parent.end if parent else 0 :])
 
-    async def _several(self, asked: Question, heard: Heard | None) -> Delivery:
-        count, most = asked.request.n, asked.request.max_tokens
+    async def _several(self, question: Question, on_draft: OnDraft | None) -> Delivery:
+        count, most = question.request.n, question.request.max_tokens
         if not 1 <= count <= MOST_ANSWERS:
             raise CallRefused("invalid", f"n = {count}: must be 1 to {MOST_ANSWERS}", "n")
         if most < 0:
             raise CallRefused("invalid", f"max_tokens = {most}: must be at least 1", "max_tokens")
         wanted = min(most or self._settings.max_new_tokens, self._settings.max_new_tokens)
         if count > 1:  # all come back, or none is asked
-            await self._room(asked, wanted, count)
-            wanted = self.tree.room(asked.parent, len(asked.new), wanted, count)
+            await self._room(question, wanted, count)
+            wanted = self.tree.room(question.parent, len(question.new), wanted, count)
             if wanted < 1:
-                raise self.tree.used_up(asked.parent, len(asked.new))
-        ears = [self._ear(asked, place, heard) if heard and not asked.tools else None for place in range(count)]
-        calls = [self._started(self._call(asked, wanted, ear)) for ear in ears]
+                raise self.tree.used_up(question.parent, len(question.new))
+        listener = partial(self._listener, question, on_draft) if on_draft and not question.tools else None
+        calls = [
+            self._started(self._call(question, wanted, listener(place) if listener else None)) for place in range(count)
+        ]
         try:
             return Delivery(list(await asyncio.gather(*calls)))
         finally:
             for call in calls:
                 call.cancel()
 
-    async def _call(self, asked: Question, wanted: int, ear: Callable[[list[int]], None] | None) -> Turn:
-        parent = asked.parent
+    async def _call(self, question: Question, wanted: int, on_ids: Callable[[list[int]], None] | None) -> Turn:
+        parent = question.parent
         async with self._running:
-            await self._room(asked, wanted)
-            call = self.tree.ask(parent, asked.new, wanted, asked.history, asked.text, asked.request.trained)
+            await self._room(question, wanted)
+            call = self.tree.ask(parent, question.new, wanted, question.history, question.text,
+                                 question.request.trained)
             try:
                 near = self._engines.get(parent.number, -1) if parent else -1
-                answer = await self._engine(Call(self.uid, call.stream, call.prompt, call.room, near, ear))
-                return self._settle(asked, call, answer)
+                answer = await self._engine(Call(self.uid, call.stream, call.prompt, call.room, near, on_ids))
+                return self._settle(question, call, answer)
             except BaseException:
                 self.tree.cancel(call)
                 raise
@@ -337,33 +341,33 @@ class Episode:
                 freed, self._freed = self._freed, asyncio.Event()
                 freed.set()
 
-    def _ear(self, asked: Question, place: int, heard: Heard) -> Callable[[list[int]], None]:
+    def _listener(self, question: Question, on_draft: OnDraft, place: int) -> Callable[[list[int]], None]:
         """A listener for the ids of an answer that is still drawn."""
         ids: list[int] = []
-        draft = Draft(self._maker, asked.history is not None, asked.text or "", asked.request.stop)
+        draft = Draft(self._maker, question.history is not None, question.text or "", question.request.stop)
 
         def listen(more: list[int]) -> None:
             ids.extend(more)
             if new := draft.more(self._renderer.said(ids)[0]):
-                heard(place, new)
+                on_draft(place, new)
 
         return listen
 
-    async def _room(self, asked: Question, wanted: int, n: int = 1) -> None:
+    async def _room(self, question: Question, wanted: int, n: int = 1) -> None:
         """Wait while calls under way hold room that these would get when they have ended."""
-        parent, new = asked.parent, len(asked.new)
+        parent, new = question.parent, len(question.new)
         full = min(wanted, self._settings.limits.context - new - (parent.end if parent else 0))
         while self.tree.open and 0 < full > self.tree.room(parent, new, wanted, n):
             await self._freed.wait()
 
-    def _settle(self, asked: Question, call: OpenCall, answer: EngineAnswer) -> Turn:
-        stops = asked.request.stop
+    def _settle(self, question: Question, call: OpenCall, answer: EngineAnswer) -> Turn:
+        stops = question.request.stop
         said, end = self._renderer.said(answer.ids)
-        if stopped := any(one in said for one in stops):
+        if stopped := any(stop in said for stop in stops):
             answer, said, end = self._until(answer, stops)
         message, unparsed = {"role": "assistant", "content": said}, 0
-        if asked.history is not None:
-            message, unparsed = self._maker.message(said, asked.text or "", asked.tools, call.number)
+        if question.history is not None:
+            message, unparsed = self._maker.message(said, question.text or "", question.tools, call.number)
         turn = self.tree.answer(call, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
                                 answer.waited_ms, answer.generated_ms, answer.step)
         turn.stopped = stopped
@@ -377,27 +381,30 @@ class Episode:
         def text(count: int) -> str:
             return self._renderer.said(answer.ids[:count])[0]
 
-        count = bisect.bisect_left(range(len(answer.ids)), True, 1, key=lambda n: any(one in text(n) for one in stops))
+        def ended(count: int) -> bool:
+            return any(stop in text(count) for stop in stops)
+
+        count = bisect.bisect_left(range(len(answer.ids)), True, 1, key=ended)
         said = text(count)
-        said = said[: min(said.find(one) for one in stops if one in said)]
+        said = said[: min(said.find(stop) for stop in stops if stop in said)]
         kept = replace(answer, ids=answer.ids[:count], logprobs=answer.logprobs[:count],
                        versions=answer.versions[:count], finish=int(Finish.LENGTH))
         return kept, said, ""
 
     def reward(self, request: RewardRequest) -> None:
         """Add a reward to a turn; CallRefused if it is none."""
-        turn = next((one for one in self.tree.turns if one.number == request.turn), None)
+        turn = next((turn for turn in self.tree.turns if turn.number == request.turn), None)
         if turn is None:
             raise CallRefused("invalid", f"turn {request.turn}: this episode has no such turn", "turn")
         turn.reward = (turn.reward or 0.0) + request.value
 
 
-async def beside(size: int, function: Callable[..., T], *given: Any) -> T:
+async def beside(size: int, function: Callable[..., T], *arguments: Any) -> T:
     """Call a function and return its result: for a large `size` of its input in a thread, few at the same time, so
     that nobody else's request waits for it."""
     if size < LONG_BYTES:
-        return function(*given)
-    return await asyncio.get_running_loop().run_in_executor(_threads, function, *given)
+        return function(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(_threads, function, *arguments)
 
 
 def choice_of(turn: Turn) -> Choice:

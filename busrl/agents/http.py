@@ -307,8 +307,8 @@ class CallRoutes:
                       stream: Stream | None) -> Delivery:
         """Wait for the answer; a stream brings meanwhile what is drawn."""
         retried = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
-        heard = stream.heard if stream is not None else None
-        work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, asked, heard))
+        on_draft = stream.on_draft if stream is not None else None
+        work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, asked, on_draft))
         try:
             if stream is not None:
                 await stream.follow(work)
@@ -409,7 +409,7 @@ class Stream:
         self._news: asyncio.Queue[tuple[int, dict[str, str]] | None] = asyncio.Queue()
         self._given: dict[int, dict[str, str]] = {}
         self.begun = False
-        self.heard = None if openai.wants_numbers(answers.body) else self._hear
+        self.on_draft = None if openai.wants_numbers(answers.body) else self._put
 
     async def follow(self, work: asyncio.Future[Any]) -> None:
         """Write what is drawn until the work is done, and signs of life while there is nothing."""
@@ -441,7 +441,7 @@ class Stream:
         await self._response.write_eof()
         return self._response
 
-    def _hear(self, place: int, new: dict[str, str]) -> None:
+    def _put(self, place: int, new: dict[str, str]) -> None:
         self._news.put_nowait((place, new))
 
     async def _event(self, value: Mapping[str, Any]) -> None:

@@ -130,18 +130,18 @@ class Llm:
                    stop: Sequence[str] = ()) -> Any:
         """The model's answer to messages as OpenAI has them, a `Reply`; with `n` above 1 a list of them. A text of
         `stop` ends it, and is left out."""
-        raw = [_json(one, "messages") for one in messages]
+        raw = [_json(message, "messages") for message in messages]
         around = (_json(tools or None, "tools"), _json(template_arguments or None, "template_arguments"))
-        found = await self._choices(ChatRequest(raw, *around, n, max_tokens, self._trained, list(stop)))
-        replies = [_reply(one) for one in found]
+        choices = await self._choices(ChatRequest(raw, *around, n, max_tokens, self._trained, list(stop)))
+        replies = [_reply(choice) for choice in choices]
         return replies if n > 1 else replies[0]
 
     async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0,
                        stop: Sequence[str] = ()) -> Any:
         """The model's continuation of a text or token ids, a `Choice`; with `n` above 1 a list of them."""
-        given = _text(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
-        found = await self._choices(CompleteRequest(given, n, max_tokens, self._trained, list(stop)))
-        return found if n > 1 else found[0]
+        text_or_ids = _text(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        choices = await self._choices(CompleteRequest(text_or_ids, n, max_tokens, self._trained, list(stop)))
+        return choices if n > 1 else choices[0]
 
     async def reward(self, value: float, turn: int | None = None) -> None:
         """A reward for the newest turn, or for the one of that number, which a `Reply` has; several are added."""
@@ -163,9 +163,9 @@ class Llm:
         response = await self._ask(request)
         if isinstance(response, Refusal):
             raise CallRefused(response.code, response.text, response.param)
-        for one in response.choices:
-            if one.turn > self._newest:
-                self._newest, self.version = one.turn, one.version
+        for choice in response.choices:
+            if choice.turn > self._newest:
+                self._newest, self.version = choice.turn, choice.version
         return response.choices
 
 
@@ -264,11 +264,11 @@ class Blocking:
         """`task`, `uid`, `version` and `openai`."""
         return getattr(self._llm, name)
 
-    def chat(self, *given: Any, **named: Any) -> Any:
-        return self._wait(self._llm.chat(*given, **named))
+    def chat(self, *arguments: Any, **named: Any) -> Any:
+        return self._wait(self._llm.chat(*arguments, **named))
 
-    def complete(self, *given: Any, **named: Any) -> Any:
-        return self._wait(self._llm.complete(*given, **named))
+    def complete(self, *arguments: Any, **named: Any) -> Any:
+        return self._wait(self._llm.complete(*arguments, **named))
 
     def reward(self, value: float, turn: int | None = None) -> None:
         self._wait(self._llm.reward(value, turn))

@@ -305,7 +305,7 @@ class Answers:
                  "top_logprobs": []} for one, score in pairs]
 
     def _ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.turns[0].asked.prompt.tolist()} if self.body.return_token_ids else {}
+        return {"prompt_token_ids": self.turns[0].call.prompt.tolist()} if self.body.return_token_ids else {}
 
     def _usage_chunk(self, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if (self.body.stream_options or {}).get("include_usage"):

@@ -75,7 +75,7 @@ def kill_group(group: int) -> None:
 
 async def ended_in_time(episode: Episode, episode_s: float, *ends: asyncio.Future[Any]) -> bool:
     """Wait for the first of these ends; False if the own time of the episode was over before."""
-    while not any(one.done() for one in ends):
+    while not any(end.done() for end in ends):
         left = episode_s - episode.own_s()
         if left <= 0:
             return False
@@ -236,24 +236,24 @@ class Child:
             self._work.add(task)
             task.add_done_callback(self._work.discard)
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _answer(self, frame: Asked) -> None:
         """Every request is answered, so that no code waits for ever: where the episode is over, with that."""
-        known, answered = self._episodes.get(asked.key), None
-        if known is not None:
+        playing, answered = self._episodes.get(frame.key), None
+        if playing is not None:
             try:
-                answered = await known[0].answer(asked.request)
+                answered = await playing[0].answer(frame.request)
             except asyncio.CancelledError:  # of its calls
                 pass
             except CallUnanswered as problem:  # the engine's: it is not the episode that failed
-                known[0].unanswered(problem)
+                playing[0].unanswered(problem)
             except Exception as problem:
-                if not known[1].done():
-                    known[1].set_exception(problem)
-        if answered is None or asked.key not in self._episodes:
-            self._send(Answered(asked.call, Refusal("ended", "this episode is over")))
+                if not playing[1].done():
+                    playing[1].set_exception(problem)
+        if answered is None or frame.key not in self._episodes:
+            self._send(Answered(frame.call, Refusal("ended", "this episode is over")))
             return
         given, response = answered
-        self._send(Answered(asked.call, response))
+        self._send(Answered(frame.call, response))
         given.delivered()
 
 
@@ -270,12 +270,12 @@ class Children:
     async def start(self) -> None:
         """Start all; AgentNotLoaded if the function cannot be had."""
         async with self._starting:
-            made = await asyncio.gather(*(self._started() for _ in range(self._count)), return_exceptions=True)
-            self._shared = [one for one in made if isinstance(one, Child)]
-        for one in made:
-            if isinstance(one, BaseException):
+            children = await asyncio.gather(*(self._started() for _ in range(self._count)), return_exceptions=True)
+            self._shared = [child for child in children if isinstance(child, Child)]
+        for child in children:
+            if isinstance(child, BaseException):
                 await self.close()
-                raise one
+                raise child
 
     @property
     def all(self) -> list[Child]:
@@ -447,21 +447,21 @@ class Programs:
 def verdict_of(status: int, output: bytes, cause: str = "") -> Ended:
     """The end of a program, by its exit status and the last of what it wrote; `cause`: what it wrote of its errors."""
     last = last_line(output)
-    said = last[:TEXT_LIMIT].decode(errors="replace")
+    shown = last[:TEXT_LIMIT].decode(errors="replace")
     if status:
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return Ended("raised", text=f"{cause}its program ended with {how}; its last line: {said or 'none'}")
+        return Ended("raised", text=f"{cause}its program ended with {how}; its last line: {shown or 'none'}")
     try:
-        found = msgspec.json.decode(last, type=Verdict)
+        verdict = msgspec.json.decode(last, type=Verdict)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        rule = f'its last line must be JSON, {{"reward": 1.0}}: {problem}; it was: {said}'
+        rule = f'its last line must be JSON, {{"reward": 1.0}}: {problem}; it was: {shown}'
         return Ended("malformed", text=cause + rule)
-    why = found.why[:TEXT_LIMIT]
-    if found.again:
+    why = verdict.why[:TEXT_LIMIT]
+    if verdict.again:
         return Ended("again", text=why)
-    if found.reward is None:
-        return Ended("used_up" if found.failed else "malformed", text=why or f"no reward in its last line: {said}")
-    return judged("failed" if found.failed else "returned", found.reward, why)
+    if verdict.reward is None:
+        return Ended("used_up" if verdict.failed else "malformed", text=why or f"no reward in its last line: {shown}")
+    return judged("failed" if verdict.failed else "returned", verdict.reward, why)
 
 
 class Tail:
@@ -479,11 +479,11 @@ class Tail:
         behind holds a pipe of its own."""
         read, write = os.pipe()
         stream = asyncio.StreamReader()
-        made = cls(stream, to)
+        tail = cls(stream, to)
         file = os.fdopen(read, "rb", 0)
-        made._pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        tail._pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), file)
-        return made, write
+        return tail, write
 
     def close(self) -> None:
         self.reading.cancel()

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from busrl.agents.tree import REASONING, History, Ids, Message, Tree, Turn, text_of
+from busrl.agents.tree import REASONING, Conversation, Ids, Message, Tree, Turn, text_of
 from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import Prompt
 from busrl.errors import CallRefused, DataError
@@ -144,7 +144,7 @@ class Renderer:
         self.probes = [self._probe(kind) for kind in KINDS]
         self._never = {shape_of(kind.turn) for kind, probe in zip(KINDS, self.probes) if probe.wrong}
 
-    def prompt(self, tree: Tree, history: History, tools: Sequence[Any] | None = None,
+    def prompt(self, tree: Tree, history: Conversation, tools: Sequence[Any] | None = None,
                arguments: Mapping[str, Any] | None = None) -> Prompted:
         """The ids that the call of a request reads; CallRefused where the template refuses its messages."""
         try:
@@ -154,7 +154,7 @@ class Renderer:
         except UnicodeError as problem:
             raise CallRefused("invalid", f"a message holds half of a character: {problem}", "messages") from None
 
-    def _prompt(self, tree: Tree, history: History, tools: list[Any], arguments: dict[str, Any]) -> Prompted:
+    def _prompt(self, tree: Tree, history: Conversation, tools: list[Any], arguments: dict[str, Any]) -> Prompted:
         parent, count = tree.match(history)
         if parent is not None and self.history == "extend":
             turn, *tail = map(for_template, history.messages(count - 1))
@@ -280,7 +280,7 @@ class Renderer:
         return best
 
     def _part(self, turn: Turn) -> str:
-        asked = turn.asked
+        asked = turn.call
         if asked.text is None:
             asked.text = self._text.decode(asked.new.tolist())
         said = self._text.decode(turn.ids.tolist()) if turn.stopped else turn.text

@@ -89,7 +89,7 @@ def _number(text: str) -> float | int:
 
 
 @dataclass(frozen=True)
-class History:
+class Conversation:
     """The messages of a request: as they came, and where the tree's index of beginnings stands after each of them."""
 
     raw: tuple[bytes, ...]
@@ -97,7 +97,7 @@ class History:
 
     def messages(self, begin: int = 0) -> list[Message]:
         """The messages from number `begin` on, decoded anew."""
-        return [msgspec.json.decode(one) for one in self.raw[begin:]]
+        return [msgspec.json.decode(message) for message in self.raw[begin:]]
 
 
 class Index:
@@ -112,7 +112,7 @@ class Index:
         self._next: defaultdict[tuple[int, int], int] = defaultdict(itertools.count(1).__next__)
         self._last: list[tuple[bytes, int]] = []  # of the last request: most requests repeat it and add something
 
-    def read(self, messages: Sequence[Any], tools: Any, arguments: Any) -> History:
+    def read(self, messages: Sequence[Any], tools: Any, arguments: Any) -> Conversation:
         """Read messages, tools and arguments as objects, or as their JSON (`bytes` or `msgspec.Raw`)."""
         last, here = self._last, []
         tools, arguments = self._around(tools), self._around(arguments)
@@ -125,7 +125,7 @@ class Index:
             for _, form in here:
                 states.append(self._next[states[-1], form])
         self._last = here
-        return History(tuple(raw for raw, _ in here), tuple(states))
+        return Conversation(tuple(raw for raw, _ in here), tuple(states))
 
     def add(self, state: int, message: Message) -> int:
         form = self._form_of(_raw(message))
@@ -180,7 +180,7 @@ class OpenCall:
     room: int
     stream: int
     trained: bool
-    history: History | None
+    history: Conversation | None
     text: str | None  # of the new ids, where a template wrote them
     hash: Any
 
@@ -193,7 +193,7 @@ class OpenCall:
 class Turn:
     """A call that was answered: `ids` are those that it sampled. In its path they stand from `begin` to `end`."""
 
-    asked: OpenCall
+    call: OpenCall
     ids: Ids
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.uint32]
@@ -213,23 +213,23 @@ class Turn:
 
     @property
     def number(self) -> int:
-        return self.asked.number
+        return self.call.number
 
     @property
     def parent(self) -> Turn | None:
-        return self.asked.parent
+        return self.call.parent
 
     @property
     def begin(self) -> int:
-        return self.asked.begin
+        return self.call.begin
 
     @property
     def end(self) -> int:
-        return self.asked.begin + len(self.ids)
+        return self.call.begin + len(self.ids)
 
     @property
     def path_ids(self) -> Ids:
-        path = np.concatenate([part for one in self.chain() for part in (one.asked.new, one.ids)])
+        path = np.concatenate([part for turn in self.chain() for part in (turn.call.new, turn.ids)])
         path.flags.writeable = False
         return path
 
@@ -239,12 +239,12 @@ class Turn:
 
     def chain(self) -> list[Turn]:
         """The turns of its path, the root first."""
-        found: list[Turn] = []
-        one: Turn | None = self
-        while one is not None:
-            found.append(one)
-            one = one.parent
-        return found[::-1]
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
 
 
 @dataclass(frozen=True)
@@ -273,26 +273,26 @@ class Tree:
 
     # -- which turn a request continues -----
 
-    def read(self, messages: Sequence[Any], tools: Any = None, arguments: Any = None) -> History:
+    def read(self, messages: Sequence[Any], tools: Any = None, arguments: Any = None) -> Conversation:
         """The messages of a request (objects, or their JSON); CallRefused says which of them cannot be used."""
         if not messages:
             raise CallRefused("invalid", "messages is empty: at least one message is needed", "messages")
         return self._index.read(messages, tools, arguments)
 
-    def match(self, history: History) -> tuple[Turn | None, int]:
+    def match(self, history: Conversation) -> tuple[Turn | None, int]:
         """The turn that a request continues, and how many of its messages that turn's path stands for."""
         for count in range(len(history.raw) - 1, 0, -1):
-            if found := self._ends.get(history.states[count]):
-                return _as_echoed(found, history.raw[count - 1]), count
+            if turns := self._ends.get(history.states[count]):
+                return _as_echoed(turns, history.raw[count - 1]), count
         return None, 0
 
     def match_ids(self, prompt: Ids) -> Turn | None:
         """The newest of the longest turns whose path begins the prompt, which has to be longer."""
         best, level = None, self.roots
         while level:
-            fitting = [one for one in level if _continues(one, prompt)]
-            best = max(fitting, key=lambda one: (one.end, one.number), default=best)
-            level = [child for one in fitting for child in one.children]
+            fitting = [turn for turn in level if _continues(turn, prompt)]
+            best = max(fitting, key=lambda turn: (turn.end, turn.number), default=best)
+            level = [child for turn in fitting for child in turn.children]
         return best
 
     # -- calls -----
@@ -321,7 +321,7 @@ class Tree:
             why = f"This episode's maximum context length is used up, calls under way included: {stated}"
         return CallRefused("context_length_exceeded", why, "messages")
 
-    def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None = None,
+    def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: Conversation | None = None,
             text: str | None = None, trained: bool = True) -> OpenCall:
         """A call that reads the ids `new` (at least one) behind `parent`; CallRefused where no room is left for it."""
         room, begin = self.room(parent, len(new), wanted), (parent.end if parent else 0) + len(new)
@@ -334,43 +334,43 @@ class Tree:
         self._sampled, self._asked, self.open = self._sampled + room, self._asked + 1, self.open + 1
         self._calls += 1
         read = np.array(new, np.int32)
-        hashed = parent.asked.hash.copy() if parent else hashlib.blake2b(digest_size=8)
+        hashed = parent.call.hash.copy() if parent else hashlib.blake2b(digest_size=8)
         hashed.update(read.data)
         if parent:
             parent.open, parent.continued = parent.open + 1, True
         stream = self._stream(hashed.digest())
         return OpenCall(self._calls - 1, parent, read, begin, room, stream, trained, history, text, hashed)
 
-    def answer(self, asked: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
+    def answer(self, call: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
                generated_ms: int = 0, step: int = 0) -> Turn:
         """The turn that ends a call with the ids, log-probabilities and versions that the engine drew."""
         drawn = np.array(ids, np.int32)
-        scores, made = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
-        if not 1 <= len(drawn) <= asked.room or not len(drawn) == len(scores) == len(made):
-            raise ValueError(f"an answer of {len(drawn)} ids, {len(scores)} log-probabilities and {len(made)} versions "
-                             f"to a call with room for {asked.room}")
-        state = self._index.add(asked.history.states[-1], message) if asked.history else None
-        self._release(asked, asked.room - len(drawn))
-        asked.hash.update(drawn.data)
-        turn = Turn(asked, drawn, scores, made, finish, message, text, end_text, waited_ms, generated_ms, step)
+        scores, drawn_with = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
+        if not 1 <= len(drawn) <= call.room or not len(drawn) == len(scores) == len(drawn_with):
+            raise ValueError(f"an answer of {len(drawn)} ids, {len(scores)} log-probabilities and {len(drawn_with)} "
+                             f"versions to a call with room for {call.room}")
+        state = self._index.add(call.history.states[-1], message) if call.history else None
+        self._release(call, call.room - len(drawn))
+        call.hash.update(drawn.data)
+        turn = Turn(call, drawn, scores, drawn_with, finish, message, text, end_text, waited_ms, generated_ms, step)
         self.turns.append(turn)
-        (asked.parent.children if asked.parent else self.roots).append(turn)
+        (call.parent.children if call.parent else self.roots).append(turn)
         if state is not None:
             self._ends.setdefault(state, []).append(turn)
         return turn
 
-    def cancel(self, asked: OpenCall) -> None:
-        self._release(asked, asked.room)
+    def cancel(self, call: OpenCall) -> None:
+        self._release(call, call.room)
         self._asked -= 1
-        more, sequences = self._adds(asked.parent, asked.begin)
+        more, sequences = self._adds(call.parent, call.begin)
         self._tokens, self._sequences = self._tokens - more, self._sequences - sequences
 
-    def _release(self, asked: OpenCall, unused: int) -> None:
+    def _release(self, call: OpenCall, unused: int) -> None:
         self.open -= 1
         self._sampled, self._tokens = self._sampled - unused, self._tokens - unused
-        if asked.parent:
-            asked.parent.open -= 1
+        if call.parent:
+            call.parent.open -= 1
 
     def _adds(self, parent: Turn | None, begin: int) -> tuple[int, int]:
         """Ids that are read and sequences which one more call adds to what is trained."""
@@ -393,12 +393,12 @@ class Tree:
         """The leaf of each training sequence, with the turns that are trained in it, in their order."""
         kept = [turn for turn in self.turns if turn.kept]
         inner, taken = {id(turn.parent) for turn in kept}, set[int]()
-        found = []
+        sequences = []
         for leaf in sorted((turn for turn in kept if id(turn) not in inner), key=lambda turn: turn.number):
-            own = [turn for turn in leaf.chain() if id(turn) not in taken]
-            taken.update(map(id, own))
-            found.append((leaf, own))
-        return found
+            trained = [turn for turn in leaf.chain() if id(turn) not in taken]
+            taken.update(map(id, trained))
+            sequences.append((leaf, trained))
+        return sequences
 
     def trajectory(self) -> Trajectory | None:
         """The arrays of an episode; None where nobody got an answer."""
@@ -407,10 +407,10 @@ class Tree:
             return None
         rows = [
             [place, turn.begin, turn.end, turn.finish, turn.number, turn.waited_ms, turn.generated_ms,
-             int(turn.asked.trained)]
-            for place, (_, own) in enumerate(sequences) for turn in own
+             int(turn.call.trained)]
+            for place, (_, trained) in enumerate(sequences) for turn in trained
         ]
-        turns = [turn for _, own in sequences for turn in own]
+        turns = [turn for _, trained in sequences for turn in trained]
         rewards = None
         if any(turn.reward is not None for turn in turns):
             rewards = np.array([turn.reward or 0.0 for turn in turns], np.float32)
@@ -419,7 +419,7 @@ class Tree:
             np.array([leaf.end for leaf, _ in sequences], np.int32), np.array(rows, np.int32),
             np.concatenate([turn.logprobs for turn in turns]), np.concatenate([turn.versions for turn in turns]),
             rewards, max(turns, key=lambda turn: turn.number).text,
-            min((turn.step for turn in turns if turn.asked.trained), default=0), self.undelivered,
+            min((turn.step for turn in turns if turn.call.trained), default=0), self.undelivered,
         )
 
     def transcript(self, limit: int) -> bytes:
@@ -427,19 +427,23 @@ class Tree:
         and where that is not enough the oldest messages are left out."""
         whole = [transcript_of(leaf) for leaf, _ in self.sequences()]
         cut = limit
-        while len(found := json.dumps([[shortened(one, cut) for one in each] for each in whole]).encode()) > limit:
+        while len(data := _as_json(whole, cut)) > limit:
             cut //= 2
             if cut < 64:
                 longest = max(whole, key=len, default=[])
                 if not longest:
                     return b"[]"
                 del longest[: -(-len(longest) // 2)]
-        return found
+        return data
+
+
+def _as_json(transcripts: list[list[Message]], cut: int) -> bytes:
+    return json.dumps([[shortened(message, cut) for message in messages] for messages in transcripts]).encode()
 
 
 def _continues(turn: Turn, prompt: Ids) -> bool:
     """True if what the turn read and sampled stands in the prompt, with something behind it; its parent's path does."""
-    new, begin, end = turn.asked.new, turn.begin, turn.end
+    new, begin, end = turn.call.new, turn.begin, turn.end
     read, said = prompt[begin - len(new) : begin], prompt[begin:end]
     return end < len(prompt) and np.array_equal(new, read) and np.array_equal(turn.ids, said)
 
@@ -451,7 +455,7 @@ def _as_echoed(turns: Sequence[Turn], raw: bytes) -> Turn:
     if len(newest) == 1:
         return newest[0]
     echoed = _own_marks(msgspec.json.decode(raw))
-    return next((one for one in newest if echoed and _own_marks(one.message) == echoed), newest[0])
+    return next((turn for turn in newest if echoed and _own_marks(turn.message) == echoed), newest[0])
 
 
 def _own_marks(message: Message) -> list[Any]:
@@ -461,9 +465,9 @@ def _own_marks(message: Message) -> list[Any]:
 
 def transcript_of(leaf: Turn) -> list[Message]:
     """The messages of a path: those that its newest request had, and the answer. One that knew ids alone has a text."""
-    history = leaf.asked.history
+    history = leaf.call.history
     if history is None:
-        return [{"role": "assistant", "content": one.text} for one in leaf.chain()]
+        return [{"role": "assistant", "content": turn.text} for turn in leaf.chain()]
     return [*history.messages(), leaf.message]
 
 
@@ -472,7 +476,7 @@ def shortened(value: Any, most: int) -> Any:
     if isinstance(value, str):
         return value if len(value) <= most else f"{value[:most]}… ({len(value) - most} characters left out)"
     if isinstance(value, list):
-        return [shortened(one, most) for one in value]
+        return [shortened(part, most) for part in value]
     if isinstance(value, dict):
-        return {name: shortened(one, most) for name, one in value.items()}
+        return {name: shortened(part, most) for name, part in value.items()}
     return value

@@ -138,7 +138,7 @@ def test_an_answer_has_what_clients_read(chats: Callable[[str], Renderer]) -> No
             assert found.usage and found.usage.prompt_tokens == turns[0].begin
             assert found.usage.completion_tokens == sum(len(turn.ids) for turn in turns)
             raw = found.model_dump()
-            assert raw["prompt_token_ids"] == turns[0].asked.prompt.tolist()
+            assert raw["prompt_token_ids"] == turns[0].call.prompt.tolist()
             assert raw["busrl"] == {"version": int(turns[1].versions[-1]), "turn": turns[1].number}
             assert all(turn.delivered for turn in turns)
             assert (await client.models.list()).data[0].model_dump()["max_model_len"] == 4096
@@ -204,8 +204,8 @@ def test_a_stream_brings_text_while_it_is_drawn_and_ends_whole(
 def test_a_stream_whose_engine_fails_says_so_behind_what_it_brought(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async def lost(call: Call) -> EngineAnswer:
-            assert call.heard is not None
-            call.heard(chats("qwen3").encode("Some words, and more"))
+            assert call.on_ids is not None
+            call.on_ids(chats("qwen3").encode("Some words, and more"))
             raise CallUnanswered("lost", "it became another answer")
 
         episode._engine, gone = lost, []

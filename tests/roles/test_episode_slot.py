@@ -116,7 +116,7 @@ def test_a_tree_comes_back_from_its_slot_as_the_learners_record(ring: Ring, plan
     expected = []  # each turn: what was before it, what it sampled, its log-probs and versions, call, trained
     for turn in tree.turns:
         expected.append((turn.path_ids[: turn.begin].tolist(), turn.ids.tolist(), turn.logprobs.tolist(),
-                         turn.versions.tolist(), turn.number, turn.asked.trained))
+                         turn.versions.tolist(), turn.number, turn.call.trained))
     ids, at, turns = record.token_array(), 0, []
     for sequence, begin, end, mark in record.turn_array().tolist():
         own = ids[sum(record.seqs[:sequence]) :]

@@ -202,12 +202,12 @@ class EpisodeHolder(Actor):
 
     async def _answered(self, model_call: ModelCall, call: Call) -> CallAnswer:
         limit_s = self.topology.limits.work_s
-        if call.heard is None:
+        if call.on_ids is None:
             return await self.caller.ask(model_call, limit_s)
         async for news in self.caller.stream(model_call, limit_s):
             if isinstance(news, CallAnswer):
                 return news
-            call.heard(news)
+            call.on_ids(news)
         raise BugError("a stream of ids ended without the answer")
 
 
