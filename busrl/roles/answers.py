@@ -28,7 +28,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,12 @@ import numpy.typing as npt
 from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
-from busrl.scheduling.admission import Unbegun, Waves
-from busrl.scheduling.segments import Cut, SegmentPlan
+from busrl.scheduling.admission import Cut, SegmentPlan, Unbegun, Waves
 from busrl.states import HeaderWord, SampleClass
 from busrl.topology import Topology
-from busrl.weights.base import VersionSteps
+
+if TYPE_CHECKING:
+    from busrl.weights.base import VersionSteps
 
 log = logging.getLogger("busrl")
 BETA = 0.9  # smoothing of the two times

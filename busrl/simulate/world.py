@@ -18,9 +18,9 @@ from collections.abc import Callable
 import numpy as np
 
 from busrl.errors import UserError
+from busrl.scheduling.admission import SegmentPlan
 from busrl.scheduling.groups import GENERATED, GroupScanner, GroupView
 from busrl.scheduling.plan import checkpoint_is_due, make_plan
-from busrl.scheduling.segments import SegmentPlan
 from busrl.simulate.actors import Actors, RewardWorkers, Times, delays, noise, reward_workers
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures

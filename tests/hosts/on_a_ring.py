@@ -18,7 +18,7 @@ from busrl.hosts.ledgers import RingLedger
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.answers import SegmentCuts
-from busrl.scheduling.segments import SegmentPlan
+from busrl.scheduling.admission import SegmentPlan
 from busrl.system.clocks import Tally
 
 LEASE_S = 10.0

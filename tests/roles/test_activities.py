@@ -195,7 +195,8 @@ def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each(tmp_
 
     learner.excerpts = SimpleNamespace(watched=lambda groups: set())
     learner.training = SimpleNamespace(
-        stale=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate, trainer=SimpleNamespace(),
+        stale=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate,
+        trainer=SimpleNamespace(tally=SimpleNamespace(watch=lambda uids: None)),
     )
     learner.pending = [SimpleNamespace(records=["a", "b", "c"])]
     learner._accumulate()

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.segments import ENOUGH, AutoLength, Cut, SegmentPlan
+from busrl.scheduling.admission import ENOUGH, AutoLength, Cut, SegmentPlan
 
 
 def test_a_segment_has_the_given_length_and_the_last_one_has_the_rest() -> None:
