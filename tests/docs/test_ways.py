@@ -1,79 +1,140 @@
-"""The ways of docs/concepts.md are those of the code: the reading path is short, neighbours import each other."""
+"""The ways of docs/concepts.md are those of real runs of three steps, whose processes are traced (`traced.py`).
+
+- A way has doors: functions of roles, and of children where user code runs, by which work comes in.
+- A file is on the way if the doors call functions of it, directly or through other functions. On the long way of a
+  prompt these are at least three: a file of which one or two are called is read in passing, where it is called.
+- Not on the way is what happens beside it (`ASIDE`, and sides of the way): what only measures, reports, watches or
+  saves; tools and tables that know nothing of a run's work; messages on the bus, which may be lost; another way.
+- What is done once, at the start and the end of a process, is no part of a way: no door calls it.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from traced import files_passed, tracing
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "concepts.md").read_text()
-WAYS = {"The way of a prompt": 32, "The way of the weights": 14}
-WIRES = {"ring": "busrl.ring", "bus": "busrl.bus"}
+TOOLS = (
+    "states.py", "paths.py", "errors.py", "faults.py", "capabilities.py", "system/", "topology/", "ring/", "bus/",
+    "protocol/", "hosts/messages.py",
+)
+BESIDE = (
+    "roles/process.py", "roles/probes.py", "roles/version_pin.py", "roles/learner/metrics.py",
+    "roles/learner/alarms.py", "roles/learner/parity.py", "training/step_stats.py", "training/checkpoint.py",
+    "algorithms/diagnostics.py", "data/figures.py", "ledger/trained.py", "predict/", "preflight/",
+)
+ASIDE = (*TOOLS, *BESIDE)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of the page: its title, most files, doors, and what is beside it."""
+
+    title: str
+    most: int
+    doors: tuple[str, ...]
+    sides: tuple[str, ...] = ()
+    least: int = 1  # functions of a file
+
+
+PROMPT = Way("The way of a prompt", 36, (
+    "roles/scheduler.py:Scheduler.work", "roles/rollout.py:Rollout.work", "roles/reward.py:Reward.work",
+    "rewards/child.py:main", "roles/learner/loop.py:Learner.work",
+), ("weights/", "roles/learner/publish.py"), 3)
+WEIGHTS = Way("The way of the weights", 14, (
+    "roles/learner/publish.py:Publisher.publish", "roles/rollout.py:Rollout._update_weights",
+), ("ledger/", "roles/learner/history.py", "roles/learner/loop.py", "roles/answers.py", "data/"))
+TURN = Way("The way of an agent's turn", 14, (
+    "agents/llm.py:Llm.complete", "agents/roles/holder.py:EpisodeHolder.run_passes", "roles/rollout.py:Rollout.work",
+), ("weights/", "ledger/", "engines/", "data/", "scheduling/", "agents/http.py", "agents/parsers.py",
+    "roles/rollout.py:Rollout._update_weights"))
+CLAIM = Way("The way of a host's claim", 12, (
+    "hosts/satellite.py:Satellite.work", "hosts/satellite.py:Satellite.handle", "roles/keeper.py:Keeper.handle",
+), ("weights/", "ledger/", "scheduling/"))
 
 
 def rows(title: str) -> list[list[str]]:
     text = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
-    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return found[2:]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return table[2:]
 
 
-def module_of(name: str) -> str:
-    return "busrl." + name.removesuffix(".py").replace("/", ".")
+def holds(way: Way, folder: Path) -> None:
+    """The page's list of the way is that of the trace, and is short enough."""
+    files = files_passed(folder, way.doors, (*ASIDE, *way.sides), way.least)
+    said = {row[0].strip("`"): row[1] for row in rows(way.title)}
+    lines = [f"| `{file}` | {said.get(file) or ', '.join(names[:6])} |" for file, names in files.items()]
+    assert len(files) <= way.most, "\n".join([f"{len(files)} > {way.most}", *lines])
+    assert set(said) == set(files), "\n".join([f"write into docs/concepts.md, below '{way.title}':", *lines])
 
 
-def imports(path: Path) -> set[str]:
-    """Modules that a file imports, also those that a package's `__init__` hands on."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("busrl"):
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            package = ROOT / node.module.replace(".", "/") / "__init__.py"
-            if package.exists() and package != path:
-                names = {alias.name for alias in node.names}
-                for inner in ast.walk(ast.parse(package.read_text())):
-                    if isinstance(inner, ast.ImportFrom) and {alias.name for alias in inner.names} & names:
-                        found.add(inner.module or "")
-    return found
+@pytest.mark.long
+def test_a_prompt_and_a_version_pass_the_files_of_the_page(tmp_path: Path, quickstart: None) -> None:
+    from harness import Run, running
+
+    run = Run(tmp_path / "run", steps=3, env=tracing(tmp_path / "calls"))
+    with running(run):
+        assert run.wait() == 0, run.tail()
+    holds(PROMPT, tmp_path / "calls")
+    holds(WEIGHTS, tmp_path / "calls")
 
 
-def starts(path: Path, module: str) -> bool:
-    """A file may start another as a process: `python -m module`."""
-    return f'"{module}"' in path.read_text()
+@pytest.mark.long
+def test_a_turn_of_an_agent_passes_the_files_of_the_page(tmp_path: Path, quickstart: None) -> None:
+    from harness import Run, running
+
+    config = ROOT / "configs" / "agents.toml"
+    run = Run(tmp_path / "run", config=config, steps=3, env=tracing(tmp_path / "calls"))
+    with running(run):
+        assert run.wait() == 0, run.tail()
+    holds(TURN, tmp_path / "calls")
 
 
-@pytest.mark.parametrize("title", WAYS)
-def test_a_way_is_short_and_its_neighbours_know_each_other(title: str) -> None:
-    files = [row[0].strip("`") for row in rows(title)]
-    assert len(files) == len(set(files)) <= WAYS[title]
-    for name, _, then in rows(title):
-        path = ROOT / "busrl" / name.strip("`")
-        for wire in re.findall(r"wire: (\w+)", then):
-            assert any(one.startswith((WIRES[wire], "busrl.protocol")) for one in imports(path)), f"{name}: {wire}"
-        for other in re.findall(r"`([^`]+)`", then):
-            there = ROOT / "busrl" / other
-            assert other in files, f"{name}: {other} has no row"
-            known = module_of(other) in imports(path) or module_of(name.strip("`")) in imports(there)
-            assert known or starts(path, module_of(other)), f"{name} and {other} do not know each other"
+@pytest.mark.long
+def test_a_claim_of_a_host_passes_the_files_of_the_page(tmp_path: Path, quickstart: None) -> None:
+    from harness import running
+    from host_scene import Home, Host
+
+    variables, home = tracing(tmp_path / "calls"), Home(tmp_path, steps=3)
+    host = Host(home)
+    home.env.update(variables)
+    host.env.update(variables)
+    with running(home), running(host):
+        assert home.wait() == 0, home.tail()
+        assert host.wait(60) == 0, host.tail()
+    holds(CLAIM, tmp_path / "calls")
 
 
 def lines_of(path: Path, name: str) -> int:
-    found: list[ast.stmt] = ast.parse(path.read_text()).body
+    body: list[ast.stmt] = ast.parse(path.read_text()).body
     for part in name.split("."):
-        [node] = [one for one in found if getattr(one, "name", "") == part]
+        [node] = [child for child in body if getattr(child, "name", "") == part]
         assert isinstance(node, ast.FunctionDef | ast.ClassDef)
-        found = node.body
+        body = node.body
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
 
 
-def test_the_reading_path_exists_and_has_at_most_1500_lines() -> None:
-    total = 0
+def path_of_reading() -> Iterator[tuple[Path, str]]:
     for name, read, _ in rows("Reading path"):
-        path = ROOT / "busrl" / name.strip("`")
-        for one in re.findall(r"`([^`]+)`", read):
-            total += lines_of(path, one)
+        yield from ((ROOT / "busrl" / name.strip("`"), function) for function in re.findall(r"`([^`]+)`", read))
+
+
+def test_the_reading_path_exists_and_has_at_most_1500_lines() -> None:
+    total = sum(lines_of(path, name) for path, name in path_of_reading())
     assert 500 < total <= 1500, total
     assert "concepts.md#reading-path" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("way", [PROMPT, WEIGHTS, TURN, CLAIM], ids=lambda way: way.title)
+def test_every_file_of_a_way_exists_and_has_one_row(way: Way) -> None:
+    files = [row[0].strip("`") for row in rows(way.title)]
+    assert len(files) == len(set(files)) <= way.most
+    assert not [file for file in files if not (ROOT / "busrl" / file).is_file()]
