@@ -2,7 +2,7 @@
 
 - A way has doors: functions of roles, and of children where user code runs, by which work comes in.
 - A file is on the way if the doors call functions of it, directly or through other functions. On the long way of a
-  prompt these are at least three: a file of which one or two are called is read in passing, where it is called.
+  prompt these are at least four: a file of which fewer are called is read in passing, where it is called.
 - Not on the way is what happens beside it (`ASIDE`, and sides of the way): what only measures, reports, watches or
   saves; tools and tables that know nothing of a run's work; messages on the bus, which may be lost; another way.
 - What is done once, at the start and the end of a process, is no part of a way: no door calls it.
@@ -28,7 +28,7 @@ TOOLS = (
 BESIDE = (
     "roles/process.py", "roles/probes.py", "roles/version_pin.py", "roles/learner/metrics.py",
     "roles/learner/alarms.py", "roles/learner/parity.py", "training/step_stats.py", "training/checkpoint.py",
-    "algorithms/diagnostics.py", "data/figures.py", "ledger/trained.py", "predict/", "preflight/",
+    "algorithms/diagnostics.py", "data/figures.py", "ledger/trained.py", "predict/", "preflight/", "scheduling/plan.py",
 )
 ASIDE = (*TOOLS, *BESIDE)
 
@@ -47,7 +47,7 @@ class Way:
 PROMPT = Way("The way of a prompt", 36, (
     "roles/scheduler.py:Scheduler.work", "roles/rollout.py:Rollout.work", "roles/reward.py:Reward.work",
     "rewards/child.py:main", "roles/learner/loop.py:Learner.work",
-), ("weights/", "roles/learner/publish.py"), 3)
+), ("weights/", "roles/learner/publish.py"), 4)
 WEIGHTS = Way("The way of the weights", 14, (
     "roles/learner/publish.py:Publisher.publish", "roles/rollout.py:Rollout._update_weights",
 ), ("ledger/", "roles/learner/history.py", "roles/learner/loop.py", "roles/answers.py", "data/"))
