@@ -38,13 +38,13 @@ ARROWS: dict[str, str] = {
     "bus": "keys protocol system",
     "ledger": "paths system",
     "topology": "algorithms scheduling",
-    "data": "system topology",
+    "data": "system",
     "quickstart": "ring system",
     "rewards": "data system",
     "weights": "system topology",
     "engines": "data paths system topology weights",
     "training": "algorithms data ledger paths system topology",
-    "status": "bus ledger paths protocol ring scheduling system",
+    "status": "ledger paths protocol ring scheduling system",
     "roles": "algorithms bus data engines faults ledger paths protocol rewards ring scheduling system topology "
              "training weights",
     "preflight": "algorithms data engines faults keys rewards ring scheduling system topology",
@@ -52,23 +52,14 @@ ARROWS: dict[str, str] = {
     "cli": "bus data engines keys launch ledger paths preflight protocol quickstart rewards ring roles status system "
            "topology training",
 }
-# Two parts that know each other, and the one module by which the lower one reaches up.
-UPWARDS: dict[tuple[str, str], str] = {}
-
-# Modules of the core that hold a table of plug-ins, each imported when a topology asks for it -> the plug-ins.
-TABLES: dict[str, str] = {
-    "busrl.engines": "engines/vllm engines/openai",
-    "busrl.weights.factory": "weights/broadcast weights/folders weights/one_copy",
+# Optional parts that load another one: why.
+LOADED: dict[str, str] = {
+    "busrl.hosts.folders": "weights/folders",  # itself loaded by the relay of a run with such folders alone
 }
-# Still to be cut: the core names an optional part, an optional part imports another when it is loaded, the core
-# imports what stands above it. These lists only shrink.
+# Still to be cut: the core names an optional part. This list only shrinks.
 STILL_NAMED: dict[str, str] = {
     "busrl.roles.learner.loop": "predict",
 }
-STILL_LOADED: dict[str, str] = {
-    "busrl.hosts.folders": "weights/folders",  # loaded by the relay of a run with such folders alone
-}
-STILL_UPWARDS: dict[str, str] = {}
 
 HEAVY = {"torch", "transformers", "safetensors"}
 WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "training", "weights")  # parts that work on them
@@ -103,7 +94,7 @@ def test_the_picture_has_every_part_of_the_core_once_and_all_arrows_point_down()
     assert set(heights) == set(ARROWS), sorted(set(heights) ^ set(ARROWS))
     arrows = [(part, other) for part, others in ARROWS.items() for other in others.split()]
     up = [(part, other) for part, other in arrows if heights[other] >= heights[part]]
-    assert set(up) == set(UPWARDS), up
+    assert not up
 
 
 @pytest.mark.parametrize("part", [*ARROWS])
@@ -113,13 +104,11 @@ def test_a_part_of_the_core_imports_what_its_arrows_allow(part: str) -> None:
         if part_of(module) == part:
             for use in imports(path):
                 other = part_of(use.name) if use.name.startswith("busrl.") and not use.typing else part
-                if other not in EVERYWHERE | words(STILL_UPWARDS, module) and not capability_of(use.name):
+                if other not in EVERYWHERE | {part} and not capability_of(use.name):
                     used.setdefault(other, []).append(use)
-    beyond = {other: uses for other, uses in used.items() if other not in {part} | words(ARROWS, part)}
+    beyond = {other: uses for other, uses in used.items() if other not in words(ARROWS, part)}
     assert not beyond, f"{part} imports {beyond}: see ARROWS"
-    for (lower, upper), module in UPWARDS.items():
-        if lower == part:
-            assert all(use.name.startswith(module) for use in used.get(upper, []) if use.name != f"busrl.{upper}")
+    assert not words(ARROWS, part) - set(used), f"{part} has arrows that no import follows"
 
 
 def test_every_part_of_the_core_has_arrows() -> None:
@@ -132,22 +121,16 @@ def test_the_core_names_no_optional_part_outside_its_table() -> None:
     for module, path in CORE.items():
         if module == "busrl.capabilities":
             continue
-        allowed = words(STILL_NAMED, module) | words(TABLES, module)
+        allowed = words(STILL_NAMED, module)
         uses = [*imports(path), *modules_in_strings(path)]
         found += [(module, use.line, use.name) for use in uses if capability_of(use.name) not in {"", *allowed}]
     assert not found, f"by capabilities.plugs instead: {found}"
 
 
-def test_a_table_of_plug_ins_loads_none_of_them() -> None:
-    for module, names in TABLES.items():
-        loaded = {capability_of(use.name) for use in imports(MODULES[module]) if not use.lazy and not use.typing}
-        assert not loaded & set(names.split()) - words(STILL_NAMED, module), module
-
-
 def test_an_optional_part_imports_another_only_where_it_needs_it() -> None:
     found = []
     for module, path in MODULES.items():
-        allowed = {"", capability_of(module)} | words(STILL_LOADED, module)
+        allowed = {"", capability_of(module)} | words(LOADED, module)
         if capability_of(module):
             uses = [use for use in imports(path) if not use.lazy and not use.typing]
             found += [(module, use.line, use.name) for use in uses if capability_of(use.name) not in allowed]

@@ -16,8 +16,8 @@ from syntax import OPTIONAL, REPOSITORY
 
 QUICKSTART = (REPOSITORY / "configs" / "quickstart.toml").read_text()
 STEPS = 5
-STILL_NEEDED = {"hosts"}  # the core does not live without these yet; only shrinks
-STILL_TRAINED_WITH = {"predict", "ranks"}  # ... and does not train yet
+STILL_NEEDED: set[str] = set()  # the core does not live without these yet; only shrinks
+STILL_TRAINED_WITH = {"predict"}  # ... and does not train yet
 DELETED = [part for part in OPTIONAL if part not in STILL_NEEDED]
 SPARED = [part for part in DELETED if part not in STILL_TRAINED_WITH]
 
