@@ -27,7 +27,7 @@ from benchmarks.common.report import commit, machine
 from busrl import keys
 from busrl.bus import Endpoint, tcp_pair
 from busrl.hosts import messages as g
-from busrl.hosts.desk import HOST
+from busrl.hosts.desk import DIGESTS, HOST, digest_of
 from busrl.hosts.satellite import ANSWERS, CLAIM_S, NAME_AFTER, PRESENT_S
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.preflight.load import load
@@ -72,14 +72,14 @@ class Beats:
             self.differing = 0
             self._ask(g.RemoteClaim(life=self.life, capacity=self.claims, holding=list(self.held)))
         else:
-            digest = sum(self.held.values()) % g.DIGESTS
+            digest = sum(self.held.values()) % DIGESTS
             self._ask(g.RemoteClaim(life=self.life, capacity=self.claims, digest=digest))
 
     def _heard(self, message: Any) -> None:
         if isinstance(message, g.GatewayWelcome):
             self.joined = True
         elif isinstance(message, g.GatewayTasks):
-            self.held |= {task.task: g.digest_of(task.task) for task in message.tasks}
+            self.held |= {task.task: digest_of(task.task) for task in message.tasks}
             self.differed += message.differs
             self.differing = self.differing + 1 if message.differs else 0
             self.answered = max(self.answered, message.req)

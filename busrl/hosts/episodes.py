@@ -28,7 +28,7 @@ from busrl.data.episodes import (
 )
 from busrl.errors import NoSuchTensor
 from busrl.hosts import messages as g
-from busrl.hosts.checks import Refused, read_tensor, tensor
+from busrl.hosts.desk import Refused, read_tensor, tensor
 from busrl.ring import Ring
 from busrl.states import Finish
 from busrl.topology import Topology

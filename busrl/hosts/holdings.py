@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from busrl.hosts import messages as g
-from busrl.hosts.desk import FATES, HOST
+from busrl.hosts.desk import DIGESTS, FATES, HOST, digest_of
 from busrl.hosts.episodes import tensors_of
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, Ring, State, segments_of
@@ -50,7 +50,7 @@ class HeldTask:
     digest: int = 0
 
     def __post_init__(self) -> None:
-        self.digest = g.digest_of(self.task)
+        self.digest = digest_of(self.task)
 
     @property
     def ended(self) -> bool:
@@ -121,7 +121,7 @@ class Holdings:
 
     def digest(self) -> int:
         """The digest of what home should have here; it settles an answer before it reads what is sent after it."""
-        return sum(task.digest for task in self.held.values() if not (task.lost or task.ended)) % g.DIGESTS
+        return sum(task.digest for task in self.held.values() if not (task.lost or task.ended)) % DIGESTS
 
     def names(self) -> list[str]:
         """The claims that home has given to nobody else, as far as is known here."""

@@ -22,8 +22,18 @@ import numpy as np
 from busrl.data.episodes import Array, EpisodeArrays
 from busrl.errors import NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
 from busrl.hosts import messages as g
-from busrl.hosts.checks import AnswerLimits, Judged, Refused, RemoteAnswer, tensor
-from busrl.hosts.desk import HOST, ClaimedTask, ClaimGone, Desk, NoMemory
+from busrl.hosts.desk import (
+    HOST,
+    AnswerLimits,
+    ClaimedTask,
+    ClaimGone,
+    Desk,
+    Judged,
+    NoMemory,
+    Refused,
+    RemoteAnswer,
+    tensor,
+)
 from busrl.hosts.episodes import Bounds, received
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
@@ -128,13 +138,15 @@ class RingLedger(RingEntries):
         super().__init__(ring)
         self.announce, self.cuts, self.episodes = announce, cuts, episodes
         self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
-        self.steps = VersionSteps()
+        self.steps, self._noted = VersionSteps(), (-1, -1)
         self.note_version()
 
     def note_version(self) -> None:
         """Remember which step made the version that is published now."""
         step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
-        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
+        if (noted := (self.ring.header(HeaderWord.VERSION), step)) != self._noted:
+            self.steps.add(*noted)
+            self._noted = noted
 
     # -- claims ---------------------------------------------------------------------------------------------------
 

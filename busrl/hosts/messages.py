@@ -8,7 +8,6 @@ sent again until they are answered, and every answer repeats the number of its r
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated
 
 from msgspec import Meta, Struct, field
@@ -17,7 +16,6 @@ from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Counts, 
 
 TaskId = Annotated[str, Meta(max_length=MAX_NAME)]
 TaskIds = Annotated[list[TaskId], Meta(max_length=MAX_MAP)]
-DIGESTS = 1 << 64
 Parts = Annotated[dict[Name, float], Meta(max_length=64)]
 MOST_PIECES = 16  # tensors of an episode; those that there are have names in docs/ring-layout.md
 
@@ -142,11 +140,6 @@ class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
     """An orderly leave: all tasks of this worker are handed back."""
 
     reason: Text = ""
-
-
-def digest_of(task: str) -> int:
-    """What the name of a claim adds to a digest."""
-    return int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "little")
 
 
 # keeper -> remote actor

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from busrl.hosts import messages as g
-from busrl.hosts.checks import AnswerLimits, Judged, Refused, RemoteAnswer, tensor
-from busrl.hosts.desk import ClaimedTask, Desk
+from busrl.hosts.desk import AnswerLimits, ClaimedTask, Desk, Judged, Refused, RemoteAnswer, tensor
 from busrl.states import Fate
 from busrl.system.clocks import Tally
 

@@ -13,8 +13,7 @@ from test_gateway_ring import dispatch, folder  # noqa: F401
 
 from busrl.errors import CallUnanswered
 from busrl.hosts import messages as g
-from busrl.hosts.checks import tensor
-from busrl.hosts.desk import Desk
+from busrl.hosts.desk import Desk, tensor
 from busrl.hosts.ledgers import BothLedgers, CallLedger, RingLedger
 from busrl.ring import Ring, State
 from busrl.ring.calls import Caller, ModelCall

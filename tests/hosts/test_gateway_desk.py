@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from in_memory import LEASE_S, RING, Ledger, Slot, answer_to, new_desk
 
 from busrl.hosts import messages as g
-from busrl.hosts.checks import tensor
-from busrl.hosts.desk import Desk
+from busrl.hosts.desk import DIGESTS, Desk, digest_of, tensor
 from busrl.protocol import codec
 from busrl.protocol import messages as m
 from busrl.system.clocks import Tally
@@ -331,7 +330,7 @@ def test_an_equal_digest_renews_all_leases_and_another_none(ledger: Ledger) -> N
     desk = new_desk(ledger)
     join(desk)
     tasks = claim(desk, 3)
-    digest = sum(map(g.digest_of, tasks)) % g.DIGESTS
+    digest = sum(map(digest_of, tasks)) % DIGESTS
     now, req = 0.0, 2
     while now < 3 * LEASE_S:
         now, req = now + 0.5, req + 1
@@ -349,7 +348,7 @@ def test_a_copy_of_an_older_digest_renews_nothing(ledger: Ledger) -> None:
     desk = new_desk(ledger)
     join(desk)
     [task] = claim(desk, 1, req=5)
-    assert ask(desk, g.RemoteClaim(life=1, req=4, capacity=1, digest=g.digest_of(task)), 1.0) == []
+    assert ask(desk, g.RemoteClaim(life=1, req=4, capacity=1, digest=digest_of(task)), 1.0) == []
     assert desk.leases.by_task[task].until == LEASE_S
 
 
@@ -365,4 +364,4 @@ def test_the_digest_at_home_is_that_of_the_claims_that_are_left(ledger: Ledger, 
     else:
         desk.leases.by_task[tasks[0]].named_until = 0.0
         desk.tick(0.0)
-    assert desk.leases.workers["a"].digest == g.digest_of(tasks[1]) == new_desk(ledger).leases.workers["a"].digest
+    assert desk.leases.workers["a"].digest == digest_of(tasks[1]) == new_desk(ledger).leases.workers["a"].digest

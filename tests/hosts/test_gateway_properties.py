@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from in_memory import LEASE_S, Killed, Ledger, Slot, batch_of, new_desk
 
+from busrl.hosts import desk as rules
 from busrl.hosts import messages as g
 from busrl.protocol import messages as m
 
@@ -94,7 +95,7 @@ class Host(Worker):
         messages = super().speak()
         if self.differs or not self.joined or not messages:
             return messages
-        digest = sum(map(g.digest_of, self.held)) % g.DIGESTS
+        digest = sum(map(rules.digest_of, self.held)) % rules.DIGESTS
         messages[-1] = msgspec.structs.replace(messages[-1], holding=[], digest=digest)  # type: ignore[type-var]
         return messages
 
@@ -305,12 +306,12 @@ def by_slot(task: str) -> int:
     return int(task.partition(".")[0]) + 1
 
 
-@pytest.mark.parametrize("digest", [g.digest_of, by_slot])
+@pytest.mark.parametrize("digest", [rules.digest_of, by_slot])
 def test_a_task_that_never_arrived_is_found_by_a_digest_of_whole_names_and_by_no_other(
     digest: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim of a silent host ends and its slot is given to the same host again, in a message that is lost."""
-    monkeypatch.setattr(g, "digest_of", digest)
+    monkeypatch.setattr(rules, "digest_of", digest)
     ledger = Ledger([Slot(0)])
     desk, host, now = new_desk(ledger), Host("a", 1), 0.0
 

@@ -19,7 +19,7 @@ from on_a_ring import Keeper, play
 from busrl.agents.tree import Tree
 from busrl.errors import NotRegistered, RingError, RingFull
 from busrl.hosts import messages as g
-from busrl.hosts.checks import tensor
+from busrl.hosts.desk import tensor
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_generated, read_parts
 from busrl.roles.episodes import commit_episode, write_episode

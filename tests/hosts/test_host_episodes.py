@@ -20,7 +20,7 @@ from busrl import keys
 from busrl.agents.tree import Trajectory, Tree
 from busrl.data.episodes import TYPES, EpisodeLimits, fault_of
 from busrl.hosts import messages as g
-from busrl.hosts.checks import Refused, tensor
+from busrl.hosts.desk import Refused, tensor
 from busrl.hosts.episodes import Bounds, received, tensors_of
 from busrl.protocol import messages as m
 from busrl.ring import Ring, State
