@@ -98,6 +98,18 @@ def test_every_file_that_the_concepts_page_names_exists() -> None:
     assert not [name for name in named if not any((ROOT / base / name).exists() for base in ("busrl", "."))]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    files = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text))
+    assert not {name for name in files if not any((ROOT / base / name).is_file() for base in ("busrl", "."))}
+    for name in set(re.findall(r"`(busrl(?:\.[a-z_0-9]+)+)\b", text)) - {"busrl.json"}:
+        *package, last = name.split(".")  # the last name may be one in a module
+        places = [ROOT.joinpath(*package, last), ROOT.joinpath(*package, f"{last}.py"),
+                  ROOT.joinpath(*package).with_suffix(".py"), ROOT.joinpath(*package, "__init__.py")]
+        assert any(place.exists() for place in places), f"{page.name}: {name}"
+
+
 def test_the_topology_of_the_readme_is_read() -> None:
     [text] = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     tables = tomllib.loads(text)
