@@ -24,7 +24,9 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +40,7 @@ from busrl.errors import BadTensor
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.rewards.kinds import finder
-from busrl.ring import State, segments_of
+from busrl.ring import Ring, State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
@@ -156,6 +158,44 @@ class MeasuredSet:
         ]
 
 
+class RoundPin:
+    """The pin of the published version for a round: with `keepers`, the rollouts that only validate, once they all have
+    the version that was the newest when the round became due, or a later one. They are waited for `ready_s`; then the
+    round begins with what they have, so that each answers with one version."""
+
+    def __init__(self, ring: Ring, keepers: set[str], ready_s: float, warn: Callable[[str], None]) -> None:
+        self._ring, self._keepers, self._ready_s, self._warn = ring, keepers, ready_s, warn
+        self._wanted: tuple[int, float] | None = None  # version that a round waits for, and since when
+
+    def take(self, now: float) -> bool:
+        """Pin the version; False while the round has to wait."""
+        if not self._keepers:
+            version_pin.pin(self._ring)
+            return True
+        self._wanted = self._wanted or (self._ring.header(HeaderWord.VERSION), now)
+        version, since = self._wanted
+        if self._ready_at(version) and version_pin.pin(self._ring) and self._ready_at(version):
+            self._wanted = None
+            return True
+        if now > since + self._ready_s:
+            return self._take_late(version)
+        version_pin.unpin(self._ring)
+        return False
+
+    def _take_late(self, version: int) -> bool:
+        self._wanted = None
+        seen = {entry.label: entry.version for entry in self._ring.processes() if entry.label in self._keepers}
+        there = seen or "none is there"
+        self._warn(f"the round begins though its rollouts do not all have version {version}: {there}")
+        version_pin.pin(self._ring)
+        return True
+
+    def _ready_at(self, version: int) -> bool:
+        """Tell whether the rollouts that only validate all have one version, this or a later one."""
+        seen = {entry.version for entry in self._ring.processes() if entry.label in self._keepers}
+        return len(seen) <= 1 and min(seen, default=version) >= version
+
+
 class Validator(Actor):
     role = "validator"
     singleton = True
@@ -175,10 +215,11 @@ class Validator(Actor):
         self.find = None if compares is None else finder(*compares)
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.
         self.interval = topology.learner.trigger.n_min if topology.learner.batch_varies else 0
-        self.keepers = {one.name for one in topology.processes() if one.spec.serves == "validation"}
+        keepers = {process.name for process in topology.processes() if process.spec.serves == "validation"}
+        warn = partial(self.warn, "validator", kind="late round")
+        self.pin = RoundPin(self.ring, keepers, topology.limits.ready_s, warn)
         self.pins = config.mode in ("hold", "dedicated")
         self.groups = 0
-        self.wanted: tuple[int, float] | None = None  # version that a round waits for, and since when
         self.round: int | None = None
         self.due: list[MeasuredSet] = []
         self.request: Request | None = None
@@ -231,7 +272,7 @@ class Validator(Actor):
                 self.stop("all rounds are done")
             return
         pins = self.pins and not finished and not (request is not None and request.free)
-        if pins and not self._pinned():
+        if pins and not self.pin.take(time.monotonic()):
             return
         if request is not None:
             self._answer(request, "begun")
@@ -265,36 +306,6 @@ class Validator(Actor):
         request.state, request.text = state, text
         self.write_or_wait("validation", lambda: request.write(self.paths))
 
-    def _pinned(self) -> bool:
-        """Pin the version; with rollouts of our own once they all have the one that was the newest when the round
-        became due, or a later one, as far as that comes."""
-        if not self.keepers:
-            version_pin.pin(self.ring)
-            return True
-        self.wanted = self.wanted or (self.ring.header(HeaderWord.VERSION), time.monotonic())
-        version, since = self.wanted
-        if self._ready_at(version) and version_pin.pin(self.ring) and self._ready_at(version):
-            self.wanted = None
-            return True
-        if time.monotonic() > since + self.topology.limits.ready_s:
-            return self._pinned_late(version)
-        version_pin.unpin(self.ring)
-        return False
-
-    def _pinned_late(self, version: int) -> bool:
-        """Begin all the same: rollouts keep what they have, so that each answers with one version."""
-        self.wanted = None
-        seen = {one.label: one.version for one in self.ring.processes() if one.label in self.keepers}
-        text = f"the round begins though its rollouts do not all have version {version}: {seen or 'none is there'}"
-        self.warn("validator", text, kind="late round")
-        version_pin.pin(self.ring)
-        return True
-
-    def _ready_at(self, version: int) -> bool:
-        """Whether the rollouts that only validate all have one version, this or a later one."""
-        seen = {one.version for one in self.ring.processes() if one.label in self.keepers}
-        return len(seen) <= 1 and min(seen, default=version) >= version
-
     # -- a round ------------------------------------------------------------------------------------------------
 
     def _begin(self, number: int, due: list[MeasuredSet]) -> None:
@@ -317,15 +328,9 @@ class Validator(Actor):
         """A round that is over and measured nothing is asked again as it was: its samples have no fate then."""
         first, last = uids.start & ~VALIDATE_BIT, uids.stop & ~VALIDATE_BIT
         codes = self.validate_fates.view()[first:last]
-        if codes.size and np.isin(codes, [*TERMINAL]).all() and not self._in_slots(uids):
+        if codes.size and np.isin(codes, [*TERMINAL]).all() and not _in_slots(self.ring, uids):
             with open(self.validate_fates.path, "r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), bytes(codes.size), first)
-
-    def _in_slots(self, uids: range) -> bool:
-        """Whether a slot still holds one of them: whoever frees it would store its fate once more."""
-        lines = self.ring.lines()
-        held = lines["uid"][lines["state"] != State.FREE]
-        return bool(((held >= uids.start) & (held < uids.stop)).any())
 
     def _uids(self, one: MeasuredSet) -> range:
         """Rounds are numbered by steps, so their uids are apart by the answers of all sets and never meet."""
@@ -484,6 +489,13 @@ class Validator(Actor):
 
     def teardown(self) -> None:
         version_pin.unpin(self.ring)
+
+
+def _in_slots(ring: Ring, uids: range) -> bool:
+    """Tell whether a slot still holds one of them: whoever frees it would store its fate once more."""
+    lines = ring.lines()
+    held = lines["uid"][lines["state"] != State.FREE]
+    return bool(((held >= uids.start) & (held < uids.stop)).any())
 
 
 def _short(answer: str | None) -> str | None:

@@ -77,7 +77,7 @@ class World:
         self._due: dict[float, list[int]] = {}  # reward time -> slots
         self._delays = delays(times.reward_s, [seed, 2])
         self._reward_workers = RewardWorkers(reward_workers(topology), times.reward_call_s)
-        self._grid = self._default_grid() if grid_s is None else grid_s
+        self._grid = _default_grid(topology, times, answers) if grid_s is None else grid_s
         self._view: GroupView | None = None
         self._view_of = -1
         self._busy = self._fired = self._done = False
@@ -104,22 +104,13 @@ class World:
             if watch is not None:
                 watch(self)
         if not self._done and not self._draining():
-            raise UserError(self._stuck())
+            raise _stuck(self, self._looked_for[0])
         self.actors.settle(self.now)
         every = self.actors.all
         steps = sum(actor.steps for actor in every)
         self.counts.reward_busy_s = self._reward_workers.busy_s(self.now)
         busy, stalled = [actor.busy_s for actor in every], [actor.stalled_s for actor in every]
         return Figures(self.counts, self.now, busy, stalled, steps, self.feed.metrics())
-
-    def _stuck(self) -> str:
-        gone = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in self.counts.aside.items()) or "none"
-        return (
-            f"the simulated run stands still at step {self.learner.step} after {self.now:.1f} s: the learner waits for "
-            f"{self._looked_for[0]}, {len(self.groups)} groups are open, and nothing is under way (groups set aside: "
-            f"{gone}); are all groups flat (simulate.flat_share, rewards of the trace), or is learner.trigger.n_min "
-            "above what can be admitted?"
-        )
 
     def _handle(self, kind: int, time: float, one: int, stamp: int) -> None:
         if kind == ACTOR:
@@ -297,20 +288,12 @@ class World:
                 self.counts.grouped.append(self.now - group.since)
                 self._flat = self._flat + 1 if len(set(group.rewards)) == 1 else 0
                 if self._flat >= max(LEAST_FLAT, FLAT_STEPS * self.limits.n_min) and not self._draining():
-                    raise UserError(self._all_flat())
+                    raise _all_flat(self, self._flat)
         self.counts.ended += len(slots)
         self.ring.rewarded(slots, rewards)
         if self._resolved and not self._busy:
             self._learner_looks()
         self._end_wave()
-
-    def _all_flat(self) -> str:
-        share = self.topology.simulate.flat_share
-        return (
-            f"the simulated run does not get on: after step {self.learner.step}, at {self.now:.1f} s, {self._flat} "
-            "groups in a row ended with equal rewards for all their members, and such a group trains nothing; correct "
-            f"the rewards of the {self.answers.name}" + (f", or lower simulate.flat_share = {share:g}" if share else "")
-        )
 
     # -- learner ------------------------------------------------------------------------------------------------
 
@@ -386,9 +369,30 @@ class World:
         self.actors.published.append(self.now)
         self._schedule_look(self.now)
 
-    def _default_grid(self) -> float:
-        if self.topology.derived.train_slots <= SMALL_RING:
-            return 0.0
-        draws = [draw for draw in range(64) if self.answers.prompt(draw) is not None]
-        length = float(np.mean([np.mean(self.answers.answer(draw, 0).lengths) for draw in draws]))
-        return length * self.times.decoding(self.topology.generation.max_batch)[-1] / LOOKS_PER_ANSWER
+
+def _default_grid(topology: Topology, times: Times, answers: Answers) -> float:
+    """Seconds between two deliveries of rewards; 0 for a small ring, where each is delivered by itself."""
+    if topology.derived.train_slots <= SMALL_RING:
+        return 0.0
+    draws = [draw for draw in range(64) if answers.prompt(draw) is not None]
+    length = float(np.mean([np.mean(answers.answer(draw, 0).lengths) for draw in draws]))
+    return length * times.decoding(topology.generation.max_batch)[-1] / LOOKS_PER_ANSWER
+
+
+def _stuck(world: World, reason: str) -> UserError:
+    gone = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in world.counts.aside.items()) or "none"
+    return UserError(
+        f"the simulated run stands still at step {world.learner.step} after {world.now:.1f} s: the learner waits for "
+        f"{reason}, {len(world.groups)} groups are open, and nothing is under way (groups set aside: {gone}); are all "
+        "groups flat (simulate.flat_share, rewards of the trace), or is learner.trigger.n_min above what can be "
+        "admitted?"
+    )
+
+
+def _all_flat(world: World, groups: int) -> UserError:
+    share = world.topology.simulate.flat_share
+    return UserError(
+        f"the simulated run does not get on: after step {world.learner.step}, at {world.now:.1f} s, {groups} groups in "
+        "a row ended with equal rewards for all their members, and such a group trains nothing; correct the rewards of "
+        f"the {world.answers.name}" + (f", or lower simulate.flat_share = {share:g}" if share else "")
+    )

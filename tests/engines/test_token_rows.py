@@ -18,7 +18,7 @@ from wide_folders import forget, widen
 from busrl.data.pretrained import vocabulary
 from busrl.data.vocabulary import TokenRows, token_rows
 from busrl.engines import Finished
-from busrl.engines.openai.engine import ServedEngine, _bias
+from busrl.engines.openai.engine import RequestBodies
 from busrl.engines.torch.engine import TorchEngine
 from busrl.engines.vllm.worker import Extension, plain_logprobs
 from busrl.topology.schema import Openai
@@ -230,12 +230,9 @@ def test_scripted_answers_are_of_tokens_alone(wide: Wide) -> None:
 
 
 def test_an_endpoint_is_asked_to_leave_them_out() -> None:
-    engine: Any = ServedEngine.__new__(ServedEngine)
-    settings: Any = Openai(base_url="http://127.0.0.1:1/v1")
-    engine._settings, engine._eos_ids, engine._chat, engine._tools = settings, frozenset({1}), False, []
+    settings = Openai(base_url="http://127.0.0.1:1/v1")
     for known, bias in ((TokenRows(6, (2,), 8), {"2": -100.0, "6": -100.0, "7": -100.0}), (TokenRows(8, (), 8), None)):
-        engine._bias = _bias(known)
-        assert engine._body(request(0, [3])).get("logit_bias") == bias
+        assert RequestBodies(settings, known, frozenset({1})).of(request(0, [3])).get("logit_bias") == bias
 
 
 def test_workers_of_vllm_mask_the_logits_before_anything_is_made_of_them() -> None:

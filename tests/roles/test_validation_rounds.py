@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import write_parts, write_segment, write_text
-from busrl.roles.validator import MeasuredSet, Result, Rounds, Validator, _finished_rounds, _short
+from busrl.roles.validator import MeasuredSet, Result, RoundPin, Rounds, Validator, _finished_rounds, _short
 from busrl.states import VALIDATE_BIT
 from busrl.system.files import LineFile
 from busrl.topology.prompts import AskedSet, Validation
@@ -372,20 +373,15 @@ def test_long_answers_that_differ_at_their_ends_stay_different() -> None:
     assert len(_short("x" * 200) or "") <= 64
 
 
-def test_a_round_of_rollouts_that_are_late_begins_with_its_pin_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_of_late_rollouts_begins_with_its_pin_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
     monkeypatch.setattr("busrl.roles.version_pin.pin", lambda ring: did.append("pin") or True)
     monkeypatch.setattr("busrl.roles.version_pin.unpin", lambda ring: did.append("unpin"))
     behind = SimpleNamespace(label="rollout/1", version=2)
-    one = SimpleNamespace(
-        keepers={"rollout/1"}, wanted=(5, time.monotonic()),
-        topology=SimpleNamespace(limits=SimpleNamespace(ready_s=9)),
-        ring=SimpleNamespace(processes=lambda: [behind], header=lambda word: 5),
-        warn=lambda where, text, kind: did.append(text),
-    )
-    one._ready_at = lambda version: Validator._ready_at(one, version)
-    one._pinned_late = lambda version: Validator._pinned_late(one, version)
-    assert not Validator._pinned(one) and did == ["unpin"]
-    one.wanted = (5, time.monotonic() - 10)
-    assert Validator._pinned(one)
+    ring: Any = SimpleNamespace(processes=lambda: [behind], header=lambda word: 5)
+    pin = RoundPin(ring, {"rollout/1"}, 9.0, did.append)
+    assert not pin.take(100.0) and did == ["unpin"]
+    assert pin.take(110.0)
     assert did[1:] == ["the round begins though its rollouts do not all have version 5: {'rollout/1': 2}", "pin"]
+    behind.version = 5
+    assert pin.take(111.0) and did[3:] == ["pin"]

@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,6 +177,50 @@ class ServerWeights:
         return self._client.send("POST", self._root + path, body, phase, self._deadline, once)
 
 
+# -- what is asked -----
+
+class RequestBodies:
+    """The bodies of requests, without what depends on the tokens so far. By chat, the messages of each prompt's ids."""
+
+    def __init__(self, settings: Openai, known: TokenRows, eos_ids: frozenset[int]) -> None:
+        self._chat, self._eos_ids = settings.endpoint == "chat", eos_ids
+        self._tools, self._bias = tools_of(settings), _bias(known)
+        self._chats: OrderedDict[bytes, Asked] = OrderedDict()
+
+    def remember(self, prompt: Prompt, ids: Sequence[int]) -> None:
+        """Keep the chat of a prompt that was encoded to these ids."""
+        if self._chat:
+            chat: Asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            self._chats[np.asarray(ids, np.int32).tobytes()] = chat
+            if len(self._chats) > PROMPTS_KEPT:
+                self._chats.popitem(last=False)
+
+    def of(self, request: Request) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "n": 1, "temperature": request.temperature, "top_p": request.top_p, "return_token_ids": True,
+            "stream": True, "stop_token_ids": sorted(self._eos_ids.union(request.stop_ids)), **self._bias,
+        }
+        if not self._chat:
+            return body | {"logprobs": 1}
+        chat = self._chats.get(request.prompt_ids.astype(np.int32).tobytes())
+        if chat is None or len(request.prefix_ids):
+            raise ValueError(f"request {request.key}: by chat a prompt is a chat, and an answer is made in one go")
+        messages, tools, arguments = parts_of(chat)
+        body |= {"messages": messages, "logprobs": True, "stream_options": {"include_usage": True}}
+        body |= {"chat_template_kwargs": arguments} if arguments else {}  # as vLLM and SGLang call them
+        return body | ({"tools": tools or self._tools} if tools or self._tools else {})
+
+
+def _bias(known: TokenRows) -> dict[str, Any]:
+    """What a request says so that the server leaves out the rows without a token, as far as it can be asked to; whoever
+    takes the answers looks for such ids all the same."""
+    ids = known.left_out()
+    if len(ids) > MOST_BIASED:
+        log.warning("%d rows of the model have no token: too many to forbid in a request (logit_bias)", len(ids))
+        return {}
+    return {"logit_bias": {str(one): NEVER for one in ids}} if ids else {}
+
+
 # -- the engine -----
 
 class ServedEngine(Engine):
@@ -190,11 +234,9 @@ class ServedEngine(Engine):
         super().__init__(tokens, capacity, max_length)
         self._settings, self._eos_ids = settings, eos_ids
         self._chat = settings.endpoint == "chat"
-        self._tools = tools_of(settings)
+        self._bodies = RequestBodies(settings, known, eos_ids)
         self._client = Client(settings, known.rows, eos_ids)
-        self._bias = _bias(known)
         self._running: dict[int, PartialAnswer] = {}
-        self._chats: OrderedDict[bytes, Asked] = OrderedDict()  # by chat: the messages of a prompt's ids
         self._taken: list[Message] = []  # those that the next step is about
         self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server loaded last
         self._restore: threading.Thread | None = None  # gives a server that went away its version again
@@ -203,7 +245,7 @@ class ServedEngine(Engine):
         self._update_limit_s = UPDATE_SHARE * update_s
         self._updating = self._lost = False  # lost: the server went away and does not have its version
         try:
-            self._client.model = settings.model or self._only_model()
+            self._client.model = settings.model or _only_model(self._client, settings)
             self._weights = ServerWeights(self._client, settings.update, self._client.model)
         except BaseException:
             self._client.close()
@@ -224,7 +266,7 @@ class ServedEngine(Engine):
             prompt = answer.known_ids
             answer.computed = len(prompt)  # as far as is known here
             self._counts.prefill_tokens += len(prompt)
-            sending.append(Sent(request, self._body(request), prompt))
+            sending.append(Sent(request, self._bodies.of(request), prompt))
         self._client.start(sending)
 
     def step(self) -> list[Finished]:
@@ -292,11 +334,7 @@ class ServedEngine(Engine):
 
     def encode(self, prompt: Prompt) -> list[int]:
         ids = super().encode(prompt)
-        if self._chat:
-            chat: Asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            self._chats[np.asarray(ids, np.int32).tobytes()] = chat
-            if len(self._chats) > PROMPTS_KEPT:
-                self._chats.popitem(last=False)
+        self._bodies.remember(prompt, ids)
         return ids
 
     def close(self) -> None:
@@ -308,22 +346,6 @@ class ServedEngine(Engine):
         self._client.close()
 
     # -- requests -----
-
-    def _body(self, request: Request) -> dict[str, Any]:
-        """What is sent, without what depends on the tokens so far."""
-        body: dict[str, Any] = {
-            "n": 1, "temperature": request.temperature, "top_p": request.top_p, "return_token_ids": True,
-            "stream": True, "stop_token_ids": sorted(self._eos_ids.union(request.stop_ids)), **self._bias,
-        }
-        if not self._chat:
-            return body | {"logprobs": 1}
-        chat = self._chats.get(request.prompt_ids.astype(np.int32).tobytes())
-        if chat is None or len(request.prefix_ids):
-            raise ValueError(f"request {request.key}: by chat a prompt is a chat, and an answer is made in one go")
-        messages, tools, arguments = parts_of(chat)
-        body |= {"messages": messages, "logprobs": True, "stream_options": {"include_usage": True}}
-        body |= {"chat_template_kwargs": arguments} if arguments else {}  # as vLLM and SGLang call them
-        return body | ({"tools": tools or self._tools} if tools or self._tools else {})
 
     def _receive(self, wait_s: float = 0.0) -> None:
         """Take the messages that are there; if there are none, the first that comes within the time."""
@@ -436,25 +458,17 @@ class ServedEngine(Engine):
             if not self.paused and not self._restoring:
                 self._client.open_gate()
 
-    def _only_model(self) -> str:
-        reply = self._client.send("GET", f"{self._client.url}/models", None, "asking which models there are")
-        names = []
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            found = [str(entry["id"]) for entry in json.loads(reply)["data"]]
-            names = [name for name in found if not name.startswith(ADAPTER_PREFIX)]  # adapters that were loaded before
-        if len(names) != 1:
-            raise UserError(f"{self._settings.base_url}/models names {names or 'nothing usable'}; set openai.model")
-        return names[0]
 
-
-def _bias(known: TokenRows) -> dict[str, Any]:
-    """What a request says so that the server leaves out the rows without a token, as far as it can be asked to; whoever
-    takes the answers looks for such ids all the same."""
-    ids = known.left_out()
-    if len(ids) > MOST_BIASED:
-        log.warning("%d rows of the model have no token: too many to forbid in a request (logit_bias)", len(ids))
-        return {}
-    return {"logit_bias": {str(one): NEVER for one in ids}} if ids else {}
+def _only_model(client: Client, settings: Openai) -> str:
+    """The name of the one model that the endpoint serves; UserError if there are several, or none."""
+    reply = client.send("GET", f"{client.url}/models", None, "asking which models there are")
+    names = []
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        found = [str(entry["id"]) for entry in json.loads(reply)["data"]]
+        names = [name for name in found if not name.startswith(ADAPTER_PREFIX)]  # adapters that were loaded before
+    if len(names) != 1:
+        raise UserError(f"{settings.base_url}/models names {names or 'nothing usable'}; set openai.model")
+    return names[0]
 
 
 def make(topology: Topology, process: str) -> ServedEngine:
