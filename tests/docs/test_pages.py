@@ -24,6 +24,9 @@ ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
 
 
+MADE_BY_READERS = {"tests/algorithms/test_median.py"}
+
+
 def anchors(page: Path) -> set[str]:
     heads = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
@@ -101,8 +104,9 @@ def test_every_file_that_the_concepts_page_names_exists() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_module_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
-    files = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text))
-    assert not {name for name in files if not any((ROOT / base / name).is_file() for base in ("busrl", "."))}
+    files = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text)) - MADE_BY_READERS
+    bases = (ROOT / "busrl", ROOT, page.parent)
+    assert not {name for name in files if not any((base / name).is_file() for base in bases)}
     for name in set(re.findall(r"`(busrl(?:\.[a-z_0-9]+)+)\b", text)) - {"busrl.json"}:
         *package, last = name.split(".")  # the last name may be one in a module
         places = [ROOT.joinpath(*package, last), ROOT.joinpath(*package, f"{last}.py"),
