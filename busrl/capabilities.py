@@ -154,7 +154,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}, commands=OBSERVE_COMMANDS),
     Capability("predict", "predicted lengths and the controller of the batch size", plugs={
         "kept": "predict.state:PredictorState", "unkept": "predict.state:unkept",
-        "checkpoint_files": "predict.state:copy_into", "keyword_problems": "predict.lengths.keywords:problems_of",
+        "checkpoint_files": "predict.state:copy_into", "step_observers": "predict.control:observers",
+        "keyword_problems": "predict.lengths.keywords:problems_of",
     }, asks={
         "scheduler.policy": lambda topology: topology.scheduler.policy != "fifo",
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off",

@@ -14,7 +14,6 @@ Talks to `busrl.predict.controller` (which decides), to the training step (which
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ import msgspec
 from busrl.errors import MachineError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.predict.controller import Controller, ControlSettings, Inputs
+from busrl.roles.learner.observers import FinishedStep, LearnerParts, StepObserver
 from busrl.scheduling.trigger import LearnerPlan
 from busrl.system.files import LineFile, json_lines
 from busrl.topology import Topology
@@ -49,7 +49,7 @@ def control_settings(topology: Topology) -> ControlSettings | None:
     )
 
 
-class Control:
+class Control(StepObserver):
     """Without a controller (mode `off`) every call does nothing."""
 
     def __init__(self, path: Path, topology: Topology, training: TrainingStep, plan: LearnerPlan) -> None:
@@ -86,11 +86,20 @@ class Control:
         self._logged = {}
         self._apply()
 
+    def follow(self, plan: LearnerPlan) -> None:
+        self.plan = plan
+
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def step(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> None:
-        """After a step and before the next: give its numbers to the controller, and apply the decision. A step of the
-        log that is trained again has no row: its logged inputs lead to the decision of then."""
+    def after(self, step: FinishedStep, row: Mapping[str, Any]) -> None:
+        self._observe(step.record, step.stats, row)
+
+    def replayed(self, record: Record, stats: StepStats) -> None:
+        """A step of the log that is trained again has no row: its logged inputs lead to the decision of then."""
+        self._observe(record, stats, {})
+
+    def _observe(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> None:
+        """After a step and before the next: give its numbers to the controller, and apply the decision."""
         if self.controller is None:
             return
         self._choose_probe(record)
@@ -138,23 +147,28 @@ class Control:
         return self._probe_entropy if due else None
 
     def numbers(self) -> dict[str, float]:
-        """What is in force, the controller's state, and its cost: for metrics.jsonl and LEARNER_STATE_UPDATE."""
-        numbers: dict[str, float] = {"n_min": self.plan.trigger.n_min}
-        if math.isfinite(self.plan.trigger.t_max_s):
-            numbers["t_max_ms"] = 1000 * self.plan.trigger.t_max_s
+        """The controller's state, and its cost: for metrics.jsonl and LEARNER_STATE_UPDATE."""
         if self.controller is None:
-            return numbers
+            return {}
         knobs, signals = self.controller.knobs, self.controller.signals
-        numbers |= {"control_n_min": knobs.n_min, "control_moves": self.controller.moves}
+        numbers: dict[str, float] = {"control_n_min": knobs.n_min, "control_moves": self.controller.moves}
         numbers["probe_s"] = round(self.probe_s, 5)
         for name, value in (("entropy_ratio", signals.ratio), ("probe_entropy", self._probe_entropy)):
             if value is not None:
                 numbers[name] = value
         return numbers
 
+    def state(self) -> dict[str, float]:
+        return self.numbers()
+
     def close(self) -> None:
         if self._lines is not None:
             self._lines.close()
+
+
+def observers(parts: LearnerParts) -> list[StepObserver]:
+    """What this part of busrl adds to the observers of a learner."""
+    return [Control(parts.paths.decisions, parts.topology, parts.training, parts.plan)]
 
 
 def read_lines(path: Path) -> dict[int, dict[str, Any]]:

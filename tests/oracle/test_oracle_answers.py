@@ -13,7 +13,7 @@ import torch
 
 from busrl.engines import Finished, Request
 from busrl.engines.torch.engine import TorchEngine
-from busrl.roles.learner.loop import Learner
+from busrl.roles.learner.publish import Publisher
 from busrl.roles.scheduler import Scheduler
 
 SEED, NEAR = 5, 1e-4
@@ -96,8 +96,8 @@ def test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after
     version_step: int, expected: int | None
 ) -> None:
     ring = SimpleNamespace(header={"version_step": version_step}.__getitem__)
-    learner: Any = SimpleNamespace(ring=ring, publisher=SimpleNamespace(version=9), history=SimpleNamespace(step=4))
-    assert Learner._present_version(learner) == expected
+    publisher: Any = SimpleNamespace(ring=ring, version=9)
+    assert Publisher.present(publisher, 4) == expected
 
 
 @pytest.mark.parametrize("before", range(3))

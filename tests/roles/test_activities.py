@@ -15,7 +15,7 @@ from busrl.ring import State
 from busrl.roles import actor
 from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner import publish
-from busrl.roles.learner.loop import Learner
+from busrl.roles.learner.loop import Progress
 from busrl.roles.rollout import Rollout
 
 
@@ -178,32 +178,15 @@ def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_tha
     assert told == ([] if lets_go else [text])
 
 
-def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each(tmp_path: Path) -> None:
+def test_each_micro_batch_of_a_learner_is_progress_and_ends_a_piece_of_work() -> None:
     """It may accumulate for longer than limits.progress_s while a step fills up."""
-    learner: Any = Learner(tmp_path, "learner", parts(ring=Told()))
-    learner.deadline = WorkDeadline(30.0, 600.0)
-    moved, during = [], []
-    learner.ring.progress = lambda: moved.append(1)
-    learner.ring.header = lambda name: 3
-    learner.history = SimpleNamespace(step=3)
-    learner.publisher = SimpleNamespace(version=4)
-
-    def accumulate(records: list[str], version: int) -> None:
-        for _ in records:
-            during.append((version, *learner.ring.said))
-            learner._on_progress()
-
-    learner.excerpts = SimpleNamespace(watched=lambda groups: set())
-    learner.training = SimpleNamespace(
-        stale=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate,
-        trainer=SimpleNamespace(tally=SimpleNamespace(watch=lambda uids: None)),
-    )
-    learner.pending = [SimpleNamespace(records=["a", "b", "c"])]
-    learner._accumulate()
-    assert during == [(4, ("accumulate", 600.0))] * 3 and len(moved) == 4 and learner.pending == []
-    learner.ring.said, learner.pending = [], [SimpleNamespace(records=["d"])]
-    learner._accumulate()
-    assert learner.ring.said[0] == ("accumulate", 30.0), "micro-batches are known to be quick: standing still is found"
+    deadline, moved = WorkDeadline(30.0, 600.0), list[int]()
+    on_progress = Progress(deadline, lambda: moved.append(1))
+    assert deadline.begin() == 600.0, "the first may take as long as any"
+    for _ in range(3):
+        on_progress()
+    assert len(moved) == 3
+    assert deadline.begin() == 30.0, "micro-batches are known to be quick: standing still is found"
 
 
 def test_the_patience_with_a_piece_of_work_follows_the_longest_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:

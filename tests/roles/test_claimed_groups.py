@@ -18,9 +18,9 @@ from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import read_parts, read_task, write_parts, write_segment, write_text
+from busrl.roles.learner.excerpts import Excerpts
 from busrl.roles.learner.groups import (
     Claimed,
-    Excerpts,
     Malformed,
     claim_groups,
     end,

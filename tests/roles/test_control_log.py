@@ -15,6 +15,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.predict.control import Control, control_settings, read_lines
 from busrl.predict.controller import Controller, Inputs
 from busrl.preflight.load import load
+from busrl.roles.learner.observers import FinishedStep
 from busrl.scheduling.plan import make_plan
 from busrl.topology import Topology
 
@@ -55,7 +56,7 @@ class Living:
         if self.checkpoint[0]:
             self.control.load(self.checkpoint[1], self.folder)
         for record in self.records[self.checkpoint[0] :]:
-            self.control.step(record, self.stats(record.step), {})
+            self.control.replayed(record, self.stats(record.step))
         self.control.start()
 
     def stats(self, step: int) -> Any:
@@ -80,7 +81,8 @@ class Living:
 
     def step(self) -> None:
         record = self.append()
-        self.control.step(record, self.stats(record.step), {"reward": self.random.random()})
+        step = FinishedStep(record, self.stats(record.step), None)
+        self.control.after(step, {"reward": self.random.random()})
 
     def save(self) -> None:
         self.checkpoint = (len(self.records), self.control.meta())

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.roles.learner.loop import Learner
 from busrl.roles.learner.metrics import joined
 from busrl.scheduling.admission import derive
+from busrl.scheduling.trigger import Trigger
 
 
-@pytest.mark.parametrize("deadline_s, waits_s", [(float("inf"), 0.02), (0.5, 0.02), (0.005, 0.005), (0.0, 0.02)])
-def test_past_t_max_s_only_a_reward_or_the_timer_wakes_it(deadline_s: float, waits_s: float) -> None:
-    waited: list[float] = []
-    ring = SimpleNamespace(wait=lambda state, seen, timeout_s: waited.append(timeout_s), add=lambda **sums: None)
-    plan = SimpleNamespace(trigger=SimpleNamespace(deadline_s=lambda now: deadline_s))
-    metrics = SimpleNamespace(waited=lambda seconds: None)
-    learner: Any = SimpleNamespace(ring=ring, plan=plan, looked=0, metrics=metrics, _now=lambda: 0.0)
-    Learner.idle(learner, 0.02)
-    assert waited == [waits_s]
+@pytest.mark.parametrize("t_max_s, now, sleeps_s", [
+    (float("inf"), 5.0, 0.02), (5.5, 5.0, 0.02), (5.005, 5.0, 0.005), (5.0, 5.0, 0.02), (3.0, 5.0, 0.02),
+])
+def test_past_t_max_s_only_a_reward_or_the_timer_wakes_it(t_max_s: float, now: float, sleeps_s: float) -> None:
+    trigger = Trigger(8, t_max_s=t_max_s)
+    trigger.step_ended(0.0)
+    assert trigger.sleep_s(0.02, now) == pytest.approx(sleeps_s)
 
 
 @pytest.mark.parametrize("n_hi, window, said", [

@@ -1,7 +1,7 @@
-"""Whole groups out of the ring: claimed for training, given back or ended; their samples as texts for samples.jsonl.
+"""Whole groups out of the ring: claimed for training, given back or ended.
 
-Talks to the ring and to the model folder's chat template, and makes the write-ahead log's sample records. Knows nothing
-of losses, weights or the trigger; imports no torch.
+Talks to the ring, and makes the write-ahead log's sample records. Knows nothing of losses, weights or the trigger;
+imports no torch.
 
 - All members of a group are claimed, or none: a compare-and-swap that fails gives back what was taken.
 - A record is a copy: it stays good after its slot was freed.
@@ -15,23 +15,20 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.data import plain_text, prompt_of
-from busrl.data.chat import LightTokenizer, tools_of_chats
 from busrl.data.figures import tag_of
-from busrl.errors import DataError
+from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State, segments_of
 from busrl.roles import answers
 from busrl.roles.answers import UNREADABLE
-from busrl.roles.episodes import context_of, messages_of, read_episode
+from busrl.roles.episodes import context_of, read_episode
+from busrl.scheduling.groups import GroupView
 from busrl.states import Fate, Finish, SampleClass
 from busrl.topology import Topology
 from busrl.topology.schema import Reward
@@ -199,112 +196,73 @@ def overlong(lengths: npt.NDArray[np.int64], limit: int, buffer: int, penalty: f
     over = np.clip(lengths - (limit - buffer), 0, buffer)
     return -(penalty * over / buffer)
 
-
-# -- samples.jsonl -------------------------------------------------------------
-
-
-EXCERPT = 1 << 15  # characters of a text
-GAPS = 512  # tokens of which the difference of log-probabilities is told one by one
+# -- what a learner holds ------------------------------------------------------
 
 
-def excerpt(text: str) -> str:
-    """Begin and end of a text that is too long to keep one of for every step of a long run."""
-    if len(text) <= EXCERPT:
-        return text
-    half = EXCERPT // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
+class Claims:
+    """The groups that a learner has claimed for its coming step, and its look at the lines of the ring."""
 
+    def __init__(self, ring: Ring, topology: Topology, fault: Fault) -> None:
+        """`fault` names a record that cannot be trained, and why."""
+        self._ring, self._fault = ring, fault
+        self.follow(topology)
+        self.held: dict[int, Claimed] = {}  # by draw
+        self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
+        self.lines = self.look()
 
-class Excerpts:
-    """Samples to read: the prompt as the model got it, the answer, its reward; `log.samples` of them for each step.
+    def follow(self, topology: Topology) -> None:
+        """Go by these rewards of cut answers from the next look on."""
+        self._reward, self._limit = topology.reward, topology.generation.max_new_tokens
 
-    Training does not depend on it: a text that cannot be shown says so in its place.
-    """
+    def look(self) -> Lines:
+        """A copy of the ring's lines in which cut answers have the rewards that [reward] gives them: one for a pass, by
+        which groups are seen, claimed and dropped. A slot that moved since keeps its state: its word is another."""
+        self.lines = shaped(self._ring.lines(), self._reward, self._limit)
+        return self.lines
 
-    def __init__(self, topology: Topology) -> None:
-        self.data = topology.data
-        self.kept = topology.log.samples
-        self._chat = LightTokenizer(Path(topology.model.path), None, tools_of_chats(topology.openai))
+    def take(self, view: GroupView, draws: Sequence[int]) -> list[Claimed] | Malformed | None:
+        """Claim these groups, all or none (`claim_groups`)."""
+        taken = claim_groups(self._ring, self.lines, [view.slots_of(draw) for draw in draws], self._fault)
+        if isinstance(taken, list):
+            self.held.update(zip(draws, taken))
+            self.pending += taken
+        return taken
 
-    def of_step(self, ring: Ring, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
-        """One sample of every group, then a second one of each, and so on, up to the number that is kept."""
-        most = max((len(group.records) for group in groups), default=0)
-        order = [(group, k) for k in range(most) for group in groups if k < len(group.records)]
-        kept = len(order) if isinstance(self.kept, str) else self.kept
-        return [self._of(ring, group, k) for group, k in order[:kept]]
+    @property
+    def pending_samples(self) -> int:
+        return sum(len(group.records) for group in self.pending)
 
-    def watched(self, groups: Sequence[Claimed]) -> set[int]:
-        """Those of these groups that `of_step` may tell of: which groups a step has is not known before its end."""
-        most = None if isinstance(self.kept, str) else self.kept
-        return {record.uid for group in groups for record in group.records[:most]}
+    def take_pending(self) -> list[Claimed]:
+        """The groups that no micro-batch has had, for the next one."""
+        groups, self.pending = self.pending, []
+        return groups
 
-    def glimpse(self, ring: Ring, slot: int, line: np.void) -> dict[str, object]:
-        """A sample that is not claimed; its slot may move meanwhile, which costs the texts."""
-        return {
-            "uid": int(line["uid"]),
-            "group": int(line["group"]),
-            **self._texts(ring, slot, int(line["word"])),
-            "reward": float(line["reward"]),
-            "version": int(line["version"]),
-        }
+    def drop(self, slots: Iterable[int], draw: int, fate: str) -> None:
+        """End a group that nobody has claimed; only what rests in these slots, and is of the group, is dropped."""
+        for slot in slots:
+            line = self.lines[slot]
+            if int(line["state"]) == State.REWARDED and int(line["group"]) == draw:
+                self._ring.drop(slot, int(line["word"]), fate)
 
-    def _of(self, ring: Ring, claimed: Claimed, member: int) -> dict[str, Any]:
-        slot, word = claimed.slots[member]
-        record = claimed.records[member]
-        return {
-            "uid": record.uid,
-            "group": record.group,
-            **self._texts(ring, slot, word),
-            "reward": record.reward,
-            "tokens": record.tokens,
-            "finish": "length" if record.finish == Finish.LENGTH else "end",
-            "version": record.version,
-            "versions": sorted(set(record.version_array().tolist())),
-            "version_runs": [[version, len(list(own))] for version, own in groupby(record.version_array().tolist())],
-            "rewards_of_group": [one.reward for one in claimed.records],
-            **({"reward_parts": parts} if (parts := answers.read_parts(ring, slot)) else {}),
-            **(_episode(ring, slot, record) if record.turns else {}),
-        }
+    def end(self, groups: Iterable[Claimed]) -> None:
+        """The step with these groups is committed: they are trained, and their slots free."""
+        for group in groups:
+            end(self._ring, group, Fate.TRAINED)
+        self.held.clear()
 
-    def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:
-        """The prompt, what else its line holds (the right answer, say), and the completion."""
-        task = _text_or_problem(lambda: answers.read_task(ring, slot).decode("utf-8", "replace"))
-        prompt, rest = self.prompt(task)
-        completion = _text_or_problem(lambda: answers.read_text(ring, slot, segments_of(word)))
-        return {"prompt": excerpt(prompt), "record": rest, "completion": excerpt(completion)}
+    def give_back(self) -> None:
+        for group in self.held.values():
+            give_back(self._ring, group.slots)
+        self.held.clear()
+        self.pending = []
 
-    def prompt(self, task: str) -> tuple[str, dict[str, Any]]:
-        """The prompt of a line as text, a chat as its template writes it, and the line's other keys."""
-        try:
-            record = msgspec.json.decode(task, type=dict[str, Any])
-        except msgspec.DecodeError:
-            return task, {}
-        rest = {key: value for key, value in record.items() if key != self.data.prompt_key}
-        try:
-            return self._chat.text(prompt_of(record, self.data)), rest
-        except DataError:  # of a scripted run, say, whose model needs no template
-            return plain_text(record.get(self.data.prompt_key, "")), rest
-
-
-def gap_of(logprobs: npt.NDArray[np.float32] | None) -> dict[str, Any]:
-    """What a sample says of its tokens' log-probabilities, the learner's minus the engine's: mean and largest size,
-    where that is, and the first tokens one by one. Nothing where it was trained elsewhere or one is no number."""
-    if logprobs is None or not len(logprobs) or not np.isfinite(logprobs).all():
-        return {}
-    size, each = np.abs(logprobs), np.round(logprobs[:GAPS].astype(np.float64), 5)
-    told = {"mean": float(size.mean()), "most": float(size.max()), "at": int(size.argmax()), "each": each.tolist()}
-    return {"logprob_gap": told}
-
-
-def _episode(ring: Ring, slot: int, record: SampleRecord) -> dict[str, Any]:
-    """What an episode has beside its last turn's text."""
-    rewards = {"turn_rewards": record.turn_rewards} if record.turn_rewards else {}
-    return {"turns": len(record.turn_array()), "sequences": len(record.seqs), **rewards,
-            "messages": messages_of(ring, slot)}
-
-
-def _text_or_problem(read_it: Callable[[], str]) -> str:
-    try:
-        return read_it()
-    except UNREADABLE as problem:
-        return f"({problem})"
+    def free_trained(self, trained: TrainedSet) -> bool:
+        """Free REWARDED slots whose uid is in checkpoint or log already: a predecessor trained them. Whether more may
+        come back to rest, from a dead owner."""
+        lines = self._ring.lines()
+        for slot in (lines["state"] == State.REWARDED).nonzero()[0].tolist():
+            if int(lines["uid"][slot]) in trained and int(lines["cls"][slot]) == SampleClass.TRAIN:
+                word = self._ring.claim(slot, int(lines["word"][slot]), State.TRAINING)
+                if word:
+                    self._ring.finish(slot, word, Fate.TRAINED)
+        return bool((lines["state"] == State.TRAINING).any())

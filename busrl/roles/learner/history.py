@@ -271,6 +271,21 @@ class History:
         kept = trained.checkpoints_of(self.paths.checkpoints)
         return trained.step_of(kept[reaches - 1]) if len(kept) >= reaches else 0
 
+    def report(self, warn: Callable[..., None]) -> None:
+        """Tell what the start found, once."""
+        for text in self.warnings:
+            warn("learner", text, "error", kind=text)
+        self.warnings.clear()
+
+    @contextlib.contextmanager
+    def blames(self) -> Iterator[None]:
+        """Samples with which the ranks fail twice end the run with their names."""
+        try:
+            yield
+        except RankFailed as problem:
+            self.failed(problem)
+            raise
+
     def failed(self, problem: RankFailed) -> None:
         """A rank failed with these samples, which is kept for the next life; CannotTrain if one did before with some of
         them: it would again. That is kept too: this process may be ended before it could say so."""

@@ -304,6 +304,10 @@ class StepMetrics:
         last = idling.flat.last
         self._write(row, [] if last is None else [{"kind": IDLE, "step": step, **last}])
 
+    def checkpoint_took(self, seconds: float) -> None:
+        """Time of a checkpoint, for the next step's line."""
+        self.checkpoint_s = seconds
+
     def replayed(self, record: Record, stats: StepStats) -> None:
         """The lines of a step that a predecessor logged, but died before it wrote them; without what only it knew."""
         ended, line = self._earlier.pop(record.step, Ended(self._solved)), _line_of(record)

@@ -81,6 +81,10 @@ class Publisher:
         )
         return time.monotonic() - begun
 
+    def present(self, step: int) -> int | None:
+        """The version with the weights of `step`, the newest; None while they are not published, or published late."""
+        return self.version if self.ring.header(HeaderWord.VERSION_STEP) == step else None
+
     def next_version(self) -> int:
         """The version of the next publication: above all that were ever seen."""
         return max(self.version, self.ring.header(HeaderWord.VERSION)) + 1
