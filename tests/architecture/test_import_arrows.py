@@ -58,7 +58,6 @@ LOADED: dict[str, str] = {
 }
 # Still to be cut: the core names an optional part. This list only shrinks.
 STILL_NAMED: dict[str, str] = {
-    "busrl.roles.learner.loop": "predict",
 }
 
 HEAVY = {"torch", "transformers", "safetensors"}
