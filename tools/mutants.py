@@ -438,7 +438,7 @@ MUTANTS = (
            "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),
     # -- rewards of parts
     Mutant("a part counts without its weight", "busrl/rewards/pool.py",
-           "value = sum(stage.weight * one.value for", "value = sum(one.value for", (f"{PARTS}::test_the_reward_is_the_weighted_sum_and_parts_are_shown_without_weight",)),
+           "value = sum(stage.weight * outcome.value for", "value = sum(outcome.value for", (f"{PARTS}::test_the_reward_is_the_weighted_sum_and_parts_are_shown_without_weight",)),
     Mutant("a judge that fails says 0", "busrl/rewards/judge.py",
            'raise JudgeFailed(f"{self.url}: {why} (try {number} of {self.tries})")', "return 0.0", ("tests/rewards/test_judge.py",)),
     Mutant("an answer fills in a placeholder", "busrl/rewards/judge.py",

@@ -223,10 +223,10 @@ def text_of(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float):
         return round(value, DIGITS)
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
@@ -445,17 +445,17 @@ class Verifiers(Adapter):
     package, remedy = "verifiers", "make agents-env, and python = \"...\" with the Python of that environment"
     _serving: Any = None
 
-    def _client_config(self, vf: Any, given: dict[str, Any]) -> Any:
+    def _client_config(self, vf: Any, settings: dict[str, Any]) -> Any:
         """The configuration of every episode's client, but for its address and its key."""
-        given["api_key_var"] = ""
-        if given.get("type") != "train":
-            return vf.EvalClientConfig(**given)
-        name = str(given.get("renderer_model_name", ""))
+        settings["api_key_var"] = ""
+        if settings.get("type") != "train":
+            return vf.EvalClientConfig(**settings)
+        name = str(settings.get("renderer_model_name", ""))
         folder = os.path.join(self.beside, name)
         if not name or not os.path.isdir(folder):
             raise AgentNotLoaded(f'client.renderer_model_name = {name!r}: a client of type "train" needs the folder of '
                                  f"the model; there is none at {folder}")
-        return vf.TrainClientConfig(**{**given, "renderer_model_name": folder})
+        return vf.TrainClientConfig(**{**settings, "renderer_model_name": folder})
 
     async def setup(self) -> None:
         import verifiers.v1 as vf

@@ -283,36 +283,36 @@ class CallRoutes:
         episode, raw = self._keys.episode_of(request), await self._bodies.whole(request)
         sampling = (self._rule, *self._keys.sampling_of(episode))
         with episode.at_work():
-            body, asked, changed = await beside(len(raw), _asked, raw, kind, shape, sampling)
+            body, call, changed = await beside(len(raw), _asked, raw, kind, shape, sampling)
         episode.counts["overridden"] += changed
         answers = openai.Answers([], body, self._model, next(self._numbers), self._renderer.decode)
         stream = Stream(request, answers, shape) if body.stream else None
         try:
-            given = await self._played(request, episode, raw, asked, stream)
+            delivery = await self._played(request, episode, raw, call, stream)
         except CallRefused as refused:
             if stream is None or not stream.begun:
                 raise
             return await stream.refused(refused)
-        answers = replace(answers, turns=given.turns)
+        answers = replace(answers, turns=delivery.turns)
         if stream is not None:
             response = await stream.ended(answers)
         else:
             response = answer_of(getattr(answers, shape)())
             await response.prepare(request)
             await response.write_eof()
-        given.delivered()
+        delivery.delivered()
         return response
 
-    async def _played(self, request: web.Request, episode: Episode, raw: bytes, asked: Request,
+    async def _played(self, request: web.Request, episode: Episode, raw: bytes, call: Request,
                       stream: Stream | None) -> Delivery:
         """Wait for the answer; a stream brings meanwhile what is drawn."""
         retried = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         on_draft = stream.on_draft if stream is not None else None
-        work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, asked, on_draft))
+        work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, call, on_draft))
         try:
             if stream is not None:
                 await stream.follow(work)
-            given, response = await work
+            delivery, response = await work
         except CallUnanswered as problem:
             episode.unanswered(problem)
             raise CallRefused("invalid_api_key", f"this episode is over: {problem}") from None
@@ -324,7 +324,7 @@ class CallRoutes:
             work.cancel()
         if isinstance(response, Refusal):
             raise CallRefused(response.code, response.text, response.param)
-        return given
+        return delivery
 
     # -- about the model -----
 
@@ -340,8 +340,8 @@ class CallRoutes:
         body: openai.TokenizeBody = await self._bodies.read(request, openai.TokenizeBody)
         size = sum(map(len, body.messages)) + len(body.prompt) + len(body.tools)
         require_some_fit(self._context, max(1, len(body.messages)), size)
-        found = await beside(size, self._ids_of, body)
-        return answer_of({"tokens": found, "count": len(found), "max_model_len": self._context})
+        ids = await beside(size, self._ids_of, body)
+        return answer_of({"tokens": ids, "count": len(ids), "max_model_len": self._context})
 
     def _ids_of(self, body: openai.TokenizeBody) -> list[int]:
         if not body.messages:
@@ -354,7 +354,7 @@ class CallRoutes:
         self._keys.require_known(request)
         body: openai.DetokenizeBody = await self._bodies.read(request, openai.DetokenizeBody)
         require_some_fit(self._context, len(body.tokens), 0)
-        if wrong := [one for one in body.tokens if not 0 <= one < self._renderer.vocabulary]:
+        if wrong := [token for token in body.tokens if not 0 <= token < self._renderer.vocabulary]:
             raise CallRefused("invalid", f"tokens: {wrong[0]} is no token id", "tokens")
         return answer_of({"prompt": self._renderer.decode(body.tokens)})
 
@@ -366,9 +366,9 @@ class ClaimRoutes:
         self._desk, self._keys, self._bodies = desk, keys, bodies
 
     def routes(self) -> list[web.RouteDef]:
-        one = "/busrl/v1/episodes/{name}"
-        return [web.post("/busrl/v1/episodes", self._claim), web.post(one + "/end", self._end),
-                web.post(one + "/extend", self._extend), web.get(one, self._look)]
+        path = "/busrl/v1/episodes/{name}"
+        return [web.post("/busrl/v1/episodes", self._claim), web.post(path + "/end", self._end),
+                web.post(path + "/extend", self._extend), web.get(path, self._look)]
 
     async def _claim(self, request: web.Request) -> web.Response:
         if not self._keys.is_the_runs(request):
@@ -467,8 +467,9 @@ def _asked(raw: bytes, kind: type[Any], shape: str, sampling: openai.Sampling) -
 
 async def _bound(host: str, port: int) -> socket.socket:
     """A socket bound to the first address of a name."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, *_, address = found[0]
+    loop = asyncio.get_running_loop()
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = addresses[0]
     return socket.create_server(address, family=family)
 
 

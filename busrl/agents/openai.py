@@ -159,17 +159,17 @@ def wants_numbers(body: Body) -> bool:
     return bool(body.return_token_ids) or getattr(body, "logprobs", None) not in (None, False)
 
 
-def _prompt(given: Any) -> str | list[int]:
+def _prompt(prompt: Any) -> str | list[int]:
     """A text or token ids, perhaps as the only one of a list."""
-    if isinstance(given, PromptIds):
-        return given.prompt_token_ids
-    if isinstance(given, list) and given and not isinstance(given[0], int):
-        if len(given) != 1:
-            raise CallRefused("unsupported", f"prompt: {len(given)} prompts; ask for one at a time", "prompt")
-        given = given[0]
-    if (isinstance(given, list) and all(type(one) is int for one in given)) or isinstance(given, str):
-        found: str | list[int] = given
-        return found
+    if isinstance(prompt, PromptIds):
+        return prompt.prompt_token_ids
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) != 1:
+            raise CallRefused("unsupported", f"prompt: {len(prompt)} prompts; ask for one at a time", "prompt")
+        prompt = prompt[0]
+    if (isinstance(prompt, list) and all(type(token) is int for token in prompt)) or isinstance(prompt, str):
+        checked: str | list[int] = prompt
+        return checked
     raise CallRefused("invalid", "prompt: must be a text or a list of token ids", "prompt")
 
 
@@ -179,7 +179,7 @@ def _common(body: Body) -> dict[str, Any]:
     if wanted is not None and wanted < 1:
         raise CallRefused("invalid", f"max_tokens = {wanted}: must be at least 1", "max_tokens")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > MOST_STOPS or any(not 1 <= len(one) <= LONGEST_STOP for one in stops):
+    if len(stops) > MOST_STOPS or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
         raise CallRefused("invalid", f"stop: at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop")
     return {"n": 1 if body.n is None else body.n, "max_tokens": wanted or 0, "stop": stops}
 
@@ -188,16 +188,16 @@ def _sampling(body: Body, sampling: Sampling) -> bool:
     """True if the request wants another distribution than the sample's; CallRefused where that cannot be."""
     rule, temperature, top_p = sampling
     for name in ("response_format", "guided_json", "guided_regex", "structured_outputs"):
-        given = getattr(body, name)
-        if given is not None and not (isinstance(given, dict) and given.get("type") == "text"):
+        wanted = getattr(body, name)
+        if wanted is not None and not (isinstance(wanted, dict) and wanted.get("type") == "text"):
             raise CallRefused("unsupported", f"{name} changes the distribution that is trained", name)
-    own = {"temperature": temperature, "top_p": top_p, "presence_penalty": 0, "frequency_penalty": 0,
+    sample = {"temperature": temperature, "top_p": top_p, "presence_penalty": 0, "frequency_penalty": 0,
            "repetition_penalty": 1, "top_k": 0, "min_p": 0, "logit_bias": {}}
-    other = [name for name, value in own.items()
-             if (given := getattr(body, name)) not in (None, value) and not (name == "top_k" and given == -1)]
+    other = [name for name, value in sample.items()
+             if (wanted := getattr(body, name)) not in (None, value) and not (name == "top_k" and wanted == -1)]
     if other and rule == "refuse":
         name = other[0]
-        rule = f'samples are drawn with {own[name]} (agents.sampling = "refuse")'
+        rule = f'samples are drawn with {sample[name]} (agents.sampling = "refuse")'
         raise CallRefused("unsupported", f"{name} = {getattr(body, name)}: {rule}", name)
     return bool(other)
 
@@ -242,7 +242,7 @@ class Answers:
         """An answer as chunks of a stream: one for each choice, with what was not given before."""
         head = self.head("chat.completion.chunk", "chatcmpl")
         for place, turn in enumerate(self.turns):
-            calls = [{**one, "index": at} for at, one in enumerate(turn.message.get("tool_calls") or [])]
+            calls = [{**call, "index": at} for at, call in enumerate(turn.message.get("tool_calls") or [])]
             delta = {**turn.message, "tool_calls": calls} if calls else turn.message
             if before := given.get(place):
                 delta = {name: text[len(before.get(name, "")) :] for name, text in delta.items() if name != "role"}
@@ -276,7 +276,7 @@ class Answers:
         return {"text": [turn.message["content"] for turn in self.turns],
                 "finish_reasons": [finish_reason(turn) for turn in self.turns],
                 "token_ids": [turn.ids.tolist() for turn in self.turns],
-                "logprobs": [[[{str(one): score}] for one, score in answer] for answer in pairs],
+                "logprobs": [[[{str(token): score}] for token, score in answer] for answer in pairs],
                 "busrl": self.about(self.turns[-1])}
 
     def about(self, turn: Turn) -> dict[str, int]:
@@ -295,14 +295,14 @@ class Answers:
             more = self._more(turn)
             if getattr(self.body, "logprobs", None) is not None:
                 rows = self._logprobs(turn, bool(self.body.return_tokens_as_token_ids))
-                more["logprobs"] = {"tokens": [one["token"] for one in rows], "top_logprobs": None, "text_offset": [],
-                                    "token_logprobs": [one["logprob"] for one in rows]}
+                more["logprobs"] = {"tokens": [row["token"] for row in rows], "top_logprobs": None, "text_offset": [],
+                                    "token_logprobs": [row["logprob"] for row in rows]}
             yield {"index": place, "text": turn.message["content"], **more}
 
     def _logprobs(self, turn: Turn, as_ids: bool) -> list[dict[str, Any]]:
         pairs = zip(turn.ids.tolist(), turn.logprobs.tolist(), strict=True)
-        return [{"token": f"token_id:{one}" if as_ids else self.text_of([one]), "logprob": score, "bytes": None,
-                 "top_logprobs": []} for one, score in pairs]
+        return [{"token": f"token_id:{token}" if as_ids else self.text_of([token]), "logprob": score, "bytes": None,
+                 "top_logprobs": []} for token, score in pairs]
 
     def _ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.turns[0].call.prompt.tolist()} if self.body.return_token_ids else {}

@@ -57,10 +57,10 @@ def _named(value: object, *keys: str) -> tuple[str, str] | None:
     """A call from {"name": ..., "arguments": {...}}; the arguments may be JSON in a text, and be missing."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _can_be_sent(value["name"]):
         return None
-    found: Any = next((value[key] for key in keys if key in value), {})
-    if isinstance(found, str):
-        found = _object(found)
-    return _made(value["name"], found) if isinstance(found, dict) else None
+    arguments: Any = next((value[key] for key in keys if key in value), {})
+    if isinstance(arguments, str):
+        arguments = _object(arguments)
+    return _made(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
 def _made(name: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
@@ -122,10 +122,11 @@ def _after_space(text: str, place: int) -> int:
     return match.end() if match else place
 
 
-def _of_types(name: str, found: dict[str, str], tools: Tools) -> tuple[str, str] | None:
+def _of_types(name: str, texts: dict[str, str], tools: Tools) -> tuple[str, str] | None:
     """A call whose arguments were written without quotes: texts where the tool wants such, else JSON where it is."""
     types = _types(tools, name)
-    return _made(name, {key: one if types.get(key) == "string" else _json_or_text(one) for key, one in found.items()})
+    values = {key: text if types.get(key) == "string" else _json_or_text(text) for key, text in texts.items()}
+    return _made(name, values)
 
 
 def _types(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -173,13 +174,13 @@ def qwen_xml(text: str, tools: Tools) -> Parsed:
 
 def _parameters(text: str) -> dict[str, str] | None:
     """`<parameter=key>value</parameter>`, any number of them and nothing else."""
-    found, place = {}, 0
+    parameters, place = {}, 0
     while block := _block_at(text, place, "<parameter=", "</parameter>"):
         (key, closed, value), place = block[0].partition(">"), block[1]
         if not key or not closed or "\n" in key:
             return None
-        found[key.strip()] = value.removeprefix("\n").removesuffix("\n")
-    return found if _after_space(text, place) == len(text) else None
+        parameters[key.strip()] = value.removeprefix("\n").removesuffix("\n")
+    return parameters if _after_space(text, place) == len(text) else None
 
 
 def glm(text: str, tools: Tools) -> Parsed:

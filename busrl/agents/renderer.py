@@ -53,13 +53,13 @@ class Prompted:
 
 def for_template(message: Mapping[str, Any]) -> Message:
     """Text as one string, arguments of calls as objects, and no key without a value."""
-    made = {name: value for name, value in message.items() if value is not None}
-    made["content"] = text_of(message)
-    if calls := made.get("tool_calls"):
-        made["tool_calls"] = [_with_objects(call) for call in calls]
+    plain = {name: value for name, value in message.items() if value is not None}
+    plain["content"] = text_of(message)
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [_with_objects(call) for call in calls]
     else:
-        made.pop("tool_calls", None)
-    return made
+        plain.pop("tool_calls", None)
+    return plain
 
 
 def _with_objects(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,8 +206,8 @@ class Renderer:
             return None
         if not full.startswith(closed):
             return None
-        found = ("" if end else self.turn_end) + gap + full[len(closed):]
-        return found.removeprefix(end)
+        suffix_text = ("" if end else self.turn_end) + gap + full[len(closed):]
+        return suffix_text.removeprefix(end)
 
     def _closing_of(self, key: bytes) -> tuple[str, str] | None:
         """The text that is rendered after a stand-in for the text of a turn with these calls and arguments of the
@@ -294,8 +294,8 @@ class Renderer:
         text = render(given)
         if text is None:
             return None
-        masked, found = self._marks.masked(given)
-        if not found:
+        masked, marks = self._marks.masked(given)
+        if not marks:
             return [(text, False)]
         try:
             pieces = self._marks.pieces(render(masked) or "")

@@ -135,15 +135,15 @@ def adapter(function: RewardFunction, setup: Setup) -> tuple[str, str]:
     except (TypeError, ValueError):  # of a builtin
         return "", ""
     name, waits = setup.function.rpartition(":")[2], inspect.iscoroutinefunction(function)
-    of_three = sum(one.kind <= one.POSITIONAL_OR_KEYWORD for one in known.values()) >= 3
-    more = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    of_three = sum(parameter.kind <= parameter.POSITIONAL_OR_KEYWORD for parameter in known.values()) >= 3
+    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     first = next(iter(known), "")
     if "completions" in known and (more or first in ("prompts", "completions")) and not (setup.batch and of_three):
         whose, call, last = "TRL", _as_trl(name, known, more), "[0]"
     elif {"data_source", "solution_str", "ground_truth"} & known.keys():
-        given = {"data_source": '"busrl"', "solution_str": "completion", "ground_truth": 'record["answer"]'}
+        arguments = {"data_source": '"busrl"', "solution_str": "completion", "ground_truth": 'record["answer"]'}
         whose, last = "verl", ""
-        call = f"{name}({', '.join(f'{one}={text}' for one, text in given.items() if one in known)})"
+        call = f"{name}({', '.join(f'{key}={text}' for key, text in arguments.items() if key in known)})"
     elif list(known)[:3] == ["queries", "prompts", "labels"]:
         whose, last = "OpenRLHF", "[0]"
         call = f'{name}([record["prompt"] + completion], [record["prompt"]], [record["answer"]])'
@@ -155,12 +155,12 @@ def adapter(function: RewardFunction, setup: Setup) -> tuple[str, str]:
 
 def _as_trl(name: str, known: Iterable[str], more: bool) -> str:
     """The call with lists of one, by keywords: of a function of any `more` columns, or of those that it names."""
-    given = {"prompts": '[record["prompt"]]', "completions": "[completion]", "completion_ids": "[token_ids]"}
-    words = [f"{one}={text}" for one, text in given.items() if one in known]
+    columns = {"prompts": '[record["prompt"]]', "completions": "[completion]", "completion_ids": "[token_ids]"}
+    words = [f"{column}={text}" for column, text in columns.items() if column in known]
     if more:
         words.append('**{key: [value] for key, value in record.items() if key != "prompt"}')
     else:
-        words += [f'{one}=[record["{one}"]]' for one in known if one not in given]
+        words += [f'{key}=[record["{key}"]]' for key in known if key not in columns]
     return f"{name}({', '.join(words)})"
 
 

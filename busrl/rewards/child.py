@@ -152,7 +152,7 @@ def by_lists(function: Any, items: Sequence[Item], answers: int, clock: ImportCl
     for begin in range(0, len(items), AT_ONCE):
         some, begun = items[begin : begin + AT_ONCE], clock.now()
         outcomes = of_list(function, some)
-        if len(some) > 1 and all(one.error for one in outcomes):
+        if len(some) > 1 and all(outcome.error for outcome in outcomes):
             outcomes = [outcome for item in some for outcome in of_list(function, [item])]
         spent = clock.now() - begun
         for outcome in outcomes:
@@ -164,13 +164,14 @@ def of_list(function: Any, items: Sequence[Item]) -> list[Outcome]:
     try:
         records = [msgspec.json.decode(item.record_line) for item in items]
         more = asked(function, [item.episode for item in items])
-        found = list(function(records, [item.completion for item in items], [item.token_ids for item in items], **more))
-        if len(found) != len(items):
-            raise MalformedReward(f"the function returned {len(found)} rewards for {len(items)} answers")
+        completions, token_ids = [item.completion for item in items], [item.token_ids for item in items]
+        results = list(function(records, completions, token_ids, **more))
+        if len(results) != len(items):
+            raise MalformedReward(f"the function returned {len(results)} rewards for {len(items)} answers")
     except BaseException as problem:
         return [failed(item, problem) for item in items]
     outcomes = []
-    for item, result in zip(items, found):
+    for item, result in zip(items, results):
         try:
             outcomes.append(settled(item, result))
         except MalformedReward as problem:

@@ -106,7 +106,7 @@ class Judge:
         values["prompt"] = plain_text(record.get(self.prompt_key, ""))
         values["answer"] = plain_text(record.get(self.answer_key, "(none is given)"))
         values["completion"] = completion
-        return PLACE.sub(lambda found: values.get(found[1], found[0]), self.template)
+        return PLACE.sub(lambda place: values.get(place[1], place[0]), self.template)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -131,9 +131,9 @@ class Judge:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self.at_once)
             self._session = aiohttp.ClientSession(headers=self.headers, timeout=self.timeout, connector=connector)
-        asked = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": self.max_tokens}
-        asked |= {"model": self.model} if self.model else {}
-        async with self._session.post(self.url, json=asked, proxy=self.proxy) as response:
+        request = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": self.max_tokens}
+        request |= {"model": self.model} if self.model else {}
+        async with self._session.post(self.url, json=request, proxy=self.proxy) as response:
             body = await _body(response)
             if response.status != 200:
                 why = f"status {response.status}{named(self.proxy)}: {_shown(body)}"
@@ -147,8 +147,8 @@ class Judge:
         return content
 
     def read(self, text: str) -> float:
-        found = list(self.verdict.finditer(text))
-        word = (found[-1][1] or "").strip().rstrip(".").lower() if found else None
+        verdicts = list(self.verdict.finditer(text))
+        word = (verdicts[-1][1] or "").strip().rstrip(".").lower() if verdicts else None
         if word is None:
             raise TryFailed(f"no verdict in its answer: ...{text[-SHOWN:]!r}")
         if word in WORTH:

@@ -41,8 +41,8 @@ NUMBER = re.compile(rf"(?:(?<![\w.)])[-+\u2212])?(?:(?:{GROUPED}|\d+)(?:\.\d+)?|
 def last_number(text: str) -> float | None:
     """The last number in a text; None without one. A sign counts where it does not stand between two numbers."""
     last = ""
-    for found in NUMBER.finditer(text):
-        last = found.group()
+    for match in NUMBER.finditer(text):
+        last = match.group()
     return float(last.replace(",", "").replace("\u2212", "-")) if last else None
 
 
@@ -59,8 +59,8 @@ class Numeric(Answer):
         if wanted is None or not math.isfinite(wanted):
             raise ValueError(f"{self.answer_key} = {right!r} of the record holds no number")
         text = self.find(completion)
-        found = None if text is None else last_number(text)
-        return float(found is not None and abs(found - wanted) <= self.tolerance)
+        number = None if text is None else last_number(text)
+        return float(number is not None and abs(number - wanted) <= self.tolerance)
 
 
 def finder(kind: str, extract: str) -> Callable[[str], str | None]:
@@ -120,10 +120,10 @@ class Math(Answer):
         return float(self.library.verify(list(reference), answer, timeout_seconds=self.limit_s))
 
     def _parsed(self, right: str) -> tuple[Any, ...]:
-        found = self.library.parse(as_math(right), parsing_timeout=self.limit_s)
-        if not found:
+        parsed = self.library.parse(as_math(right), parsing_timeout=self.limit_s)
+        if not parsed:
             raise ValueError(f"{self.answer_key} = {right!r} of the record cannot be read as mathematics")
-        return tuple(found)
+        return tuple(parsed)
 
 
 def plain_number(value: object) -> str:
@@ -282,12 +282,12 @@ def read_tests(record: dict[str, Any], key: str, name_key: str) -> Tests:
         raise UnfitTests(f"{key} of the record holds neither asserts nor as many inputs as outputs")
     if named := str(held.get("fn_name") or ""):
         inputs, outputs = held["inputs"], held["outputs"]
-        if all(isinstance(one, str) for one in inputs):
-            inputs = [[json.loads(line) for line in one.splitlines()] for one in inputs]
-            outputs = [json.loads(one) for one in outputs]
-        inputs = [one if isinstance(one, list) else [one] for one in inputs]
+        if all(isinstance(entry, str) for entry in inputs):
+            inputs = [[json.loads(line) for line in entry.splitlines()] for entry in inputs]
+            outputs = [json.loads(entry) for entry in outputs]
+        inputs = [entry if isinstance(entry, list) else [entry] for entry in inputs]
         return {"name": named, "inputs": inputs, "outputs": outputs}
-    return {side: [text(one) for one in held[side]] for side in ("inputs", "outputs")}
+    return {side: [text(entry) for entry in held[side]] for side in ("inputs", "outputs")}
 
 
 def text(one: Any) -> str:

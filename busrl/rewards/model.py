@@ -64,10 +64,10 @@ class Scorer:
             prompt = asked(prompt) if isinstance(prompt, list) else plain_text(prompt)
             messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             messages = [*messages, {"role": "assistant", "content": completion}]
-            found = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
         else:
-            found = self.tokenizer(plain_text(prompt) + completion).input_ids
-        return list(found[-self.context :] if self.context else found) or [self.pad]
+            ids = self.tokenizer(plain_text(prompt) + completion).input_ids
+        return list(ids[-self.context :] if self.context else ids) or [self.pad]
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:

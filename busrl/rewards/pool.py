@@ -356,21 +356,21 @@ class Stage:
         return sum(process.busy_s for process in self.processes) / max(1, len(self.processes))
 
 
-def weighted_sum(said: Sequence[tuple[Stage, Outcome]]) -> Outcome:
+def weighted_sum(outcomes: Sequence[tuple[Stage, Outcome]]) -> Outcome:
     """The outcome of an item from what all parts say of it, in their order: of several that fail the first decides.
     Its parts are without weights; what a part's function named stands below the part's name."""
-    key, seconds = said[0][1].key, max(one.seconds for _, one in said)
-    for stage, one in said:
-        if one.error:
-            return Outcome(key, error=one.error, text=f"part {stage.name}: {one.text}", seconds=seconds)
-    value = sum(stage.weight * one.value for stage, one in said)
+    key, seconds = outcomes[0][1].key, max(outcome.seconds for _, outcome in outcomes)
+    for stage, outcome in outcomes:
+        if outcome.error:
+            return Outcome(key, error=outcome.error, text=f"part {stage.name}: {outcome.text}", seconds=seconds)
+    value = sum(stage.weight * outcome.value for stage, outcome in outcomes)
     if not math.isfinite(value):
         text = f"the sum of the weighted parts is {value}: must be finite"
         return Outcome(key, error="malformed", text=text, seconds=seconds)
     parts: dict[str, float] = {}
-    for stage, one in said:
-        parts[stage.name] = one.value
-        parts |= {f"{stage.name}/{inner}": number for inner, number in one.parts.items()}
+    for stage, outcome in outcomes:
+        parts[stage.name] = outcome.value
+        parts |= {f"{stage.name}/{inner}": number for inner, number in outcome.parts.items()}
     return Outcome(key, value, parts, seconds=seconds)
 
 
@@ -378,16 +378,16 @@ def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> lis
     """The setup of each part's children, with name and weight; of a reward without parts, its own."""
     common: dict[str, Any] = {"base_dir": base_dir, "prompt_key": prompt_key, "memory_mb": settings.memory_mb}
     if not settings.part:
-        own = {name: getattr(settings, name) for name in ("kind", "function", "extract", "answer_key", "timeout_s")}
-        return [(Setup(**own, **common), "", 1.0)]
-    found = []
+        names = ("kind", "function", "extract", "answer_key", "timeout_s")
+        return [(Setup(**{name: getattr(settings, name) for name in names}, **common), "", 1.0)]
+    setups_of_parts = []
     for part in settings.part:
-        told = {name: getattr(part, name) for name in Setup.__struct_fields__ if hasattr(part, name)} | common
-        told |= {"place": f"reward.part {part.name!r}", "device": device}
+        fields = {name: getattr(part, name) for name in Setup.__struct_fields__ if hasattr(part, name)} | common
+        fields |= {"place": f"reward.part {part.name!r}", "device": device}
         if part.kind == "model":
-            told["memory_mb"] = 0
-        found.append((Setup(**told), part.name, part.weight))
-    return found
+            fields["memory_mb"] = 0
+        setups_of_parts.append((Setup(**fields), part.name, part.weight))
+    return setups_of_parts
 
 
 class RewardPool:
@@ -452,11 +452,11 @@ class RewardPool:
     def longest(self) -> tuple[str, float]:
         """The call of the child that has given no answer for longest, and its seconds; "" and 0 where all are idle."""
         waits = (
-            ((f"part {stage.name}" if stage.name else "the function") if one.serving else "the start of a child",
-             one.elapsed_s)
-            for stage in self.stages for one in stage.processes if one.sent or not one.serving
+            ((f"part {stage.name}" if stage.name else "the function") if process.serving else "the start of a child",
+             process.elapsed_s)
+            for stage in self.stages for process in stage.processes if process.sent or not process.serving
         )
-        return max(waits, key=lambda one: one[1], default=("", 0.0))
+        return max(waits, key=lambda wait: wait[1], default=("", 0.0))
 
     def close(self) -> None:
         """End the children; items without an outcome are forgotten. A second call does nothing."""

@@ -99,8 +99,8 @@ def read_parts(ring: Ring, slot: int) -> dict[str, float]:
         return {}
     names = [f"part_{number}" for number in range(1, len(values) + 1)]
     with contextlib.suppress(*UNREADABLE):
-        given = read_segment(ring, slot, "part_names", NO_SEGMENT).tobytes().decode("utf-8", "replace").split("\n")
-        names = given if len(given) == len(values) else names
+        stored = read_segment(ring, slot, "part_names", NO_SEGMENT).tobytes().decode("utf-8", "replace").split("\n")
+        names = stored if len(stored) == len(values) else names
     return {name: value for name, value in zip(names, values) if math.isfinite(value)}
 
 
@@ -148,8 +148,8 @@ def class_of(topology: Topology, name: str) -> SampleClass | None:
     leave it to them."""
     if not topology.dedicated:
         return None
-    own = next((one.spec for one in topology.processes() if one.name == name), None)
-    return SampleClass.VALIDATE if own is not None and own.serves == "validation" else SampleClass.TRAIN
+    spec = next((process.spec for process in topology.processes() if process.name == name), None)
+    return SampleClass.VALIDATE if spec is not None and spec.serves == "validation" else SampleClass.TRAIN
 
 
 def claim_queued(
@@ -173,8 +173,8 @@ def _take(
         return list(ring.take(State.QUEUED, State.GENERATING, cls=cls, limit=limit, max_attempt=most_attempts))
     next_admission = ring.header(HeaderWord.NEXT_ADMISSION)  # before the lines: a slot looks less far than it is
     lines = ring.lines()
-    own = waves.best(lines, next_admission, limit if cls is None else len(lines), most_attempts)
-    best = [slot for slot in own if cls is None or lines["cls"][slot] == cls][:limit]
+    ranked = waves.best(lines, next_admission, limit if cls is None else len(lines), most_attempts)
+    best = [slot for slot in ranked if cls is None or lines["cls"][slot] == cls][:limit]
     claims = ((slot, ring.claim(slot, int(lines["word"][slot]), State.GENERATING)) for slot in best)
     return [claim for claim in claims if claim[1]]
 
@@ -204,11 +204,11 @@ class SegmentCuts:
     @classmethod
     def of(cls, topology: Topology, name: str = "") -> SegmentCuts:
         """The cuts of the worker of this name, or of one from outside."""
-        own = topology.segments
-        plan = SegmentPlan(own.length, own.max_segments, topology.generation.max_new_tokens)
-        made = cls(plan, own.on and own.loss == "last_segment", Waves.of(topology.derived.limits))
-        made.cls = class_of(topology, name)
-        return made
+        segments = topology.segments
+        plan = SegmentPlan(segments.length, segments.max_segments, topology.generation.max_new_tokens)
+        cuts = cls(plan, segments.on and segments.loss == "last_segment", Waves.of(topology.derived.limits))
+        cuts.cls = class_of(topology, name)
+        return cuts
 
     def next(self, cls: int, segment: int, left: int) -> Cut:
         """The segment number `segment` of a sample of that class, which may still have `left` tokens."""

@@ -89,8 +89,8 @@ class Intake(ABC):
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
         """The request of each claimed slot; one that cannot be used is dropped, or refused."""
         described = self.ring.lines([slot for slot, _ in taken])[self.fields].tolist()
-        made = [self._request(*claim, dict(zip(self.fields, values))) for claim, values in zip(taken, described)]
-        return [request for request in made if request is not None]
+        requests = [self._request(*claim, dict(zip(self.fields, values))) for claim, values in zip(taken, described)]
+        return [request for request in requests if request is not None]
 
     @abstractmethod
     def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None: ...
@@ -191,11 +191,11 @@ class SampleIntake(Intake):
 
     def _first_lengths(self) -> Iterator[int]:
         """Tokens of the first prompts; none on a host that does not have the file."""
-        own = self.topology.data
-        with contextlib.suppress(OSError, DataError), open(own.train, "rb") as file:
+        data = self.topology.data
+        with contextlib.suppress(OSError, DataError), open(data.train, "rb") as file:
             for _, line in itertools.islice(prompt_lines(file), FIRST):
                 with contextlib.suppress(Exception):  # a prompt that cannot be rendered is one sample's fault
-                    yield len(self.engine.encode(prompt_of(msgspec.json.decode(line), own)))
+                    yield len(self.engine.encode(prompt_of(msgspec.json.decode(line), data)))
 
     def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
         for bell in (self.bell, self.segment_bell):
@@ -207,9 +207,9 @@ class SampleIntake(Intake):
 
     def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]
-        if (own := self.steps.step_of(self.version)) < step:
+        if (loaded_step := self.steps.step_of(self.version)) < step:
             # Admitted with newer weights than these: write it now, since the learner counts the age from it.
-            version, step = self.version, own
+            version, step = self.version, loaded_step
             self.ring.set(slot, word, version=version, step=step)
         segments = segments_of(word)
         try:
@@ -317,7 +317,7 @@ class CallIntake(Intake):
             self._drop(slot, word, Fate.MALFORMED, f"the call cannot be read: {problem}")
             return None
         most = self._known.rows or int(ids.max()) + 1
-        if wrong := next((one for one in (int(ids.min()), int(ids.max())) if not 0 <= one < most), None):
+        if wrong := next((token for token in (int(ids.min()), int(ids.max())) if not 0 <= token < most), None):
             self._drop(slot, word, Fate.MALFORMED, f"token id {wrong}: the model knows 0 to {most - 1}")
             return None
         listener = self._label(line["group"]) if details.tokens else ""
@@ -329,14 +329,14 @@ class CallIntake(Intake):
         )
 
     def _label(self, index: int) -> str:
-        labels = (one.label for one in self.ring.processes() if one.index == index)
+        labels = (process.label for process in self.ring.processes() if process.index == index)
         return next((address(label) for label in labels), "")
 
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> bool:
-        made = answer.token_ids, answer.logprobs, answer.versions, answer.finish
+        drawn = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         step = self.steps.step_of(int(answer.versions.min()))
         try:
-            write_answer(self.ring, slot, task.word, *made, task.claimed_ns, step, answer.computed)
+            write_answer(self.ring, slot, task.word, *drawn, task.claimed_ns, step, answer.computed)
         except SlotTooSmall as problem:
             self._drop(slot, task.word, Fate.MALFORMED, f"the answer does not fit its slot: {problem}")
         return True

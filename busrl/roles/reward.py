@@ -85,23 +85,23 @@ class Reward(Actor):
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.DataGenerated,)
 
     def setup(self) -> None:
-        own, device = self.topology.reward, self.topology.device_of(self.name)
+        reward, device = self.topology.reward, self.topology.device_of(self.name)
         ready_s, prompt_key = self.topology.limits.ready_s, self.topology.data.prompt_key
         base_dir = self.topology.base_dir
-        self.pool = RewardPool(own, base_dir=base_dir, ready_s=ready_s, prompt_key=prompt_key, device=device)
+        self.pool = RewardPool(reward, base_dir=base_dir, ready_s=ready_s, prompt_key=prompt_key, device=device)
         # Not ready before its function is: one that cannot be loaded ends the run instead of many restarts.
         with self.activity("load the reward function", self.topology.limits.ready_s):
             while not self.stopping and not self.pool.wait_ready(LOAD_LOOK_S):
                 pass
         self.claimed: dict[int, int] = {}  # slot -> the word that we own it by
-        kinds = {part.kind for part in own.part} or {own.kind}
+        kinds = {part.kind for part in reward.part} or {reward.kind}
         self.wants_ids = bool(kinds & WITH_IDS)
         self.bell = Doorbell()
         self.known = token_rows(Path(self.topology.model.path))
         self.streaming = False
         self.call_s = 0.0  # of the longest call
         self.rung, self.next_look = True, 0.0
-        processes = sum(one.role == "reward" for one in self.topology.processes())
+        processes = sum(process.role == "reward" for process in self.topology.processes())
         samples = self.topology.learner.trigger.n_min * self.topology.groups.size
         self.load = RewardLoad(self.topology.reward.workers, processes, samples, time.monotonic())
 

@@ -31,16 +31,17 @@ class Agent(EpisodeHolder):
 
     def setup(self) -> None:
         super().setup()
-        entries = [one for one in self.topology.processes() if one.role == AGENT]
-        spec = next((one.spec for one in entries if one.name == self.name), entries[0].spec)
-        own = self.topology.agents
+        entries = [entry for entry in self.topology.processes() if entry.role == AGENT]
+        spec = next((entry.spec for entry in entries if entry.name == self.name), entries[0].spec)
+        agents = self.topology.agents
         self.standing: set[int] = set()  # pids of children whose loop user code blocks
         self.children: Children | Programs
         if spec.program:
-            self.children = Programs(spec.program, self.topology.base_dir, self.paths.root, own.episode_s)
+            self.children = Programs(spec.program, self.topology.base_dir, self.paths.root, agents.episode_s)
             return
-        played = EpisodeSetup(spec.function, self.topology.base_dir, spec.environment, spec.options, python=spec.python)
-        self.children = Children(played, own.children, own.episode_s)
+        episode_setup = EpisodeSetup(spec.function, self.topology.base_dir, spec.environment, spec.options,
+                                     python=spec.python)
+        self.children = Children(episode_setup, agents.children, agents.episode_s)
         with self.activity("load the function of episodes", self.topology.limits.ready_s):
             self.loop.run_until_complete(self.children.start())
 
