@@ -47,7 +47,7 @@ from busrl.ledger.trained import step_lines
 TOPOLOGY = ROOT / "configs" / "quickstart.toml"
 SERVE = """
 import signal, sys
-from busrl.bus import StopRequest, run_broker
+from busrl.bus.broker import run_broker, StopRequest
 from busrl.ring import OfdLock
 d, tap, stop = sys.argv[1], sys.argv[2], StopRequest()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from busrl.bus import StopRequest, run_broker
+from busrl.bus.broker import StopRequest, run_broker
 from busrl.ring import OfdLock
 
 

@@ -18,7 +18,8 @@ import os
 import signal
 import time
 
-from busrl.bus import CurveListener, Refusal, StopRequest, allow_many_connections, run_broker
+from busrl.bus import allow_many_connections
+from busrl.bus.broker import CurveListener, Refusal, StopRequest, run_broker
 from busrl.errors import PeerLost
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths

@@ -16,7 +16,7 @@ from busrl.bus.endpoint import KIND, PlainWire
 
 SERVE = """
 import signal, sys
-from busrl.bus import StopRequest, run_broker
+from busrl.bus.broker import run_broker, StopRequest
 from busrl.ring import OfdLock
 directory, max_bytes = sys.argv[1], int(sys.argv[2])
 stop = StopRequest()

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import signal
-from busrl.bus import StopRequest
+from busrl.bus.broker import StopRequest
 
 stop, calls = StopRequest(), 0
 assert not stop.wait(0.01) and not stop.is_set()

@@ -23,7 +23,7 @@ from busrl.protocol.codec import kind_of
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "messages.md").read_text()
 SERVE = """
 import signal, sys
-from busrl.bus import StopRequest, run_broker
+from busrl.bus.broker import run_broker, StopRequest
 from busrl.ring import OfdLock
 stop = StopRequest()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from busrl.bus import Endpoint, run_broker
+from busrl.bus import Endpoint
+from busrl.bus.broker import run_broker
 from busrl.data import JsonlStream
 from busrl.data.pretrained import Vocabulary
 from busrl.engines.scripted import Script

@@ -16,7 +16,8 @@ import pytest
 from in_memory import batch_of
 
 import busrl
-from busrl.bus import Endpoint, StopRequest, run_broker
+from busrl.bus import Endpoint
+from busrl.bus.broker import StopRequest, run_broker
 from busrl.hosts import messages as g
 from busrl.paths import CLAIMED_FROM, RunPaths
 from busrl.preflight.load import load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from busrl.bus import Refusal
+from busrl.bus.broker import Refusal
 from busrl.roles.bus import Bus
 
 

@@ -19,7 +19,7 @@ from busrl.bus import tcp_pair
 SERVE = """
 import signal, sys
 from pathlib import Path
-from busrl.bus import StopRequest, CurveListener, run_broker
+from busrl.bus.broker import CurveListener, run_broker, StopRequest
 from busrl.ring import OfdLock
 directory, endpoint, files = sys.argv[1:4]
 stop = StopRequest()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.bus import CurveListener
+from busrl.bus.broker import CurveListener
 from busrl.bus.security import relay_endpoint
 from busrl.cli import main
 from busrl.hosts.link import Answering

@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from busrl import keys
-from busrl.bus import CurveListener, Endpoint, StopRequest, run_broker
-from busrl.bus.broker import MAX_REFUSED
+from busrl.bus import Endpoint
+from busrl.bus.broker import MAX_REFUSED, CurveListener, StopRequest, run_broker
 from busrl.errors import BadKeys, BusNotReady, RunInUse
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import messages as m

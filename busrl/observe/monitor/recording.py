@@ -38,8 +38,7 @@ import msgspec
 import zmq
 
 import busrl
-from busrl.bus import StopRequest
-from busrl.bus.broker import EVERYTHING
+from busrl.bus.broker import EVERYTHING, StopRequest
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Tap, configure
 from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, DiskFull, FileCorrupt, NoSuchRun, PeerTimeout, RunInUse, UserError

@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 UUID = bytes(range(16))
 SERVE = """
 import signal, sys
-from busrl.bus import StopRequest, run_broker
+from busrl.bus.broker import run_broker, StopRequest
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock
 paths, stop = RunPaths.of(sys.argv[1]), StopRequest()
