@@ -62,7 +62,7 @@ class Refusal:
 
 
 class Admission(NamedTuple):
-    """Who listens, and the public keys that may connect there, by name."""
+    """The listener's keys, and the public keys that may connect there, by name."""
 
     pair: keys.Pair
     listed: Callable[[], Mapping[str, str]]
@@ -180,7 +180,7 @@ class StopRequest:
         return self._given
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is set, now or within the time."""
+        """Tell whether it is set, now or within the time."""
         if not self._given:
             select.select([self._read], [], [], timeout_s)
         return self._given

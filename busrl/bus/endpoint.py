@@ -220,7 +220,7 @@ class MessageFaults(Protocol):
 
 @dataclass(slots=True)
 class _Line:
-    """One topic that this endpoint sends to, and the number of its last message there."""
+    """A topic that this endpoint sends to, and the number of its last message there."""
 
     topic: str
     raw: bytes
@@ -228,7 +228,7 @@ class _Line:
 
 
 class _Subscription(NamedTuple):
-    """One kind of message that this endpoint subscribes to: how it is decoded, and whether it is served here."""
+    """A kind of message that this endpoint subscribes to: how it is decoded, and whether it is served here."""
 
     read: Callable[[bytes], Message]
     served: bool
@@ -274,8 +274,8 @@ class Endpoint:
             configure(socket, most, self._max_bytes)
             if keys is not None:
                 encrypt(socket, keys)
-        for one in subscribe:
-            self._sub.setsockopt(zmq.SUBSCRIBE, one.encode())
+        for prefix in subscribe:
+            self._sub.setsockopt(zmq.SUBSCRIBE, prefix.encode())
         # Last: subscriptions travel in order, so an echo proves that the others have reached the broker as well.
         self._sub.setsockopt(zmq.SUBSCRIBE, topic(Ping, self.name).encode())
         self._wire, faults = open_wire(self._pub, self._sub), self._message_faults
@@ -370,7 +370,7 @@ class Endpoint:
         return len(came)
 
     def _accept(self, frames: Frames) -> Message | None:
-        """One multipart to a message for the caller; None for what is dropped or answered here."""
+        """Turn a multipart into a message for the caller; None for what is dropped or answered here."""
         target, raw = frames[0], frames[-1]
         kind = self._routes.get(target) or self._route(target)
         try:
@@ -512,7 +512,7 @@ TAP_QUEUE: Final = 4096  # messages on this side of the wire
 
 
 class Envelope(msgspec.Struct):
-    """What every message carries; `last_seqs` is filled in heartbeats alone."""
+    """The fields that every message carries; `last_seqs` is filled in heartbeats alone."""
 
     type: str = ""
     v: int = 0
@@ -523,7 +523,7 @@ class Envelope(msgspec.Struct):
 
 
 class TapMessage(NamedTuple):
-    """One message as it came; `envelope` is None if its bytes hold none."""
+    """A message as it came; `envelope` is None if its bytes hold none."""
 
     topic: bytes
     body: bytes
@@ -556,7 +556,7 @@ class Tap:
         self._open()
 
     def take(self, limit: int = 4096) -> list[TapMessage]:
-        """What is here already, `limit` messages and at most as many more as the wire gives at once."""
+        """Take what is here already, `limit` messages and at most as many more as the wire gives at once."""
         came: list[TapMessage] = []
         while len(came) < limit and (messages := self._wire.receive(NOBLOCK)):
             # One frame: a subscription on its way to the publishers.
@@ -564,7 +564,7 @@ class Tap:
         return came
 
     def wait(self, timeout_s: float, *others: int) -> bool:
-        """Whether a message is here within the time; one of the descriptors `others` ends the wait as well."""
+        """Wait for a message; false if none came in time. One of the descriptors `others` ends the wait as well."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for other in others:

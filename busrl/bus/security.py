@@ -46,14 +46,14 @@ def check_endpoint(endpoint: str, keys: bool = False) -> None:
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    found = _TCP.fullmatch(endpoint)
-    if found is None or not 1 <= int(found[2]) <= 65535:
+    parts = _TCP.fullmatch(endpoint)
+    if parts is None or not 1 <= int(parts[2]) <= 65535:
         raise BadEndpoint(f"bus endpoint {endpoint!r}: expected tcp://HOST:PORT, for example tcp://127.0.0.1:5600")
-    return found[1], int(found[2])
+    return parts[1], int(parts[2])
 
 
 def tcp_pair(endpoint: str) -> tuple[str, str]:
-    """Where publishers and subscribers connect: the port that was given, and the one after it."""
+    """Endpoints of publishers and subscribers: the port that was given, and the one after it."""
     host, port = host_and_port(endpoint)
     if port == 65535:
         raise BadEndpoint(f"bus endpoint {endpoint!r}: two ports are used, this one and the next, so 65534 is the last")
@@ -61,7 +61,7 @@ def tcp_pair(endpoint: str) -> tuple[str, str]:
 
 
 def relay_endpoint(endpoint: str) -> str:
-    """Where other hosts ask for topology, state and weights: the port after the two of the bus."""
+    """The endpoint where other hosts ask for topology, state and weights: the port after the two of the bus."""
     host, port = host_and_port(tcp_pair(endpoint)[1])
     if port == 65535:
         raise BadEndpoint(f"bus endpoint {endpoint!r}: hosts need a third port, so 65533 is the last")
@@ -80,10 +80,10 @@ def _check_path(path: str) -> None:
 
 def private_directory(path: str | os.PathLike[str]) -> Path:
     """Make (or check) a directory that only this user can enter, and the parent named after the user likewise."""
-    made = Path(path)
-    if made.parent.name.startswith("busrl-"):
-        private.private_directory(made.parent)
-    return private.private_directory(made)
+    directory = Path(path)
+    if directory.parent.name.startswith("busrl-"):
+        private.private_directory(directory.parent)
+    return private.private_directory(directory)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def allow_many_connections() -> None:
 
 
 def _holder(endpoint: str) -> str:
-    """Who listens on a tcp port, as far as /proc shows it to this user."""
+    """Name the process that listens on a tcp port, as far as /proc shows it to this user."""
     port = host_and_port(endpoint)[1]
     listening = (row for row in tcp_table() if row[3] == _LISTENING)
     inodes = {row[9] for row in listening if int(row[1].rpartition(":")[2], 16) == port}

@@ -1,4 +1,4 @@
-"""What a cluster starts a run by: a JobSet or LeaderWorkerSet of Kubernetes, printed as JSON, or a job of Slurm.
+"""Manifests that start a run on a cluster: a JobSet or LeaderWorkerSet of Kubernetes as JSON, or a job of Slurm.
 
 Made of a topology alone; talks to nothing. One pod or node is home and runs `busrl launch`; each other one runs
 `busrl host`, which in a job of Slurm is a step that launch starts. Knows nothing of clusters: what belongs to one
@@ -31,7 +31,7 @@ STARTS = 1_000_000  # of a pod, before its job counts as failed
 
 
 def emitted(options: argparse.Namespace) -> str:
-    """What a cluster starts the run of `busrl launch --emit` by; the cluster replaces the address and the keys."""
+    """The manifest that starts the run of `busrl launch --emit` by; the cluster replaces the address and the keys."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "keys"
         keys.init(directory)
@@ -64,7 +64,7 @@ def jobset(topology: Topology) -> dict[str, Any]:
 
 
 def leader_worker_set(topology: Topology) -> dict[str, Any]:
-    """One group: home is its leader. What has ended there is started again, so it is deleted when the run is over."""
+    """A group: home is its leader. What has ended there is started again, so it is deleted when the run is over."""
     name, hosts = _names(topology)
     host = _host(topology, f"tcp://$LWS_LEADER_ADDRESS:{PORT}", '"$((LWS_WORKER_INDEX - 1))"')
     return {
@@ -89,7 +89,7 @@ def slurm(topology: Topology, source: str, overrides: Sequence[str], run_dir: st
     Without a `run_dir` it is one of the job's number, so that a job that is queued again goes on with its run.
     """
     name, hosts = _names(topology)
-    given = shlex.join([source, *(word for one in overrides for word in ("--set", one))])
+    given = shlex.join([source, *(word for override in overrides for word in ("--set", override))])
     place = shlex.quote(run_dir) if run_dir else f'"runs/{name}-$SLURM_JOB_ID"'
     numbers = " ".join(f"{host}) n={number}p;;" for number, host in enumerate(hosts, 2))  # the first node is home
     node = "node=$(scontrol show hostnames | sed -n $n)"  # of all that the job had, those that it lost included
@@ -177,6 +177,6 @@ def _pod(
 
 
 def _devices(topology: Topology, host: str) -> int:
-    """How many devices the entries of a host (home: "") name; entries may share them."""
-    here = [one for one in topology.process if one.is_at(host)]
-    return len({device.strip() for one in here for item in one.devices for device in item.split(",")})
+    """The number of devices that the entries of a host (home: "") name; entries may share them."""
+    here = [entry for entry in topology.process if entry.is_at(host)]
+    return len({device.strip() for entry in here for item in entry.devices for device in item.split(",")})

@@ -76,7 +76,7 @@ class ClaimGone(Exception):
 
 
 class ClaimedTask(NamedTuple):
-    """One claim: the slot, the word that owns it, and the two numbers that name it for ever."""
+    """A claim: the slot, the word that owns it, and the two numbers that name it for ever."""
 
     slot: int
     word: int
@@ -90,7 +90,7 @@ class ClaimedTask(NamedTuple):
 
 
 class AnswerLimits(NamedTuple):
-    """What the answer to a claim may be: at most `tokens` in segment number `segment`, of a `vocabulary` (0 = not
+    """Limits of the answer to a claim: at most `tokens` in segment number `segment`, of a `vocabulary` (0 = not
     known), by a version that was published, `newest` at most. `prompt_tokens`: of the prompt that comes with it, 0: it
     comes with none. `version` and `step` are those of its admission."""
 
@@ -192,21 +192,23 @@ class BatchAnswers:
     def __init__(self, message: g.RemoteBatch) -> None:
         self._message, count = message, len(message.tasks)
         needed = (message.lengths, message.prompt_lengths, message.finishes, message.texts)
-        given = [*needed, *(one for one in (message.rewards, message.parts, message.steps, message.episodes) if one)]
-        if any(len(column) != count for column in given):
-            raise Refused(f"{count} tasks, and lists of {[len(one) for one in given]}: there must be one item for each")
+        optional = (message.rewards, message.parts, message.steps, message.episodes)
+        columns = [*needed, *(column for column in optional if column)]
+        if any(len(column) != count for column in columns):
+            lengths = [len(column) for column in columns]
+            raise Refused(f"{count} tasks, and lists of {lengths}: there must be one item for each")
         if message.episodes and any((*message.lengths, *message.prompt_lengths)):
             raise Refused("lengths and prompt_lengths: an episode has tensors of its own, so all of them must be 0")
         self._steps, self._parts = message.steps or [0] * count, message.parts or [{}] * count
-        self._made, self._read = (_slices(one) for one in (message.lengths, message.prompt_lengths))
+        self._drawn, self._read = (_slices(lengths) for lengths in (message.lengths, message.prompt_lengths))
         drawn, read = sum(message.lengths), sum(message.prompt_lengths)
         self._tokens = _column(message.tokens, "tokens", np.int32, drawn)
         self._logprobs = _column(message.logprobs, "logprobs", np.float32, drawn)
         self._versions = _column(message.versions, "versions", np.uint32, drawn)
         self._prompts = _column(message.prompt_ids, "prompt_ids", np.int32, read)
         self._probable = bool((self._logprobs <= CLOSE_TO_ZERO).all() and np.isfinite(self._logprobs).all())
-        self._lowest = min(int(one.min(initial=0)) for one in (self._tokens, self._prompts))
-        self._highest = max(int(one.max(initial=0)) for one in (self._tokens, self._prompts))
+        self._lowest = min(int(ids.min(initial=0)) for ids in (self._tokens, self._prompts))
+        self._highest = max(int(ids.max(initial=0)) for ids in (self._tokens, self._prompts))
         self._newest = int(self._versions.max(initial=0))
 
     def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
@@ -220,8 +222,8 @@ class BatchAnswers:
             and 1 <= message.lengths[at] <= limits.tokens and 1 <= message.prompt_lengths[at] <= limits.prompt_tokens
             and message.finishes[at] in (Finish.EOS, Finish.LENGTH)
         )
-        made, prompt = self._made[at], self._prompts[self._read[at]]
-        arrays = (self._tokens[made], self._logprobs[made], self._versions[made])
+        drawn, prompt = self._drawn[at], self._prompts[self._read[at]]
+        arrays = (self._tokens[drawn], self._logprobs[drawn], self._versions[drawn])
         if sound:
             return RemoteAnswer(*arrays, prompt, message.texts[at], message.finishes[at], True, step)
         tokens, logprobs, versions = map(tensor, arrays)
@@ -239,7 +241,7 @@ class BatchAnswers:
 
 
 def _slices(lengths: list[int]) -> list[slice]:
-    """Where each of these stands in a column."""
+    """The places of these in a column."""
     return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths))]
 
 
@@ -255,31 +257,31 @@ def tensor(array: npt.NDArray[Any]) -> g.Tensor:
     return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
 
 
-def _array(given: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
-    array = read_tensor(given, what, dtype)
+def _array(piece: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
+    array = read_tensor(piece, what, dtype)
     if not 1 <= len(array) <= most:
         raise Refused(f"{what} has {len(array)} elements: there must be 1 to {most}")
     return array
 
 
-def _column(given: g.Tensor, what: str, dtype: Any, total: int) -> npt.NDArray[Any]:
-    array = read_tensor(given, what, dtype)
+def _column(piece: g.Tensor, what: str, dtype: Any, total: int) -> npt.NDArray[Any]:
+    array = read_tensor(piece, what, dtype)
     if len(array) != total:
         raise Refused(f"{what} has {len(array)} elements, and the lengths of the answers come to {total}")
     return array
 
 
-def read_tensor(given: g.Tensor, what: str, dtype: Any, dimensions: int = 1) -> npt.NDArray[Any]:
+def read_tensor(piece: g.Tensor, what: str, dtype: Any, dimensions: int = 1) -> npt.NDArray[Any]:
     """A copy of an array that travelled; `Refused` if it is none of this type."""
     wanted = np.dtype(dtype)
-    if given.dtype != wanted.name:
-        raise Refused(f"{what} has dtype {given.dtype!r}: it must be {wanted.name}")
-    if len(given.shape) != dimensions:
+    if piece.dtype != wanted.name:
+        raise Refused(f"{what} has dtype {piece.dtype!r}: it must be {wanted.name}")
+    if len(piece.shape) != dimensions:
         rule = "one dimension" if dimensions == 1 else f"{dimensions} dimensions"
-        raise Refused(f"{what} has shape {given.shape}: it must have {rule}")
-    if math.prod(given.shape) * wanted.itemsize != len(given.data) or (dimensions > 1 and not given.data):
-        raise Refused(f"{what} says shape {given.shape} of {wanted.name}, and has {len(given.data)} bytes")
-    return np.frombuffer(given.data, wanted.newbyteorder("<")).astype(wanted).reshape(given.shape)
+        raise Refused(f"{what} has shape {piece.shape}: it must have {rule}")
+    if math.prod(piece.shape) * wanted.itemsize != len(piece.data) or (dimensions > 1 and not piece.data):
+        raise Refused(f"{what} says shape {piece.shape} of {wanted.name}, and has {len(piece.data)} bytes")
+    return np.frombuffer(piece.data, wanted.newbyteorder("<")).astype(wanted).reshape(piece.shape)
 
 
 def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
@@ -314,7 +316,7 @@ class Worker:
 
 @dataclass(eq=False)
 class Lease:
-    """One claim of one worker, until the clock says `until`. States: granted -> (settled | expired)."""
+    """A claim of a worker, until the clock says `until`. States: granted -> (settled | expired)."""
 
     worker: Worker
     claim: ClaimedTask
@@ -481,7 +483,7 @@ class Desk:
         return over
 
     def reserve(self, names: frozenset[str]) -> None:
-        """These are the names of the run's processes from now on."""
+        """Keep these names, of the run's processes, from workers from now on."""
         self.reserved = names
 
     def goodbye(self) -> None:
@@ -577,8 +579,8 @@ class Desk:
         limits = dict(zip(claims, self.ledger.limits(claims)))
         for at, task in enumerate(message.tasks):
             def commit(claim: ClaimedTask, at: int = at) -> str:
-                made, judged = answers.answer(at, limits[claim]), answers.judged(at)
-                self.ledger.commit_answer(worker.index, claim, made, limits[claim], judged)
+                answer, judged = answers.answer(at, limits[claim]), answers.judged(at)
+                self.ledger.commit_answer(worker.index, claim, answer, limits[claim], judged)
                 return "answered" if judged is None else "rewarded"
 
             try:
@@ -588,7 +590,7 @@ class Desk:
                 self._pause(worker.name, problem)
             except Refused as problem:
                 self.tally.add(worker.name, problem.code, text=str(problem))
-                settled.refused.append(g.Refusal(task, problem.code, str(problem)[: m.MAX_TEXT]))
+                settled.refused.append(g.RefusedTask(task, problem.code, str(problem)[: m.MAX_TEXT]))
         if not message.capacity or message.req < worker.claim_req:
             return [settled]
         worker.claim_req = message.req

@@ -38,7 +38,7 @@ LEAST_MESSAGES = 2  # bytes: [] where agents.transcript_bytes leaves no room
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an episode of another host may be. `vocabulary` 0: not known."""
+    """Limits of an episode of another host. `vocabulary` 0: not known."""
 
     limits: EpisodeLimits
     transcript_bytes: int

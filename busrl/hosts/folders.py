@@ -33,9 +33,9 @@ class FolderSnapshot(Snapshot):
         return newest_in(self.path)
 
     def _read(self) -> Taken | None:
-        if not (found := versions(self.path)):
+        if not (there := versions(self.path)):
             return None
-        version, step, folder = found[-1]
+        version, step, folder = there[-1]
         try:
             parts = [(str(file.relative_to(folder)), file.read_bytes()) for file in files(folder)]
         except FileNotFoundError:  # newer ones have replaced it: look again
@@ -65,7 +65,7 @@ class _Files:
         )
 
     def _within(self, at: int, size: int) -> list[tuple[int, int, int]]:
-        return [one for one in self.places if one[0] < at + size and at < one[1]]
+        return [place for place in self.places if place[0] < at + size and at < place[1]]
 
     def close(self) -> None:
         for _, _, descriptor in self.places:
@@ -93,13 +93,13 @@ class FolderCopy:
             shutil.rmtree(path, ignore_errors=True)
         self._name = name_of(version, step)
         self._draft = self.root / f"{DRAFT}{self._name}"
-        self._known, made = known, _Files(pieces)
-        self._open[known] = made
+        self._known, written = known, _Files(pieces)
+        self._open[known] = written
         try:
             self._draft.mkdir(mode=0o700)
             at = 0
             for name, size in listed:
-                made.places.append((at, at + size, _created(self._draft / name, size)))
+                written.places.append((at, at + size, _created(self._draft / name, size)))
                 at += size
         except OSError as problem:
             self.abandon()
@@ -109,25 +109,25 @@ class FolderCopy:
         self._open[self._known].write(at, data)
 
     def holds(self, known: int) -> bool:
-        """Whether some or all of the version with this digest lies here."""
+        """Tell whether some or all of the version with this digest lies here."""
         return known in self._open
 
     def piece(self, known: int, at: int, size: int) -> bytes | None:
         """A piece; None if it is not here."""
-        found = self._open.get(known)
-        return found.read(at, size) if found is not None and found.pieces.has(at, size) else None
+        copy = self._open.get(known)
+        return copy.read(at, size) if copy is not None and copy.pieces.has(at, size) else None
 
     def done(self) -> None:
         """All bytes are written: from here on it is the newest version."""
         os.rename(self._draft, self.root / self._name)
         for old in versions(self.root)[: -self._kept]:
             remove(old.path)
-        for known in [one for one in self._open if one != self._known]:
+        for known in [digest for digest in self._open if digest != self._known]:
             self._open.pop(known).close()
         self._known = 0
 
     def abandon(self) -> None:
-        """Of a version that is not whole nothing stays."""
+        """Remove a version that is not whole."""
         if self._known:
             self._open.pop(self._known).close()
             shutil.rmtree(self._draft, ignore_errors=True)
@@ -135,19 +135,19 @@ class FolderCopy:
 
     def close(self) -> None:
         self.abandon()
-        for one in self._open.values():
-            one.close()
+        for copy in self._open.values():
+            copy.close()
         self._open.clear()
 
 
 def _listed(manifest: bytes) -> list[tuple[str, int]]:
     """Names and sizes. WeightsRefused: it is something else, or a name leads out of the folder."""
     with suppress(ValueError, TypeError):
-        found = [(str(name), int(size)) for name, size in json.loads(manifest)]
-        paths = [PurePosixPath(name) for name, _ in found]
-        inside = all(one.parts and not one.is_absolute() and ".." not in one.parts for one in paths)
-        if found and inside and all(size >= 0 for _, size in found):
-            return found
+        listed = [(str(name), int(size)) for name, size in json.loads(manifest)]
+        paths = [PurePosixPath(name) for name, _ in listed]
+        inside = all(path.parts and not path.is_absolute() and ".." not in path.parts for path in paths)
+        if listed and inside and all(size >= 0 for _, size in listed):
+            return listed
     raise WeightsRefused("the manifest names no files of a folder: are both ends of the same busrl and topology?")
 
 

@@ -54,7 +54,7 @@ class HeldTask:
 
     @property
     def ended(self) -> bool:
-        """Whether its outcome is on the way home."""
+        """True while its outcome is on the way home."""
         return bool(self.word) or self.failed is not None
 
 
@@ -214,7 +214,7 @@ class Holdings:
 
 @dataclass
 class ReadAnswer:
-    """What is read of a slot for home; the slot keeps it until home has it."""
+    """An answer as it is read of a slot for home; the slot keeps it until home has it."""
 
     held: HeldTask
     text: str
@@ -241,7 +241,7 @@ class AnswerReader:
     def read(
         self, ready: list[HeldTask], unreadable: Callable[[HeldTask, Exception], None]
     ) -> Iterator[ReadAnswer]:
-        """What home needs of each task; `unreadable` gets those of which it cannot be read."""
+        """Copy what home needs of each task; `unreadable` gets those of which it cannot be read."""
         try:
             yield from self._read_all(ready)
         except UNREADABLE:  # one by one, to find which of them
@@ -267,7 +267,7 @@ class AnswerReader:
         ]
 
     def _columns(self, slots: list[tuple[int, int]], name: str) -> list[bytes]:
-        """One tensor of each slot, of all its segments."""
+        """A tensor of each slot, of all its segments."""
         if name == "prompt_ids" or all(segments_of(word) == 1 for _, word in slots):
             return read_copies(self.ring, slots, name)
         return [read_generated(self.ring, slot, name, segments_of(word)).tobytes() for slot, word in slots]

@@ -1,4 +1,4 @@
-"""What another host has of a run: its part of the topology, and the file that says where home is.
+"""A host's share of a run: its part of the topology, and the file that says where home is.
 
 `of_host` is worked out at home; `HostSource` lies in the host's scratch directory for its processes; an `Invitation`
 goes to a host that launch starts.
@@ -52,14 +52,14 @@ def of_host(topology: Topology, host: str) -> Topology:
     rows = rows_of(topology, host)
     slots = 2 * (rows + ahead_of(topology, rows))  # as many again for answers that wait to be sent
     calls = call_ring(topology, host)[0] if topology.has_callers else 0
-    own = replace(topology.derived, slots=slots, train_slots=slots, val_reserve=0, call_slots=calls)
+    derived = replace(topology.derived, slots=slots, train_slots=slots, val_reserve=0, call_slots=calls)
     bus = replace(topology.bus, endpoint="ipc")
-    return replace(topology, here=host, bus=bus, faults=Faults(), derived=sized(topology, own))
+    return replace(topology, here=host, bus=bus, faults=Faults(), derived=sized(topology, derived))
 
 
 @dataclass(frozen=True)
 class HostSource:
-    """Where home is, who this host is there, the ring that it claims from, and which life of its name this is.
+    """The way home: its endpoint, the name of this host there, the ring that it claims from, and the life of its name.
     `replaced`: another start of the name has taken its place."""
 
     endpoint: str
@@ -82,16 +82,16 @@ class HostSource:
 
     @classmethod
     def read(cls, file: Path) -> HostSource:
-        found: dict[str, Any] = files.read_map(file)
+        fields: dict[str, Any] = files.read_map(file)
         try:
-            return cls(**found)
+            return cls(**fields)
         except TypeError as problem:
             text = f"{file}: not what `busrl host` wrote ({problem}); remove the directory and start it again"
             raise UserError(text) from None
 
 
 class Invitation(msgspec.Struct):
-    """What launch at home writes to the standard input of a host's command, and `busrl host -` reads there."""
+    """The line that launch at home writes to the standard input of a host's command, and `busrl host -` reads there."""
 
     endpoint: str
     name: Annotated[str, msgspec.Meta(pattern=f"^{keys.NAME.pattern}$")]

@@ -96,11 +96,11 @@ def from_input(stream: BinaryIO, wait_s: float) -> tuple[str, Path, str]:
     The keys get a file of this user alone. UserError: nothing came, or something else."""
     if not select.select([stream], [], [], wait_s)[0]:
         raise UserError(f"standard input: nothing came for {wait_s:g} s; `-` is for hosts.start of a run's topology")
-    found = Invitation.of_line(stream.readline(MOST_INPUT))
-    file = _cache() / f"{hashlib.sha256(found.keys.encode()).hexdigest()[:12]}-{found.name}.key_secret"
+    invitation = Invitation.of_line(stream.readline(MOST_INPUT))
+    file = _cache() / f"{hashlib.sha256(invitation.keys.encode()).hexdigest()[:12]}-{invitation.name}.key_secret"
     files.make_folder(file.parent, "set XDG_CACHE_HOME there to a folder that can be written")
-    files.replace(file, found.keys.encode())
-    return found.endpoint, file, found.name
+    files.replace(file, invitation.keys.encode())
+    return invitation.endpoint, file, invitation.name
 
 
 def _cache() -> Path:
@@ -108,12 +108,12 @@ def _cache() -> Path:
 
 
 def scratch_of(ring: bytes, name: str) -> Path:
-    """Where this host keeps what belongs to a run, by the ring that it claims from."""
+    """The folder where this host keeps what belongs to a run, by the ring that it claims from."""
     return _cache() / f"{ring.hex()[:12]}-{name}"
 
 
 def _joined(source: HostSource, wait_s: float, signals: Signals) -> q.Welcome:
-    """What home says to this host. UserError: it refuses. PeerTimeout: it does not answer."""
+    """Ask home to let this host join. UserError: it refuses. PeerTimeout: it does not answer."""
     link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
     end = time.monotonic() + wait_s
     try:
@@ -132,7 +132,7 @@ def _joined(source: HostSource, wait_s: float, signals: Signals) -> q.Welcome:
                 continue
             if isinstance(reply, q.Welcome):
                 return reply
-            raise UserError(f"{source.endpoint}: {reply.text if isinstance(reply, q.Refused) else reply}")
+            raise UserError(f"{source.endpoint}: {reply.text if isinstance(reply, q.Declined) else reply}")
     finally:
         link.close()
 

@@ -151,7 +151,7 @@ class RingLedger(RingEntries):
     # -- claims ---------------------------------------------------------------------------------------------------
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
-        """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
+        """Claim as a local worker does: a sample that was tried before goes only to one that holds nothing else."""
         return self._claims_of(self._taken(self.stand_in(index), role, limit, idle))
 
     def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
@@ -167,7 +167,7 @@ class RingLedger(RingEntries):
         return [self._task(index, claim, *fields) for claim, *fields in zip(claims, *columns)]
 
     def _columns(self, claims: list[ClaimedTask], *names: str) -> list[list[Any]]:
-        """These fields of the lines of all claims: to read them line by line takes ten times as long."""
+        """Columns of the lines of all claims: to read them line by line takes ten times as long."""
         lines = self.ring.lines([claim.slot for claim in claims])
         return [lines[name].tolist() for name in names]
 
@@ -285,7 +285,7 @@ class RingLedger(RingEntries):
         return bool(done)
 
     def _whole(self, limits: AnswerLimits, answer: RemoteAnswer) -> bool:
-        """Whether the answer ends with this segment; `Refused` where it must end but has done = false."""
+        """Tell whether the answer ends with this segment; `Refused` where it must end but has done = false."""
         most = self.cuts.plan.most
         if answer.done or len(answer.token_ids) >= limits.tokens:
             return True
@@ -361,11 +361,11 @@ class CallLedger(RingEntries):
         if not answer.done:
             raise Refused("the answer to a model call is sent whole, with done = true")
         stand_in, slot = self.stand_in(index), self._slot(claim)
-        made = answer.token_ids, answer.logprobs, answer.versions, answer.finish
+        drawn = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         claimed_ns = int(self.ring.line(slot)["changed_ns"])
         with _as_refusals():
             step = self.samples.steps.step_of(int(answer.versions.min()))
-            if not write_answer(stand_in, slot, claim.word, *made, claimed_ns, step):
+            if not write_answer(stand_in, slot, claim.word, *drawn, claimed_ns, step):
                 raise ClaimGone
         stand_in.add(tokens=len(answer.token_ids), samples=1)
 

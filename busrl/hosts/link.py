@@ -1,9 +1,9 @@
 """Direct connections between a run and other hosts, and among these: ROUTERs answer, DEALERs ask, both with CURVE keys.
 
-Talks to sockets; what is said lies in `busrl.hosts.questions`. The bus loses messages and bounds their size;
+Talks to sockets; questions and answers are in `busrl.hosts.questions`. The bus loses messages and bounds their size;
 weights and topologies need neither, so they travel here. Knows nothing of rings, weights or runs.
 
-- A question is asked again by whoever hears nothing; an answer to an earlier question is dropped.
+- Whoever gets no answer asks again; an answer to an earlier question is dropped.
 - A host is who its key says it is: the name in the allow-list, which libzmq gives with every message.
 - Both sides drop beyond their high-water marks instead of growing.
 """
@@ -55,7 +55,7 @@ class Answering:
         self.place = str(self.socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
     def waiting(self, timeout_s: float) -> Iterator[Asked]:
-        """What was asked since the last call, at most HWM questions; what is no question is dropped."""
+        """Yield what was asked since the last call, at most HWM questions; what is no question is dropped."""
         for turn in range(HWM):
             if not self.socket.poll(0 if turn else int(1000 * timeout_s)):
                 return
@@ -64,13 +64,13 @@ class Answering:
                 yield Asked(frames[0].bytes, str(frames[1].get("User-Id")), asked)
 
     def answer(self, asked: Asked, reply: q.Reply, data: memoryview | bytes | None = None) -> None:
-        """Send it, with the bytes of a piece; a host that is gone or does not read hears nothing."""
+        """Send it, with the bytes of a piece; a host that is gone or does not read gets nothing."""
         reply.number = asked.question.number
         frames: list[memoryview | bytes] = [asked.peer, q.encode(reply), *([] if data is None else [data])]
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)
 
     def close(self) -> None:
-        """What was answered before is still sent, for as long as LINGER_MS."""
+        """Close; what was answered before is still sent, for as long as LINGER_MS."""
         self.socket.close(LINGER_MS)
         self._context.term()
         self.listener.close()
@@ -93,15 +93,15 @@ class Asking:
 
     def ask(self, question: q.Question, timeout_s: float) -> q.AnyReply:
         """The answer; the question is sent again now and then, as a connection that breaks loses what is on its way.
-        PeerTimeout: nothing was heard."""
+        PeerTimeout: nothing came."""
         end, numbers = time.monotonic() + timeout_s, set[int]()
         while time.monotonic() < end:
             numbers.add(self.post(question))
             again = min(end, time.monotonic() + AGAIN_S)
             while (left := again - time.monotonic()) > 0:
-                found = self.receive(left)
-                if found is not None and found[0].number in numbers:
-                    return found[0]
+                answer = self.receive(left)
+                if answer is not None and answer[0].number in numbers:
+                    return answer[0]
         raise PeerTimeout(
             f"{self.endpoint} did not answer for {timeout_s:g} s: see that the run is there (`busrl status`), that "
             f"this host can reach the port, and that {self.host}'s key is listed (`busrl keys list` on the run's host)"
@@ -125,15 +125,15 @@ class Asking:
         if not self.socket.poll(int(1000 * timeout_s)):
             return None
         frames = self.socket.recv_multipart(copy=False)
-        found = q.reply(frames[0].bytes)
-        return None if found is None else (found, frames[1].buffer if len(frames) > 1 else memoryview(b""))
+        reply = q.reply(frames[0].bytes)
+        return None if reply is None else (reply, frames[1].buffer if len(frames) > 1 else memoryview(b""))
 
     def here(self) -> Iterator[tuple[q.AnyReply, memoryview]]:
         """The answers that are here, at most HWM."""
         for _ in range(HWM):
-            if (found := self.receive(0)) is None:
+            if (answer := self.receive(0)) is None:
                 return
-            yield found
+            yield answer
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -152,9 +152,9 @@ def wait(timeout_s: float, ends: Iterable[Asking | Answering]) -> None:
 
 def address_towards(endpoint: str) -> str:
     """The address of this host from which it reaches `endpoint`. OSError: it does not."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        one.connect(host_and_port(endpoint))  # sends nothing
-        return str(one.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(host_and_port(endpoint))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:

@@ -5,8 +5,9 @@ Talks to the kernel, to the standard input of the commands and to their logs; `r
 own. Knows nothing of what happens on a host: its exit code says what to do (docs/hosts.md), where busrl gave it.
 
 - The keys of a host travel over the standard input of its command alone: not in arguments, not in an environment.
-- A command is ended for silence only where home has heard its host, and then not for `UNHEARD_S`: a host ends by itself
-  when it does not hear home, but a command may outlive its node (srun does). How long a host takes to start is its own.
+- A command is ended for silence only where its host has been at home, and then not for `UNHEARD_S`: a host ends by
+  itself when home does not answer, but a command may outlive its node (srun does). How long a host takes to start is
+  its own.
 - Whoever ends is started again, with a growing pause, but after 2 (mend something) with a line of busrl's: a shell
   or ssh may end with 2 for reasons of their own; and after 0 when the run is over: a
   command may give 0 where its node was lost (srun does).
@@ -44,13 +45,13 @@ class Placed:
     due: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     begun: float = 0.0
-    heard: float = 0.0  # when home last had it, since it was begun
+    seen: float = 0.0  # when home last had it, since it was begun
     ended_at: float = 0.0  # when its command was told to end, for silence
     running: RunningChild | None = None
     over: bool = False
 
     def ended(self) -> Exit | None:
-        """How its command has ended, once it has."""
+        """Tell how its command has ended, once it has."""
         how = self.running.ended() if self.running is not None else None
         if how is not None and self.running is not None:
             self.running.close()
@@ -68,11 +69,11 @@ class Placement:
         wanted = topology.host_names if topology.hosts.start and not topology.here else ()
         self._hosts = [Placed(name) for name in wanted]
 
-    def look(self, now: float, heard: Collection[str], run_is_over: bool) -> None:
+    def look(self, now: float, seen: Collection[str], run_is_over: bool) -> None:
         """Start what is due, and see who has ended, or is not among the hosts that home hears."""
         for host in self._hosts:
             if host.running is not None:
-                host.heard = now if host.name in heard else host.heard
+                host.seen = now if host.name in seen else host.seen
                 self._see(host, host.running, now, run_is_over)
             elif not host.over and now >= host.due:
                 self._start(host, now)
@@ -85,7 +86,7 @@ class Placement:
         except (OSError, BadKeys) as problem:
             self._again(host, now, f"cannot be started: {problem}")
             return
-        host.begun, host.heard, host.ended_at = now, 0.0, 0.0
+        host.begun, host.seen, host.ended_at = now, 0.0, 0.0
         self._say(f"host {host.name}: started (pid {host.running.pid}): {' '.join(command)}")
 
     def _see(self, host: Placed, command: RunningChild, now: float, run_is_over: bool) -> None:
@@ -106,7 +107,7 @@ class Placement:
             self._again(host, now, f"ended ({how}){f': {words}' if words else ''}")
 
     def _end_silent(self, host: Placed, command: RunningChild, now: float) -> None:
-        if not host.heard or now - host.heard < UNHEARD_S:
+        if not host.seen or now - host.seen < UNHEARD_S:
             host.ended_at = 0.0
         elif not host.ended_at:
             host.ended_at = now

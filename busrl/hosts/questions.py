@@ -1,7 +1,8 @@
-"""What a host asks the run's relay or another host's for, and the answers: topology, state of the run, weights.
+"""Questions of a host to the run's relay or another host's, and the answers: topology, state of the run, weights.
 
 Talks to nothing. These travel between one DEALER and one ROUTER (`busrl.hosts.link`), not on the bus: each question has
-a number, each answer repeats it, and whoever hears nothing asks again. A piece of weights is a frame behind its answer.
+a number, each answer repeats it, and whoever gets no answer asks again. A piece of weights is a frame behind its
+answer.
 
 - Every answer is a function of the run as it is: any question may be repeated, and none changes anything but how many
   starts of hosts home has counted.
@@ -57,7 +58,7 @@ class HostLook(Question, tag="HOST_LOOK"):
 
 
 class WeightsHead(Question, tag="WEIGHTS_HEAD"):
-    """Which version above `have` can be had, and how is it laid out? Answered by VERSION; REFUSED while there is none.
+    """Ask for a version above `have`, and how it is laid out. Answered by VERSION; REFUSED while there is none.
     While others fetch two older ones it is one of these: nobody is overtaken for another's sake. `place`: where this
     host answers others; empty: nowhere."""
 
@@ -76,7 +77,7 @@ class WeightsPiece(Question, tag="WEIGHTS_PIECE"):
 
 
 class RanksMeet(Question, tag="RANKS_MEET"):
-    """Where does the learner meet its ranks of this host? Answered by RANKS_PLACE; REFUSED while it waits for none."""
+    """Ask where the learner meets its ranks of this host. Answered by RANKS_PLACE; REFUSED while it waits for none."""
 
 
 class Reply(Struct, tag_field="type", kw_only=True):
@@ -85,7 +86,7 @@ class Reply(Struct, tag_field="type", kw_only=True):
     number: Count = 0
 
 
-class Refused(Reply, tag="REFUSED"):
+class Declined(Reply, tag="REFUSED"):
     """Not now, or not for this host: why, and what to do."""
 
     text: Text = ""
@@ -158,11 +159,11 @@ class RanksPlace(Reply, tag="RANKS_PLACE"):
 
 
 class Waiting(Reply, tag="WAITING"):
-    """That piece is not here yet; it comes."""
+    """The piece is not here yet; it comes."""
 
 
 AnyQuestion = HostJoin | HostLook | WeightsHead | WeightsPiece | RanksMeet
-AnyReply = Refused | Welcome | State | Version | Piece | RanksPlace | Waiting
+AnyReply = Declined | Welcome | State | Version | Piece | RanksPlace | Waiting
 encode = msgspec.msgpack.encode  # of a question or a reply
 _questions: msgspec.msgpack.Decoder[AnyQuestion] = msgspec.msgpack.Decoder(AnyQuestion)
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)

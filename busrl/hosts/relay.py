@@ -58,7 +58,7 @@ SHOW_S = 1.0
 AVOID_S = 600.0  # for which a host that never answered is not asked: nothing may lead from here to there
 PATIENCE_S = 1.0  # for which a host waits for a version that others ask it for already
 SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
-FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
+FAREWELL_S = 2.0  # in which hosts that asked lately get the answer that the run is over
 LATELY_S = 10.0
 
 
@@ -67,7 +67,7 @@ class Relay(Actor):
     singleton = True
 
     def setup(self) -> None:
-        self._side: Home | Away = Away(self) if self.topology.here else Home(self)
+        self._side: HomeSide | HostSide = HostSide(self) if self.topology.here else HomeSide(self)
 
     def work(self) -> bool:
         return self._side.work()
@@ -82,15 +82,15 @@ class Relay(Actor):
 # -- at home -----
 
 
-class Home:
+class HomeSide:
     """Answers hosts: who may join with which topology, the state of the run, pieces of the newest weights."""
 
     def __init__(self, actor: Relay) -> None:
         self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
-        own = self.topology.bus
-        place = relay_endpoint(own.endpoint)
-        self.keys = keys.directory_of(own.keys)
-        self.link = Answering(CurveListener(own.endpoint, self.keys, (place,)))
+        bus = self.topology.bus
+        place = relay_endpoint(bus.endpoint)
+        self.keys = keys.directory_of(bus.keys)
+        self.link = Answering(CurveListener(bus.endpoint, self.keys, (place,)))
         settings, piece = TransportSettings.of(self.topology, actor.paths), self.topology.hosts.piece_mb << 20
         self.weights = snapshot_of(settings, piece)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
@@ -98,23 +98,23 @@ class Home:
         self.starts = Starts(actor.paths)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
-        self._heard: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}  # for `busrl status`
+        self._hosts: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}  # for `busrl status`
         self._next_show = 0.0
         self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
 
     def work(self) -> bool:
         for asked in self.link.waiting(LOOK_S):
             self._answer(asked)
-        self._tell_changes()
+        self._answer_waiting()
         if (now := time.monotonic()) >= self._next_show:
             self._next_show = now + SHOW_S
-            files.show(self.actor.paths.hosts_now, self._heard)
+            files.show(self.actor.paths.hosts_now, self._hosts)
         for refusal in self.link.listener.refusals():
             self.actor.warn("relay", str(refusal), kind=f"refused {refusal.address}")
         return True
 
     def close(self) -> None:
-        """Where the run ends hosts learn of it first; one that does not ask in time finds out by its silence."""
+        """Close. At the end of the run hosts get that answer first; one that asks too late finds out by silence."""
         now, self._over = time.monotonic(), self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING
         untold = {name for name, seen in self._seen.items() if self._over and now - seen < LATELY_S}
         while untold and time.monotonic() < now + FAREWELL_S:
@@ -140,9 +140,9 @@ class Home:
             self._welcome(asked)
         elif isinstance(question, q.HostLook):
             self._seen[asked.name] = time.monotonic()
-            self._heard[asked.name] = {
+            self._hosts[asked.name] = {
                 "time": time.time(), "weights": question.have, "busrl": question.build,
-                "processes": [msgspec.structs.asdict(one) for one in question.processes],
+                "processes": [msgspec.structs.asdict(process) for process in question.processes],
             }
             self.chain.looked(asked.name, question.have, time.monotonic())
             self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
@@ -150,19 +150,19 @@ class Home:
             self._head(asked, question)
         elif isinstance(question, q.RanksMeet):
             place = files.read_map(self.actor.paths.rank_place) if asked.name in self.topology.rank_hosts else {}
-            self.link.answer(asked, q.RanksPlace(**place) if place else q.Refused(text="no learner waits for ranks"))
+            self.link.answer(asked, q.RanksPlace(**place) if place else q.Declined(text="no learner waits for ranks"))
         else:
             self._piece(asked, question)
 
     def _welcome(self, asked: Asked) -> None:
         name = asked.name
-        made = of_host(self.topology, name).to_json().encode()
-        lives = {one.label: one.life for one in self.ring.processes() if one.remote}
+        topology = of_host(self.topology, name).to_json().encode()
+        lives = {entry.label: entry.life for entry in self.ring.processes() if entry.remote}
         life, holds = self.starts.count(name, max(lives.values(), default=0)), lives.get(name, 0)
-        self.link.answer(asked, q.Welcome(topology=made, ring=self.claimed_from, life=life, holds=holds))
+        self.link.answer(asked, q.Welcome(topology=topology, ring=self.claimed_from, life=life, holds=holds))
 
-    def _objection(self, asked: Asked) -> q.Refused | None:
-        """Why this host cannot take part, whatever it asks for."""
+    def _objection(self, asked: Asked) -> q.Declined | None:
+        """Tell why this host cannot take part, whatever it asks for."""
         host, known = asked.question.host, self.topology.host_names
         build = asked.question.build if isinstance(asked.question, q.HostJoin) else busrl.__version__
         if host not in known:
@@ -174,14 +174,14 @@ class Home:
             text = f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
         else:
             return None
-        return q.Refused(text=text)
+        return q.Declined(text=text)
 
     def _head(self, asked: Asked, question: q.WeightsHead) -> None:
         now, name = time.monotonic(), asked.name
         with self.actor.activity("copy weights", self.topology.limits.work_s):
             taken = self.weights.take(self.chain.fetched(name, now))
         if taken is None or taken.version <= question.have:
-            self.link.answer(asked, q.Refused(text="no newer version just now"))
+            self.link.answer(asked, q.Declined(text="no newer version just now"))
             return
         place = question.place if _is_place(question.place) else ""
         head = q.Version(
@@ -193,14 +193,15 @@ class Home:
 
     def _peers(self) -> list[q.Peer]:
         listed = keys.allowed(self.keys)
-        return [q.Peer(one, listed[one], self.chain.place(one)) for one in self.topology.host_names if one in listed]
+        names = [name for name in self.topology.host_names if name in listed]
+        return [q.Peer(name, listed[name], self.chain.place(name)) for name in names]
 
     def _piece(self, asked: Asked, question: q.WeightsPiece) -> None:
-        found = self.weights.piece(question.digest, question.at, question.size)
-        reply = q.Refused(text="overtaken") if found is None else q.Piece(version=question.version, at=question.at)
-        self.link.answer(asked, reply, found)
+        data = self.weights.piece(question.digest, question.at, question.size)
+        reply = q.Declined(text="overtaken") if data is None else q.Piece(version=question.version, at=question.at)
+        self.link.answer(asked, reply, data)
 
-    def _tell_changes(self) -> None:
+    def _answer_waiting(self) -> None:
         """Answer those whose state is not today's, and those that have waited long enough."""
         if not self._waiting:
             return
@@ -213,7 +214,7 @@ class Home:
 
 
 def snapshot_of(settings: TransportSettings, piece: int) -> Snapshot:
-    """What the learner publishes, in pieces of this size: folders, unless it publishes in a segment."""
+    """The newest weights of the learner, in pieces of this size: folders, unless it publishes in a segment."""
     if not settings.folders:
         return Snapshot(Path(settings.segment), piece)
     from busrl.hosts.folders import FolderSnapshot
@@ -240,7 +241,7 @@ def _is_place(text: str) -> bool:
 # -- on another host -----
 
 
-class Away:
+class HostSide:
     """Mirrors the state of the run, fetches weights that are newer than those here, and hands them on."""
 
     def __init__(self, actor: Relay) -> None:
@@ -248,14 +249,13 @@ class Away:
         self.source = HostSource.read(actor.paths.host_source)
         home = relay_endpoint(self.source.endpoint)
         self.link = Asking(home, self.source.client, self.source.name)
-        own = TransportSettings.of(self.topology, actor.paths)  # where engines of this host find versions
-        self.weights = copy_for(own)
-        self.generates = any(one.role == "rollout" for one in self.topology.processes())
+        self.weights = copy_for(TransportSettings.of(self.topology, actor.paths))
+        self.generates = any(process.role == "rollout" for process in self.topology.processes())
         self.sharing = self._open_sharing(home) if self.generates else None
         self.links = Links(self.source)
         self.fetch: Fetch | None = None
         self.state: q.HomeState | None = None
-        self._heard, self._next_look, self._next_head, self._usual = time.monotonic(), 0.0, 0.0, 0.0
+        self._replied_at, self._next_look, self._next_head, self._usual = time.monotonic(), 0.0, 0.0, 0.0
         self._heads = set[int]()  # numbers of questions for weights
 
     def work(self) -> bool:
@@ -265,19 +265,19 @@ class Away:
         self._ask(time.monotonic())
         wait(PASS_S, self._ends())
         for reply, _ in self.link.here():
-            self._hear(reply)
+            self._take_reply(reply)
         if self.fetch is not None:
             self._advance(self.fetch, time.monotonic())
         if self.sharing is not None:
             self.sharing.work()
-        if (silent_s := time.monotonic() - self._heard) > WAIT_S + ANSWER_S:
+        if (silent_s := time.monotonic() - self._replied_at) > WAIT_S + ANSWER_S:
             self._silent(silent_s)
         return True
 
     def close(self) -> None:
-        for one in (self.links, self.sharing, self.weights, self.link):
-            if one is not None:
-                one.close()
+        for part in (self.links, self.sharing, self.weights, self.link):
+            if part is not None:
+                part.close()
 
     def _open_sharing(self, home: str) -> Sharing | None:
         if not self.topology.hosts.chain:
@@ -291,7 +291,7 @@ class Away:
     def _ends(self) -> list[Asking | Answering]:
         fetching = None if self.fetch is None else self.fetch.link
         sharing = None if self.sharing is None else self.sharing.link
-        return [one for one in (self.link, fetching, sharing) if one is not None]
+        return [link for link in (self.link, fetching, sharing) if link is not None]
 
     def _ask(self, now: float) -> None:
         """For the state, always; for newer weights, where none are on their way. What was lost is asked again."""
@@ -311,13 +311,13 @@ class Away:
 
     def _processes(self) -> list[q.HostProcess]:
         return [
-            q.HostProcess(one.label, "dead" if self.ring.is_dead(one.index) else one.state, one.activity, one.pid,
-                          one.version, one.samples, one.tokens)
-            for one in self.ring.processes() if not one.remote
+            q.HostProcess(entry.label, "dead" if self.ring.is_dead(entry.index) else entry.state, entry.activity,
+                          entry.pid, entry.version, entry.samples, entry.tokens)
+            for entry in self.ring.processes() if not entry.remote
         ]
 
-    def _hear(self, reply: q.AnyReply) -> None:
-        self._heard = time.monotonic()
+    def _take_reply(self, reply: q.AnyReply) -> None:
+        self._replied_at = time.monotonic()
         self.ring.activity("")
         if isinstance(reply, q.State):
             self._next_look = 0.0
@@ -326,9 +326,9 @@ class Away:
             self._heads.clear()
             self._next_head = 0.0
             self._begin(reply)
-        elif isinstance(reply, q.Refused) and reply.number in self._heads:
-            self._next_head = self._heard + WAIT_S
-        elif isinstance(reply, q.Refused):
+        elif isinstance(reply, q.Declined) and reply.number in self._heads:
+            self._next_head = self._replied_at + WAIT_S
+        elif isinstance(reply, q.Declined):
             self._end(f"refused: {reply.text}")
 
     def _silent(self, silent_s: float) -> None:
@@ -418,10 +418,10 @@ class Links:
     def to(self, peer: q.Peer | None) -> Asking:
         """The connection to this host, or to home; others are closed."""
         place, key = (peer.place, peer.key) if peer is not None else (self._endpoint, self._keys.server)
-        made = self._open.pop((place, key), None) or Asking(place, ClientKeys(self._keys.pair, key), self._name)
+        link = self._open.pop((place, key), None) or Asking(place, ClientKeys(self._keys.pair, key), self._name)
         self.close()
-        self._open[place, key] = made
-        return made
+        self._open[place, key] = link
+        return link
 
     def close(self) -> None:
         for link in self._open.values():
@@ -430,7 +430,7 @@ class Links:
 
 
 class Fetch:
-    """One version on its way here, from one host after another; without `sources` home has to name some again."""
+    """A version on its way here, from one host after another; without `sources` home has to name some again."""
 
     head: q.Version
     sources: Sources | None = None
@@ -467,17 +467,17 @@ class Fetch:
         ahead = max(2, min(MOST_AHEAD, AHEAD_BYTES // max(1, self.head.piece)))
         while self.sources is not None and self.pieces.open < ahead and (place := self.pieces.want()) is not None:
             at, size = place
-            asked = q.WeightsPiece(version=self.head.version, digest=self.head.digest, at=at, size=size)
-            self._numbers.add(self.link.post(asked))
+            question = q.WeightsPiece(version=self.head.version, digest=self.head.digest, at=at, size=size)
+            self._numbers.add(self.link.post(question))
         return why
 
     def _take(self, copy: Copy, sources: Sources, now: float) -> str:
         """Write the pieces that came; why no more can be had here, or empty."""
         assert self.link is not None
         for reply, data in self.link.here():
-            sources.heard(now)
+            sources.received(now)
             self._answers = True
-            if isinstance(reply, q.Refused) and reply.number in self._numbers:
+            if isinstance(reply, q.Declined) and reply.number in self._numbers:
                 return f"{self.named}: {reply.text}"
             if isinstance(reply, q.Piece) and reply.version == self.head.version:
                 try:
@@ -486,7 +486,7 @@ class Fetch:
                     return f"{self.named}: {problem}"
                 if new:
                     copy.write(reply.at, data)
-                    sources.heard(now, len(data))
+                    sources.received(now, len(data))
         return ""
 
     def _turn(self) -> None:
@@ -494,7 +494,7 @@ class Fetch:
         assert self.sources is not None
         self.pieces.again()
         self._numbers.clear()
-        self._peer = next((one for one in self.head.peers if one.name == self.sources.current), None)
+        self._peer = next((peer for peer in self.head.peers if peer.name == self.sources.current), None)
         self.link, self._answers = self._links.to(self._peer), False
 
 
@@ -512,14 +512,14 @@ class Sharing:
     def work(self) -> None:
         now = time.monotonic()
         self._open.extend((now, asked) for asked in self.link.waiting(0))
-        self._open = deque((one for one in self._open if not self._answer(*one, now)), MOST_OPEN)
+        self._open = deque((entry for entry in self._open if not self._answer(*entry, now)), MOST_OPEN)
         if self._open and now >= self._next_word:
             self._next_word = now + WORD_S
             for asked in {asked.peer: asked for _, asked in self._open}.values():
                 self.link.answer(asked, q.Waiting())
 
     def _answer(self, since: float, asked: Asked, now: float) -> bool:
-        """Whether it was answered."""
+        """Answer if that can be done yet; true if it was."""
         question = asked.question
         if not isinstance(question, q.WeightsPiece):
             return True
@@ -527,7 +527,7 @@ class Sharing:
         if data is not None:
             self.link.answer(asked, q.Piece(version=question.version, at=question.at), data)
         elif not self._copy.holds(question.digest) and now - since > PATIENCE_S:
-            self.link.answer(asked, q.Refused(text="it has not this version"))
+            self.link.answer(asked, q.Declined(text="it has not this version"))
         else:
             return False
         return True

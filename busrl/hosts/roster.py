@@ -30,22 +30,22 @@ class Roster:
         self._known: dict[str, tuple[int, bool]] = {}  # life, and whether it is silent
 
     def changes(self, seen: Mapping[str, tuple[int, float, int]]) -> list[dict[str, Any]]:
-        """What has changed since the last call. `seen`: of each worker that has joined its life, for how long it has
-        been silent, and how many samples it holds."""
-        found = []
+        """Lines of what has changed since the last call. `seen`: by worker that has joined its life, for how long it
+        has been silent, and how many samples it holds."""
+        lines = []
         for name in sorted(self._names & seen.keys()):
             life, silent_s, holds = seen[name]
             before, silent = self._known.get(name), silent_s > SILENT_S
             self._known[name] = (life, silent)
             if before is None:
-                found.append(_line(name, "joined", life, holds))
+                lines.append(_line(name, "joined", life, holds))
             elif before[0] != life:
-                found.append(_line(name, "replaced", life, holds))
+                lines.append(_line(name, "replaced", life, holds))
             elif before[1] != silent:
-                found.append(_line(name, "silent" if silent else "back", life, holds))
+                lines.append(_line(name, "silent" if silent else "back", life, holds))
         for name in sorted(self._known.keys() - seen.keys()):
-            found.append(_line(name, "gone", self._known.pop(name)[0]))
-        return found
+            lines.append(_line(name, "gone", self._known.pop(name)[0]))
+        return lines
 
 
 class Starts:

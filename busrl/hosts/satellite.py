@@ -96,7 +96,7 @@ class Satellite(Actor):
             self.warn("home", str(problem), kind="no home")
 
     def begin(self) -> None:
-        """What is remembered between passes; the tasks that are here are those of the ring."""
+        """Make what is remembered between passes; the tasks that are here are those of the ring."""
         # Above those of an earlier life of this process, whose copies the keeper tells by their smaller numbers.
         self.joined, self.request = False, time.monotonic_ns() // 1000  # of this boot, as its ring
         roles = {process.role for process in self.topology.processes()}
@@ -247,7 +247,7 @@ class Satellite(Actor):
         return len(dropped)
 
     def _left_slot(self, task: HeldTask) -> None:
-        """It has left its slot without an answer."""
+        """Report a task that has left its slot without an answer."""
         if (fate := self.tasks.leave_slot(task)) is not None:
             self._fail(task, DROPS.get(fate, ""), fate.words)
 

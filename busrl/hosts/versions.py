@@ -44,7 +44,7 @@ WATCH_S = 3.0  # over which a host's rate is seen; one that gives much less than
 
 
 class Taken(NamedTuple):
-    """One version: its number, the step that made it, the digest of its values (0: none), its layout, its bytes; and
+    """A version: its number, the step that made it, the digest of its values (0: none), its layout, its bytes; and
     the digests of its pieces, 8 bytes each, and of all of them."""
 
     version: int
@@ -72,15 +72,15 @@ class Snapshot(VersionReceiver):
             return None
         if version not in self._held:
             # Memory goes first: a model is large.
-            self._held = {one: taken for one, taken in self._held.items() if one in fetched}
-            if len(self._held) < HELD and (made := self._copied()) is not None:
-                self._held[made.version] = made
-                return made
+            self._held = {version: taken for version, taken in self._held.items() if version in fetched}
+            if len(self._held) < HELD and (copied := self._copied()) is not None:
+                self._held[copied.version] = copied
+                return copied
         return self._held.get(version) or self._held.get(max(self._held, default=-1))
 
     def piece(self, known: int, at: int, size: int) -> memoryview | None:
         """Bytes of the version with this digest; None if it is not held, or they lie beyond its end."""
-        taken = next((one for one in self._held.values() if one.digest == known), None)
+        taken = next((version for version in self._held.values() if version.digest == known), None)
         if taken is None or not 0 <= at < at + size <= len(taken.data):
             return None
         return memoryview(taken.data.data)[at : at + size]
@@ -89,8 +89,8 @@ class Snapshot(VersionReceiver):
         taken = self._read()
         if taken is None:
             return None
-        found = [digest(taken.data[at : at + self.size], at) for at in range(0, len(taken.data), self.size)]
-        digests = np.array(found, "<u8").tobytes()
+        pieces = [digest(taken.data[at : at + self.size], at) for at in range(0, len(taken.data), self.size)]
+        digests = np.array(pieces, "<u8").tobytes()
         return taken._replace(digests=digests, digest=digest(digests + taken.manifest, taken.version) >> 1)
 
     def _read(self) -> Taken | None:
@@ -104,29 +104,29 @@ class Snapshot(VersionReceiver):
             if seq & 1:
                 return None
             head = int(words[shm.VERSION]), int(words[shm.STEP]), int(words[shm.CHECKSUM])
-            made = Taken(*head, segment.manifest.to_json(), segment.data[k].copy())
+            taken = Taken(*head, segment.manifest.to_json(), segment.data[k].copy())
             frames = segment.log[k][:logged].copy()
             if int(words[shm.SEQ]) != seq:
                 return None
         finally:
             segment.unlock(k)
-        return self._followed(made, segment.manifest, frames)
+        return self._followed(taken, segment.manifest, frames)
 
-    def _followed(self, made: Taken, manifest: Manifest, log: Bytes) -> Taken | None:
+    def _followed(self, taken: Taken, manifest: Manifest, log: Bytes) -> Taken | None:
         """With the sparse updates behind it: other hosts get all values. None if one of them is damaged."""
         sums = [0] * len(manifest.entries)
         try:
             for frame in map(unpack, split(log)):
-                apply_to_block(frame, manifest, made.data, sums)
-                made = made._replace(version=frame.version, step=frame.step, checksum=frame.whole)
+                apply_to_block(frame, manifest, taken.data, sums)
+                taken = taken._replace(version=frame.version, step=frame.step, checksum=frame.whole)
         except FrameError:
             return None
-        return made
+        return taken
 
 
 @dataclass
 class _Host:
-    """What home knows of one: where it answers others, when it was heard of, what it has, fetches and how fast."""
+    """A host as home knows it: where it answers others, when it last asked, what it has and fetches, and how fast."""
 
     place: str = ""
     seen: float = -math.inf
@@ -138,11 +138,12 @@ class _Host:
 
 
 class Chain:
-    """Who fetches from whom: fast hosts first, by what home saw of their last fetch, else by name; the first one
-    fetches from home. The order of a version stays while it is the newest, so that nobody waits for itself."""
+    """The order in which hosts fetch from one another: fast ones first, by what home saw of their last fetch, else by
+    name; the first one fetches from home. The order of a version stays while it is the newest, so that nobody waits for
+    itself."""
 
     def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s  # a host that was not heard of for this long counts as gone
+        self._patience_s = patience_s  # a host that asked nothing for this long counts as gone
         self._hosts: dict[str, _Host] = {}
         self._version, self._order = -1, list[str]()
 
@@ -161,13 +162,13 @@ class Chain:
         host.seen, host.place = now, place
         if version > self._version:
             self._version = version
-            self._order = sorted((one for one in self._hosts if self._there(one, now)), key=self._slowness)
+            self._order = sorted((host for host in self._hosts if self._there(host, now)), key=self._slowness)
         if version < self._version:
             return []
         if name not in self._order:
             self._order.append(name)
         before = reversed(self._order[: self._order.index(name)])
-        return [one for one in before if self._there(one, now) and self._gets(one, version)][:NEAREST]
+        return [host for host in before if self._there(host, now) and self._gets(host, version)][:NEAREST]
 
     def place(self, name: str) -> str:
         host = self._hosts.get(name)
@@ -182,7 +183,7 @@ class Chain:
         return bool(self._hosts[name].place) and now - self._hosts[name].seen < self._patience_s
 
     def _gets(self, name: str, version: int) -> bool:
-        """Whether it has this version, or gets it next."""
+        """Tell whether the host has this version, or gets it next."""
         host = self._hosts[name]
         return host.have == version or host.fetching == version or (host.fetching < 0 and host.have < version)
 
@@ -196,7 +197,7 @@ class Chain:
 
 
 class Pieces:
-    """Which pieces of one version are here, which are asked for, and which come next. `digests`: of each, 8 bytes."""
+    """The pieces of a version: those that are here, are asked for, and come next. `digests`: of each, 8 bytes."""
 
     def __init__(self, nbytes: int, size: int, digests: bytes) -> None:
         """WeightsRefused: there are more or fewer digests than pieces."""
@@ -209,46 +210,47 @@ class Pieces:
 
     @property
     def open(self) -> int:
-        """How many are asked for."""
+        """The number of pieces that are asked for."""
         return len(self._asked)
 
     def want(self) -> tuple[int, int] | None:
         """Place and size of the next to ask for; None: all are here or asked for."""
         while self._wanted:
-            one = self._wanted.popleft()
-            if not self._here[one]:
-                self._asked.add(one)
-                return one * self._size, self._length(one)
+            number = self._wanted.popleft()
+            if not self._here[number]:
+                self._asked.add(number)
+                return number * self._size, self._length(number)
         return None
 
     def again(self) -> None:
-        """What was asked for is not waited for any longer, and comes first when somebody else is asked."""
+        """Wait no longer for what was asked for; it comes first when another host is asked."""
         self._wanted.extendleft(sorted(self._asked, reverse=True))
         self._asked.clear()
 
     def came(self, at: int, data: memoryview) -> bool:
-        """Whether it is a piece that was not here. WeightsRefused: it is none of this version."""
-        one, beside = divmod(at, self._size)
-        if beside or not 0 <= one < len(self._here) or len(data) != self._length(one):
+        """Take a piece; true if it was not here before. WeightsRefused: it is none of this version."""
+        number, beside = divmod(at, self._size)
+        if beside or not 0 <= number < len(self._here) or len(data) != self._length(number):
             raise WeightsRefused(f"bytes {at} to {at + len(data)} are no piece of the version")
-        if digest(data, at) != int(self._digests[one]):
+        if digest(data, at) != int(self._digests[number]):
             raise WeightsRefused(f"bytes {at} to {at + len(data)} are not those of the version")
-        new = not self._here[one]
-        self._here[one] = 1
-        self._asked.discard(one)
+        new = not self._here[number]
+        self._here[number] = 1
+        self._asked.discard(number)
         self.left -= new
         return new
 
     def has(self, at: int, size: int) -> bool:
-        one, beside = divmod(at, self._size)
-        return not beside and 0 <= one < len(self._here) and size == self._length(one) and bool(self._here[one])
+        number, beside = divmod(at, self._size)
+        here = not beside and 0 <= number < len(self._here) and bool(self._here[number])
+        return here and size == self._length(number)
 
-    def _length(self, one: int) -> int:
-        return min(self._size, self._nbytes - one * self._size)
+    def _length(self, number: int) -> int:
+        return min(self._size, self._nbytes - number * self._size)
 
 
 class Sources:
-    """Which host to fetch a version from: the first of `above`, then the others, then home.
+    """The host to fetch a version from: the first of `above`, then the others, then home.
 
     - One that is silent for SILENT_S, refuses or gives wrong bytes is left for good; home counts as silent after
       `home_s`, and there is nobody after it.
@@ -265,11 +267,11 @@ class Sources:
         self._home_s = home_s
         self._rates: dict[str, float] = {}
         self._settled, self._low = False, False
-        self.current, self._since, self._heard, self._bytes = self._there[0], now, now, 0
+        self.current, self._since, self._received_at, self._bytes = self._there[0], now, now, 0
 
-    def heard(self, now: float, nbytes: int = 0) -> None:
+    def received(self, now: float, nbytes: int = 0) -> None:
         """The current one has sent something, `nbytes` of it new."""
-        self._heard = now
+        self._received_at = now
         self._bytes += nbytes
 
     def lost(self, now: float) -> None:
@@ -281,9 +283,9 @@ class Sources:
             self.over = True
 
     def look(self, now: float) -> str:
-        """Why the current one was left just now; empty if it was not."""
+        """Tell why the current one was left just now; empty if it was not."""
         before, silent_s = self.current, self._home_s if self.current == HOME else SILENT_S
-        if now - self._heard >= silent_s:
+        if now - self._received_at >= silent_s:
             self.lost(now)
             return f"nothing heard of {before or 'home'} for {silent_s:g} s"
         if now - self._since < WATCH_S:
@@ -293,7 +295,7 @@ class Sources:
         self._rates[before] = max(rate, self._rates.get(before, 0.0)) if low else rate
         if not (low and self._low) or self._settled:
             return ""
-        self._settled = all(one in self._rates for one in self._there)
+        self._settled = all(host in self._rates for host in self._there)
         if (best := self._next()) == before:
             return ""
         self._turn(best, now)
@@ -308,10 +310,10 @@ class Sources:
 
     def _next(self) -> str:
         """The first that was not tried, else the best."""
-        return max(self._there, key=lambda one: self._rates.get(one, math.inf))
+        return max(self._there, key=lambda host: self._rates.get(host, math.inf))
 
     def _turn(self, to: str, now: float) -> None:
-        self.current, self._since, self._heard, self._bytes, self._low = to, now, now, 0, False
+        self.current, self._since, self._received_at, self._bytes, self._low = to, now, now, 0, False
 
 
 class SegmentCopy:
@@ -348,13 +350,13 @@ class SegmentCopy:
         self._segment.data[self._k][at : at + len(data)] = np.frombuffer(data, np.uint8)
 
     def holds(self, known: int) -> bool:
-        """Whether some or all of the version with this digest lies here."""
-        return any(one == known for one, _ in self._lying.values())
+        """Tell whether some or all of the version with this digest lies here."""
+        return any(lying == known for lying, _ in self._lying.values())
 
     def piece(self, known: int, at: int, size: int) -> bytes | None:
         """A copy of a piece, which may be written over later; None if it is not here."""
-        for k, (one, pieces) in self._lying.items():
-            if one == known and self._segment is not None and pieces.has(at, size):
+        for k, (lying, pieces) in self._lying.items():
+            if lying == known and self._segment is not None and pieces.has(at, size):
                 return self._segment.data[k][at : at + size].tobytes()
         return None
 

@@ -34,17 +34,17 @@ BY_NAME: Final[dict[str, type[Message]]] = {name_of(kind): kind for kind in ALL}
 
 def address(process: str) -> str:
     """The form of a process name in a topic: `rollout/0` -> `rollout-0`."""
-    made = process.replace("/", "-")
-    if not is_address(made):
+    name = process.replace("/", "-")
+    if not is_address(name):
         raise ValueError(
             f"process name {process!r} cannot be part of a topic: it must be 1 to {MAX_NAME} printable ASCII "
             "characters without spaces; rename the process"
         )
-    return made
+    return name
 
 
 def is_address(name: str) -> bool:
-    """Whether a name from outside can be part of a topic."""
+    """Tell whether a name from outside can be part of a topic."""
     return bool(name) and name.isascii() and name.isprintable() and not {" ", "/"} & {*name} and len(name) <= MAX_NAME
 
 
@@ -71,7 +71,7 @@ def kind_of(topic_text: str) -> type[Message]:
 
 
 class Fault(enum.Enum):
-    """Why bytes were dropped; the value is the word in reports and statistics."""
+    """The reason why bytes were dropped; the value is the word in reports and statistics."""
 
     MALFORMED = "malformed"
     UNKNOWN_TYPE = "unknown type"
@@ -90,7 +90,7 @@ class Rejected(Exception):
 
 
 class _Envelope(msgspec.Struct):
-    """What can be read of a message whose kind is not known."""
+    """The fields that can be read of a message whose kind is not known."""
 
     type: str = ""
     v: int = VERSION

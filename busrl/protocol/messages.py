@@ -284,10 +284,10 @@ class Control(Message, tag="CONTROL"):
     def proof_with(self, secret: bytes) -> str:
         """HMAC-SHA256 over the other fields, each in UTF-8 and ended by a zero byte, as 64 hex digits."""
         fields = (self.id, self.verb, self.key, self.value, self.who)
-        return hmac.new(secret, b"".join(one.encode() + b"\0" for one in fields), "sha256").hexdigest()
+        return hmac.new(secret, b"".join(text.encode() + b"\0" for text in fields), "sha256").hexdigest()
 
     def is_proved(self, secret: bytes) -> bool:
-        """Whether whoever made it knows the secret; a zero byte would let two meanings have one proof."""
+        """Tell whether whoever made it knows the secret; a zero byte would let two meanings have one proof."""
         zero = "\0" in f"{self.id}{self.verb}{self.key}{self.value}{self.who}"
         return not zero and hmac.compare_digest(self.proof.encode(), self.proof_with(secret).encode())
 
@@ -321,5 +321,5 @@ ONLY_FROM: dict[type[Message], str] = {
 
 
 def is_from_another(message: Message) -> bool:
-    """Whether this message came from a process that does not send its kind."""
+    """Tell whether this message came from a process that does not send its kind."""
     return ONLY_FROM.get(type(message), message.sender) != message.sender

@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.02  # requests may come by the thousand; the dead are looked fo
 
 
 class Tender(Protocol):
-    """What another part does in the keeper's process, on its ring and bus (the plug "tenders" of the table of parts).
+    """A part's work in the keeper's process, on its ring and bus (the plug "tenders" of the table of parts).
 
     The keeper makes it at its start, before it counts as ready, and calls it from one thread.
     """

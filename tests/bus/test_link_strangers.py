@@ -28,7 +28,7 @@ answering = Answering(CurveListener("", Path(sys.argv[1]), ("tcp://127.0.0.1:" +
 print("ready", flush=True)
 while True:
     for asked in answering.waiting(0.1):
-        answering.answer(asked, q.Refused(text="not now"))
+        answering.answer(asked, q.Declined(text="not now"))
 """
 
 
@@ -58,4 +58,4 @@ def test_a_host_is_answered_among_more_strangers_than_descriptors(home: tuple[st
             stranger.setblocking(False)
             stranger.connect_ex(("127.0.0.1", int(place.rpartition(":")[2])))
         asking = stack.enter_context(closing(Asking(place, own, "laptop")))
-        assert isinstance(asking.ask(q.RanksMeet(), PATIENCE_S), q.Refused)
+        assert isinstance(asking.ask(q.RanksMeet(), PATIENCE_S), q.Declined)

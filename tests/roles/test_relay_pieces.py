@@ -32,7 +32,7 @@ class Link:
     def here(self) -> Any:
         asked, self.asked = self.asked, []
         if self.gives == self._first:
-            yield q.Refused(number=self.number + 1000, text="for an earlier question"), memoryview(b"")
+            yield q.Declined(number=self.number + 1000, text="for an earlier question"), memoryview(b"")
         for number, one in asked:
             if self.gives > 0:
                 self.gives -= 1
@@ -40,7 +40,7 @@ class Link:
                 data = memoryview(VERSION)[one.at : one.at + one.size]
                 yield q.Piece(number=number, version=one.version, at=one.at), data
             elif self.then == "refused":
-                yield q.Refused(number=number, text="overtaken"), memoryview(b"")
+                yield q.Declined(number=number, text="overtaken"), memoryview(b"")
             elif self.then == "wrong":
                 yield q.Piece(number=number, version=one.version, at=one.at), memoryview(bytes(one.size))
 

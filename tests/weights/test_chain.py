@@ -89,7 +89,7 @@ def test_a_host_that_gives_much_less_than_usual_is_left_until_the_best_is_found(
     sources, turns, steps = Sources(above, usual, HOME_S, 0.0), [above[0]], int((len(above) + 3) * 2 * WATCH_S / 0.25)
     for step in range(1, steps):
         now = 0.25 * step
-        sources.heard(now, round(rates.get(sources.current, 0.0) * 0.25))
+        sources.received(now, round(rates.get(sources.current, 0.0) * 0.25))
         sources.look(now)
         if sources.current != turns[-1]:
             turns.append(sources.current)
@@ -103,7 +103,7 @@ def test_a_host_that_gives_much_less_than_usual_is_left_until_the_best_is_found(
 def test_a_host_that_knows_itself_to_be_slow_stays_where_it_is() -> None:
     sources = Sources(["fast"], usual=2.5e6, home_s=HOME_S, now=0.0)
     for step in range(1, 400):
-        sources.heard(0.1 * step, 200_000)
+        sources.received(0.1 * step, 200_000)
         assert sources.look(0.1 * step) == ""
     assert sources.usual(40.0) == pytest.approx(2e6, rel=0.05)
 
