@@ -590,7 +590,7 @@ class Desk:
                 self._pause(worker.name, problem)
             except Refused as problem:
                 self.tally.add(worker.name, problem.code, text=str(problem))
-                settled.refused.append(g.RefusedTask(task, problem.code, str(problem)[: m.MAX_TEXT]))
+                settled.refused.append(g.Refusal(task, problem.code, str(problem)[: m.MAX_TEXT]))
         if not message.capacity or message.req < worker.claim_req:
             return [settled]
         worker.claim_req = message.req

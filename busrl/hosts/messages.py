@@ -227,7 +227,7 @@ class GatewayAnswer(Message, tag="GATEWAY_ANSWER"):
         self.text = self.text[:MAX_TEXT]
 
 
-class RefusedTask(Struct):
+class Refusal(Struct):
     """Why one task of a batch is not settled, by the code and text that GATEWAY_ANSWER would have."""
 
     task: TaskId
@@ -243,7 +243,7 @@ class GatewaySettled(Message, tag="GATEWAY_SETTLED"):
     req: Count = 0
     done: TaskIds = field(default_factory=list)
     late: TaskIds = field(default_factory=list)
-    refused: Annotated[list[RefusedTask], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+    refused: Annotated[list[Refusal], Meta(max_length=MAX_MAP)] = field(default_factory=list)
 
 
 # In the order of docs/protocol.md: requests, then answers.
