@@ -22,7 +22,7 @@ from busrl.hosts.ledgers import BothLedgers, CallLedger, RingLedger, desk_of, re
 from busrl.hosts.roster import Roster, write
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, is_address
-from busrl.roles.actor import Doorbell
+from busrl.roles.actor import Doorbell, ring_bells
 from busrl.roles.answers import SegmentCuts
 from busrl.scheduling.admission import Lines
 from busrl.states import shown_uid
@@ -82,7 +82,7 @@ class Gateway:
 
     def tend(self, now: float) -> None:
         """Ring for what was committed, end leases that are over, and save the counts now and then."""
-        self.keeper.ring_bells(*self._bells.values())
+        ring_bells(self.keeper.bus, *self._bells.values())
         self.ledger.note_version()
         for lease in self.desk.tick(now):
             name, uid = lease.worker.name, lease.claim.uid

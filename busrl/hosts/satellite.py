@@ -38,7 +38,7 @@ from busrl.hosts.invitation import SILENT, HostSource, ahead_of
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.ring import seq_of
-from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.actor import Actor, Doorbell, ring_bells
 from busrl.roles.answers import DTYPES
 from busrl.states import HeaderWord, RunPhase, shown_uid
 from busrl.system import files
@@ -128,7 +128,7 @@ class Satellite(Actor):
                 self._let_go_of_unasked(now)
             moved += self._report_dropped()
         self._send_due()
-        self.ring_bells(self.bell)
+        ring_bells(self.bus, self.bell)
         return bool(messages or moved)
 
     def idle(self, timeout_s: float) -> None:

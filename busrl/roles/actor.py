@@ -73,6 +73,13 @@ class Doorbell:
         return message
 
 
+def ring_bells(bus: Endpoint, *bells: Doorbell) -> None:
+    """Send what the doorbells have coalesced."""
+    for bell in bells:
+        if (message := bell.take()) is not None:
+            bus.send(message)
+
+
 class WorkDeadline:
     """How long one piece of recurring long work may take: `work_s` for the first of this process, then FACTOR times
     the longest that was seen, at least `progress_s` and LEAST_S, and never more than `work_s`.
@@ -203,10 +210,7 @@ class Actor(ABC):
         self.reports = Reports(self.paths, name, self.role, lambda message: self.bus.send(message))
         if parts:
             self.bus, self.fates, self.validate_fates = parts.bus, parts.fates, parts.validate_fates
-            self._stand_on(parts.ring)
-
-    def _stand_on(self, ring: Ring) -> None:
-        self.ring, self.shown = ring, Shown(ring)
+            self.ring, self.shown = parts.ring, Shown(parts.ring)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +219,8 @@ class Actor(ABC):
         configure_process(self.name)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _frame: self.stop(signal.Signals(got).name))
-        self._stand_on(Ring.attach(self.paths.ring_name))
+        self.ring = Ring.attach(self.paths.ring_name)
+        self.shown = Shown(self.ring)
         self.ring.register(self.role, self.name)
         try:
             if self.singleton:
@@ -268,11 +273,6 @@ class Actor(ABC):
         """Called while other processes are waited for, which may take as long as a host is away; why to end that."""
         self.ring.progress()
         return self.stopping
-
-    def ring_bells(self, *bells: Doorbell) -> None:
-        for bell in bells:
-            if (message := bell.take()) is not None:
-                self.bus.send(message)
 
     def warn(
         self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),

@@ -20,7 +20,7 @@ from busrl.errors import SharedMemoryFull, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.rewards.pool import WITH_IDS, Item, Outcome, RewardPool
 from busrl.ring import State, segments_of, seq_of
-from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.actor import Actor, Doorbell, ring_bells
 from busrl.roles.answers import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.roles.episodes import last_call, seen_by_reward, turn_rewards_of
 from busrl.states import REWARD_FATES, shown_uid
@@ -145,7 +145,7 @@ class Reward(Actor):
                 text, _, trace = outcome.text.partition("\n")
                 text += self.load.hung() if outcome.error == "hung" else ""
                 self._drop(outcome.key, outcome.error, f"{outcome.error}: {text}", trace)
-        self.ring_bells(self.bell)
+        ring_bells(self.bus, self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
         return len(outcomes)

@@ -1,4 +1,21 @@
-"""The scheduler: which prompt enters the ring next, and when.
+"""The scheduler: chooses which prompt enters the ring next, and when.
+
+    work                        one pass; nothing is left to dispatch then until a message or the next tick
+     |- _signs                  has a slot come free, did the learner get on? else the pass ends here
+     |- scan -> GroupView       the open groups, from the ring's lines and the fates
+     |- SkippedPrompts.look     how the newest groups ended, by groups.jsonl
+     |- DispatchFeed.look       what is open and what finished -> Policy.look, Policy.finished
+     |- _finish_open            GroupView.todo -> _put -> Ring.dispatch: members of open groups first
+     |- _open_new               _room (Admission.room, not_ahead) groups: DispatchFeed.offer -> SkippedPrompts.take
+     |                          (Policy.next) -> _open_group -> _put -> Ring.dispatch, then next_admission + 1
+     '- _announce               NEW_TASK to the workers that asked, SCHEDULER_STATE, KeptPredictor.keep
+
+    waits for                   unblocked by
+    slots                       FREE slots: the learner ends a step, or sets a group aside
+    in_flight, round            a publication (header words version, unpublished_groups)
+    staleness                   the learner's next steps, which take the oldest group
+    ahead                       a rollout that takes a sample (TASK_REQUEST says how many rows there are)
+    arrivals                    the clock: the next prompt of an open stream
 
 Talks to the ring (FREE -> RESERVED* -> QUEUED, fates, the header word next_admission), to the prompts, and to the bus
 (NEW_TASK to every worker that asked). `busrl.scheduling` makes all decisions; this loop feeds them and carries them

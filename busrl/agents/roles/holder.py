@@ -35,7 +35,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
 from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, RingWatch
-from busrl.roles.actor import Actor
+from busrl.roles.actor import Actor, ring_bells
 from busrl.system.files import replace
 from busrl.topology.schema import AGENT
 
@@ -105,7 +105,7 @@ class EpisodeHolder(Actor):
     def work(self) -> bool:
         self._request_tasks()
         judged = self.samples.commit_rewards() if self.topology.reward.kind == AGENT else 0
-        self.ring_bells(self.samples.bell, self.samples.reward_bell)
+        ring_bells(self.bus, self.samples.bell, self.samples.reward_bell)
         return bool(judged)
 
     @property
