@@ -1,4 +1,4 @@
-"""What an inference engine is: requests in, finished sequences out, new weights between two decoding steps.
+"""The interface of an inference engine: requests in, finished sequences out, new weights between two decoding steps.
 
 The rollout role talks to `Engine` alone, so an embedded engine, a server or a script behind it look the same. `Engine`
 also holds what all of them share: requests under way, pauses, counts. Beside it: the answer under way, and the seeds
@@ -39,7 +39,7 @@ Pause = Literal["keep", "wait", "abort"]
 
 @dataclass(frozen=True)
 class Request:
-    """One segment to generate. `key` is the caller's (a slot); `prefix_ids` are the tokens of earlier segments,
+    """A segment to generate. `key` is the caller's (a slot); `prefix_ids` are the tokens of earlier segments,
     `stop_ids` tokens that end the answer beside the model's own."""
 
     key: int
@@ -162,13 +162,13 @@ class Engine(ABC):
 
     @property
     def active(self) -> int:
-        """How many requests run or wait for their first step."""
+        """Requests that run or wait for their first step."""
         return len(self._running) + len(self._done)
 
     @property
     @abstractmethod
     def drawing(self) -> int:
-        """How many tokens the next `step` will add to the counts, all requests together."""
+        """Tokens that the next `step` will add to the counts, all requests together."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; they join at the next step. At most `capacity - active` of them, else ValueError."""
@@ -292,7 +292,7 @@ def seed_of(request: Request, produced: int) -> int:
 
 
 class Streams:
-    """One stream of uniforms for each (run seed, uid, segment), from a counter-based generator: the key is
+    """Streams of uniforms, one for each (run seed, uid, segment), from a counter-based generator: the key is
     (seed, uid), the segment is in the counter, so there is no state to keep. One generator is re-keyed for each draw,
     which is cheaper than making one. Uniforms lie strictly inside (0, 1) on a grid of 2**-32, so u * total < total
     holds in float64."""

@@ -176,7 +176,7 @@ class ScriptedEngine(Engine):
         self._now = max(self._now, self._clock())
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
-        """One that follows versions and loads nothing: there is no model."""
+        """A receiver that follows versions and loads nothing: there is no model."""
         return VersionReceiver(settings.segment, timeout_s=settings.timeout_s)
 
     def _update(self, receiver: Receiver) -> tuple[int, int]:
@@ -220,7 +220,7 @@ class ScriptedEngine(Engine):
             self._wait(self._now - here)
 
     def _end_now(self, keys: list[int]) -> None:
-        """Those that came to their end, and those that are cut."""
+        """End the answers that came to their end, and cut the others."""
         for key in keys:
             row, now = self._running.pop(key), self._counts.steps
             uid, before = row.request.uid, len(row.request.prefix_ids)

@@ -38,7 +38,7 @@ def vllm_installed() -> tuple[str, str]:
 
 
 def vllm_objection(package: str, version: str) -> tuple[str, str]:
-    """Why that vLLM cannot be used, and the remedy; ("", "") if it can."""
+    """The reason why that vLLM cannot be used, and the remedy; ("", "") if it can."""
     allowed = "{}.{} up to, but not, {}.{}".format(*OLDEST, *BEFORE)
     if not package:
         remedy = f"install one, {allowed}: pip install 'busrl[vllm]' (docs/engines.md), or engine = \"torch\""

@@ -72,7 +72,7 @@ class Tokens:
 
 
 def tokens_of(folder: str | Path, chat: bool, tools: Sequence[Any] = ()) -> Tokens:
-    """Those of a model folder, for an engine that loads no model itself; UserError if it has no tokenizer."""
+    """Make the tokens of a model folder, for an engine that loads no model itself; UserError if it has no tokenizer."""
     from transformers import AutoTokenizer
 
     try:

@@ -65,7 +65,7 @@ class ControlSettings:
 
 @dataclass(frozen=True)
 class Knobs:
-    """What the controller moves: groups per step, and milliseconds after which a smaller step fires."""
+    """The knobs that the controller moves: groups per step, and milliseconds after which a smaller step fires."""
 
     n_min: int
     t_max_ms: float = math.inf
@@ -82,7 +82,7 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One step as measured: shares and clip fractions in [0, 1], entropies in nats. None means not measured in this
+    """A step as measured: shares and clip fractions in [0, 1], entropies in nats. None means not measured in this
     step: it changes no mean and fires no rule. What else a step had stands in its line of metrics.jsonl.
     """
 
@@ -181,7 +181,7 @@ class Signals:
 
 
 class Band(str, Enum):
-    """Where H / H_ref is: normal <-> high, normal <-> low; from one end to the other in one go if it jumped."""
+    """The band of H / H_ref: normal <-> high, normal <-> low; from one end to the other in one go if it jumped."""
 
     HIGH = "high"
     NORMAL = "normal"
@@ -190,7 +190,7 @@ class Band(str, Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision, also one that changes nothing. `old` and `new` hold all knobs; equal if none moved."""
+    """A decision, also one that changes nothing. `old` and `new` hold all knobs; equal if none moved."""
 
     step: int
     rule: str
@@ -227,7 +227,8 @@ class Controller:
         return self.settings.mode == "act"
 
     def probe_is_due(self, step: int) -> bool:
-        """Whether the probe set is to be scored after this step: the first one, and every `probe_every` after it."""
+        """Tell whether the probe set is to be scored after this step: the first one, and every `probe_every` after it.
+        """
         return (step - 1) % self.settings.probe_every == 0
 
     def observe(self, inputs: Inputs) -> Decision | None:
@@ -267,7 +268,7 @@ class Controller:
         return Knobs(n_min, t_max if math.isfinite(s.t_max_ms) else math.inf)
 
     def _vetoes(self) -> Iterator[str]:
-        """Why n_min must not be lowered now. Near 0 a multiple of the clip baseline means nothing, hence its floor."""
+        """Reasons against a lower n_min now. Near 0 a multiple of the clip baseline means nothing, hence its floor."""
         s, signals, (ratio_before, reward_before) = self.settings, self.signals, self._before
         ratio, reward = signals.ratio, signals.mean("reward")
         known = None not in (ratio, reward, ratio_before, reward_before)

@@ -164,7 +164,7 @@ def _keywords(topology: Topology, warn: Warn) -> Keywords | None:
 
 
 def _lengths(topology: Topology, stream: JsonlStream) -> LengthsOf | None:
-    """What the oracle knows: the lengths of a draw's members, from the trace that is `data.train`."""
+    """The knowledge of the oracle: the lengths of a draw's members, from the trace that is `data.train`."""
     if topology.scheduler.predictor != "oracle":
         return None
 

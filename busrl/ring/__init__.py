@@ -14,7 +14,7 @@ from busrl.states import WORKING, State
 
 
 def segments_of(word: int) -> int:
-    """How many segments of the slot are committed."""
+    """Count the committed segments of the slot."""
     return (word >> 36) & 0xFF
 
 

@@ -42,7 +42,7 @@ ANSWER = {"tokens": np.dtype(np.int32), "logprobs": np.dtype(np.float32), "versi
 
 
 class CallDetails(msgspec.Struct, omit_defaults=True):
-    """What the line of a call has no field for: the tensor `call`, as msgpack."""
+    """Details that the line of a call has no field for: the tensor `call`, as msgpack."""
 
     stream: int = 0  # 64 bits: which random numbers
     stop: list[int] = msgspec.field(default_factory=list)  # ids that end the answer beside the model's own
@@ -86,9 +86,9 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class CallAnswer:
-    """What an engine drew: at least one id, each with its log-probability and the version of the weights. `finish` is a
-    code of `Finish`, `engine` the process that answered, where the prefix may still be; `computed`: of the ids read;
-    `step`: of the learner, that made the oldest of the versions."""
+    """The tokens that an engine drew: at least one id, each with its log-probability and the version of the weights.
+    `finish` is a code of `Finish`, `engine` the process that answered, where the prefix may still be; `computed`: of
+    the ids read; `step`: of the learner, that made the oldest of the versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -181,7 +181,7 @@ class Caller:
 
     @property
     def open(self) -> int:
-        """How many calls are under way."""
+        """Count the calls that are under way."""
         return len(self._open)
 
     def put(self, call: ModelCall) -> PendingCall | None:
@@ -246,7 +246,7 @@ class Caller:
         return pending if new else None
 
     def whose(self, pending: PendingCall) -> str:
-        """Who has the call now, for whoever waited in vain."""
+        """Name who has the call now, for whoever waited in vain."""
         word = int(self.ring.line(pending.slot)["word"])
         if word >> 58 == State.QUEUED:
             queued = self.ring.stats().occupancy["QUEUED"]
@@ -266,7 +266,7 @@ class Caller:
     # -- internals -----
 
     def _look(self, pending: PendingCall, word: int) -> bool:
-        """Whether the call is done with, seen at `word`."""
+        """Look at a call at `word`; True if it is done with."""
         state = word >> 58
         if state == State.GENERATED:
             return self._take(pending, word)
@@ -292,7 +292,7 @@ class Caller:
         return int(self.ring.line(pending.slot)["alone_deaths"]) >= POISON_DEATHS
 
     def _engine(self, word: int) -> Process | None:
-        """Who holds a slot, while it is there."""
+        """The process that holds a slot, while it is there."""
         return next((one for one in self.ring.processes() if one.index == owner_of(word)), None)
 
     def _take(self, pending: PendingCall, word: int) -> bool:

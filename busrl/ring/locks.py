@@ -135,7 +135,7 @@ class RingGuard:
         return self.has_name()
 
     def has_name(self) -> bool:
-        """Whether the file that it guards is still the one of that name."""
+        """True if the file that it guards is still the one of that name."""
         return _is_named(self._fd, self._file)
 
     def release(self) -> None:
@@ -149,7 +149,7 @@ Step = tuple[str, int, str, str]  # label and pid of the dead owner, from which 
 
 
 def taken_back(ring: Ring, reaped: Iterable[Reaped], what: str = "slots") -> Iterator[tuple[str, list[int]]]:
-    """One text for each dead owner and step, and the samples that it is about.
+    """Texts, one for each dead owner and step, and the samples that it is about.
 
     A slot that went back to FREE held no sample yet; any other keeps its sample, which may only have moved on since.
     """

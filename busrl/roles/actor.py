@@ -81,7 +81,7 @@ def ring_bells(bus: Endpoint, *bells: Doorbell) -> None:
 
 
 class WorkDeadline:
-    """How long one piece of recurring long work may take: `work_s` for the first of this process, then FACTOR times
+    """The time that a piece of recurring long work may take: `work_s` for the first of this process, then FACTOR times
     the longest that was seen, at least `progress_s` and LEAST_S, and never more than `work_s`.
 
     So a process that hangs is found soon, and one with more work than before is not killed for it again and again.
@@ -177,7 +177,8 @@ class Reports:
 
 @dataclass
 class Parts:
-    """What a process of a run works with. A process attaches to those of its run directory; a test hands in its own."""
+    """The things that a process of a run works with. A process attaches to those of its run directory; a test hands in
+    its own."""
 
     topology: Topology
     ring: Ring
@@ -187,7 +188,7 @@ class Parts:
 
 
 class Actor(ABC):
-    """One process of a run. States: starting -> running -> stopping -> gone; killed is possible from each."""
+    """A process of a run. States: starting -> running -> stopping -> gone; killed is possible from each."""
 
     role: ClassVar[str] = ""
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
@@ -246,7 +247,7 @@ class Actor(ABC):
 
     @abstractmethod
     def work(self) -> bool:
-        """One pass over the work at hand; True when something was done."""
+        """Make one pass over the work at hand; True when something was done."""
 
     def handle(self, message: m.Message) -> None:
         """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
@@ -358,7 +359,7 @@ class Actor(ABC):
                 self.idle(self.tick_s * self._random.uniform(0.75, 1.25))
 
     def look_around(self) -> None:
-        """What every pass begins with: messages, progress, presence."""
+        """Begin a pass: messages, progress, presence."""
         for message in self.bus.drain():
             self._receive(message)
         self.ring.progress()

@@ -161,8 +161,8 @@ def seen_by_reward(ring: Ring, slot: int) -> dict[str, Any] | None:
 
 
 def last_call(ring: Ring, slot: int) -> dict[str, Array] | None:
-    """What the last call of a slot's episode read and sampled, by the names that an answer has; None where it holds no
-    episode. BadTensor or NoSuchTensor where it breaks a rule."""
+    """Arrays that the last call of a slot's episode read and sampled, by the names that an answer has; None where it
+    holds no episode. BadTensor or NoSuchTensor where it breaks a rule."""
     episode = read_episode(ring, slot)
     if episode is None:
         return None

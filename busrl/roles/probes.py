@@ -36,14 +36,14 @@ UID = 1 << 62  # of the random numbers of a probe; no sample has it
 
 
 def comparable(topology: Topology) -> bool:
-    """Whether engines can agree with the learner at all: with a model, without chance in its forward, and with the
+    """Tell whether engines can agree with the learner at all: with a model, without chance in its forward, and with the
     weights of the version."""
     return not (topology.scripted or topology.lora.dropout or topology.experiments.forced_age)
 
 
 def due(every: int, version: int) -> bool:
-    """Whether a version is compared: two after each other, so that what is left of the first shows in the second. The
-    samples of the first step stand for version 0."""
+    """Tell whether a version is compared: two after each other, so that what is left of the first shows in the second.
+    The samples of the first step stand for version 0."""
     return every > 0 and version > 0 and version % every in (0, every - 1)
 
 
@@ -56,7 +56,7 @@ def workers(topology: Topology) -> set[str]:
 
 
 def by_chat(topology: Topology) -> bool:
-    """Whether an engine takes chats, which can neither be cut nor made up of ids."""
+    """Tell whether an engine takes chats, which can neither be cut nor made up of ids."""
     return topology.openai.endpoint == "chat" and any(
         one.role == "rollout" and one.engine == "openai" for one in topology.process
     )
@@ -105,7 +105,7 @@ class Asked:
 
 
 class Prober:
-    """Of one rollout process: the probes that are to be asked, run, or are answered."""
+    """The probes of one rollout process that are to be asked, run, or are answered."""
 
     def __init__(self, topology: Topology, only_validates: bool) -> None:
         on = comparable(topology) and not only_validates
@@ -120,7 +120,7 @@ class Prober:
         self._keys = itertools.count(-1, -1)
 
     def see(self, requests: Iterable[Request]) -> None:
-        """What the run asks of this engine: its first prompts are those of the probe."""
+        """Note what the run asks of this engine: its first prompts are those of the probe."""
         for request in requests if len(self._prompts) < PROMPTS and self._every else ():
             ids = request.prompt_ids[self._first :][:PROMPT_TOKENS] if self._cut else request.prompt_ids
             if 0 < len(ids) <= PROMPT_TOKENS and request.temperature > 0 and len(self._prompts) < PROMPTS:
@@ -157,12 +157,12 @@ class Prober:
         return taken + self._compared.take(room - len(taken))
 
     def ended(self, answer: Finished) -> None:
-        """One of its own has ended, perhaps of an earlier version."""
+        """End a request of its own, perhaps of an earlier version."""
         self._proof.ended(answer)
         self._compared.ended(answer)
 
     def messages(self, worker: str) -> list[m.ProbeDrawn]:
-        """What to tell the learner, once all of the same kind have ended."""
+        """Messages for the learner, once all of the same kind have ended."""
         return [self._message(worker, done) for asked in (self._proof, self._compared) if (done := asked.answers())]
 
     def _message(self, worker: str, done: list[tuple[Request, Finished]]) -> m.ProbeDrawn:

@@ -52,7 +52,7 @@ LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding
 
 
 class PaceRow(msgspec.Struct):
-    """One interval, wall = steps + weights + idle + the loop's own time. `tokens`: running sequences summed over the
+    """An interval, wall = steps + weights + idle + the loop's own time. `tokens`: running sequences summed over the
     steps, so their mean is tokens / steps. `engine`: its statistics since it was made. `time`: its end."""
 
     time: float = 0.0
@@ -109,7 +109,7 @@ class Pace:
 
 
 def one_in(nbytes: int) -> int:
-    """Of how many intervals one is written to a file of `nbytes`."""
+    """The number of intervals of which one is written to a file of `nbytes`."""
     return min(MOST_LEFT_OUT, 1 << min(32, nbytes // (MIB_EACH << 20)))
 
 
@@ -139,7 +139,7 @@ class EngineRestart:
         self._answers.update((request.key, PartialAnswer(request)) for request in requests)
 
     def waits(self, engine: Engine) -> bool:
-        """Whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
+        """Tell whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
         self.draining = self.finish and engine.active > 0
         return self.draining
 

@@ -158,7 +158,7 @@ class DispatchFeed:
 
 
 class GroupRewards(msgspec.Struct):
-    """What is read of a line of groups.jsonl."""
+    """The fields that are read of a line of groups.jsonl."""
 
     draws: list[int]
     rewards: list[list[float]]
@@ -429,7 +429,7 @@ class Scheduler(Actor):
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, index + 1)
 
     def _fields(self, draw: int, index: int) -> dict[str, Any]:
-        """What the members of a group have in common."""
+        """Fields that the members of a group have in common."""
         generation, item = self.topology.generation, self.stream.item(draw)
         return {
             "group": draw, "admission": index, "group_size": self.group_size, "cls": SampleClass.TRAIN,
@@ -463,7 +463,7 @@ class Scheduler(Actor):
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _announce(self, view: GroupView) -> None:
-        """One coalesced doorbell to each worker that asked lately; work does not depend on its arrival."""
+        """Send one coalesced doorbell to each worker that asked lately; work does not depend on its arrival."""
         now = time.monotonic()
         workers = self.rows.workers(now)
         message = self.bell.take()

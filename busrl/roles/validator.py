@@ -57,7 +57,7 @@ ANSWER_LENGTH = 64  # of an answer that is compared with others as it stands
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One validated sample as it stands in validation.log."""
+    """A validated sample as it stands in validation.log."""
 
     uid: int
     round: int
@@ -75,7 +75,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct):
-    """What `busrl validate` asks for, and what becomes of it: the content of validate.json."""
+    """A request of `busrl validate`, and what becomes of it: the content of validate.json."""
 
     id: str
     sets: list[str]  # by name; "" is [validation] itself
@@ -103,8 +103,9 @@ class Request(msgspec.Struct):
 
 
 class Rounds:
-    """Which rounds are due, from the learner's step and what validation.jsonl says is done: `done` measured something,
-    `failed` did not in this life, in their order. `late`: what is asked first is not what the run began with."""
+    """The rounds that are due, from the learner's step and what validation.jsonl says is done: `done` measured
+    something, `failed` did not in this life, in their order. `late`: what is asked first is not what the run began
+    with."""
 
     def __init__(self, before: bool, every: int, at_end: bool, done: set[int], late: bool = False) -> None:
         self.before, self.every, self.at_end, self.done, self.late = before, every, at_end, done, late
@@ -138,7 +139,7 @@ class Rounds:
 
 @dataclass
 class MeasuredSet:
-    """One set in this process: its prompts, which of its rounds are done, and the results of the round under way."""
+    """A set in this process: its prompts, which of its rounds are done, and the results of the round under way."""
 
     asked: AskedSet
     stream: JsonlStream
@@ -291,7 +292,7 @@ class Validator(Actor):
         return min(due.items(), key=lambda found: found[0]) if due else None
 
     def _asked(self, step: int) -> Request | None:
-        """What `busrl validate` asks for; it is the round of this step, or that which a predecessor began."""
+        """The request of `busrl validate`; it is the round of this step, or that which a predecessor began."""
         request = Request.read(self.paths)
         if request is None or not request.open:
             return None
@@ -338,7 +339,7 @@ class Validator(Actor):
         return range(first, first + one.asked.answers)
 
     def _is_of(self, one: MeasuredSet, uid: int, result: Result) -> bool:
-        """Whether the log's result is of what this set asks there: sets may have changed since it was written."""
+        """Tell whether the log's result is of what this set asks there: sets may have changed since it was written."""
         uids = self._uids(one)
         if uid not in uids or result.set != one.asked.name:
             return False
@@ -418,7 +419,7 @@ class Validator(Actor):
         return written
 
     def _is_over(self) -> bool:
-        """Whether all are judged, or every sample has a final fate: a round ends although some were dropped."""
+        """Tell whether all are judged, or every sample has a final fate: a round ends although some were dropped."""
         if all(len(one.results) == one.asked.answers for one in self.due):
             return True
         if self.pending:
@@ -499,7 +500,7 @@ def _in_slots(ring: Ring, uids: range) -> bool:
 
 
 def _short(answer: str | None) -> str | None:
-    """What stands for an answer where answers are compared: a long one is its beginning and a digest."""
+    """The text that stands for an answer where answers are compared: a long one is its beginning and a digest."""
     if answer is None or len(answer) <= ANSWER_LENGTH:
         return answer
     return f"{answer[: ANSWER_LENGTH // 2]}... {hashlib.sha1(answer.encode(errors='replace')).hexdigest()[:16]}"

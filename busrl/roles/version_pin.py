@@ -45,7 +45,7 @@ def clear_stale(ring: Ring) -> bool:
 
 
 def is_stale(ring: Ring, seen: int) -> bool:
-    """Whether the life that this word names is over."""
+    """Tell whether the life that this word names is over."""
     lives = {entry.epoch << INDEX_BITS | entry.index for entry in ring.processes()}
     return seen not in lives or ring.is_dead(seen & ((1 << INDEX_BITS) - 1))
 

@@ -1,5 +1,5 @@
-"""How many groups may be in flight (B), how far the learner looks ahead (W), how many may be opened now, and what a
-worker generates of an answer at once.
+"""Admission: how many groups may be in flight (B), how far the learner looks ahead (W), how many may be opened now, and
+what a worker generates of an answer at once.
 
 The limits of a run are arithmetic on a few numbers of its topology; admission takes a view of the groups, the free
 slots, header words and clock values. Knows nothing of prompts or policies.
@@ -110,7 +110,7 @@ class AdmissionLimits:
         return found
 
     def _room(self) -> tuple[str, int]:
-        """What bounds W, in words, and the largest W that leaves B >= W and a step of n_hi groups."""
+        """Say what bounds W, and the largest W that leaves B >= W and a step of n_hi groups."""
         if self.max_staleness is None:
             return f"B = {self.B} groups are admitted at most", self.B
         total = (self.max_staleness + 1) * self.n_lo + 1
@@ -359,7 +359,7 @@ class Waves:
 
     @classmethod
     def of(cls, limits: AdmissionLimits) -> Waves | None:
-        """Those of a run whose rounds are made of segments; None for any other."""
+        """The waves of a run whose rounds are made of segments; None for any other."""
         return cls(limits.n_min) if limits.waves else None
 
     def claimable(self, lines: Lines, next_admission: int) -> Bools:
@@ -371,7 +371,7 @@ class Waves:
         return found
 
     def over(self, lines: Lines, next_admission: int) -> bool:
-        """Whether every training slot has what this wave gives it, and is judged if it is whole."""
+        """Tell whether every training slot has what this wave gives it, and is judged if it is whole."""
         if next_admission % self.n_min:
             return False
         state = lines["state"]
@@ -448,7 +448,7 @@ class AutoLength:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a segment may have: `tokens`, and whether the answer has to end with it."""
+    """The bounds of a segment: `tokens`, and whether the answer has to end with it."""
 
     tokens: int
     last: bool
@@ -505,7 +505,7 @@ def steps_behind(limits: AdmissionLimits, forced_age: int) -> int | None:
 # -- rows of the engines -------------------------------------------------------------------------------------
 
 class Rows:
-    """How many sequences all workers can run at once, from their announcements.
+    """The sequences that all workers can run at once, from their announcements.
 
     `expected`: rows of the workers that the topology starts, which counts until one announced anything; `forget_s`:
     after this silence a worker is gone. At most `most` are remembered, since a name comes from outside. Workers that

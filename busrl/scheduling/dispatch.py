@@ -1,4 +1,5 @@
-"""Which group is opened next: the order of dispatch, within a horizon, behind one interface (`Policy`).
+"""The order of dispatch: a policy names the group that is opened next, within a horizon, behind one interface
+(`Policy`).
 
 `fifo`, `sjf` and `ljf`, `adaptive`. They talk to a predictor of answer lengths and know nothing of slots, credit,
 workers or clocks: a group has waited as long as it was drawn early, in a simulated as in a live run.
@@ -47,7 +48,7 @@ class Policy(ABC):
 
     @abstractmethod
     def missing(self, draws: Iterable[int]) -> list[int]:
-        """Those of `draws` that do not wait here, so that only their prompts need to be read."""
+        """Pick those of `draws` that do not wait here, so that only their prompts need to be read."""
 
     @abstractmethod
     def offer(self, candidates: Sequence[Candidate]) -> None:
@@ -61,7 +62,7 @@ class Policy(ABC):
         """The mean entropy of a learner's update, in the order of its steps."""
 
     def unknown(self, draws: Iterable[int]) -> list[int]:
-        """Those of these open groups that an earlier scheduler opened, and that should be given to `adopt`."""
+        """Pick those of these open groups that an earlier scheduler opened, and that should be given to `adopt`."""
         return []
 
     def adopt(self, candidates: Sequence[Candidate]) -> None:
@@ -78,7 +79,7 @@ class Policy(ABC):
         return slot_priority(admission)
 
     def take_records(self) -> list[OpenGroup]:
-        """What was predicted of groups that ended since the last call, and what came out."""
+        """Take out what was predicted of groups that ended since the last call, and what came out."""
         return []
 
     def metrics(self) -> dict[str, float]:
@@ -159,7 +160,7 @@ LEVELS = 16
 
 
 class Strength:
-    """How far a policy departs from the order drawn: 0 (as drawn) to 1 (by length), as the learner's entropy asks for.
+    """Departure of a policy from the order drawn: 0 (as drawn) to 1 (by length), as the learner's entropy asks for.
 
     High entropy (against its reference) takes the strength to 1: answers are wanted early. Low takes it to 0. In the
     first updates, without a reference, it is 1. It moves in steps of 1 / LEVELS, so an order is rarely sorted again.
@@ -215,7 +216,7 @@ SPARE = 1024
 
 @dataclass(slots=True, eq=False)
 class WaitingGroup:
-    """One waiting group. `since`: groups opened when it came within the horizon, BEYOND until then."""
+    """A waiting group. `since`: groups opened when it came within the horizon, BEYOND until then."""
 
     candidate: Candidate
     predicted: float
@@ -324,7 +325,7 @@ class Pool:
         self.near_sum = self.near_sum - entry.predicted if self.near_count else 0.0
 
     def _withdraw(self, limit: int) -> None:
-        """What came within the horizon and is not below the limit any more waits beyond it again."""
+        """Let what is not below the limit any more wait beyond the horizon again."""
         for draw, entry in self._waiting.items():
             if draw >= limit and entry.since != BEYOND:
                 self._leave(entry)
@@ -347,7 +348,7 @@ def _sorted(keys: npt.NDArray[np.float64], draws: Ints) -> list[tuple[float, int
 
 
 class WaitingDraws:
-    """Which draws wait, as a string of flags, so that a hundred thousand draws can be asked for at once.
+    """The draws that wait, as a string of flags, so that a hundred thousand draws can be asked for at once.
 
     The first flag and the last are never set: they stand for all draws that lie beyond.
     """
@@ -523,7 +524,7 @@ class Ordered(Policy):
         self.pool.rekey(*self._scale())
 
     def _scale(self) -> tuple[float, float]:
-        """What a predicted token and a draw add to a key."""
+        """Shares of a predicted token and of a draw in a key."""
         return self.strength.value * self.way / self._mean, 2.0 * self.aging / self.horizon
 
     def _refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""What every open group is up to: recomputed from the ring's lines and the fate bytes at each scan.
+"""The open groups and their state: recomputed from the ring's lines and the fate bytes at each scan.
 
 A group is a draw of the loader; its members' uids are `(draw x 2 + try) x G + member`, try 1 being the one re-roll of
 a member that ended by accident. Knows nothing of policies, triggers or how the two arrays came about.
@@ -216,7 +216,8 @@ class GroupScanner:
 
 
 class _Cells:
-    """One cell per (group, try, member) of those groups of the window [low, high) that may be open, and what follows.
+    """Cells, one per (group, try, member), of those groups of the window [low, high) that may be open, and what
+    follows.
 
     `rows` are these groups, counted from low; `touched` says of every group of the window whether it was opened.
     """
@@ -294,7 +295,8 @@ class _Cells:
 
 
 def _any_byte(rows: Bytes) -> Bools:
-    """Which rows have a byte that is not zero; eight, four or two bytes at a time (rows have an even length)."""
+    """Mask of the rows that have a byte that is not zero; eight, four or two bytes at a time (rows have an even
+    length)."""
     width = next(bytes_ for bytes_ in (8, 4, 2) if rows.shape[1] % bytes_ == 0)
     words = rows.view(f"u{width}")
     found = words[:, 0].copy()

@@ -1,4 +1,4 @@
-"""Which prompts are left out for a while because the run answers them right too often, or too seldom.
+"""Pass rates: prompts that the run answers right too often, or too seldom, are left out for a while.
 
 Takes groups that ended and draws that are to be opened. Knows nothing of files, slots, fates or how a draw becomes a
 line: places (source, epoch, line) are handed in.
@@ -20,7 +20,7 @@ NEVER = 1 << 62  # an epoch that no run comes to
 
 
 class Place(Protocol):
-    """Where a draw lies: its source, how often that was gone through before, its line."""
+    """The place of a draw: its source, how often that was gone through before, its line."""
 
     @property
     def source(self) -> int: ...
@@ -86,7 +86,7 @@ class PassRates:
         return prompt is not None and place.epoch < prompt.until
 
     def resting(self, epochs: Sequence[int]) -> list[int]:
-        """How many prompts of each source rest while it is in such an epoch."""
+        """Count the prompts of each source that rest while it is in such an epoch."""
         return [
             sum(count for until, count in own.items() if until > max(0, epoch))
             for own, epoch in zip(self._resting, epochs, strict=True)

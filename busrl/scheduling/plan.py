@@ -1,4 +1,5 @@
-"""What the roles decide with, made of a topology: the order of dispatch, the learner's plan, when a checkpoint is due.
+"""The parts that roles decide with, made of a topology: the order of dispatch, the learner's plan, when a checkpoint is
+due.
 
 Used by the scheduler, the learner and the validator, and by the simulator in their place. Pure: reads a topology that
 was checked.

@@ -42,7 +42,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, candidates: Sequence[Candidate]) -> Floats:
-        """One number per candidate, in their order."""
+        """Predict a number for each candidate, in their order."""
 
     def observe(self, finished: Sequence[Observation]) -> None:
         """Learn from answers that finished since the last call, one entry per answer."""

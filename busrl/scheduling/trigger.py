@@ -62,7 +62,7 @@ def window_of_ready(admission: Ints, ready: Bools, width: int, limit: int) -> Wi
 # -- the trigger ---------------------------------------------------------------------------------------------
 
 class Cause(str, Enum):
-    """Why a step fired; the value is what the train log says."""
+    """The reason why a step fired; the value is what the train log says."""
 
     COUNT = "count"
     TIME = "time"
@@ -71,7 +71,7 @@ class Cause(str, Enum):
 
 
 class Trigger:
-    """When a step fires: enough groups, enough time, or the end of a round or of the run. `sync` knows rounds only.
+    """The trigger of a step: enough groups, enough time, or the end of a round or of the run. `sync` knows rounds only.
 
     Every cause needs at least one group, `time` at least n_floor; `time` never leaves another group above the staleness
     bound. Only `n_min` and `t_max_s` may change, between two steps.
@@ -114,7 +114,7 @@ class Trigger:
         self, groups: int, now: float, *, counted: int = 0, at_rest: bool = True, round_full: bool = False,
         draining: bool = False, leaves_too_old: bool = False,
     ) -> Cause | None:
-        """Why to fire now, or None.
+        """The reason to fire now, or None.
 
         `groups`: claimed and ready inside the window; `counted` goes against n_min; `at_rest`: every open group is
         resolved; `round_full`: sync, all groups of the round are admitted; `draining`: nothing will be admitted any
@@ -216,7 +216,8 @@ class LearnerPlan:
         return [*asides, *self._claims(cause, claimed, fresh, seen, blocker)]
 
     def _set_aside(self, view: GroupView, claimed: Collection[int], step: int) -> tuple[list[SetAside], Bools]:
-        """What is dropped now, and the mask of groups that stay in play: open, not claimed, with an index."""
+        """The groups that are dropped now, and the mask of groups that stay in play: open, not claimed, with an index.
+        """
         active = (view.admission != UNKNOWN) & ~np.isin(view.draws, np.fromiter(claimed, np.int64, len(claimed)))
         active &= ~view.resolved | (view.survivors > 0)
         old = self.staleness.too_old(view.oldest_step, step) & (self.staleness.over_age == "drop")
@@ -257,7 +258,8 @@ class LearnerPlan:
 
 
 def _fate(view: GroupView, i: int, flat: Bools) -> str:
-    """Why group i is set aside: the reason that a killed learner already gave to some of it, else what it is."""
+    """The fate with which group i is set aside: the reason that a killed learner already gave to some of it, else what
+    it is."""
     begun = int(view.closed_by[i])
     if begun in RULES:
         return chr(begun)

@@ -1,4 +1,4 @@
-"""What takes time in a simulated run beside the learner: service times, rollout processes, reward workers.
+"""Actors of a simulated run, all that takes time beside the learner: service times, rollout processes, reward workers.
 
 Clock values come in with every call. Each class keeps the rules of its live counterpart; the event queue is `world`'s.
 """
@@ -91,7 +91,8 @@ class RewardWorkers:
         self._busy_s = 0.0
 
     def done(self, ready: float) -> float:
-        """When an answer that may be judged from `ready` on has its reward; those asked for earlier go first."""
+        """Time at which an answer that may be judged from `ready` on has its reward; those asked for earlier go first.
+        """
         if not self.call_s:
             return ready
         ends = max(ready, self._free[0]) + self.call_s
@@ -106,7 +107,7 @@ class RewardWorkers:
 
 
 def reward_workers(topology: Topology) -> int:
-    """How many calls of the reward go on at once in a run of that topology."""
+    """Count the calls of the reward that go on at once in a run of that topology."""
     return topology.reward.workers * max(1, sum(one.role == "reward" for one in topology.processes()))
 
 
@@ -184,7 +185,7 @@ class Actors:
         return done
 
     def next_event(self, index: int) -> float:
-        """When its next sequence ends, and a new stamp for that event; infinity if nothing runs."""
+        """Time at which its next sequence ends, and a new stamp for that event; infinity if nothing runs."""
         actor = self.all[index]
         actor.stamp += 1
         if not actor.ends:

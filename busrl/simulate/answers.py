@@ -1,4 +1,4 @@
-"""What the answers to a draw will be: their lengths and rewards, from a trace, from a recorded run, or made up.
+"""Answers to the draws of a simulated run: their lengths and rewards, from a trace, from a recorded run, or made up.
 
 Same arguments, same answers. Knows nothing of time, slots or policies.
 
@@ -78,7 +78,7 @@ def chance(seed: int, draw: int) -> float:
 
 @dataclass
 class Recorded:
-    """One group of a recorded run, as groups.jsonl tells it. `step`: of the weights that it was admitted with."""
+    """A group of a recorded run, as it stands in groups.jsonl. `step`: of the weights that it was admitted with."""
 
     step: int
     line: int

@@ -1,4 +1,4 @@
-"""What a simulated run came to: counted while it runs, put together at the end.
+"""Figures of a simulated run: counted while it runs, put together at the end.
 
 Times are in seconds of the virtual clock, lengths in tokens, ages in learner steps. Knows nothing of causes.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass
 class StepRow:
-    """One optimiser step; `time_s` is its end."""
+    """An optimiser step; `time_s` is its end."""
 
     step: int
     time_s: float

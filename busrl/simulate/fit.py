@@ -1,4 +1,4 @@
-"""What is known of a topology's service times and answers: from a finished run, from a fit file, or assumed.
+"""Fitted service times and answers of a topology: from a finished run, from a fit file, or assumed.
 
 Reads the files of a run directory, and the fit file beside a topology. Knows nothing of events or tables.
 
@@ -73,7 +73,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a run teaches. `notes`: what was fitted from what, with its error, for people."""
+    """The lessons of a run. `notes`: what was fitted from what, with its error, for people."""
 
     run_dir: Path
     topology: Topology
@@ -119,7 +119,7 @@ def fit(run_dir: str | Path) -> Fitted:
 
 
 def _paces(paths: RunPaths) -> list[tuple[str, dict[str, Any]]]:
-    """What the rollout processes wrote of their pace: which of them, and an interval."""
+    """Read what the rollout processes wrote of their pace: which of them, and an interval."""
     return [(path.stem, row) for path in sorted(paths.pace.glob("*.jsonl")) for row in _rows(path, PACE_KEYS)]
 
 
@@ -178,7 +178,7 @@ def _learner(paths: RunPaths, rows: Sequence[dict[str, Any]], floor_s: float) ->
 
 
 def _rewards(paths: RunPaths, workers: int) -> tuple[dict[str, float], str]:
-    """How long answers wait to be looked at, and what a call takes: the share that the workers were busy, over what
+    """Times that answers wait to be looked at, and what a call takes: the share that the workers were busy, over what
     went through them. What is left of an answer's stay, without its queueing, is the wait."""
     if not paths.summary.is_file():
         raise _missing(paths.summary, "there is no such file: it is written when a run ends in order")
@@ -263,7 +263,7 @@ def _missing(path: Path, what: str) -> UserError:
 
 @dataclass(frozen=True)
 class FitFile:
-    """What somebody measured of a topology and put beside it: times by name, and groups with their prompts.
+    """Measured values that lie beside a topology: times by name, and groups with their prompts.
 
     The file is `NAME.fit.jsonl` beside `NAME.toml`; `benchmarks/fit_file.py` makes one from a finished run. First
     line: {"source": text, "model": path, "data": path, "times": {name: seconds}}. Every further line is a group:
@@ -346,8 +346,8 @@ def times_of(
 
 
 def scripted(topology: Topology) -> dict[str, float]:
-    """What [mock] says of engines. A scripted engine counts its deadlines on, so joining and new weights cost it
-    nothing; its jitter evens out over the interval for which a simulated actor keeps its pace."""
+    """Times of engines as [mock] states them. A scripted engine counts its deadlines on, so joining and new weights
+    cost it nothing; its jitter evens out over the interval for which a simulated actor keeps its pace."""
     mock = topology.mock
     return {
         "step_s": mock.token_s, "row_s": mock.per_sequence_s, "prefill_token_s": mock.prefill_s_per_token,

@@ -158,7 +158,7 @@ def _metrics(found: Figures) -> list[str]:
 
 
 def advice(topology: Topology, setting: Setting, found: Figures, cores: int) -> list[str]:
-    """What limits the run, and which keys move it."""
+    """Name what limits the run, and the keys that move it."""
     said = _bottleneck(topology, setting, found, cores)
     flat = found.set_aside.get(Fate.FLAT.letter, 0)
     ended = sum(found.set_aside.values()) + sum(row.groups for row in found.rows)

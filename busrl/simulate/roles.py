@@ -95,7 +95,7 @@ class SimRing:
         self.changes += 1
 
     def allow(self, slots: npt.NDArray[np.bool_]) -> None:
-        """Those of the slots (a mask of all) that are held may be taken from now on."""
+        """Let actors take those of the slots (a mask of all) that are held."""
         self.queue += [one for one in self.blocked if slots[one[2]]]
         self.blocked = [one for one in self.blocked if not slots[one[2]]]
         heapq.heapify(self.queue)
@@ -135,7 +135,7 @@ class SimulatedGroup:
 
 @dataclass
 class Look:
-    """What one look came to: seconds of work, whether slots came free, and what it waits for if it does."""
+    """Results of a look: seconds of work, whether slots came free, and what it waits for if it does."""
 
     cost_s: float = 0.0
     freed: bool = False
@@ -198,7 +198,7 @@ class Learner:
         return published
 
     def rest(self) -> Look:
-        """What it does after some work if nothing has changed since its last look, which ended with a Wait."""
+        """Do what follows some work if nothing has changed since its last look, which ended with a Wait."""
         found = Look(reason=self._waits.reason)
         self._wait(self._waits, found)
         return found
@@ -294,7 +294,7 @@ class Feed:
         self.policy.feedback(entropy)
 
     def metrics(self) -> dict[str, float]:
-        """Those of policy and predictor; none under fifo."""
+        """Numbers about policy and predictor; none under fifo."""
         if not self.policy.learns:
             return {}
         found = {**self.policy.metrics(), **self.predictor.metrics()}

@@ -139,7 +139,7 @@ def _calls(group: Recorded | TracedPrompt) -> Sequence[int]:
 
 
 def _changes(lengths: Sequence[Sequence[int]], topology: Topology) -> str:
-    """What the topology does to answers of these lengths, one group each: cut, or repeated."""
+    """Changes that the topology makes to answers of these lengths, one group each: cut, or repeated."""
     size, limit = topology.groups.size, topology.generation.max_new_tokens
     cut = sum(one[member % len(one)] > limit for one in lengths for member in range(size))
     short = sum(len(one) < size for one in lengths)
@@ -150,7 +150,7 @@ def _changes(lengths: Sequence[Sequence[int]], topology: Topology) -> str:
 
 
 def notes(given: Iterable[tuple[str, str]]) -> list[str]:
-    """What is said of the answers of each point of a sweep: once where it is the same for all."""
+    """Notes on the answers of each point of a sweep: once where it is the same for all."""
     by: dict[str, list[str]] = {}
     for point, note in given:
         by.setdefault(note, []).append(point)

@@ -1,4 +1,4 @@
-"""One simulated run: the event queue, the virtual clock, and which part looks when.
+"""A simulated run: the event queue, the virtual clock, and which part looks when.
 
 Drives the objects of the live roles (GroupScanner, Admission, the policy, LearnerPlan) over a ring in memory. Durations
 come from `Times`, samples from `Answers`. Knows nothing of files, tables or the command line.
@@ -162,7 +162,7 @@ class World:
     # -- rounds of segments -------------------------------------------------------------------------------------
 
     def _begin_wave(self) -> None:
-        """What this wave gives a segment may be taken: once its round is whole, and not before."""
+        """Let actors take what this wave gives a segment, once its round is whole."""
         if (waves := self.scheduler.waves) is not None:
             self.ring.allow(waves.claimable(self.ring.lines, self.scheduler.next_admission))
 
@@ -298,7 +298,7 @@ class World:
     # -- learner ------------------------------------------------------------------------------------------------
 
     def _learner_looks(self) -> None:
-        """One look; a look that came to some work is followed by another when the work is done."""
+        """Let the learner look; a look that came to some work is followed by another when the work is done."""
         reason, since = self._looked_for
         self.counts.waited[reason] += self.now - since
         self._resolved = False
@@ -332,7 +332,7 @@ class World:
             self._push(self._deadline, DEADLINE)
 
     def _learner_done(self) -> None:
-        """What the learner was busy with is done: a step, a micro-batch, a publication."""
+        """Note that the learner is done with a piece of work: a step, a micro-batch, a publication."""
         self._busy = False
         if self._fired:
             self._fired = False
@@ -353,7 +353,7 @@ class World:
             self._act(self.learner.rest())
 
     def _checkpoint(self) -> bool:
-        """Whether a checkpoint is due after this step; the learner is busy with it then."""
+        """Begin a checkpoint if one is due after this step; the learner is busy with it then."""
         groups = self.counts.rows[-1].groups
         self._trained += groups
         due = checkpoint_is_due(self.topology, self.learner.step, self._trained, groups)

@@ -1,4 +1,4 @@
-"""What a weight transport is: a sender in the learner, a receiver in every process that runs the model.
+"""The interface of a weight transport: a sender in the learner, a receiver in every process that runs the model.
 
 The learner and the rollout processes talk to these classes alone. This module knows nothing of the bus (its
 WEIGHTS_PUBLISHED is only a hint to look at `newest`), of models or of optimisers, and imports no torch.
@@ -45,7 +45,8 @@ class Instrumented:
 
 
 class Sender(Instrumented, ABC):
-    """What the learner publishes with. Where engines share the weights, `pause_engines` comes before they change."""
+    """The side that the learner publishes with. Where engines share the weights, `pause_engines` comes before they
+    change."""
 
     @abstractmethod
     def newest(self) -> tuple[int, int]:
@@ -58,7 +59,7 @@ class Sender(Instrumented, ABC):
 
     @property
     def engines_paused(self) -> bool:
-        """Whether `pause_engines` has paused the engines for a version that is not published yet."""
+        """True if `pause_engines` has paused the engines for a version that is not published yet."""
         return False
 
     def pause_engines(self, version: int, step: int) -> None:
@@ -98,7 +99,7 @@ class GroupChange:
 
 @dataclass(frozen=True)
 class GroupCallbacks:
-    """What a broadcasting sender reports: `formed(change)` for each group, `missing(name, text)` for a member that it
+    """Reports of a broadcasting sender: `formed(change)` for each group, `missing(name, text)` for a member that it
     left out. `text` names the member too. A thread of the sender makes the calls."""
 
     formed: Callable[[GroupChange], None] = lambda change: None
@@ -109,7 +110,7 @@ class GroupCallbacks:
 
 
 class VersionSource(Instrumented, ABC):
-    """What all receivers have in common."""
+    """The common part of all receivers."""
 
     @abstractmethod
     def newest(self) -> tuple[int, int]:
@@ -124,7 +125,7 @@ class VersionSource(Instrumented, ABC):
         return found
 
     def _writer(self) -> str:
-        """Where versions come from, and what the writer is doing; the start of an error."""
+        """Name where versions come from, and what the writer is doing; the start of an error."""
         return "weights"
 
     @abstractmethod
@@ -167,7 +168,7 @@ Receiver = TensorReceiver | FileReceiver  # `kind` tells which
 
 
 def poll(look: Callable[[], T], timeout_s: float, every_s: float = LOOK_EVERY_S) -> T:
-    """What `look` returns once that is true, or at the timeout: another process's memory cannot be waited on."""
+    """Return what `look` returns once that is true, or at the timeout: another process's memory cannot be waited on."""
     deadline = time.monotonic() + timeout_s
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(every_s)
@@ -190,7 +191,7 @@ def open_own(path: Path, flags: int) -> int | None:
 
 
 def is_named(path: Path, inode: int) -> bool:
-    """Whether the path leads to that file (a process that was started again may have replaced it)."""
+    """Tell whether the path leads to that file (a process that was started again may have replaced it)."""
     try:
         return path.stat().st_ino == inode
     except FileNotFoundError:
@@ -206,9 +207,9 @@ def alive(pid: int | str) -> str:
 
 
 class VersionSteps:
-    """Which learner step made which policy version, of the last `kept` versions that were added. Versions are added in
-    the order of their numbers. One that is not the newest changes nothing; one that is added again keeps the smallest
-    step."""
+    """The learner step that made each policy version, of the last `kept` versions that were added. Versions are added
+    in the order of their numbers. One that is not the newest changes nothing; one that is added again keeps the
+    smallest step."""
 
     def __init__(self, kept: int = 4096) -> None:
         self._versions: list[int] = []
@@ -229,7 +230,7 @@ class VersionSteps:
         return self._steps[i - 1] if i else unknown
 
     def step_of_row(self, version: int, newest_step: int) -> int:
-        """The same where versions without an entry were published in a row at one step, that of the next entry;
+        """The step where versions without an entry were published in a row at one step, that of the next entry;
         `newest_step` for those above all entries."""
         i = bisect_left(self._versions, version)
         return self._steps[i] if i < len(self._steps) else newest_step

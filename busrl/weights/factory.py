@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """What a transport needs, as plain data: `plain()` fits any wire, `from_plain` rebuilds it in another process.
+    """Settings of a transport, as plain data: `plain()` fits any wire, `from_plain` rebuilds it in another process.
 
     `segment` is the file in shared memory, `address_file` is the socket of a broadcasting learner; both are paths
     on this host. `checksum`: every receiver checks the bytes of each version against a digest that came with it.
@@ -83,7 +83,7 @@ class TransportSettings:
 
     @property
     def bridge_file(self) -> Path:
-        """Where an engine says which memory its weights are in, beside the address of a broadcast."""
+        """The file in which an engine says where its weights are, beside the address of a broadcast."""
         return Path(self.address_file).with_name("weights.bridge")
 
     @property

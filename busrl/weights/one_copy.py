@@ -1,4 +1,4 @@
-"""One copy of the weights on one device: the engine owns the memory, the learner's parameters are views of it.
+"""A single copy of the weights on one device: the engine owns the memory, the learner's parameters are views of it.
 
 OneCopySender in the learner, OneCopyReceiver in the engine. The *bridge*, a file, says where the engine's tensors are;
 the *fence*, a page of shared memory, says when they may change. Knows nothing of models or optimisers.
@@ -70,7 +70,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def alive(self) -> bool:
-        """Whether it runs or is stopped; False for a zombie."""
+        """True while it runs or is stopped; False for a zombie."""
         fields = stat_of(self.pid) if self.pid else []
         return bool(fields) and fields[0] not in "ZX" and born(self.pid) == self.started
 
@@ -161,7 +161,7 @@ class FusedRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 def fused_rows(engine: Shapes, wanted: Shapes) -> list[FusedRows]:
-    """Where each wanted tensor lies among the engine's. UserError names the first that has no place."""
+    """The place of each wanted tensor among the engine's. UserError names the first that has no place."""
     found = [_place(name, engine, wanted) for name in wanted]
     if left := engine.keys() - {part.tensor for part in found}:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
@@ -319,7 +319,7 @@ class SharedTensor(msgspec.Struct, frozen=True):
 
 
 class Bridge(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file holds, which appears whole. `parts`: rows of `tensors` by the checkpoint's names."""
+    """The content of the file, which appears whole. `parts`: rows of `tensors` by the checkpoint's names."""
 
     magic: Literal["busrl-bridge"] = "busrl-bridge"
     layout: Literal[1] = 1
@@ -560,7 +560,7 @@ class OneCopySender(SharedSender):
 
     @property
     def engines_paused(self) -> bool:
-        """Whether the engine is paused for a version that is not published yet."""
+        """True while the engine is paused for a version that is not published yet."""
         return self._fence is not None and self._fence.state.changing
 
     def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:

@@ -367,7 +367,7 @@ class VersionReceiver(TensorReceiver):
 
 @dataclass
 class _Position:
-    """Where in a segment the values in the model come from."""
+    """The place in a segment that the values in the model come from."""
 
     segment: Segment
     k: int

@@ -114,7 +114,7 @@ class Shadow:
 
     @classmethod
     def fits(cls, manifest: Manifest) -> bool:
-        """Whether an index of a frame can name every value of the model."""
+        """Tell whether an index of a frame can name every value of the model."""
         return all(entry.nbytes // width_of(entry) < MOST_VALUES for entry in manifest.entries)
 
     def full(self) -> None:
@@ -267,7 +267,7 @@ def apply(frame: Frame, manifest: Manifest, named: Mapping[str, torch.Tensor], s
 
 
 def apply_to_block(frame: Frame, manifest: Manifest, block: Bytes, sums: list[int]) -> None:
-    """The same for all values of a version in one block, without torch."""
+    """Apply a frame to all values of a version in one block, without torch."""
     start: int = block.ctypes.data
 
     def put_into(entry: Entry, part: TensorChange) -> int:
@@ -311,11 +311,11 @@ class Follower:
         self._tensors, self._places = dict(named), [tensor.data_ptr() for tensor in named.values()]
 
     def forget(self) -> None:
-        """It is not known what the tensors hold."""
+        """Forget the tensors: it is not known what they hold."""
         self._manifest, self._tensors = None, {}
 
     def holds(self, named: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are the tensors, with their values still in the same place."""
+        """Tell whether these are the tensors, with their values still in the same place."""
         if self._manifest is None or self._tensors.keys() != named.keys():
             return False
         mine = zip(self._tensors.items(), self._places)
@@ -357,7 +357,7 @@ def _put(tensor: torch.Tensor, entry: Entry, part: TensorChange) -> int:
 
 
 def _put_elsewhere(tensor: torch.Tensor, count: int, part: TensorChange) -> int:
-    """The same on a device that the CPU cannot address; only the changed values travel."""
+    """Put values on a device that the CPU cannot address; only the changed values travel."""
     import torch
 
     indices, kind = part.indices.view(np.uint32), {1: "u1", 2: "u2", 4: "u4", 8: "u8"}[part.width]
@@ -372,7 +372,7 @@ def _put_elsewhere(tensor: torch.Tensor, count: int, part: TensorChange) -> int:
 
 
 def _mix(indices: npt.NDArray[np.uint32], values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """As in csrc/python/blocks.cpp."""
+    """Mix an index and a value, as csrc/python/blocks.cpp does."""
     x: npt.NDArray[np.uint64] = values.astype(np.uint64) + indices.astype(np.uint64) * np.uint64(ODD)
     x = (x ^ x >> np.uint64(30)) * np.uint64(FIRST)
     x = (x ^ x >> np.uint64(27)) * np.uint64(SECOND)

@@ -59,7 +59,7 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the values lie one after another in memory that this process can address."""
+    """Tell whether the values lie one after another in memory that this process can address."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
@@ -71,7 +71,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def block_of(array: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """The same bytes as a tensor; of a read-only array only to be read."""
+    """Wrap the bytes as a tensor; of a read-only array only to be read."""
     import torch
 
     with warnings.catch_warnings():
@@ -96,7 +96,7 @@ def described(named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: its place in the flat block."""
+    """A tensor and its place in the flat block."""
 
     name: str
     dtype: str
@@ -135,7 +135,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return {entry.name: (getattr(torch, entry.dtype), torch.Size(entry.shape)) for entry in self.entries}
 
     def matches(self, named: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the tensors have this layout, in whatever order."""
+        """Tell whether the tensors have this layout, in whatever order."""
         return self.expected == {name: (tensor.dtype, tensor.shape) for name, tensor in described(named).items()}
 
     def gather(
@@ -149,7 +149,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         self, named: Mapping[str, torch.Tensor], flat: torch.Tensor, piece: int,
         done: Callable[[str], None] | None = None,
     ) -> Iterator[int]:
-        """As `gather`, in pieces of about that many bytes, a tensor at a time where they are made when they are asked
+        """Gather in pieces of about that many bytes, a tensor at a time where they are made when they are asked
         for; yields how many bytes of the block are complete."""
         self.check(named)
         made, begun = described(named) is not named, list[Entry]()

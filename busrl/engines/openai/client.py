@@ -122,7 +122,7 @@ class Measured(msgspec.Struct):
 
 
 class Logprobs(msgspec.Struct):
-    """Of a chat (`content`), or of completions."""
+    """Log-probabilities of a chat (`content`), or of completions."""
 
     content: list[Measured] | None = None
     tokens: list[Any] | None = None
@@ -210,7 +210,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Message:
-    """One report of the client. About a request: tokens, its end, or why it is refused. About the server: an error that
+    """A report of the client. About a request: tokens, its end, or why it is refused. About the server: an error that
     ends everything, or that it went away; its weights may be lost then, so the gate is closed."""
 
     key: int
@@ -371,7 +371,7 @@ class Client:
         self._sent.pop(sent.key, None)
 
     async def _attempt(self, sent: Sent) -> None:
-        """One HTTP request, a message for each chunk; returns at its end, raises what is wrong."""
+        """Send an HTTP request, a message for each chunk; returns at its end, raises what is wrong."""
         if self.chat:
             sent.ids.clear()
         try:

@@ -83,7 +83,7 @@ class FixedReceiver(TensorReceiver):
 
 
 class ServerWeights:
-    """How a server gets new weights, while the engine has stopped its own requests. `kind`: "vllm" or "sglang".
+    """The way of new weights into a server, while the engine has stopped its own requests. `kind`: "vllm" or "sglang".
 
     - Each load has its own name: a server that keys its prefix cache by the name cannot serve stale keys. The name
       holds the run's id, so that two runs with one server do not take each other's.
@@ -212,8 +212,8 @@ class RequestBodies:
 
 
 def _bias(known: TokenRows) -> dict[str, Any]:
-    """What a request says so that the server leaves out the rows without a token, as far as it can be asked to; whoever
-    takes the answers looks for such ids all the same."""
+    """The part of a request by which the server leaves out the rows without a token, as far as it can be asked to;
+    whoever takes the answers looks for such ids all the same."""
     ids = known.left_out()
     if len(ids) > MOST_BIASED:
         log.warning("%d rows of the model have no token: too many to forbid in a request (logit_bias)", len(ids))
@@ -442,7 +442,7 @@ class ServedEngine(Engine):
             self._open()
 
     def _wait_for_restore(self, limit_s: float) -> None:
-        """It reads files that the next `take` may end, and an older version must not come last."""
+        """Wait for a restore: it reads files that the next `take` may end, and an older version must not come last."""
         if self._restore is None:
             return
         self._restore.join(limit_s)

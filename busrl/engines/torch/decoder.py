@@ -216,7 +216,8 @@ class GenericDecoder(Decoder):
         return logits[:, -1]
 
     def _forward(self, model: Any, ids: Tensor, positions: Tensor, keys: Tensor) -> Any:
-        """Of `ids` [sequences, length] at `positions` [sequences or 1, length], over the positions `keys`."""
+        """Hidden states of `ids` [sequences, length] at `positions` [sequences or 1, length], over the positions
+        `keys`."""
         return model(
             input_ids=ids, attention_mask=self._masks(positions[:, None, :, None], keys),
             position_ids=positions.expand(len(ids), -1), past_key_values=self.cache, use_cache=True,
@@ -344,7 +345,7 @@ class StateDecoder(GenericDecoder):
 
 
 class TokenRows:
-    """What a `WholeDecoder` keeps: the tokens, row by row."""
+    """The tokens that a `WholeDecoder` keeps, row by row."""
 
     def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
         self.ids = torch.zeros((rows, max_length), dtype=torch.int64, device=device)
@@ -547,7 +548,7 @@ def _recognise(model: Any) -> Any:
 
 
 def _fuse(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    """One weight (and bias) for modules with the same input; their parameters become views of it."""
+    """Make one weight (and bias) for modules with the same input; their parameters become views of it."""
     weight = _concatenate([module.weight for module in modules])
     if all(module.bias is None for module in modules):
         return weight, None
@@ -607,7 +608,7 @@ def choose_decoder(model: Any, rows: int, max_length: int, fast: bool) -> Decode
 
 
 def _objection(model: Any, maker: Maker, max_length: int) -> str:
-    """Why this decoder is not for the model; "" if it is."""
+    """The reason why this decoder is not for the model; "" if it is."""
     try:
         gap = disagreement(model, maker, max_length)
     except NotRecognised as problem:

@@ -102,7 +102,8 @@ def _truncate(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 # -- sequences -----
 
 class Seats:
-    """What the host knows of up to `capacity` sequences of up to `max_length` tokens: arrays with a line ("seat") each.
+    """The host's knowledge of up to `capacity` sequences of up to `max_length` tokens: arrays with a line ("seat")
+    each.
 
     A sequence has its seat from the moment it is submitted until it ends; a cache row only while its keys and values
     are there. `rows` maps one to the other. Random numbers are drawn when a sequence sits down, one per token that it
@@ -259,7 +260,7 @@ class Prefill:
 
     @property
     def joining(self) -> int:
-        """How many sequences have their cache after the next `fill`."""
+        """Sequences that have their cache after the next `fill`."""
         if self._long is not None:
             return len(self._long.seats) if self._long.left <= self._budget else 0
         return sum(map(len, self._next().values()))
@@ -280,7 +281,7 @@ class Prefill:
         self._queue.extendleft(sorted(seats, key=lambda seat: -int(self._seats.position[seat])))
 
     def forget(self, seat: int) -> bool:
-        """Whether it was waiting."""
+        """Forget a seat; False if it was not waiting."""
         if self._long is not None and seat in self._long.seats:
             self._long.seats.remove(seat)
             self._long.kept.waiting -= 1
@@ -308,7 +309,7 @@ class Prefill:
         return sum(map(len, seats_of.values()))
 
     def _left(self, seat: int) -> int:
-        """How many tokens of it are to be computed."""
+        """Tokens of it that are still to be computed."""
         return int(self._seats.position[seat]) - (len(self._begun[seat].ids) if seat in self._begun else 0)
 
     def _next(self) -> dict[bytes, list[int]]:
@@ -382,7 +383,8 @@ class Prefill:
 
     @torch.inference_mode()
     def _end_long(self) -> list[int]:
-        """Its seats. Where its pieces were is cleared, if nobody has it: numbers that are not finite must not stay."""
+        """Clear its seats. Where its pieces were is cleared, if nobody has it: numbers that are not finite must not
+        stay."""
         assert self._long is not None
         long, self._long = self._long, None
         self._kept.drop(long.kept)
@@ -391,7 +393,8 @@ class Prefill:
         return long.seats
 
     def _batches(self, joining: list[_Joining]) -> None:
-        """Those with the least to compute first; a batch ends where its padding would be more than its tokens."""
+        """Batches, those with the least to compute first; a batch ends where its padding would be more than its tokens.
+        """
         batch: list[_Joining] = []
         real = furthest = 0
         for one in sorted(joining, key=lambda one: one.left):
@@ -410,7 +413,7 @@ class Prefill:
             self._compute(batch)
 
     def _compute(self, batch: list[_Joining]) -> None:
-        """What is to be computed of each goes into its first row, and from there into the others."""
+        """Compute what is missing of each into its first row, and copy it into the others."""
         rows = self._tensor([one.rows[0] for one in batch])
         length = batch[-1].left  # the longest is the last
         ids = np.zeros((len(batch), length), np.int64)
@@ -519,7 +522,7 @@ class TorchEngine(Engine):
         return self._seats.drawn(self._running[key], begin) if key in self._running else NO_IDS
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
-        """One copy: the learner trains these very tensors; else the ordinary receiver writes into them."""
+        """Share one copy: the learner trains these very tensors; else the ordinary receiver writes into them."""
         if settings.transport != ONE_COPY:
             return None
         receiver = make_receiver(settings, name)

@@ -35,7 +35,7 @@ class KeptRow:
 
 
 class KeptRows:
-    """Which rows are kept, for `keep_s` seconds of `clock` each; with 0 none of a call that ended."""
+    """The rows that are kept, for `keep_s` seconds of `clock` each; with 0 none of a call that ended."""
 
     def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
         self.keep_s, self._clock = keep_s, clock

@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend needs: `apply` changes vLLM's classes in the worker's process before a model is made, and
+"""Patches for vLLM's CPU backend: `apply` changes vLLM's classes in the worker's process before a model is made, and
 `load` gives its kernels new weights as they read them.
 
 Called by `worker` alone. Talks to vLLM's internals; knows nothing of weights, requests or accelerators, where it

@@ -262,7 +262,7 @@ class VllmEngine(Engine):
         self._usage = usage
 
     async def _follow(self, running: Running) -> None:
-        """One request from its start to its end."""
+        """Follow a request from its start to its end."""
         core = self.core
         try:
             prompt = {"prompt_token_ids": running.known_ids, "cache_salt": str(self.version)}

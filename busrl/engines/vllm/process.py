@@ -1,4 +1,4 @@
-"""One life of vLLM: its arguments and environment, calls with a deadline, death noticed, an end that leaves nothing.
+"""A life of vLLM: its arguments and environment, calls with a deadline, death noticed, an end that leaves nothing.
 
 Used by the vLLM engine, whose caller is synchronous. Talks to AsyncLLM, which runs in a thread with its own loop, and
 to the kernel about vLLM's processes. Imports vLLM inside functions only. Knows nothing of requests, weights or the bus.
@@ -79,7 +79,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the vLLM at hand has."""
+    """Abilities of the vLLM at hand."""
 
     weight_version: bool  # it notes for every token which weights made it
     bare_pause: bool  # the engine's own pause, without the 20 ms that the front end adds
@@ -188,7 +188,7 @@ def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
 
 
 def _cpu_cache_mb(start: Start) -> int:
-    """What `capacity` sequences of full length need; heads as wide as the kernels take them, float32 at most."""
+    """MB that `capacity` sequences of full length need; heads as wide as the kernels take them, float32 at most."""
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(start.model, local_files_only=True)
@@ -211,7 +211,7 @@ def _value_of(text: str) -> Any:
 # -- its life -----
 
 class Core:
-    """One life of vLLM, with the deadlines of `start.own`. Raises EngineLost from every method.
+    """A life of vLLM, with the deadlines of `start.own`. Raises EngineLost from every method.
     starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds."""
 
     def __init__(self, start: Start, record: Callable[[float], None]) -> None:
@@ -271,7 +271,7 @@ class Core:
 
     @property
     def over(self) -> bool:
-        """Whether it is ending, or dead: an error of a request says nothing about the request from here on."""
+        """True while it is ending, or dead: an error of a request says nothing about the request from here on."""
         return self._closed or bool(self.lost)
 
     def describe(self) -> str:
@@ -283,7 +283,7 @@ class Core:
         return sorted(self._pidfds)
 
     async def dies(self, within_s: float) -> bool:
-        """Whether the engine's death is noticed within the time; awaited in the loop."""
+        """Tell whether the engine's death is noticed within the time; awaited in the loop."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._death.wait(), within_s)
         return self._death.is_set()
@@ -416,7 +416,7 @@ class Core:
 
 
 def is_death(result: object) -> bool:
-    """Whether the result of a call is vLLM's error that its engine is dead."""
+    """Tell whether the result of a call is vLLM's error that its engine is dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(result, EngineDeadError)

@@ -57,7 +57,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 @dataclass(frozen=True)
 class Line:
-    """What a worker reports: (version, step) received and waiting, and in the model; what is wrong, if anything."""
+    """A report of a worker: (version, step) received and waiting, and in the model; what is wrong, if anything."""
 
     staged: tuple[int, int] = NOTHING
     loaded: tuple[int, int] = NOTHING
@@ -65,7 +65,7 @@ class Line:
 
     @property
     def newest(self) -> tuple[int, int]:
-        """What an update would give, or gave."""
+        """The version that an update would give, or gave."""
         return max(self.staged, self.loaded)
 
 
@@ -112,14 +112,14 @@ class Page:
 
 
 class WorkerReceiver(TensorReceiver):
-    """What the rollout role sees of the receivers in vLLM's workers: one page each."""
+    """The rollout role's view of the receivers in vLLM's workers: one page each."""
 
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
         self.trouble = ""  # what is wrong in a worker, as far as `newest` has seen
 
     def newest(self) -> tuple[int, int]:
-        """What every worker has; what is wrong in one is logged once."""
+        """The version that every worker has; what is wrong in one is logged once."""
         lines = [page.read() for page in self._pages]
         troubles = [line.trouble for line in lines if line.trouble]
         if troubles and troubles[0] != self.trouble:

@@ -1,4 +1,4 @@
-"""What busrl adds to a worker of vLLM: weights that arrive beside generation and are loaded when the engine says so.
+"""The extension of a worker of vLLM: weights that arrive beside generation and are loaded when the engine says so.
 
 vLLM imports this module in every worker (`worker_extension_cls`) and mixes `Extension` into its class; the rollout
 process calls the methods by name, with plain data. A thread receives with `busrl.weights`, as every engine does, and
@@ -79,7 +79,7 @@ class WorkerWeights:
             return self._dirty
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What was loaded last; only while it is held."""
+        """The tensors that were loaded last; only while they are held."""
         if not self._held or self._loaded == NOTHING:
             raise UserError("the weights that were loaded last are not held")
         return self._staging
@@ -127,7 +127,7 @@ class WorkerWeights:
 
 
 class SharedWeights(WorkerWeights):
-    """One copy of the weights: the learner changes vLLM's own tensors while generation is paused (docs/gpu.md).
+    """A single copy of the weights: the learner changes vLLM's own tensors while generation is paused (docs/gpu.md).
     `shapes` are those of the checkpoint, which vLLM fuses. A version is staged when the learner asks for the pause of
     its change; `commit` returns when the change is complete."""
 
@@ -209,7 +209,7 @@ class Extension:
 
 
 def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int], temperature: float) -> list[float]:
-    """What transformers itself makes of the tensors, in float32 or their own type, on the CPU."""
+    """Log-probabilities as transformers itself computes them, in float32 or their own type, on the CPU."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     dtype = next(iter(tensors.values())).dtype
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # its fresh weights must not move vLLM's random state

@@ -186,7 +186,7 @@ class Level(Kept):
 
     @property
     def value(self) -> float:
-        """How far the mean of the log has moved."""
+        """Distance by which the mean of the log has moved."""
         return self.mean - self.base if self.answers > SETTLED else 0.0
 
     @property
@@ -230,7 +230,7 @@ class Variance:
 
 
 class Evidence(Kept):
-    """What a prompt's own answers say, put together with what was expected without them.
+    """Evidence of a prompt's own answers, put together with what was expected without them.
 
     Normal distributions of the log of a length (relative to a level that the caller keeps): an expectation with its
     variance, the mean of earlier answers to the prompt, the mean of finished siblings, each weighed by how sure it is.

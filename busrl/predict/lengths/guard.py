@@ -122,7 +122,7 @@ class Guard(Predictor):
         }
 
     def _asked(self, candidates: Sequence[Candidate]) -> Floats | None:
-        """What the predictor says, None if it cannot be used."""
+        """Ask the predictor; None if the answer cannot be used."""
         try:
             found = np.asarray(self.inner.predict(candidates), np.float64)
         except Exception as problem:

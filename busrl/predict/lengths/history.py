@@ -66,7 +66,7 @@ class Neighbours(Table):
         return typical + np.where(total > LEAST, found, 0.0).astype(np.float64)
 
     def _values(self, used: int, typical: float) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Of each neighbour: the mean of its answers (around `typical`), and how sure that is, 0 to 1."""
+        """Mean of the answers of each neighbour (around `typical`), and how sure that is, 0 to 1."""
         rows = self.known[:used]
         count, mean = self.table.overall(rows)
         sure = np.where(self.table.key[rows] == self.keys[:used], count / (count + 1), 0.0)
@@ -145,12 +145,12 @@ class Stack(Kept):
         return mixed
 
     def remember(self, keys: Sequence[int], inputs: Floats) -> None:
-        """What each source says of new prompts, [n, sources]."""
+        """Keep what each source says of new prompts, [n, sources]."""
         self.keys = np.append(self.keys, np.array(keys, np.int64))[-LOOK_BACK:]
         self.said = np.vstack((self.said, inputs))[-LOOK_BACK:]
 
     def fit(self, real: Floats, sure: Floats, centre: float) -> None:
-        """What came out for each of `keys`, and how sure that is, 0 to 1; all is seen from `centre`.
+        """Learn from what came out for each of `keys`, and how sure that is, 0 to 1; all is seen from `centre`.
 
         Least squares near the first guess; a source that would count negatively is left out, the worst one first.
         """

@@ -34,7 +34,7 @@ def read_keywords(path: str | Path) -> tuple[Keywords, list[Problem]]:
 
 
 def problems_of(path: str) -> list[Problem]:
-    """What is wrong with a table of keywords, for `busrl check`."""
+    """Problems of a table of keywords, for `busrl check`."""
     return read_keywords(path)[1]
 
 

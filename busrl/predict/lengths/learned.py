@@ -43,7 +43,8 @@ _KIND[1] = LETTER  # TAG
 
 @dataclass(frozen=True)
 class Features:
-    """Of `rows` prompts: `row`, `column`, `value` per hashed feature (sorted by row), and `counts[rows, COUNTS]`."""
+    """Features of `rows` prompts: `row`, `column`, `value` per hashed feature (sorted by row), and `counts[rows,
+    COUNTS]`."""
 
     rows: int
     row: Ints
@@ -188,7 +189,7 @@ class Ridge(Kept):
         return found
 
     def update(self, key: int, target: float) -> bool:
-        """One more answer of a prompt; False if the prompt is not in the window."""
+        """Learn from one more answer of a prompt; False if the prompt is not in the window."""
         row = self._at.get(key, -1) - self._first
         if row < 0:
             return False

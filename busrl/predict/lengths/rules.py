@@ -43,7 +43,7 @@ class Keywords:
 
 
 class Fault(NamedTuple):
-    """What is wrong at one key of a table."""
+    """A fault at one key of a table."""
 
     path: tuple[str, ...]
     value: str

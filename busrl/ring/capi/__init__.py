@@ -1,4 +1,4 @@
-"""Where the C ABI of the ring is: `busrl_ring.h` and `libbusrl_ring.so`, for programs in other languages.
+"""The C ABI of the ring: `busrl_ring.h` and `libbusrl_ring.so`, for programs in other languages.
 
 Both are built with the package and lie in this folder. Talks to the file system only; what the calls do stands in the
 header and in `docs/c-abi.md`. `python -m busrl.ring.capi --flags` gives a compiler what it needs.

@@ -50,7 +50,7 @@ IN_FLIGHT = 2
 
 
 class ControlConnection:
-    """One connection. `read` and `send` raise OSError when the other side is gone."""
+    """A connection. `read` and `send` raise OSError when the other side is gone."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -179,7 +179,7 @@ class ControlServer:
 
 
 def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> list[Any]:
-    """Those of `waited` that can be read (or written) without blocking, after at most that long."""
+    """Pick those of `waited` that can be read (or written) without blocking, after at most that long."""
     poller, by_number = select.poll(), {one.fileno(): one for one in waited}  # no bound on a file's number
     for number in by_number:
         poller.register(number, event)
@@ -191,7 +191,7 @@ def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> li
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One process's part in an epoch: rank `rank` of `size`, rank 0 sends. `store` is host:port/prefix; `backend` is
+    """A process's part in an epoch: rank `rank` of `size`, rank 0 sends. `store` is host:port/prefix; `backend` is
     gloo, nccl or hccl; `device` is the one whose memory is sent."""
 
     epoch: int

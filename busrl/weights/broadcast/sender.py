@@ -50,7 +50,7 @@ DEVICE_CONNECT_S = 60.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """One version to send: all values in `data`, with their sums, or frames from version `base` on."""
+    """A version to send: all values in `data`, with their sums, or frames from version `base` on."""
 
     version: int
     step: int
@@ -121,7 +121,7 @@ class SendBuffer:
                 raise RuntimeError(f"the learner did not copy version {transfer.version} within {timeout_s:.1f} s")
 
     def digest(self, transfer: Transfer) -> int:
-        """Of all values; 0 if no digest is wanted or the transfer is sparse."""
+        """Digest of all values; 0 if no digest is wanted or the transfer is sparse."""
         if not self._checksum or self.manifest is None or transfer.base >= 0:
             return 0
         return self.manifest.digest(self.manifest.views(transfer.data.cpu()), transfer.version, transfer.step)
@@ -186,7 +186,7 @@ class SendBuffer:
 
 
 class Phase(enum.Enum):
-    """What the sending thread does. WAITING -> ROLL_CALL -> CONNECTING -> WAITING: an epoch was formed.
+    """Phases of the sending thread. WAITING -> ROLL_CALL -> CONNECTING -> WAITING: an epoch was formed.
     WAITING -> SENDING -> COMMITTING -> WAITING: a version went out. Any -> WAITING: it failed, or members changed."""
 
     WAITING = "waiting"
@@ -275,7 +275,7 @@ class BroadcastSender(Sender):
             self._send_version(self._group)
 
     def _due(self) -> Phase | None:
-        """What to begin with: an epoch, a version that a member does not have, or nothing."""
+        """The work to begin with: an epoch, a version that a member does not have, or nothing."""
         newest = self.newest()[0]
         if not self._members or newest < 0:
             return None
@@ -349,7 +349,7 @@ class BroadcastSender(Sender):
     # -- the sending thread: an epoch -------------------------------------------------------------------------
 
     def _form(self) -> None:
-        """One attempt at an epoch; afterwards `_broken` says whether another is needed."""
+        """Try to form an epoch; afterwards `_broken` says whether another is needed."""
         self._drop_group()
         self.epoch += 1
         self._broken = False
@@ -372,7 +372,7 @@ class BroadcastSender(Sender):
         self._reasons, self._failure = [], ""
 
     def _call_the_roll(self, members: list[Member]) -> bool:
-        """Whether all members answered; the others are left out."""
+        """Call all members; False if one did not answer: the others are left out."""
         begun, size = time.monotonic(), len(members) + 1
         for rank, member in enumerate(members, 1):
             call: Message = {"say": "epoch", "epoch": self.epoch, "rank": rank, "size": size}
