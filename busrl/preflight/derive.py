@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from busrl.preflight import rules
+from busrl.preflight.findings import Finding
+from busrl.preflight.learner_rules import CONTROL_KEYS, explain_control, thresholds
 from busrl.preflight.named_files import FileFacts
-from busrl.preflight.rules import Finding, thresholds, wants_rounds
+from busrl.preflight.prompt_rules import wants_rounds
 from busrl.scheduling.admission import AdmissionLimits, derive
 from busrl.scheduling.dispatch import UNPREDICTED
 from busrl.topology.prompts import AskedSet
@@ -62,7 +63,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
         ring_bytes=0, val_samples=val_samples, sets=sets,
         call_slots=call_slots, call_slot_bytes=call_slot_bytes,
         explain=(
-            *bounds.explain(), _order(topology), *_segments(topology), *rules.explain_control(topology), slots_text,
+            *bounds.explain(), _order(topology), *_segments(topology), *explain_control(topology), slots_text,
             bytes_text,
         ),
     )
@@ -130,7 +131,7 @@ def _limits(topology: Topology) -> tuple[AdmissionLimits, list[Finding]]:
     window = ("weights.window",) if topology.weights.window else ()
     keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
     told = [(text, False) for text in bounds.problems()] + [(text, True) for text in bounds.warnings()]
-    return bounds, [Finding(keys, text, "", warning, depends=rules.CONTROL_KEYS) for text, warning in told]
+    return bounds, [Finding(keys, text, "", warning, depends=CONTROL_KEYS) for text, warning in told]
 
 
 def _order(topology: Topology) -> str:

@@ -9,150 +9,261 @@ imports vLLM, which takes seconds. docs/weights.md and docs/engines.md have the 
 
 from __future__ import annotations
 
-import re
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
 from busrl.engines import supported
-from busrl.engines.supported import ASCEND, CPU_BLOCK, LORA_RANKS, numbers_of, version_of
-from busrl.preflight.rules import PLACEHOLDER, Check, Clash, Finding, clashes, of_entries, unlike
-from busrl.states import CALLER_ROLES, HOST_NAME
-from busrl.system.device import BACKEND, expected
+from busrl.engines.supported import ASCEND, CPU_BLOCK, LORA_RANKS, version_of
+from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, entry_clashes, unlike
+from busrl.system.device import BACKEND
 from busrl.topology import schema
-from busrl.topology.learner import ON_GPUS, Parallel
 from busrl.topology.plugins import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.schema import Process, Topology
 from busrl.topology.sizes import rollouts, vllm_entries
 
 # -- weight transports -----
 
-ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
+ONE_HOST = ("shm", "broadcast", ONE_COPY, *FOLDERS)  # those that reach the learner's host alone: so far all
 SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
 OURS = tuple(dict.fromkeys(engine for kind in TRANSPORTS.values() for engine in kind.engines))
 
 
-def _is(transports: tuple[str, ...]) -> str:
-    """The term of a rule that holds for these transports of weights."""
-    return f"weights.transport == {'|'.join(transports)}"
-
-
-ALONE = "or ranks = 1"
 SENT = {"nothing": (ONE_COPY,), "an adapter": ADAPTERS, "a whole folder": ("checkpoint_restart",)}  # to an engine
 TABLE = (
     # -- adapters
-    Clash(f"{_is(ADAPTERS)}, lora.rank == 0",
-          'its versions are LoRA adapters, and none is trained; set lora.rank, for example 8, or transport = "shm"'),
-    *(Clash(f"lora.{name}, lora.rank == 0", "LoRA is off: all weights are trained; set lora.rank, or remove it",
-            warning=True) for name in ("alpha", "targets", "dropout")),
-    Clash("learner.train_layers, lora.rank",
-          "an adapter is all that is trained: the base is frozen; lora.targets says where it is, or lora.rank = 0"),
-    Clash("lora.dropout; lora.rank",
-          "two forwards differ, so even the ratio of a fresh sample is not 1; 0 for policy gradients", warning=True),
-    Clash("lora.dropout, learner.deterministic; lora.rank",
-          "dropout differs in a step that is trained again after a crash; dropout = 0, or deterministic = false"),
-    Clash("lora.dropout, learner.parallel.tensor > 1; lora.rank, ranks > 1",
-          "ranks that compute a layer together would each drop other values; set one of them to its default"),
+    Clash(
+        ("weights.transport", "lora.rank"),
+        lambda t: t.weights.transport in ADAPTERS and t.lora.rank == 0,
+        'its versions are LoRA adapters, and none is trained; set lora.rank, for example 8, or transport = "shm"',
+    ),
+    *(
+        Clash(
+            (f"lora.{name}", "lora.rank"),
+            lambda t, name=name: getattr(t.lora, name) and t.lora.rank == 0,
+            "LoRA is off: all weights are trained; set lora.rank, or remove it",
+            warning=True,
+        )
+        for name in ("alpha", "targets", "dropout")
+    ),
+    Clash(
+        ("learner.train_layers", "lora.rank"),
+        lambda t: t.learner.train_layers and t.lora.rank,
+        "an adapter is all that is trained: the base is frozen; lora.targets says where it is, or lora.rank = 0",
+    ),
+    Clash(
+        ("lora.dropout",),
+        lambda t: t.lora.dropout and t.lora.rank,
+        "two forwards differ, so even the ratio of a fresh sample is not 1; 0 for policy gradients",
+        hidden=("lora.rank",), warning=True,
+    ),
+    Clash(
+        ("lora.dropout", "learner.deterministic"),
+        lambda t: t.lora.dropout and t.learner.deterministic and t.lora.rank,
+        "dropout differs in a step that is trained again after a crash; dropout = 0, or deterministic = false",
+        hidden=("lora.rank",),
+    ),
+    Clash(
+        ("lora.dropout", "learner.parallel.tensor"),
+        lambda t: t.lora.dropout and t.learner.parallel.tensor > 1 and t.lora.rank and t.ranks > 1,
+        "ranks that compute a layer together would each drop other values; set one of them to its default",
+        hidden=("lora.rank",),
+    ),
     # -- keys that a transport does not read: what they promise does not happen
-    Clash(f"weights.restart_every != 1, weights.transport != {'|'.join(RESTARTS)}",
-          "{t.weights.transport} restarts no engine; use learner.publish_every", warning=True),
-    Clash(f"weights.on_restart != continue, weights.transport != {'|'.join(RESTARTS)}",
-          "{t.weights.transport} restarts no engine; remove it", warning=True),
-    *(Clash(f"weights.sparse.enabled, {_is(those)}",
-            f"{{t.weights.transport}} sends {sent}: nothing is left out of it; remove it, or "
-            f"transport = one of {', '.join(SPARSE)}", warning=True) for sent, those in SENT.items()),
-    *(Clash(f"{other}, weights.sparse.enabled == False", "sparse updates are off; enabled = true, or remove it",
-            warning=True) for other in unlike("weights.sparse", schema.Sparse)),
-    *(Clash(f"{axis}; ranks == 1", "the learner is one process; set ranks in its [[process]], or remove it",
-            warning=True) for axis in unlike("learner.parallel", Parallel)),
-    Clash(f"weights.checksum, {_is(FOLDERS)}",
-          "{t.weights.transport} always checks the CRC-32 of each file; remove it", warning=True),
-    Clash(f"weights.checksum, {_is((ONE_COPY,))}",
-          "{t.weights.transport} sends nothing: there are no bytes to check; remove it", warning=True),
-    Clash(f"weights.bucket_mb != {schema.Weights.bucket_mb}, weights.transport != broadcast",
-          '{t.weights.transport} sends nothing in pieces; transport = "broadcast", or remove it', warning=True),
+    Clash(
+        ("weights.restart_every", "weights.transport"),
+        lambda t: t.weights.restart_every != 1 and t.weights.transport not in RESTARTS,
+        lambda t: f"{t.weights.transport} restarts no engine; use learner.publish_every",
+        warning=True,
+    ),
+    Clash(
+        ("weights.on_restart", "weights.transport"),
+        lambda t: t.weights.on_restart != "continue" and t.weights.transport not in RESTARTS,
+        lambda t: f"{t.weights.transport} restarts no engine; remove it",
+        warning=True,
+    ),
+    *(
+        Clash(
+            ("weights.sparse.enabled", "weights.transport"),
+            lambda t, transports=transports: t.weights.sparse.enabled and t.weights.transport in transports,
+            lambda t, sent=sent: (
+                f"{t.weights.transport} sends {sent}: nothing is left out of it; remove it, or "
+                f"transport = one of {', '.join(SPARSE)}"
+            ),
+            warning=True,
+        )
+        for sent, transports in SENT.items()
+    ),
+    *(
+        Clash(
+            (key, "weights.sparse.enabled"),
+            lambda t, changed=changed: changed(t) and not t.weights.sparse.enabled,
+            "sparse updates are off; enabled = true, or remove it",
+            warning=True,
+        )
+        for key, changed in unlike("weights.sparse", schema.Sparse)
+    ),
+    Clash(
+        ("weights.checksum", "weights.transport"),
+        lambda t: t.weights.checksum and t.weights.transport in FOLDERS,
+        lambda t: f"{t.weights.transport} always checks the CRC-32 of each file; remove it",
+        warning=True,
+    ),
+    Clash(
+        ("weights.checksum", "weights.transport"),
+        lambda t: t.weights.checksum and t.weights.transport == ONE_COPY,
+        lambda t: f"{t.weights.transport} sends nothing: there are no bytes to check; remove it",
+        warning=True,
+    ),
+    Clash(
+        ("weights.bucket_mb", "weights.transport"),
+        lambda t: t.weights.bucket_mb != 16 and t.weights.transport != "broadcast",
+        lambda t: f'{t.weights.transport} sends nothing in pieces; transport = "broadcast", or remove it',
+        warning=True,
+    ),
     # -- the learner's parameters are the engine's tensors
-    Clash(f"{_is((ONE_COPY,))}, learner.publish_every > 1",
-          'the engine has the weights of every step at once; publish_every = 1, or transport = "shm"'),
-    Clash(f"{_is((ONE_COPY,))}, experiments.forced_age",
-          'the engine has the newest weights at once, and no older ones; forced_age = 0, or transport = "shm"'),
-    Clash(f"{_is((ONE_COPY,))}, learner.updates_per_batch > 1",
-          'the engine would see weights between two updates of a step; updates_per_batch = 1, or transport = "shm"'),
-    Clash(f"{_is((ONE_COPY,))}, lora.rank",
-          'with an adapter there is nothing to share; transport = "lora_hotswap", or rank = 0'),
+    Clash(
+        ("weights.transport", "learner.publish_every"),
+        lambda t: t.weights.transport == ONE_COPY and t.learner.publish_every > 1,
+        'the engine has the weights of every step at once; publish_every = 1, or transport = "shm"',
+    ),
+    Clash(
+        ("weights.transport", "experiments.forced_age"),
+        lambda t: t.weights.transport == ONE_COPY and t.experiments.forced_age,
+        'the engine has the newest weights at once, and no older ones; forced_age = 0, or transport = "shm"',
+    ),
+    Clash(
+        ("weights.transport", "learner.updates_per_batch"),
+        lambda t: t.weights.transport == ONE_COPY and t.learner.updates_per_batch > 1,
+        'the engine would see weights between two updates of a step; updates_per_batch = 1, or transport = "shm"',
+    ),
+    Clash(
+        ("weights.transport", "lora.rank"),
+        lambda t: t.weights.transport == ONE_COPY and t.lora.rank,
+        'with an adapter there is nothing to share; transport = "lora_hotswap", or rank = 0',
+    ),
     # -- a broadcast from the learner's device to each engine's
-    Clash("weights.backend != gloo, weights.transport != broadcast",
-          '{t.weights.transport} forms no groups; transport = "broadcast", or remove it', warning=True),
-    Clash("weights.backend != gloo, weights.sparse.enabled; weights.transport == broadcast",
-          "changes are found and packed in the host's memory; enabled = false, or backend = \"gloo\""),
-    Clash("weights.backend != gloo, weights.checksum; weights.transport == broadcast",
-          'a digest is made by the host, too slowly for a large model; checksum = false, or backend = "gloo"'),
-    # -- several hosts
-    Clash("bus.endpoint == ipc; host_names, process",
-          'other hosts reach the bus over TCP; set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys '
-          "with `busrl keys`"),
-    Clash(f"weights.transport != {'|'.join(('shm', *FOLDERS))}; host_names, process",
-          'other hosts get what lies in shared memory or in folders; set weights.transport = "shm"'),
-    Clash("segments.rounds == segments; segments.length, host_names, process",
-          'a round of segments needs every answer at home after each; set segments.rounds = "answers"'),
-    Clash("segments.loss == last_segment; segments.length, host_names, process",
-          "an answer of another host comes whole, and where its last segment began is not known here; "
-          'set segments.loss = "behaviour"'),
-    Clash("hosts.start; host_names == ()", "no [[process]] names a host in hosts; name them, or remove start"),
+    Clash(
+        ("weights.backend", "weights.transport"),
+        lambda t: t.weights.backend != "gloo" and t.weights.transport != "broadcast",
+        lambda t: f'{t.weights.transport} forms no groups; transport = "broadcast", or remove it',
+        warning=True,
+    ),
+    Clash(
+        ("weights.backend", "weights.sparse.enabled"),
+        lambda t: t.weights.backend != "gloo" and t.weights.sparse.enabled and t.weights.transport == "broadcast",
+        "changes are found and packed in the host's memory; enabled = false, or backend = \"gloo\"",
+        hidden=("weights.transport",),
+    ),
+    Clash(
+        ("weights.backend", "weights.checksum"),
+        lambda t: t.weights.backend != "gloo" and t.weights.checksum and t.weights.transport == "broadcast",
+        'a digest is made by the host, too slowly for a large model; checksum = false, or backend = "gloo"',
+        hidden=("weights.transport",),
+    ),
     # -- prompts and endpoints
-    Clash("data.system, data.template != chat",
-          'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts'),
-    Clash("data.template_arguments, data.template != chat",
-          'a prompt as plain text has no template; template = "chat", or remove it'),
-    Clash("data.tools_key, data.template != chat",
-          'a prompt as plain text has no place for tools; template = "chat", or remove it'),
-)
-OF_ENTRY = (
-    Clash(f"IT.device, IT.engine == {SCRIPTED}; IT.role == rollout", "a scripted engine runs no model; remove device"),
-    Clash("IT.ranks > 1, IT.role != learner",
-          "ranks train one model together, and a {it.role} trains none; use count for more processes of the role"),
-    Clash(f"IT.ranks > 1, {_is((ONE_COPY,))}; IT.role == learner",
-          f'an engine\'s own tensors cannot be in parts on several ranks; transport = "shm", {ALONE}'),
-    Clash("IT.ranks > 1, weights.backend != gloo; weights.transport == broadcast, IT.role == learner",
-          f'from device to device only one rank was ever tried; backend = "gloo", {ALONE}'),
-    Clash("IT.ranks > 1, learner.memory.attention == flash_attention_2|flash_attention_3; IT.role == learner",
-          f'this attention takes no float32, which a self-test in shards needs; attention = "auto", {ALONE}'),
-    Clash("learner.checkpoint_mode == async, IT.hosts; IT.role == learner",
-          "home alone has the folder of checkpoints, so parts of other hosts are gathered there; "
-          'checkpoint_mode = "auto"'),
-    Clash("IT.hosts, IT.serves == validation", "rollouts that only validate run on this host; remove hosts"),
+    Clash(
+        ("data.system", "data.template"),
+        lambda t: t.data.system and t.data.template != "chat",
+        'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts',
+    ),
+    Clash(
+        ("data.template_arguments", "data.template"),
+        lambda t: t.data.template_arguments and t.data.template != "chat",
+        'a prompt as plain text has no template; template = "chat", or remove it',
+    ),
+    Clash(
+        ("data.tools_key", "data.template"),
+        lambda t: t.data.tools_key and t.data.template != "chat",
+        'a prompt as plain text has no place for tools; template = "chat", or remove it',
+    ),
 )
 OPENAI = (  # where an engine is an endpoint
-    Clash("openai.update == none, weights.mode != fully-async, IT.engine",
-          'the server keeps its first weights, too old here; update = "vllm" or "sglang", or mode = "fully-async"'),
-    Clash("openai.update == none, IT.engine; weights.mode == fully-async",
-          'the server keeps its first weights, so samples get ever older; update = "vllm" or "sglang"', warning=True),
-    Clash(f"weights.transport != {'|'.join(FOLDERS)}, openai.update != none, IT.engine",
-          f"the server loads versions from a folder; transport = one of {', '.join(FOLDERS)}"),
-    Clash("openai.tools, openai.endpoint != chat",
-          'tools belong to the chat endpoint; endpoint = "chat", or remove it'),
-    Clash("openai.endpoint == chat, segments.length != 0, IT.engine",
-          'by chat an answer cannot continue from token ids; endpoint = "completions", or length = 0'),
-    Clash(f"weights.on_restart != finish, openai.endpoint == chat, {_is(RESTARTS)}, IT.engine; openai.update != none",
-          'by chat running answers would be lost at an update; on_restart = "finish", or endpoint = "completions"'),
-    Clash("openai.endpoint == chat, data.template != chat, IT.engine",
-          'the server wraps the prompt into a user turn, and training would see it without that; template = "chat"'),
-    Clash("generation.on_update == keep, IT.engine",
-          'an answer that is cut continues from its tokens: keys are computed again; "recompute", or "auto"'),
-    Clash("generation.temperature != 1, IT.engine",
-          "it must return log-probabilities after temperature; vLLM: --logprobs-mode processed_logprobs", warning=True),
+    EntryClash(
+        ("openai.update", "weights.mode", ".engine"),
+        lambda t, _: t.openai.update == "none" and t.weights.mode != "fully-async",
+        'the server keeps its first weights, too old here; update = "vllm" or "sglang", or mode = "fully-async"',
+    ),
+    EntryClash(
+        ("openai.update", ".engine"),
+        lambda t, _: t.openai.update == "none" and t.weights.mode == "fully-async",
+        'the server keeps its first weights, so samples get ever older; update = "vllm" or "sglang"',
+        hidden=("weights.mode",), warning=True,
+    ),
+    EntryClash(
+        ("weights.transport", "openai.update", ".engine"),
+        lambda t, _: t.weights.transport not in FOLDERS and t.openai.update != "none",
+        f"the server loads versions from a folder; transport = one of {', '.join(FOLDERS)}",
+    ),
+    EntryClash(
+        ("openai.tools", "openai.endpoint"),
+        lambda t, _: t.openai.tools and t.openai.endpoint != "chat",
+        'tools belong to the chat endpoint; endpoint = "chat", or remove it',
+    ),
+    EntryClash(
+        ("openai.endpoint", "segments.length", ".engine"),
+        lambda t, _: t.openai.endpoint == "chat" and t.segments.length != 0,
+        'by chat an answer cannot continue from token ids; endpoint = "completions", or length = 0',
+    ),
+    EntryClash(
+        ("weights.on_restart", "openai.endpoint", "weights.transport", ".engine"),
+        lambda t, _: (
+            t.weights.on_restart != "finish" and t.openai.endpoint == "chat" and t.weights.transport in RESTARTS
+            and t.openai.update != "none"
+        ),
+        'by chat running answers would be lost at an update; on_restart = "finish", or endpoint = "completions"',
+        hidden=("openai.update",),
+    ),
+    EntryClash(
+        ("openai.endpoint", "data.template", ".engine"),
+        lambda t, _: t.openai.endpoint == "chat" and t.data.template != "chat",
+        'the server wraps the prompt into a user turn, and training would see it without that; template = "chat"',
+    ),
+    EntryClash(
+        ("generation.on_update", ".engine"),
+        lambda t, _: t.generation.on_update == "keep",
+        'an answer that is cut continues from its tokens: keys are computed again; "recompute", or "auto"',
+    ),
+    EntryClash(
+        ("generation.temperature", ".engine"),
+        lambda t, _: t.generation.temperature != 1,
+        "it must return log-probabilities after temperature; vLLM: --logprobs-mode processed_logprobs",
+        warning=True,
+    ),
 )
 VLLM = (  # where an engine is vLLM
-    Clash("vllm.max_model_len < longest, IT.engine; vllm.max_model_len",
-          "prompt and completion have {t.longest} tokens; set it to {t.longest} or more, or 0"),
-    Clash("vllm.start_s > limits.ready_s",
-          "a process not ready after limits.ready_s is killed; set limits.ready_s to {t.vllm.start_s:g} or more"),
-    Clash(f"lora.rank > {LORA_RANKS[-1]}, {_is(ADAPTERS)}, IT.engine",
-          'vLLM takes no adapter of a rank above 512; set lora.rank to 512 or less, or transport = "shm"'),
-    Clash("vllm.rpc_s <= weights.timeout_s; weights.transport == cuda_ipc",
-          "a change of weights, one call, may take weights.timeout_s; set vllm.rpc_s above {t.weights.timeout_s:g}"),
-    Clash("IT.engine, learner.deterministic",
-          'sums of vLLM depend on its batches, so runs differ; engine = "torch"', warning=True),
+    EntryClash(
+        ("vllm.max_model_len", ".engine"),
+        lambda t, _: t.vllm.max_model_len < t.longest and t.vllm.max_model_len,
+        lambda t, _: f"prompt and completion have {t.longest} tokens; set it to {t.longest} or more, or 0",
+        hidden=("vllm.max_model_len",),
+    ),
+    EntryClash(
+        ("vllm.start_s", "limits.ready_s"),
+        lambda t, _: t.vllm.start_s > t.limits.ready_s,
+        lambda t, _: (
+            f"a process not ready after limits.ready_s is killed; set limits.ready_s to {t.vllm.start_s:g} or more"
+        ),
+    ),
+    EntryClash(
+        ("lora.rank", "weights.transport", ".engine"),
+        lambda t, _: t.lora.rank > LORA_RANKS[-1] and t.weights.transport in ADAPTERS,
+        'vLLM takes no adapter of a rank above 512; set lora.rank to 512 or less, or transport = "shm"',
+    ),
+    EntryClash(
+        ("vllm.rpc_s", "weights.timeout_s"),
+        lambda t, _: t.vllm.rpc_s <= t.weights.timeout_s and t.weights.transport == ONE_COPY,
+        lambda t, _: (
+            f"a change of weights, one call, may take weights.timeout_s; set vllm.rpc_s above {t.weights.timeout_s:g}"
+        ),
+        hidden=("weights.transport",),
+    ),
+    EntryClash(
+        (".engine", "learner.deterministic"),
+        lambda t, _: t.learner.deterministic,
+        'sums of vLLM depend on its batches, so runs differ; engine = "torch"',
+        warning=True,
+    ),
 )
 
 
@@ -205,7 +316,7 @@ def _openai(t: Topology) -> Iterator[Finding]:
     if not _is_address(url := t.openai.base_url):
         rule = "is not the address of an endpoint" if url else "the engine needs an endpoint, and none is named"
         yield Finding(("openai.base_url", f"{at}.engine"), rule, "for example http://127.0.0.1:8000/v1")
-    yield from clashes(t, OPENAI, at)
+    yield from entry_clashes(t, OPENAI, found[0][0])
     if t.openai.update != "none" and sum(entry.count for _, entry in found) > 1:
         rule = "two processes would load weights into one server, each without the other's knowledge"
         remedy = "count = 1, with a larger generation.max_batch"
@@ -262,7 +373,7 @@ def _vllm(t: Topology) -> Iterator[Finding]:
         if value > HOTTEST:
             rule = f"vLLM refuses a temperature above {HOTTEST:g}"
             yield Finding((f"{name}.temperature", at), rule, f"set it to {HOTTEST:g} or less")
-    yield from clashes(t, VLLM, f"process.{entries[0]}")
+    yield from entry_clashes(t, VLLM, entries[0])
     for name in sorted(VLLM_OURS.keys() & t.vllm.extra.keys()):
         remedy = f"set {VLLM_OURS[name]}" if VLLM_OURS[name] else "remove it"
         yield Finding(("vllm.extra", at), f"{name} is set by busrl, which relies on it", remedy)
@@ -285,11 +396,10 @@ def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
         yield Finding(("vllm.block_size", f"{at}.engine"), rule, f"set it to 0, or a multiple of {CPU_BLOCK}")
 
 
-# -- devices -----
+# -- transports between devices -----
 
-BETWEEN = {backend: kind for kind, backend in BACKEND.items() if kind != "cpu"}  # what a broadcast connects
 WITH_MODEL = ("rollout", "learner")
-DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*")
+BETWEEN = {backend: kind for kind, backend in BACKEND.items() if kind != "cpu"}  # what a broadcast connects
 
 
 def _between_devices(t: Topology) -> Iterator[Finding]:
@@ -320,33 +430,6 @@ def _between_devices(t: Topology) -> Iterator[Finding]:
         if remedy:
             yield Finding((key,), rule, remedy, depends=("process",))
         shown.setdefault(first, process.name)
-
-
-def _devices(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
-    judges = entry.role == "reward" and any(part.kind == "model" for part in t.reward.part)
-    if entry.device and entry.role not in WITH_MODEL and not judges:
-        rule = f"a {entry.role} of busrl's own runs no model"
-        yield Finding((f"{at}.device", f"{at}.role"), rule, "remove device; devices may stay, for what it loads itself")
-    for item in entry.devices:
-        if not DEVICES.fullmatch(item):
-            rule = f"{item!r} is not a list of devices: numbers, or UUIDs as nvidia-smi -L prints them, and commas"
-            yield Finding((f"{at}.devices",), rule, 'for example devices = ["0", "1"], an item per process')
-    if entry.devices and (entry.device or t.model.device) == "cpu" and entry.role in WITH_MODEL:
-        named = f"{at}.device" if entry.device else "model.device"
-        rule = "its model runs on the CPU, so nothing is shown or hidden"
-        yield Finding((f"{at}.devices", named), rule, "remove devices, or choose another device", warning=True)
-    if len(entry.devices) > max(1, entry.count) and entry.ranks == 1:
-        rule = f"{len(entry.devices)} items for {entry.count} processes: each process gets one of them"
-        yield Finding((f"{at}.devices", f"{at}.count"), rule, 'one process that sees both is ["0,1"]', warning=True)
-
-
-def _attention(t: Topology) -> Iterator[Finding]:
-    name, key = t.learner.memory.attention, "learner.memory.attention"
-    if name in ON_GPUS and expected(t.device_of("learner")) == "cpu":
-        rule = f"{name} runs on a GPU alone, and the learner is on the CPU"
-        yield Finding((key,), rule, 'attention = "auto", or "sdpa"', depends=("model.device", "process"))
-    elif name.startswith("flash") and t.model.dtype == "float32":
-        yield Finding((key, "model.dtype"), f"{name} takes no float32", 'dtype = "bfloat16", or attention = "auto"')
 
 
 def _one_copy(t: Topology) -> Iterator[Finding]:
@@ -384,161 +467,6 @@ def _one_device(t: Topology, key: str, other: str) -> Iterator[Finding]:
         yield Finding((key,), rule, f"the same devices in both entries, {other}", depends=("process",))
 
 
-# -- several ranks of the learner -----
-
-OLDEST_TORCH = (2, 8)  # FSDP2 sums instead of dividing by the number of ranks from this one on
-
-
-def _of_a_team(t: Topology, entry_at: str, entry: Process) -> Iterator[Finding]:
-    at = f"{entry_at}.ranks"
-    if entry.role != "learner" or entry.ranks == 1:
-        return
-    yield from _axes(t, at, entry.ranks)
-    here = max(1, entry.ranks // (1 + len(entry.hosts)))
-    if entry.devices and len(entry.devices) != here:
-        where = " on each host" if entry.hosts else ""
-        rule = f"{len(entry.devices)} items for {here} ranks{where}: each rank works on a device of its own"
-        yield Finding((at, f"{entry_at}.devices"), rule, f"one item per rank{where}, {ALONE}")
-    found = numbers_of(version_of("torch"))
-    if found and found < OLDEST_TORCH:
-        rule = "torch {}.{} cannot sum gradients over ranks; 2.8 can".format(*found)
-        yield Finding((at,), rule, f"install torch 2.8 or later, {ALONE}")
-
-
-REACHABLE = re.compile(r"tcp://(localhost|[1-9][0-9.]*):")  # by ranks of other hosts
-
-
-def _over_hosts(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
-    places, tensor = 1 + len(entry.hosts), t.learner.parallel.tensor
-    if entry.role != "learner" or not entry.hosts:
-        return
-    if entry.ranks % places:
-        rule = f"{entry.ranks} ranks cannot be dealt out evenly over home and {len(entry.hosts)} other hosts"
-        yield Finding((f"{at}.ranks", f"{at}.hosts"), rule, f"set ranks to a multiple of {places}, or remove hosts")
-    elif (entry.ranks // places) % tensor:
-        rule = f"{entry.ranks // places} ranks of a host are no groups of {tensor}: a layer is computed on one host"
-        yield Finding(("learner.parallel.tensor", f"{at}.hosts"), rule, "set a divisor of that")
-    if t.bus.endpoint != "ipc" and not REACHABLE.match(t.bus.endpoint):
-        rule = "ranks of other hosts meet at the address of this endpoint, which has to be one of IPv4"
-        yield Finding(("bus.endpoint", f"{at}.hosts"), rule, "name the address of this host that they see")
-
-
-def _axes(t: Topology, at: str, ranks: int) -> Iterator[Finding]:
-    """ranks = replicate x fsdp x tensor; expert divides fsdp x tensor."""
-    own = t.learner.parallel
-    tensor, expert, replicate = ("learner.parallel." + name for name in ("tensor", "expert", "replicate"))
-    if ranks % (own.replicate * own.tensor):
-        rule = f"ranks are replicate x fsdp x tensor: {own.replicate} x {own.tensor} does not divide {ranks}"
-        yield Finding((at, replicate, tensor), rule, "set ranks to a multiple of their product")
-    elif (ranks // own.replicate) % own.expert:
-        rule = f"experts are dealt out within a replica, which has {ranks // own.replicate} ranks"
-        yield Finding((expert, replicate), rule, "set a divisor of that")
-
-
-# -- cores -----
-
-LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
-
-
-def parse_cores(text: str) -> frozenset[int]:
-    """ "0-2,7" is {0, 1, 2, 7}; ValueError for anything else."""
-    if not LIST.fullmatch(text):
-        raise ValueError(f"{text!r} is not a list of cores")
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ValueError(f"{part!r} ends before it begins")
-        found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
-
-
-def _cores(_: Topology, at: str, entry: Process) -> Iterator[Finding]:
-    if not entry.cpus:
-        return
-    try:
-        named = parse_cores(entry.cpus)
-    except ValueError as problem:
-        yield Finding((f"{at}.cpus",), str(problem), 'numbers and ranges with commas, for example "0-2,7"')
-        return
-    started = max(1, entry.count) * entry.ranks
-    if len(named) < entry.threads * started:
-        rule = f"{started} x {entry.threads} threads share {len(named)} cores"
-        yield Finding((f"{at}.cpus", f"{at}.threads"), rule, "more cores, or fewer threads", warning=True)
-
-
-# -- other hosts, each of which is whole: engines there answer the calls of episodes that are played there alone -----
-
-MAY_BE_AWAY = ("rollout", "reward", schema.AGENT, schema.SERVE, "learner")
-
-
-def _judges(t: Topology) -> Iterator[Finding]:
-    """A reward on another host judges what is generated there, one at home everything else."""
-    judging, generating = _places(t, "reward"), _places(t, "rollout")
-    away = [f"process.{index}.hosts" for index, one in enumerate(t.process) if one.role == "reward" and one.hosts]
-    if not away:
-        return
-    at = away[0]
-    if idle := sorted(judging - generating - {""}):
-        rule = f"a reward on another host judges what rollouts generate there, and {idle[0]} has none"
-        yield Finding((at,), rule, f"remove {idle[0]}, or name it in hosts of a rollout", depends=("process",))
-    if "" not in judging and (left := sorted(generating - judging)):
-        where = left[0] or "this host"
-        rule = f"nobody judges what is generated on {where}: rewards on other hosts judge what is generated there"
-        yield Finding((at,), rule, "add a [[process]] of role reward without hosts", depends=("process",))
-
-
-def _players(t: Topology) -> Iterator[Finding]:
-    """A model call is answered where it was made: episodes and engines go together, on each host."""
-    if not (t.has_callers and t.host_names):
-        return
-    playing, generating = _places(t, *CALLER_ROLES), _places(t, "rollout")
-    for roles, idle, missing, remedy in (
-        (CALLER_ROLES, playing - generating, "no rollout", "add a rollout there"),
-        (("rollout",), generating - playing, "nobody who plays episodes", "add an agent or a server there"),
-    ):
-        for index, entry in enumerate(t.process):
-            if entry.role in roles and (there := sorted({*(entry.hosts or ("",))} & idle)):
-                where = there[0] or "this host"
-                rule = f"model calls do not travel between hosts, and {where} has {missing}"
-                yield Finding((f"process.{index}.hosts",), rule, f"{remedy}, or name other hosts", depends=("process",))
-
-
-def _places(t: Topology, *roles: str) -> set[str]:
-    """The hosts that have a process of these roles; "" = this one."""
-    return {host for entry in t.process if entry.role in roles for host in entry.hosts or ("",)}
-
-
-def _start_of_hosts(t: Topology) -> Iterator[Finding]:
-    start = t.hosts.start
-    if not start:
-        return
-    unknown = [name for part in start for name in PLACEHOLDER.findall(part) if name != "{host}"]
-    if unknown or not any("{host}" in part for part in start):
-        rule = f"{unknown[0]} is not filled in, {{host}} is" if unknown else "{host} is nowhere in it"
-        yield Finding(("hosts.start",), rule, 'for example ["ssh", "{host}", "busrl host -"]')
-    if re.match(r"tcp://(\*|0\.0\.0\.0|\[::\]):", t.bus.endpoint):
-        rule = "hosts are told this endpoint, and it is no address that they could reach"
-        yield Finding(("bus.endpoint", "hosts.start"), rule, "name the address of this host that they see")
-
-
-def _hosts_of_entry(_: Topology, entry_at: str, entry: Process) -> Iterator[Finding]:
-    at = f"{entry_at}.hosts"
-    if not entry.hosts:
-        return
-    wrong = next((name for name in entry.hosts if not HOST_NAME.fullmatch(name)), None)
-    if wrong is not None:
-        rule = f"{wrong!r} is no name of a host: 1 to 39 letters, digits, dots, dashes or underscores"
-        yield Finding((at,), rule, "name it as `busrl host --name` there does")
-    if len(set(entry.hosts)) < len(entry.hosts):
-        yield Finding((at,), "a host is named twice", "name each once; count says how many processes it runs")
-    if entry.role not in MAY_BE_AWAY or entry.command:
-        rule = "only busrl's own rollouts, rewards, agents, servers and ranks of the learner run on other hosts yet"
-        yield Finding((at, f"{entry_at}.role"), rule, "remove hosts")
-
-
 CHECKS: tuple[Check, ...] = (
-    lambda t: clashes(t, TABLE), _engines, _lora, _outside, _openai, _vllm,
-    lambda t: of_entries(t, OF_ENTRY, _devices, _of_a_team, _over_hosts, _cores, _hosts_of_entry),
-    _between_devices, _one_copy, _attention, _judges, _players, _start_of_hosts,
+    lambda t: clashes(t, TABLE), _engines, _lora, _outside, _openai, _vllm, _between_devices, _one_copy,
 )

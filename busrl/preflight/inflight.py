@@ -12,8 +12,8 @@ import dataclasses
 
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.preflight.derive import in_flight_limits
+from busrl.preflight.findings import Finding, lookup
 from busrl.preflight.load import CHECKS, replaced
-from busrl.preflight.rules import Finding, lookup
 from busrl.states import ROLES
 from busrl.topology.reader import Reader, of_overrides, show
 from busrl.topology.schema import Topology

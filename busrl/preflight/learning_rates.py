@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from busrl.data import pretrained
-from busrl.preflight.rules import Finding
+from busrl.preflight.findings import Finding
 from busrl.topology.schema import Topology
 
 USUAL = ((1e6, 2e-4), (1e7, 5e-5), (1e8, 2e-5), (1e9, 3e-6), (1e10, 1e-6))  # fewer parameters than: middle, all weights

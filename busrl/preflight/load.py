@@ -21,8 +21,19 @@ from busrl import capabilities
 from busrl.algorithms import catalog
 from busrl.data import pretrained
 from busrl.errors import Problem, TopologyError
-from busrl.preflight import engine_rules, learning_rates, named_files, reward_rules, rules, sources
+from busrl.preflight import (
+    engine_rules,
+    host_rules,
+    learner_rules,
+    learning_rates,
+    named_files,
+    process_rules,
+    prompt_rules,
+    reward_rules,
+    sources,
+)
 from busrl.preflight.derive import resolve
+from busrl.preflight.findings import Check, Finding, lookup
 from busrl.scheduling.admission import derive
 from busrl.states import ENVIRONMENT, ROLES, TINY
 from busrl.system import device
@@ -43,8 +54,9 @@ REAL_FILES = frozenset({
 })
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
-CHECKS: tuple[rules.Check, ...] = (
-    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, learning_rates.rate_findings,
+CHECKS: tuple[Check, ...] = (
+    *learner_rules.CHECKS, *prompt_rules.CHECKS, *process_rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS,
+    *host_rules.CHECKS, learning_rates.rate_findings,
 )
 PLAYED_OF_PROCESS = ("role", "count")
 
@@ -98,7 +110,7 @@ def _decided(source: Source, key: str) -> bool:
     return parts[0] == "process" or any(map(str.isdigit, parts)) or _written(source, *parts)
 
 
-def _unmade_keys(draft: Topology, unmade: Sequence[rules.Finding]) -> Iterator[str]:
+def _unmade_keys(draft: Topology, unmade: Sequence[Finding]) -> Iterator[str]:
     """Keys of prompts that could not be made, since something about their sources is wrong."""
     wrong = {key for finding in unmade for key in finding.keys}
     for target in sources.targets(draft) if unmade else ():
@@ -106,12 +118,12 @@ def _unmade_keys(draft: Topology, unmade: Sequence[rules.Finding]) -> Iterator[s
             yield target.key
 
 
-def _idle(draft: Topology, source: Source) -> Iterator[rules.Finding]:
+def _idle(draft: Topology, source: Source) -> Iterator[Finding]:
     """Keys that are written down and that nothing reads in this mode, where their default is not zero."""
     if draft.weights.mode == "sync" and _written(source, "weights", "max_staleness") and draft.weights.max_staleness:
         rule = "a synchronous round is made by the weights that it trains: nothing in it is stale"
         keys = ("weights.max_staleness", "weights.mode")
-        yield rules.Finding(keys, rule, 'remove it, or mode = "batch-async"', warning=True)
+        yield Finding(keys, rule, 'remove it, or mode = "batch-async"', warning=True)
 
 
 def _with_advice(problem: Problem, draft: Topology) -> Problem:
@@ -212,7 +224,7 @@ def _set_unless_written(
     draft: Topology, source: Source, key: str, value: object, why: str, told: list[str]
 ) -> Topology:
     section, _, name = key.rpartition(".")
-    table: Any = rules.lookup(draft, section)
+    table: Any = lookup(draft, section)
     auto = isinstance(value, catalog.OfLimit)  # 0 asks for it
     if isinstance(value, catalog.OfLimit):
         value = _generation(draft, source).max_new_tokens // value.parts
@@ -275,7 +287,7 @@ def _depends(keys: Iterable[str], bad: set[str]) -> bool:
     return not wrong.isdisjoint(keys)
 
 
-def _problem(source: Source, draft: Topology, finding: rules.Finding) -> Problem:
+def _problem(source: Source, draft: Topology, finding: Finding) -> Problem:
     """The finding with a place: its own, or that of the first of its keys that is written down."""
     rule, remedy = sources.named(finding.rule), sources.named(finding.remedy)
     if finding.place:
@@ -289,7 +301,7 @@ def _path(key: str) -> KeyPath:
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
-def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
+def _too_long(draft: Topology, found: Iterable[Finding]) -> list[Problem]:
     """An explicit slot that is too small for a prompt alone: name the line as well."""
     given = draft.ring.slot_bytes
     if not isinstance(given, int) or not any("ring.slot_bytes" in finding.keys for finding in found):

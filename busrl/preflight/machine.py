@@ -16,7 +16,7 @@ from pathlib import Path
 from busrl.data import pretrained
 from busrl.data.vocabulary import language_of
 from busrl.errors import DiskFull, UserError
-from busrl.preflight.engine_rules import parse_cores
+from busrl.preflight.host_rules import parse_cores
 from busrl.topology.plugins import ADAPTERS, FOLDERS
 from busrl.topology.schema import Process, Topology
 from busrl.topology.sizes import held_versions, kept_versions, rollouts, vllm_entries

@@ -28,8 +28,8 @@ from busrl.data.sources import BESIDE, PARQUET
 from busrl.engines import supported
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.preflight import engine_rules
+from busrl.preflight.findings import Finding
 from busrl.preflight.prompt_tokens import UNKNOWN, Limit, limit_of
-from busrl.preflight.rules import Finding
 from busrl.preflight.trial import TRIED, Trial, try_first, try_functions, try_imports, try_parts
 from busrl.states import FOREIGN_ROLES, TINY
 from busrl.system.device import expected

@@ -23,7 +23,7 @@ from busrl.data.chat import LightTokenizer, template_of, tools_of_chats
 from busrl.data.prompts import Scan, prompt_of
 from busrl.data.vocabulary import vocabulary_size
 from busrl.errors import DataError
-from busrl.preflight.rules import Finding
+from busrl.preflight.findings import Finding
 from busrl.states import TINY
 from busrl.topology.schema import BYTES_PER_TOKEN, Topology
 

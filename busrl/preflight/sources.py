@@ -28,7 +28,7 @@ from busrl.data import pretrained
 from busrl.data.chat import tools_of_chats
 from busrl.data.prompts import BLOCK, shares
 from busrl.data.sources import Event, Job, Made, Refused, Source, files_of, format_of, parse_where
-from busrl.preflight.rules import Finding, by_path
+from busrl.preflight.findings import Finding, by_path
 from busrl.preflight.trial import foreign
 from busrl.states import TINY
 from busrl.system.files import crc

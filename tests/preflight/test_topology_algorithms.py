@@ -12,7 +12,7 @@ from busrl.algorithms import catalog
 from busrl.data import pretrained
 from busrl.preflight import memory
 from busrl.preflight.explain import report
-from busrl.preflight.rules import lookup
+from busrl.preflight.findings import lookup
 from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
