@@ -10,7 +10,7 @@ imports vLLM, which takes seconds. docs/weights.md and docs/engines.md have the 
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from busrl.engines import supported
@@ -27,9 +27,39 @@ from busrl.topology.sizes import rollouts, vllm_entries
 ONE_HOST = ("shm", "broadcast", ONE_COPY, *FOLDERS)  # those that reach the learner's host alone: so far all
 SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
 OURS = tuple(dict.fromkeys(engine for kind in TRANSPORTS.values() for engine in kind.engines))
-
-
 SENT = {"nothing": (ONE_COPY,), "an adapter": ADAPTERS, "a whole folder": ("checkpoint_restart",)}  # to an engine
+
+
+def _read_with_lora(name: str) -> Clash:
+    return Clash(
+        (f"lora.{name}", "lora.rank"),
+        lambda t: getattr(t.lora, name) and t.lora.rank == 0,
+        "LoRA is off: all weights are trained; set lora.rank, or remove it",
+        warning=True,
+    )
+
+
+def _never_sparse(sent: str, transports: tuple[str, ...]) -> Clash:
+    return Clash(
+        ("weights.sparse.enabled", "weights.transport"),
+        lambda t: t.weights.sparse.enabled and t.weights.transport in transports,
+        lambda t: (
+            f"{t.weights.transport} sends {sent}: nothing is left out of it; remove it, or "
+            f"transport = one of {', '.join(SPARSE)}"
+        ),
+        warning=True,
+    )
+
+
+def _read_if_sparse(key: str, changed: Callable[[Topology], bool]) -> Clash:
+    return Clash(
+        (key, "weights.sparse.enabled"),
+        lambda t: changed(t) and not t.weights.sparse.enabled,
+        "sparse updates are off; enabled = true, or remove it",
+        warning=True,
+    )
+
+
 TABLE = (
     # -- adapters
     Clash(
@@ -37,15 +67,7 @@ TABLE = (
         lambda t: t.weights.transport in ADAPTERS and t.lora.rank == 0,
         'its versions are LoRA adapters, and none is trained; set lora.rank, for example 8, or transport = "shm"',
     ),
-    *(
-        Clash(
-            (f"lora.{name}", "lora.rank"),
-            lambda t, name=name: getattr(t.lora, name) and t.lora.rank == 0,
-            "LoRA is off: all weights are trained; set lora.rank, or remove it",
-            warning=True,
-        )
-        for name in ("alpha", "targets", "dropout")
-    ),
+    *(_read_with_lora(name) for name in ("alpha", "targets", "dropout")),
     Clash(
         ("learner.train_layers", "lora.rank"),
         lambda t: t.learner.train_layers and t.lora.rank,
@@ -82,27 +104,8 @@ TABLE = (
         lambda t: f"{t.weights.transport} restarts no engine; remove it",
         warning=True,
     ),
-    *(
-        Clash(
-            ("weights.sparse.enabled", "weights.transport"),
-            lambda t, transports=transports: t.weights.sparse.enabled and t.weights.transport in transports,
-            lambda t, sent=sent: (
-                f"{t.weights.transport} sends {sent}: nothing is left out of it; remove it, or "
-                f"transport = one of {', '.join(SPARSE)}"
-            ),
-            warning=True,
-        )
-        for sent, transports in SENT.items()
-    ),
-    *(
-        Clash(
-            (key, "weights.sparse.enabled"),
-            lambda t, changed=changed: changed(t) and not t.weights.sparse.enabled,
-            "sparse updates are off; enabled = true, or remove it",
-            warning=True,
-        )
-        for key, changed in unlike("weights.sparse", schema.Sparse)
-    ),
+    *(_never_sparse(sent, transports) for sent, transports in SENT.items()),
+    *(_read_if_sparse(key, changed) for key, changed in unlike("weights.sparse", schema.Sparse)),
     Clash(
         ("weights.checksum", "weights.transport"),
         lambda t: t.weights.checksum and t.weights.transport in FOLDERS,

@@ -8,7 +8,7 @@ Looks at a topology's settings, at the device that this machine is expected to u
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from busrl.engines.supported import numbers_of, version_of
 from busrl.preflight.engine_rules import WITH_MODEL
@@ -22,6 +22,17 @@ from busrl.topology.plugins import FOLDERS, ONE_COPY, SCRIPTED
 from busrl.topology.schema import Process, Topology
 
 ALONE = "or ranks = 1"
+
+
+def _read_by_ranks(key: str, changed: Callable[[Topology], bool]) -> Clash:
+    return Clash(
+        (key,),
+        lambda t: changed(t) and t.ranks == 1,
+        "the learner is one process; set ranks in its [[process]], or remove it",
+        warning=True,
+    )
+
+
 TABLE = (
     Clash(
         ("bus.endpoint",),
@@ -57,15 +68,7 @@ TABLE = (
         "no [[process]] names a host in hosts; name them, or remove start",
     ),
     # -- a learner of one process
-    *(
-        Clash(
-            (key,),
-            lambda t, changed=changed: changed(t) and t.ranks == 1,
-            "the learner is one process; set ranks in its [[process]], or remove it",
-            warning=True,
-        )
-        for key, changed in unlike("learner.parallel", Parallel)
-    ),
+    *(_read_by_ranks(key, changed) for key, changed in unlike("learner.parallel", Parallel)),
 )
 OF_ENTRY = (
     EntryClash(

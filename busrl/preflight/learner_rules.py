@@ -8,7 +8,7 @@ Looks at a topology's settings only, never at files or the machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from busrl.algorithms import catalog, selection
 from busrl.keys import NAME
@@ -21,6 +21,16 @@ from busrl.topology.schema import Topology
 RATIO_LOSSES = tuple(name for name, facts in catalog.LOSSES.items() if facts.ratio)  # with a ratio that has a key
 UNTAUGHT = tuple(name for name, facts in catalog.LOSSES.items() if not facts.teacher)
 CONTROLLER, THRESHOLDS = "learner.controller", "experiments.controller"
+
+
+def _read_by_value_head(key: str, changed: Callable[[Topology], bool]) -> Clash:
+    return Clash(
+        (key, "learner.advantage"),
+        lambda t: changed(t) and t.learner.advantage != catalog.GAE,
+        'only a value head reads it; advantage = "gae" (recipe = "ppo" sets it), or remove it',
+        warning=True,
+    )
+
 
 TABLE = (
     Clash(
@@ -184,15 +194,7 @@ TABLE = (
         lambda t: t.learner.kl == "k3_is" and t.learner.kl_in == "reward",
         'a reward has no gradient that k3_is could correct; kl = "k1", or kl_in = "loss"',
     ),
-    *(
-        Clash(
-            (key, "learner.advantage"),
-            lambda t, changed=changed: changed(t) and t.learner.advantage != catalog.GAE,
-            'only a value head reads it; advantage = "gae" (recipe = "ppo" sets it), or remove it',
-            warning=True,
-        )
-        for key, changed in unlike("learner.value", Value)
-    ),
+    *(_read_by_value_head(key, changed) for key, changed in unlike("learner.value", Value)),
     Clash(
         ("learner.length_norm", "learner.aggregation"),
         lambda t: t.learner.length_norm and t.learner.aggregation != "seq-mean-token-sum-norm",

@@ -57,6 +57,16 @@ TABLE = (
         warning=True,
     ),
 )
+
+
+def _read_by_agents(name: str) -> EntryClash:
+    return EntryClash(
+        (f".{name}", ".role"),
+        lambda _, entry: getattr(entry, name) and entry.role != AGENT,
+        "only an agent plays episodes; remove it",
+    )
+
+
 OF_ENTRY = (
     EntryClash(
         (".python", ".command"),
@@ -70,14 +80,7 @@ OF_ENTRY = (
             f"a {entry.role} is busrl's own; only rollout and reward may be another program; remove command"
         ),
     ),
-    *(
-        EntryClash(
-            (f".{name}", ".role"),
-            lambda _, entry, name=name: getattr(entry, name) and entry.role != AGENT,
-            "only an agent plays episodes; remove it",
-        )
-        for name in ("function", "environment", "program", "options")
-    ),
+    *(_read_by_agents(name) for name in ("function", "environment", "program", "options")),
     EntryClash(
         (".options",),
         lambda _, entry: entry.options and not entry.environment and entry.role == AGENT,
