@@ -199,11 +199,15 @@ def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
     return tuple(
         dataclasses.replace(
             part, name=part.name or part.kind, answer_key=part.answer_key or key,
-            timeout_s=part.timeout_s or schema.PART_TIMEOUT_S.get(part.kind, own.timeout_s),
+            timeout_s=part.timeout_s or _timeout_of(part.kind) or own.timeout_s,
             function=_function_path(part.function, source, ("reward", "part", index, "function")),
         )
         for index, part in enumerate(own.part)
     )
+
+
+def _timeout_of(kind: str) -> float:
+    return schema.PART_KINDS[kind].timeout_s if kind in schema.PART_KINDS else 0.0  # of a wrong kind nothing is known
 
 
 def _with_algorithm(draft: Topology, source: Source) -> Topology:

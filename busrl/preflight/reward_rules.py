@@ -19,7 +19,7 @@ from busrl.preflight.findings import Check, Clash, Finding, by_path, clashes
 from busrl.preflight.process_rules import PLAYS
 from busrl.topology.declare import items
 from busrl.topology.reader import show
-from busrl.topology.schema import AGENT, PART_KEYS, RewardPart, Topology
+from busrl.topology.schema import AGENT, PART_KINDS, RewardPart, Topology
 
 TABLE = (
     Clash(
@@ -75,14 +75,8 @@ TABLE = (
         warning=True,
     ),
 )
-NEEDED = {"regex": "pattern", "python": "function", "model": "path", "judge": "base_url"}
 BY_EVERY_KIND = ("kind", "name", "weight", "timeout_s")
 FILLED_IN = ("answer_key",)  # of a checked topology, from other tables
-# kind -> package that it imports, and the extra that brings it
-PACKAGES = {
-    "math": ("math_verify", "busrl[rewards]"), "gym": ("reasoning_gym", "busrl[rewards]"),
-    "judge": ("aiohttp", "busrl[rewards]"), "model": ("transformers", "busrl[train]"),
-}
 CLASSIFIER = "ForSequenceClassification"
 BOX_S = 20.0  # of a call that judges code, besides the code's own time
 
@@ -102,7 +96,7 @@ def _parts(t: Topology) -> Iterator[Finding]:
             rule = f"the part before it (number {names[part.name] + 1}) has the name {part.name!r} too"
             yield Finding((f"{at}.name",), rule, 'give each a name of its own, for example name = "style"')
         names.setdefault(part.name, index)
-        if part.kind not in PART_KEYS:  # reported as what it is
+        if part.kind not in PART_KINDS:  # reported as what it is
             continue
         if not re.fullmatch(r"[\w.-]{1,64}", part.name):
             rule = "a name is 1 to 64 letters, digits, dots, dashes or underscores"
@@ -113,7 +107,7 @@ def _parts(t: Topology) -> Iterator[Finding]:
 
 
 def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
-    read, needed = PART_KEYS[part.kind], NEEDED.get(part.kind)
+    read, needed = PART_KINDS[part.kind].keys, PART_KINDS[part.kind].needs
     for item in items(RewardPart).values():
         idle = item.name not in (*read, *BY_EVERY_KIND, *FILLED_IN)
         if idle and getattr(part, item.name) != item.default:
@@ -163,10 +157,10 @@ def _around(t: Topology) -> Iterator[Finding]:
     """What parts need outside of the topology: packages, keys of the environment, model folders."""
     for index, part in enumerate(t.reward.part):
         at = f"reward.part.{index}"
-        package, extra = PACKAGES.get(part.kind, ("", ""))
-        if package and importlib.util.find_spec(package) is None:
-            rule = f"kind = {show(part.kind)} needs the package {package}, which is not installed"
-            yield Finding((f"{at}.kind",), rule, f"pip install '{extra}'")
+        kind = PART_KINDS.get(part.kind)
+        if kind and kind.package and importlib.util.find_spec(kind.package) is None:
+            rule = f"kind = {show(part.kind)} needs the package {kind.package}, which is not installed"
+            yield Finding((f"{at}.kind",), rule, f"pip install '{kind.extra}'")
         if part.api_key_env and not os.environ.get(part.api_key_env):
             rule = f"${part.api_key_env} is not set in this environment"
             yield Finding((f"{at}.api_key_env",), rule, "export it, or remove api_key_env")

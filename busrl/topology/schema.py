@@ -27,28 +27,40 @@ AGENT = "agent"  # the role that plays episodes, and the kind of reward that the
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
-# Kinds of [[reward.part]], and what each of them reads besides name, weight and timeout_s.
-PART_KEYS: dict[str, tuple[str, ...]] = {
-    "exact_match": ("extract", "answer_key"),
-    "numeric": ("tolerance", "extract", "answer_key"),
-    "regex": ("pattern",),
-    "math": ("extract", "answer_key"),
-    "gym": ("extract", "answer_key"),
-    "python": ("function", "batch"),
-    AGENT: (),
-    "model": ("path", "batch_tokens"),
-    "judge": ("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries", "api_key_env",
-              "answer_key"),
-    "code": ("tests", "entry", "share", "extract", "run_s", "total_s", "cpu_s", "run_mb", "at_once",
-             "trust"),
+
+
+@dataclass(frozen=True)
+class PartKind:
+    """A kind of [[reward.part]]: the keys that it reads besides name, weight and timeout_s, and the one it needs."""
+
+    keys: tuple[str, ...] = ()
+    needs: str = ""
+    timeout_s: float = 0.0  # where reward.timeout_s does not fit it
+    package: str = ""  # that it imports,
+    extra: str = ""  # and what brings it
+    extracts: bool = False  # judges an extracted answer
+
+
+COMPARED = ("extract", "answer_key")
+PART_KINDS: dict[str, PartKind] = {
+    "exact_match": PartKind(COMPARED, extracts=True),
+    "numeric": PartKind(("tolerance", *COMPARED), extracts=True),
+    "regex": PartKind(("pattern",), "pattern"),
+    "math": PartKind(COMPARED, package="math_verify", extra="busrl[rewards]", extracts=True),
+    "gym": PartKind(COMPARED, package="reasoning_gym", extra="busrl[rewards]", extracts=True),
+    "python": PartKind(("function", "batch"), "function"),
+    AGENT: PartKind(),
+    "model": PartKind(("path", "batch_tokens"), "path", 120.0, "transformers", "busrl[train]"),
+    "judge": PartKind(("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries",
+                       "api_key_env", "answer_key"), "base_url", 60.0, "aiohttp", "busrl[rewards]"),
+    "code": PartKind(("tests", "entry", "share", "extract", "run_s", "total_s", "cpu_s", "run_mb", "at_once", "trust"),
+                     timeout_s=60.0),
 }
-PART_KINDS = tuple(PART_KEYS)
-PART_TIMEOUT_S = {"model": 120.0, "judge": 60.0, "code": 60.0}  # where neither the part nor [reward] can say it well
 PREFIX_KEEP_S = 30.0  # generation.prefix_keep_s = "auto", with agents
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
-EXTRACTING = ("exact_match", "numeric", "math", "gym")  # kinds of reward that judge an extracted answer
+EXTRACTING = tuple(name for name, kind in PART_KINDS.items() if kind.extracts)
 
 
 # -- what is trained, on what, and how -----
@@ -185,7 +197,7 @@ class Weights:
 class RewardPart:
     """[[reward.part]]: what an answer is judged by; the reward is the weighted sum of all parts: docs/rewards.md."""
 
-    kind: str = key(REQUIRED, "what judges", choices=PART_KINDS)
+    kind: str = key(REQUIRED, "what judges", choices=tuple(PART_KINDS))
     name: str = key("", "its name in metrics and messages; empty = the kind")
     weight: float = key(1.0, "what it is multiplied by in the sum; 0 = only logged")
     timeout_s: float = key(0.0, "a call that takes longer is ended, the sample ends as H; 0 = reward.timeout_s, for a "
