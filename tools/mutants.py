@@ -393,7 +393,7 @@ MUTANTS = (
     Mutant("every block of a mixture begins its sources again", "busrl/data/prompts.py",
            "divmod(block * own.share + before, own.count)", "divmod(before, own.count)",
            ("tests/data/test_stream.py::"
-            "test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs",)),
+            "test_blocks_of_a_mixture_have_their_shares_and_sources_whole_epochs",)),
     Mutant("validation is given the tasks that training has", "busrl/preflight/sources.py",
            '(at,), HELD_OUT_SEED, "data"', '(at,), t.run.seed, "data"',
            ("tests/preflight/test_topology_sources.py::"

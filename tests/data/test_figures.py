@@ -25,7 +25,7 @@ from busrl.data.figures import (
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_with_a_right_one(case: tuple[int, int, int]) -> None:
+def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(case: tuple[int, int, int]) -> None:
     n, c, k = case
     chosen = list(itertools.combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-12)
@@ -61,7 +61,7 @@ def test_every_power_of_two_up_to_k_and_k_itself_are_told() -> None:
     assert [powers(k) for k in (1, 2, 4, 6)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
 
 
-def test_a_prompt_with_fewer_judged_answers_than_k_is_in_the_lower_figures_only() -> None:
+def test_a_prompt_with_few_answers_counts_in_lower_figures_only() -> None:
     judged = [Judged(0, 0, 1.0), *[Judged(1, 1, 0.0)] * 4]
     named = Figures(judged, k=4).by_name()
     assert named["pass@1"].value == 0.5 and named["pass@1"].prompts == 2
@@ -84,7 +84,7 @@ def test_an_answer_is_right_from_the_reward_on_that_solves_its_prompt() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 8))
-def test_an_interval_of_shares_holds_their_mean_and_stays_between_0_and_1(values: list[float], k: int) -> None:
+def test_an_interval_holds_the_mean_and_stays_within_0_and_1(values: list[float], k: int) -> None:
     found = figure(values, k * len(values))
     assert found is not None and 0 <= found.low <= found.value <= found.high <= 1
     assert found.high - found.low > 0, "even where all are alike: there are not infinitely many"
@@ -108,7 +108,7 @@ def test_intervals_hold_the_true_share_in_about_95_of_100_rounds(k: int) -> None
     assert 0.91 <= held / rounds <= 0.99, held / rounds
 
 
-def test_rewards_beyond_0_and_1_have_a_bootstrapped_interval_that_is_always_the_same() -> None:
+def test_rewards_beyond_0_and_1_have_a_fixed_bootstrapped_interval() -> None:
     values = np.random.default_rng(1).normal(3, 2, 200).tolist()
     found = figure(values, 200)
     assert found is not None and found == figure(values, 200) and BOOTSTRAP >= 1000
@@ -127,7 +127,7 @@ def test_a_tag_is_the_named_key_or_source_or_tag() -> None:
     assert tag_of({"tag": "b"}, "") == "b" and tag_of({}, "") == ""
 
 
-def test_the_commonest_tags_have_figures_and_a_key_with_a_value_for_every_line_does_not_fill_the_file() -> None:
+def test_the_commonest_tags_alone_have_figures() -> None:
     judged = [Judged(line, 0, 1.0) for line in range(100)]
     found = by_tag(Figures(judged), {line: "big" if line < 10 else f"own {line}" for line in range(100)})
     assert len(found) == MOST_TAGS and next(iter(found)) == "big" and found["big"]["prompts"] == 10

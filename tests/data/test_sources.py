@@ -57,7 +57,7 @@ def parquet(path: Path, rows: list[dict[str, Any]], group: int = 4) -> Path:
     return path
 
 
-def test_a_parquet_file_becomes_lines_with_sorted_keys_under_the_names_of_the_run(tmp_path: Path) -> None:
+def test_a_parquet_file_becomes_lines_with_the_keys_of_the_run(tmp_path: Path) -> None:
     event = convert(tmp_path, source(parquet(tmp_path / "p.parquet", ROWS), format="parquet", prompt_key="question"))
     assert event.made[0].count == event.made[0].read == 10 and not event.problems
     text = (tmp_path / "out.jsonl").read_text()
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_parquet_file_says_so(tmp_path: Path) -> None:
     assert "p.parquet: not a Parquet file" in problem
 
 
-def test_a_row_that_can_be_no_prompt_has_its_place_and_a_remedy_that_works(tmp_path: Path) -> None:
+def test_a_row_that_is_no_prompt_has_place_and_remedy(tmp_path: Path) -> None:
     path = parquet(tmp_path / "p.parquet", [{"prompt": None if n == 6 else f"{n}", "answer": "1"} for n in range(9)])
     (problem,) = told(convert(tmp_path, source(path, format="parquet")))
     assert "p.parquet: row 7: prompt = None: must be a string, or a list of messages" in problem
@@ -141,7 +141,7 @@ def test_a_column_of_another_type_says_what_makes_a_prompt_of_it(tmp_path: Path,
         assert not event.problems and lines(tmp_path)[0]["prompt"] == "7"
 
 
-def test_a_null_answer_is_refused_where_answers_are_needed_and_its_remedy_works(tmp_path: Path) -> None:
+def test_a_null_answer_is_refused_where_answers_are_needed(tmp_path: Path) -> None:
     path = parquet(tmp_path / "p.parquet", [{"prompt": "a", "answer": None if n == 1 else "1"} for n in range(4)])
     assert not convert(tmp_path, source(path, format="parquet")).problems
     (problem,) = told(convert(tmp_path, source(path, format="parquet"), answers=True))
@@ -229,7 +229,7 @@ def test_a_function_as_a_source_and_what_it_may_not_yield(tmp_path: Path) -> Non
     assert "it raised ValueError: no more (" in raised and "rows.py:9, in raises)" in raised
 
 
-def test_a_prompt_may_be_a_text_with_columns_in_it_and_braces_reach_nothing_else(tmp_path: Path) -> None:
+def test_columns_in_a_prompt_text_reach_nothing_else(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"q": "{answer} {0.__class__}", "meta": {"level": 3}, "answer": "1"}])
     event = convert(tmp_path, source(path, prompt_text="{q} at level {meta.level}."))
     assert not event.problems and lines(tmp_path)[0]["prompt"] == "{answer} {0.__class__} at level 3."
@@ -264,7 +264,7 @@ def test_a_prompt_that_is_too_long_is_dropped_or_cut_to_fit(
     assert all(one == "abcdefgh" * 5 for one in kept[4:])
 
 
-def test_of_a_chat_the_last_message_is_cut_and_one_without_room_is_dropped(
+def test_the_last_message_of_a_chat_is_cut_or_dropped(
     tmp_path: Path, chat_folder: Callable[..., Path]
 ) -> None:
     def chat(first: str, last: str) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def gym(**keys: Any) -> Source:
     return source(name="sums", format="reasoning_gym", tasks={"chain_sum": 1.0}, size=20, **keys)
 
 
-def test_questions_of_a_task_have_the_tag_of_their_source_or_the_name_of_the_task(tmp_path: Path) -> None:
+def test_questions_have_the_tag_of_their_source_or_their_task(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     for tag, expected in (("short", "short"), ("", "chain_sum")):
         assert not convert(tmp_path, gym(tag=tag)).problems

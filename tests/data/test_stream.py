@@ -29,7 +29,7 @@ def prompts(tmp_path: Path) -> Path:
     return write(tmp_path / "p.jsonl", [{"prompt": f"p{i}", "answer": str(i)} for i in range(7)])
 
 
-def test_an_epoch_holds_every_line_once_and_the_next_one_has_another_order(prompts: Path) -> None:
+def test_an_epoch_holds_every_line_once_in_an_order_of_its_own(prompts: Path) -> None:
     stream = JsonlStream(prompts, seed=3, shuffle=True)
     first, second = ([stream.item(e * 7 + i).index for i in range(7)] for e in (0, 1))
     assert sorted(first) == sorted(second) == list(range(7))
@@ -143,7 +143,7 @@ TURNS = (("user", "a"), ("assistant", "b"), ("user", "c"))
 CONVERSATION = [{"role": role, "content": content} for role, content in TURNS]
 
 
-def test_a_prompt_is_a_text_as_it_stands_or_a_user_turn_or_the_chat_that_it_is() -> None:
+def test_a_prompt_is_a_text_a_user_turn_or_a_chat() -> None:
     assert prompt_of({"q": " 1+1="}, Plain()) == " 1+1="
     assert prompt_of({"q": "hi"}, Chat()) == [{"role": "user", "content": "hi"}]
     assert prompt_of({"q": CONVERSATION}, Chat()) == CONVERSATION
@@ -264,7 +264,7 @@ def test_shares_fill_a_block_and_none_is_off_by_a_whole_draw(weights: list[float
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.integers(0, 50), st.booleans())
 @settings(max_examples=25)
-def test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs(
+def test_blocks_of_a_mixture_have_their_shares_and_sources_whole_epochs(
     parts: list[Part], seed: int, block: int, shuffle: bool
 ) -> None:
     with mixed(parts, seed, shuffle) as stream:
@@ -281,7 +281,7 @@ def test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs(
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.integers(0, 50))
 @settings(max_examples=15)
-def test_a_place_names_source_and_line_and_no_draw_of_a_block_is_in_a_later_epoch_than_its_end(
+def test_a_place_names_its_source_line_and_epoch(
     parts: list[Part], seed: int, block: int
 ) -> None:
     draws = range(block * BLOCK, (block + 1) * BLOCK)
@@ -297,7 +297,7 @@ def test_a_place_names_source_and_line_and_no_draw_of_a_block_is_in_a_later_epoc
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
 @settings(max_examples=25)
-def test_a_draw_of_a_mixture_is_the_same_item_after_any_restart_and_for_the_audit(
+def test_a_draw_of_a_mixture_is_the_same_after_any_restart(
     parts: list[Part], seed: int, draws: list[int]
 ) -> None:
     with mixed(parts, seed) as one, mixed(parts, seed) as other:

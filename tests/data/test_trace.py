@@ -44,7 +44,7 @@ def test_a_member_beyond_the_list_starts_again_at_its_front() -> None:
         ({"turns": [[3, 1.0]], "lengths": [3]}, "not both"),
     ],
 )
-def test_a_line_that_can_not_be_a_task_is_refused_with_its_place_and_value(line: dict[str, object], says: str) -> None:
+def test_a_line_that_is_no_task_is_refused_with_its_place(line: dict[str, object], says: str) -> None:
     with pytest.raises(DataError, match=r"t\.jsonl:7: ") as problem:
         parse(json.dumps({"prompt": "p", **line}).encode(), "t.jsonl:7")
     assert says in str(problem.value)
@@ -66,7 +66,7 @@ def test_arrivals_on_some_lines_only_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "t.jsonl")
 
 
-def test_the_same_seed_makes_the_same_trace_and_lengths_have_a_long_tail() -> None:
+def test_a_seed_makes_one_trace_whose_lengths_have_a_tail() -> None:
     shape = Shape(median=100, limit=2000, arrivals_per_s=5)
     tasks = make_trace(2000, shape, seed=3)
     assert tasks == make_trace(2000, shape, seed=3) != make_trace(2000, shape, seed=4)

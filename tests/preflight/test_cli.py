@@ -69,7 +69,7 @@ def test_check_refuses_a_run_that_shared_memory_can_not_hold() -> None:
     assert "/dev/shm has" in message and "the run needs ring" in message
 
 
-def test_check_warns_where_only_the_longest_answers_would_not_fit_into_shared_memory() -> None:
+def test_check_warns_where_only_longest_answers_exceed_shared_memory() -> None:
     space = os.statvfs("/dev/shm")
     slots = max(2048, space.f_bavail * space.f_frsize // (64 << 20) + 8)
     sizes = (f"ring.slots={slots}", f"ring.slot_bytes={64 << 20}", "ring.expected_tokens=1")

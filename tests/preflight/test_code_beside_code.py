@@ -138,7 +138,7 @@ def test_sinks_and_parsers_are_imported_before_the_start(mine: Path, kind: str) 
         topology(mine, "", own)
 
 
-def test_a_pool_of_rewards_starts_among_files_with_names_of_the_standard_library(mine: Path) -> None:
+def test_rewards_start_among_files_named_as_the_standard_library(mine: Path) -> None:
     with RewardPool(Reward(kind="python", function="code/own.py:score"), base_dir=mine) as pool:
         pool.submit([Item(1, b"{}", "", [])])
         outcomes = pool.poll(60.0)
@@ -184,14 +184,14 @@ def test_neighbours_come_before_installed_packages_and_each_file_gets_its_own(mi
     assert done.stdout.split() == ["one", "two", "True", "True"], done.stderr
 
 
-def test_a_module_with_a_name_of_the_standard_library_is_named_by_its_file_instead(mine: Path) -> None:
+def test_a_module_named_as_the_library_is_named_by_its_file(mine: Path) -> None:
     (mine / "token.py").write_text("def score(record, completion, token_ids):\n    return 1.0\n")
     with pytest.raises(UserError, match=r"the standard library has that name: write token\.py:NAME"):
         imports.load("reward.function", "token:score", UserError, mine)
     assert imports.load("reward.function", "token.py:score", UserError, mine)({}, "", []) == 1.0
 
 
-def test_an_environment_s_modules_lie_beside_the_topology_and_hide_none_of_the_library(mine: Path) -> None:
+def test_modules_of_an_environment_hide_none_of_the_library(mine: Path) -> None:
     command = [*imports.interpreter(), "busrl.agents.child", str(os.getpid())]
     setup = agent_child.EpisodeSetup("", str(mine), environment="gymnasium:no_such_module_of_mine:X")
     line = agent_child.pipes.line_of(setup)

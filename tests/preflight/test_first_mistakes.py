@@ -68,7 +68,7 @@ def test_a_data_set_of_the_hub_is_told_how_it_is_fetched(refused: Refused, name:
 
 
 @pytest.mark.parametrize("name", ["data/train.jsonl", "train.jsonl.gz", "gone.parquet", "../gone", "model/gone"])
-def test_a_path_that_is_no_name_of_the_hub_is_not_taken_for_one(refused: Refused, name: str) -> None:
+def test_a_path_is_not_taken_for_a_name_of_the_hub(refused: Refused, name: str) -> None:
     found = refused(f'\n[data]\ntrain = "{name}"\n', base='[model]\npath = "model"\n')
     assert found and "hf download" not in "".join(found)
 
@@ -82,7 +82,7 @@ def test_a_model_of_the_hub_is_one_problem_with_the_command(refused: Refused) ->
 # -- keys of the data ----------------------------------------
 
 
-def test_a_misspelt_prompt_key_is_one_problem_with_the_keys_that_are_there(refused: Refused, here: Path) -> None:
+def test_a_misspelt_prompt_key_is_one_problem_with_known_keys(refused: Refused, here: Path) -> None:
     rows = [{"question": f"{n}", "answer": n} for n in range(340)]
     (here / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (found,) = refused("", "data.prompt_key=questoin")

@@ -71,7 +71,7 @@ def test_exact_match_is_tried_too(loaded: Loaded) -> None:
     assert "reward of an empty answer: 0\n" in text and 'reward of the right answer "0": 1\n' in text
 
 
-def test_a_reward_that_raises_on_everything_is_refused_with_the_last_line_of_its_exception(
+def test_a_reward_that_always_raises_is_refused_with_its_exception(
     refused: Refused, here: Path
 ) -> None:
     (here / "judge.py").write_text(HEAD + "    return record['anser'] == completion\n")
@@ -86,7 +86,7 @@ def test_one_that_raises_on_an_empty_answer_alone_is_told_and_accepted(judged: C
     assert 'reward of the right answer "0": 0\n' in text
 
 
-def test_without_a_right_answer_a_made_up_one_is_tried_so_that_an_empty_text_alone_refuses_no_start(
+def test_an_empty_text_alone_refuses_no_start_without_right_answers(
     judged: Callable[..., str], here: Path
 ) -> None:
     (here / "train.jsonl").write_text('{"prompt": "name a number"}\n')
@@ -109,7 +109,7 @@ def test_what_is_no_number_or_ends_its_process_is_refused(
     assert told in found
 
 
-def test_one_that_hangs_is_refused_after_its_own_deadline_and_leaves_no_process(refused: Refused, here: Path) -> None:
+def test_a_hanging_reward_is_refused_by_deadline_and_leaves_no_process(refused: Refused, here: Path) -> None:
     (here / "judge.py").write_text(
         "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"  # before its time counts
         f"open({str(here / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n{HEAD}    time.sleep(600)\n"
@@ -157,7 +157,7 @@ def test_what_a_person_decides_stands_before_the_sums(loaded: Loaded) -> None:
     assert "groups and slots" not in short and "--verbose" in short and "groups and slots" in long
 
 
-def test_a_bound_on_age_that_a_synchronous_run_never_reads_is_warned_of(loaded: Loaded) -> None:
+def test_a_bound_on_age_warns_in_a_synchronous_run(loaded: Loaded) -> None:
     (found,) = loaded('[weights]\nmode = "sync"\nmax_staleness = 3\n').derived.warnings
     assert "weights.max_staleness = 3" in found and "nothing in it is stale" in found
     assert not loaded('[weights]\nmode = "sync"\n').derived.warnings

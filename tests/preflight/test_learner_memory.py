@@ -38,7 +38,7 @@ def test_parameters_are_those_of_the_models() -> None:
     assert Widths.of(wide).parameters == pytest.approx(0.596e9, rel=0.01)
 
 
-def test_weights_gradient_and_optimiser_are_16_bytes_a_parameter_and_18_in_bfloat16() -> None:
+def test_a_parameter_takes_16_bytes_and_18_in_bfloat16() -> None:
     size = Widths.of(HALF_BILLION).parameters
     for dtype, optimizer, each in (
         ("float32", "adamw", 16), ("bfloat16", "adamw", 18), ("bfloat16", "adafactor", 10),
@@ -59,7 +59,7 @@ def test_each_of_several_ranks_holds_its_share_and_what_is_gathered() -> None:
     assert kept["weights that are gathered"] == pytest.approx(2 * 7.616e9, rel=0.01)
 
 
-def test_frozen_layers_have_no_gradient_and_keep_nothing_below_the_first_trained_one() -> None:
+def test_frozen_layers_keep_neither_gradient_nor_inputs_below_trained_ones() -> None:
     whole, upper = (learner_sum(HALF_BILLION, Work(8192, train_layers=text)) for text in ("", "20-23"))
     assert whole["weights"] == upper["weights"]
     each = (Widths.of(HALF_BILLION).parameters - 151_936 * 896) / 24
@@ -114,7 +114,7 @@ def test_check_prints_the_sum(loaded: Loaded, here: Path) -> None:
         loaded("", "model.device=cpu", "learner.memory.activation_checkpointing=full"))
 
 
-def test_a_sum_that_the_device_cannot_hold_is_refused_with_the_keys_that_lower_it(
+def test_a_sum_beyond_the_device_is_refused_with_keys_to_lower(
     loaded: Loaded, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model(here, SEVEN_BILLION)
@@ -159,7 +159,7 @@ def test_memory_of_the_host_is_the_machines_or_the_control_groups(tmp_path: Path
     assert memory.host_memory(tmp_path / "nowhere") == 0
 
 
-def test_a_host_without_room_for_what_is_published_is_refused_where_the_device_has_enough(
+def test_a_host_without_room_for_published_weights_is_refused(
     loaded: Loaded, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model(here, SEVEN_BILLION)
@@ -184,7 +184,7 @@ def test_axes_and_offload_lower_what_a_rank_holds() -> None:
     assert host["weights that are gathered"] == one["weights that are gathered"]
 
 
-def test_ranks_on_a_cpu_share_its_memory_and_on_devices_have_their_own(
+def test_ranks_share_memory_on_a_cpu_and_not_on_devices(
     loaded: Loaded, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model(here, HALF_BILLION)

@@ -162,7 +162,7 @@ def test_the_head_of_a_tied_model_cannot_be_trained_alone(
     assert "the head is the embedding (tie_word_embeddings); name embed_tokens" in found
 
 
-def test_the_head_of_a_tied_model_is_told_without_the_names_of_weights(refused: Refused, here: Path) -> None:
+def test_a_tied_head_is_seen_without_names_of_weights(refused: Refused, here: Path) -> None:
     (here / "model" / "model.safetensors").rename(here / "model" / "pytorch_model.bin")
     describe(here / "model", tie_word_embeddings=True)
     (found,) = refused("", 'learner.train_layers="lm_head"')

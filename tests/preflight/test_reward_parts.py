@@ -132,7 +132,7 @@ def test_a_check_shows_what_each_part_says_of_two_answers(loaded: Loaded, here: 
         assert line in told, told
 
 
-def test_code_is_tried_before_the_run_and_a_check_says_what_boxes_there_are(
+def test_code_is_tried_before_the_run_and_check_names_boxes(
     loaded: Loaded, refused: Refused, here: Path
 ) -> None:
     (told,) = refused(part("code", "trust = true"))
@@ -145,7 +145,7 @@ def test_code_is_tried_before_the_run_and_a_check_says_what_boxes_there_are(
     assert re.search(r"reward part code of .*: 0$", told, re.M), told
 
 
-def test_a_check_says_that_a_judge_is_not_there_and_that_an_expression_hangs(loaded: Loaded, here: Path) -> None:
+def test_check_names_an_absent_judge_and_an_expression_that_hangs(loaded: Loaded, here: Path) -> None:
     pytest.importorskip("aiohttp")
     (here / "train.jsonl").write_text(json.dumps({"prompt": "a", "answer": "a" * 60 + "!"}) + "\n")
     judge = part("judge", 'base_url = "http://127.0.0.1:9/v1"', "retries = 0")

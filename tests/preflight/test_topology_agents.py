@@ -39,7 +39,7 @@ def test_a_slot_has_room_for_the_largest_episode() -> None:
     assert other.derived.slot_bytes - one.derived.slot_bytes >= 36 * 900 + (1 << 20) - (1 << 16)
 
 
-def test_too_few_episodes_for_the_engines_rows_are_a_warning_and_some_that_wait_are_none() -> None:
+def test_only_too_few_episodes_for_the_rows_are_warned_of() -> None:
     few, many = agents("agents.episodes=100"), agents("agents.episodes=128")
     (told,) = [text for text in few.derived.warnings if "rows" in text]
     assert "agents.episodes = 100" in told and "256 rows" in told and "raise agents.episodes" in told
@@ -125,7 +125,7 @@ def test_the_seeds_of_an_environment_are_its_data_and_validation_has_others() ->
     assert topology.derived.train_prompts == topology.derived.validation_prompts == 1024
 
 
-def test_the_page_says_how_the_template_continues_turns_and_tries_no_reward_that_episodes_return(
+def test_check_says_how_turns_continue_and_tries_no_episode_reward(
     chat_folder: Callable[..., Path], here: Path
 ) -> None:
     (here / "play.py").write_text("async def episode(task, llm):\n    return 0.0\n")

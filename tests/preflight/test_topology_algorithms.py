@@ -35,7 +35,7 @@ def a_model(folder: Path, words: int = 16, **tokens: int) -> Path:
 
 
 @pytest.mark.parametrize("recipe", sorted(catalog.RECIPES))
-def test_a_recipe_is_accepted_as_it_is_and_check_prints_all_that_it_set(
+def test_a_recipe_is_accepted_and_check_prints_all_it_set(
     loaded: Loaded, recipe: str, tmp_path: Path
 ) -> None:
     more = [f"model.teacher={a_model(tmp_path, 3)}"] if recipe == "distill" else []
@@ -50,7 +50,7 @@ def test_a_recipe_is_accepted_as_it_is_and_check_prints_all_that_it_set(
             assert f"  {key} = " in page
 
 
-def test_what_the_file_says_wins_over_the_recipe_and_over_the_loss_and_check_tells(loaded: Loaded) -> None:
+def test_the_file_wins_over_recipe_and_loss_and_check_says_so(loaded: Loaded) -> None:
     topology = loaded("", "learner.recipe=grpo", "learner.kl_coef=0.001", "learner.clip_high=0.3")
     assert (topology.learner.kl, topology.learner.kl_coef, topology.learner.clip_high) == ("k3", 0.001, 0.3)
     assert "learner.kl_coef = 0.001 is the file's; recipe \"grpo\" would set 0.04" in report(topology)
@@ -60,7 +60,7 @@ def test_what_the_file_says_wins_over_the_recipe_and_over_the_loss_and_check_tel
     assert (own.clip_low, own.clip_high, own.aggregation) == (0.01, 4e-4, "seq-mean-token-mean")
 
 
-def test_the_sum_of_dr_grpo_is_divided_by_the_limit_of_an_answer(loaded: Loaded) -> None:
+def test_dr_grpo_divides_its_sum_by_the_limit_of_answers(loaded: Loaded) -> None:
     topology = loaded("", "learner.recipe=dr_grpo")
     assert topology.learner.length_norm == topology.generation.max_new_tokens
     assert loaded("", "learner.recipe=dr_grpo", "learner.length_norm=7").learner.length_norm == 7
@@ -122,7 +122,7 @@ def test_check_tells_what_old_samples_ask_of_the_learning_rate(loaded: Loaded) -
     assert "samples of any age" in report(loaded("", "weights.mode=fully-async"))
 
 
-def test_a_value_head_goes_with_ranks_and_its_keys_need_a_value_head(
+def test_a_value_head_goes_with_ranks_and_its_keys_need_it(
     loaded: Loaded, refused: Refused
 ) -> None:
     """It may go with single answers, which have no siblings to be compared with; nothing else may."""
@@ -141,7 +141,7 @@ def test_a_value_head_goes_with_ranks_and_its_keys_need_a_value_head(
     loaded("", "learner.loss=decoupled", "learner.passes_per_batch=2")
 
 
-def test_a_teacher_must_have_the_very_tokens_of_the_model_and_be_read_by_something(
+def test_a_teacher_has_the_tokens_of_the_model_and_a_reader(
     loaded: Loaded, refused: Refused, tmp_path: Path
 ) -> None:
     own, same = a_model(tmp_path, a=1, b=2), a_model(tmp_path, 20, a=1, b=2)

@@ -38,7 +38,7 @@ def test_what_is_no_list_of_cores_is_refused_with_an_example(refused: Refused, t
     assert any("process.1.cpus" in message and '"0-2,7"' in message for message in found), found
 
 
-def test_a_process_has_the_cores_that_it_names_and_the_others_share_the_rest(loaded: Loaded) -> None:
+def test_a_process_has_its_cores_and_others_share_the_rest(loaded: Loaded) -> None:
     t = loaded("", "process.learner.cpus=1-2")
     rollout, learner, reward = t.process
     assert machine.cores_of(t, learner, HERE) == {1, 2}
@@ -47,7 +47,7 @@ def test_a_process_has_the_cores_that_it_names_and_the_others_share_the_rest(loa
     assert "on core 1-2" in report(t)
 
 
-def test_without_names_nobody_is_bound_and_where_all_are_taken_the_others_may_use_any(loaded: Loaded) -> None:
+def test_without_named_cores_nobody_is_bound_nor_where_all_are_taken(loaded: Loaded) -> None:
     plain, taken = loaded(), loaded("", "process.learner.cpus=0-3")
     assert all(machine.cores_of(plain, entry, HERE) == set() for entry in plain.process)
     assert machine.cores_of(taken, taken.process[0], HERE) == set()
@@ -63,7 +63,7 @@ def test_more_threads_than_cores_are_warned_of(loaded: Loaded) -> None:
     assert any("1 x 2 threads share 1 cores" in text for text in t.derived.warnings)
 
 
-def test_what_launch_starts_runs_on_its_cores_with_all_that_it_starts_itself(tmp_path: Path) -> None:
+def test_a_started_process_and_its_children_run_on_its_cores(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     own = frozenset({max(before)})
     paths = RunPaths.of(tmp_path)

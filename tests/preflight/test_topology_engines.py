@@ -36,7 +36,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED, ids=[case[1][:40] for case in REFUSED])
-def test_an_endpoint_that_can_not_work_is_refused_with_the_rule_and_the_remedy(
+def test_an_endpoint_that_cannot_work_is_refused_with_rule_and_remedy(
     refused: Refused, text: str, message: str
 ) -> None:
     overrides = list(ENGINE)
@@ -65,7 +65,7 @@ def test_one_process_gives_a_server_its_weights(refused: Refused) -> None:
     assert any("two processes would load weights into one server" in line for line in found), found
 
 
-def test_what_can_work_is_loaded_and_warned_of_where_the_server_has_to_be_set_up_for_it(loaded: Loaded) -> None:
+def test_an_endpoint_that_needs_setting_up_is_loaded_with_a_warning(loaded: Loaded) -> None:
     given = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
     topology = loaded(given + "[generation]\ntemperature = 0.7\n", *ENGINE)
     assert any("processed_logprobs" in line for line in topology.derived.warnings)

@@ -110,7 +110,7 @@ def test_samples_longer_than_the_model_takes_are_refused(refused: Refused) -> No
     assert found.startswith("t.toml:12: ") and "prompt and completion have 564 tokens, the model takes 512" in found
 
 
-def test_a_slot_too_small_names_the_sum_and_the_prompt_that_does_not_fit(here: Path, refused: Refused) -> None:
+def test_a_slot_too_small_names_its_sum_and_the_prompt(here: Path, refused: Refused) -> None:
     with open(here / "train.jsonl", "a") as file:
         file.write(json.dumps({"prompt": "x" * 3000, "answer": "y"}) + "\n")
     found = refused("[ring]\nslot_bytes = 1024\n")
@@ -148,7 +148,7 @@ def test_the_model_is_described_without_loading_it(here: Path, loaded: Loaded) -
     assert "TestLM: 2 layers, width 8, vocabulary 3" in text and "40 prompts" in text
 
 
-def test_a_topology_for_simulation_asks_for_no_file_and_tells_which_keys_are_written(tmp_path: Path) -> None:
+def test_a_topology_for_simulation_needs_no_file_and_knows_written_keys(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text(
         '[model]\npath = "nowhere"\n[data]\ntrain = "none.jsonl"\n[reward]\nkind = "python"\nfunction = "no.py:f"\n'
@@ -171,7 +171,7 @@ def test_a_damaged_topology_of_a_run_is_an_error_that_names_it(tmp_path, text):
 
 
 @pytest.mark.parametrize(("name", "what"), [("model", "a folder"), ("rows.parquet", "a Parquet file")])
-def test_a_data_set_in_the_place_of_a_file_of_lines_leads_to_a_source(
+def test_a_data_set_as_train_leads_to_a_source(
     here: Path, refused: Refused, name: str, what: str
 ) -> None:
     (here / "rows.parquet").write_bytes(b"PAR1")
@@ -222,7 +222,7 @@ def test_the_weights_of_another_model_are_refused_with_both_shapes(
     assert f"vocabulary and width are 3 x 8, and those of the weights {there}" in found
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused_and_one_with_fewer_is_not(
+def test_only_a_tokenizer_with_more_ids_than_the_model_is_refused(
     here: Path, loaded: Loaded, refused: Refused
 ) -> None:
     place = here / "model" / "tokenizer.json"

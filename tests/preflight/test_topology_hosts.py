@@ -41,7 +41,7 @@ def test_a_run_of_one_host_has_no_relay() -> None:
     assert names(load(QUICKSTART))[:3] == ["bus", "keeper", "scheduler"]
 
 
-def test_a_host_has_slots_for_what_it_runs_holds_ahead_and_has_answered(over_hosts: Callable[..., Topology]) -> None:
+def test_a_host_has_slots_for_running_waiting_and_answered_samples(over_hosts: Callable[..., Topology]) -> None:
     home = over_hosts("process.rollout.count=2", "generation.max_batch=40")
     assert of_host(home, "a").derived.slots == 2 * (80 + 8)  # a group ahead
     assert ahead_of(home, 1600) == 100 and ahead_of(over_hosts("hosts.ahead=3"), 1600) == 3
@@ -92,7 +92,7 @@ def with_agents(tmp_path: Path) -> Callable[..., Topology]:
     return lambda *settings: load(AGENTS, [*own, *settings])
 
 
-def test_a_host_with_agents_has_a_ring_of_calls_and_slots_for_its_episodes(
+def test_a_host_with_agents_has_call_ring_and_slots(
     with_agents: Callable[..., Topology]
 ) -> None:
     home = with_agents(*BOTH, "process.agent.count=2", "agents.episodes=40", "generation.max_batch=16")

@@ -15,7 +15,7 @@ def test_a_role_that_joins_from_outside_is_explained_with_its_lease(loaded: Call
     assert "expected to join from outside, or not at all: reward" in text and "a task's lease is 7 s" in text
 
 
-def test_samples_that_no_message_can_hold_are_warned_of_only_where_somebody_would_need_it(
+def test_samples_beyond_a_message_are_warned_of_where_one_needs_it(
     loaded: Callable[..., Topology],
 ) -> None:
     big = ("ring.slot_bytes=8000", "bus.max_message_bytes=8192")

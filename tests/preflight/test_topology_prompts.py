@@ -53,7 +53,7 @@ def with_margin(longest: int) -> int:
     return longest + max(8, longest // 8)
 
 
-def test_auto_is_the_longest_prompt_of_both_files_with_template_and_system_prompt(
+def test_auto_is_the_longest_prompt_with_template_and_system_prompt(
     here: Path, chats: Callable[..., Path], loaded: Loaded
 ) -> None:
     folder = chats(["ab", "a" * 30, "abc"])
@@ -74,7 +74,7 @@ def test_auto_is_the_longest_prompt_of_both_files_with_template_and_system_promp
     assert Topology.from_json(both.to_json()).max_prompt_tokens == both.max_prompt_tokens
 
 
-def test_a_limit_that_leaves_out_more_than_a_hundredth_is_refused_with_one_that_fits(
+def test_a_limit_below_one_in_a_hundred_is_refused_with_another(
     chats: Callable[..., Path], refused: Refused, loaded: Loaded
 ) -> None:
     folder = chats([*("a" * 20 for _ in range(196)), *("b" * 60 for _ in range(3)), "c" * 90])
@@ -100,7 +100,7 @@ def test_auto_leaves_the_answer_room_in_the_model(chats: Callable[..., Path], lo
     assert "lower generation.max_new_tokens" in found and "fits all" not in found, "auto is what it is already"
 
 
-def test_a_large_file_is_counted_in_part_and_what_was_counted_is_said(
+def test_a_large_file_is_counted_in_part_and_says_so(
     chats: Callable[..., Path], loaded: Loaded, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts_module, "ALL", 100)
@@ -132,7 +132,7 @@ def test_a_million_prompts_are_looked_at_within_a_bound(chats: Callable[..., Pat
     assert sorted((sizes[i] for i in chosen), reverse=True)[0] == longest[0]
 
 
-def test_chat_without_a_template_is_refused_by_the_key_that_asks_for_it(
+def test_chat_without_a_template_is_refused_at_its_key(
     chats: Callable[..., Path], refused: Refused, loaded: Loaded
 ) -> None:
     chats(["a"], template="")
@@ -163,7 +163,7 @@ def test_a_system_prompt_without_a_chat_has_no_place(chats: Callable[..., Path],
     assert "rollouts from outside do not receive it" in found
 
 
-def test_without_a_tokenizer_that_can_be_read_a_byte_counts_as_a_token(loaded: Loaded) -> None:
+def test_without_a_readable_tokenizer_a_byte_counts_as_a_token(loaded: Loaded) -> None:
     topology = loaded()
     assert topology.max_prompt_tokens == len("39+39=") + 1
     assert "a byte counted as a token" in report(topology)

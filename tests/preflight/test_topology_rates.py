@@ -42,7 +42,7 @@ def test_parameters_are_counted_from_the_widths_of_published_models() -> None:
     (0, "for all weights of 494 M parameters 3e-06 is usual"),
     (8, "for a LoRA adapter of 494 M parameters 3e-05 is usual"),
 ])
-def test_a_learning_rate_that_is_missing_is_asked_for_with_advice_for_the_model(
+def test_a_missing_learning_rate_is_asked_for_with_advice(
     here: Path, rank: int, advice: str
 ) -> None:
     give_shape(here, HALF_A_BILLION)
@@ -53,7 +53,7 @@ def test_a_learning_rate_that_is_missing_is_asked_for_with_advice_for_the_model(
     assert "learner.lr is missing; add lr = ... to [learner]: " in str(problem) and advice in str(problem)
 
 
-def test_three_in_ten_thousand_for_half_a_billion_weights_is_warned_of_by_number(here: Path, loaded: Loaded) -> None:
+def test_a_far_learning_rate_is_warned_of_by_number(here: Path, loaded: Loaded) -> None:
     give_shape(here, HALF_A_BILLION)
     topology = loaded("", "learner.lr=3e-4")
     (found,) = topology.derived.warnings

@@ -151,7 +151,7 @@ def test_roles_that_join_from_outside_are_declared_with_count_zero(loaded: Loade
     assert [process.role for process in topology.processes()] == ["bus", "keeper", "scheduler", "learner", "reward"]
 
 
-def test_a_foreign_program_is_named_relative_to_the_file_and_told_its_run_and_name(loaded: Loaded, here: Path) -> None:
+def test_a_foreign_program_gets_run_and_name_relative_to_the_file(loaded: Loaded, here: Path) -> None:
     (here / "judge").write_text("#!/bin/sh\n")
     (here / "judge").chmod(0o755)
     topology = loaded('[[process]]\nrole = "reward"\ncommand = ["{here}/judge", "{run_dir}", "as={name}", "{}"]\n')

@@ -45,7 +45,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED, ids=[case[1][:40] for case in REFUSED])
-def test_settings_that_can_not_work_are_refused_with_the_rule_and_the_remedy(
+def test_settings_that_cannot_work_are_refused_with_rule_and_remedy(
     refused: Refused, text: str, message: str
 ) -> None:
     (found,) = refused(f"[segments]\n{text}\n")
@@ -72,7 +72,7 @@ def test_a_slot_has_room_for_the_tensors_of_every_segment(loaded: Loaded) -> Non
     assert any("at most 4 of 16 or more" in line for line in auto.explain)
 
 
-def test_rounds_of_segments_have_slots_for_as_many_rounds_as_an_answer_has_segments(loaded: Loaded) -> None:
+def test_rounds_of_segments_have_slots_for_every_segment_of_answers(loaded: Loaded) -> None:
     text = '[segments]\nlength = 16\nmax_segments = 4\nrounds = "segments"\n[weights]\nmode = "sync"\n'
     derived = loaded(text).derived
     assert (derived.limits.B, derived.limits.W, derived.train_slots) == (128, 128, 1024)

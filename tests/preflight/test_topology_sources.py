@@ -86,7 +86,7 @@ def test_what_is_wrong_with_a_source_is_told_at_its_line(two: Path, refused: Ref
     assert any(re.search(REFUSED[table], one, re.DOTALL) for one in found), found
 
 
-def test_one_file_and_sources_exclude_each_other_and_a_tiny_share_is_refused(two: Path, refused: Refused) -> None:
+def test_a_file_excludes_sources_and_a_tiny_share_is_refused(two: Path, refused: Refused) -> None:
     (found,) = refused(base=sources('path = "easy.jsonl"') + '[data]\ntrain = "train.jsonl"\n')
     assert "prompts come from one file, or from sources; remove it" in found
     (found,) = refused(base=sources('path = "easy.jsonl"\nweight = 1e5', 'path = "hard.jsonl"'))
@@ -116,7 +116,7 @@ def test_tools_and_arguments_of_the_template_are_plain_values(loaded: Loaded, re
     assert "data.template_arguments" in found
 
 
-def test_what_a_run_has_made_is_not_made_again_unless_a_file_or_a_key_changed(two: Path) -> None:
+def test_prompts_are_made_again_only_where_file_or_key_changed(two: Path) -> None:
     text = sources('path = "easy.jsonl"\ntag = "a"') + "[learner]\nlr = 1e-4\n"
     (two / "t.toml").write_text(text)
     first = load(two / "t.toml")
@@ -139,7 +139,7 @@ def test_what_a_run_has_made_is_not_made_again_unless_a_file_or_a_key_changed(tw
 HELD = '[data]\ntrain = "train.jsonl"\n'
 
 
-def test_validation_reads_what_training_can_and_a_jsonl_file_stays_as_it_is(two: Path, loaded: Loaded) -> None:
+def test_validation_reads_what_training_can_and_keeps_jsonl_as_is(two: Path, loaded: Loaded) -> None:
     arrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 

@@ -29,7 +29,7 @@ def test_a_run_can_begin_with_a_whole_checkpoint_of_its_model(here: Path, loaded
     assert found.learner.start_from.endswith("global_step_4") and found.learner.start_optimizer
 
 
-def test_a_checkpoint_to_begin_with_that_does_not_fit_is_refused_with_both_values(
+def test_a_first_checkpoint_that_differs_is_refused_with_both_values(
     here: Path, refused: Refused
 ) -> None:
     folder = a_checkpoint(here, optimizer="adafactor", lora={"rank": 8})
@@ -50,7 +50,7 @@ def test_a_checkpoint_to_begin_with_that_does_not_fit_is_refused_with_both_value
     assert "no meta.json" in none and "global_step_N" in none
 
 
-def test_a_checkpoint_in_shards_is_no_model_and_the_way_to_make_one_is_told(here: Path, refused: Refused) -> None:
+def test_a_checkpoint_in_shards_is_refused_with_its_export(here: Path, refused: Refused) -> None:
     folder = a_checkpoint(here)
     (folder / "shards").mkdir()
     for path in (folder / "model").glob("*.safetensors"):

@@ -105,7 +105,7 @@ def test_what_a_transport_reads_is_not_warned_of(with_layers: Path, loaded: Load
         assert not [line for line in loaded(text).derived.warnings if "weights." in line]
 
 
-def test_an_engine_that_can_not_take_it_is_refused_with_what_it_can(loaded: Loaded) -> None:
+def test_a_transport_that_an_engine_cannot_take_is_refused(loaded: Loaded) -> None:
     plain = loaded()
     entry = next(entry for entry in plain.process if entry.role == "rollout")
     vllm = dataclasses.replace(entry, engine="vllm")

@@ -86,7 +86,7 @@ documents = st.dictionaries(names, st.dictionaries(names, values, max_size=4), m
 
 
 @given(documents)
-def test_every_key_of_an_accepted_text_has_the_line_it_was_written_on(tables: dict[str, dict[str, str]]) -> None:
+def test_every_key_of_an_accepted_text_has_its_line(tables: dict[str, dict[str, str]]) -> None:
     lines: list[str] = []
     expected = {}
     for table, keys in tables.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from topologies import BASE
 
 from busrl.errors import TopologyError
 from busrl.preflight.load import load
@@ -15,8 +16,8 @@ from tools.reference import topology_page
 
 Refused = Callable[..., list[str]]
 Loaded = Callable[..., Topology]
-BASE = (Path(__file__).parent / "conftest.py").read_text().partition('BASE = """\\\n')[2].partition('"""')[0]
-LINES = 10  # of the text in conftest that the cases are appended to
+
+LINES = 10  # of BASE that the cases are appended to
 
 CASES = [
     ("[run]\nmax_steps = true", "run.max_steps = true: expected a whole number >= 1; the default is 200", 2),
@@ -51,7 +52,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "message", "line"), CASES, ids=[case[1][:40] for case in CASES])
-def test_a_wrong_key_is_named_with_its_line_its_rule_and_a_remedy(
+def test_a_wrong_key_has_its_line_rule_and_remedy(
     refused: Refused, text: str, message: str, line: int
 ) -> None:
     (found,) = refused(text)
@@ -138,7 +139,7 @@ def test_a_reward_function_needs_no_kind(loaded: Loaded, refused: Refused, here:
     assert "exact_match calls no function" in found
 
 
-def test_one_problem_of_the_reward_is_not_buried_under_those_of_the_data(refused: Refused, here: Path) -> None:
+def test_a_problem_of_the_reward_stands_beside_those_of_data(refused: Refused, here: Path) -> None:
     (here / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(9500)))
     (found,) = refused('[reward]\nkind = "exact_match"\nfunction = "judge.py:score"\n')
     assert "exact_match calls no function" in found
@@ -193,7 +194,7 @@ def test_an_override_takes_toml_values_and_bare_words(loaded: Loaded) -> None:
     assert math.isinf(topology.learner.trigger.t_max_s) and not topology.validation.at_start
 
 
-def test_an_override_of_a_process_goes_by_its_role_and_may_declare_it(loaded: Loaded) -> None:
+def test_an_override_of_a_process_goes_by_its_role(loaded: Loaded) -> None:
     topology = loaded(
         "", "process.rollout.count=3", "process.validator.threads=2", "process.rollout.env.A=b",
         "validation.data=tiny:sort",
@@ -222,7 +223,7 @@ def test_a_wrong_override_is_named_as_it_was_typed(refused: Refused, override: s
     assert message in found and found.startswith("--set ")
 
 
-def test_a_path_is_relative_to_the_file_and_an_override_to_where_it_is_typed(
+def test_paths_are_relative_to_the_file_or_to_the_command(
     here: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "other").mkdir()
