@@ -52,12 +52,6 @@ def test_settings_without_an_effect_are_warned_about(loaded: Loaded, text: str, 
     assert rule in found and remedy in found
 
 
-@pytest.mark.parametrize("key", ["rules = 'full'", "rules = 'entropy'", "kappa = 2.0", "eta_min = 1"])
-def test_keys_of_rules_that_are_gone_are_refused_with_the_reason(refused: Refused, key: str) -> None:
-    (found,) = refused(f"{TABLE}{key}\n")
-    assert f"{key.split()[0]}: unknown key in [experiments.controller]; the controller has one set of rules" in found
-
-
 def test_off_asks_nothing_of_its_other_keys(loaded: Loaded) -> None:
     topology = loaded("[learner.controller]\nmode = 'off'\n[experiments.controller]\nlow = 2.0\n")
     assert control_settings(topology) is None
