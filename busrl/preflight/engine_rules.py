@@ -31,155 +31,91 @@ SENT = {"nothing": (ONE_COPY,), "an adapter": ADAPTERS, "a whole folder": ("chec
 
 
 def _read_with_lora(name: str) -> Clash:
-    return Clash(
-        (f"lora.{name}", "lora.rank"),
-        lambda t: getattr(t.lora, name) and t.lora.rank == 0,
-        "LoRA is off: all weights are trained; set lora.rank, or remove it",
-        warning=True,
-    )
+    return Clash((f"lora.{name}", "lora.rank"), lambda t: getattr(t.lora, name) and t.lora.rank == 0,
+                 "LoRA is off: all weights are trained; set lora.rank, or remove it", warning=True)
 
 
 def _never_sparse(sent: str, transports: tuple[str, ...]) -> Clash:
-    return Clash(
-        ("weights.sparse.enabled", "weights.transport"),
-        lambda t: t.weights.sparse.enabled and t.weights.transport in transports,
-        lambda t: (
-            f"{t.weights.transport} sends {sent}: nothing is left out of it; remove it, or "
-            f"transport = one of {', '.join(SPARSE)}"
-        ),
-        warning=True,
-    )
+    return Clash(("weights.sparse.enabled", "weights.transport"),
+                 lambda t: t.weights.sparse.enabled and t.weights.transport in transports,
+                 lambda t: (
+                     f"{t.weights.transport} sends {sent}: nothing is left out of it; remove it, or "
+                     f"transport = one of {', '.join(SPARSE)}"
+                 ), warning=True)
 
 
 def _read_if_sparse(key: str, changed: Callable[[Topology], bool]) -> Clash:
-    return Clash(
-        (key, "weights.sparse.enabled"),
-        lambda t: changed(t) and not t.weights.sparse.enabled,
-        "sparse updates are off; enabled = true, or remove it",
-        warning=True,
-    )
+    return Clash((key, "weights.sparse.enabled"), lambda t: changed(t) and not t.weights.sparse.enabled,
+                 "sparse updates are off; enabled = true, or remove it", warning=True)
 
 
 TABLE = (
     # -- adapters
-    Clash(
-        ("weights.transport", "lora.rank"),
-        lambda t: t.weights.transport in ADAPTERS and t.lora.rank == 0,
-        'its versions are LoRA adapters, and none is trained; set lora.rank, for example 8, or transport = "shm"',
-    ),
+    Clash(("weights.transport", "lora.rank"), lambda t: t.weights.transport in ADAPTERS and t.lora.rank == 0,
+          'its versions are LoRA adapters, and none is trained; set lora.rank, for example 8, or transport = "shm"'),
     *(_read_with_lora(name) for name in ("alpha", "targets", "dropout")),
-    Clash(
-        ("learner.train_layers", "lora.rank"),
-        lambda t: t.learner.train_layers and t.lora.rank,
-        "an adapter is all that is trained: the base is frozen; lora.targets says where it is, or lora.rank = 0",
-    ),
-    Clash(
-        ("lora.dropout",),
-        lambda t: t.lora.dropout and t.lora.rank,
-        "two forwards differ, so even the ratio of a fresh sample is not 1; 0 for policy gradients",
-        hidden=("lora.rank",), warning=True,
-    ),
-    Clash(
-        ("lora.dropout", "learner.deterministic"),
-        lambda t: t.lora.dropout and t.learner.deterministic and t.lora.rank,
-        "dropout differs in a step that is trained again after a crash; dropout = 0, or deterministic = false",
-        hidden=("lora.rank",),
-    ),
-    Clash(
-        ("lora.dropout", "learner.parallel.tensor"),
-        lambda t: t.lora.dropout and t.learner.parallel.tensor > 1 and t.lora.rank and t.ranks > 1,
-        "ranks that compute a layer together would each drop other values; set one of them to its default",
-        hidden=("lora.rank",),
-    ),
+    Clash(("learner.train_layers", "lora.rank"), lambda t: t.learner.train_layers and t.lora.rank,
+          "an adapter is all that is trained: the base is frozen; lora.targets says where it is, or lora.rank = 0"),
+    Clash(("lora.dropout",), lambda t: t.lora.dropout and t.lora.rank,
+          "two forwards differ, so even the ratio of a fresh sample is not 1; 0 for policy gradients",
+          hidden=("lora.rank",), warning=True),
+    Clash(("lora.dropout", "learner.deterministic"),
+          lambda t: t.lora.dropout and t.learner.deterministic and t.lora.rank,
+          "dropout differs in a step that is trained again after a crash; dropout = 0, or deterministic = false",
+          hidden=("lora.rank",)),
+    Clash(("lora.dropout", "learner.parallel.tensor"),
+          lambda t: t.lora.dropout and t.learner.parallel.tensor > 1 and t.lora.rank and t.ranks > 1,
+          "ranks that compute a layer together would each drop other values; set one of them to its default",
+          hidden=("lora.rank",)),
     # -- keys that a transport does not read: what they promise does not happen
-    Clash(
-        ("weights.restart_every", "weights.transport"),
-        lambda t: t.weights.restart_every != 1 and t.weights.transport not in RESTARTS,
-        lambda t: f"{t.weights.transport} restarts no engine; use learner.publish_every",
-        warning=True,
-    ),
-    Clash(
-        ("weights.on_restart", "weights.transport"),
-        lambda t: t.weights.on_restart != "continue" and t.weights.transport not in RESTARTS,
-        lambda t: f"{t.weights.transport} restarts no engine; remove it",
-        warning=True,
-    ),
+    Clash(("weights.restart_every", "weights.transport"),
+          lambda t: t.weights.restart_every != 1 and t.weights.transport not in RESTARTS,
+          lambda t: f"{t.weights.transport} restarts no engine; use learner.publish_every", warning=True),
+    Clash(("weights.on_restart", "weights.transport"),
+          lambda t: t.weights.on_restart != "continue" and t.weights.transport not in RESTARTS,
+          lambda t: f"{t.weights.transport} restarts no engine; remove it", warning=True),
     *(_never_sparse(sent, transports) for sent, transports in SENT.items()),
     *(_read_if_sparse(key, changed) for key, changed in unlike("weights.sparse", schema.Sparse)),
-    Clash(
-        ("weights.checksum", "weights.transport"),
-        lambda t: t.weights.checksum and t.weights.transport in FOLDERS,
-        lambda t: f"{t.weights.transport} always checks the CRC-32 of each file; remove it",
-        warning=True,
-    ),
-    Clash(
-        ("weights.checksum", "weights.transport"),
-        lambda t: t.weights.checksum and t.weights.transport == ONE_COPY,
-        lambda t: f"{t.weights.transport} sends nothing: there are no bytes to check; remove it",
-        warning=True,
-    ),
-    Clash(
-        ("weights.bucket_mb", "weights.transport"),
-        lambda t: t.weights.bucket_mb != 16 and t.weights.transport != "broadcast",
-        lambda t: f'{t.weights.transport} sends nothing in pieces; transport = "broadcast", or remove it',
-        warning=True,
-    ),
+    Clash(("weights.checksum", "weights.transport"), lambda t: t.weights.checksum and t.weights.transport in FOLDERS,
+          lambda t: f"{t.weights.transport} always checks the CRC-32 of each file; remove it", warning=True),
+    Clash(("weights.checksum", "weights.transport"), lambda t: t.weights.checksum and t.weights.transport == ONE_COPY,
+          lambda t: f"{t.weights.transport} sends nothing: there are no bytes to check; remove it", warning=True),
+    Clash(("weights.bucket_mb", "weights.transport"),
+          lambda t: t.weights.bucket_mb != 16 and t.weights.transport != "broadcast",
+          lambda t: f'{t.weights.transport} sends nothing in pieces; transport = "broadcast", or remove it',
+          warning=True),
     # -- the learner's parameters are the engine's tensors
-    Clash(
-        ("weights.transport", "learner.publish_every"),
-        lambda t: t.weights.transport == ONE_COPY and t.learner.publish_every > 1,
-        'the engine has the weights of every step at once; publish_every = 1, or transport = "shm"',
-    ),
-    Clash(
-        ("weights.transport", "experiments.forced_age"),
-        lambda t: t.weights.transport == ONE_COPY and t.experiments.forced_age,
-        'the engine has the newest weights at once, and no older ones; forced_age = 0, or transport = "shm"',
-    ),
-    Clash(
-        ("weights.transport", "learner.updates_per_batch"),
-        lambda t: t.weights.transport == ONE_COPY and t.learner.updates_per_batch > 1,
-        'the engine would see weights between two updates of a step; updates_per_batch = 1, or transport = "shm"',
-    ),
-    Clash(
-        ("weights.transport", "lora.rank"),
-        lambda t: t.weights.transport == ONE_COPY and t.lora.rank,
-        'with an adapter there is nothing to share; transport = "lora_hotswap", or rank = 0',
-    ),
+    Clash(("weights.transport", "learner.publish_every"),
+          lambda t: t.weights.transport == ONE_COPY and t.learner.publish_every > 1,
+          'the engine has the weights of every step at once; publish_every = 1, or transport = "shm"'),
+    Clash(("weights.transport", "experiments.forced_age"),
+          lambda t: t.weights.transport == ONE_COPY and t.experiments.forced_age,
+          'the engine has the newest weights at once, and no older ones; forced_age = 0, or transport = "shm"'),
+    Clash(("weights.transport", "learner.updates_per_batch"),
+          lambda t: t.weights.transport == ONE_COPY and t.learner.updates_per_batch > 1,
+          'the engine would see weights between two updates of a step; updates_per_batch = 1, or transport = "shm"'),
+    Clash(("weights.transport", "lora.rank"), lambda t: t.weights.transport == ONE_COPY and t.lora.rank,
+          'with an adapter there is nothing to share; transport = "lora_hotswap", or rank = 0'),
     # -- a broadcast from the learner's device to each engine's
-    Clash(
-        ("weights.backend", "weights.transport"),
-        lambda t: t.weights.backend != "gloo" and t.weights.transport != "broadcast",
-        lambda t: f'{t.weights.transport} forms no groups; transport = "broadcast", or remove it',
-        warning=True,
-    ),
-    Clash(
-        ("weights.backend", "weights.sparse.enabled"),
-        lambda t: t.weights.backend != "gloo" and t.weights.sparse.enabled and t.weights.transport == "broadcast",
-        "changes are found and packed in the host's memory; enabled = false, or backend = \"gloo\"",
-        hidden=("weights.transport",),
-    ),
-    Clash(
-        ("weights.backend", "weights.checksum"),
-        lambda t: t.weights.backend != "gloo" and t.weights.checksum and t.weights.transport == "broadcast",
-        'a digest is made by the host, too slowly for a large model; checksum = false, or backend = "gloo"',
-        hidden=("weights.transport",),
-    ),
+    Clash(("weights.backend", "weights.transport"),
+          lambda t: t.weights.backend != "gloo" and t.weights.transport != "broadcast",
+          lambda t: f'{t.weights.transport} forms no groups; transport = "broadcast", or remove it', warning=True),
+    Clash(("weights.backend", "weights.sparse.enabled"),
+          lambda t: t.weights.backend != "gloo" and t.weights.sparse.enabled and t.weights.transport == "broadcast",
+          "changes are found and packed in the host's memory; enabled = false, or backend = \"gloo\"",
+          hidden=("weights.transport",)),
+    Clash(("weights.backend", "weights.checksum"),
+          lambda t: t.weights.backend != "gloo" and t.weights.checksum and t.weights.transport == "broadcast",
+          'a digest is made by the host, too slowly for a large model; checksum = false, or backend = "gloo"',
+          hidden=("weights.transport",)),
     # -- prompts and endpoints
-    Clash(
-        ("data.system", "data.template"),
-        lambda t: t.data.system and t.data.template != "chat",
-        'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts',
-    ),
-    Clash(
-        ("data.template_arguments", "data.template"),
-        lambda t: t.data.template_arguments and t.data.template != "chat",
-        'a prompt as plain text has no template; template = "chat", or remove it',
-    ),
-    Clash(
-        ("data.tools_key", "data.template"),
-        lambda t: t.data.tools_key and t.data.template != "chat",
-        'a prompt as plain text has no place for tools; template = "chat", or remove it',
-    ),
+    Clash(("data.system", "data.template"), lambda t: t.data.system and t.data.template != "chat",
+          'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts'),
+    Clash(("data.template_arguments", "data.template"),
+          lambda t: t.data.template_arguments and t.data.template != "chat",
+          'a prompt as plain text has no template; template = "chat", or remove it'),
+    Clash(("data.tools_key", "data.template"), lambda t: t.data.tools_key and t.data.template != "chat",
+          'a prompt as plain text has no place for tools; template = "chat", or remove it'),
 )
 OPENAI = (  # where an engine is an endpoint
     EntryClash(
@@ -187,60 +123,40 @@ OPENAI = (  # where an engine is an endpoint
         lambda t, _: t.openai.update == "none" and t.weights.mode != "fully-async",
         'the server keeps its first weights, too old here; update = "vllm" or "sglang", or mode = "fully-async"',
     ),
-    EntryClash(
-        ("openai.update", ".engine"),
-        lambda t, _: t.openai.update == "none" and t.weights.mode == "fully-async",
-        'the server keeps its first weights, so samples get ever older; update = "vllm" or "sglang"',
-        hidden=("weights.mode",), warning=True,
-    ),
-    EntryClash(
-        ("weights.transport", "openai.update", ".engine"),
-        lambda t, _: t.weights.transport not in FOLDERS and t.openai.update != "none",
-        f"the server loads versions from a folder; transport = one of {', '.join(FOLDERS)}",
-    ),
-    EntryClash(
-        ("openai.tools", "openai.endpoint"),
-        lambda t, _: t.openai.tools and t.openai.endpoint != "chat",
-        'tools belong to the chat endpoint; endpoint = "chat", or remove it',
-    ),
-    EntryClash(
-        ("openai.endpoint", "segments.length", ".engine"),
-        lambda t, _: t.openai.endpoint == "chat" and t.segments.length != 0,
-        'by chat an answer cannot continue from token ids; endpoint = "completions", or length = 0',
-    ),
-    EntryClash(
-        ("weights.on_restart", "openai.endpoint", "weights.transport", ".engine"),
-        lambda t, _: (
-            t.weights.on_restart != "finish" and t.openai.endpoint == "chat" and t.weights.transport in RESTARTS
-            and t.openai.update != "none"
-        ),
-        'by chat running answers would be lost at an update; on_restart = "finish", or endpoint = "completions"',
-        hidden=("openai.update",),
-    ),
+    EntryClash(("openai.update", ".engine"), lambda t, _: t.openai.update == "none" and t.weights.mode == "fully-async",
+               'the server keeps its first weights, so samples get ever older; update = "vllm" or "sglang"',
+               hidden=("weights.mode",), warning=True),
+    EntryClash(("weights.transport", "openai.update", ".engine"),
+               lambda t, _: t.weights.transport not in FOLDERS and t.openai.update != "none",
+               f"the server loads versions from a folder; transport = one of {', '.join(FOLDERS)}"),
+    EntryClash(("openai.tools", "openai.endpoint"), lambda t, _: t.openai.tools and t.openai.endpoint != "chat",
+               'tools belong to the chat endpoint; endpoint = "chat", or remove it'),
+    EntryClash(("openai.endpoint", "segments.length", ".engine"),
+               lambda t, _: t.openai.endpoint == "chat" and t.segments.length != 0,
+               'by chat an answer cannot continue from token ids; endpoint = "completions", or length = 0'),
+    EntryClash(("weights.on_restart", "openai.endpoint", "weights.transport", ".engine"),
+               lambda t, _: (
+                   t.weights.on_restart != "finish" and t.openai.endpoint == "chat" and t.weights.transport in RESTARTS
+                   and t.openai.update != "none"
+               ),
+               'by chat running answers would be lost at an update; on_restart = "finish", or endpoint = "completions"',
+               hidden=("openai.update",)),
     EntryClash(
         ("openai.endpoint", "data.template", ".engine"),
         lambda t, _: t.openai.endpoint == "chat" and t.data.template != "chat",
         'the server wraps the prompt into a user turn, and training would see it without that; template = "chat"',
     ),
-    EntryClash(
-        ("generation.on_update", ".engine"),
-        lambda t, _: t.generation.on_update == "keep",
-        'an answer that is cut continues from its tokens: keys are computed again; "recompute", or "auto"',
-    ),
-    EntryClash(
-        ("generation.temperature", ".engine"),
-        lambda t, _: t.generation.temperature != 1,
-        "it must return log-probabilities after temperature; vLLM: --logprobs-mode processed_logprobs",
-        warning=True,
-    ),
+    EntryClash(("generation.on_update", ".engine"), lambda t, _: t.generation.on_update == "keep",
+               'an answer that is cut continues from its tokens: keys are computed again; "recompute", or "auto"'),
+    EntryClash(("generation.temperature", ".engine"), lambda t, _: t.generation.temperature != 1,
+               "it must return log-probabilities after temperature; vLLM: --logprobs-mode processed_logprobs",
+               warning=True),
 )
 VLLM = (  # where an engine is vLLM
-    EntryClash(
-        ("vllm.max_model_len", ".engine"),
-        lambda t, _: t.vllm.max_model_len < t.longest and t.vllm.max_model_len,
-        lambda t, _: f"prompt and completion have {t.longest} tokens; set it to {t.longest} or more, or 0",
-        hidden=("vllm.max_model_len",),
-    ),
+    EntryClash(("vllm.max_model_len", ".engine"),
+               lambda t, _: t.vllm.max_model_len < t.longest and t.vllm.max_model_len,
+               lambda t, _: f"prompt and completion have {t.longest} tokens; set it to {t.longest} or more, or 0",
+               hidden=("vllm.max_model_len",)),
     EntryClash(
         ("vllm.start_s", "limits.ready_s"),
         lambda t, _: t.vllm.start_s > t.limits.ready_s,
@@ -248,11 +164,9 @@ VLLM = (  # where an engine is vLLM
             f"a process not ready after limits.ready_s is killed; set limits.ready_s to {t.vllm.start_s:g} or more"
         ),
     ),
-    EntryClash(
-        ("lora.rank", "weights.transport", ".engine"),
-        lambda t, _: t.lora.rank > LORA_RANKS[-1] and t.weights.transport in ADAPTERS,
-        'vLLM takes no adapter of a rank above 512; set lora.rank to 512 or less, or transport = "shm"',
-    ),
+    EntryClash(("lora.rank", "weights.transport", ".engine"),
+               lambda t, _: t.lora.rank > LORA_RANKS[-1] and t.weights.transport in ADAPTERS,
+               'vLLM takes no adapter of a rank above 512; set lora.rank to 512 or less, or transport = "shm"'),
     EntryClash(
         ("vllm.rpc_s", "weights.timeout_s"),
         lambda t, _: t.vllm.rpc_s <= t.weights.timeout_s and t.weights.transport == ONE_COPY,
@@ -261,12 +175,8 @@ VLLM = (  # where an engine is vLLM
         ),
         hidden=("weights.transport",),
     ),
-    EntryClash(
-        (".engine", "learner.deterministic"),
-        lambda t, _: t.learner.deterministic,
-        'sums of vLLM depend on its batches, so runs differ; engine = "torch"',
-        warning=True,
-    ),
+    EntryClash((".engine", "learner.deterministic"), lambda t, _: t.learner.deterministic,
+               'sums of vLLM depend on its batches, so runs differ; engine = "torch"', warning=True),
 )
 
 

@@ -25,58 +25,35 @@ ALONE = "or ranks = 1"
 
 
 def _read_by_ranks(key: str, changed: Callable[[Topology], bool]) -> Clash:
-    return Clash(
-        (key,),
-        lambda t: changed(t) and t.ranks == 1,
-        "the learner is one process; set ranks in its [[process]], or remove it",
-        warning=True,
-    )
+    return Clash((key,), lambda t: changed(t) and t.ranks == 1,
+                 "the learner is one process; set ranks in its [[process]], or remove it", warning=True)
 
 
 TABLE = (
-    Clash(
-        ("bus.endpoint",),
-        lambda t: t.bus.endpoint == "ipc" and t.host_names,
-        'other hosts reach the bus over TCP; set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys '
-        "with `busrl keys`",
-        hidden=("process",),
-    ),
-    Clash(
-        ("weights.transport",),
-        lambda t: (
-            t.weights.transport not in ("shm", *FOLDERS) and t.host_names
-        ),
-        'other hosts get what lies in shared memory or in folders; set weights.transport = "shm"',
-        hidden=("process",),
-    ),
-    Clash(
-        ("segments.rounds",),
-        lambda t: t.segments.rounds == "segments" and t.segments.length and t.host_names,
-        'a round of segments needs every answer at home after each; set segments.rounds = "answers"',
-        hidden=("segments.length", "process"),
-    ),
-    Clash(
-        ("segments.loss",),
-        lambda t: t.segments.loss == "last_segment" and t.segments.length and t.host_names,
-        "an answer of another host comes whole, and where its last segment began is not known here; "
-        'set segments.loss = "behaviour"',
-        hidden=("segments.length", "process"),
-    ),
-    Clash(
-        ("hosts.start",),
-        lambda t: t.hosts.start and not t.host_names,
-        "no [[process]] names a host in hosts; name them, or remove start",
-    ),
+    Clash(("bus.endpoint",), lambda t: t.bus.endpoint == "ipc" and t.host_names,
+          'other hosts reach the bus over TCP; set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys '
+          "with `busrl keys`", hidden=("process",)),
+    Clash(("weights.transport",),
+          lambda t: (
+              t.weights.transport not in ("shm", *FOLDERS) and t.host_names
+          ),
+          'other hosts get what lies in shared memory or in folders; set weights.transport = "shm"',
+          hidden=("process",)),
+    Clash(("segments.rounds",), lambda t: t.segments.rounds == "segments" and t.segments.length and t.host_names,
+          'a round of segments needs every answer at home after each; set segments.rounds = "answers"',
+          hidden=("segments.length", "process")),
+    Clash(("segments.loss",), lambda t: t.segments.loss == "last_segment" and t.segments.length and t.host_names,
+          "an answer of another host comes whole, and where its last segment began is not known here; "
+          'set segments.loss = "behaviour"', hidden=("segments.length", "process")),
+    Clash(("hosts.start",), lambda t: t.hosts.start and not t.host_names,
+          "no [[process]] names a host in hosts; name them, or remove start"),
     # -- a learner of one process
     *(_read_by_ranks(key, changed) for key, changed in unlike("learner.parallel", Parallel)),
 )
 OF_ENTRY = (
-    EntryClash(
-        (".device", ".engine"),
-        lambda _, entry: entry.device and entry.engine == SCRIPTED and entry.role == "rollout",
-        "a scripted engine runs no model; remove device",
-        hidden=(".role",),
-    ),
+    EntryClash((".device", ".engine"),
+               lambda _, entry: entry.device and entry.engine == SCRIPTED and entry.role == "rollout",
+               "a scripted engine runs no model; remove device", hidden=(".role",)),
     EntryClash(
         (".ranks", ".role"),
         lambda _, entry: entry.ranks > 1 and entry.role != "learner",
@@ -84,42 +61,30 @@ OF_ENTRY = (
             f"ranks train one model together, and a {entry.role} trains none; use count for more processes of the role"
         ),
     ),
-    EntryClash(
-        (".ranks", "weights.transport"),
-        lambda t, entry: entry.ranks > 1 and t.weights.transport == ONE_COPY and entry.role == "learner",
-        f'an engine\'s own tensors cannot be in parts on several ranks; transport = "shm", {ALONE}',
-        hidden=(".role",),
-    ),
-    EntryClash(
-        (".ranks", "weights.backend"),
-        lambda t, entry: (
-            entry.ranks > 1 and t.weights.backend != "gloo" and t.weights.transport == "broadcast"
-            and entry.role == "learner"
-        ),
-        f'from device to device only one rank was ever tried; backend = "gloo", {ALONE}',
-        hidden=("weights.transport", ".role"),
-    ),
-    EntryClash(
-        (".ranks", "learner.memory.attention"),
-        lambda t, entry: (
-            entry.ranks > 1 and t.learner.memory.attention in ("flash_attention_2", "flash_attention_3")
-            and entry.role == "learner"
-        ),
-        f'this attention takes no float32, which a self-test in shards needs; attention = "auto", {ALONE}',
-        hidden=(".role",),
-    ),
-    EntryClash(
-        ("learner.checkpoint_mode", ".hosts"),
-        lambda t, entry: t.learner.checkpoint_mode == "async" and entry.hosts and entry.role == "learner",
-        "home alone has the folder of checkpoints, so parts of other hosts are gathered there; "
-        'checkpoint_mode = "auto"',
-        hidden=(".role",),
-    ),
-    EntryClash(
-        (".hosts", ".serves"),
-        lambda _, entry: entry.hosts and entry.serves == "validation",
-        "rollouts that only validate run on this host; remove hosts",
-    ),
+    EntryClash((".ranks", "weights.transport"),
+               lambda t, entry: entry.ranks > 1 and t.weights.transport == ONE_COPY and entry.role == "learner",
+               f'an engine\'s own tensors cannot be in parts on several ranks; transport = "shm", {ALONE}',
+               hidden=(".role",)),
+    EntryClash((".ranks", "weights.backend"),
+               lambda t, entry: (
+                   entry.ranks > 1 and t.weights.backend != "gloo" and t.weights.transport == "broadcast"
+                   and entry.role == "learner"
+               ),
+               f'from device to device only one rank was ever tried; backend = "gloo", {ALONE}',
+               hidden=("weights.transport", ".role")),
+    EntryClash((".ranks", "learner.memory.attention"),
+               lambda t, entry: (
+                   entry.ranks > 1 and t.learner.memory.attention in ("flash_attention_2", "flash_attention_3")
+                   and entry.role == "learner"
+               ),
+               f'this attention takes no float32, which a self-test in shards needs; attention = "auto", {ALONE}',
+               hidden=(".role",)),
+    EntryClash(("learner.checkpoint_mode", ".hosts"),
+               lambda t, entry: t.learner.checkpoint_mode == "async" and entry.hosts and entry.role == "learner",
+               "home alone has the folder of checkpoints, so parts of other hosts are gathered there; "
+               'checkpoint_mode = "auto"', hidden=(".role",)),
+    EntryClash((".hosts", ".serves"), lambda _, entry: entry.hosts and entry.serves == "validation",
+               "rollouts that only validate run on this host; remove hosts"),
 )
 
 

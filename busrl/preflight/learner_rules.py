@@ -24,301 +24,173 @@ CONTROLLER, THRESHOLDS = "learner.controller", "experiments.controller"
 
 
 def _read_by_value_head(key: str, changed: Callable[[Topology], bool]) -> Clash:
-    return Clash(
-        (key, "learner.advantage"),
-        lambda t: changed(t) and t.learner.advantage != catalog.GAE,
-        'only a value head reads it; advantage = "gae" (recipe = "ppo" sets it), or remove it',
-        warning=True,
-    )
+    return Clash((key, "learner.advantage"), lambda t: changed(t) and t.learner.advantage != catalog.GAE,
+                 'only a value head reads it; advantage = "gae" (recipe = "ppo" sets it), or remove it', warning=True)
 
 
 TABLE = (
-    Clash(
-        ("learner.loss", "weights.mode", "learner.updates_per_batch"),
-        lambda t: (
-            t.learner.loss == "decoupled" and t.weights.mode != "sync" and t.learner.updates_per_batch == 1
-            and t.learner.passes_per_batch == 1
-        ),
-        'with one update per batch the clip never acts; loss = "ppo_clip", mode = "sync", or updates_per_batch > 1',
-        hidden=("learner.passes_per_batch",),
-    ),
-    Clash(
-        ("learner.loss", "weights.mode", "learner.updates_per_batch"),
-        lambda t: (
-            t.learner.loss == "decoupled" and t.weights.mode == "sync" and t.learner.updates_per_batch == 1
-            and t.learner.passes_per_batch == 1 and t.experiments.forced_age
-        ),
-        'with one update per batch the clip never acts; loss = "ppo_clip", or updates_per_batch > 1',
-        hidden=("learner.passes_per_batch", "experiments.forced_age"), warning=True,
-    ),
+    Clash(("learner.loss", "weights.mode", "learner.updates_per_batch"),
+          lambda t: (
+              t.learner.loss == "decoupled" and t.weights.mode != "sync" and t.learner.updates_per_batch == 1
+              and t.learner.passes_per_batch == 1
+          ),
+          'with one update per batch the clip never acts; loss = "ppo_clip", mode = "sync", or updates_per_batch > 1',
+          hidden=("learner.passes_per_batch",)),
+    Clash(("learner.loss", "weights.mode", "learner.updates_per_batch"),
+          lambda t: (
+              t.learner.loss == "decoupled" and t.weights.mode == "sync" and t.learner.updates_per_batch == 1
+              and t.learner.passes_per_batch == 1 and t.experiments.forced_age
+          ),
+          'with one update per batch the clip never acts; loss = "ppo_clip", or updates_per_batch > 1',
+          hidden=("learner.passes_per_batch", "experiments.forced_age"), warning=True),
     Clash(
         ("learner.correction", "learner.loss", "learner.ratio"),
         lambda t: t.learner.correction != "none" and t.learner.loss in RATIO_LOSSES and t.learner.ratio == "behaviour",
         "the ratio to the recorded log-probabilities corrects for the engine already: a weight would count it twice; "
         'ratio = "proximal", or correction = "none"',
     ),
-    Clash(
-        ("learner.correction", "learner.loss"),
-        lambda t: t.learner.correction != "none" and t.learner.loss in ("dppo", "decoupled"),
-        "this loss weighs the engine's log-probabilities by itself: the correction would count them twice; "
-        'correction = "none", or another loss',
-    ),
-    Clash(
-        ("learner.correction", "segments.loss"),
-        lambda t: t.learner.correction != "none" and t.segments.loss == "pois",
-        'pois hides what a correction is made of; correction = "none", or segments.loss = "behaviour"',
-    ),
-    Clash(
-        ("learner.ratio", "learner.loss", "learner.updates_per_batch", "weights.mode", "learner.correction"),
-        lambda t: (
-            t.learner.ratio == "proximal" and t.learner.loss in RATIO_LOSSES and t.learner.updates_per_batch == 1
-            and t.weights.mode != "sync" and t.learner.correction == "none" and t.learner.passes_per_batch == 1
-        ),
-        "with one update per batch every ratio to the proximal policy is 1, so nothing corrects for old samples; "
-        'set a correction, ratio = "behaviour", or updates_per_batch > 1',
-        hidden=("learner.passes_per_batch",),
-    ),
-    Clash(
-        ("learner.ratio", "learner.updates_per_batch"),
-        lambda t: (
-            t.learner.ratio == "proximal" and t.learner.updates_per_batch == 1 and t.learner.loss in RATIO_LOSSES
-            and t.learner.passes_per_batch == 1
-        ),
-        "with one update per batch every ratio is 1, so no clip can act; "
-        'ratio = "behaviour", or updates_per_batch > 1',
-        hidden=("learner.loss", "learner.passes_per_batch"), warning=True,
-    ),
-    Clash(
-        ("learner.newest_ratio", "learner.ratio"),
-        lambda t: t.learner.newest_ratio == "one" and t.learner.ratio == "proximal",
-        'it is about the ratio to recorded log-probabilities; newest_ratio = "recorded"',
-    ),
-    Clash(
-        ("learner.newest_ratio", "learner.updates_per_batch"),
-        lambda t: t.learner.newest_ratio == "one" and t.learner.updates_per_batch > 1,
-        'after the first update the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"',
-    ),
-    Clash(
-        ("learner.newest_ratio", "learner.passes_per_batch"),
-        lambda t: t.learner.newest_ratio == "one" and t.learner.passes_per_batch > 1,
-        'after the first pass the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"',
-    ),
-    Clash(
-        ("learner.newest_ratio", "learner.correction"),
-        lambda t: t.learner.newest_ratio == "one" and t.learner.correction != "none",
-        "it hides from the correction what separates engine and trainer; "
-        'newest_ratio = "recorded", or correction = "none"',
-    ),
-    Clash(
-        ("learner.newest_ratio", "experiments.forced_age"),
-        lambda t: t.learner.newest_ratio == "one" and t.experiments.forced_age,
-        "published late, no version has the weights that are trained; forced_age = 0",
-    ),
-    Clash(
-        ("learner.loss", "learner.aggregation"),
-        lambda t: t.learner.loss == "gspo" and t.learner.aggregation == "token-mean",
-        "a mean over tokens weighs samples by their length, and GSPO's ratio is of whole samples; "
-        'aggregation = "seq-mean-token-mean"',
-    ),
-    Clash(
-        ("learner.credit", "learner.advantage"),
-        lambda t: (
-            t.learner.credit == "turn" and t.learner.advantage not in ("group_std", "group_mean", "leave_one_out")
-        ),
-        "a turn is compared with those of the other episodes of its group; "
-        'advantage = "group_std", "group_mean" or "leave_one_out", or credit = "episode"',
-    ),
-    Clash(
-        ("learner.gamma", "learner.credit"),
-        lambda t: t.learner.gamma < 1 and t.learner.credit == "episode",
-        'an episode\'s turns share one reward; credit = "turn", or remove it',
-        warning=True,
-    ),
-    Clash(
-        ("groups.size", "learner.advantage"),
-        lambda t: t.groups.size == 1 and t.learner.advantage not in ("reward", "gae"),
-        'a single answer has none to be compared with; size >= 2, or advantage = "gae" or "reward"',
-    ),
-    Clash(
-        ("learner.kl", "learner.kl_coef"),
-        lambda t: t.learner.kl != "none" and t.learner.kl_coef == 0,
-        'the reference is computed and has no effect; kl_coef > 0, or kl = "none"',
-        warning=True,
-    ),
-    Clash(
-        ("learner.kl_coef", "learner.kl"),
-        lambda t: t.learner.kl_coef and t.learner.kl == "none",
-        'no KL is computed; kl = "k3", or remove kl_coef',
-    ),
-    Clash(
-        ("model.reference", "learner.kl"),
-        lambda t: t.model.reference and t.learner.kl == "none",
-        'nothing reads the reference; kl = "k3", or remove it',
-        warning=True,
-    ),
-    Clash(
-        ("learner.loss", "model.teacher"),
-        lambda t: t.learner.loss == "topk_kl" and not t.model.teacher,
-        'there is no teacher to learn from; set model.teacher to its folder',
-    ),
-    Clash(
-        ("learner.teacher_coef", "model.teacher"),
-        lambda t: t.learner.teacher_coef and not t.model.teacher,
-        'there is no teacher to learn from; set model.teacher to its folder, or teacher_coef = 0',
-    ),
-    Clash(
-        ("learner.loss", "learner.teacher_coef"),
-        lambda t: t.learner.loss == "topk_kl" and t.learner.teacher_coef,
-        "this loss is the KL to the teacher already, and would count it twice; teacher_coef = 0",
-    ),
-    Clash(
-        ("learner.loss", "learner.advantage"),
-        lambda t: t.learner.loss == "topk_kl" and t.learner.advantage not in ("reward", "gae"),
-        'it reads no advantage, and flat groups are set aside for want of one; advantage = "reward"',
-        warning=True,
-    ),
-    Clash(
-        ("learner.loss", "learner.advantage"),
-        lambda t: t.learner.loss == "topk_kl" and t.learner.advantage == "gae",
-        'it reads no advantage, so a value head is trained for nothing; advantage = "reward"',
-        warning=True,
-    ),
-    Clash(
-        ("model.teacher", "learner.teacher_coef"),
-        lambda t: t.model.teacher and t.learner.teacher_coef == 0 and t.learner.loss in UNTAUGHT,
-        'nothing reads the teacher; loss = "topk_kl", teacher_coef > 0, or remove it',
-        hidden=("learner.loss",), warning=True,
-    ),
-    Clash(
-        ("learner.kl", "learner.kl_in"),
-        lambda t: t.learner.kl == "k3_is" and t.learner.kl_in == "reward",
-        'a reward has no gradient that k3_is could correct; kl = "k1", or kl_in = "loss"',
-    ),
+    Clash(("learner.correction", "learner.loss"),
+          lambda t: t.learner.correction != "none" and t.learner.loss in ("dppo", "decoupled"),
+          "this loss weighs the engine's log-probabilities by itself: the correction would count them twice; "
+          'correction = "none", or another loss'),
+    Clash(("learner.correction", "segments.loss"),
+          lambda t: t.learner.correction != "none" and t.segments.loss == "pois",
+          'pois hides what a correction is made of; correction = "none", or segments.loss = "behaviour"'),
+    Clash(("learner.ratio", "learner.loss", "learner.updates_per_batch", "weights.mode", "learner.correction"),
+          lambda t: (
+              t.learner.ratio == "proximal" and t.learner.loss in RATIO_LOSSES and t.learner.updates_per_batch == 1
+              and t.weights.mode != "sync" and t.learner.correction == "none" and t.learner.passes_per_batch == 1
+          ),
+          "with one update per batch every ratio to the proximal policy is 1, so nothing corrects for old samples; "
+          'set a correction, ratio = "behaviour", or updates_per_batch > 1', hidden=("learner.passes_per_batch",)),
+    Clash(("learner.ratio", "learner.updates_per_batch"),
+          lambda t: (
+              t.learner.ratio == "proximal" and t.learner.updates_per_batch == 1 and t.learner.loss in RATIO_LOSSES
+              and t.learner.passes_per_batch == 1
+          ),
+          "with one update per batch every ratio is 1, so no clip can act; "
+          'ratio = "behaviour", or updates_per_batch > 1',
+          hidden=("learner.loss", "learner.passes_per_batch"), warning=True),
+    Clash(("learner.newest_ratio", "learner.ratio"),
+          lambda t: t.learner.newest_ratio == "one" and t.learner.ratio == "proximal",
+          'it is about the ratio to recorded log-probabilities; newest_ratio = "recorded"'),
+    Clash(("learner.newest_ratio", "learner.updates_per_batch"),
+          lambda t: t.learner.newest_ratio == "one" and t.learner.updates_per_batch > 1,
+          'after the first update the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"'),
+    Clash(("learner.newest_ratio", "learner.passes_per_batch"),
+          lambda t: t.learner.newest_ratio == "one" and t.learner.passes_per_batch > 1,
+          'after the first pass the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"'),
+    Clash(("learner.newest_ratio", "learner.correction"),
+          lambda t: t.learner.newest_ratio == "one" and t.learner.correction != "none",
+          "it hides from the correction what separates engine and trainer; "
+          'newest_ratio = "recorded", or correction = "none"'),
+    Clash(("learner.newest_ratio", "experiments.forced_age"),
+          lambda t: t.learner.newest_ratio == "one" and t.experiments.forced_age,
+          "published late, no version has the weights that are trained; forced_age = 0"),
+    Clash(("learner.loss", "learner.aggregation"),
+          lambda t: t.learner.loss == "gspo" and t.learner.aggregation == "token-mean",
+          "a mean over tokens weighs samples by their length, and GSPO's ratio is of whole samples; "
+          'aggregation = "seq-mean-token-mean"'),
+    Clash(("learner.credit", "learner.advantage"),
+          lambda t: (
+              t.learner.credit == "turn" and t.learner.advantage not in ("group_std", "group_mean", "leave_one_out")
+          ),
+          "a turn is compared with those of the other episodes of its group; "
+          'advantage = "group_std", "group_mean" or "leave_one_out", or credit = "episode"'),
+    Clash(("learner.gamma", "learner.credit"), lambda t: t.learner.gamma < 1 and t.learner.credit == "episode",
+          'an episode\'s turns share one reward; credit = "turn", or remove it', warning=True),
+    Clash(("groups.size", "learner.advantage"),
+          lambda t: t.groups.size == 1 and t.learner.advantage not in ("reward", "gae"),
+          'a single answer has none to be compared with; size >= 2, or advantage = "gae" or "reward"'),
+    Clash(("learner.kl", "learner.kl_coef"), lambda t: t.learner.kl != "none" and t.learner.kl_coef == 0,
+          'the reference is computed and has no effect; kl_coef > 0, or kl = "none"', warning=True),
+    Clash(("learner.kl_coef", "learner.kl"), lambda t: t.learner.kl_coef and t.learner.kl == "none",
+          'no KL is computed; kl = "k3", or remove kl_coef'),
+    Clash(("model.reference", "learner.kl"), lambda t: t.model.reference and t.learner.kl == "none",
+          'nothing reads the reference; kl = "k3", or remove it', warning=True),
+    Clash(("learner.loss", "model.teacher"), lambda t: t.learner.loss == "topk_kl" and not t.model.teacher,
+          'there is no teacher to learn from; set model.teacher to its folder'),
+    Clash(("learner.teacher_coef", "model.teacher"), lambda t: t.learner.teacher_coef and not t.model.teacher,
+          'there is no teacher to learn from; set model.teacher to its folder, or teacher_coef = 0'),
+    Clash(("learner.loss", "learner.teacher_coef"), lambda t: t.learner.loss == "topk_kl" and t.learner.teacher_coef,
+          "this loss is the KL to the teacher already, and would count it twice; teacher_coef = 0"),
+    Clash(("learner.loss", "learner.advantage"),
+          lambda t: t.learner.loss == "topk_kl" and t.learner.advantage not in ("reward", "gae"),
+          'it reads no advantage, and flat groups are set aside for want of one; advantage = "reward"', warning=True),
+    Clash(("learner.loss", "learner.advantage"), lambda t: t.learner.loss == "topk_kl" and t.learner.advantage == "gae",
+          'it reads no advantage, so a value head is trained for nothing; advantage = "reward"', warning=True),
+    Clash(("model.teacher", "learner.teacher_coef"),
+          lambda t: t.model.teacher and t.learner.teacher_coef == 0 and t.learner.loss in UNTAUGHT,
+          'nothing reads the teacher; loss = "topk_kl", teacher_coef > 0, or remove it',
+          hidden=("learner.loss",), warning=True),
+    Clash(("learner.kl", "learner.kl_in"), lambda t: t.learner.kl == "k3_is" and t.learner.kl_in == "reward",
+          'a reward has no gradient that k3_is could correct; kl = "k1", or kl_in = "loss"'),
     *(_read_by_value_head(key, changed) for key, changed in unlike("learner.value", Value)),
-    Clash(
-        ("learner.length_norm", "learner.aggregation"),
-        lambda t: t.learner.length_norm and t.learner.aggregation != "seq-mean-token-sum-norm",
-        'only aggregation = "seq-mean-token-sum-norm" divides by it; remove it',
-        warning=True,
-    ),
-    Clash(
-        ("generation.top_p",),
-        lambda t: t.generation.top_p < 1,
-        "the learner does not know which tokens top_p cut, so it cannot train on what was sampled; set it to 1.0",
-    ),
-    Clash(
-        ("learner.updates_per_batch", "learner.trigger.n_min"),
-        lambda t: t.learner.updates_per_batch > t.learner.trigger.n_min,
-        "mini-batches are whole groups, so n_min groups have at most n_min updates; lower updates_per_batch",
-    ),
-    Clash(
-        ("learner.micro_batch_tokens",),
-        lambda t: t.learner.micro_batch_tokens < t.longest,
-        lambda t: f"the longest sample ({t.longest} tokens) exceeds the budget; set it to {t.longest} or more",
-        warning=True,
-    ),
-    Clash(
-        ("learner.trigger.t_max_s", "weights.mode"),
-        lambda t: t.learner.trigger.t_max_s != math.inf and t.weights.mode == "sync",
-        'a synchronous round ends with its groups, not by time; t_max_s = inf, or mode = "batch-async"',
-    ),
-    Clash(
-        ("learner.trigger.t_max_s", "learner.deterministic"),
-        lambda t: t.learner.trigger.t_max_s != math.inf and t.learner.deterministic,
-        "a step that fires by time depends on the load of the machine; t_max_s = inf, or deterministic = false",
-    ),
-    Clash(
-        ("learner.trigger.n_floor", "learner.trigger.n_min"),
-        lambda t: t.learner.trigger.n_floor > t.learner.trigger.n_min,
-        "n_floor <= n_min: the floor is what a step by time may make do with; lower n_floor, or 0 for automatic",
-    ),
-    Clash(
-        ("learner.trigger.n_floor",),
-        lambda t: t.learner.trigger.n_floor and t.learner.trigger.t_max_s == math.inf,
-        "it is used by t_max_s only, which is inf; remove it, or set t_max_s",
-        hidden=("learner.trigger.t_max_s",), warning=True,
-    ),
-    Clash(
-        ("learner.deterministic", "weights.mode"),
-        lambda t: t.learner.deterministic and t.weights.mode != "sync",
-        'weights arrive when the machine lets them, so runs differ; mode = "sync" for equal runs',
-        warning=True,
-    ),
-    Clash(
-        ("experiments.forced_age", "weights.mode"),
-        lambda t: t.experiments.forced_age and t.weights.mode != "sync",
-        'an exact number of steps late is possible in rounds only; mode = "sync", or forced_age = 0',
-    ),
-    Clash(
-        ("experiments.forced_age",),
-        lambda t: t.experiments.forced_age and t.weights.mode == "sync",
-        lambda t: f"an experiment: batches of age {t.experiments.forced_age}, in steps; 0 for real training",
-        hidden=("weights.mode",), warning=True,
-    ),
-    Clash(
-        ("weights.window", "weights.mode"),
-        lambda t: t.weights.window and t.weights.mode == "sync",
-        'a round is trained whole, so its window is the round; remove it, or mode = "batch-async"',
-        warning=True,
-    ),
-    Clash(
-        ("learner.checkpoint_mode", "lora.rank"),
-        lambda t: t.learner.checkpoint_mode == "async" and t.lora.rank,
-        'a checkpoint with an adapter is a folder that peft loads, written at once; checkpoint_mode = "auto"',
-    ),
-    Clash(
-        ("learner.checkpoint_mode", "weights.transport"),
-        lambda t: t.learner.checkpoint_mode == "async" and t.weights.transport == ONE_COPY,
-        'the weights are the engine\'s, and could be gone before they are written; checkpoint_mode = "auto"',
-    ),
-    Clash(
-        ("learner.start_optimizer", "learner.start_from"),
-        lambda t: not t.learner.start_optimizer and not t.learner.start_from,
-        "the run begins with model.path, which has no optimiser; set start_from, or remove it",
-        warning=True,
-    ),
-    Clash(
-        ("weights.over_age", "weights.mode"),
-        lambda t: t.weights.over_age == "drop" and t.weights.mode != "batch-async",
-        "there is no staleness bound in this mode, so nothing is ever over age; remove it",
-        warning=True,
-    ),
-    Clash(
-        ("learner.wal",),
-        lambda t: t.learner.wal == "off",
-        lambda t: (
-            f"a crash rolls back up to checkpoint_every = {t.learner.checkpoint_every} steps (0 = all); "
-            'wal = "async" costs almost nothing'
-        ),
-        warning=True,
-    ),
+    Clash(("learner.length_norm", "learner.aggregation"),
+          lambda t: t.learner.length_norm and t.learner.aggregation != "seq-mean-token-sum-norm",
+          'only aggregation = "seq-mean-token-sum-norm" divides by it; remove it', warning=True),
+    Clash(("generation.top_p",), lambda t: t.generation.top_p < 1,
+          "the learner does not know which tokens top_p cut, so it cannot train on what was sampled; set it to 1.0"),
+    Clash(("learner.updates_per_batch", "learner.trigger.n_min"),
+          lambda t: t.learner.updates_per_batch > t.learner.trigger.n_min,
+          "mini-batches are whole groups, so n_min groups have at most n_min updates; lower updates_per_batch"),
+    Clash(("learner.micro_batch_tokens",), lambda t: t.learner.micro_batch_tokens < t.longest,
+          lambda t: f"the longest sample ({t.longest} tokens) exceeds the budget; set it to {t.longest} or more",
+          warning=True),
+    Clash(("learner.trigger.t_max_s", "weights.mode"),
+          lambda t: t.learner.trigger.t_max_s != math.inf and t.weights.mode == "sync",
+          'a synchronous round ends with its groups, not by time; t_max_s = inf, or mode = "batch-async"'),
+    Clash(("learner.trigger.t_max_s", "learner.deterministic"),
+          lambda t: t.learner.trigger.t_max_s != math.inf and t.learner.deterministic,
+          "a step that fires by time depends on the load of the machine; t_max_s = inf, or deterministic = false"),
+    Clash(("learner.trigger.n_floor", "learner.trigger.n_min"),
+          lambda t: t.learner.trigger.n_floor > t.learner.trigger.n_min,
+          "n_floor <= n_min: the floor is what a step by time may make do with; lower n_floor, or 0 for automatic"),
+    Clash(("learner.trigger.n_floor",), lambda t: t.learner.trigger.n_floor and t.learner.trigger.t_max_s == math.inf,
+          "it is used by t_max_s only, which is inf; remove it, or set t_max_s",
+          hidden=("learner.trigger.t_max_s",), warning=True),
+    Clash(("learner.deterministic", "weights.mode"), lambda t: t.learner.deterministic and t.weights.mode != "sync",
+          'weights arrive when the machine lets them, so runs differ; mode = "sync" for equal runs', warning=True),
+    Clash(("experiments.forced_age", "weights.mode"), lambda t: t.experiments.forced_age and t.weights.mode != "sync",
+          'an exact number of steps late is possible in rounds only; mode = "sync", or forced_age = 0'),
+    Clash(("experiments.forced_age",), lambda t: t.experiments.forced_age and t.weights.mode == "sync",
+          lambda t: f"an experiment: batches of age {t.experiments.forced_age}, in steps; 0 for real training",
+          hidden=("weights.mode",), warning=True),
+    Clash(("weights.window", "weights.mode"), lambda t: t.weights.window and t.weights.mode == "sync",
+          'a round is trained whole, so its window is the round; remove it, or mode = "batch-async"', warning=True),
+    Clash(("learner.checkpoint_mode", "lora.rank"), lambda t: t.learner.checkpoint_mode == "async" and t.lora.rank,
+          'a checkpoint with an adapter is a folder that peft loads, written at once; checkpoint_mode = "auto"'),
+    Clash(("learner.checkpoint_mode", "weights.transport"),
+          lambda t: t.learner.checkpoint_mode == "async" and t.weights.transport == ONE_COPY,
+          'the weights are the engine\'s, and could be gone before they are written; checkpoint_mode = "auto"'),
+    Clash(("learner.start_optimizer", "learner.start_from"),
+          lambda t: not t.learner.start_optimizer and not t.learner.start_from,
+          "the run begins with model.path, which has no optimiser; set start_from, or remove it", warning=True),
+    Clash(("weights.over_age", "weights.mode"),
+          lambda t: t.weights.over_age == "drop" and t.weights.mode != "batch-async",
+          "there is no staleness bound in this mode, so nothing is ever over age; remove it", warning=True),
+    Clash(("learner.wal",), lambda t: t.learner.wal == "off",
+          lambda t: (
+              f"a crash rolls back up to checkpoint_every = {t.learner.checkpoint_every} steps (0 = all); "
+              'wal = "async" costs almost nothing'
+          ), warning=True),
     # -- experiments
-    Clash(
-        ("mock.learner_s_per_token",),
-        lambda t: t.mock.learner_s_per_token and not t.scripted,
-        "an experiment: the learner is slowed down on purpose; 0 for real training",
-        warning=True,
-    ),
+    Clash(("mock.learner_s_per_token",), lambda t: t.mock.learner_s_per_token and not t.scripted,
+          "an experiment: the learner is slowed down on purpose; 0 for real training", warning=True),
     # -- the controller
-    Clash(
-        ("experiments.controller.high_t_max_s", "experiments.controller.low_t_max_s"),
-        lambda t: (
-            t.experiments.controller.high_t_max_s > t.experiments.controller.low_t_max_s
-            and t.learner.controller.mode != "off"
-        ),
-        "high_t_max_s <= low_t_max_s: high entropy asks for steps more often; the defaults are 0.25 and 1",
-        hidden=("learner.controller.mode",),
-    ),
-    Clash(
-        ("learner.controller.mode", "weights.mode"),
-        lambda t: t.learner.controller.mode == "act" and t.weights.mode == "sync",
-        'a round is n_min groups: there is nothing to move; mode = "advise", or weights.mode = "batch-async"',
-    ),
-    Clash(
-        ("learner.controller.mode", "learner.trigger.count"),
-        lambda t: t.learner.controller.mode == "act" and t.learner.trigger.count == "ended",
-        'it moves the number of groups trained, not ended; count = "usable", or mode = "advise"',
-    ),
+    Clash(("experiments.controller.high_t_max_s", "experiments.controller.low_t_max_s"),
+          lambda t: (
+              t.experiments.controller.high_t_max_s > t.experiments.controller.low_t_max_s
+              and t.learner.controller.mode != "off"
+          ),
+          "high_t_max_s <= low_t_max_s: high entropy asks for steps more often; the defaults are 0.25 and 1",
+          hidden=("learner.controller.mode",)),
+    Clash(("learner.controller.mode", "weights.mode"),
+          lambda t: t.learner.controller.mode == "act" and t.weights.mode == "sync",
+          'a round is n_min groups: there is nothing to move; mode = "advise", or weights.mode = "batch-async"'),
+    Clash(("learner.controller.mode", "learner.trigger.count"),
+          lambda t: t.learner.controller.mode == "act" and t.learner.trigger.count == "ended",
+          'it moves the number of groups trained, not ended; count = "usable", or mode = "advise"'),
 )
 
 

@@ -32,87 +32,48 @@ from busrl.topology.sizes import RESERVE_PROCESSES, count
 PLAYS = 'add a [[process]] with role = "agent", "serve" or "atropos"'
 
 TABLE = (
-    Clash(
-        ("bus.keys", "bus.endpoint"),
-        lambda t: t.bus.keys and t.bus.endpoint == "ipc",
-        "sockets in a 0700 directory need no keys, so they are not used; remove it, or set endpoint",
-        warning=True,
-    ),
+    Clash(("bus.keys", "bus.endpoint"), lambda t: t.bus.keys and t.bus.endpoint == "ipc",
+          "sockets in a 0700 directory need no keys, so they are not used; remove it, or set endpoint", warning=True),
     # -- episodes
-    Clash(
-        ("reward.kind", "process"),
-        lambda t: t.reward.kind == AGENT and not t.reward.part and not t.has_callers,
-        f"no episode returns a reward; {PLAYS}",
-        hidden=("reward.part",),
-    ),
-    Clash(
-        ("segments.length", "process"),
-        lambda t: t.segments.length and t.has_callers,
-        "an episode is made whole; remove [segments]",
-    ),
-    Clash(
-        ("weights.over_age", "process"),
-        lambda t: t.weights.over_age == "drop" and t.has_callers,
-        'an episode is as old as its oldest token, so that long ones are trained less; over_age = "wait"',
-        warning=True,
-    ),
+    Clash(("reward.kind", "process"), lambda t: t.reward.kind == AGENT and not t.reward.part and not t.has_callers,
+          f"no episode returns a reward; {PLAYS}", hidden=("reward.part",)),
+    Clash(("segments.length", "process"), lambda t: t.segments.length and t.has_callers,
+          "an episode is made whole; remove [segments]"),
+    Clash(("weights.over_age", "process"), lambda t: t.weights.over_age == "drop" and t.has_callers,
+          'an episode is as old as its oldest token, so that long ones are trained less; over_age = "wait"',
+          warning=True),
 )
 
 
 def _read_by_agents(name: str) -> EntryClash:
-    return EntryClash(
-        (f".{name}", ".role"),
-        lambda _, entry: getattr(entry, name) and entry.role != AGENT,
-        "only an agent plays episodes; remove it",
-    )
+    return EntryClash((f".{name}", ".role"), lambda _, entry: getattr(entry, name) and entry.role != AGENT,
+                      "only an agent plays episodes; remove it")
 
 
 OF_ENTRY = (
-    EntryClash(
-        (".python", ".command"),
-        lambda _, entry: entry.python and entry.command,
-        "a command says itself what runs it; remove one of them",
-    ),
-    EntryClash(
-        (".command", ".role"),
-        lambda _, entry: entry.command and entry.role not in FOREIGN_ROLES,
-        lambda _, entry: (
-            f"a {entry.role} is busrl's own; only rollout and reward may be another program; remove command"
-        ),
-    ),
+    EntryClash((".python", ".command"), lambda _, entry: entry.python and entry.command,
+               "a command says itself what runs it; remove one of them"),
+    EntryClash((".command", ".role"), lambda _, entry: entry.command and entry.role not in FOREIGN_ROLES,
+               lambda _, entry: (
+                   f"a {entry.role} is busrl's own; only rollout and reward may be another program; remove command"
+               )),
     *(_read_by_agents(name) for name in ("function", "environment", "program", "options")),
-    EntryClash(
-        (".options",),
-        lambda _, entry: entry.options and not entry.environment and entry.role == AGENT,
-        "options are those of an environment; remove it",
-        hidden=(".environment", ".role"),
-    ),
-    EntryClash(
-        (".engine", "process"),
-        lambda t, entry: entry.engine == "openai" and entry.role == "rollout" and t.has_callers,
-        'model calls are token ids, which this engine does not take; engine = "torch", "vllm" or "mock"',
-        hidden=(".role",),
-    ),
+    EntryClash((".options",), lambda _, entry: entry.options and not entry.environment and entry.role == AGENT,
+               "options are those of an environment; remove it", hidden=(".environment", ".role")),
+    EntryClash((".engine", "process"),
+               lambda t, entry: entry.engine == "openai" and entry.role == "rollout" and t.has_callers,
+               'model calls are token ids, which this engine does not take; engine = "torch", "vllm" or "mock"',
+               hidden=(".role",)),
 )
 # In a topology with a scripted engine, of its entry.
 SCRIPTED_RUNS = (
-    EntryClash(
-        (".engine", "weights.transport"),
-        lambda t, _: t.weights.transport != "shm",
-        'a scripted engine follows the versions in shared memory; set weights.transport = "shm"',
-    ),
-    EntryClash(
-        ("reward.extract", ".engine"),
-        lambda t, _: t.reward.extract and t.reward.kind == "exact_match",
-        "a scripted answer is bare, or wrong: the pattern would find neither; remove extract",
-        hidden=("reward.kind",),
-    ),
-    EntryClash(
-        (".engine",),
-        lambda _t, _: True,
-        'nothing is learnt: tokens are random, rewards are given; engine = "torch" for training',
-        warning=True,
-    ),
+    EntryClash((".engine", "weights.transport"), lambda t, _: t.weights.transport != "shm",
+               'a scripted engine follows the versions in shared memory; set weights.transport = "shm"'),
+    EntryClash(("reward.extract", ".engine"), lambda t, _: t.reward.extract and t.reward.kind == "exact_match",
+               "a scripted answer is bare, or wrong: the pattern would find neither; remove extract",
+               hidden=("reward.kind",)),
+    EntryClash((".engine",), lambda _t, _: True,
+               'nothing is learnt: tokens are random, rewards are given; engine = "torch" for training', warning=True),
 )
 
 

@@ -21,137 +21,79 @@ UNREAD_BY_FIFO = 'fifo keeps the order drawn and uses no predictor; policy = "sj
 
 TABLE = (
     # -- the order of dispatch
-    Clash(
-        ("scheduler.predictor", "scheduler.policy"),
-        lambda t: t.scheduler.predictor != "rules" and t.scheduler.policy == "fifo",
-        UNREAD_BY_FIFO,
-        warning=True,
-    ),
-    Clash(
-        ("scheduler.keywords", "scheduler.policy"),
-        lambda t: t.scheduler.keywords and t.scheduler.policy == "fifo" and t.scheduler.predictor == "rules",
-        UNREAD_BY_FIFO,
-        hidden=("scheduler.predictor",), warning=True,
-    ),
-    Clash(
-        ("scheduler.horizon", "scheduler.policy", "weights.mode", "learner.trigger.n_min"),
-        lambda t: (
-            t.scheduler.horizon > 1 and t.scheduler.policy == "adaptive" and t.weights.mode == "sync"
-            and t.scheduler.horizon < t.learner.trigger.n_min
-        ),
-        lambda t: (
-            f"adaptive sorts a whole round, which has n_min = {t.learner.trigger.n_min} draws; "
-            f"set it to {t.learner.trigger.n_min} or more, or 0 for 2 x n_min"
-        ),
-    ),
+    Clash(("scheduler.predictor", "scheduler.policy"),
+          lambda t: t.scheduler.predictor != "rules" and t.scheduler.policy == "fifo",
+          UNREAD_BY_FIFO, warning=True),
+    Clash(("scheduler.keywords", "scheduler.policy"),
+          lambda t: t.scheduler.keywords and t.scheduler.policy == "fifo" and t.scheduler.predictor == "rules",
+          UNREAD_BY_FIFO, hidden=("scheduler.predictor",), warning=True),
+    Clash(("scheduler.horizon", "scheduler.policy", "weights.mode", "learner.trigger.n_min"),
+          lambda t: (
+              t.scheduler.horizon > 1 and t.scheduler.policy == "adaptive" and t.weights.mode == "sync"
+              and t.scheduler.horizon < t.learner.trigger.n_min
+          ),
+          lambda t: (
+              f"adaptive sorts a whole round, which has n_min = {t.learner.trigger.n_min} draws; "
+              f"set it to {t.learner.trigger.n_min} or more, or 0 for 2 x n_min"
+          )),
     # -- segments
-    Clash(
-        ("segments.global_max_length", "segments.length"),
-        lambda t: t.segments.global_max_length and t.segments.length == 0,
-        "segments are off, so generation.max_new_tokens is the limit; set segments.length, or remove it",
-    ),
-    Clash(
-        ("segments.loss", "segments.length"),
-        lambda t: t.segments.loss == "last_segment" and t.segments.length == 0,
-        'segments are off: the last one is the whole answer; set segments.length, for example "auto"',
-        warning=True,
-    ),
-    Clash(
-        ("segments.length", "learner.deterministic"),
-        lambda t: t.segments.length == "auto" and t.learner.deterministic,
-        "a length that follows the answers depends on who finished first; give a number, or deterministic = false",
-    ),
-    Clash(
-        ("segments.loss", "weights.mode"),
-        lambda t: t.segments.loss == "pois" and t.weights.mode != "sync",
-        'ratio 1 corrects nothing: at age 2 it does not learn; loss = "behaviour", or mode = "sync"',
-    ),
-    Clash(
-        ("segments.loss", "learner.loss"),
-        lambda t: t.segments.loss == "pois" and t.learner.loss == "decoupled",
-        'the decoupled loss is made of the ratios that pois sets to 1; learner.loss = "ppo_clip"',
-    ),
-    Clash(
-        ("segments.loss", "learner.loss"),
-        lambda t: (
-            t.segments.loss == "pois"
-            and t.learner.loss in ("dppo", "reinforce", "m2po", "clip_cov", "kl_cov", "topk_kl")
-        ),
-        'this loss has no ratio that pois could set to 1, or chooses tokens by it; learner.loss = "ppo_clip"',
-    ),
-    Clash(
-        ("segments.loss", "learner.updates_per_batch"),
-        lambda t: t.segments.loss == "pois" and t.learner.updates_per_batch > 1,
-        "after the first update the ratio to the newest weights is not 1 any more; updates_per_batch = 1",
-    ),
-    Clash(
-        ("segments.loss", "learner.passes_per_batch"),
-        lambda t: t.segments.loss == "pois" and t.learner.passes_per_batch > 1,
-        "after the first pass the ratio to the newest weights is not 1 any more; passes_per_batch = 1",
-    ),
-    Clash(
-        ("segments.rounds", "segments.length"),
-        lambda t: t.segments.rounds == "segments" and t.segments.length == 0,
-        'segments are off, so a round has none; set segments.length, or rounds = "answers"',
-    ),
-    Clash(
-        ("segments.rounds", "weights.mode"),
-        lambda t: t.segments.rounds == "segments" and t.weights.mode != "sync",
-        'only synchronous steps have rounds; mode = "sync", or rounds = "answers"',
-    ),
-    Clash(
-        ("segments.rounds", "experiments.forced_age"),
-        lambda t: t.segments.rounds == "segments" and t.experiments.forced_age,
-        'an answer in several waves has tokens of several ages; forced_age = 0, or rounds = "answers"',
-    ),
-    Clash(
-        ("segments.rounds", "learner.publish_every"),
-        lambda t: t.segments.rounds == "segments" and t.learner.publish_every > 1,
-        "the next wave begins when what this one completed is published; publish_every = 1",
-    ),
-    Clash(
-        ("segments.rounds", "weights.restart_every"),
-        lambda t: (
-            t.segments.rounds == "segments" and t.weights.restart_every > 1 and t.learner.publish_every == 1
-            and t.weights.transport in RESTARTS
-        ),
-        "the next wave begins when what this one completed is published; restart_every = 1",
-        hidden=("learner.publish_every", "weights.transport"),
-    ),
-    Clash(
-        ("scheduler.ahead", "segments.rounds"),
-        lambda t: t.scheduler.ahead and t.segments.rounds == "segments",
-        "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0",
-        warning=True,
-    ),
+    Clash(("segments.global_max_length", "segments.length"),
+          lambda t: t.segments.global_max_length and t.segments.length == 0,
+          "segments are off, so generation.max_new_tokens is the limit; set segments.length, or remove it"),
+    Clash(("segments.loss", "segments.length"), lambda t: t.segments.loss == "last_segment" and t.segments.length == 0,
+          'segments are off: the last one is the whole answer; set segments.length, for example "auto"', warning=True),
+    Clash(("segments.length", "learner.deterministic"),
+          lambda t: t.segments.length == "auto" and t.learner.deterministic,
+          "a length that follows the answers depends on who finished first; give a number, or deterministic = false"),
+    Clash(("segments.loss", "weights.mode"), lambda t: t.segments.loss == "pois" and t.weights.mode != "sync",
+          'ratio 1 corrects nothing: at age 2 it does not learn; loss = "behaviour", or mode = "sync"'),
+    Clash(("segments.loss", "learner.loss"), lambda t: t.segments.loss == "pois" and t.learner.loss == "decoupled",
+          'the decoupled loss is made of the ratios that pois sets to 1; learner.loss = "ppo_clip"'),
+    Clash(("segments.loss", "learner.loss"),
+          lambda t: (
+              t.segments.loss == "pois"
+              and t.learner.loss in ("dppo", "reinforce", "m2po", "clip_cov", "kl_cov", "topk_kl")
+          ),
+          'this loss has no ratio that pois could set to 1, or chooses tokens by it; learner.loss = "ppo_clip"'),
+    Clash(("segments.loss", "learner.updates_per_batch"),
+          lambda t: t.segments.loss == "pois" and t.learner.updates_per_batch > 1,
+          "after the first update the ratio to the newest weights is not 1 any more; updates_per_batch = 1"),
+    Clash(("segments.loss", "learner.passes_per_batch"),
+          lambda t: t.segments.loss == "pois" and t.learner.passes_per_batch > 1,
+          "after the first pass the ratio to the newest weights is not 1 any more; passes_per_batch = 1"),
+    Clash(("segments.rounds", "segments.length"), lambda t: t.segments.rounds == "segments" and t.segments.length == 0,
+          'segments are off, so a round has none; set segments.length, or rounds = "answers"'),
+    Clash(("segments.rounds", "weights.mode"), lambda t: t.segments.rounds == "segments" and t.weights.mode != "sync",
+          'only synchronous steps have rounds; mode = "sync", or rounds = "answers"'),
+    Clash(("segments.rounds", "experiments.forced_age"),
+          lambda t: t.segments.rounds == "segments" and t.experiments.forced_age,
+          'an answer in several waves has tokens of several ages; forced_age = 0, or rounds = "answers"'),
+    Clash(("segments.rounds", "learner.publish_every"),
+          lambda t: t.segments.rounds == "segments" and t.learner.publish_every > 1,
+          "the next wave begins when what this one completed is published; publish_every = 1"),
+    Clash(("segments.rounds", "weights.restart_every"),
+          lambda t: (
+              t.segments.rounds == "segments" and t.weights.restart_every > 1 and t.learner.publish_every == 1
+              and t.weights.transport in RESTARTS
+          ),
+          "the next wave begins when what this one completed is published; restart_every = 1",
+          hidden=("learner.publish_every", "weights.transport")),
+    Clash(("scheduler.ahead", "segments.rounds"), lambda t: t.scheduler.ahead and t.segments.rounds == "segments",
+          "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0", warning=True),
     # -- validation
-    Clash(
-        ("validation.every",),
-        lambda t: t.validation.every and not t.validation.data and not t.validation.set,
-        f"validation rounds are asked for, and no prompts are named; {OTHER_PROMPTS}",
-        hidden=("validation.data", "validation.set"),
-    ),
+    Clash(("validation.every",), lambda t: t.validation.every and not t.validation.data and not t.validation.set,
+          f"validation rounds are asked for, and no prompts are named; {OTHER_PROMPTS}",
+          hidden=("validation.data", "validation.set")),
     # -- prompts
-    Clash(
-        ("data.arrivals", "data.shuffle"),
-        lambda t: t.data.arrivals and t.data.shuffle,
-        "prompts arrive in the order of their lines; set shuffle = false",
-    ),
-    Clash(
-        ("data.arrivals", "data.skip.max_pass_rate"),
-        lambda t: t.data.arrivals and t.data.skip.max_pass_rate > 0,
-        f"{OPEN}; set max_pass_rate = 0",
-    ),
-    Clash(
-        ("data.arrivals", "data.skip.min_pass_rate"),
-        lambda t: t.data.arrivals and t.data.skip.min_pass_rate > 0,
-        f"{OPEN}; set min_pass_rate = 0",
-    ),
-    Clash(
-        ("data.skip.max_pass_rate", "data.skip.min_pass_rate"),
-        lambda t: t.data.skip.max_pass_rate > 0 and t.data.skip.min_pass_rate >= t.data.skip.max_pass_rate,
-        "no prompt is at least the one and below the other; lower min_pass_rate",
-    ),
+    Clash(("data.arrivals", "data.shuffle"), lambda t: t.data.arrivals and t.data.shuffle,
+          "prompts arrive in the order of their lines; set shuffle = false"),
+    Clash(("data.arrivals", "data.skip.max_pass_rate"), lambda t: t.data.arrivals and t.data.skip.max_pass_rate > 0,
+          f"{OPEN}; set max_pass_rate = 0"),
+    Clash(("data.arrivals", "data.skip.min_pass_rate"), lambda t: t.data.arrivals and t.data.skip.min_pass_rate > 0,
+          f"{OPEN}; set min_pass_rate = 0"),
+    Clash(("data.skip.max_pass_rate", "data.skip.min_pass_rate"),
+          lambda t: t.data.skip.max_pass_rate > 0 and t.data.skip.min_pass_rate >= t.data.skip.max_pass_rate,
+          "no prompt is at least the one and below the other; lower min_pass_rate"),
 )
 
 

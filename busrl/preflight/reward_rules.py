@@ -22,58 +22,32 @@ from busrl.topology.reader import show
 from busrl.topology.schema import AGENT, PART_KINDS, RewardPart, Topology
 
 TABLE = (
-    Clash(
-        ("reward.function", "reward.kind"),
-        lambda t: t.reward.function and t.reward.kind == "exact_match",
-        'exact_match calls no function; set kind = "python", or remove function',
-    ),
-    Clash(
-        ("reward.extract", "reward.kind"),
-        lambda t: t.reward.extract and t.reward.kind == "python",
-        "only exact_match extracts an answer; remove it",
-        warning=True,
-    ),
-    Clash(
-        ("reward.function",),
-        lambda t: t.reward.function and t.reward.part,
-        'a reward has a function or parts; write kind = "python" and function into a [[reward.part]]',
-        hidden=("reward.part",),
-    ),
-    Clash(
-        ("reward.extract",),
-        lambda t: t.reward.extract and t.reward.part,
-        "a reward with parts compares nothing itself; write extract into the [[reward.part]] that compares",
-        hidden=("reward.part",),
-    ),
-    Clash(
-        ("reward.truncated", "reward.truncated_penalty"),
-        lambda t: t.reward.truncated != "reward" and t.reward.truncated_penalty,
-        "a cut answer is worth either a fixed number or its reward less a penalty; remove one of them",
-    ),
-    Clash(
-        ("reward.overlong_tokens", "generation.max_new_tokens"),
-        lambda t: t.reward.overlong_tokens > t.generation.max_new_tokens,
-        "an answer has at most generation.max_new_tokens tokens, and the last overlong_tokens of them cost; "
-        "give fewer, for example a quarter of the limit",
-    ),
-    Clash(
-        ("reward.overlong_tokens", "reward.overlong_penalty"),
-        lambda t: t.reward.overlong_tokens and t.reward.overlong_penalty == 0,
-        "a penalty of 0 changes no reward; set overlong_penalty, or remove overlong_tokens",
-        warning=True,
-    ),
-    Clash(
-        ("reward.overlong_penalty",),
-        lambda t: t.reward.overlong_penalty != 1 and t.reward.overlong_tokens == 0,
-        "it is used with overlong_tokens only, which is 0; remove it, or set overlong_tokens",
-        hidden=("reward.overlong_tokens",), warning=True,
-    ),
-    Clash(
-        ("reward.overlong_tokens", "reward.truncated_penalty"),
-        lambda t: t.reward.overlong_tokens and t.reward.truncated_penalty,
-        "an answer that the limit cut would be punished twice; remove one of them",
-        warning=True,
-    ),
+    Clash(("reward.function", "reward.kind"), lambda t: t.reward.function and t.reward.kind == "exact_match",
+          'exact_match calls no function; set kind = "python", or remove function'),
+    Clash(("reward.extract", "reward.kind"), lambda t: t.reward.extract and t.reward.kind == "python",
+          "only exact_match extracts an answer; remove it", warning=True),
+    Clash(("reward.function",), lambda t: t.reward.function and t.reward.part,
+          'a reward has a function or parts; write kind = "python" and function into a [[reward.part]]',
+          hidden=("reward.part",)),
+    Clash(("reward.extract",), lambda t: t.reward.extract and t.reward.part,
+          "a reward with parts compares nothing itself; write extract into the [[reward.part]] that compares",
+          hidden=("reward.part",)),
+    Clash(("reward.truncated", "reward.truncated_penalty"),
+          lambda t: t.reward.truncated != "reward" and t.reward.truncated_penalty,
+          "a cut answer is worth either a fixed number or its reward less a penalty; remove one of them"),
+    Clash(("reward.overlong_tokens", "generation.max_new_tokens"),
+          lambda t: t.reward.overlong_tokens > t.generation.max_new_tokens,
+          "an answer has at most generation.max_new_tokens tokens, and the last overlong_tokens of them cost; "
+          "give fewer, for example a quarter of the limit"),
+    Clash(("reward.overlong_tokens", "reward.overlong_penalty"),
+          lambda t: t.reward.overlong_tokens and t.reward.overlong_penalty == 0,
+          "a penalty of 0 changes no reward; set overlong_penalty, or remove overlong_tokens", warning=True),
+    Clash(("reward.overlong_penalty",), lambda t: t.reward.overlong_penalty != 1 and t.reward.overlong_tokens == 0,
+          "it is used with overlong_tokens only, which is 0; remove it, or set overlong_tokens",
+          hidden=("reward.overlong_tokens",), warning=True),
+    Clash(("reward.overlong_tokens", "reward.truncated_penalty"),
+          lambda t: t.reward.overlong_tokens and t.reward.truncated_penalty,
+          "an answer that the limit cut would be punished twice; remove one of them", warning=True),
 )
 BY_EVERY_KIND = ("kind", "name", "weight", "timeout_s")
 FILLED_IN = ("answer_key",)  # of a checked topology, from other tables
