@@ -18,7 +18,7 @@ MOST_MODULES = {"actor": 36, "scheduler": 50, "rollout": 57, "reward": 49, "lear
 MOST_LINES_OF_AN_ACTOR, MOST_LINES_OF_THE_CORE = 8_000, 36_000
 STILL_LOADED = {"actor": 40, "scheduler": 66, "rollout": 70, "reward": 57, "learner": 125}
 STILL_WITH_PREFLIGHT: set[str] = set()
-STILL_LINES_OF_THE_CORE = 48_400
+STILL_LINES_OF_THE_CORE = 48_700
 
 LIGHT = [
     "busrl.cli", "busrl.launch", "busrl.launch.display", "busrl.roles.bus", "busrl.roles.keeper",
