@@ -13,7 +13,7 @@ from busrl.protocol.messages import MAX_ACTIVITY
 MANY = 3 * MAX_ADDRESSED
 
 
-def test_an_endpoint_that_answers_ever_new_names_remembers_a_bounded_number_and_its_heartbeat_stays_readable(endpoint):
+def test_an_endpoint_remembers_a_bounded_number_of_names(endpoint):
     said: list[str] = []
     keeper = endpoint("keeper")
     listener = endpoint("monitor", topic(m.Heartbeat), report=said.append)
@@ -27,7 +27,7 @@ def test_an_endpoint_that_answers_ever_new_names_remembers_a_bounded_number_and_
     assert len(codec.encode(beat)) < 1 << 17
 
 
-def test_a_topic_that_was_forgotten_begins_anew_and_nobody_counts_that_as_loss(endpoint):
+def test_a_forgotten_topic_begins_anew_without_counting_as_loss(endpoint):
     keeper, worker = endpoint("keeper"), endpoint("worker", topic(m.Goodbye, "worker"))
     for _ in range(3):
         keeper.send(m.Goodbye(), to="worker")

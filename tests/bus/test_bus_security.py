@@ -14,7 +14,7 @@ from busrl.errors import BadEndpoint, InsecureDirectory
 from busrl.ring import OfdLock
 
 
-def test_a_socket_path_too_long_for_the_kernel_is_refused_with_its_length():
+def test_a_socket_path_too_long_is_refused_with_its_length():
     path = "/tmp/" + "x" * 103
     with pytest.raises(BadEndpoint, match=r"108 bytes, the kernel allows 107; set XDG_RUNTIME_DIR"):
         check_endpoint(f"ipc://{path}")
@@ -53,7 +53,7 @@ def test_an_address_that_is_none_is_refused(endpoint):
         check_endpoint(endpoint)
 
 
-def test_a_private_directory_is_made_with_its_parent_or_closed_if_it_stood_open(tmp_path: Path):
+def test_a_private_directory_is_made_or_closed(tmp_path: Path):
     made = private_directory(tmp_path / "busrl-1" / "abc")
     assert [one.stat().st_mode & 0o777 for one in (made, made.parent)] == [0o700, 0o700]
     made.chmod(0o755)
@@ -68,7 +68,7 @@ def test_a_directory_that_others_may_write_into_is_refused_with_its_mode(tmp_pat
         private_directory(tmp_path / "open")
 
 
-def test_a_parent_in_which_others_could_replace_the_directory_is_refused_unless_it_is_sticky(tmp_path: Path):
+def test_a_parent_that_others_can_write_must_be_sticky(tmp_path: Path):
     tmp_path.chmod(0o777)
     with pytest.raises(InsecureDirectory, match=r"mode 0777: others could replace what is in it"):
         private_directory(tmp_path / "mine")

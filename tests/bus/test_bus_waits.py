@@ -15,7 +15,7 @@ from busrl.protocol import messages as m
 LONG_S = 30.0
 
 
-def test_a_wait_ends_with_a_message_with_the_other_descriptor_or_with_the_time(endpoint):
+def test_a_wait_ends_by_message_descriptor_or_time(endpoint):
     sender, listener = endpoint("sender"), endpoint("listener", "SCHEDULER_STATE/")
     reader, writer = os.pipe()
     try:

@@ -89,7 +89,7 @@ def test_what_is_sent_comes_out_whatever_its_size(pair):
     assert pair.all() == sent
 
 
-def test_an_empty_socket_gives_nothing_at_once_or_after_the_time_it_was_told_to_wait(pair):
+def test_an_empty_socket_gives_nothing_at_once_or_in_time(pair):
     assert pair.wire.receive(NOBLOCK) == []
     pair.sub.setsockopt(zmq.RCVTIMEO, 60)
     begun = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_signal_whose_handler_closes_the_sockets_ends_the_wait(pair):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_signal_whose_handler_raises_ends_the_wait_with_that_and_another_does_not(pair):
+def test_only_a_signal_whose_handler_raises_ends_the_wait(pair):
     def handler(*_):
         calls.append(1)
         if len(calls) == 2:
@@ -151,7 +151,7 @@ def test_a_signal_whose_handler_raises_ends_the_wait_with_that_and_another_does_
     assert len(calls) == 2
 
 
-def test_the_compiled_wire_refuses_what_is_no_open_socket_and_arguments_of_another_kind():
+def test_the_compiled_wire_refuses_closed_sockets_and_wrong_arguments():
     pair = Pair(open_wire)
     for bad in ((b"A/", "text"), (b"A/",), (b"A/", bytearray(b"x"))):
         with pytest.raises(TypeError):
@@ -166,7 +166,7 @@ def test_the_compiled_wire_refuses_what_is_no_open_socket_and_arguments_of_anoth
         open_wire(object(), pair.sub)
 
 
-def test_the_library_is_pyzmqs_own_and_one_that_shows_no_libzmq_is_refused(tmp_path):
+def test_the_library_is_the_libzmq_of_pyzmq(tmp_path):
     assert f"libzmq {zmq.zmq_version()}" == KIND
     for path in ("", _ring.__file__, str(tmp_path / "none.so"), module.__file__):
         with pytest.raises(LookupError):

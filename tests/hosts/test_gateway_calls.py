@@ -75,7 +75,7 @@ def test_a_call_travels_with_its_ids_and_its_answer_without_text(keeper: CallKee
     assert keeper.calls.stats().occupancy["FREE"] == 4
 
 
-def test_rollouts_get_calls_and_rewards_get_samples_and_equal_names_are_two_claims(
+def test_rollouts_get_calls_rewards_get_samples_under_two_claims(
     keeper: CallKeeper, caller: Caller
 ) -> None:
     dispatch(keeper.ring, 2)
@@ -93,7 +93,7 @@ def test_rollouts_get_calls_and_rewards_get_samples_and_equal_names_are_two_clai
     assert answer.code == "done" and keeper.ring.line(slot)["state"] == State.REWARDED
 
 
-def test_a_lease_that_ends_and_a_goodbye_give_the_call_to_the_next(keeper: CallKeeper, caller: Caller) -> None:
+def test_an_ended_lease_gives_the_call_to_the_next_worker(keeper: CallKeeper, caller: Caller) -> None:
     one = caller.put(ModelCall(IDS, 8))
     [task] = keeper.claim("gen")
     assert keeper.pass_lease() == [task.task]
@@ -117,7 +117,7 @@ def test_the_next_keeper_knows_the_claims_and_grants_them_in_full(
     later.close()
 
 
-def test_what_breaks_a_rule_leaves_the_claim_and_what_is_given_up_tells_the_caller(
+def test_a_broken_rule_leaves_the_claim_a_failure_reaches_the_caller(
     keeper: CallKeeper, caller: Caller
 ) -> None:
     one = caller.put(ModelCall(IDS, 8))

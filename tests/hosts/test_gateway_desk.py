@@ -56,7 +56,7 @@ def test_joining_again_changes_nothing(ledger: Ledger) -> None:
     assert [held.task for _, held in ledger.claims()] == [task]
 
 
-def test_a_newer_life_takes_the_name_and_the_older_one_is_told_to_exit(ledger: Ledger) -> None:
+def test_a_newer_life_takes_the_name_and_replaces_the_older(ledger: Ledger) -> None:
     desk = new_desk(ledger)
     join(desk)
     claim(desk, 2)
@@ -100,7 +100,7 @@ def test_a_late_copy_of_a_claim_is_ignored(ledger: Ledger) -> None:
     assert ask(desk, g.RemoteClaim(life=1, req=4, capacity=4)) == [] and len(ledger.claims()) == 1
 
 
-def test_what_a_claim_or_an_extension_names_is_leased_anew_and_nothing_else(ledger: Ledger) -> None:
+def test_only_what_a_request_names_is_leased_anew(ledger: Ledger) -> None:
     desk = new_desk(ledger)
     join(desk)
     first, second, third = claim(desk, 3)
@@ -153,7 +153,7 @@ def test_leaving_hands_everything_back_and_frees_the_entry(ledger: Ledger) -> No
     assert code(ask(desk, g.RemoteLeave(life=1))) == "unknown"
 
 
-def test_a_silent_worker_loses_its_tasks_then_its_entry_and_a_heartbeat_keeps_only_the_entry(ledger: Ledger) -> None:
+def test_a_silent_worker_loses_tasks_then_entry_a_heartbeat_keeps_the_entry(ledger: Ledger) -> None:
     desk = new_desk(ledger)
     join(desk, "a")
     join(desk, "b")
@@ -164,7 +164,7 @@ def test_a_silent_worker_loses_its_tasks_then_its_entry_and_a_heartbeat_keeps_on
     assert ledger.claims() == [] and [member.name for member in ledger.members()] == ["b"]
 
 
-def test_a_suspect_sample_goes_only_to_a_worker_that_holds_nothing_and_gets_nothing_else(ledger: Ledger) -> None:
+def test_a_suspect_sample_is_given_alone(ledger: Ledger) -> None:
     for slot in ledger.slots:
         slot.attempt = 2
     ledger.slots[3].attempt = 0
@@ -193,7 +193,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_an_answer_that_breaks_a_rule_is_refused_by_that_rule_and_leaves_the_claim(ledger: Ledger, rule: str) -> None:
+def test_an_answer_that_breaks_a_rule_leaves_the_claim(ledger: Ledger, rule: str) -> None:
     desk = new_desk(ledger)
     join(desk)
     [task] = claim(desk)
@@ -214,7 +214,7 @@ def test_a_reward_that_is_not_finite_is_refused(ledger: Ledger, reward: float) -
     assert code(ask(desk, answer_to(task))) == "refused", "a reward worker has no answers to give"
 
 
-def test_the_task_of_another_is_refused_by_name_before_and_after_it_ended(ledger: Ledger) -> None:
+def test_the_task_of_another_worker_is_refused_by_name(ledger: Ledger) -> None:
     desk = new_desk(ledger)
     join(desk, "a")
     join(desk, "thief")
@@ -240,12 +240,12 @@ def test_a_name_that_no_topic_or_table_can_hold_is_refused(ledger: Ledger, name:
     assert ledger.entries == {}
 
 
-def test_a_name_of_the_run_s_own_and_a_role_that_is_none_are_refused(ledger: Ledger) -> None:
+def test_reserved_names_and_unknown_roles_are_refused(ledger: Ledger) -> None:
     desk = new_desk(ledger, reserved=frozenset({"rollout-0"}))
     assert join(desk, "rollout-0").code == "refused" and join(desk, role="learner").code == "refused"
 
 
-def test_without_a_free_entry_a_worker_is_told_that_the_run_is_full(ledger: Ledger) -> None:
+def test_without_a_free_entry_the_run_is_full(ledger: Ledger) -> None:
     ledger.most_entries = 1
     desk = new_desk(ledger)
     join(desk, "a")
@@ -260,12 +260,12 @@ def test_workers_from_outside_leave_the_run_its_own_entries(ledger: Ledger) -> N
     assert isinstance(join(desk, "b", life=2), g.GatewayWelcome), "a new life takes the place of the old one"
 
 
-def test_slots_that_no_message_can_hold_are_said_at_once_with_the_key_to_change(ledger: Ledger) -> None:
+def test_slots_larger_than_a_message_are_named_at_the_join(ledger: Ledger) -> None:
     answer = join(new_desk(ledger, biggest=2 << 20))
     assert answer.code == "too_large" and "bus.max_message_bytes" in answer.text
 
 
-def test_bytes_that_could_not_be_read_are_counted_and_answered_where_there_is_a_name(ledger: Ledger) -> None:
+def test_unreadable_bytes_are_counted_and_answered_where_a_sender_is_known(ledger: Ledger) -> None:
     desk = new_desk(ledger)
     [answer] = desk.unreadable("a", "malformed", "REMOTE_CLAIM", "capacity is a map")
     assert (answer.code, answer.about, answer.life) == ("malformed", "REMOTE_CLAIM", 0)
@@ -273,7 +273,7 @@ def test_bytes_that_could_not_be_read_are_counted_and_answered_where_there_is_a_
     assert desk.tally.workers["a"]["malformed"] == 1 and desk.tally.workers["(unnamed)"]["malformed"] == 1
 
 
-def test_counts_go_on_after_a_restart_and_names_from_outside_do_not_fill_the_memory() -> None:
+def test_counts_survive_a_restart_and_names_are_bounded() -> None:
     tally = Tally()
     for number in range(400):
         tally.add(f"w{number}", "malformed", text="x")
@@ -298,7 +298,7 @@ TENSORS = st.builds(g.Tensor, TEXTS | st.just("int32"), st.lists(NUMBERS, max_si
 
 
 @given(data=st.data())
-def test_no_request_whatever_is_in_it_raises_or_moves_a_slot_that_is_not_its_sender_s(data: st.DataObject) -> None:
+def test_no_request_raises_or_moves_the_slot_of_another(data: st.DataObject) -> None:
     ledger = Ledger([Slot(uid) for uid in range(3)])
     desk = new_desk(ledger)
     join(desk, "victim")

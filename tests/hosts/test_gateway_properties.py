@@ -307,7 +307,7 @@ def by_slot(task: str) -> int:
 
 
 @pytest.mark.parametrize("digest", [rules.digest_of, by_slot])
-def test_a_task_that_never_arrived_is_found_by_a_digest_of_whole_names_and_by_no_other(
+def test_only_a_digest_of_whole_names_finds_a_lost_task(
     digest: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim of a silent host ends and its slot is given to the same host again, in a message that is lost."""

@@ -81,7 +81,7 @@ def test_what_a_worker_sent_is_what_stands_in_the_slot(keeper: Keeper) -> None:
     assert not [process for process in keeper.ring.processes() if process.remote]
 
 
-def test_a_host_that_judges_too_settles_its_answers_in_one_message_which_claims_more(keeper: Keeper) -> None:
+def test_a_host_that_judges_settles_and_claims_in_one_message(keeper: Keeper) -> None:
     for uid in (2, 3, 4):
         dispatch(keeper.ring, uid)
     keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
@@ -121,7 +121,7 @@ def test_one_bad_answer_of_a_batch_is_refused_by_itself(keeper: Keeper) -> None:
 
 
 @pytest.mark.parametrize("point", ["commit.after:1", "claim.cas:2", "release.before:1"])
-def test_a_keeper_that_dies_between_answer_and_reward_of_a_host_leaves_both_to_the_next(
+def test_a_keeper_killed_between_answer_and_reward_leaves_both_to_the_next(
     point: str, folder: Path
 ) -> None:
     first = Keeper(folder)
@@ -164,7 +164,7 @@ def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
     assert task.tensors["logprobs"].dtype == "float32" and task.tensors["versions"].shape == [6]
 
 
-def test_a_reward_worker_gets_the_last_call_of_an_episode_and_its_turns_rewards_are_added(keeper: Keeper) -> None:
+def test_a_reward_worker_judges_the_last_call_and_turns_rewards_are_added(keeper: Keeper) -> None:
     dispatch(keeper.ring, 2)
     ((slot, word),) = keeper.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     tree = Tree()
@@ -186,7 +186,7 @@ def test_a_reward_worker_gets_the_last_call_of_an_episode_and_its_turns_rewards_
     assert (line["prompt_tokens"], line["response_tokens"], line["version"]) == (2, 3, 0)
 
 
-def test_a_remote_worker_is_told_where_a_segment_ends_and_may_continue_what_another_began(keeper: Keeper) -> None:
+def test_a_remote_worker_gets_segments_and_continues_what_another_began(keeper: Keeper) -> None:
     dispatch(keeper.ring, 2)
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     keeper.ask("other", g.RemoteJoin(life=1, role="rollout"))
@@ -218,7 +218,7 @@ def test_an_answer_that_ended_by_itself_and_is_not_done_is_refused(keeper: Keepe
     assert states(keeper.ring) == {"GENERATING": 1}
 
 
-def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_sample(keeper: Keeper) -> None:
+def test_tokens_of_weights_older_than_the_dispatch_set_the_age(keeper: Keeper) -> None:
     keeper.ledger.steps.add(3, 30)
     keeper.ledger.steps.add(5, 50)
     keeper.ring.set_header("version", 6)
@@ -233,7 +233,7 @@ def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_s
     assert (lines["version"][1], lines["step"][1]) == (5, 50)
 
 
-def test_a_keeper_that_is_younger_than_the_weights_believes_its_host_how_old_they_are(keeper: Keeper) -> None:
+def test_a_young_keeper_takes_the_age_of_weights_from_its_host(keeper: Keeper) -> None:
     """And nobody else: without a step they look too old, and the group is above the bound on age."""
     keeper.ledger.steps = VersionSteps()
     keeper.ledger.steps.add(8, 80)
@@ -249,7 +249,7 @@ def test_a_keeper_that_is_younger_than_the_weights_believes_its_host_how_old_the
     assert [(lines["version"][slot], lines["step"][slot]) for slot in range(2)] == [(6, 60), (6, 0)]
 
 
-def test_an_answer_that_does_not_fit_its_slot_is_refused_and_the_claim_stays(keeper: Keeper) -> None:
+def test_an_answer_too_large_for_its_slot_leaves_the_claim(keeper: Keeper) -> None:
     dispatch(keeper.ring, 1)
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     [task] = keeper.claim("gen")
@@ -258,7 +258,7 @@ def test_an_answer_that_does_not_fit_its_slot_is_refused_and_the_claim_stays(kee
     assert keeper.ask("gen", answer_to(task.task))[0].code == "done"
 
 
-def test_answers_that_there_is_no_memory_for_stay_claimed_and_count_when_they_are_sent_again() -> None:
+def test_answers_without_memory_stay_claimed_and_count_when_sent_again() -> None:
     command = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2m t /dev/shm && exec "$@"', "sh"]
     if tried := subprocess.run([*command, "true"], capture_output=True, text=True).stderr:
         pytest.skip(f"no /dev/shm of its own here: {tried.strip()}")
@@ -268,7 +268,7 @@ def test_answers_that_there_is_no_memory_for_stay_claimed_and_count_when_they_ar
     assert found.returncode == 0, found.stderr
 
 
-def test_a_lease_that_ends_counts_an_attempt_and_the_third_for_a_reward_is_an_accident(keeper: Keeper) -> None:
+def test_an_ended_lease_counts_an_attempt_the_third_reward_is_an_accident(keeper: Keeper) -> None:
     dispatch(keeper.ring, 1)
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     keeper.claim("gen")
@@ -288,7 +288,7 @@ def test_a_lease_that_ends_counts_an_attempt_and_the_third_for_a_reward_is_an_ac
     assert states(keeper.ring) == {} and chr(keeper.fates[0].get(1)) == "H"
 
 
-def test_two_silent_ends_while_it_held_nothing_else_make_a_sample_suspect_of_poison(keeper: Keeper) -> None:
+def test_two_silent_ends_alone_make_a_sample_suspect_of_poison(keeper: Keeper) -> None:
     dispatch(keeper.ring, 1)
     for _ in range(4):
         keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
@@ -297,7 +297,7 @@ def test_two_silent_ends_while_it_held_nothing_else_make_a_sample_suspect_of_poi
     assert keeper.ring.line(0)["alone_deaths"] == 2, "the first two claims were not alone ones"
 
 
-def test_no_reaper_takes_what_a_remote_worker_holds_even_with_the_keeper_dead(folder: Path) -> None:
+def test_no_reaper_takes_what_a_remote_worker_holds(folder: Path) -> None:
     maker = Keeper(folder)
     dispatch(maker.ring, 1)
     maker.close()
@@ -322,7 +322,7 @@ def test_an_entry_without_a_lock_is_not_taken_by_those_who_register(keeper: Keep
         ring.close()
 
 
-def test_a_stand_in_acts_for_its_entry_only_while_it_is_the_same_worker_s(keeper: Keeper) -> None:
+def test_a_stand_in_acts_only_while_its_worker_has_the_entry(keeper: Keeper) -> None:
     dispatch(keeper.ring, 1)
     index = keeper.ring.enter_remote("rollout", "far", life=1)
     hand = keeper.ring.stand_in(index)
@@ -339,7 +339,7 @@ def test_a_stand_in_acts_for_its_entry_only_while_it_is_the_same_worker_s(keeper
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_keeper_killed_at_this_step_is_followed_by_one_that_ends_the_sample_once(folder: Path, point: str) -> None:
+def test_the_successor_of_a_killed_keeper_ends_the_sample_once(folder: Path, point: str) -> None:
     maker = Keeper(folder)
     dispatch(maker.ring, 1)
     maker.close()
@@ -354,7 +354,7 @@ def test_a_keeper_killed_at_this_step_is_followed_by_one_that_ends_the_sample_on
     keeper.close()
 
 
-def test_a_commit_that_a_keeper_died_in_is_not_taken_for_done_once_its_lease_is_over(folder: Path) -> None:
+def test_a_commit_cut_by_death_is_not_done_after_its_lease(folder: Path) -> None:
     maker = Keeper(folder)
     dispatch(maker.ring, 1)
     maker.close()

@@ -106,7 +106,7 @@ def away(folder: Path, keeper: Keeper, tmp_path: Path) -> Iterator[Callable[...,
         one.ring.close()
 
 
-def test_an_episode_stands_at_home_as_it_stood_in_the_slot_of_its_host(
+def test_an_episode_is_the_same_at_home_as_on_its_host(
     away: Callable[..., Away], keeper: Keeper
 ) -> None:
     host = away("agents")
@@ -129,7 +129,7 @@ def test_an_episode_stands_at_home_as_it_stood_in_the_slot_of_its_host(
     assert [type(bell).__name__ for bell in keeper.bells] == ["RewardComputed"] * 2
 
 
-def test_what_becomes_of_an_episode_without_an_end_is_home_s_fate_too(
+def test_an_episode_without_an_end_has_the_same_fate_at_home(
     away: Callable[..., Away], keeper: Keeper
 ) -> None:
     host, fates = away("agents"), [Fate.POISON, Fate.REWARD_RAISED, Fate.REWARD_HUNG]
@@ -172,7 +172,7 @@ def test_what_no_client_asks_for_any_more_goes_back_to_home(
 
 
 @pytest.mark.parametrize("kind, held", [("serve", 1), ("agents", 3)])
-def test_a_server_of_a_host_fetches_what_clients_ask_for_and_an_agent_some_ahead(
+def test_a_server_fetches_what_clients_ask_for_an_agent_some_ahead(
     kind: str, held: int, away: Callable[..., Away], keeper: Keeper, folder: Path
 ) -> None:
     host, relay = away(kind), Ring.attach(str(folder / "away"))

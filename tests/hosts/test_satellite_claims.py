@@ -117,7 +117,7 @@ def test_tasks_whose_lease_has_ended_leave_the_queue_of_the_host(away: Away) -> 
     assert len(away.keeper.desk.leases.by_task) == 2, "home counts what is alive, and gives no more than is asked for"
 
 
-def test_a_task_of_a_version_that_this_host_has_not_heard_of_waits_for_the_word_and_no_longer(away: Away) -> None:
+def test_a_task_waits_until_the_host_knows_its_version(away: Away) -> None:
     away.keeper.ring.set_header(HeaderWord.VERSION_STEP, 1)
     away.keeper.ring.set_header(HeaderWord.VERSION, 7)
     assert away.claim(2) == 0 and len(away.tasks.waiting) == 2
@@ -129,7 +129,7 @@ def test_a_task_of_a_version_that_this_host_has_not_heard_of_waits_for_the_word_
     assert queued["version"].tolist() == [7, 7] and queued["step"].tolist() == [1, 1] and not away.tasks.waiting
 
 
-def test_a_task_that_an_engine_has_when_it_is_lost_is_not_counted_against_what_is_claimed(away: Away) -> None:
+def test_a_lost_task_in_an_engine_takes_no_room_of_claims(away: Away) -> None:
     assert away.claim(2) == 2
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     away.keeper.pass_lease()
@@ -144,7 +144,7 @@ def test_a_task_that_an_engine_has_when_it_is_lost_is_not_counted_against_what_i
     assert len(away.tasks.held) == 3 and away.ring.stats().occupancy["QUEUED"] == 3
 
 
-def test_a_host_that_holds_what_home_says_names_nothing_and_keeps_its_leases(away: Away) -> None:
+def test_equal_digests_keep_leases_without_names(away: Away) -> None:
     assert away.claim(3) == 3
     away.beat()
     away.asked.clear()
@@ -156,7 +156,7 @@ def test_a_host_that_holds_what_home_says_names_nothing_and_keeps_its_leases(awa
     assert all(one.digest is not None and not one.holding for one in away.asked)  # type: ignore[attr-defined]
 
 
-def test_a_task_that_was_lost_on_its_way_is_sent_again_after_a_digest_without_it(away: Away) -> None:
+def test_a_task_lost_on_its_way_is_sent_again(away: Away) -> None:
     away.beat()
     assert len(away.keeper.claim("gpu-0", capacity=2, req=1 << 40)) == 2, "the bus loses this answer"
     away.request = 1 << 40
@@ -181,7 +181,7 @@ def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["digests alone", "all claims named"])
-def test_a_sample_claimed_again_is_drawn_again_though_its_first_answer_was_lost_on_its_way(
+def test_a_sample_claimed_again_is_drawn_again(
     away: Away, named: bool
 ) -> None:
     """Home's claims end while a cable is out. Both digests are then the same, without the answers that wait here."""
@@ -233,7 +233,7 @@ def test_answers_go_home_together_in_a_message_that_claims_as_many_more(away: Aw
     assert away.ring.stats().occupancy == {**away.ring.stats().occupancy, "QUEUED": 3, "TRAINING": 0}
 
 
-def test_a_host_with_rewards_sends_answers_when_they_are_judged_with_what_the_reward_said(away: Away) -> None:
+def test_a_host_with_rewards_sends_judged_answers_and_their_parts(away: Away) -> None:
     away.reader = AnswerReader(away.ring, plays=False, judges=True)
     assert away.claim(2) == 2
     first, second = generate(away.ring), generate(away.ring)
@@ -251,7 +251,7 @@ def test_a_host_with_rewards_sends_answers_when_they_are_judged_with_what_the_re
     assert away.keeper.fates[0].get(second) == Fate.REWARD_RAISED
 
 
-def test_a_slot_that_a_dropped_sample_left_and_another_took_at_once_is_reported_all_the_same(away: Away) -> None:
+def test_a_dropped_sample_is_reported_though_its_slot_is_taken(away: Away) -> None:
     assert away.claim(1) == 1
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     uid = int(away.ring.line(slot)["uid"])
@@ -262,7 +262,7 @@ def test_a_slot_that_a_dropped_sample_left_and_another_took_at_once_is_reported_
     assert uid not in {one.uid for one in away.tasks.held.values()}
 
 
-def test_an_answer_that_cannot_be_read_is_handed_back_and_the_others_go_home(away: Away) -> None:
+def test_an_unreadable_answer_is_handed_back_alone(away: Away) -> None:
     away.warn = lambda *said, **more: None  # type: ignore[method-assign]
     assert away.claim(2) == 2
     generate(away.ring)

@@ -44,7 +44,7 @@ def pods(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"home": both["leaderTemplate"]["spec"], "hosts": both["workerTemplate"]["spec"]}
 
 
-def test_a_jobset_has_one_pod_for_home_whose_end_is_the_runs_and_one_for_each_host(topology: Topology) -> None:
+def test_a_jobset_has_a_pod_for_home_and_each_host(topology: Topology) -> None:
     found = clusters.jobset(topology)
     assert (found["apiVersion"], found["metadata"]["name"]) == ("jobset.x-k8s.io/v1alpha2", "my-run")
     jobs = {job["name"]: job["template"]["spec"] for job in found["spec"]["replicatedJobs"]}
@@ -93,7 +93,7 @@ def script(spec: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind, index", [("jobset", {"JOB_COMPLETION_INDEX": "1"}), ("lws", {"LWS_WORKER_INDEX": "2"})])
-def test_a_pod_runs_the_command_with_its_own_name_and_keys_that_only_it_can_read(
+def test_a_pod_runs_the_command_with_its_name_and_keys(
     kind: str, index: dict[str, str], topology: Topology, tmp_path: Path
 ) -> None:
     found = pods(clusters.MANIFESTS[kind](topology))
@@ -117,7 +117,7 @@ def test_a_pod_runs_the_command_with_its_own_name_and_keys_that_only_it_can_read
     assert 'bus.keys="keys"' in said["home"]
 
 
-def test_a_job_of_slurm_gives_each_host_its_node_and_goes_on_with_its_run_when_it_is_queued_again(
+def test_a_job_of_slurm_gives_each_host_its_node(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
     given = [part for one in (*HOSTS[:3], "run.name='My.run'") for part in ("--set", one)]
@@ -147,7 +147,7 @@ def test_a_job_of_slurm_gives_each_host_its_node_and_goes_on_with_its_run_when_i
         assert f"--nodelist={node}" in step and step[-3:] == ["busrl", "host", "-"]
 
 
-def test_a_job_of_slurm_goes_on_in_the_directory_of_resume_and_forgets_no_run(
+def test_a_job_of_slurm_goes_on_in_the_resumed_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
     command = ["launch", str(QUICKSTART), "--emit", "slurm", *(part for one in HOSTS[:3] for part in ("--set", one))]

@@ -35,7 +35,7 @@ def started(folder: Path, topology: Topology, life: int, holds: int) -> tuple[bo
     return found
 
 
-def test_a_start_goes_on_with_the_ring_and_the_life_of_the_last_one_unless_another_took_its_place(
+def test_a_start_goes_on_with_ring_and_life_of_the_last(
     tmp_path: Path, topology: Topology
 ) -> None:
     try:

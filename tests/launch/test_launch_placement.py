@@ -55,7 +55,7 @@ def test_a_second_signal_kills_the_commands_of_hosts_at_once(tmp_path: Path) -> 
     assert said == ["host a: its command is ended by SIGKILL", "host a: ended (signal SIGKILL)"]
 
 
-def test_a_command_whose_host_was_heard_and_is_not_any_more_is_ended_and_the_host_started_again(tmp_path: Path) -> None:
+def test_a_command_whose_host_falls_silent_is_started_again(tmp_path: Path) -> None:
     placement: Any = object.__new__(Placement)
     placement._paths, said = RunPaths.of(tmp_path), list[str]()
     placement._warn = lambda text, level: said.append(text)
@@ -79,7 +79,7 @@ def test_a_command_whose_host_was_heard_and_is_not_any_more_is_ended_and_the_hos
     assert host.due == now + 2 * UNHEARD_S + 1.0
 
 
-def test_a_command_that_ends_well_while_the_run_goes_on_is_started_again_and_afterwards_not(tmp_path: Path) -> None:
+def test_a_command_that_ends_well_is_started_again_during_the_run(tmp_path: Path) -> None:
     placement: Any = object.__new__(Placement)
     placement._paths, said = RunPaths.of(tmp_path), list[str]()
     placement._warn = lambda text, level: said.append(text)

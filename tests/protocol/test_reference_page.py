@@ -81,7 +81,7 @@ def test_a_message_that_nobody_described_says_all_that_is_missing(monkeypatch):
     assert 'add "SILENT": "worker_id" to the newest of HISTORY' in said
 
 
-def test_a_field_that_is_in_no_version_or_has_no_meaning_is_named(monkeypatch):
+def test_a_field_without_version_or_meaning_is_named(monkeypatch):
     monkeypatch.setitem(catalog.HISTORY["1.0"], "NEW_TASK", "worker_id slot_id seq uid prompt")
     monkeypatch.delitem(protocol_page.MEANINGS, "drain_s")
     with pytest.raises(protocol_page.Incomplete) as refused:
@@ -96,7 +96,7 @@ def test_history_names_no_field_twice_and_none_that_never_was(monkeypatch):
     assert "PING.token stands there twice" in problems and "PONG.colour is in no struct" in problems
 
 
-def test_a_new_message_with_records_and_bytes_gets_its_tables_and_vectors_without_further_code(monkeypatch):
+def test_a_new_message_gets_its_tables_and_vectors_by_itself(monkeypatch):
     module_level(monkeypatch, Brought)
     monkeypatch.setitem(catalog.ROUTES, Brought, catalog.Route("rollout", "keeper"))
     monkeypatch.setitem(catalog.HISTORY, "1.10", {"BROUGHT": "worker_id tensors remark", "Shape": "name shape data"})
@@ -123,7 +123,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(s
 
 
 @given(st.dictionaries(st.text(), VALUES))
-def test_bytes_that_are_taken_apart_for_a_reader_are_all_there_in_order(value):
+def test_bytes_taken_apart_for_a_reader_stay_whole(value):
     raw = msgspec.msgpack.encode(value)
     assert b"".join(token.raw for token in protocol_page.tokens(raw)) == raw
     pieces = protocol_page.fields(raw)

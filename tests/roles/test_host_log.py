@@ -22,7 +22,7 @@ def events(log: Roster, **seen: tuple[int, float, int]) -> list[str]:
     return [f"{line['host']} {line['event']}" for line in log.changes(seen)]
 
 
-def test_a_host_joins_falls_silent_comes_back_is_replaced_and_goes_each_told_once() -> None:
+def test_each_change_of_a_host_is_one_line() -> None:
     log = Roster(["a", "b"])
     assert events(log, a=(1, 0.0, 0), stranger=(1, 0.0, 0)) == ["a joined"]
     assert events(log, a=(1, 0.1, 3)) == []
@@ -35,7 +35,7 @@ def test_a_host_joins_falls_silent_comes_back_is_replaced_and_goes_each_told_onc
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(1, 3), st.sampled_from([0.0, SILENT_S]))), max_size=20))
-def test_a_host_that_is_gone_was_there_and_one_that_joins_was_not(looks: list[tuple[int, float] | None]) -> None:
+def test_lines_of_joining_and_going_alternate(looks: list[tuple[int, float] | None]) -> None:
     log, told = Roster(["a"]), list[str]()
     for look in looks:
         told += events(log, **({} if look is None else {"a": (*look, 0)}))
@@ -51,7 +51,7 @@ def test_news_of_hosts_are_lines_of_a_file(tmp_path: Path) -> None:
     assert json.loads(line) | {"time": 0} == {"time": 0, "host": "a", "event": "joined", "life": 7, "holds": 0}
 
 
-def test_errors_of_a_hosts_processes_become_messages_once_and_those_of_long_ago_do_not(tmp_path: Path) -> None:
+def test_new_errors_of_a_host_become_messages_once(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
     old = {"time": time.time() - 3600, "process": "relay", "severity": "error", "where": "x", "text": "long ago"}
     paths.errors.write_text(f"{json.dumps(old)}\nno line of ours\n")

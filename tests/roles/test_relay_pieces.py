@@ -83,7 +83,7 @@ def test_all_pieces_come_and_none_twice() -> None:
     assert copy.data == VERSION and not said and links.all["home"].number == len(STARTS)
 
 
-def test_who_gives_no_more_is_left_for_the_next_and_what_came_is_not_asked_for_again() -> None:
+def test_a_host_that_stops_giving_is_left_for_the_next() -> None:
     for then in ("silent", "refused", "wrong"):
         links = Links(home=Link(1000), a=Link(12, then), b=Link(17, then))
         copy, took, said, _ = fetch_over(links, ["a", "b"])
@@ -94,7 +94,7 @@ def test_who_gives_no_more_is_left_for_the_next_and_what_came_is_not_asked_for_a
         assert took < 2 * SILENT_S + 2
 
 
-def test_without_anybody_who_gives_it_the_wait_ends_and_what_is_here_stays_for_the_next_answer_of_home() -> None:
+def test_without_a_giver_what_came_stays_for_home() -> None:
     links = Links(home=Link(20))
     copy, took, said, fetch = fetch_over(links, [])
     assert fetch.sources is None and HOME_S <= took < HOME_S + 1 and said == ["nothing heard of home for 10 s"]

@@ -94,7 +94,7 @@ def test_a_wrong_checksum_is_named_with_the_right_one(segment):
     assert "says deadbeef" in said and struct.pack("<I", crc32c(head)).hex() in said and "busrl ring clean" in said
 
 
-def test_a_size_that_is_not_that_of_the_file_is_named_with_both(segment):
+def test_a_wrong_size_is_named_beside_that_of_the_file(segment):
     size = segment.path.stat().st_size
     segment.write(FIELD["total_bytes"], struct.pack("<Q", size + 4096), repair=True)
     said = segment.refusal()
@@ -170,7 +170,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changes", "why"), BAD, ids=[f"{list(changes)}" for changes, _ in BAD])
-def test_a_bad_descriptor_is_an_error_that_names_slot_tensor_and_rule_and_leaves_the_other_slots(segment, changes, why):
+def test_a_bad_descriptor_names_slot_tensor_and_rule(segment, changes, why):
     for slot, made in ((0, entry(**changes)), (1, entry())):
         segment.write(segment.tables + slot * (128 + 48 * 128), struct.pack("<I", 1))
         segment.write(segment.tables + slot * (128 + 48 * 128) + 128, made)
@@ -193,7 +193,7 @@ def test_an_array_whose_shape_no_reader_accepts_is_not_written(segment):
     assert segment.ring.alloc(slot, word, "b", np.uint8, (0, 1 << 20)).size == 0
 
 
-def test_a_slot_whose_sample_can_not_be_recorded_does_not_keep_the_others(segment):
+def test_a_sample_that_cannot_be_recorded_keeps_no_others(segment):
     for uid in (1, 2):
         segment.dispatch(uid)
     words = segment.ring.words()
@@ -217,7 +217,7 @@ print("still here")
 """
 
 
-def test_a_file_that_is_cut_while_it_is_mapped_ends_the_reader_and_the_next_attach_says_so(segment):
+def test_a_file_cut_while_mapped_ends_its_reader(segment):
     copy = segment.path.with_name("copy")
     copy.touch(0o600)
     copy.write_bytes(segment.path.read_bytes())

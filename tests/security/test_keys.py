@@ -62,13 +62,13 @@ def test_the_files_are_certificates_that_other_programs_read(directory: Path):
     assert (public.decode(), secret.decode()) == (pair.public, pair.secret)
 
 
-def test_a_key_that_was_made_elsewhere_is_listed_and_its_secret_never_comes_here(directory: Path):
+def test_a_key_made_elsewhere_is_listed_without_its_secret(directory: Path):
     public = keys.server_pair(directory).public[::-1]
     assert keys.add(directory, "node", public) is None
     assert keys.allowed(directory) == {"node": public} and not keys.client_file(directory, "node").exists()
 
 
-def test_a_new_pair_of_the_broker_is_made_on_request_only_and_goes_into_the_clients_files(directory: Path):
+def test_a_new_pair_of_the_broker_goes_into_clients_files(directory: Path):
     file = keys.add(directory, "laptop")
     before = keys.load_client(file)
     with pytest.raises(BadKeys, match="there are keys already"):
