@@ -60,7 +60,7 @@ class Episode:
         words = (ROOT / "docs" / "architecture.md").read_text()
         for turn in range(turns):
             text = (words * 100)[: 4 * ids // turns // 2]
-            drawn = np.array([*chat._text.encode(f"{turn} {text}")[: ids // turns // 2], 1], np.int32)
+            drawn = np.array([*chat.tokenizer.encode(f"{turn} {text}")[: ids // turns // 2], 1], np.int32)
             asked = self.ask([json.dumps(one).encode() for one in self.messages])
             said, end = chat.said(drawn)
             message = {"role": "assistant", "content": said}

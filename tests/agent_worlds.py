@@ -160,7 +160,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.tree = Tree(self.limits)
-        source = self.chat._text.template()  # type: ignore[attr-defined]
+        source = self.chat.tokenizer.template()  # type: ignore[attr-defined]
         self.maker = MessageMaker(parser_of("auto", source, "."))
         self.streams: list[int] = []
 
@@ -175,7 +175,7 @@ class World:
     def answer(self, call: Any, text: str, end: str | None = None, deliver: bool = True) -> Turn:
         asked, tools = call
         prompt = tuple(asked.prompt.tolist())
-        ids = [*self.split(text), self.chat._special[end or self.end_of(text)]]
+        ids = [*self.split(text), self.chat.special_ids[end or self.end_of(text)]]
         finish = Finish.EOS if len(ids) <= asked.room else Finish.LENGTH
         ids = ids[: asked.room]
         scores = tuple(float(np.float32(-self.random.random())) for _ in ids)
@@ -206,7 +206,7 @@ class World:
             piece = whole or text[: self.random.randint(1, 6)]
             if not whole and "<" in piece[1:]:
                 piece = piece[: piece.index("<", 1)]
-            ids += self.chat._text.encode(piece)
+            ids += self.chat.tokenizer.encode(piece)
             text = text[len(piece):]
         return ids
 
@@ -302,7 +302,7 @@ class Engine:
                 raise ConnectionError("the engine is gone")
         finally:
             self.running -= 1
-        ids = [*self.world.split(text), self.world.chat._special["<|im_end|>"]]
+        ids = [*self.world.split(text), self.world.chat.special_ids["<|im_end|>"]]
         finish = Finish.EOS if len(ids) <= call.max_new_tokens else Finish.LENGTH
         ids = ids[: call.max_new_tokens]
         if call.on_ids is not None:

@@ -4,13 +4,13 @@ Talks to the operating system, to the children in which functions run (`busrl.ag
 `Episode`. Or starts a program for each episode, any OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY lead it to its
 episode, BUSRL_TASK names a file with the line of the data. Knows nothing of slots, fates, engines or HTTP.
 
-- An episode that is played ends once, with the tree of the attempt that ended: each attempt has a tree of its own.
-- A child that dies costs its episodes a new attempt, each alone in a child of its own; who is alone with a dying child
-  twice has crashed.
+- An episode ends once. Each attempt at it has a tree of its own; that of the last attempt is trained.
+- A child that dies costs each of its episodes a new attempt, alone in a child of its own. An episode that was alone
+  with two dying children has crashed.
 - An episode that takes longer than `episode_s` of its own time is cancelled; if it does not end then, its child is
   killed, and the others in it begin again.
-- A process leads a session of its own; killing takes its process group, and with it what user code has started. It
-  ends with this process, also where this is killed.
+- Each child and program leads a session of its own: it is killed with its process group, and with all that user code
+  has started. It ends with this process, also where this one is killed.
 - The last line of a program is JSON with its `reward`; it has raised if that is none, or its exit status is not 0.
 """
 

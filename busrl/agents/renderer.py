@@ -133,9 +133,9 @@ class Renderer:
 
     def __init__(self, text: LightTokenizer, end_ids: frozenset[int],
                  history: Literal["extend", "template"] = "extend") -> None:
-        self._text, self.end_ids, self.history = text, end_ids, history
-        self._special, self.vocabulary = text.special_ids(), text.vocabulary()
-        self._marks = Marks([*self._special])
+        self.tokenizer, self.end_ids, self.history = text, end_ids, history
+        self.special_ids, self.vocabulary = text.special_ids(), text.vocabulary()
+        self._marks = Marks([*self.special_ids])
         self._stand_in = self._marks.base + "Turn"
         self._closings = lru_cache(CACHED)(self._closing_of)
         self.counts: Counter[str] = Counter()
@@ -170,7 +170,7 @@ class Renderer:
         """The text that the template writes; CallRefused says why it refuses."""
         try:
             prompt: Prompt = {"messages": list(messages), "tools": list(tools or ()), "arguments": arguments}
-            text = self._text.text(prompt, generation)
+            text = self.tokenizer.text(prompt, generation)
         except DataError as problem:
             raise CallRefused("invalid", str(problem), "messages") from None
         text.encode()  # UnicodeError: half a character has no ids
@@ -180,15 +180,15 @@ class Renderer:
         """The text of sampled ids without the id that ended them, and the text of that."""
         listed = [int(one) for one in ids]
         if listed and listed[-1] in self.end_ids:
-            return self._text.decode(listed[:-1]), self._text.decode(listed[-1:])
-        return self._text.decode(listed), ""
+            return self.tokenizer.decode(listed[:-1]), self.tokenizer.decode(listed[-1:])
+        return self.tokenizer.decode(listed), ""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that no template wrote, with the special tokens that the tokenizer adds to one."""
-        return self._text.ids(text)
+        return self.tokenizer.ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._text.decode(ids)
+        return self.tokenizer.decode(ids)
 
     # -- extend -----
 
@@ -249,7 +249,7 @@ class Renderer:
             after = self._after_turn(self._base({}), {}, False)
         except CallRefused:
             return ""
-        places = {text: after.find(text) for text in self._special if text and text in after}
+        places = {text: after.find(text) for text in self.special_ids if text and text in after}
         return min(places, key=lambda text: (places[text], -len(text)), default="")
 
     # -- splice and fresh -----
@@ -282,8 +282,8 @@ class Renderer:
     def _part(self, turn: Turn) -> str:
         asked = turn.call
         if asked.text is None:
-            asked.text = self._text.decode(asked.new.tolist())
-        said = self._text.decode(turn.ids.tolist()) if turn.stopped else turn.text
+            asked.text = self.tokenizer.decode(asked.new.tolist())
+        said = self.tokenizer.decode(turn.ids.tolist()) if turn.stopped else turn.text
         return asked.text + said + turn.end_text
 
     # -- text to ids -----
@@ -311,16 +311,16 @@ class Renderer:
         found: list[int] = []
         for text, mark in pieces:
             for part in (text[:1], text[1:]) if mark else (text,):  # halves of a special token are none
-                found += self._text.encode(part) if begins else self._encode_behind(part)
+                found += self.tokenizer.encode(part) if begins else self._encode_behind(part)
                 begins = False
         return found
 
     def _encode_behind(self, text: str) -> list[int]:
         """Ids of text that does not begin a sequence, which some tokenizers would treat in another way."""
         if not self._anchor:
-            return self._text.encode(text)
-        first, *rest = self._text.encode(self._anchor + text)
-        return rest if first == self._special[self._anchor] else self._text.encode(text)
+            return self.tokenizer.encode(text)
+        first, *rest = self.tokenizer.encode(self._anchor + text)
+        return rest if first == self.special_ids[self._anchor] else self.tokenizer.encode(text)
 
     # -- what the template can do -----
 

@@ -308,6 +308,10 @@ class Tree:
         left = ((limits.sampled - self._sampled) // n, (limits.tokens - self._tokens - more) // n)
         return min(wanted, limits.context - begin, *left)
 
+    def used(self) -> dict[str, int]:
+        """The counts of each limit but the context, with all that calls under way may add."""
+        return {"turns": self._asked, "sequences": self._sequences, "sampled": self._sampled, "tokens": self._tokens}
+
     def used_up(self, parent: Turn | None, new: int) -> CallRefused:
         """Why there is no room for a call."""
         limits, begin = self.limits, (parent.end if parent else 0) + new
@@ -315,8 +319,7 @@ class Tree:
             why = (f"This model's maximum context length is {limits.context} tokens; the messages have {begin} "
                    "(agents.context)")
         else:
-            used = (("turns", self._asked, limits.turns), ("sequences", self._sequences, limits.sequences),
-                    ("sampled", self._sampled, limits.sampled), ("tokens", self._tokens, limits.tokens))
+            used = ((key, have, getattr(limits, key)) for key, have in self.used().items())
             stated = ", ".join(f"agents.{key} {have} of {most}" for key, have, most in used if most < UNLIMITED)
             why = f"This episode's maximum context length is used up, calls under way included: {stated}"
         return CallRefused("context_length_exceeded", why, "messages")

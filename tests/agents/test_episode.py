@@ -130,7 +130,8 @@ def test_an_engine_that_fails_leaves_nothing_behind(chat: Renderer) -> None:
         assert episode.tree.open == 0 and engine.running == 0
         await llm.chat(user)
         found = episode.tree.trajectory()
-        assert found is not None and engine.world.exact()[0] == 0 and episode.tree._asked == len(episode.tree.turns)
+        assert found is not None and engine.world.exact()[0] == 0
+        assert episode.tree.used()["turns"] == len(episode.tree.turns)
 
     asyncio.run(run())
 

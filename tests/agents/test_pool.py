@@ -120,7 +120,7 @@ class Desk:
 
         async def engine(call: Call) -> EngineAnswer:
             await asyncio.sleep(0)
-            ids = [*world.split("Some words."), self.chat._special["<|im_end|>"]]
+            ids = [*world.split("Some words."), self.chat.special_ids["<|im_end|>"]]
             scores = np.array([-world.random.random() for _ in ids], np.float32)
             world.log.append((tuple(call.prompt.tolist()), tuple(ids), tuple(map(float, scores))))
             return EngineAnswer(np.array(ids, np.int32), scores, np.full(len(ids), 3, np.uint32), Finish.EOS)

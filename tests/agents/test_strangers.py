@@ -202,7 +202,7 @@ def test_a_long_body_is_worked_on_while_others_are_answered(
 ) -> None:
     """The long one does not go on before the other client has its answer."""
     answered, begun = threading.Event(), threading.Event()
-    encoded = chat._text.encode
+    encoded = chat.tokenizer.encode
     monkeypatch.setattr("busrl.agents.episode.ID_BYTES", 1 << 20)
 
     def encode(self: Any, text: str, *given: Any) -> list[int]:
@@ -211,8 +211,8 @@ def test_a_long_body_is_worked_on_while_others_are_answered(
             assert answered.wait(20), "nobody else was answered meanwhile"
         return encoded(text)
 
-    monkeypatch.setattr(type(chat._text), "encode", encode)
-    monkeypatch.setattr(type(chat._text), "ids", encode)
+    monkeypatch.setattr(type(chat.tokenizer), "encode", encode)
+    monkeypatch.setattr(type(chat.tokenizer), "ids", encode)
 
     async def work(url: str, one: aiohttp.ClientSession, two: aiohttp.ClientSession) -> None:
         body = {"prompt": LONG} if path != "chat/completions" else {"messages": [{"role": "user", "content": LONG}]}

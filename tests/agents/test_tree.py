@@ -194,9 +194,9 @@ def test_reserved_room_is_what_the_sequences_hold_when_no_call_runs(
     for asked in under_way:
         tree.cancel(asked)
     found = tree.trajectory()
-    sizes = (0, 0, 0, 0) if found is None else (len(found.ids), len(found.seqs), len(found.turns), len(found.logprobs))
-    assert sizes == (tree._tokens, tree._sequences, tree._asked, tree._sampled)
-    assert all(have <= most for have, most in zip(sizes, (160, 5, 12, 60)))
+    sizes = (0, 0, 0, 0) if found is None else (len(found.turns), len(found.seqs), len(found.logprobs), len(found.ids))
+    assert dict(zip(("turns", "sequences", "sampled", "tokens"), sizes)) == tree.used()
+    assert all(have <= getattr(limits, key) for key, have in tree.used().items())
 
 
 def test_random_numbers_follow_a_calls_prompt_and_how_often_it_was_asked() -> None:

@@ -1,7 +1,8 @@
 """An agent: plays the user's function, or a program of the user's, for each sample that it claims.
 
 Talks to its children (`busrl.agents`), which run the user's code, and opens a server over HTTP for their clients
-(`busrl.agents.http`). All else is in `busrl.agents.roles.holder`. Knows nothing of engines, groups or advantages.
+(`busrl.agents.http`). Samples and calls are those of `busrl.agents.roles.holder`. Knows nothing of engines, groups or
+advantages.
 
 - User code runs in children alone: this process holds slots, trees and calls, and its loop cannot be blocked by it.
 """
