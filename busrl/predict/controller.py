@@ -22,7 +22,9 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
-BOUNDS = ("n_min", "n_lo", "n_hi", "t_max_ms")
+from busrl.topology.learner import Controller as ControllerKeys
+from busrl.topology.schema import ControllerRules
+
 STATE_VERSION = 1
 NAME = "entropy"  # of the rules, in decisions and checkpoints
 
@@ -30,37 +32,44 @@ NAME = "entropy"  # of the rules, in decisions and checkpoints
 # -- settings, knobs and inputs -----------------------------------------------------------------------------
 
 
+RULES, DECISIONS = ControllerRules(), ControllerKeys()
+
+
 @dataclass(frozen=True)
 class ControlSettings:
-    """The keys of [learner.controller] and [experiments.controller] by their names; `n_min`, `t_max_ms`: the start."""
+    """The keys of [learner.controller] and [experiments.controller] by their names, with their defaults; `n_min`,
+    `t_max_ms`: the start. Times are in milliseconds."""
 
     n_min: int
     n_lo: int
     n_hi: int
     t_max_ms: float = math.inf
     mode: str = "advise"
-    every: int = 5
-    cooldown: int = 10
-    ema: float = 0.9
-    probe_every: int = 5
-    probe_samples: int = 32
-    reference_steps: int = 20
-    high: float = 1.3
-    low: float = 0.6
-    hysteresis: float = 0.1
-    high_t_max: float = 250.0
-    low_t_max: float = 1000.0
-    clip_factor: float = 5.0
-    clip_floor: float = 0.001
-    ess_low: float = 0.5
+    every: int = DECISIONS.every
+    cooldown: int = DECISIONS.cooldown
+    ema: float = RULES.ema
+    probe_every: int = RULES.probe_every
+    probe_samples: int = RULES.probe_samples
+    reference_steps: int = RULES.reference_steps
+    high: float = RULES.high
+    low: float = RULES.low
+    hysteresis: float = RULES.hysteresis
+    high_t_max: float = 1000 * RULES.high_t_max_s
+    low_t_max: float = 1000 * RULES.low_t_max_s
+    clip_factor: float = RULES.clip_factor
+    clip_floor: float = RULES.clip_floor
+    ess_low: float = RULES.ess_low
 
     @classmethod
-    def of(cls, controller: Any, rules: Any, **bounds: Any) -> ControlSettings:
-        """From the topology's [learner.controller] and [experiments.controller]; `bounds` are the values of BOUNDS."""
-        names = {field.name for field in fields(cls)} - set(BOUNDS) - {"high_t_max", "low_t_max"}
-        values = {name: getattr(controller if hasattr(controller, name) else rules, name) for name in names}
-        times = {"high_t_max": 1000 * rules.high_t_max_s, "low_t_max": 1000 * rules.low_t_max_s}  # ms here
-        return cls(**bounds, **values, **times)
+    def of(
+        cls, controller: ControllerKeys, rules: ControllerRules, *, n_min: int, n_lo: int, n_hi: int, t_max_ms: float
+    ) -> ControlSettings:
+        """From the topology's [learner.controller] and [experiments.controller], and the bounds of a run."""
+        return cls(
+            n_min, n_lo, n_hi, t_max_ms, controller.mode, controller.every, controller.cooldown, rules.ema,
+            rules.probe_every, rules.probe_samples, rules.reference_steps, rules.high, rules.low, rules.hysteresis,
+            1000 * rules.high_t_max_s, 1000 * rules.low_t_max_s, rules.clip_factor, rules.clip_floor, rules.ess_low,
+        )
 
 
 @dataclass(frozen=True)
