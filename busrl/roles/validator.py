@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -45,6 +44,7 @@ from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
 from busrl.scheduling.plan import due as due_by
+from busrl.scheduling.trigger import Rounds
 from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass, shown_uid
 from busrl.system import files
 from busrl.system.files import LineFile, json_lines
@@ -100,41 +100,6 @@ class Request(msgspec.Struct):
 
     def write(self, paths: RunPaths) -> None:
         files.replace(paths.validate_request, msgspec.json.encode(self))
-
-
-class Rounds:
-    """The rounds that are due, from the learner's step and what validation.jsonl says is done: `done` measured
-    something, `failed` did not in this life, in their order. `late`: what is asked first is not what the run began
-    with."""
-
-    def __init__(self, before: bool, every: int, at_end: bool, done: set[int], late: bool = False) -> None:
-        self.before, self.every, self.at_end, self.done, self.late = before, every, at_end, done, late
-        self.failed: list[int] = []
-
-    def due(self, step: int, finished: bool, newest: int | None = None) -> int | None:
-        """The round to run now, numbered by the step it stands for; None if there is none. A run may end before
-        `run.max_steps`: `finished` makes `step` the last one.
-
-        A missed step is not made up for: the newest multiple of `every` counts, or `newest` where groups are counted.
-        """
-        known = max(self.done, default=-1)
-        if finished:
-            return step if self.at_end and step not in (*self.done, *self.failed[-1:]) else None
-        if failed := [number for number in self.failed if number > known]:
-            # Steps were made since, so answers are judged by now; if these are not, it is asked more and more rarely.
-            pause = min(1 << min(len(failed) - 1, 20), self.every or sys.maxsize)
-            return step if step >= failed[-1] + pause else None
-        if self.before and not self.done:
-            return step if self.late else 0
-        if newest is None:
-            newest = step - step % self.every if self.every else 0
-        return newest if newest and newest not in self.done and newest > max(0, known) else None
-
-    def ended(self, number: int, measured: bool) -> None:
-        if measured:
-            self.done.add(number)
-        else:
-            self.failed.append(number)
 
 
 @dataclass

@@ -24,85 +24,17 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import write_parts, write_segment, write_text
-from busrl.roles.validator import MeasuredSet, Result, RoundPin, Rounds, Validator, _finished_rounds, _short
+from busrl.roles.validator import MeasuredSet, Result, RoundPin, Validator, _finished_rounds, _short
+from busrl.scheduling.trigger import Rounds
 from busrl.states import VALIDATE_BIT
 from busrl.system.files import LineFile
 from busrl.topology.prompts import AskedSet, Validation
-
-
-def test_the_first_round_comes_before_training() -> None:
-    assert Rounds(before=True, every=10, at_end=True, done=set()).due(0, False) == 0
-
-
-def test_without_validation_before_nothing_is_due_at_the_start() -> None:
-    assert Rounds(before=False, every=10, at_end=True, done=set()).due(9, False) is None
-
-
-def test_a_missed_round_is_not_made_up_for() -> None:
-    assert Rounds(before=False, every=10, at_end=True, done={10}).due(47, False) == 40
-
-
-def test_the_last_round_is_due_once() -> None:
-    rounds = Rounds(before=True, every=0, at_end=True, done={0})
-    assert rounds.due(100, True) == 100
-    rounds.done.add(100)
-    assert rounds.due(100, True) is None
-
-
-@given(st.booleans(), st.integers(0, 7), st.booleans(), st.sets(st.integers(0, 50)), st.integers(0, 50), st.booleans())
-def test_a_round_that_is_done_is_never_due_again(
-    before: bool, every: int, at_end: bool, done: set[int], step: int, finished: bool
-) -> None:
-    due = Rounds(before, every, at_end, done).due(step, finished)
-    assert due is None or due not in done
 
 
 def test_a_damaged_line_costs_its_round_another_end_and_not_the_validator(tmp_path: Path) -> None:
     path = tmp_path / "validation.jsonl"
     path.write_bytes(b'{"round":0,"mean":1}\n\xff\x00{"round":3}\n[]\n{"round":5}\n')
     assert _finished_rounds(path).keys() == {0, 5} and not _finished_rounds(tmp_path / "none")
-
-
-def test_where_groups_are_counted_the_newest_round_is_given() -> None:
-    rounds = Rounds(before=False, every=10, at_end=True, done={12})
-    assert rounds.due(30, False, newest=30) == 30
-    assert rounds.due(30, False, newest=0) is None
-    assert rounds.due(12, False, newest=12) is None
-
-
-def asked_when_nothing_is_judged(rounds: Rounds, steps: range) -> list[int]:
-    """The steps at which a round is asked, if every one of them measures nothing."""
-    found = []
-    for step in steps:
-        if (number := rounds.due(step, False)) is not None:
-            assert number in (step, 0)
-            found.append(step)
-            rounds.ended(number, measured=False)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("every", "asked"), [(0, [0, 1, 3, 7, 15, 31]), (4, [0, 1, 3, 7, 11, 15, 19, 23, 27, 31]), (1, [*range(33)])]
-)
-def test_a_round_that_measured_nothing_is_asked_again_ever_more_rarely(every: int, asked: list[int]) -> None:
-    rounds = Rounds(before=True, every=every, at_end=True, done=set())
-    assert asked_when_nothing_is_judged(rounds, range(33)) == asked
-
-
-def test_while_no_step_is_made_a_round_is_not_asked_again() -> None:
-    rounds = Rounds(before=True, every=10, at_end=True, done=set())
-    rounds.ended(0, measured=False)
-    assert rounds.due(0, False) is None and rounds.due(0, True) is None
-    assert rounds.due(1, False) == 1
-    rounds.ended(1, measured=True)
-    assert rounds.due(2, False) is None and rounds.due(10, False) == 10
-
-
-def test_a_last_round_that_measured_nothing_ends_the_run_all_the_same() -> None:
-    rounds = Rounds(before=False, every=0, at_end=True, done=set())
-    assert rounds.due(7, True) == 7
-    rounds.ended(7, measured=False)
-    assert rounds.due(7, True) is None
 
 
 def test_a_first_round_that_comes_late_has_the_number_of_its_step() -> None:
