@@ -18,7 +18,7 @@ Invariants, held by `tests/hosts` under loss, doubling, reordering and death of 
 - A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
 - A newer life of a name replaces the older one, whose claims go back; the older one is asked to exit.
 - A life that names the ring of its claims joins no other: names of claims begin anew with a ring.
-- What there is no memory for is not answered: the claim stays, and whoever hears nothing sends it again.
+- What there is no memory for is not answered: the claim stays, and a worker without an answer sends it again.
 - An answer is checked whole (types, shapes, finite numbers, lengths) before anything of it is written. A refusal names
   the value, the rule and the place, and leaves the claim where it was.
 """

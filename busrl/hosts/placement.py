@@ -46,7 +46,7 @@ class Placed:
     pause_s: float = FIRST_PAUSE_S
     begun: float = 0.0
     seen: float = 0.0  # when home last had it, since it was begun
-    ended_at: float = 0.0  # when its command was told to end, for silence
+    ended_at: float = 0.0  # when its command got SIGTERM, for silence
     running: RunningChild | None = None
     over: bool = False
 
@@ -70,7 +70,7 @@ class Placement:
         self._hosts = [Placed(name) for name in wanted]
 
     def look(self, now: float, seen: Collection[str], run_is_over: bool) -> None:
-        """Start what is due, and see who has ended, or is not among the hosts that home hears."""
+        """Start what is due, and see who has ended, or is not among `seen`, the hosts that home has."""
         for host in self._hosts:
             if host.running is not None:
                 host.seen = now if host.name in seen else host.seen
@@ -81,8 +81,8 @@ class Placement:
     def _start(self, host: Placed, now: float) -> None:
         command = [part.replace("{host}", host.name) for part in self._topology.hosts.start]
         try:
-            told = Invitation.by_home(self._topology, host.name).line
-            host.running = spawn(f"host-{host.name}", command, self._log(host), os.environ, stdin=_pipe_of(told))
+            line = Invitation.by_home(self._topology, host.name).line
+            host.running = spawn(f"host-{host.name}", command, self._log(host), os.environ, stdin=_pipe_of(line))
         except (OSError, BadKeys) as problem:
             self._again(host, now, f"cannot be started: {problem}")
             return

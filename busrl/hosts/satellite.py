@@ -97,7 +97,7 @@ class Satellite(Actor):
 
     def begin(self) -> None:
         """Make what is remembered between passes; the tasks that are here are those of the ring."""
-        # Above those of an earlier life of this process, whose copies the keeper tells by their smaller numbers.
+        # Above those of an earlier life of this process, whose copies the keeper knows by their smaller numbers.
         self.joined, self.request = False, time.monotonic_ns() // 1000  # of this boot, as its ring
         roles = {process.role for process in self.topology.processes()}
         plays = self.topology.has_callers

@@ -35,7 +35,7 @@ from busrl.weights.tensors import Manifest
 
 HOME = ""  # among the hosts that a version is fetched from
 HELD = 2  # versions that home keeps at the same time, where a slow host still fetches the older one
-NEAREST = 2  # hosts that one is told to fetch from before it turns to home
+NEAREST = 2  # hosts to fetch from before home
 SILENT_S = 2.0  # a host that is silent for this long is left for the next
 WATCH_S = 3.0  # over which a host's rate is seen; one that gives much less than usual twice in a row is left
 
