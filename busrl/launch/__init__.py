@@ -59,17 +59,18 @@ def launch(
         still_open = close_run(opened)
         if opened.displaced:  # the run is another launch's, and so is its summary
             return outcome.exit_code
-        return _conclude(opened.paths.root, running, outcome, still_open, signals, display)
+        return _conclude(opened.paths.root, topology, running, outcome, still_open, signals, display)
 
 
 def _conclude(
-    root: Path, running: Launch, outcome: RunOutcome, still_open: int, signals: Signals, display: Display
+    root: Path, topology: Topology, running: Launch, outcome: RunOutcome, still_open: int, signals: Signals,
+    display: Display,
 ) -> int:
     """Audit, summary, the last lines. Nothing is held any more."""
     report, unaudited = None, ""
     try:
         with signals.interrupting():
-            report = audit(root, prompts=made_prompts(running.topology))
+            report = audit(root, prompts=made_prompts(topology))
     except Interrupted as name:
         unaudited = f"{name} interrupted it; `busrl audit {root}` makes it"
     except (OSError, BusrlError) as problem:  # whatever happened to the run's files, a run has a summary

@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from busrl.ring import Process
 from busrl.status.runfiles import in_words
 from busrl.status.state import ProcessRow, RecentErrors, RunState
 from busrl.status.waits import Link, said
-from busrl.status.words import alike, duration, nothing, rises, safe, short
+from busrl.status.words import alike, duration, nothing, printable, rises, safe, short
 from busrl.system import files
 from busrl.system.clocks import Tally
 from busrl.system.guardian import stat_of
@@ -286,6 +286,32 @@ class EventLog:
 
 def shown(sender: str, severity: str, where: str, text: str) -> str:
     return f"{severity}: {sender}{f' ({where})' if where else ''}: {first_line(text)}"
+
+
+class Journal:
+    """What launch says: to the person who watches (`show`), to its own log, and to errors.jsonl (`events`)."""
+
+    def __init__(self, paths: RunPaths, show: Callable[[str], None], events: EventLog) -> None:
+        self._show, self.events = show, events
+        self._log = open(paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+
+    def note(self, line: str) -> None:
+        """For whoever looks at the log afterwards."""
+        with contextlib.suppress(OSError):  # a full disk must not end the run from here
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(line)}\n")
+
+    def say(self, line: str) -> None:
+        """For the person who watches, and for the log."""
+        self.note(line)
+        self._show(line)
+
+    def warn(self, line: str, severity: str = "warning") -> None:
+        self.say(line)
+        self.events.warn(line, severity)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # its last lines may have no place, as in `note`
+            self._log.close()
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from busrl.errors import NEEDS_FIX, NOT_IMPORTED, RETRY, RunInUse
 from busrl.hosts.placement import Placed, Placement
 from busrl.launch import children
-from busrl.launch.run import Launch
+from busrl.launch.processes import is_hopeless
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
 from busrl.roles.__main__ import said
@@ -46,8 +45,7 @@ def test_an_exit_code_that_user_code_gives_says_nothing_of_the_run(
     how = ended(RunPaths.of(tmp_path))
     assert how.verdict == RETRY
     assert ("which busrl did not give" in str(how)) == (how.code > 1)
-    judged: Any = SimpleNamespace(was_ready=True)
-    assert not Launch._is_hopeless(None, judged, how), "it is started again"  # type: ignore[arg-type]
+    assert not is_hopeless(how, was_ready=True), "it is started again"
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 9])
@@ -112,9 +110,7 @@ def test_an_import_that_fails_is_not_tried_again(tmp_path: Path, monkeypatch: py
     how = ended(paths)
     assert how.verdict == NOT_IMPORTED
     assert children.last_words(paths.log("sinks")) == "ModuleNotFoundError: No module named 'msgspec'"
-    for was_ready in (False, True):
-        judged: Any = SimpleNamespace(was_ready=was_ready)
-        assert Launch._is_hopeless(None, judged, how)  # type: ignore[arg-type]
+    assert is_hopeless(how, was_ready=False) and is_hopeless(how, was_ready=True)
 
 
 @pytest.mark.parametrize("mode", ["dies_early", "dies_when_ready+always", "exits_zero"])
