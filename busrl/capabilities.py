@@ -202,7 +202,7 @@ def role(name: str) -> Any:
 
 
 def plug(name: str, place: str) -> Any:
-    """What the part `name` puts into that place of the core; UserError if the part is not there."""
+    """The object that the part `name` puts into that place of the core; UserError if the part is not there."""
     capability = BY_NAME[name]
     if not capability.here:
         raise capability.missing()
@@ -211,7 +211,7 @@ def plug(name: str, place: str) -> Any:
 
 @cache
 def plugs(place: str) -> tuple[Any, ...]:
-    """What all parts that are there put into that place, in the order of the table."""
+    """The objects that all parts that are there put into that place, in the order of the table."""
     return tuple(
         _object(capability.plugs[place]) for capability in CAPABILITIES if place in capability.plugs and capability.here
     )

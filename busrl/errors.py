@@ -39,7 +39,7 @@ class UserError(BusrlError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding: where, what is there, the rule that it breaks, and what to do about it."""
+    """A finding: where, what is there, the rule that it breaks, and what to do about it."""
 
     place: str
     value: str
@@ -357,8 +357,8 @@ def _place(problem: BaseException) -> str:
 
 
 def may_pass(status: int) -> bool:
-    """Whether the same HTTP request may succeed later: an error of the server, or one of the 4xx that say nothing about
-    the request itself (time-out, conflict, too early, too many requests)."""
+    """Check whether the same HTTP request may succeed later: an error of the server, or one of the 4xx that say nothing
+    about the request itself (time-out, conflict, too early, too many requests)."""
     return status >= 500 or status in (408, 409, 425, 429)
 
 

@@ -59,7 +59,7 @@ SENDER = "sender"
 
 
 def describe(faults: Faults) -> list[str]:
-    """One line per fault for a person; empty if there is none."""
+    """A line per fault for a person; empty if there is none."""
     return [_of_bus(one) for one in faults.bus] + [of_crash(one) for one in faults.crash]
 
 
@@ -88,13 +88,13 @@ VARIABLE = "BUSRL_CRASH_POINT"
 
 
 def crash_environment(faults: Faults, process: str, life: int) -> dict[str, str]:
-    """What to add to the environment of `process` when it is started for the `life`-th time (from 1)."""
+    """The variables to add to the environment of `process` when it is started for the `life`-th time (from 1)."""
     fault = fault_of(faults, process, life)
     return {VARIABLE: f"{fault.point}:{fault.count}"} if fault else {}
 
 
 class CrashWatch:
-    """Which planned deaths came: fed with every end by SIGKILL that the watcher did not cause itself."""
+    """Watch over the planned deaths: fed with every end by SIGKILL that the watcher did not cause itself."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -136,7 +136,7 @@ def message_faults(faults: Faults, role: str, name: str) -> MessageFaults | None
 
 
 class MessageFaults:
-    """Of one endpoint. `counts`: unsent, lost, doubled, late, overtaken, and passed (what came out of it)."""
+    """Faults of one endpoint. `counts`: unsent, lost, doubled, late, overtaken, and passed (what came out of it)."""
 
     def __init__(
         self, entries: Sequence[BusFault], seed: int, name: str, clock: Callable[[], float] = time.monotonic

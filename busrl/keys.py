@@ -39,14 +39,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What a process needs to connect: its own pair, and the broker's public key."""
+    """Keys that a process needs to connect: its own pair, and the broker's public key."""
 
     pair: Pair
     server: str
 
 
 def default_directory() -> Path:
-    """Where keys are unless the topology or --dir says otherwise."""
+    """The folder of keys unless the topology or --dir says otherwise."""
     return files.user_folder("XDG_CONFIG_HOME", ".config") / "busrl" / "keys"
 
 
@@ -145,7 +145,7 @@ def allowed(directory: Path) -> dict[str, str]:
 
 
 def broken(directory: Path) -> list[str]:
-    """What is wrong with files of the allow-list, a line each."""
+    """Faults of files of the allow-list, a line each."""
     return [problem for _, problem in _listed(directory) if not KEY.fullmatch(problem)]
 
 

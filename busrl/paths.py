@@ -97,7 +97,7 @@ class RunPaths:
         return self.logs / f"{process.replace('/', '-')}.log"
 
     def served(self, process: str) -> Path:
-        """Where a server of episodes listens."""
+        """The address at which a server of episodes listens."""
         return self.root / f"{process}.json"
 
     # -- beyond the run directory -----
@@ -155,7 +155,7 @@ class RunPaths:
 
     @property
     def rank_place(self) -> Path:
-        """Where it says at which port it meets those of other hosts."""
+        """The file in which it says at which port it meets those of other hosts."""
         return self.ranks.with_suffix(".json")
 
     @property

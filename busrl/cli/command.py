@@ -168,7 +168,8 @@ def _ended(arguments: Sequence[str]) -> int:
 
 
 def _output_fails() -> bool:
-    """Whether standard output takes nothing: an empty line is the test, as what was printed may be given up already."""
+    """Check whether standard output takes nothing: an empty line is the test, as what was printed may be lost
+    already."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")
@@ -178,7 +179,7 @@ def _output_fails() -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """What is still to be printed goes nowhere, or the interpreter would fail at it again when it ends."""
+    """Give up what is still to be printed, or the interpreter would fail at it again when it ends."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -125,7 +125,7 @@ def ring_name(target: str) -> str:
 
 
 def users(name: str) -> str:
-    """Which processes use a ring, in words; empty if none does."""
+    """Name the processes that use a ring; empty if none does."""
     try:
         ring = Ring.attach(name, read_only=True)
     except RingError as error:
@@ -142,7 +142,7 @@ def states(ring: Ring) -> dict[str, int]:
 
 
 def render_slots(ring: Ring) -> list[str]:
-    """One line per state and owner of the slots that hold a sample: how many, since when, and which uid the longest."""
+    """A line per state and owner of the slots that hold a sample: how many, since when, and which uid the longest."""
     lines, now = ring.lines(), time.monotonic_ns()
     held = lines[(lines["state"] != State.FREE) & (lines["uid"] != UID_NONE)]
     if not len(held):
@@ -203,7 +203,7 @@ def number(text: str) -> int:
 
 
 class SampleHistory:
-    """One uid of one run: of a training sample, or of a row of the validation's fates."""
+    """History of a uid of one run: of a training sample, or of a row of the validation's fates."""
 
     def __init__(self, paths: RunPaths, uid: int) -> None:
         self.paths, self.uid = paths, uid
@@ -387,7 +387,7 @@ class SampleHistory:
 
 
 def logged(sample: SampleRecord) -> str:
-    """What a record of the log says about one sample."""
+    """The words of a record of the log about one sample."""
     versions = sample.version_array()
     made = f"versions {versions.min()} to {versions.max()}" if len(versions) else "no tokens"
     if sample.segments:
@@ -427,6 +427,6 @@ def clock(seconds: float) -> str:
 
 
 def short(text: str) -> str:
-    """One line of a text that may be long."""
+    """A line of a text that may be long."""
     text = printable(text)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."

@@ -109,7 +109,7 @@ def recipes(options: argparse.Namespace) -> int:
 
 
 def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
-    """Where the run lives: --run-dir, the directory of --resume, or a new one named after the run and the time."""
+    """The directory of the run: --run-dir, that of --resume, or a new one named after the run and the time."""
     if resume in ("auto", "never"):
         return run_dir or Path("runs") / f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = Path(resume)

@@ -66,7 +66,7 @@ class RunningChild:
         return self.pidfd
 
     def ended(self) -> Exit | None:
-        """How it ended, or None while it runs; what it left behind in its group is killed first."""
+        """Return how it ended, or None while it runs; what it left behind in its group is killed first."""
         if self.popen.returncode is None:
             if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
@@ -80,7 +80,7 @@ class RunningChild:
         return Exit(code, f"exit code {code}, which busrl did not give" if foreign else "", verdict, why)
 
     def _verdict(self) -> tuple[int, str]:
-        """Of a program of somebody else's only an end with 0 says something."""
+        """Read the verdict that the child wrote; of a foreign program only an end with 0 says something."""
         if self.told < 0:
             return 0 if self.popen.returncode == 0 else RETRY, ""
         with contextlib.suppress(OSError, ValueError):
@@ -243,8 +243,8 @@ FATAL = re.compile(r"  what\(\): |Fatal Python error: ")
 
 
 def last_words(path: Path) -> str:
-    """What a child that died said last, in one line: what it raised if its log ends in a traceback, else what ended it,
-    else the last line; but not what libraries say of every end.
+    """Read what a child that died said last, in one line: its exception if its log ends in a traceback, else what ended
+    it, else the last line; but not what libraries say of every end.
 
     Of this life of it alone; "" if it said nothing.
     """

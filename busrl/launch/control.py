@@ -1,4 +1,4 @@
-"""What is asked of a running run: who may ask, whether it makes sense, what is done, and the answer.
+"""Requests to a running run: who may ask, whether a request makes sense, what is done, and the answer.
 
 Talks to CONTROL messages that `run.py` brings, to `control.jsonl`, `topology.json` and the header word
 `generation_pause`. Knows nothing of sockets; children are started and ended by `run.py`.
@@ -41,14 +41,14 @@ TAKE_UP = {"pause": ("scheduler", "rollout"), "resume": ("scheduler", "rollout")
 
 
 class Children(Protocol):
-    """What `run.py` does about its children."""
+    """The part of launch that starts and ends children."""
 
     def adopt(self, topology: Topology) -> None: ...
     def unsettled(self) -> list[str]: ...  # those that are still to become ready, or to end
 
 
 class ControlDesk:
-    """One start of a run. `outcome`: the run is to end; `at_once`: without an orderly end."""
+    """The desk of one start of a run. `outcome`: the run is to end; `at_once`: without an orderly end."""
 
     outcome: RunOutcome | None = None
     at_once = False
@@ -84,7 +84,7 @@ class ControlDesk:
             self._run.ring.set_header(HeaderWord.GENERATION_PAUSE, wanted)
 
     def heard(self, beat: m.Heartbeat) -> None:
-        """How far a process follows."""
+        """Note how far a process follows."""
         self._followed[beat.sender] = beat.control
 
     def signalled(self, name: str) -> None:
@@ -176,7 +176,7 @@ class ControlDesk:
         self._use(made)
 
     def _use(self, topology: Topology) -> None:
-        """What processes read from here on."""
+        """Put a topology in force: processes read it from here on."""
         paths = self._run.paths
         if topology is self._run.topology:
             return

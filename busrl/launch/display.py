@@ -45,7 +45,7 @@ def open_display(stream: TextIO, clock: Callable[[], float]) -> Display:
 
 
 class Outlet:
-    """One stream, written to by a thread, so that `write` never waits; directly, if it has no descriptor."""
+    """A stream that a thread writes to, so that `write` never waits; written directly if it has no descriptor."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._encoding = stream, getattr(stream, "encoding", None) or "utf-8"
@@ -62,7 +62,7 @@ class Outlet:
 
     @property
     def stalled(self) -> bool:
-        """Whether something waits for a reader that has taken nothing for a while."""
+        """True while something waits for a reader that has taken nothing for a while."""
         return bool(self._waiting) and time.monotonic() - self._moved > STALLED_S
 
     def write(self, text: str) -> None:
@@ -81,7 +81,7 @@ class Outlet:
             self._hand_on(text)
 
     def _unread(self) -> str:
-        """What stands in place of the lines that did not fit."""
+        """The line that stands in place of those that did not fit."""
         unshown, self._unshown = self._unshown, 0
         return f"({unshown} lines are not shown, as nobody read: they are in logs/launch.log)\n"
 
@@ -119,7 +119,8 @@ class Outlet:
                 self._changed.notify_all()
 
     def _put(self, data: bytes) -> int:
-        """How much of it is done with: all, if its reader is gone, as a run does not depend on being watched."""
+        """Write, and return how much is done with: all, if the reader is gone, as a run does not depend on being
+        watched."""
         try:
             taken = os.write(self._fd, data)
             self._moved = time.monotonic()

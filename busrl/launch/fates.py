@@ -104,14 +104,14 @@ def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:
 
 
 def _codes_but(*never: Fate) -> npt.NDArray[np.bool_]:
-    """Of each byte whether it is a fate that a table can hold."""
+    """A flag for each byte: whether it is a fate that a table can hold."""
     known = np.zeros(256, np.bool_)
     known[[code for code in FATE_NAMES if code not in never]] = True
     return known
 
 
 def _written(path: Path) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """What was ever written of a table, which is a sparse file, and where it stands; nothing if there is no table."""
+    """Yield what was ever written of a table, a sparse file, and where it stands; nothing if there is no table."""
     with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
         fd, end, size = file.fileno(), 0, os.fstat(file.fileno()).st_size
         while end < size:
@@ -146,7 +146,7 @@ Lines = npt.NDArray[Any]
 
 
 class Table:
-    """One fate table, read with `pread`. `grown` is the most bytes it was seen to have."""
+    """A fate table, read with `pread`. `grown` is the most bytes it was seen to have."""
 
     def __init__(self, path: Path, never: Fate) -> None:
         self.path = path
@@ -156,7 +156,7 @@ class Table:
         self._known = _codes_but(Fate.NONE, never)
 
     def fault(self) -> str:
-        """What was done to the file as such; "" if nothing."""
+        """Name what was done to the file as such; "" if nothing."""
         try:
             now = os.stat(self.path)
         except OSError as error:
@@ -192,7 +192,7 @@ class FateWatch:
         self._next_look = 0.0
 
     def fault(self) -> str:
-        """What was done to the files as such; two calls of `stat`. "" if nothing."""
+        """Name what was done to the files as such; two calls of `stat`. "" if nothing."""
         found = next((fault for table in self._tables if (fault := table.fault())), "")
         return found and f"{found}: {REMEDY}"
 

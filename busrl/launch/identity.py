@@ -1,4 +1,4 @@
-"""Whether a start continues the run in its directory: what makes it the same run, what has changed, what is left to do.
+"""Comparison of a start with the run in its directory: is it the same run, what has changed, what is left to do.
 
 Compares the topology and the files it names with what earlier starts left, before anything is written and before any
 child runs. Talks to the file system alone. Knows nothing of rings, locks or processes (`rundir`).
@@ -44,7 +44,7 @@ MISSING = object()
 
 @dataclass
 class Start:
-    """One start of a run: what it continues from, what differs from the one before, and what a person should read."""
+    """A start of a run: what it continues from, what differs from the one before, and what a person should read."""
 
     step: int = 0
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Start:
 
 
 def _versions() -> dict[str, str]:
-    """What launch runs with; a [[process]] with a Python of its own may have others."""
+    """The versions of packages that launch runs with; a [[process]] with a Python of its own may have others."""
     found = {"python": platform.python_version()}
     for package in ("torch", "transformers", "numpy", "vllm"):
         with suppress(PackageNotFoundError):
@@ -76,8 +76,8 @@ def _versions() -> dict[str, str]:
 def compare(
     paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool, made: Mapping[str, Path] | None = None
 ) -> Start:
-    """What this start is to the run in the directory; `before`: its topology.json, empty if there is none; `made`: the
-    prompts that were made of others, where they lie now.
+    """Compare this start with the run in the directory; `before`: its topology.json, empty if there is none; `made`:
+    the prompts that were made of others, where they lie now.
 
     UserError if it is another run, or has nothing to do; RunFinished if its goal was reached before.
     """
@@ -153,7 +153,7 @@ def _shape(folder: Path) -> str:
 
 
 def _mixture(topology: dict[str, Any]) -> str:
-    """How the draws are shared out among several sources, in words; empty for one file."""
+    """The shares of several sources in the draws, in words; empty for one file."""
     rows = as_map(topology.get("derived")).get("sources") or []
     return ", ".join(f"{one['name']} ({one['count']}, {one['share']})" for one in rows) if len(rows) > 1 else ""
 

@@ -48,8 +48,8 @@ def failed(paths: RunPaths, fault: str, before: str = "") -> RunOutcome:
 
 
 def is_hopeless(how: Exit, was_ready: bool) -> bool:
-    """Whether a child would end the same in its next life: a process of busrl says so itself. One that was ready may
-    only have met a bad moment."""
+    """Check whether a child would end the same in its next life, as a process of busrl says itself. One that was ready
+    may only have met a bad moment."""
     return how.verdict in (RUN_FAILED, NOT_IMPORTED) or (how.verdict == NEEDS_FIX and not was_ready)
 
 
@@ -67,13 +67,14 @@ class ProcessTable:
         self.remote = {entry.label for entry in table if entry.remote}
 
     def makes_ready(self, child: Child) -> bool:
-        """Whether the ring says for the first time that a child is ready. One that does not map it has no entry."""
+        """Check whether the ring shows for the first time that a child is ready. One that does not map it has no
+        entry."""
         entry = self.entries.get(child.pid)
         return entry is not None and entry.state == "ready" and child.became_ready()
 
 
 class Deaths:
-    """What the death of a child means: another life, a run that goes on without it, or the end of the run."""
+    """Judge of deaths: a child gets another life, the run goes on without it, or the run ends."""
 
     def __init__(self, run: OpenRun, names: Mapping[str, ProcessName], journal: Journal) -> None:
         self._run, self._paths, self._names, self._journal = run, run.paths, names, journal
@@ -175,7 +176,7 @@ class Processes:
         return min((child.due - time.monotonic() for child in waiting), default=math.inf)
 
     def _awaits_team(self, child: Child) -> bool:
-        """Whether another of its team is still to end: a new rank must not meet an old one."""
+        """Check whether another of its team is still to end: a new rank must not meet an old one."""
         return child.name in self._team and any(
             other.went_along and other.name in self.running for other in self.children
         )

@@ -68,7 +68,7 @@ def require_here(processes: Iterable[ProcessName]) -> None:
 
 
 def pythons(t: Topology) -> dict[int, dict[str, str]]:
-    """Of each entry that runs in a Python of its own: versions of that Python, of its busrl, of the layout of its ring,
+    """Versions, for each entry with a Python of its own: of that Python, of its busrl, of the layout of its ring,
     and of the packages that its role needs ("": not there). Runs each once; UserError for one that cannot be run."""
     own = [i for i, one in enumerate(t.process) if one.python and one.role != AGENT and not one.command and one.count]
     return {index: _probed(index, t.process[index]) for index in own}
@@ -122,7 +122,7 @@ def require_devices(t: Topology) -> None:
 
 
 def _device_missing(kind: str, entry: Process) -> str:
-    """What the Python of an entry says of such a device; empty too where it cannot be asked: a start tells more."""
+    """Ask the Python of an entry why it lacks such a device; empty too where it cannot be asked: a start tells more."""
     code = f"from busrl.system.device import missing; print(missing({kind!r}))"
     seen = {**os.environ, **entry.env, **device.visible(kind, ",".join(entry.devices))}
     command = [entry.python or sys.executable, "-c", code]
@@ -134,7 +134,7 @@ def _device_missing(kind: str, entry: Process) -> str:
 
 
 def lines(t: Topology, asked: dict[int, dict[str, str]]) -> list[str]:
-    """What a check says of what `pythons` has found."""
+    """The lines of a check about what `pythons` has found."""
     said = []
     for index, found in asked.items():
         text = ", ".join(f"{name} {version}" for name, version in found.items() if version)

@@ -111,7 +111,7 @@ class Placement(Protocol):
 def placement_of(
     topology: Topology, paths: RunPaths, say: Callable[[str], None], warn: Callable[[str, str], None]
 ) -> Placement | None:
-    """Whoever starts the other hosts of the run, where the topology says how (`hosts.start`)."""
+    """Make the part that starts the other hosts of the run, where the topology says how (`hosts.start`)."""
     if topology.here or not (topology.hosts.start and topology.host_names):
         return None
     placement: Placement = capabilities.plug("hosts", "placement")(topology, paths, say, warn)
@@ -119,7 +119,7 @@ def placement_of(
 
 
 class StandStill:
-    """Whether the run makes steps, and who waits for whom while it does not."""
+    """Watch over a run that makes no step: for how long, and who waits for whom."""
 
     def __init__(self, paths: RunPaths, group_size: int, progress: Progress, events: EventLog) -> None:
         self._progress, self._events = progress, events
@@ -148,7 +148,7 @@ class StandStill:
 
 
 class Launch:
-    """One run from its first child to its last. `run` gives the outcome; no child is left then."""
+    """A run from its first child to its last. `run` gives the outcome; no child is left then."""
 
     def __init__(self, opened: OpenRun, display: Display, signals: Signals) -> None:
         topology, paths = opened.topology, opened.paths
@@ -239,7 +239,8 @@ class Launch:
         return None
 
     def _is_done(self, child: Child, how: Exit) -> bool:
-        """Whether a child has ended because its work is done: those of the goal, and ranks once the learner is done."""
+        """Check whether a child ended because its work is done: those of the goal, and ranks once the learner is
+        done."""
         if not self._finishing:
             return False
         if child.name in self._goal and how.verdict == 0:
@@ -258,7 +259,7 @@ class Launch:
         return outcome
 
     def _why_finished(self) -> str:
-        """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
+        """Say why the run is finished. If it made its last step, the newest line of metrics.jsonl is that step's."""
         topology = self._run.topology
         if topology.here:
             return "the run is over"
@@ -309,7 +310,7 @@ class Launch:
                 self._journal.say(line)
 
     def _control(self, asked: m.Control) -> None:
-        """What is asked of the run; one who may not ask is filed as other errors from outside are."""
+        """Answer a request; one without proof is filed as other errors from outside are."""
         answer = self._desk.handle(asked)
         if answer.text == NO_PROOF:
             text = f"CONTROL {asked.verb} of {asked.sender} {answer.text}"
@@ -342,7 +343,7 @@ class Launch:
 
     @property
     def _finishing(self) -> bool:
-        """Whether the learner has reached the goal."""
+        """True once the learner has reached the goal."""
         return self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
 
     # -- the end ----------------------------------------------------------------------------------------------------

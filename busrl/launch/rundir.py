@@ -86,7 +86,7 @@ class OpenRun:
         return self.displaced
 
     def moved(self) -> str | None:
-        """Where the run directory is now, if it is not any more what has its name; None if it is."""
+        """Tell where the run directory is now, if another directory has its name by now; None if none has."""
         with suppress(OSError):
             if os.path.samestat(os.stat(self.paths.root), os.fstat(self.directory)):
                 return None
@@ -243,7 +243,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
 
 
 def _still_held(paths: RunPaths, lock: OfdLock, waited_s: float) -> str:
-    """Who holds run.lock though no launch of this machine does, and what to do about it."""
+    """Name who holds run.lock though no launch of this machine does, and what to do about it."""
     if here := [pid for pid in _holders(str(paths.lock("run"))) if pid != os.getpid()]:
         return (
             f"the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold run.lock after "

@@ -1,4 +1,4 @@
-"""What `launch` keeps account of: progress, CPU and residence times, its event log, and `summary.json` at the end.
+"""Accounts of `launch`: progress, CPU and residence times, its event log and journal, and `summary.json` at the end.
 
 Talks to /proc, `errors.jsonl` and `supervisor.json`. Is given messages, the ring's records and the
 children; decides nothing.
@@ -80,7 +80,7 @@ class Progress:
         return [f"validation {message.round}{name} of version {message.version}: {judged}"]
 
     def _counts(self, update: m.LearnerStateUpdate) -> bool:
-        """Whether this is news: not doubled, late, of no step that there is, or with a mean of nothing in it."""
+        """Count a step that is news: not doubled, late, of no step that there is, or with a mean of nothing in it."""
         values = (update.reward, update.entropy, update.age_mean, *update.metrics.values())
         if not self._newest < update.step <= self.run.facts.max_steps or not all(map(math.isfinite, values)):
             return False
@@ -141,7 +141,7 @@ class Usage:
         return shares
 
     def _sums(self) -> dict[str, Seconds]:
-        """Of each name over all of its lives."""
+        """Sums for each name over all of its lives."""
         sums: dict[str, Seconds] = {}
         for (name, _), used in self._used.items():
             sums[name] = sums.get(name, NOTHING) + used
@@ -165,7 +165,7 @@ EVERY_S = 0.25
 
 
 class ResidenceTimes:
-    """How long slots stay in each state, by Little's law: mean slots in a state / entries into it per second.
+    """Residence times of slots in each state, by Little's law: mean slots in a state / entries into it per second.
 
     `look` four times a second while the learner trains: sampled by the clock and not when something happens, so that no
     phase of the run counts more than it lasts. `summary` at the end.
@@ -219,7 +219,7 @@ class EventLog:
         self._changed, self._next_save = True, 0.0
 
     def has(self, name: str) -> None:
-        """One more child, a program of busrl's own."""
+        """Take a child more into account, a program of busrl's own."""
         self._own.add(address(name))
 
     def died(self, child: Child, text: str, *, gives_up: bool = False) -> None:
@@ -272,7 +272,7 @@ class EventLog:
         return shown(sender, severity, where, text)
 
     def plain(self) -> dict[str, Any]:
-        """What stands in supervisor.json."""
+        """The content of supervisor.json."""
         deaths = self.deaths
         return {
             "time": time.time(),
@@ -289,7 +289,7 @@ def shown(sender: str, severity: str, where: str, text: str) -> str:
 
 
 class Journal:
-    """What launch says: to the person who watches (`show`), to its own log, and to errors.jsonl (`events`)."""
+    """Lines of launch: for the person who watches (`show`), for its own log, and for errors.jsonl (`events`)."""
 
     def __init__(self, paths: RunPaths, show: Callable[[str], None], events: EventLog) -> None:
         self._show, self.events = show, events
@@ -318,7 +318,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended: "finished", "stopped" (by a signal) or "failed"; `why` is for a person."""
+    """The end of a run: "finished", "stopped" (by a signal) or "failed"; `why` is for a person."""
 
     kind: str
     why: str
@@ -387,7 +387,7 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
 
 
 def _waste(report: AuditReport | None) -> list[str]:
-    """What was generated and not trained, by rule; nothing where that was less than a hundredth."""
+    """The share that was generated and not trained, by rule; nothing where it was less than a hundredth."""
     if report is None:
         return []
     ended = sum(report.rules.values()) + sum(report.accidents.values()) + report.counts.trained

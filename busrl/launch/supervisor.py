@@ -1,4 +1,4 @@
-"""What `launch` does about a process: a pure state machine for each child, the order of a stop, and foreign processes.
+"""Decisions of `launch` about its processes: a pure state machine for each child, the order of a stop, foreign ones.
 
 Talks to nothing but, for foreign processes, /proc; `run.py` does what it answers. It is fed with entries of the process
 table, deaths and a clock. It starts no process and sends no signal, so every rule here is tested without either.
@@ -52,7 +52,7 @@ class Ending:
 
 @dataclass
 class Shutdown:
-    """One orderly stop. `stop_s` is the patience with each stage."""
+    """An orderly stop. `stop_s` is the patience with each stage."""
 
     stop_s: float
     _stage: int = -1
@@ -61,7 +61,7 @@ class Shutdown:
     _forced: set[str] = field(default_factory=set)
 
     def step(self, alive: Collection[str], now: float) -> list[Ending]:
-        """What to do now, given the names of the processes that still run."""
+        """Decide what to do now, given the names of the processes that still run."""
         stage = min(map(stage_of, alive), default=len(ROLES))
         if stage != self._stage:
             self._stage, self._since = stage, now
@@ -102,7 +102,7 @@ NOT_STARTED = 127  # the exit code of a program that could not be started, as sh
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended; as text what a person reads. `code` as in Popen.returncode: -n after signal n; `verdict`:
+    """The end of a process; as text what a person reads. `code` as in Popen.returncode: -n after signal n; `verdict`:
     what busrl's own code in it said of its end (`errors.process_code`), RETRY where it said nothing; `why`: the cause
     that it said with it."""
 
@@ -140,7 +140,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Death:
-    """What a death means: what to tell the person, and why the run gives up because of it, if it does."""
+    """Judgement on a death: the line for the person, and why the run gives up because of it, if it does."""
 
     text: str
     why: str = ""
@@ -152,7 +152,7 @@ class Death:
 
 @dataclass
 class Child:
-    """One child over all of its lives."""
+    """A child over all of its lives."""
 
     name: str
     limits: Limits
@@ -180,7 +180,7 @@ class Child:
     _did: int = -1  # its work by the last death after ready
 
     def account(self) -> dict[str, int]:
-        """How often it was started again, and killed by launch, as the files of a run hold it."""
+        """Counts of its restarts and of its deaths by launch, as the files of a run hold them."""
         return {"restarts": self.restarts, "killed_for_silence": self.kills}
 
     def goes_with(self, name: str) -> None:
@@ -189,7 +189,7 @@ class Child:
 
     @property
     def went_along(self) -> bool:
-        """Whether it was ended, or is to end, because another of its team has."""
+        """True if it was ended, or is to end, because another of its team has."""
         return bool(self._goes_with)
 
     @property
@@ -362,7 +362,7 @@ class ForeignProcesses:
 
 
 def is_titled(pid: int, name: str) -> bool:
-    """Whether a process shows itself as this one of a run."""
+    """Check whether a process shows itself as this one of a run."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0 ") == f"busrl:{name}".encode()
     except OSError:

@@ -24,7 +24,7 @@ VERBS = ("stop", "pause", "resume", "checkpoint", "set", "scale")
 
 
 class ControlLine(msgspec.Struct):
-    """One thing that was asked, and the answer. Values are TOML text; those of `scale` are of its `process.ROLE.count`.
+    """A request, and the answer. Values are TOML text; those of `scale` are of its `process.ROLE.count`.
     `step`: the run's when it was asked."""
 
     id: str
@@ -45,7 +45,7 @@ class ControlLine(msgspec.Struct):
 
 @dataclass
 class Controls:
-    """What the lines amount to."""
+    """The sum of all lines: what is in force now."""
 
     ids: dict[str, ControlLine] = field(default_factory=dict)
     paused: ControlLine | None = None
@@ -77,7 +77,7 @@ class Controls:
         return [f"{key}={line.new}" for key, line in self.settings.items()]
 
     def words(self) -> Iterator[str]:
-        """What is not as the topology says, for people."""
+        """The deviations from the topology, in words."""
         if self.paused is not None:
             yield f"paused by {self.paused.who} since {self.paused.when}"
         if self.settings:

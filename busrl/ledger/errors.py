@@ -38,7 +38,7 @@ MOST_UIDS = 1000  # of one line; further samples are only counted
 
 
 class Due(NamedTuple):
-    """What was held back of one kind: how many, the latest of them, and the samples of all."""
+    """Lines of one kind that were held back: how many, the latest of them, and the samples of all."""
 
     times: int
     line: tuple[str, ...]
@@ -47,7 +47,7 @@ class Due(NamedTuple):
 
 @dataclass
 class _Kind:
-    """What was held back of one kind since the last line."""
+    """Lines of one kind that were held back since the last one that was written."""
 
     reported: float
     every_s: float
@@ -73,7 +73,7 @@ class Throttle:
         self._kinds: dict[str, _Kind] = {}
 
     def admit(self, kind: str, line: tuple[str, ...], now: float, uids: Sequence[int] = ()) -> bool:
-        """Whether to report this one now; if not, it is counted and comes back from `due`."""
+        """Check whether to report this line now; if not, it is counted and comes back from `due`."""
         if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
             kind = OTHERS
         known = self._kinds.get(kind)
@@ -85,7 +85,7 @@ class Throttle:
         return False
 
     def due(self, now: float, everything: bool = False) -> list[Due]:
-        """What was held back long enough. A kind that was quiet is forgotten."""
+        """Lines that were held back long enough. A kind that was quiet is forgotten."""
         found = []
         for kind, known in list(self._kinds.items()):
             if not everything and now - known.reported < known.every_s:

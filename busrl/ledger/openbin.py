@@ -70,7 +70,7 @@ def remove_open(path: str | os.PathLike[str]) -> None:
 
 
 class DrawsLine(msgspec.Struct, kw_only=True):
-    """One batch of put-backs and why they were made."""
+    """A batch of put-backs and why they were made."""
 
     time_ns: int
     why: str

@@ -1,4 +1,4 @@
-"""What was trained: the train log, the set of uids that every checkpoint keeps, and the mending of either.
+"""Record of what was trained: the train log, the set of uids that every checkpoint keeps, and the mending of either.
 
 Talks to `train.jsonl`, `trained.bin` in the checkpoints and `wal/`. The learner writes a line of the log after a step,
 for people and for the audit. `launch` mends before any role runs, and so does a learner that starts. Knows nothing of
@@ -51,7 +51,7 @@ _Uid = Annotated[int, msgspec.Meta(ge=0, lt=UID_LIMIT)]
 
 
 class TrainLine(msgspec.Struct, kw_only=True):
-    """One step; each sample is [uid, attempt, crc]."""
+    """A step; each sample is [uid, attempt, crc]."""
 
     step: _Natural
     version: int = 0
@@ -66,7 +66,7 @@ class TrainLine(msgspec.Struct, kw_only=True):
 
 
 def of_step(row: Mapping[str, Any]) -> bool:
-    """Whether a line of train.jsonl or metrics.jsonl is a step's. A line with a `kind` reports groups that ended
+    """Check whether a line of train.jsonl or metrics.jsonl is a step's. A line with a `kind` reports groups that ended
     without a step, under the number of the step before them."""
     return "kind" not in row
 
@@ -295,7 +295,7 @@ class _Standing:
 
 
 def train_log_is_whole(path: Path, least: int) -> bool:
-    """Whether it has as many bytes as a checkpoint says that it had, and nothing but lines at its end."""
+    """Check that it has as many bytes as a checkpoint says that it had, and nothing but lines at its end."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)

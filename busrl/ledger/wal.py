@@ -52,7 +52,7 @@ def _no_segments() -> list[int]:
 
 
 class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One trained trajectory: enough to train it again, without the ring. Arrays are little-endian bytes.
+    """A trained trajectory: enough to train it again, without the ring. Arrays are little-endian bytes.
 
     An episode of several turns has `seqs`, the lengths of its sequences, and `turns`, four numbers each: sequence,
     begin and end of what was sampled in it, and 2 x the number of the call + 1 where it is trained (+ 0 where not);
@@ -109,12 +109,12 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.turn_array()[:, 3] // 2
 
     def turns_trained(self) -> npt.NDArray[np.bool_]:
-        """Which turns are trained at all."""
+        """Flags of the turns that are trained at all."""
         return (self.turn_array()[:, 3] % 2).astype(bool)
 
     @property
     def tokens(self) -> int:
-        """What was sampled."""
+        """The count of sampled tokens."""
         return len(self.logprobs) // 4
 
     @property
@@ -124,7 +124,7 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was in force when the groups of a step were taken, and decides what of them is trained: the topology may say
+    """Terms in force when the groups of a step were taken. They decide what of them is trained: the topology may say
     something else by the time that the record is read."""
 
     bound: int | None = None  # steps that a group may be old; None: nothing is promised
@@ -134,7 +134,7 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One step: `version` is the highest version published so far, `groups` the groups in the order trained."""
+    """A step: `version` is the highest version published so far, `groups` the groups in the order trained."""
 
     step: int
     version: int
@@ -145,7 +145,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _Brief(msgspec.Struct):
-    """What opening needs of a record."""
+    """The fields of a record that opening needs."""
 
     step: int
     version: int
@@ -160,7 +160,7 @@ class _Segment:
 
     @property
     def last_step(self) -> int:
-        """Of its records; -1 with none."""
+        """The last step of its records; -1 with none."""
         return self.steps[-1] if self.steps else -1
 
 
@@ -194,7 +194,7 @@ def _frame_end(view: memoryview, at: int) -> int:
 
 
 def _later_record(data: bytes, at: int) -> int:
-    """Where a whole record begins after `at`; 0 if nowhere."""
+    """Find where a whole record begins after `at`; 0 if nowhere."""
     while (at := data.find(MARK, at + 1)) > 0:
         if _frame_end(memoryview(data), at):
             return at
@@ -279,7 +279,7 @@ class Wal:
         return dropped
 
     def fault(self) -> str:
-        """What was done to the files from outside, so that a restart would not find all records; empty if nothing.
+        """Name what was done to the files from outside, so that a restart would not find all records; empty if nothing.
         Each call looks at the newest segment and, in turn, at one of all."""
         self._looks += 1
         one_of_all = self._looks % max(1, len(self._segments))

@@ -1,4 +1,4 @@
-"""What looks at a run without a part in it: the monitor, reports, sinks of other trackers, notebooks.
+"""Views of a run that take no part in it: the monitor, reports, sinks of other trackers, notebooks.
 
 An optional part of busrl: `busrl.capabilities` names it, nothing else of the core imports it.
 """

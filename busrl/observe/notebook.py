@@ -68,7 +68,7 @@ def _await_start(run: Run, child: subprocess.Popen[bytes]) -> None:
 
 
 def _name(topology: Mapping[str, Any]) -> str:
-    """Of its files, until launch has looked at it."""
+    """The name of its files, until launch has looked at it."""
     own = topology.get("run")
     return re.sub(r"[^\w.-]", "-", str(own.get("name", "run")))[:64] if isinstance(own, Mapping) else "run"
 
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def live(self) -> bool:
-        """Whether a launch holds the directory."""
+        """True while a launch holds the directory."""
         return holder_of(self.paths) is not None
 
     @property
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """How it ended, with `outcome` and `why`; empty before."""
+        """The summary of its end, with `outcome` and `why`; empty before."""
         return {} if self.live else read_map(self.paths.summary)
 
     def status(self) -> dict[str, Any]:

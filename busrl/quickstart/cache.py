@@ -1,4 +1,4 @@
-"""Where quickstart models live, which process may make one, and how a finished one appears.
+"""Cache of quickstart models: where they live, which process may make one, and how a finished one appears.
 
 A folder `${XDG_CACHE_HOME:-~/.cache}/busrl/<name>-<recipe hash>/` holds `model/` (a Hugging Face folder),
 `train.jsonl`, `validation.jsonl` and `made.json`. Talks to the file system and starts the maker as a child, so that a
@@ -31,7 +31,7 @@ WAIT_S = 900.0  # many times what making takes on a loaded machine
 
 @dataclass(frozen=True)
 class Paths:
-    """What a run needs of a quickstart, all of it complete."""
+    """Files that a run needs of a quickstart, all of them complete."""
 
     model: Path
     train: Path
@@ -75,7 +75,7 @@ def ensure(name: str) -> Paths:
 
 
 def _end_of(code: int) -> str:
-    """How a maker ended that said nothing."""
+    """Describe the end of a maker that said nothing."""
     if code == -signal.SIGKILL:
         return "it was killed (SIGKILL): by somebody, or by the kernel for want of memory (see `dmesg`)"
     return f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'} and said nothing"

@@ -65,7 +65,7 @@ RIGHT = re.compile(task.EXTRACT)
 
 
 class WarmUp:
-    """One warm-up: `teach()` until the skill is there, then `mask()` until it is hidden under mistakes."""
+    """A warm-up: `teach()` until the skill is there, then `mask()` until it is hidden under mistakes."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any, model: Any, held_out: list[str]) -> None:
         self._recipe, self._tokenizer, self._model = recipe, tokenizer, model
@@ -109,7 +109,7 @@ class WarmUp:
         raise _missed("the pass rate", passed, f"{recipe.pass_low} to {recipe.pass_high}", recipe.mask_steps_max)
 
     def facts(self) -> dict[str, Any]:
-        """What was needed, and the completion lengths (in tokens) that version 0 samples."""
+        """Facts of the warm-up: what was needed, and the completion lengths (in tokens) that version 0 samples."""
         quantiles = torch.quantile(self._lengths, torch.tensor([0.05, 0.5, 0.95])).tolist()
         return {
             "steps": dict(self._steps),
@@ -176,7 +176,7 @@ POSITIONS = 128
 
 
 def new_tokenizer(recipe: Recipe) -> Any:
-    """One token per character; decoding joins them without spaces."""
+    """Make a tokenizer with a token per character; decoding joins them without spaces."""
     vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

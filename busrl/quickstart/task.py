@@ -78,7 +78,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (Recipe(),)}
 
 
 def known(name: str) -> bool:
-    """Whether `name` (as in `[model] path`) names a quickstart rather than a folder."""
+    """Check whether `name` (as in `[model] path`) names a quickstart rather than a folder."""
     return name in RECIPES
 
 

@@ -54,7 +54,8 @@ def living(ring: Ring) -> list[Process]:
 
 
 def files_of(pid: int) -> Iterator[Path]:
-    """What a process has open. Its environment tells less: to set the title of a process overwrites that."""
+    """Yield the files that a process has open. Its environment tells less: to set the title of a process overwrites
+    that."""
     with suppress(OSError):
         for link in os.scandir(f"/proc/{pid}/fd"):
             with suppress(OSError):
@@ -81,7 +82,7 @@ class RingLook:
         self._scanner: GroupScanner | None = None
 
     def look(self) -> RingRecord | None:
-        """What the ring shows now; None if there is no ring of this run."""
+        """Read what the ring shows now; None if there is no ring of this run."""
         ring = self._attached()
         if ring is None:
             return None
@@ -151,7 +152,7 @@ class RingLook:
 
 
 def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
-    """What a ring shows now; `opened` and `ready`: groups, as far as somebody has counted them."""
+    """Read what a ring shows now; `opened` and `ready`: groups, as far as somebody has counted them."""
     stats = ring.stats()
     return RingRecord(
         slots=ring.n_slots,
@@ -174,7 +175,7 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
 
 
 def slots_of(lines: np.ndarray) -> dict[str, Any]:
-    """How long slots have been in their states, and with which versions their answers were begun."""
+    """Count how long slots have been in their states, and with which versions their answers were begun."""
     ages: dict[str, tuple[float, ...]] = {}
     now, states = time.monotonic_ns(), lines["state"]
     for state in State:
@@ -220,8 +221,8 @@ def held(
 
 
 def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple[str, int]]:
-    """Of each sample that made a call: who has its newest one ("queued", an engine, "" once it was answered), and since
-    when. A slot of a call that is over tells of it until the next one comes."""
+    """Find for each sample that made a call who has its newest one ("queued", an engine, "" once it was answered), and
+    since when. A slot of a call that is over tells of it until the next one comes."""
     names = {one.index: one.label for one in processes}
     found: dict[int, tuple[str, int]] = {}
     for state, owner, uid, changed in zip(*(lines[name].tolist() for name in ("state", "owner", "uid", "changed_ns"))):

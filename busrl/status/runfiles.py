@@ -75,7 +75,7 @@ class RunFiles:
         return self.samples[-1] if self.samples else {}
 
     def facts(self) -> Facts:
-        """What run.json and topology.json say; what is missing there stays unknown."""
+        """Facts of run.json and topology.json; what is missing there stays unknown."""
         run, topology = read_map(self._paths.run_json), read_map(self._paths.topology)
         if not run:
             raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
@@ -142,7 +142,7 @@ class RunFiles:
 
 
 def run_of_files(files: RunFiles) -> RunState:
-    """How far a run is by its files alone, over all its starts."""
+    """The state of a run by its files alone, over all its starts."""
     run = RunState(facts=files.facts())
     files.fold_into(run)
     return run
@@ -156,7 +156,7 @@ def _decoded(lines: LineFollower, kind: type[T]) -> Iterator[T]:
 
 
 def _at(found: Any, key: str) -> Any:
-    """What stands under a dotted key of nested maps; None if nothing does."""
+    """The value under a dotted key of nested maps; None if there is none."""
     for part in key.split("."):
         found = as_map(found).get(part)
     return found
@@ -173,7 +173,7 @@ def number(value: Any) -> float | None:
 
 
 def fates(path: Path) -> dict[str, int]:
-    """How many samples have each fate, most interesting first; empty where the table cannot be read."""
+    """Count samples by fate, most interesting first; empty where the table cannot be read."""
     counts = np.zeros(256, np.int64)
     with suppress(OSError), open(path, "rb") as file:
         while block := file.read(PART_BYTES):
@@ -188,7 +188,7 @@ def in_words(fate: str) -> str:
 
 
 def sample_line(sample: dict[str, Any]) -> str:
-    """What the model wrote lately, in one line; "" if nothing is known."""
+    """A line of what the model wrote lately; "" if nothing is known."""
     if "completion" not in sample:
         return ""
     prompt, answer, reward = _prompt(sample.get("prompt")), str(sample["completion"]), number(sample.get("reward"))

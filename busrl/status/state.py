@@ -34,7 +34,7 @@ KNOWN: Final = msgspec.Meta(ge=0, le=(1 << 63) - 1)  # of a step or a round that
 # -- records ----------------------------------------------------------------------------------------------------------
 
 class Facts(msgspec.Struct, frozen=True):
-    """What does not change during a run. Zeros and empty texts: not known."""
+    """Facts that do not change during a run. Zeros and empty texts: not known."""
 
     name: str = ""
     run_id: str = ""
@@ -75,7 +75,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 
 class ProcessRow(ProcessRecord, frozen=True, kw_only=True):
-    """The same as it is shown. `late`: no progress for longer than it declared."""
+    """A process as it is shown. `late`: no progress for longer than it declared."""
 
     late: bool = False
     busy: float | None = None  # None: not known
@@ -96,7 +96,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class RingRecord(msgspec.Struct, frozen=True):
-    """One look at the ring; group counts are -1 where the fate table could not be read."""
+    """A look at the ring; group counts are -1 where the fate table could not be read."""
 
     slots: int
     occupancy: dict[str, int]
@@ -119,7 +119,7 @@ class RingRecord(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """One optimiser step: a line of metrics.jsonl, or the numbers of a LEARNER_STATE_UPDATE."""
+    """An optimiser step: a line of metrics.jsonl, or the numbers of a LEARNER_STATE_UPDATE."""
 
     step: Annotated[int, KNOWN]
     version: int = 0
@@ -172,7 +172,7 @@ class MetricsLine(StepRecord, frozen=True):
 
 
 class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
-    """One round of validation of one set: a line of validation.jsonl, a VALIDATION_DONE or a VALIDATION_SET_DONE."""
+    """A round of validation of one set: a line of validation.jsonl, a VALIDATION_DONE or a VALIDATION_SET_DONE."""
 
     round: Annotated[int, KNOWN]
     version: int = 0
@@ -184,7 +184,7 @@ class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
 
     @property
     def measured(self) -> bool:
-        """Whether any sample was judged: a mean of none is no mean, whatever an older line calls it."""
+        """True if any sample was judged: a mean of none is no mean, whatever its line says."""
         return self.mean is not None and (self.samples > 0 or not self.dropped)
 
     def plain(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ PACE_S: Final = 20.0  # the speed is that of the newest steps which together too
 
 @dataclass
 class Rate:
-    """How fast a counter grows, over the last `over_s`."""
+    """The growth of a counter over the last `over_s`."""
 
     over_s: float = RATE_S
     points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=256))
@@ -239,7 +239,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a run is, None where that is not known."""
+    """The speed of a run, None where that is not known."""
 
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -278,7 +278,7 @@ class Steps:
         return self._known[bisect_left(self._known, step + 1, key=lambda one: one.step) :]
 
     def pace(self, quiet_s: float) -> Speed:
-        """How fast steps come when the last one is `quiet_s` ago, as far as they tell how long they took."""
+        """Compute how fast steps come when the last one is `quiet_s` ago, as far as they tell how long they took."""
         known: list[StepRecord] = []
         span = 0.0
         for one in reversed(self._known):
@@ -308,7 +308,7 @@ class Steps:
         return sum((one.flat_share or 0.0) * (one.groups_ended or 0.0) for one in known) / ended
 
     def policy(self, idle: StepRecord | None = None) -> dict[str, float | None]:
-        """What the newest steps say of the policy and of what was thrown away; None where none of them has it."""
+        """Figures of the newest steps on the policy and on what was thrown away; None where none of them has it."""
         named = {name: self.recent(attrgetter(name)) for name in ("cut_share", "entropy", "ess", "k3")}
         return {"flat_share": self.flat_share(idle), **named}
 
@@ -325,7 +325,7 @@ OTHERS: Final = "(others)"
 
 @dataclass
 class Flow:
-    """Of one name: how many messages and bytes so far, and how fast they come."""
+    """The messages of one name: how many, how many bytes, and how fast they come."""
 
     count: int = 0
     bytes: int = 0
@@ -408,7 +408,7 @@ class RecentErrors:
         self._newest: deque[tuple[ErrorRecord, str]] = deque(maxlen=ERRORS_KEPT)
 
     def add(self, seen: ErrorRecord, source: str) -> None:
-        """One report by `source` ("file" or "bus"), which the other one may have reported already."""
+        """Add a report by `source` ("file" or "bus"), which the other one may have reported already."""
         for at, (known, reported_by) in enumerate(self._newest):
             if reported_by and reported_by != source and _same(known, seen):
                 self._newest[at] = (known, "")  # both have reported it: the next is another event
@@ -589,7 +589,8 @@ class RunState:
         return None if self._stepped_at is None else max(0.0, now - self._stepped_at)
 
     def speed(self, now: float) -> Speed:
-        """How fast the run is: steps and samples as the steps tell, tokens as the ring counts them if there is one."""
+        """Compute the speed of the run: steps and samples as the steps tell, tokens as the ring counts them if there is
+        one."""
         if self.state in OVER:
             return Speed()
         known = self._pace(now)

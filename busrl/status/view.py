@@ -53,7 +53,7 @@ REMEDY_RUNNING = (
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One look at a run: its state, and what stands beside that in its directory, where that is known."""
+    """A look at a run: its state, and what stands beside that in its directory, where that is known."""
 
     paths: RunPaths | None
     run: RunState
@@ -194,7 +194,7 @@ def _from_outside(paths: RunPaths) -> Iterator[str]:
 
 
 def _refusals(paths: RunPaths) -> Iterator[str]:
-    """What the keeper's gateway had to refuse, by worker."""
+    """Refusals of the keeper's gateway, by worker."""
     codes = [code for codes in capabilities.plugs("refusals") for code in codes]
     return _counted(paths.gateway, "workers", {code: code.replace("_", " ") for code in codes}, "gateway refused")
 

@@ -1,4 +1,4 @@
-"""Who waits for whom: from the learner along every wait to the one that nobody else can end, and when that is a stall.
+"""Chains of waits, from the learner along every wait to the one that nobody else can end; and when that is a stall.
 
 Pure: decides from a `RunState` (process table, slots by state and owner, header words, texts that processes declare)
 and clock values. Knows nothing of files, sockets or of how a chain is shown.
@@ -70,7 +70,7 @@ def said(links: Sequence[Link]) -> str:
 # -- the search -------------------------------------------------------------------------------------------------------
 
 class _Step(NamedTuple):
-    """What one process waits for: `next`, a name, or without one the root."""
+    """The wait of one process: `next`, a name, or without one the root."""
 
     because: str
     since_s: float = 0.0
@@ -117,7 +117,7 @@ class _Search:
         return step
 
     def _trouble(self, name: str) -> _Step | None:
-        """What keeps a process from doing anything at all; None if it can work."""
+        """Find what keeps a process from doing anything at all; None if it can work."""
         row = self.rows.get(name)
         if row is None:
             latest = self.run.deaths.get(name)
@@ -207,7 +207,7 @@ class _Search:
         return self._works(row)
 
     def _caller(self, row: ProcessRow) -> _Step:
-        """Of its open episodes the one that is worst off decides: its call, or its own code."""
+        """Follow the open episode that is worst off: its call, or its own code."""
         own = self._own(row.name)
         if not own:
             return self._works(row)
@@ -253,7 +253,7 @@ class _Search:
         return [one for one in self.ring.held if one.owner == name]
 
     def _holders(self, draw: int, validates: bool) -> str:
-        """Who has what is waited for: of that group where it is known and under way, else of all."""
+        """Find who has what is waited for: of that group where it is known and under way, else of all."""
         under_way = [one for one in self.ring.held if one.validates == validates and self._holder(one)]
         named = [one for one in under_way if one.draw == draw >= 0]
         found = ((self._holder(one), one) for one in named or under_way)
@@ -266,15 +266,15 @@ class _Search:
         return max(sorted(count), key=lambda name: count[name], default="")
 
     def _holder(self, one: Held) -> str:
-        """Who has to do something about a slot; "" where that is the learner or the validator."""
+        """Find who has to do something about a slot; "" where that is the learner or the validator."""
         if one.owner:
             return one.owner if one.state != "training" else ""
         role = ROLE_OF.get(one.state)
         return self._taker(role, one.validates) if role else ""
 
     def _taker(self, role: str, validates: bool) -> str:
-        """Who would take what rests: one that can, best one that has such samples, or else one that cannot. Episodes
-        make samples where there are such roles, and judge them where no reward process does."""
+        """Find who would take what rests: one that can, best one that has such samples, or else one that cannot.
+        Episodes make samples where there are such roles, and judge them where no reward process does."""
         callers = [name for name in self.names if _role(name) in CALLER_ROLES]
         own = [name for name in self.names if _role(name) == role]
         if callers and (role == "rollout" or not own):
@@ -287,7 +287,7 @@ class _Search:
         return max(able or own, key=oldest, default="")
 
     def _callee(self, one: Held) -> str:
-        """Which engine an episode's call waits for."""
+        """Find the engine that an episode's call waits for."""
         if one.call != "queued":
             return one.call
         engines = [name for name in self.names if _role(name) == "rollout"]
@@ -317,7 +317,7 @@ def _count(number: int, what: str) -> str:
 
 
 def reason_of(row: ProcessRecord) -> tuple[str, int]:
-    """What a process declares that it waits for, and of which group; "" and -1 where it declares none."""
+    """The reason to wait that a process declares, and the group that it waits for; "" and -1 where it declares none."""
     found = WAITS.fullmatch(row.activity)
     return (found[1], int(found[2] or -1)) if found else ("", -1)
 
@@ -329,7 +329,7 @@ def _runs(run: RunState) -> bool:
 
 
 def paused(run: RunState) -> bool:
-    """Whether somebody has paused the run; a learner that is not ready yet is no pause."""
+    """Check whether somebody has paused the run; a learner that is not ready yet is no pause."""
     return run.ring is not None and bool(run.ring.words.get(HeaderWord.GENERATION_PAUSE, 0) & ~PAUSE_STARTING)
 
 
@@ -373,7 +373,7 @@ class StallAlarm:
         self.quiet_s, self._step, self._told = 0.0, -1, False
 
     def look(self, run: RunState, passed_s: float) -> bool:
-        """Whether this is a stall that was not told of: once until a step is made."""
+        """Check whether this is a stall that was not told of: once until a step is made."""
         if run.at_step != self._step:
             self.quiet_s, self._step, self._told = 0.0, run.at_step, False
         self.quiet_s = _counted(run, self.quiet_s + passed_s)

@@ -31,12 +31,12 @@ def printable(text: str) -> str:
 
 
 def safe(text: str, limit: int = LIMIT) -> str:
-    """One line of bounded length of it, without spaces around."""
+    """A line of bounded length of a text, without spaces around."""
     return printable(text[:limit]).strip()
 
 
 def alike(text: str) -> str:
-    """What texts that differ in their digits alone have in common."""
+    """The text with its digits replaced, so that texts which differ in digits alone are alike."""
     return re.sub(r"[0-9]+", "#", text)
 
 
@@ -92,7 +92,7 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def _level(value: float, low: float, high: float, top: int) -> int:
-    """How many of `top` eighths a value between low and high fills, at least one."""
+    """Compute how many of `top` eighths a value between low and high fills, at least one."""
     span = high - low
     return 1 + round((value - low) / span * (top - 1)) if 0 < span < math.inf else top // 2
 
@@ -191,7 +191,7 @@ def episodes(run: RunState) -> str:
 
 
 def trigger(run: RunState, now: float) -> str:
-    """How far the next step is."""
+    """Say how far the next step is."""
     facts, ring = run.facts, run.ring
     ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
     since = run.since_step_s(now)
@@ -317,7 +317,7 @@ def lines(run: RunState, now: float, wall: float) -> list[str]:
 
 
 def facts(run: RunState, now: float) -> list[str]:
-    """What all plain views show: how far and how fast the run is, what it learns, and where its samples are."""
+    """Lines of all plain views: how far and how fast the run is, what it learns, and where its samples are."""
     out = [f"  progress  {progress(run, now)}"]
     if run.state not in OVER:
         out.append(f"  speed     {speed(run.speed(now))}")
@@ -358,7 +358,7 @@ def host_lines(run: RunState, name: str) -> list[str]:
 
 
 def labelled(run: RunState, now: float) -> dict[str, str]:
-    """What every full view shows of the next step, the policy and the samples, by its label."""
+    """Phrases of every full view on the next step, the policy and the samples, by its label."""
     words = {
         "trigger": trigger(run, now) if run.state not in OVER else "", "waits": safe(said(chain(run, now)), 4 * LIMIT),
         "control": controller(run),

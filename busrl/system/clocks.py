@@ -1,4 +1,4 @@
-"""What whoever watches other processes counts: the time that may count against them, and what each of them did.
+"""Clocks and counts for whoever watches other processes: the time that counts against them, and what each did.
 
 Used by the keeper's gateway for its workers, by launch for its children and for errors from outside, and by the learner
 for the time of its trigger. Talks to nothing: it is given the time. Knows nothing of claims, messages or processes.

@@ -75,12 +75,12 @@ def expected(wanted: str) -> str:
 
 
 def likely(kind: str) -> bool:
-    """Whether this process probably sees a device of that kind, by drivers and torch's build."""
+    """Check whether this process probably sees a device of that kind, by drivers and torch's build."""
     return kind == "cpu" or (_driver(kind) and bool(os.environ.get(VISIBLE[kind], "all").strip()))
 
 
 def has_bfloat16(kind: str) -> bool:
-    """Whether devices of that kind compute in bfloat16: NVIDIA's do from Ampere (compute capability 8.0) on."""
+    """Check whether devices of that kind compute in bfloat16: NVIDIA's do from Ampere (compute capability 8.0) on."""
     if kind != "cuda":
         return kind == "npu"
     return all(one >= 8 for one in _of_gpus("compute_cap"))  # no answer: nearly all GPUs in use do
@@ -102,7 +102,7 @@ def _of_gpus(what: str) -> list[float]:
 
 
 def _driver(kind: str) -> bool:
-    """Whether the host has such a device, and torch was built for it."""
+    """Check whether the host has such a device, and torch was built for it."""
     if kind == "npu":
         return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
     nodes = (*Path("/dev").glob("nvidia[0-9]*"), Path("/dev/dxg"), Path("/dev/kfd"))
@@ -145,8 +145,8 @@ def keep_freed_memory(parameters: int = 0) -> bool:
 
 
 def computes_again(asked: str, kind: str, parameters: Callable[[], int]) -> bool:
-    """Whether backward computes layers again: where `asked` is "full", and under "auto" those of a large model on an
-    accelerator, whose memory is the scarce one."""
+    """Decide whether backward computes layers again: where `asked` is "full", and under "auto" those of a large model
+    on an accelerator, whose memory is the scarce one."""
     return asked == "full" or (asked == "auto" and kind != "cpu" and parameters() >= LARGE_MODEL)
 
 
@@ -220,7 +220,7 @@ def restore_random(device: torch.device, state: torch.Tensor) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """The same text in every process, whatever number it has for the device: its UUID, or "cpu"."""
+    """A text that is the same in every process, whatever number it has for the device: its UUID, or "cpu"."""
     if device.type == "cpu":
         return "cpu"
     properties = _module(device).get_device_properties(device)

@@ -172,7 +172,7 @@ def parts(path: Path) -> list[tuple[int, Path]]:
 
 
 class Lines:
-    """What stands in a file of lines and its earlier parts, as they are now; close it. OSError.
+    """The content of a file of lines and its earlier parts, as they are now; close it. OSError.
 
     `begin`, `base`, `end`: places of the first byte that is there, of the file that has the name, and of the end.
     """
@@ -221,7 +221,7 @@ class Lines:
         return None if draft is None or _begins_with(self._current, draft) else draft
 
     def changed(self) -> bool:
-        """Whether the names are others by now, or the file was cut.
+        """Check whether the names are others by now, or the file was cut.
 
         A cut shows in the file's length, unless as much was appended since; then in the draft that it left.
         """
@@ -258,7 +258,7 @@ def _descriptor(opened: contextlib.ExitStack, path: Path) -> int | None:
 
 
 def _begins_with(fd: int, part: int) -> bool:
-    """Whether a file begins with all that is in another."""
+    """Check whether a file begins with all that is in another."""
     at = 0
     while block := os.pread(part, PART_BYTES, at):
         if os.pread(fd, len(block), at) != block:
@@ -294,7 +294,7 @@ def dropped(path: Path) -> int:
 
 
 def last_change(path: Path) -> float | None:
-    """When a file of lines was last written to; None if there is none."""
+    """The time at which a file of lines was last written to; None if there is none."""
     for one in (path, *(one for _, one in reversed(parts(path)))):
         with contextlib.suppress(OSError):
             return one.stat().st_mtime
@@ -339,7 +339,7 @@ class LineFollower:
         return found[:whole].removesuffix(b"\n").split(b"\n") if whole else []
 
     def _place(self, now: Lines) -> tuple[int, int]:
-        """Where to go on, and how many lines before it were left out."""
+        """Find where to go on, and how many lines before it were left out."""
         if self._file is None:
             return self._start(now, now.begin)
         at = self._at - max(0, self._base - now.base)  # earlier parts were removed
@@ -360,7 +360,7 @@ class LineFollower:
 
 
 def _read(now: Lines, at: int, most: int) -> tuple[bytes, int]:
-    """What stands from a place on, at least a line and `most` bytes of it; and where it ends."""
+    """Read from a place on, at least a line and at most `most` bytes; and where that ends."""
     blocks, size = [], 0
     for place, block in now.blocks(at):
         blocks.append(block)

@@ -35,7 +35,7 @@ DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def mark(run: str, launch: int) -> str:
-    """What the marks of all children of one launch of a run begin with; `run` is its key."""
+    """The beginning of the marks of all children of one launch of a run; `run` is its key."""
     return f"{run}.{launch}.{born(launch)}/"
 
 
@@ -53,8 +53,8 @@ FREEZERS = (("", "", "cgroup.events", "frozen 1"), ("", "unified/", "cgroup.even
 
 
 def halted(pid: int) -> str:
-    """How a process is held that cannot go on by itself, and how it is let go: by a signal (SIGSTOP), a debugger, or a
-    frozen group; empty if it is not held. A process that waits for a device is not."""
+    """Describe how a process is held that cannot go on by itself, and how it is let go: by a signal (SIGSTOP), a
+    debugger, or a frozen group; empty if it is not held. A process that waits for a device is not."""
     state = (stat_of(pid) or [""])[0]
     if state == "T":
         return f"stopped (SIGSTOP; `kill -CONT {pid}` lets it go on)"
@@ -77,7 +77,7 @@ def _frozen_group(pid: int) -> str:
 
 
 def born(pid: int) -> int:
-    """When a process began, in the kernel's ticks: with it a pid is unique. 0 if it is not there."""
+    """The time at which a process began, in the kernel's ticks: with it a pid is unique. 0 if it is not there."""
     fields = stat_of(pid)
     return int(fields[19]) if fields else 0
 
@@ -93,7 +93,7 @@ def end_marked(prefix: str, limit_s: float = ROUNDS_S) -> list[int]:
 
 
 def end_left_behind(run: str, limit_s: float = ROUNDS_S) -> list[int]:
-    """The same for processes of all launches of a run that are gone; of one that lives nothing is touched."""
+    """End what launches of a run left behind that are gone; of one that lives nothing is touched."""
 
     def left(text: str) -> bool:
         key, pid, began = [*text.partition("/")[0].split("."), "", ""][:3]

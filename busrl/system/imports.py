@@ -61,7 +61,7 @@ def load(key: str, target: str, failure: type[UserError], base_dir: str | Path) 
 
 
 def _taken(where: str, base: Path) -> str:
-    """What to write instead, where a module beside the topology has the name of one of the standard library."""
+    """Advise what to write instead, where a module beside the topology has the name of one of the standard library."""
     file = Path(base, *where.split(".")).with_suffix(".py")
     if where.partition(".")[0] not in sys.stdlib_module_names or not file.is_file():
         return ""
@@ -81,7 +81,7 @@ ARCHIVE = f"python{sys.version_info[0]}{sys.version_info[1]}.zip"
 
 
 def _is_standard(folder: str) -> bool:
-    """Whether the standard library lies there: its folder, that of its compiled modules, its archive."""
+    """Check whether the standard library lies there: its folder, that of its compiled modules, its archive."""
     return folder == STANDARD or os.path.basename(folder) in ("lib-dynload", ARCHIVE)
 
 
@@ -152,7 +152,7 @@ EXTRAS = {
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there; it is not imported."""
+    """Check whether a package is there; it is not imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:
@@ -160,7 +160,7 @@ def is_installed(package: str) -> bool:
 
 
 def remedy_for(*packages: str) -> str:
-    """How to install packages, "" for those that no part of busrl asks for."""
+    """Tell how to install packages, "" for those that no part of busrl asks for."""
     extras = sorted({EXTRAS[one] for one in packages if one in EXTRAS})
     return f"pip install 'busrl[{','.join(extras)}]'" if extras else ""
 

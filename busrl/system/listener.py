@@ -137,7 +137,8 @@ class Listener:
                 f"{limit:,} descriptors allow {self._most:,} connections, and one may be silent for {HEAD_S:g} s")
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What asyncio reports; a lack of descriptors, which it reports a thousand times a second, is counted."""
+        """Handle what asyncio reports; a lack of descriptors, which it reports a thousand times a second, is
+        counted."""
         if context.get("message") == OUT_OF_DESCRIPTORS:
             self._lacks += 1
             self._close_silent()

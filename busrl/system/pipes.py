@@ -52,7 +52,7 @@ def private_pipes() -> tuple[Requests, int]:
 
 
 class Printed(io.FileIO):
-    """What user code prints: so much of it until the next outcome, the rest is dropped."""
+    """Output of user code: so much of it until the next outcome, the rest is dropped."""
 
     left = PRINTED_BYTES
 

@@ -64,7 +64,7 @@ def _report(root: Path, snapshot: Snapshot) -> AuditReport:
 
 
 def histogram(codes: npt.NDArray[np.uint8]) -> dict[str, int]:
-    """How many samples have each fate, by name, without "none"; unknown codes have their own entries."""
+    """Count samples by the name of their fate, without "none"; unknown codes have their own entries."""
     counts = np.zeros(256, np.int64)
     for start in range(0, codes.size, BLOCK):  # bincount makes eight bytes of each
         counts += np.bincount(codes[start : start + BLOCK], minlength=256)

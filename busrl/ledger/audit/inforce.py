@@ -1,4 +1,4 @@
-"""What was promised at each step of a run: by the topology of now, and back through what starts and people changed.
+"""Promises in force at each step of a run: by the topology of now, and back through what starts and people changed.
 
 Reads `starts.jsonl` and `control.jsonl` with readers of its own; knows nothing of samples or of how they are judged.
 
@@ -29,7 +29,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Promise:
-    """What the rules hold a step to."""
+    """A promise that the rules hold a step to."""
 
     wal: str = "sync"
     bound: int | None = None  # steps that a trained group may be old; None = nothing is promised
@@ -38,7 +38,7 @@ class Promise:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Promise:
-        """Of the values by key; nothing where they do not say, or ask for ages (`forced_age`)."""
+        """Read the promise from values by key; none where they do not say, or ask for ages (`forced_age`)."""
         mode, in_waves = values.get("weights.mode"), values.get("segments.rounds") == "segments"
         segments = _count(values.get("segments.max_segments")) if in_waves and values.get("segments.length") else None
         waves = segments or 1  # rounds that an answer may take in mode sync
@@ -72,15 +72,15 @@ class Timeline:
     periods: tuple[Period, ...] = (Period(0, math.inf, Promise()),)
 
     def during(self, first: int, last: int) -> Iterator[Promise]:
-        """What was promised at any time from `first` to `last` finished steps."""
+        """The promises at any time from `first` to `last` finished steps."""
         return (one.promise for one in self.periods if one.first <= last and first <= one.last)
 
     def at(self, step: int) -> list[Promise]:
-        """What may have held when step `step` was made: two at a change."""
+        """The promises that may have held when step `step` was made: two at a change."""
         return [*self.during(step - 1, step - 1)]
 
     def unlogged(self, step: int) -> bool:
-        """Whether step `step` may have been made without a log."""
+        """Check whether step `step` may have been made without a log."""
         return any(one.wal == "off" for one in self.at(step))
 
 

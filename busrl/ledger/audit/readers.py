@@ -92,7 +92,7 @@ def is_one_of(codes: Codes, some: Iterable[int]) -> Mask:
 
 
 def mask_of(uids: Uids, size: int) -> Mask:
-    """Which of the first `size` uids are among these: a byte each, where a sorted difference takes many."""
+    """Mark which of the first `size` uids are among these: a byte each, where a sorted difference takes many."""
     mask = np.zeros(size, np.bool_)
     for part in blocks(uids.size):
         some = uids[part]
@@ -132,7 +132,7 @@ FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 class LoggedSample(msgspec.Struct):
-    """What the audit needs of a sample in a log record."""
+    """The fields of a sample in a log record that the audit needs."""
 
     uid: int
     group: int
@@ -152,7 +152,7 @@ class LoggedSample(msgspec.Struct):
 
 
 class LoggedTerms(msgspec.Struct, frozen=True):
-    """What a record says of how its groups were taken."""
+    """The terms by which a record says that its groups were taken."""
 
     bound: int | None = None  # steps that a group may be old; None: any
     masks_old: bool = False
@@ -160,7 +160,7 @@ class LoggedTerms(msgspec.Struct, frozen=True):
 
 
 class LoggedStep(msgspec.Struct):
-    """One record of the write-ahead log."""
+    """A record of the write-ahead log."""
 
     step: int
     version: int
@@ -177,7 +177,7 @@ class _TrainLine(msgspec.Struct):
 
 @dataclass
 class TrainStep:
-    """One line of train.jsonl, and where in the file it ends. A long run has a hundred thousand."""
+    """A line of train.jsonl, and where in the file it ends. A long run has a hundred thousand."""
 
     step: int
     samples: npt.NDArray[np.void]  # of `ENTRY`
@@ -185,7 +185,7 @@ class TrainStep:
 
 
 class DrawsLine(msgspec.Struct):
-    """One line of draws.log."""
+    """A line of draws.log."""
 
     uids: list[int]
 
@@ -201,7 +201,7 @@ class CheckpointMeta(msgspec.Struct):
 
 @dataclass
 class Checkpoint:
-    """One checkpoint that could be read."""
+    """A checkpoint that could be read."""
 
     path: Path
     meta: CheckpointMeta
@@ -226,7 +226,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether any process holds an OFD lock on the file (asked for, not taken)."""
+    """Check whether any process holds an OFD lock on the file, without taking it."""
     question = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         with open(path, "rb") as file:
@@ -236,7 +236,7 @@ def is_locked(path: Path) -> bool:
 
 
 def read_fates(path: Path) -> npt.NDArray[np.uint8]:
-    """One byte per uid up to the last that is not 0; empty without a file."""
+    """Read a byte per uid up to the last that is not 0; empty without a file."""
     try:
         with open(path, "rb", buffering=0) as file:
             blocks = [np.frombuffer(block, np.uint8) for block in _blocks(file.fileno())]
@@ -313,13 +313,13 @@ def _without_payload(step: LoggedStep) -> LoggedStep:
 
 
 def _trained(sample: LoggedSample) -> npt.NDArray[np.bool_]:
-    """Of each sampled id of an episode whether its turn is trained."""
+    """Mark each sampled id of an episode whose turn is trained."""
     turns = np.array(sample.turns).reshape(-1, 4)
     return np.repeat(turns[:, 3] % 2 == 1, turns[:, 2] - turns[:, 1])
 
 
 def _sampled(sample: LoggedSample) -> int:
-    """How many ids were sampled; -1 where the turns of an episode do not lie in its sequences, in their order."""
+    """Count the sampled ids; -1 where the turns of an episode do not lie in its sequences, in their order."""
     if not sample.seqs and not sample.turns:
         return -1 if len(sample.token_ids) % 4 else len(sample.token_ids) // 4
     if len(sample.turns) % 4 or not sample.turns or 4 * sum(sample.seqs) != len(sample.token_ids):
@@ -462,5 +462,5 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def read_put_backs(path: Path) -> int:
-    """How many samples draws.log put back, each time counted."""
+    """Count the samples that draws.log put back, each time counted."""
     return sum(len(line.uids) for line in read_lines(path, DrawsLine))

@@ -25,7 +25,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of thing found: how often, in words, and the first few uids (or steps, slots, files)."""
+    """A kind of finding: how often, in words, and the first few uids (or steps, slots, files)."""
 
     kind: str
     severity: str  # "error" | "note"

@@ -50,8 +50,8 @@ class StepOf:
 
 
 class Bounds:
-    """What a group may be old: the largest bound in force from the step that it counts from to its training, as starts
-    and people set it, or as the records in between say that it was taken up."""
+    """The age that a group may have: the largest bound in force from the step that it counts from to its training, as
+    starts and people set it, or as the records in between say that it was taken up."""
 
     def __init__(self, timeline: Timeline, log: Sequence[LoggedStep]) -> None:
         self._timeline, self._steps, self._bounds = timeline, list[int](), list[int | None]()
@@ -61,14 +61,14 @@ class Bounds:
                 self._bounds.append(step.terms.bound)
 
     def of_group(self, first: int, step: int) -> int | None:
-        """Of a group that counts from step `first` and is trained by step `step`; None for no bound."""
+        """The bound of a group that counts from step `first` and is trained by step `step`; None for no bound."""
         said = self._bounds[max(0, bisect_right(self._steps, first + 1) - 1) : bisect_right(self._steps, step)]
         found = [*(one.bound for one in self._timeline.during(first, step - 1)), *said]
         return None if None in found else max(bound for bound in found if bound is not None)
 
 
 def terms_of(step: LoggedStep, timeline: Timeline) -> list[Promise | LoggedTerms]:
-    """What a record was made by: as it says itself, else as the topology of its time does."""
+    """The terms that a record was made by: as it says itself, else as the topology of its time does."""
     return [*timeline.at(step.step)] if step.terms is None else [step.terms]
 
 
@@ -100,7 +100,8 @@ def check_terms(snapshot: Snapshot) -> Iterator[Finding]:
 def _above(
     step: LoggedStep, group: int, age: int, bounds: Bounds, terms: Sequence[Promise | LoggedTerms], step_of: StepOf
 ) -> str:
-    """How a group is above the bound of its step, "" if it is not: it may be for its old tokens, or came before it."""
+    """Name how a group is above the bound of its step, "" if it is not: it may be for its old tokens, or came before
+    it."""
     for own in terms:
         if own.bound is None or age <= own.bound:
             return ""
@@ -127,7 +128,7 @@ def ages_of(step: LoggedStep) -> dict[int, int]:
 def counts_right(
     sample: LoggedSample, step: LoggedStep, step_of: StepOf, terms: Sequence[Promise | LoggedTerms]
 ) -> bool:
-    """Whether a sample counts its age, if any, from no later step than that of its oldest trained token."""
+    """Check that a sample counts its age, if any, from no later step than that of its oldest trained token."""
     if sample.step == UNKNOWN:
         return True
     if sample.step >= step.step:
@@ -155,7 +156,7 @@ NO_UIDS: Uids = np.zeros(0, np.uint64)
 
 @dataclass
 class History:
-    """What was trained: `uids` (ascending) is the surviving history; `logged` and `steps` run in parallel."""
+    """The history of training: `uids` (ascending) is the surviving history; `logged` and `steps` run in parallel."""
 
     saved: Uids  # of the newest checkpoint, ascending
     saved_step: int
@@ -317,7 +318,7 @@ def check_codes(snapshot: Snapshot) -> Iterator[Finding]:
 
 @dataclass
 class Claims:
-    """What some file says of samples; parallel arrays. `group` and `member` are absent from the train log."""
+    """Claims of a file about samples; parallel arrays. `group` and `member` are absent from the train log."""
 
     uid: Uids
     crc: npt.NDArray[np.int64]

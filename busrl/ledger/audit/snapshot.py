@@ -1,4 +1,4 @@
-"""One look at a run: its ring's slots from raw bytes, its prompts and its files, in an order that accuses no live run.
+"""A look at a run: its ring's slots from raw bytes, its prompts and its files, in an order that accuses no live run.
 
 Maps the ring's file read-only and uses the documented offsets, with no code of the ring itself. Talks to the run
 directory, the ring's file and one prompt file; to no process. Knows nothing of the rules.
@@ -95,7 +95,7 @@ class Slots:
 
     @property
     def reason(self) -> npt.NDArray[np.uint64]:
-        """What stands in the owner field: a reason's byte in DROPPED."""
+        """The content of the owner field: a reason's byte in DROPPED."""
         return np.asarray((self.lines["word"] >> np.uint64(44)) & np.uint64(0x3FFF), np.uint64)
 
 
@@ -248,7 +248,7 @@ class Prompts:
         return kinds, before
 
     def _epochs(self, draws: npt.NDArray[np.int64], size: int, *words: int) -> npt.NDArray[np.int64]:
-        """Which of `size` lines each of ascending draws takes, epoch by epoch."""
+        """Compute which of `size` lines each of ascending draws takes, epoch by epoch."""
         epochs, items = np.divmod(draws, size)
         if self.shuffle and draws.size:
             starts = np.append(0, np.flatnonzero(np.diff(epochs)) + 1)
@@ -275,7 +275,7 @@ FATES = ("fates.bin", "fates.validate.bin")
 
 @dataclass(frozen=True)
 class Terms:
-    """What the rules need of the topology."""
+    """Terms of the topology that the rules need."""
 
     group_size: int
     seed: int
@@ -326,7 +326,7 @@ def take(run_dir: Path, prompts: Path | None) -> Snapshot:
 
 
 def ring_file(run_dir: Path) -> Path:
-    """Where the run's ring lies: as run.json says, else by the rule for its name."""
+    """The path of the run's ring: as run.json says, else by the rule for its name."""
     named = readers.read_json(run_dir / "run.json").get("ring")
     if isinstance(named, str) and named:
         return SHARED / named  # an absolute path replaces the directory

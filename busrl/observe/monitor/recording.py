@@ -63,7 +63,7 @@ BUFFER: Final = 1 << 16
 
 
 class Kind(IntEnum):
-    """What a record holds. A reader passes over kinds that it does not know."""
+    """Kinds of records. A reader passes over kinds that it does not know."""
 
     MESSAGE = 0  # a message of the bus: its topic and its bytes
     LOOK = 1  # a look at the ring (RingRecord, msgpack)
@@ -88,7 +88,7 @@ class End(msgspec.Struct):
 
 
 class Header(msgspec.Struct):
-    """What a recording says of itself. `wall_ns` and `monotonic_ns` are one instant: the start."""
+    """The head of a recording. `wall_ns` and `monotonic_ns` are one instant: the start."""
 
     protocol: int
     uuid: str
@@ -123,7 +123,7 @@ class Writer:
         self.flush()
 
     def add(self, kind: Kind, topic: bytes, body: bytes, at_ns: int | None = None) -> None:
-        """One record; its time is now unless it is given, and never before that of the one before it."""
+        """Append a record; its time is now unless it is given, and never before that of the record before it."""
         at = self._last_at = max(self._last_at, time.monotonic_ns() if at_ns is None else at_ns)
         payload = PAYLOAD.pack(at, kind, 0, len(topic)) + topic + body
         self._write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
@@ -229,7 +229,7 @@ class Recording(AbstractContextManager["Recording"]):
 
 
 def summary(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a recording holds: `header`, `messages` by name, `seconds`, `missed`, how it `ended`, where it is `torn`."""
+    """Summarise a recording: `header`, `messages` by name, `seconds`, `missed`, how it `ended`, where it is `torn`."""
     with Recording(path) as recording:
         names: dict[str, int] = {}
         missed, ended, last = 0, "", recording.header.monotonic_ns

@@ -73,7 +73,7 @@ def gauge(share: float, width: int) -> tuple[str, str]:
 
 
 def portions(counts: Sequence[int], width: int) -> list[int]:
-    """How many of `width` cells each count gets: in proportion, at least one where it is not 0, `width` in all."""
+    """Share `width` cells out among the counts: in proportion, at least one where a count is not 0."""
     total = sum(counts)
     if total <= 0 or width <= 0:
         return [0] * len(counts)
@@ -121,7 +121,7 @@ def view(run: RunState, now: float, wall: float, width: int, height: int, errors
 
 
 def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width: int, height: int) -> Group:
-    """The same in at most `height` lines, to be drawn again and again below the lines of a log."""
+    """Draw a run in at most `height` lines, to be drawn again and again below the lines of a log."""
     bar, legend = _slots(run, width - 13)
     course = run.steps.course(lambda one: one.reward)
     recent = run.steps.recent(lambda one: one.reward)

@@ -141,7 +141,8 @@ class Watcher:
             self._reader.close()
 
     def _fold(self, heard: TapMessage, wall: float, now: float) -> float | None:
-        """One message into the state; how late it is in seconds, where that says how far behind we are."""
+        """Fold a message into the state; return how late it is in seconds, where that shows how far behind the monitor
+        is."""
         name, run = heard.name, self.run
         if name in (LOOK, REPLAY):
             self._fold_replay(name, heard.body, now)

@@ -166,7 +166,7 @@ def chart(title: str, note: str, lines: Sequence[Line], across: str = "step") ->
 
 
 def _range(lines: Sequence[Line]) -> tuple[float, float, float, float]:
-    """What a drawing shows: all points, from 0 where they are far from it by less than their own spread."""
+    """The range of a drawing: all points, from 0 where they are far from it by less than their own spread."""
     xs, ys = (np.concatenate(values) for values in ([line.x for line in lines], [line.y for line in lines]))
     x0, x1, y0, y1 = float(xs.min()), float(xs.max()), float(ys.min()), float(ys.max())
     y0 = 0.0 if 0 <= y0 <= 2 * (y1 - y0) else y0
@@ -249,7 +249,7 @@ class Run:
         return [Line(name, self.steps, column_of(rows, name)) for name in [*names][:COLOURS]]
 
     def in_flight(self) -> str:
-        """What people set while it ran and is in force, in words."""
+        """The settings that people changed while it ran and that are in force, in words."""
         held = Controls()
         for line in self.record.asked:
             held.add(line)

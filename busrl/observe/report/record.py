@@ -98,7 +98,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """Whether somebody holds the directory, else how the run ended as far as its summary says so."""
+        """The state of the run: held by a launch, else how it ended as far as its summary says so."""
         if holder_of(self.paths) is not None:
             return "running"
         return str(self.summary.get("outcome") or "not ended in order: no summary.json")

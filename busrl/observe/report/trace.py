@@ -101,7 +101,7 @@ def _pace(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Slice]:
 
 
 def _apart(found: Sequence[Slice]) -> Iterator[Slice]:
-    """The same without overlaps on a track: clocks are set, and files are anybody's. What is under another is cut."""
+    """Cut overlaps on a track: clocks are set, and files are anybody's. What is under another slice goes."""
     reached: dict[tuple[str, str], float] = {}
     for one in sorted(found, key=lambda one: one.begin):
         track = one.process, one.row
@@ -114,7 +114,7 @@ def _apart(found: Sequence[Slice]) -> Iterator[Slice]:
 # -- spans of time -----
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that are in order and do not touch."""
+    """Join spans that touch: the same time, in order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -125,7 +125,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def without(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """What of the spans is in none of the others."""
+    """Subtract the other spans from the first ones."""
     found, gaps = union(spans), union(others)
     for a, b in gaps:
         found = [(c, d) for begin, end in found for c, d in ((begin, min(end, a)), (max(begin, b), end)) if c < d]

@@ -1,4 +1,4 @@
-"""What a run generated and did not train, by cause, and whether long answers are lost more often than short ones.
+"""Account of what a run generated and did not train, by cause; and whether long answers are lost more often.
 
 Pure: numbers of a `RunRecord` in, a `Waste` or lines for people out. Knows nothing of the ring, so of what is under way
 it only knows that it is.
@@ -39,7 +39,7 @@ ESS_LOW = 0.3  # where the topology has no learner.ess_alarm
 
 @dataclass(frozen=True)
 class Part:
-    """What became of some of the tokens. `tokens` is None where no file has them."""
+    """A part of the tokens, by what became of them. `tokens` is None where no file has them."""
 
     name: str
     what: str
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of a kind of answers: how many, their mean and quantiles in tokens."""
+    """Lengths of a kind of answers: their count, mean and quantiles in tokens."""
 
     samples: int = 0
     mean: float = 0.0
@@ -97,7 +97,7 @@ class Waste:
 
     @property
     def share(self) -> float | None:
-        """Of the tokens that were drawn for training, those trained."""
+        """The trained share of the tokens that were drawn for training."""
         drawn = self.total - sum(part.tokens or 0 for part in self.parts if part.name == "validation")
         return self.trained / drawn if drawn > 0 else None
 
@@ -125,8 +125,8 @@ def waste_of(record: RunRecord) -> Waste:
 
 
 def _standing(groups: Groups) -> Any:
-    """Which rows count: of each draw the last one. A group that was set aside, but whose learner died before it was
-    dropped, has two; one that was trained again has one that is undone besides, which is kept as such."""
+    """Choose the rows that count: of each draw the last one. A group that was set aside, but whose learner died before
+    it was dropped, has two; one that was trained again has one that is undone besides, which is kept as such."""
     rows = np.flatnonzero(~groups.undone)
     _, last = np.unique(groups.draws[rows][::-1], return_index=True)
     alive = np.zeros(len(groups.draws), np.bool_)
@@ -250,7 +250,7 @@ def render(waste: Waste) -> str:
 
 
 def account_of(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """What `busrl audit --waste` adds: to its JSON object, and to its lines."""
+    """Account for `busrl audit --waste`: what it adds to the JSON object, and to the lines."""
     record = read(run_dir)
     waste, faults = waste_of(record), [f"not counted: {fault}" for fault in record.faults]
     return {"waste": {**asdict(waste), "faults": faults}}, [render(waste), *faults]

@@ -1,5 +1,5 @@
-"""Where the numbers of a run go beside its own files: TensorBoard, Weights & Biases, Trackio, Prometheus, or a class of
-the user's.
+"""Sinks for the numbers of a run beside its own files: TensorBoard, Weights & Biases, Trackio, Prometheus, or a class
+of the user's.
 
 `known.py` has the sinks, `feed.py` reads the run's files for them. Used by the role `sinks` alone. Knows nothing of the
 ring or the bus, and nothing of busrl waits for a sink.
@@ -23,7 +23,7 @@ class Live(NamedTuple):
 
 @dataclass(frozen=True)
 class RunCard:
-    """What a sink is told of the run. `folder`: of the sink's own files; `uuid`: the same over all starts."""
+    """The facts of a run that a sink gets. `folder`: of the sink's own files; `uuid`: the same over all starts."""
 
     name: str
     uuid: str
@@ -41,8 +41,8 @@ class Sink(Protocol):
     what it has not had. It may take as long as it likes: each has a thread of its own."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Of a step (`reward`, `wait_s/groups`: docs/metrics.md), or a round of validation (`val/...`), which may come
-        after later steps."""
+        """Take the numbers of a step (`reward`, `wait_s/groups`: docs/metrics.md), or a round of validation
+        (`val/...`), which may come after later steps."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Lines of samples.jsonl."""

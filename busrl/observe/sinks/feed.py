@@ -119,11 +119,11 @@ class Place:
         self._given[kind] = max(step, self.of(kind))
 
     def back(self) -> None:
-        """What was given since the last `save` may be lost: it is given again."""
+        """Go back to the last `save`: what was given since may be lost, and is given again."""
         self._given = dict(self._saved)
 
     def save(self) -> bool:
-        """Whether there was anything new to write down."""
+        """Write down how far it is; true if there was anything new."""
         if self._given == self._saved:
             return False
         self._saved = dict(self._given)
@@ -145,6 +145,6 @@ def numbers_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The same of a round of validation: all below `val/`, those of a named set below its name too."""
+    """The figures of a round of validation: all below `val/`, those of a named set below its name too."""
     place = f"val/{row['set']}/" if row.get("set") else "val/"
     return ((place + name.removeprefix("val/"), value) for name, value in numbers_of(row))

@@ -84,7 +84,7 @@ class Sinks(Actor):
                 self.warn("sinks", f"{feed.sink_name} {what}")
 
     def _at_once(self) -> Sequence[Live]:
-        """What the ring shows: slots by state, processes, and how far the run is."""
+        """Numbers of the ring: slots by state, processes, and how far the run is."""
         stats, processes, now = self.ring.stats(), self.ring.processes(), time.monotonic_ns()
         words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.VERSION_STEP)
         return [

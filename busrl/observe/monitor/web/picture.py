@@ -1,4 +1,4 @@
-"""What the page of `busrl monitor --web` shows, as data: all that `--once --json` tells, and what drawings need too.
+"""Data of the page of `busrl monitor --web`: all that `--once --json` has, and what drawings need too.
 
 Reads a `Watcher` and keeps a short history of it. Knows nothing of HTTP, or of how anything is drawn.
 
@@ -83,7 +83,7 @@ class History:
 
 
 def _extend(spans: deque[Span], seen: Span) -> None:
-    """What is seen now began when the look before it was made."""
+    """Extend each course: what is seen now began when the look before it was made."""
     last = spans[-1] if spans else None
     if last is not None and seen.end - last.end < GAP_S:
         if last.what == seen.what:
@@ -96,7 +96,7 @@ def _extend(spans: deque[Span], seen: Span) -> None:
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 def blocked(rows: Sequence[ProcessRow], slots: Mapping[str, int], waits: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """What does not move although it should, with the reason, by process or role; `waits`: those of a stall."""
+    """Name what does not move although it should, with the reason, by process or role; `waits`: those of a stall."""
     found = {row.name: f"no progress for {words.age(row.progress_age_s)}" for row in rows if row.late}
     found |= {row.name: "dead" for row in rows if row.state == "dead"}
     living = {row.role for row in rows if row.state != "dead"}

@@ -58,7 +58,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Address(NamedTuple):
-    """Where to listen; port 0 is a free one."""
+    """An address to listen at; port 0 is a free one."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -264,7 +264,7 @@ def _listening(address: Address) -> socket.socket:
 
 
 def _is_foreign(transport: asyncio.BaseTransport | None, port: int) -> bool:
-    """Whether another user of this host is at the other end of a connection over loopback, root excepted.
+    """Check whether another user of this host, but root, is at the other end of a connection over loopback.
 
     Where the kernel shows no table of connections nobody can tell, and everybody is let in.
     """
