@@ -175,8 +175,6 @@ def _print(paths: RunPaths, name: str, follow: bool) -> None:
         time.sleep(LOGS_EVERY_S)
 
 
-# -----
-
 def launch_pid(paths: RunPaths) -> int | None:
     """The pid of the living `launch`, None if the run is not running."""
     run = read_map(paths.run_json)

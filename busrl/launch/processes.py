@@ -170,9 +170,7 @@ class Processes:
 
     def next_start_s(self) -> float:
         """Seconds until the next child is to be started; inf if none is."""
-        waiting = [
-            child for child in self.children if child.phase is Phase.BACKOFF and not self._awaits_team(child)
-        ]
+        waiting = (child for child in self.children if child.phase is Phase.BACKOFF and not self._awaits_team(child))
         return min((child.due - time.monotonic() for child in waiting), default=math.inf)
 
     def _awaits_team(self, child: Child) -> bool:
@@ -318,9 +316,7 @@ class Processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if self._guardian.renew():
-            self._journal.note(
-                "somebody ended the guardian, which ends what outlives launch; there is another one now"
-            )
+            self._journal.note("somebody ended the guardian, which ends what outlives launch; there is another one now")
 
     def _look_at(self, child: Child, passed_s: float) -> None:
         if self.table.makes_ready(child):

@@ -15,9 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from busrl.errors import first_line
 from busrl.states import fate_name
-from busrl.status.state import OVER, ErrorRecord, ProcessRow, RunState, Speed
+from busrl.status.state import OVER, ProcessRow, RunState, Speed
 from busrl.status.waits import chain, said
 
 LIMIT: Final = 400
@@ -107,23 +106,8 @@ MOST_SOURCES = 6
 ORDER = ("queued", "generating", "generated", "rewarding", "rewarded", "training", "reserved", "dropped", "free")
 
 
-def headline(run: RunState, wall: float) -> str:
-    facts = run.facts
-    name = safe(facts.name or facts.run_id or "run")
-    if run.replay:
-        return f"{name} · replay of {safe(run.replay)}{' · over' if run.replay_over else ''}"
-    age = f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and run.ring is not None else ""
-    said = {
-        "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",
-        "damaged": "its ring is damaged and cannot be read",
-    }
-    now = " · validating" if run.validating else ""
-    faults = " · FAULTS ARE ON" if run.faults else ""
-    return f"{name} · {said.get(run.state, run.state)}{age}{now}{faults}"
-
-
 def progress(run: RunState, now: float) -> str:
-    return _joined(step(run), f"version {run.version}", judged(run), left(run, now))
+    return joined(step(run), f"version {run.version}", judged(run), left(run, now))
 
 
 def step(run: RunState) -> str:
@@ -150,7 +134,7 @@ def rises(validation: Sequence[dict[str, Any]], validation_unmeasured: Sequence[
 def _mean(one: dict[str, Any], first: bool = False) -> str:
     """With what it is the mean of where answers are missing, and with its step where the first is not of the start."""
     dropped, step = one.get("dropped", 0), one["round"] if first else 0
-    more = _joined(f"step {step}" if step else "", f"{one['samples']} of {one['samples'] + dropped}" if dropped else "")
+    more = joined(f"step {step}" if step else "", f"{one['samples']} of {one['samples'] + dropped}" if dropped else "")
     return f"{one['mean']:.3f}" + (f" ({more})" if more else "")
 
 
@@ -164,7 +148,7 @@ def left(run: RunState, now: float) -> str:
     return f"about {duration(seconds)} left" if seconds is not None and 0 < seconds < 1e6 else ""
 
 
-def _joined(*parts: str) -> str:
+def joined(*parts: str) -> str:
     return " · ".join(filter(None, parts))
 
 
@@ -196,7 +180,7 @@ def trigger(run: RunState, now: float) -> str:
     ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
     since = run.since_step_s(now)
     limit = "t_max inf" if math.isinf(facts.t_max_s) else f"t_max {facts.t_max_s:g} s"
-    return _joined(
+    return joined(
         f"{ready}/{run.n_min or '?'} groups ready",
         f"{ring.groups_open} open" if ring is not None and ring.groups_open >= 0 else "",
         f"{limit}, last step {since:.0f} s ago" if since is not None else limit,
@@ -256,22 +240,6 @@ def idle(run: RunState) -> str:
     return f"{row.idle_groups} groups in a row ended with nothing to train ({causes}){end}"
 
 
-def bus(run: RunState, now: float) -> str:
-    """Messages per second, and whether this picture is complete and of now."""
-    traffic = run.traffic
-    quiet = now - traffic.last_at if traffic.last_at is not None else 0.0
-    return _joined(
-        f"{short(traffic.total.rate.per_s())} messages/s",
-        f"{short(traffic.total.count)} received",
-        f"{short(traffic.missed)} MISSED" if traffic.missed else "",
-        f"{short(traffic.malformed)} damaged" if traffic.malformed else "",
-        f"THIS MONITOR LAGS {traffic.lag_s:.1f} s" if traffic.lag_s > 1.0 else "",
-        f"caught up {traffic.resyncs}×" if traffic.resyncs else "",
-        "nothing received yet" if traffic.last_at is None else "",
-        f"silent for {quiet:.0f} s" if quiet > 3.0 and run.state == "running" else "",
-    )
-
-
 def doing(row: ProcessRow) -> str:
     if row.state == "dead":
         return "dead"
@@ -288,32 +256,9 @@ def age(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else duration(min(seconds, 1e9))
 
 
-def error_line(error: ErrorRecord, wall: float) -> str:
-    ago = duration(min(max(0.0, wall - error.time), 1e9)) if error.time else "?"
-    if wall - error.time > 86_400:
-        ago = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0.0, min(error.time, 4e9))))
-    return f"{ago} ago · {safe(error.severity)} · {safe(error.process)}: {safe(first_line(error.text))}"
-
-
 # -- plain views ------------------------------------------------------------------------------------------------------
 
 CHART_WIDTH: Final = 40
-
-
-def lines(run: RunState, now: float, wall: float) -> list[str]:
-    """Everything, in some twenty lines without colours."""
-    out = [headline(run, wall)]
-    if run.damage:
-        out.append(f"  damaged   {safe(run.damage)}")
-    elif run.ended and run.ring is None:
-        out.append(f"  ended     {run.ended}")
-    out += [*facts(run, now), f"  bus       {bus(run, now)}"]
-    flows = sorted(run.traffic.by_name.items(), key=lambda item: -item[1].count)
-    out += [f"    {name:<22}{flow.count:>9,}  {flow.rate.per_s():>8.1f}/s" for name, flow in flows]
-    out += [process_line(row) for row in run.rows(now)]
-    out.append(f"  errors    {run.errors.count}")
-    out += [f"    {error_line(error, wall)}" for error in run.errors.newest(5)]
-    return out
 
 
 def facts(run: RunState, now: float) -> list[str]:
@@ -344,7 +289,7 @@ def _host(name: str, told: dict[str, Any], activity: str) -> str:
     ago = max(0.0, time.time() - since)
     state = "silent" if ago > HOST_SILENT_S else "working" if activity else "joining"
     known = f"weights {weights}" if weights >= 0 else "no weights"
-    return _joined(safe(name), state, f"heard {age(ago)} ago", safe(activity.removeprefix("remote, ")), known,
+    return joined(safe(name), state, f"heard {age(ago)} ago", safe(activity.removeprefix("remote, ")), known,
                   f"busrl {safe(str(told.get('busrl')))}")
 
 
@@ -375,7 +320,7 @@ def line(run: RunState, now: float) -> str:
     reward, flat = run.steps.recent(lambda one: one.reward), run.steps.flat_share(run.idle)
     samples, traffic = run.speed(now).samples_per_s, run.traffic
     late = ", ".join(row.name for row in run.rows(now) if row.late)
-    return _joined(
+    return joined(
         "FAULTS ARE ON" if run.faults else "",
         "" if run.launched else run.state,
         step(run),

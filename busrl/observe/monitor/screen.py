@@ -24,6 +24,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from busrl.observe.monitor import phrases
 from busrl.observe.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
 from busrl.status import words
 from busrl.status.state import ProcessRow, RunState
@@ -153,7 +154,7 @@ def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
     style = RUN_STYLE.get(run.state, "cyan")
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(" busrl ", "bold black on cyan")
-    title.append(f" {words.headline(run, wall)}", f"bold {style}")
+    title.append(f" {phrases.headline(run, wall)}", f"bold {style}")
     if run.ended and run.ring is None and not run.damage:
         title.append(f" · {safe(run.ended)}", style)
     said = f" {words.progress(run, now)} "
@@ -265,7 +266,7 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
             for at, part in enumerate(_parts(phrase, width - 13) if name == "waits" else [phrase])
         ),
         *(_labelled("host", Text(line)) for line in words.hosts(run)),
-        _labelled("bus", Text(words.bus(run, now), "yellow" if bad else "")),
+        _labelled("bus", Text(phrases.bus(run, now), "yellow" if bad else "")),
     ]
 
 
@@ -301,7 +302,7 @@ def _errors(run: RunState, wall: float, height: int) -> RenderableType:
     lines = [
         Text.assemble(
             count if at == 0 else " " * len(count),
-            (words.error_line(error, wall), SEVERITY_STYLE.get(error.severity, "")),
+            (phrases.error_line(error, wall), SEVERITY_STYLE.get(error.severity, "")),
             no_wrap=True, overflow="ellipsis",
         )
         for at, error in enumerate(run.errors.newest(height))
@@ -315,7 +316,7 @@ LINE_S: Final = 5.0
 
 
 def as_text(watcher: Watcher) -> str:
-    return "\n".join(words.lines(watcher.run, time.monotonic(), time.time()))
+    return "\n".join(phrases.lines(watcher.run, time.monotonic(), time.time()))
 
 
 def run_plain(watcher: Watcher, out: TextIO) -> None:

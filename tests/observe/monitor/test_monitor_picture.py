@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.observe.monitor import phrases
 from busrl.observe.monitor.screen import gauge, portions
 from busrl.observe.monitor.web.picture import steps_after
 from busrl.paths import RunPaths
@@ -254,7 +255,7 @@ def test_a_run_whose_numbers_are_none_is_shown_and_told_as_json(reward: float, l
     picture.handle(m.ValidationDone(round=1, version=1, samples=1, mean=reward), 0.0)
     picture.errors.add(ErrorRecord(at, "a", "error"), "file")
     assert told(picture)["step"] == 1
-    assert words.lines(picture, 0.0, 1000.0)
+    assert phrases.lines(picture, 0.0, 1000.0)
 
 
 def told(run: RunState) -> Any:
@@ -271,7 +272,7 @@ def test_a_round_of_validation_that_file_and_bus_tell_of_is_shown_once() -> None
     picture = RunState()
     picture.validated(RoundRecord(0, 0, 0.25))
     picture.handle(m.ValidationDone(round=0, version=0, samples=8, mean=0.25), 0.0)
-    assert words.lines(picture, 0.0, 0.0)[1] == "  progress  step 0 · version 0 · validation 0.250"
+    assert phrases.lines(picture, 0.0, 0.0)[1] == "  progress  step 0 · version 0 · validation 0.250"
     picture.validated(RoundRecord(5, 6, None))  # nothing was judged
     picture.handle(m.ValidationDone(round=9, version=10, samples=8, mean=0.75), 0.0)
     assert [one["round"] for one in told(picture)["validation"]] == [0, 9], "those in which a sample was judged"
@@ -293,7 +294,7 @@ def test_the_busy_share_of_a_process_that_tells_none_is_not_known() -> None:
         told = process("learner", pid=8, busy_ns=1_000 + second * 250_000_000)
         picture.look(ring(process("reward/0"), told), float(second))
     assert [row.busy for row in picture.rows(1.0)] == [None, 0.25]
-    assert "busy    -" in "\n".join(words.lines(picture, 1.0, 0.0))
+    assert "busy    -" in "\n".join(phrases.lines(picture, 1.0, 0.0))
 
 
 def test_new_samples_are_read_once_and_a_bad_line_is_left_out(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from busrl.observe.monitor import phrases
 from busrl.observe.monitor.sources import Watcher, watched
 from busrl.paths import RunPaths
 from busrl.status import words
@@ -118,9 +119,9 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
              for name, one in run.traffic.by_sender.items()}
     stall = told.get("waits") if told.get("stalled_s") else None
     return {**told, "web": {
-        "headline": words.headline(run, wall), "progress": words.progress(run, now), "over": over, "ended": run.ended,
+        "headline": phrases.headline(run, wall), "progress": words.progress(run, now), "over": over, "ended": run.ended,
         "words": {name: said for name, said in words.labelled(run, now).items() if name != "sample"},
-        "bus": words.bus(run, now), "speed": words.speed(run.speed(now)),
+        "bus": phrases.bus(run, now), "speed": words.speed(run.speed(now)),
         "damage": run.damage, "rows": [_row(row) for row in rows],
         "blocked": {} if over else blocked(rows, run.ring.occupancy if run.ring else {}, stall or ()),
         "senders": flows, "moved": history.per_s(), "timeline": history.timeline(now), "kept_s": KEPT_S,

@@ -1,0 +1,66 @@
+"""Phrases and the plain view of the monitor: what a listener on the bus shows beside `status.words`.
+
+Pure: takes a `RunState` and clock values. Knows nothing of colours, terminals or of where a state came from.
+"""
+
+from __future__ import annotations
+
+import time
+
+from busrl.errors import first_line
+from busrl.status.state import ErrorRecord, RunState
+from busrl.status.words import duration, facts, joined, process_line, safe, short
+
+
+def headline(run: RunState, wall: float) -> str:
+    facts = run.facts
+    name = safe(facts.name or facts.run_id or "run")
+    if run.replay:
+        return f"{name} · replay of {safe(run.replay)}{' · over' if run.replay_over else ''}"
+    age = f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and run.ring is not None else ""
+    said = {
+        "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",
+        "damaged": "its ring is damaged and cannot be read",
+    }
+    now = " · validating" if run.validating else ""
+    faults = " · FAULTS ARE ON" if run.faults else ""
+    return f"{name} · {said.get(run.state, run.state)}{age}{now}{faults}"
+
+
+def bus(run: RunState, now: float) -> str:
+    """Messages per second, and whether this picture is complete and of now."""
+    traffic = run.traffic
+    quiet = now - traffic.last_at if traffic.last_at is not None else 0.0
+    return joined(
+        f"{short(traffic.total.rate.per_s())} messages/s",
+        f"{short(traffic.total.count)} received",
+        f"{short(traffic.missed)} MISSED" if traffic.missed else "",
+        f"{short(traffic.malformed)} damaged" if traffic.malformed else "",
+        f"THIS MONITOR LAGS {traffic.lag_s:.1f} s" if traffic.lag_s > 1.0 else "",
+        f"caught up {traffic.resyncs}×" if traffic.resyncs else "",
+        "nothing received yet" if traffic.last_at is None else "",
+        f"silent for {quiet:.0f} s" if quiet > 3.0 and run.state == "running" else "",
+    )
+
+
+def error_line(error: ErrorRecord, wall: float) -> str:
+    ago = duration(min(max(0.0, wall - error.time), 1e9)) if error.time else "?"
+    if wall - error.time > 86_400:
+        ago = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0.0, min(error.time, 4e9))))
+    return f"{ago} ago · {safe(error.severity)} · {safe(error.process)}: {safe(first_line(error.text))}"
+
+
+def lines(run: RunState, now: float, wall: float) -> list[str]:
+    """Everything, in some twenty lines without colours."""
+    out = [headline(run, wall)]
+    if run.damage:
+        out.append(f"  damaged   {safe(run.damage)}")
+    elif run.ended and run.ring is None:
+        out.append(f"  ended     {run.ended}")
+    out += [*facts(run, now), f"  bus       {bus(run, now)}"]
+    flows = sorted(run.traffic.by_name.items(), key=lambda item: -item[1].count)
+    out += [f"    {name:<22}{flow.count:>9,}  {flow.rate.per_s():>8.1f}/s" for name, flow in flows]
+    out += [process_line(row) for row in run.rows(now)]
+    out.append(f"  errors    {run.errors.count}")
+    out += [f"    {error_line(error, wall)}" for error in run.errors.newest(5)]
+    return out
