@@ -15,7 +15,7 @@ from busrl.observe.monitor.screen import gauge, portions
 from busrl.observe.monitor.web.picture import steps_after
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.status import words as words
+from busrl.status import words
 from busrl.status.runfiles import LineFollower, RunFiles
 from busrl.status.state import (
     STEPS_KEPT,
