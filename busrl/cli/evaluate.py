@@ -273,8 +273,8 @@ def export(options: argparse.Namespace) -> int:
 
 
 def find(named: Path, checkpoint: str, overrides: list[str]) -> tuple[Topology, int, str, Path]:
-    """What the command line means: the topology, the step and the folder of the weights to measure, and where the rows
-    go; UserError if there is no such checkpoint."""
+    """The meaning of the command line: the topology, the step and the folder of the weights to measure, and where the
+    rows go; UserError if there is no such checkpoint."""
     paths = RunPaths.of(named)
     if not named.is_dir():
         topology = load(named, overrides)
@@ -328,7 +328,7 @@ def as_a_model(folder: str, near: Path) -> Iterator[str]:
 
 
 def with_model(topology: Topology, folder: str) -> Topology:
-    """With these weights; UserError if the folder holds no model."""
+    """Load these weights; UserError if the folder holds no model."""
     folder = model_folder(folder)
     if not folder.startswith(TINY) and not (Path(folder) / "config.json").is_file():
         raise UserError(
@@ -343,7 +343,8 @@ def with_model(topology: Topology, folder: str) -> Topology:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRound:
-    """What is measured: `of`, drawn as the round of that number draws it, in a run whose rounds have `answers`."""
+    """The set that is measured: `of`, drawn as the round of that number draws it, in a run whose rounds have
+    `answers`."""
 
     of: AskedSet
     answers: int
@@ -352,7 +353,7 @@ class MeasuredRound:
 
 @dataclasses.dataclass
 class Row:
-    """One sample."""
+    """A sample and its measured answer."""
 
     line: int  # of the prompt file, from 1
     prompt: Any
@@ -448,7 +449,7 @@ class Evaluation:
         return Figures(judged, k, self.topology.validation.solved, self.find is not None)
 
     def _requests(self, engine: Engine) -> Iterator[Request]:
-        """One for each sample; a prompt that cannot be asked has its row already."""
+        """Make a request for each sample; a prompt that cannot be asked has its row already."""
         limit = self.topology.max_prompt_tokens
         asked = self.asked.of
         first = VALIDATE_BIT | (self.asked.round * self.asked.answers + asked.first)
@@ -516,7 +517,7 @@ class Evaluation:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """One line of JSON per sample; what is empty is left out."""
+    """Write a line of JSON per sample; what is empty is left out."""
     with open(path, "wb") as file:
         for row in rows:
             known = {key: value for key, value in dataclasses.asdict(row).items() if value not in ("", None)}

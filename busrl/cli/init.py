@@ -215,7 +215,7 @@ def _topology(options: argparse.Namespace, samples: int) -> str:
 
 
 def _case(options: argparse.Namespace, context: int) -> str:
-    """What gives the reward, and which processes there are besides those that every run has."""
+    """Choose what gives the reward, and the processes besides those that every run has."""
     if options.name == "agents":
         return EPISODES.format(context=context)
     if options.name == "gpus":
@@ -252,7 +252,7 @@ def _lines(data: Path | None, out: Path, ask: str) -> list[str]:
 
 
 def _left_out(event: Event) -> Iterator[str]:
-    """Which rows became no prompts, and why."""
+    """Tell which rows became no prompts, and why."""
     for one in event.made:
         if one.left_out:
             reasons = ", ".join(f"{count} {reason}" for reason, count in one.left_out.items())

@@ -133,7 +133,7 @@ class LightTokenizer:
                 if token.special}
 
     def vocabulary(self) -> int:
-        """One more than the highest id that stands for a text."""
+        """The number after the highest id that stands for a text."""
         return max(self._core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def template(self) -> str:
@@ -170,7 +170,7 @@ class LightTokenizer:
         return self._special.get("eos_token", "")
 
     def counts(self, texts: Sequence[str], plain: bool) -> list[int]:
-        """How many tokens each text of `text` has; `plain`: no template wrote them."""
+        """Count the tokens of each text of `text`; `plain`: no template wrote them."""
         found = self._core.encode_batch_fast(list(texts), add_special_tokens=plain)
         self.highest = max([self.highest, *(max(one.ids) for one in found if one.ids)])
         return [len(one) for one in found]

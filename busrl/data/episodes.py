@@ -46,7 +46,7 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How much one episode may hold. `context`: ids of the longest path; `sampled`: of all calls; `tokens`: of all
+    """Bounds of one episode. `context`: ids of the longest path; `sampled`: of all calls; `tokens`: of all
     training sequences; `turns`; `sequences`."""
 
     context: int = UNLIMITED

@@ -28,7 +28,7 @@ TAG_LENGTH = 64
 
 @dataclass(frozen=True)
 class Judged:
-    """One judged answer. `line`: its prompt; `asking`: which time of asking that prompt k answers it belongs to;
+    """A judged answer. `line`: its prompt; `asking`: which time of asking that prompt k answers it belongs to;
     `answer`: what a reward that compares answers took from it, None if it found none."""
 
     line: int
@@ -92,7 +92,7 @@ def figure(of_prompt: Sequence[float], answers: int) -> Figure | None:
 
 
 def standard_error(of_prompt: Sequence[float]) -> float | None:
-    """Of the mean, as if the prompts had been drawn from many more; None with fewer than two."""
+    """An interval of the mean, as if the prompts had been drawn from many more; None with fewer than two."""
     return float(np.std(of_prompt, ddof=1) / math.sqrt(len(of_prompt))) if len(of_prompt) > 1 else None
 
 

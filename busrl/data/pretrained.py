@@ -65,7 +65,7 @@ DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cann
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model folder says about itself; `parameters` is 0 where the weights are no safetensors."""
+    """Facts that a model folder states about itself; `parameters` is 0 where the weights are no safetensors."""
 
     kind: str
     hidden: int
@@ -118,7 +118,7 @@ def context_of(config: dict[str, Any]) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None where it cannot be read."""
+    """The content of a JSON file; None where it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -258,7 +258,7 @@ def without_config(folder: Path) -> tuple[str, str]:
 
 
 def without_weights(folder: Path) -> tuple[str, str]:
-    """The same for one that has no weights that are read."""
+    """The problem and remedy of a folder without weights that are read."""
     found = (one[1:] for one in OTHER_WEIGHTS if any(folder.glob(one[0])))
     return next(found, ("no weights (*.safetensors) in this folder", "the download may not have finished"))
 
@@ -296,7 +296,7 @@ def own_code(config: Mapping[str, Any], kind: str) -> bool:
 
 
 def trains(kind: str) -> bool:
-    """Whether transformers has a causal language model of this model_type; True where that cannot be told."""
+    """Tell whether transformers has a causal language model of this model_type; True where that cannot be told."""
     known = _mapped("CAUSAL_LM")
     return not known or kind in known
 
@@ -317,8 +317,8 @@ def _mapped(head: str) -> frozenset[str]:
 
 @cache
 def has_plan(kind: str, name: str) -> bool | None:
-    """Whether transformers has a plan of that name for models of this model_type, by which layers are cut or experts
-    dealt out; None where its source does not tell."""
+    """Tell whether transformers has a plan of that name for models of this model_type, by which layers are cut or
+    experts dealt out; None where its source does not tell."""
     spec = importlib.util.find_spec("transformers")
     for place in (spec.submodule_search_locations or [] if spec else []):
         for path in sorted((Path(place) / "models" / kind.replace("-", "_")).glob("configuration_*.py")):
@@ -338,7 +338,7 @@ def _headless(folder: Path, config: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def tied(config: Mapping[str, Any]) -> bool | None:
-    """Whether the output head is the embedding itself; None where the config leaves it to the model's class."""
+    """Tell whether the output head is the embedding itself; None where the config leaves it to the model's class."""
     said = config.get("tie_word_embeddings", language_of(config).get("tie_word_embeddings"))
     return said if isinstance(said, bool) else None
 
@@ -370,17 +370,17 @@ def trainable(path: str) -> tuple[list[str], int]:
 
 
 def has_own_head(path: str) -> bool:
-    """Whether the output head is a parameter of its own, as far as the folder tells."""
+    """Tell whether the output head is a parameter of its own, as far as the folder tells."""
     return not path.startswith(TINY) and tied(read_config(Path(path))) is not True
 
 
 def is_head(name: str) -> bool:
-    """Whether that is the name of an output head's parameter."""
+    """Tell whether that is the name of an output head's parameter."""
     return name.split(".")[-2:-1] in [[head] for head in HEADS] and not NUMBERED.search(name)
 
 
 def _cut(path: Path) -> str:
-    """What is wrong with the length of a safetensors file; "" if nothing is."""
+    """The fault of a safetensors file's length; "" if nothing is."""
     begin, header = _header(path)
     try:
         ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
@@ -415,7 +415,7 @@ def tensor_shapes(folder: Path) -> Shapes:
 
 
 def _header(path: Path) -> tuple[int, Any]:
-    """Where the values of a safetensors file begin, and its header, a JSON map behind a length of 8 bytes; None where
+    """The begin of the values of a safetensors file, and its header, a JSON map behind a length of 8 bytes; None where
     it cannot be read."""
     try:
         with open(path, "rb") as file:

@@ -188,8 +188,8 @@ _decoder = msgspec.json.Decoder()
 
 @dataclass(frozen=True)
 class Scan:
-    """What a prompt file holds. `broken` counts all bad lines, `problems` has the first few, `more` says how many of
-    the others break which rule. `starts`, `sizes`: per line its offset, and the bytes of its prompt."""
+    """The content of a prompt file. `broken` counts all bad lines, `problems` has the first few, `more` says how many
+    of the others break which rule. `starts`, `sizes`: per line its offset, and the bytes of its prompt."""
 
     path: Path
     count: int
@@ -298,7 +298,7 @@ def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -
 
 
 def _no_json(line: bytes) -> tuple[str, str] | None:
-    """What a line is that looks like JSON, and the remedy; None for one that is cut, or anything else."""
+    """Name a line that looks like JSON, and the remedy; None for one that is cut, or anything else."""
     try:
         text = line.decode()
     except UnicodeDecodeError as problem:
@@ -373,7 +373,7 @@ COLUMNS = re.compile(rb'"?[\w.-]+"?(?:[,;\t]"?[\w.-]+"?)+\s*')  # the names of a
 
 
 def _other_kind(head: bytes, path: Path) -> tuple[str, str] | None:
-    """What a file is and what to do about it, by how it begins; None for lines of JSON, good or bad."""
+    """Name the kind of a file and what to do about it, by how it begins; None for lines of JSON, good or bad."""
     for begins, what, remedy in BEGINNINGS:
         if head.startswith(begins):
             return f"is {what}", remedy.replace("FILE", shlex.quote(str(path)))
@@ -425,7 +425,7 @@ ORDERS_KEPT = 2  # a horizon of draws may reach from one epoch into the next
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One prompt as dispatched: line number in the file (from 0), its bytes, and their crc32."""
+    """A prompt as dispatched: line number in the file (from 0), its bytes, and their crc32."""
 
     index: int
     line: bytes
@@ -434,7 +434,8 @@ class PromptLine:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a draw lies: its source (0 where there is one), how often that source was gone through before, its line."""
+    """The place of a draw: its source (0 where there is one), how often that source was gone through before, its
+    line."""
 
     source: int
     epoch: int
@@ -445,7 +446,7 @@ BLOCK = 1000  # draws in which every source has its share
 
 
 def shares(weights: Sequence[float], total: int = BLOCK) -> list[int]:
-    """What each source has of a block of draws: `total` divided by weights, rounded by the largest remainder (of equal
+    """Shares of each source in a block of draws: `total` divided by weights, rounded by the largest remainder (of equal
     ones the earlier first)."""
     exact = [weight / sum(weights) * total for weight in weights]
     whole = [int(one) for one in exact]
@@ -492,7 +493,7 @@ class JsonlStream:
         return self.at(self.place(draw).line)
 
     def place(self, draw: int) -> Place:
-        """Where a draw lies; the file is not read for it."""
+        """The place of a draw; the file is not read for it."""
         if draw < 0:
             raise ValueError(f"draw must be >= 0, got {draw}")
         if self.sections:
@@ -501,7 +502,7 @@ class JsonlStream:
         return Place(0, epoch, int(self._order((epoch,), len(self))[position]) if self.shuffle else position)
 
     def epochs(self, draw: int) -> list[int]:
-        """Of each source the epoch that it is in when the block of this draw ends; -1 if it has no share of draws."""
+        """For each source the epoch that it is in when the block of this draw ends; -1 if it has no share of draws."""
         if not self.sections:
             return [draw // len(self)]
         blocks = draw // BLOCK + 1
@@ -547,7 +548,7 @@ class JsonlStream:
         self.close()
 
     def _permutation(self, words: tuple[int, ...], size: int) -> npt.NDArray[np.int64]:
-        """Of `size` numbers, as seed and `words` give it."""
+        """A permutation of `size` numbers, as seed and `words` give it."""
         return np.random.Generator(np.random.PCG64([self.seed, *words])).permutation(size)
 
 

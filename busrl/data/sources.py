@@ -54,7 +54,7 @@ LEFT, RIGHT = "truncate_left", "truncate_right"
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One [[data.source]], its empty keys filled in."""
+    """A [[data.source]], its empty keys filled in."""
 
     name: str
     format: str
@@ -77,7 +77,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be made, with the keys of [data] that say what a line asks."""
+    """A file of lines to make, with the keys of [data] that say what a line asks."""
 
     sources: list[Source]
     out: str
@@ -95,7 +95,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Made(msgspec.Struct):
-    """What became of a source: `count` lines from line `start`, of `read` rows; the others by reason."""
+    """The lines made of a source: `count` lines from line `start`, of `read` rows; the others by reason."""
 
     name: str
     start: int
@@ -106,8 +106,8 @@ class Made(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """Where the work is; the last one has either what was made, or what is wrong (source, place, value, rule, remedy).
-    """
+    """A report of the work; the last one has either what was made, or what is wrong (source, place, value, rule,
+    remedy)."""
 
     at: str = ""
     made: list[Made] = []
@@ -124,7 +124,7 @@ class Refused(Exception):
 
 
 def format_of(path: str, given: str = "auto", function: str = "", tasks: Mapping[str, float] | None = None) -> str:
-    """What a source is, by its keys and the name of its path."""
+    """Tell the format of a source by its keys and the name of its path."""
     if given != "auto":
         return given
     if ENVIRONMENT.fullmatch(path):
@@ -175,7 +175,7 @@ def _arrow(path: Path) -> Any:
 
 
 def _said(problem: Exception) -> str:
-    """What pyarrow says, without the place within pyarrow."""
+    """The message of pyarrow, without the place within pyarrow."""
     return f"{type(problem).__name__}: {problem}"
 
 
@@ -339,7 +339,7 @@ class Condition:
     value: Any
 
     def holds(self, value: Any) -> bool:
-        """Whether a value passes; TypeError where the two cannot be compared. Nothing is above or below null."""
+        """Tell whether a value passes; TypeError where the two cannot be compared. Nothing is above or below null."""
         if self.test not in ("==", "!="):
             if value is None:
                 return False
@@ -388,7 +388,7 @@ class Stopped(Exception):
 
 
 class Conversion:
-    """One job; `run` yields what it is doing, and gives the last event."""
+    """A job; `run` yields what it is doing, and gives the last event."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -450,7 +450,7 @@ class Conversion:
 
 
 class Rules:
-    """What a source's keys do with a row."""
+    """Apply a source's keys to a row."""
 
     def __init__(self, job: Job, source: Source, seen: set[bytes], known: frozenset[bytes] = frozenset()) -> None:
         self.job, self.source, self.seen, self.known = job, source, seen, known
@@ -594,7 +594,7 @@ def _prompts_of(path: Path, prompt_key: str) -> frozenset[bytes]:
 
 
 def _remedy(name: str, value: Any) -> str:
-    """What to do about a value that can be no prompt, or no answer."""
+    """The remedy for a value that can be no prompt, or no answer."""
     if value is None:
         return f'correct it, or leave it out: where = "{name} != null"'
     if isinstance(value, (int, float)) and value == value:

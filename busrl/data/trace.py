@@ -147,7 +147,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a trace looks like: median length and cut in tokens, answers per prompt, arrivals per second (0 = none)."""
+    """Describe a trace: median length and cut in tokens, answers per prompt, arrivals per second (0 = none)."""
 
     group_size: int = 8
     median: float = 400.0

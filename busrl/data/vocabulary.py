@@ -37,8 +37,8 @@ NO_END = 1 << 31  # more than any id
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Which rows of a model's logits stand for a token: those below `end`, but for the `holes`. `rows`: how many there
-    are; 0 = not known."""
+    """The rows of a model's logits that stand for a token: those below `end`, but for the `holes`. `rows`: how many
+    there are; 0 = not known."""
 
     end: int = NO_END
     holes: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class TokenRows:
 
     @property
     def without(self) -> int:
-        """How many rows no token has."""
+        """The number of rows that no token has."""
         return len(self.holes) + max(0, self.rows - self.end)
 
     @property
@@ -55,7 +55,7 @@ class TokenRows:
 
     @property
     def bound(self) -> int:
-        """One more than the highest id that stands for a token; 0 = not known."""
+        """The number after the highest id that stands for a token; 0 = not known."""
         return min(self.end, self.rows or self.end) if self.end < NO_END or self.rows else 0
 
     def left_out(self) -> list[int]:
@@ -84,7 +84,7 @@ ALL_ROWS = TokenRows()
 
 
 def token_rows(folder: Path) -> TokenRows:
-    """Which rows of that folder's model stand for a token."""
+    """The rows of that folder's model that stand for a token."""
     rows = vocabulary_size(folder)
     known = _ids_of_files(folder)
     if not known:
@@ -158,7 +158,7 @@ def _asked(folder: Path, times: tuple[int, ...]) -> str:
 
 
 def vocabulary_size(folder: Path) -> int:
-    """How many token ids the model has by its config.json; 0 if it does not say."""
+    """The number of the model's token ids by its config.json; 0 if it does not say."""
     return next((part["vocab_size"] for part in id_places(folder) if isinstance(part.get("vocab_size"), int)), 0)
 
 

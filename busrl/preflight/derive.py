@@ -71,7 +71,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
 
 
 def in_flight_limits(topology: Topology) -> tuple[Derived, list[Finding]]:
-    """The same in a run that runs, where what was made at its start stays: other limits, if its slots are enough."""
+    """Derive the limits anew in a run that runs; what was made at its start stays, and its slots must be enough."""
     bounds, found = _limits(topology)
     derived, needed = topology.derived, bounds.train_slots
     found.extend(_published(topology, bounds))
@@ -83,7 +83,8 @@ def in_flight_limits(topology: Topology) -> tuple[Derived, list[Finding]]:
 
 
 def asked_sets(topology: Topology, facts: FileFacts) -> tuple[AskedSet, ...]:
-    """What a round of validation asks: [validation] first, where it names prompts, then the named sets."""
+    """List the sets that a round of validation asks: [validation] first, where it names prompts, then the named
+    sets."""
     own, limit = topology.validation, topology.generation.max_new_tokens
     base = {
         "samples": own.samples, "k": own.k, "temperature": own.temperature, "top_p": own.top_p,
@@ -135,7 +136,7 @@ def _limits(topology: Topology) -> tuple[AdmissionLimits, list[Finding]]:
 
 
 def _order(topology: Topology) -> str:
-    """How far the order of dispatch may depart from the order drawn."""
+    """Explain how far the order of dispatch may depart from the order drawn."""
     scheduler, n_min = topology.scheduler, topology.learner.trigger.n_min
     if scheduler.policy == UNPREDICTED:
         return "prompts are dispatched in the order drawn (fifo)"

@@ -41,7 +41,7 @@ print(json.dumps([torch.__version__, found, [torch.cuda.get_device_name(one) for
 
 @dataclass(frozen=True)
 class Line:
-    """What was found of one part; with a remedy it needs one, and `bad` means that busrl does not run without."""
+    """The state of one part; with a remedy it needs one, and `bad` means that busrl does not run without."""
 
     part: str
     found: str
@@ -61,7 +61,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _seen(look: Callable[[], Iterator[Line]]) -> list[Line]:
-    """What one look found; a package that it needs and that cannot be imported is a finding too."""
+    """The result of one look; a package that it needs and that cannot be imported is a finding too."""
     try:
         return list(look())
     except ImportError as problem:
@@ -157,7 +157,7 @@ def _torch() -> Iterator[Line]:
 
 
 def _packages() -> Iterator[Line]:
-    """What is installed beside the versions that busrl's own metadata asks for."""
+    """Compare what is installed with the versions that busrl's own metadata asks for."""
     try:
         from packaging.requirements import Requirement
     except ImportError:

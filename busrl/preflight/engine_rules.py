@@ -346,7 +346,7 @@ def _between_devices(t: Topology) -> Iterator[Finding]:
 
 
 def _one_copy(t: Topology) -> Iterator[Finding]:
-    """One engine on this host owns the tensors that the learner trains, on the same device."""
+    """Require one engine on this host that owns the tensors that the learner trains, on the same device."""
     if t.weights.transport != ONE_COPY:
         return
     key, other, fit = "weights.transport", 'or transport = "shm"', TRANSPORTS[ONE_COPY].engines

@@ -77,7 +77,7 @@ def shared_memory(topology: Topology) -> list[tuple[str, int]]:
 
 
 def process_configs(topology: Topology) -> list[dict[str, Any]]:
-    """One resolved configuration per process: what it is started as, and the settings of the run."""
+    """Write a resolved configuration per process: what it is started as, and the settings of the run."""
     settings = {name: value for name, value in topology.to_dict().items() if name not in NOT_PRINTED}
     settings["derived"] = {name: value for name, value in settings["derived"].items() if name not in FOR_PEOPLE}
     if topology.faults == Faults():
@@ -99,7 +99,7 @@ def dry_run(topology: Topology) -> str:
 
 
 def command(process: ProcessName) -> list[str]:
-    """How a process is started, RUN_DIR standing for the run directory."""
+    """The command that starts a process, RUN_DIR standing for the run directory."""
     return list(process.spec.command) or ["python", "-m", "busrl.roles", "RUN_DIR", process.name]
 
 
@@ -177,7 +177,7 @@ def _processes(t: Topology) -> Iterator[str]:
 
 
 def _hosts(t: Topology) -> Iterator[str]:
-    """What runs on each other host, and the shared memory that it needs there."""
+    """List what runs on each other host, and the shared memory that it needs there."""
     for host in t.host_names:
         there = [entry for entry in t.process if host in entry.hosts]
         runs = [f"{entry.count} x rollout ({entry.engine})" for entry in there if entry.role == "rollout"]
@@ -200,7 +200,7 @@ def _hosts(t: Topology) -> Iterator[str]:
 
 
 def _device(t: Topology, process: ProcessName) -> str:
-    """Where the model of a process runs, and which devices it sees; "-" for one without a model."""
+    """The device of a process's model, and the devices that it sees; "-" for one without a model."""
     models = process.role in ("learner", RANK) or (process.role == "rollout" and process.spec.engine != SCRIPTED)
     if not models or process.spec.command:
         return "-"
@@ -299,7 +299,7 @@ def _skipped(t: Topology) -> Iterator[str]:
 
 
 def _asked(t: Topology, one: AskedSet) -> str:
-    """What a round asks of a set, and which figures it gives."""
+    """Describe what a round asks of a set, and which figures it gives."""
     asked = "all asked" if one.prompts == one.lines else f"{one.prompts} asked"
     if one.prompts > one.lines > 0:
         fewest, more = divmod(one.prompts, one.lines)
@@ -341,7 +341,7 @@ def _rows_without(t: Topology) -> Iterator[str]:
 
 
 def warnings(t: Topology) -> list[str]:
-    """What deserves a warning before a start: the findings of the loader, and what this machine lacks."""
+    """List warnings before a start: the findings of the loader, and what this machine lacks."""
     return [sources.named(text) for text in (*t.derived.warnings, *_lacking(t), *_doubts(t))]
 
 
@@ -361,7 +361,7 @@ def _lacking(t: Topology) -> Iterator[str]:
 
 
 def _doubts(t: Topology) -> Iterator[str]:
-    """What may end a run, or keep it from beginning."""
+    """List what may end a run, or keep it from beginning."""
     free, needs = machine.shm_free(), sum(size for _, size in shared_memory(t))
     if needs <= free < (most := needs + t.derived.ring_bytes - t.derived.ring_held):
         text = f"{machine.SHM} has {_mib(free)} free: enough for usual answers ({_mib(needs)}), not for {_mib(most)}"

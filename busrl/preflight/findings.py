@@ -21,7 +21,7 @@ from busrl.topology.schema import Process, Topology
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with some keys together; the message stands at the first of them."""
+    """A problem of some keys together; the message stands at the first of them."""
 
     keys: tuple[str, ...]
     rule: str

@@ -111,7 +111,7 @@ def _counted(topology: Topology, role: str, count: int) -> Topology:
 
 
 def _broken(before: Topology, made: Topology) -> list[Finding]:
-    """What the rules say of the new one and did not say of the one before."""
+    """Findings about the new topology that the one before did not have."""
     known = {str(finding) for check in CHECKS for finding in check(before)}
     return [one for check in CHECKS for one in check(made) if not one.warning and str(one) not in known]
 

@@ -51,7 +51,7 @@ def other_rate_advice(t: Topology) -> Iterator[str]:
 
 
 def stale_rate_advice(t: Topology) -> Iterator[str]:
-    """What old samples ask of learner.lr: a careful start divides it by the square root of the oldest age."""
+    """Say what old samples ask of learner.lr: a careful start divides it by the square root of the oldest age."""
     if t.weights.mode == "fully-async":
         yield "  samples of any age: watch k3 and ess; where k3 rises above 0.05, lower the rate or bound the age"
     elif t.weights.mode == "batch-async" and t.weights.max_staleness > FRESH:

@@ -68,7 +68,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None =
 
 
 def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Topology, frozenset[str]]:
-    """The same without the rules about machine, model and engines, and without a look at the files of a real run; and
+    """Load without the rules about machine, model and engines, and without a look at the files of a real run; and
     the dotted keys that the file or an override gives."""
     source = read(Path(path), overrides)
     topology = _load(source, overrides, simulated=True)
@@ -134,7 +134,7 @@ def _with_advice(problem: Problem, draft: Topology) -> Problem:
 
 
 def _real(key: str) -> bool:
-    """Whether a key means something in a real run only."""
+    """Tell whether a key means something in a real run only."""
     section, _, rest = key.partition(".")
     if section == "process" and rest:
         return rest.rpartition(".")[2] not in PLAYED_OF_PROCESS
@@ -249,7 +249,7 @@ def replaced(table: Any, names: Sequence[str], value: object) -> Any:
 
 
 def _implied(draft: Topology, reward: str) -> Iterator[Process]:
-    """One process of each role that this run has and no entry names."""
+    """Add a process of each role that this run has and no entry names."""
     wanted = {"validator": draft.validation.names_prompts, "reward": reward != AGENT}
     for role in (one.name for one in ROLES.values() if one.default):
         if wanted.get(role, True) and all(entry.role != role for entry in draft.process):
@@ -286,7 +286,7 @@ def _function_path(function: str, source: Source, key: KeyPath) -> str:
 
 
 def _depends(keys: Iterable[str], bad: set[str]) -> bool:
-    """Whether a rule looks at a key that is wrong, or at the processes while one of them is."""
+    """Tell whether a rule looks at a key that is wrong, or at the processes while one of them is."""
     wrong = bad | {name.partition(".")[0] for name in bad if name.startswith("process")}
     return not wrong.isdisjoint(keys)
 
@@ -322,7 +322,7 @@ def _too_long(draft: Topology, found: Iterable[Finding]) -> list[Problem]:
 
 
 def materialise(topology: Topology) -> Topology:
-    """The same topology with every `tiny:` name replaced by the path of what it stands for."""
+    """The topology with every `tiny:` name replaced by the path of what it stands for."""
     def made(table: Any, key: str, part: str) -> Any:
         name = getattr(table, key)
         if not name.startswith(TINY):

@@ -115,7 +115,7 @@ def weight_cost(t: Topology, model: Path | None) -> Cost | None:
 
 
 def broadcast_copies(t: Topology) -> list[tuple[str, float]]:
-    """Who holds how many times the size of all values in a broadcast: the learner the version that it sends and the
+    """Copies of all values in a broadcast, by who holds them: the learner the version that it sends and the
     one that comes next (and frames of changes), an engine the version that it has and the one that arrives."""
     sparse = t.weights.sparse.enabled
     found = [("learner, two blocks" + (" and frames of changes" if sparse else ""), t.weights.copies)]

@@ -71,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Widths:
-    """Of a decoder, by its config.json; 0 where that does not say."""
+    """The shape of a decoder, by its config.json; 0 where that does not say."""
 
     hidden: int
     inner: int  # of a token's feed-forward: those of its experts together
@@ -116,7 +116,7 @@ class Widths:
         return max(0, self.parameters - self.table * (1 if self.tied else 2)) // max(1, self.layers)
 
     def part(self, work: Work) -> float:
-        """What a rank has of the parameters: tables are cut over fsdp alone, layers over tensor too."""
+        """A rank's share of the parameters: tables are cut over fsdp alone, layers over tensor too."""
         tables = self.table * (1 if self.tied else 2)
         dealt = work.fsdp * work.tensor if work.expert > 1 else work.fsdp
         others = max(0, self.parameters - tables - self.experts)
@@ -148,7 +148,8 @@ class Widths:
 
 @dataclass(frozen=True)
 class Trained:
-    """What changes: parameters, the layers that a backward goes through, and whether the tables are among it."""
+    """The parts that change: parameters, the layers that a backward goes through, and whether the tables are among
+    it."""
 
     parameters: int
     layers: int
@@ -208,7 +209,7 @@ def _weights(widths: Widths, trained: Trained, work: Work) -> dict[str, int]:
 
 
 def _moments(widths: Widths, trained: Trained, work: Work) -> list[dict[str, int]]:
-    """What each moment of a step adds to what stays."""
+    """Bytes that each moment of a step adds to what stays."""
     layer, again = work.tokens * widths.layer(work), ""
     inputs = work.tokens * widths.hidden * work.width
     kept, last = layer * trained.layers, 0
@@ -248,7 +249,7 @@ def _logits(widths: Widths, work: Work) -> int:
 
 
 def work_of(t: Topology) -> Work:
-    """What the learner of a topology does at a time, at most."""
+    """The most that the learner of a topology does at a time."""
     kind, own, memory = device.expected(t.device_of("learner")), t.learner, t.learner.memory
     step = t.derived.limits.n_hi * t.groups.size * t.longest
     again = device.computes_again(memory.activation_checkpointing, kind, lambda: pretrained.parameters(t.model.path))
@@ -309,7 +310,8 @@ def _copy(t: Topology, work: Work, parameters: int) -> int:
 
 
 def of_host(t: Topology) -> dict[str, int]:
-    """What a learner elsewhere needs of the host's memory: the model while it is read, or later what it publishes."""
+    """Bytes that a learner elsewhere needs of the host's memory: the model while it is read, or later what it
+    publishes."""
     if not _known(t) or work_of(t).kind == "cpu":
         return {}
     known, work = pretrained.parameters(t.model.path), work_of(t)
@@ -340,7 +342,7 @@ def there(kind: str) -> int:
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """What the machine has, or less if this control group may have less; 0 if neither says."""
+    """The memory of the machine, or less if this control group may have less; 0 if neither says."""
     found = []
     try:
         [line] = [one for one in (root / "proc/meminfo").read_text().splitlines() if one.startswith("MemTotal:")]
@@ -367,7 +369,7 @@ def lines(t: Topology) -> list[str]:
 
 
 def of_ranks(t: Topology) -> str:
-    """What the ranks of another host need there; empty if that is not known."""
+    """Describe the need of another host's ranks; empty if that is not known."""
     size = sum(value for name, value in of_topology(t).items() if name != "published")
     kind = work_of(t).kind
     return f"{_gib(size)} ({kind}{'' if kind == 'cpu' else ', each'})" if size else ""

@@ -49,7 +49,7 @@ TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj"
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What the files say."""
+    """Facts from the files that a topology names."""
 
     train_prompts: int
     validation_prompts: int
@@ -127,7 +127,7 @@ class _Inspection:
         self.found.append(Finding((key,), rule, remedy))
 
     def _add_problem(self, key: str, problem: Problem) -> None:
-        """What is wrong in the file that `key` names."""
+        """Report a problem in the file that `key` names."""
         self.found.append(Finding((key,), problem.rule, problem.remedy, value=problem.value, place=problem.place))
 
     # -- prompts -----
@@ -166,7 +166,7 @@ class _Inspection:
         return result.count, result.longest_line
 
     def _set(self, index: int) -> tuple[int, int]:
-        """The same of a set; what has a problem counts as a short file."""
+        """Read the prompts of a set; what has a problem counts as a short file."""
         found = None
         if self._sound("validation.set"):
             found = self._prompts(f"validation.set.{index}.data", self.t.validation.set[index].data)
@@ -477,7 +477,7 @@ def answer_key(topology: Topology) -> str:
 
 
 def compares(topology: Topology) -> bool:
-    """Whether every line needs a right answer; a reward that is foreign code is to blame itself."""
+    """Tell whether every line needs a right answer; a reward that is foreign code is to blame itself."""
     own, named = topology.reward, answer_key(topology)
     if not own.part:
         return own.kind == "exact_match" and not own.function

@@ -135,7 +135,7 @@ def _agents(t: Topology) -> Iterator[Finding]:
 
 
 def _atropos(t: Topology) -> Iterator[Finding]:
-    """Where environments of Atropos make the groups, nobody plays samples one by one."""
+    """Refuse players of single samples where environments of Atropos make the groups."""
     at = next((f"process.{i}.role" for i, one in enumerate(t.process) if one.role == ATROPOS), "")
     if not at:
         return

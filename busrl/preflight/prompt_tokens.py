@@ -57,7 +57,7 @@ class Counted:
 
     @property
     def about(self) -> str:
-        """What stands before a number that is an estimate."""
+        """The word before a number that is an estimate."""
         return "about " if len(self.tokens) < self.prompts else ""
 
     def longest_in_words(self) -> str:
@@ -66,7 +66,7 @@ class Counted:
         return f"the longest prompt has {longest or self.bound} ({place}; {self.how})"
 
     def over(self, limit: int) -> int:
-        """How many prompts of the file have more tokens; of a file that was not counted whole an estimate."""
+        """Count the prompts of the file that have more tokens; of a file that was not counted whole an estimate."""
         known = sum(n > limit for n in self.tokens)
         some = [n for n, spread in zip(self.tokens, self.spread) if spread]
         return max(known, round(self.prompts * sum(n > limit for n in some) / max(1, len(some))))
@@ -196,7 +196,7 @@ def _by_tokens(topology: Topology, scan: Scan, light: LightTokenizer) -> Counted
 
 
 def _chosen(scan: Scan) -> tuple[list[int], list[bool]]:
-    """Which lines are counted, in the order of the file, and which of them stand for the whole file."""
+    """Choose the lines to count, in the order of the file, and those that stand for the whole file."""
     sizes = np.frombuffer(scan.sizes, np.int64)
     if scan.count <= ALL and sizes.sum() <= ALL_BYTES:
         return list(range(scan.count)), [True] * scan.count

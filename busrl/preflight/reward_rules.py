@@ -128,7 +128,7 @@ def _groups(text: str) -> int:
 
 
 def _around(t: Topology) -> Iterator[Finding]:
-    """What parts need outside of the topology: packages, keys of the environment, model folders."""
+    """Check what parts need outside of the topology: packages, keys of the environment, model folders."""
     for index, part in enumerate(t.reward.part):
         at = f"reward.part.{index}"
         kind = PART_KINDS.get(part.kind)

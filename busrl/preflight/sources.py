@@ -129,7 +129,7 @@ def _with_made(t: Topology, which: str, key: str, path: str, rows: tuple[SourceL
 
 
 def _lines_of(made: Made, share: int) -> SourceLines:
-    """What became of a source, for people too."""
+    """Describe what became of a source."""
     parts = [f"{made.count} of {made.read} rows"]
     parts += [f"{count} left out {reason if reason.startswith(('by', 'as')) else f'as {reason}'}"
               for reason, count in made.left_out.items()]

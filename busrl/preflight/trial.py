@@ -51,7 +51,7 @@ SOMETHING = "42"  # text, a number and JSON: a reward that fails for this too fa
 
 @dataclass(frozen=True)
 class Tried:
-    """One answer and what came of it. `error`: "" | raised | malformed | hung | died, `text` says more."""
+    """An answer and what came of it. `error`: "" | raised | malformed | hung | died, `text` says more."""
 
     what: str
     answer: str
@@ -69,8 +69,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class Judged:
-    """What one reward, or one part of it, did with each answer; or why it cannot be loaded. `key`: of its function;
-    `label` names a part in lines."""
+    """The results of one reward, or one part of it, for each answer; or why it cannot be loaded. `key`: of its
+    function; `label` names a part in lines."""
 
     key: str
     label: str
@@ -79,7 +79,7 @@ class Judged:
 
     @property
     def failed(self) -> Tried | None:
-        """What failed, where nothing went well."""
+        """The first failure, where nothing went well."""
         return self.tried[0] if self.tried and all(one.error for one in self.tried) else None
 
     def lines(self) -> Iterator[str]:
@@ -117,7 +117,7 @@ def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
 
 
 def boxes() -> str:
-    """What this machine has of a box for code that a model wrote."""
+    """Describe the box of this machine for code that a model wrote."""
     words = [*interpreter(), "busrl.rewards.box"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=LOAD_S)
     return "; ".join(done.stdout.splitlines()) or done.stderr.strip()[-SHOWN_TEXT:]
@@ -125,7 +125,7 @@ def boxes() -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tried: fields of a `busrl.rewards.base.Setup`, and how long a call may take."""
+    """The trial of a reward: fields of a `busrl.rewards.base.Setup`, and how long a call may take."""
 
     key: str
     label: str
@@ -200,7 +200,7 @@ def _prompt(t: Topology, place: str, record: dict[str, Any], tokenizer: LightTok
 
 
 def ends(t: Topology) -> str:
-    """What is wrong with the tokens that end an answer; empty where nothing is, or where no model runs here."""
+    """The fault of the tokens that end an answer; empty where nothing is, or where no model runs here."""
     generates = any(entry.role == "rollout" and has_model(entry) for entry in t.process)
     tokenizer = tokenizer_of(t) if generates and not t.model.path.startswith(TINY) else None
     if tokenizer is None:
@@ -268,7 +268,8 @@ class Foreign:
 
 @contextlib.contextmanager
 def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator[Foreign]:
-    """With the environment of that role; killed at the end. It prints to a file, and so never waits for a reader."""
+    """A process with the environment of that role, killed at the end. It prints to a file, and so never waits for a
+    reader."""
     entry = next((one for one in t.process if one.role == role and not one.command), None)
     program = interpreter(python or (entry.python if entry else ""))
     environment = proxies.environment({**os.environ, **(entry.env if entry else {})})
@@ -312,7 +313,7 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
 
 
 def _outcome(child: Foreign, timeout_s: float) -> dict[str, Any] | None:
-    """What became of an answer, within that time without those in which the reward imports modules."""
+    """Wait for what becomes of an answer, within that time without those in which the reward imports modules."""
     left_s, importing = timeout_s, False
     while True:
         begun = time.monotonic()

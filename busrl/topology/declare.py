@@ -32,7 +32,7 @@ FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")  # package.module:name or file.p
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be beyond its type: at least `low` or above `above`, at most `high` or below `below`."""
+    """The bounds of a value beyond its type: at least `low` or above `above`, at most `high` or below `below`."""
 
     doc: str
     low: float | None = None
@@ -88,7 +88,7 @@ def key(default: Any, doc: str, **rule: Any) -> Any:
 
 @dataclass(frozen=True)
 class Item:
-    """One field of a table: a key (`rule`), a table within it (`table`), or an array of tables (`row`)."""
+    """A field of a table: a key (`rule`), a table within it (`table`), or an array of tables (`row`)."""
 
     field: dataclasses.Field[Any]
     hint: Any
@@ -101,7 +101,7 @@ class Item:
 
     @property
     def rule(self) -> Rule:
-        """What `key` attached; nothing beyond the type for a field that was declared without it."""
+        """The rule that `key` attached; nothing beyond the type for a field that was declared without it."""
         rule: Rule = self.field.metadata.get("rule", Rule(""))
         return rule
 
@@ -227,7 +227,7 @@ def _table(kind: Any, rule: Rule, value: Any) -> dict[str, Any]:
 
 
 def _simple(value: Any) -> bool:
-    """Whether JSON has it."""
+    """Tell whether JSON has it."""
     if isinstance(value, list):
         return all(map(_simple, value))
     if isinstance(value, dict):

@@ -263,7 +263,7 @@ class Learner:
         return controller.n_lo or max(1, n_min // 2), controller.n_hi or 2 * n_min
 
     def saves_meanwhile(self, ranks: int) -> bool:
-        """Whether training goes on while a checkpoint is written."""
+        """Tell whether training goes on while a checkpoint is written."""
         return self.checkpoint_mode == "async" or (self.checkpoint_mode == "auto" and ranks > 1)
 
 
@@ -278,5 +278,5 @@ class Log:
 
     @property
     def keep(self) -> int:
-        """The same in bytes."""
+        """`keep_mb` in bytes."""
         return int(self.keep_mb * 1e6)

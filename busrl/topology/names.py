@@ -103,5 +103,5 @@ RIVALS |= {name: text for names, text in _SAYINGS.items() for name in names.spli
 
 
 def counterpart(name: str) -> str:
-    """What to write instead of another trainer's name; empty for one that nobody uses."""
+    """The key to write instead of another trainer's name; empty for one that nobody uses."""
     return RIVALS.get(name.lower().replace("-", "_"), "")

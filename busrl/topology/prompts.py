@@ -17,7 +17,7 @@ from busrl.topology.declare import REQUIRED, Rule, key
 
 @dataclass(frozen=True)
 class Rows:
-    """What [[data.source]], [validation] and [[validation.set]] say of the rows that become prompts."""
+    """Keys by which [[data.source]], [validation] and [[validation.set]] choose the rows that become prompts."""
 
     format: str = key("auto", "what the file or folder is; auto = by its name, or by function or tasks",
                       choices=("auto", "jsonl", "parquet", "hf", "function", "reasoning_gym", "environment"))
@@ -151,7 +151,7 @@ class Validation(Rows, _Measured):
 
 @dataclass(frozen=True)
 class AskedSet:
-    """What a round asks of one set: [validation] itself (name "") or a [[validation.set]], every key settled.
+    """The questions of a round to one set: [validation] itself (name "") or a [[validation.set]], every key settled.
 
     A round has the answers of all sets one behind the other: this one's from place `first` on, k to each prompt.
     """
@@ -178,7 +178,7 @@ class AskedSet:
 
 @dataclass(frozen=True)
 class SourceLines:
-    """Where the lines of a [[data.source]] stand in data.train, and what it has of every 1000 draws."""
+    """The place of a [[data.source]]'s lines in data.train, and its share of every 1000 draws."""
 
     name: str
     start: int  # line, from 0

@@ -152,7 +152,7 @@ class Source:
     overridden: dict[KeyPath, tuple[str, str]] = field(default_factory=dict)  # path -> (key as written, raw text)
 
     def place(self, path: KeyPath) -> str:
-        """Where `path` stands, or the nearest table that holds it, or the file."""
+        """Name the place of `path`, or the nearest table that holds it, or the file."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.overridden:
                 return f"--set {self.overridden[path[:end]][0]}"
@@ -223,7 +223,7 @@ def syntax_error(path: str | Path, text: str, error: Exception) -> tuple[int, Pr
 
 
 def _explained(path: Path, text: str, error: Exception) -> Problem:
-    """What a parser refuses, by its cause where that is one of the usual ones."""
+    """Explain what a parser refuses, by its cause where that is one of the usual ones."""
     number, problem = syntax_error(path, text, error)
     rule, remedy = _usual_cause(text.splitlines(), number, problem)
     return dataclasses.replace(problem, rule=rule, remedy=remedy)
@@ -470,7 +470,7 @@ def _item_schema(item: Item) -> Schema:
 
 
 def value_schema(hint: Any, rule: Rule) -> Schema:
-    """What a value of this type and rule may be."""
+    """Describe the values that this type and rule allow."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType or hint in (int, float):
         bounds = {word: getattr(rule, name) for name, word in BOUNDS.items() if getattr(rule, name) is not None}

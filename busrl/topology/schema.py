@@ -105,7 +105,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of the adapter's two matrices is multiplied by."""
+        """The factor of the product of the adapter's two matrices."""
         return (self.alpha or 2 * self.rank) / max(1, self.rank)
 
 
@@ -257,7 +257,7 @@ class Reward:
 
     @property
     def of_episodes(self) -> bool:
-        """Whether it needs what an episode returns: there is none for a single answer."""
+        """Tell whether it needs what an episode returns: there is none for a single answer."""
         return AGENT in (self.kind, *(part.kind for part in self.part))
 
     @property
@@ -576,7 +576,7 @@ class Experiments:
 
 @dataclass(frozen=True)
 class Derived:
-    """What follows from several keys together; `explain` holds the sums as text."""
+    """Values that follow from several keys together; `explain` holds the sums as text."""
 
     limits: AdmissionLimits  # B, W and the thresholds: derived once, used by every process
     horizon: int  # drawn groups among which the policy may reorder
@@ -607,7 +607,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class ProcessName:
-    """One process to start: its name ("rollout/0", "learner"), role, index, and the entry it comes from."""
+    """A process to start: its name ("rollout/0", "learner"), role, index, and the entry it comes from."""
 
     name: str
     role: str
@@ -621,7 +621,8 @@ class ProcessName:
 
 
 def has_model(entry: Process) -> bool:
-    """Whether processes of this entry load the model: the learner, and rollouts with an engine that has one here."""
+    """Tell whether processes of this entry load the model: the learner, and rollouts with an engine that has one
+    here."""
     generates = entry.role == "rollout" and entry.engine in ENGINES and ENGINES[entry.engine].model == "here"
     return not entry.command and (entry.role == "learner" or generates)
 
@@ -681,7 +682,7 @@ class Topology:
 
     @property
     def has_callers(self) -> bool:
-        """Whether samples are episodes of model calls: those have a ring, and rollouts take nothing else."""
+        """Tell whether samples are episodes of model calls: those have a ring, and rollouts take nothing else."""
         return any(entry.role in CALLER_ROLES for entry in self.process)
 
     @property
@@ -692,7 +693,7 @@ class Topology:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether an engine may still have what a call's parent read and wrote."""
+        """Tell whether an engine may still have what a call's parent read and wrote."""
         engines = {entry.engine for entry in self.process if entry.role == "rollout" and not entry.command}
         return "vllm" in engines or ("torch" in engines and self.prefix_keep_s > 0)
 
@@ -710,7 +711,7 @@ class Topology:
 
     @property
     def scripted(self) -> bool:
-        """Whether any engine is scripted: then data.train is a trace, and nothing is learnt from its answers."""
+        """Tell whether any engine is scripted: then data.train is a trace, and nothing is learnt from its answers."""
         return any(entry.role == "rollout" and entry.engine == SCRIPTED and not entry.command for entry in self.process)
 
     @property
