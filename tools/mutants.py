@@ -58,7 +58,7 @@ DRAWN = (f"{ANSWERS}::test_each_token_is_the_one_that_its_random_number_draws",)
 ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answer",)
 RUN = (WHOLE_RUN,)
 RANKS, TEAM = ("tests/training/test_ranks.py",), "tests/training/test_team.py"
-RANK_READS = ("tests/training/test_team_options.py::test_reference_and_teacher_of_a_rank_are_read_at_the_temperature_of_the_draw",)
+RANK_READS = ("tests/training/test_team_options.py::test_reference_and_teacher_of_a_rank_have_the_draws_temperature",)
 HEAD = "busrl/training/head.py"
 OPTIMIZERS, OPTIMISER_TESTS = "busrl/training/optimizers.py", ("tests/training/test_optimizers.py",)
 ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.py"
@@ -88,7 +88,7 @@ ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.
 PREFIX, PREFIXES = "busrl/engines/torch/prefix.py", "tests/engines/test_prefix.py"
 TREES = f"{PREFIXES}::test_every_answer_of_a_random_tree_of_turns_is_that_of_a_plain_forward_pass"
 SKIPS = ("tests/scheduling/test_pass_rates.py",)
-SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
+SET_ASIDE = "test_groups_that_a_dead_learner_set_aside_are_counted_once"
 MUTANTS = (
     # -- what an engine draws
     Mutant("a rollout asks for temperature 1 whatever the slot says", "busrl/roles/intake.py",
@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant("the version is read before its step", "busrl/roles/scheduler.py",
            '"step": self.ring.header(HeaderWord.VERSION_STEP), "version": self.ring.header(HeaderWord.VERSION),',
            '"version": self.ring.header(HeaderWord.VERSION), "step": self.ring.header(HeaderWord.VERSION_STEP),',
-           (f"{ANSWERS}::test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_younger_than_it_is",)),
+           (f"{ANSWERS}::test_a_sample_admitted_during_a_publication_never_looks_younger",)),
     # -- rewards
     Mutant("the reward of a step leaves out flat groups", METRICS,
            "        self.ended.add_line(line)\n        row:", "        self.ended = Ended()\n        self.ended.add_line(line)\n        row:",
@@ -325,7 +325,7 @@ MUTANTS = (
            ("tests/training/test_shards.py::test_the_file_of_a_rank_that_is_missing_is_told",)),
     Mutant("the optimiser's states go to other parameters", STATE,
            "numbers[name]: self._as_kept(read(tree, trained[name]))", "len(numbers) - 1 - numbers[name]: self._as_kept(read(tree, trained[name]))",
-           ("tests/training/test_shards.py::test_training_goes_on_while_it_is_written_and_from_it_bit_for_bit",)),
+           ("tests/training/test_shards.py::test_training_goes_on_beside_and_from_it_bit_for_bit",)),
     Mutant("a rank gets the old log-probabilities in another order", "busrl/ranks/follower.py",
            "np.frombuffer(row, np.float32) for row in work.proximal]",
            "np.frombuffer(row, np.float32)[::-1].copy() for row in work.proximal]",
@@ -363,7 +363,7 @@ MUTANTS = (
     Mutant("the learner compares with a version of other weights", "busrl/roles/learner/publish.py",
            'self.version if self.ring.header(HeaderWord.VERSION_STEP) == step else None',
            "self.version",
-           (f"{ANSWERS}::test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after_the_newest_step",)),
+           (f"{ANSWERS}::test_a_version_is_present_only_if_published_after_the_newest_step",)),
     Mutant("answers that ended with these weights count as begun with them", TRAINER,
            "flat.begun(version)", "torch.from_numpy(flat.policy_versions == version).to(self._device)", PPO),
     Mutant("k3 of the other direction", DIAGNOSTICS,
@@ -570,7 +570,7 @@ MUTANTS = (
     Mutant("what leaves a wrapped module is a view", "busrl/ranks/mesh.py", "return found.clone() if", "return found if",
            ("tests/training/test_ranks.py::test_what_leaves_a_wrapped_module_may_be_changed_in_place",)),
     Mutant("untrained turns of a cut episode are counted twice", METRICS, "one.turns and not (masks_cut and one.finish == Finish.LENGTH)",
-           "one.turns", (f"{STEPS}::test_the_numbers_of_a_step_of_episodes_are_those_that_log_and_weights_give",)),
+           "one.turns", (f"{STEPS}::test_a_step_of_episodes_has_the_numbers_of_log_and_weights",)),
     Mutant("tokens of older weights have ratio 1 too", SCORER,
            "torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)", "inputs.trainer_logprobs.detach()", BY_HAND),
 )

@@ -125,8 +125,8 @@ def advantages(estimator: AdvantageEstimator, rewards: Sequence[float], lengths:
 
 
 def weights(aggregation: str, tokens: Sequence[int], groups: Sequence[int], norm: int) -> tuple[list[float], float]:
-    """What the loss of each sample's tokens is multiplied by, and what these samples add to the denominator. `tokens`:
-    trained tokens of each sample, at least 1; `groups` names its group, which is whole; `norm`: learner.length_norm."""
+    """Factors of the loss of each sample's tokens, and what these samples add to the denominator. `tokens`: trained
+    tokens of each sample, at least 1; `groups` names its group, which is whole; `norm`: learner.length_norm."""
     if aggregation == "token-mean":
         return [1.0] * len(tokens), float(sum(tokens))
     if aggregation == "seq-mean-token-mean":

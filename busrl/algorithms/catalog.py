@@ -1,5 +1,5 @@
-"""What there is to choose from in [learner]: losses, advantages, aggregations, corrections, KL terms and recipes, with
-their properties and the settings of their papers.
+"""The choices of [learner]: losses, advantages, aggregations, corrections, KL terms and recipes, with their properties
+and the settings of their papers.
 
 The formulas are in the other modules of this package, under the same names. Read by the configuration, which parses
 without torch and takes its defaults from `LossSettings`: imports nothing.
@@ -56,7 +56,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What is true of a loss; `settings` are its paper's, by dotted key."""
+    """Facts of a loss; `settings` are its paper's, by dotted key."""
 
     source: str
     ratio: bool = True  # clips or weights with a ratio to what learner.ratio names
@@ -158,7 +158,7 @@ def where_set(key: str, name: object) -> str:
 
 
 def held_back(learner: Any) -> str:
-    """Why a step with these [learner] keys is computed at once, "" where it may be streamed."""
+    """The reason why a step with these [learner] keys is computed at once, "" where it may be streamed."""
     facts, advantage = LOSSES.get(learner.loss), ADVANTAGES.get(learner.advantage, GROUP)
     if learner.updates_per_batch > 1 or learner.passes_per_batch > 1:
         return "several updates per batch"
@@ -174,7 +174,7 @@ def held_back(learner: Any) -> str:
 
 
 def trains_flat(learner: Any) -> bool:
-    """Whether a group of equal rewards is trained: nothing is compared within a group."""
+    """True if a group of equal rewards is trained: nothing is compared within a group."""
     return ADVANTAGES.get(learner.advantage, GROUP) in (SAMPLE, TOKEN)
 
 
@@ -184,14 +184,14 @@ def taught(learner: Any) -> bool:
 
 
 def scales(learner: Any) -> bool:
-    """Whether the whole loss is proportional to the advantages, so that they may be divided after the gradient."""
+    """True if the whole loss is proportional to the advantages, so that they may be divided after the gradient."""
     facts = LOSSES.get(learner.loss)
     in_loss = learner.kl != "none" and learner.kl_in == "loss"
     return facts is not None and facts.homogeneous and not in_loss and not learner.entropy_coef and not taught(learner)
 
 
 def needs_proximal(learner: Any) -> bool:
-    """Whether the log-probabilities before the first of several updates are read."""
+    """True if the log-probabilities before the first of several updates are read."""
     facts = LOSSES.get(learner.loss)
     if facts is None or facts.proximal or learner.correction != "none":  # a loss of the user's may read them
         return True

@@ -21,7 +21,7 @@ FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "
 
 @dataclass(frozen=True)
 class ValueErrors:
-    """Of a micro-batch with a value head, per token."""
+    """Errors of the values of a micro-batch, per token."""
 
     loss: Tensor  # with gradient
     returns: Tensor
@@ -54,9 +54,10 @@ def sums(
     begun: Tensor | None = None, of_values: ValueErrors | None = None, weights: Tensor | None = None,
     teacher_kl: Tensor | None = None,
 ) -> Tensor:
-    """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained,
-    `begun` those of them whose answers had no token of other weights before (None: all of them). `weights` of the
-    correction and `teacher_kl` are those of the loss, where it had them; None: they are computed here."""
+    """The row of a micro-batch, in the order of FIELDS. `current` marks tokens sampled with the very weights that are
+    being trained, `begun` those of them whose answers had no token of other weights before (None: all of them).
+    `weights` of the correction and `teacher_kl` are those of the loss, where it had them; None: they are computed here.
+    """
     difference = losses.log_ratio(inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
     ratio = difference.exp()
     low, high = losses.clip_bounds(settings)

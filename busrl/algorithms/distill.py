@@ -34,7 +34,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _with_tail(logprobs: Tensor) -> Tensor:
-    """One more column: the logarithm of what the others leave, at least the smallest number of the type."""
+    """Adds a column: the logarithm of what the others leave, at least the smallest number of the type."""
     smallest = torch.finfo(logprobs.dtype).eps
     left = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=smallest)
     return torch.cat([logprobs, left.log()], -1)

@@ -33,7 +33,7 @@ class ValueSettings:
 
 @dataclass(frozen=True)
 class Valued:
-    """Of one sample, a value per generated token."""
+    """Values of a sample, one per generated token."""
 
     advantages: Floats
     returns: Floats

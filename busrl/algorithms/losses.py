@@ -25,7 +25,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss gets: one entry per generated token of a micro-batch, sample after sample.
+    """Inputs of a loss: one entry per generated token of a micro-batch, sample after sample.
 
     All tensors but `lengths` have one shape, [tokens] in training, and one device; index t is about the same token in
     each. Floats are float32 (float64 with a float64 model). A token of a prompt is never among them.
@@ -155,8 +155,8 @@ def kl_cov(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def kept_by_second_moment(inputs: LossInputs, settings: LossSettings, random: torch.Generator) -> Tensor:
-    """Which tokens M2PO keeps: all but those with the largest log(behaviour / proximal)^2, until the mean of the rest
-    is at most `m2po_tau`."""
+    """Tokens that M2PO keeps: all but those with the largest log(behaviour / proximal)^2, until the mean of the rest is
+    at most `m2po_tau`."""
     squares = log_ratio(inputs.behaviour_logprobs, inputs.proximal_logprobs).square()[trained_of(inputs)]
     ordered, order = squares.sort(stable=True)
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
@@ -166,7 +166,7 @@ def kept_by_second_moment(inputs: LossInputs, settings: LossSettings, random: to
 
 
 def covariant(inputs: LossInputs, settings: LossSettings, random: torch.Generator) -> Tensor:
-    """Which tokens Clip-Cov leaves out: a random `cov_share` of all (at least one), among those of a covariance within
+    """Tokens that Clip-Cov leaves out: a random `cov_share` of all (at least one), among those of a covariance within
     `clip_cov_range` that the ratio does not clip."""
     low, high = settings.clip_cov_range
     cov, (least, most) = covariances(inputs), clip_bounds(settings)
@@ -181,7 +181,7 @@ def covariant(inputs: LossInputs, settings: LossSettings, random: torch.Generato
 
 
 def most_covariant(inputs: LossInputs, settings: LossSettings, random: torch.Generator) -> Tensor:
-    """Which tokens KL-Cov holds: the `cov_share` (at least one) of the largest covariance."""
+    """Tokens that KL-Cov holds: the `cov_share` (at least one) of the largest covariance."""
     cov = covariances(inputs)
     kept = torch.zeros_like(cov, dtype=torch.bool)
     kept[cov.topk(min(len(cov), max(1, int(settings.cov_share * len(cov))))).indices] = True
@@ -221,7 +221,7 @@ CHOICES: dict[str, Choice] = {"m2po": kept_by_second_moment, "clip_cov": covaria
 
 
 def per_token(loss: LossFunction, inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """What `loss` gives, 0 where masked. The loss sees zeros there: a NaN behind a mask would reach the gradient."""
+    """The values of `loss`, 0 where masked. The loss sees zeros there: a NaN behind a mask would reach the gradient."""
     return masked(loss(hidden(inputs), settings), inputs)
 
 
@@ -231,7 +231,7 @@ def masked(values: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def hidden(inputs: LossInputs) -> LossInputs:
-    """The same inputs with zeros at masked positions."""
+    """Inputs with zeros at masked positions."""
     if inputs.mask is None:
         return inputs
     trained = inputs.mask.bool()

@@ -1,4 +1,4 @@
-"""Which parameters a run trains, by `learner.train_layers`: numbers of layers, and parts of names.
+"""Parameters that a run trains, by `learner.train_layers`: numbers of layers, and parts of names.
 
 Read by the configuration too: knows names alone, no model, and imports nothing but the standard library.
 
@@ -21,14 +21,14 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Item:
-    """One item of the key: layers from `first` to `last`, or a part of a name."""
+    """An item of the key: layers from `first` to `last`, or a part of a name."""
 
     text: str
     first: int = -1
     last: int = -1
 
     def takes(self, name: str) -> bool:
-        """Whether it means the parameter of that name."""
+        """True if it means the parameter of that name."""
         if self.first < 0:
             return fnmatchcase(f".{name}.", f"*.{self.text}.*")
         found = _NUMBER.search(name)
@@ -50,7 +50,7 @@ def parsed(text: str) -> list[Item]:
 
 
 def chosen(text: str, names: Iterable[str]) -> tuple[set[str], list[str]]:
-    """Of the names of parameters those that are trained (all, by an empty text), and the items that mean none."""
+    """Names of the parameters that are trained (all, by an empty text), and the items that mean none."""
     items, every = parsed(text), set(names)
     by_item = {item.text: {name for name in every if item.takes(name)} for item in items}
     empty = [own for own, names_of in by_item.items() if not names_of]

@@ -31,7 +31,7 @@ def rho(logs: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def product(logs: Tensor, inputs: LossInputs) -> Tensor:
-    """Of all rho of the sample."""
+    """Product of all rho of the sample."""
     return losses.sample_sum(logs, inputs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -40,7 +40,7 @@ def geometric_mean(logs: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def mean_k3(logs: Tensor, inputs: LossInputs) -> Tensor:
-    """Of rho - log rho - 1 over the sample."""
+    """Mean of rho - log rho - 1 over the sample."""
     return losses.sample_mean(logs.exp() - logs - 1, inputs)
 
 
@@ -96,7 +96,8 @@ def divergence(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised of each token, 0 where masked, and the terms of it that the diagnostics tell too."""
+    """The values that are minimised of each token, 0 where masked, and the terms of it that the diagnostics tell too.
+    """
 
     loss: Tensor
     weights: Tensor | None = None  # of the correction; None without one

@@ -1,4 +1,4 @@
-"""What a rank of a learner is made of: the settings of the team, and the trainer of a model that is spread over it.
+"""Parts of a rank of a learner: the settings of the team, and the trainer of a model that is spread over it.
 
 Used by `leader` and `follower`. Talks to the folder of the model through `loading`, and to the process group through
 `mesh`; knows nothing of messages or processes.
@@ -90,7 +90,7 @@ class TeamSettings:
         return max(self.start_s, self.hosts_s if self.hosts else 0.0)
 
     def host_of(self, rank: int) -> str:
-        """Where a rank is; empty: at home."""
+        """The host of a rank; empty: at home."""
         return ("", *self.hosts)[rank * (1 + len(self.hosts)) // self.ranks]
 
     @property
@@ -99,13 +99,13 @@ class TeamSettings:
 
 
 def _address(endpoint: str) -> str:
-    """Of the bus, as other hosts see it; the topology's rules allow no other."""
+    """Address of the bus, as other hosts see it; the topology's rules allow no other."""
     named = endpoint.removeprefix("tcp://").rpartition(":")[0]
     return mesh.HOST if named == "localhost" else named
 
 
 def facts(settings: str) -> dict[str, str]:
-    """What has to be the same on all ranks, besides the model."""
+    """Facts that have to be the same on all ranks, besides the model."""
     import transformers
 
     import busrl
@@ -117,7 +117,7 @@ def facts(settings: str) -> dict[str, str]:
 
 
 def digest(trainer: Trainer) -> str:
-    """Of names, shapes and number types of the parameters, and of how they compute."""
+    """Digest of names, shapes and number types of the parameters, and of how they compute."""
     named = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in trainer.model.named_parameters()]
     text = "\n".join([trainer.forward.name, *named])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -137,7 +137,7 @@ class TrainerBuilder:
     _others: dict[Path, ShardedForward] = field(default_factory=dict)  # models that are read and not trained
 
     def trainer(self, folder: Path, make: Callable[..., Trainer], hooks: Hooks = QUIET) -> Trainer:
-        """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
+        """Makes a trainer by `make` of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
         self._first = self._first or folder
         model, way, adapter = self._spread(folder, self.team.lora)
         forward = self._sharded(way)
@@ -179,7 +179,8 @@ class TrainerBuilder:
         return model, way, adapter
 
     def _refer(self, forward: Forward, loss: LossFunction, adapter: Adapter | None, model: Any) -> Reference | None:
-        """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
+        """The function that gives log-probabilities under the reference: the base without its adapter, or a second
+        model."""
         if not self.team.refers and not reads(loss, "reference"):
             return None
         if adapter is not None and self.team.reference is None:
@@ -191,7 +192,7 @@ class TrainerBuilder:
         return lambda samples, flat: second.score(samples, flat)[0]
 
     def _teach(self, loss: LossFunction, model: Any) -> Teacher | None:
-        """What gives a teacher's most probable tokens, of those that the model has."""
+        """The function that gives a teacher's most probable tokens, of those that the model has."""
         if not self.team.taught and not reads(loss, "teacher"):
             return None
         if self.team.teacher is None:

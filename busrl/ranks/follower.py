@@ -92,7 +92,8 @@ class Follower:
             time.sleep(wire.LOOK_S)
 
     def hear(self, timeout_s: float) -> wire.ControlMessage | None:
-        """What rank 0 says next; None if it says nothing for so long. Tells it of a shard that is written by now."""
+        """Receive the next message of rank 0; None if none comes for so long. Sends word of a shard that is written by
+        now."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self._saving is not None and self._saving.ready():
@@ -153,13 +154,13 @@ class Follower:
         return np.array([self._ages[version] for version in versions.tolist()], np.int64)
 
     def _here(self, path: str) -> Path:
-        """Where a file or folder of home is: the same path, or this host's copy of what the run directory has."""
+        """The place of a file or folder of home: the same path, or this host's copy of what the run directory has."""
         if self.away is not None and self._root is not None and Path(path).is_relative_to(self._root):
             return self.away.folder / Path(path).relative_to(self._root)
         return Path(path)
 
     def _take(self, message: wire.Bring) -> wire.Done | None:
-        """Of a copy, the next bytes. What was brought in an earlier attempt goes first."""
+        """Writes the next bytes of a copy. What was brought in an earlier attempt goes first."""
         assert self.away is not None, "this rank is at home"
         if not self._brought:
             shutil.rmtree(self.away.folder, ignore_errors=True)
@@ -177,7 +178,7 @@ class Follower:
 
 
 def place_of(folder: Path, name: str) -> Path:
-    """Where the copy of a file of that name goes; RanksDiffer for one that would leave the folder."""
+    """The place of the copy of a file of that name; RanksDiffer for one that would leave the folder."""
     place = folder / name
     if ".." in place.parts or not place.is_relative_to(folder):  # a name may be absolute
         raise RanksDiffer(f"rank 0 brings {name!r}, which is no name below its run directory")
@@ -185,7 +186,7 @@ def place_of(folder: Path, name: str) -> Path:
 
 
 def _told(saving: Saving, seq: int) -> wire.Saved:
-    """How the writing of a shard ended."""
+    """The message that says how the writing of a shard ended."""
     try:
         (entry,) = saving.entries().values()
     except (DiskFull, WriteFailed) as problem:

@@ -179,11 +179,11 @@ class Team:
             self._answer(stream, own.collective_s)
 
     def each(self, shares: Sequence[T]) -> list[T]:
-        """What each follower has of the shares: ranks of one tensor group have the same."""
+        """The share of each follower: ranks of one tensor group have the same."""
         return [shares[rank // self.settings.axes.tensor] for rank in range(1, self.settings.ranks)]
 
     def answers(self, limit_s: float = 0.0) -> list[Any]:
-        """One of each follower to what was told last."""
+        """Answers of all followers to the last message."""
         return [self._answer(stream, limit_s or self.settings.collective_s) for stream in self.followers]
 
     def _answer(self, stream: wire.Stream, limit_s: float) -> Any:
@@ -212,7 +212,7 @@ class Team:
             raise (RankFailed(text, uids) if uids else RankLost(text)) from problem
 
     def _last_words(self) -> tuple[list[str], list[int]]:
-        """What each follower said, and the samples of those that have failed."""
+        """Last words of each follower, and the samples of those that have failed."""
         deadline, said, uids = time.monotonic() + wire.LAST_WORDS_S, list[str](), list[int]()
         for stream in self.followers:
             try:
@@ -274,7 +274,7 @@ def gather(
 
 
 def _is_free(streams: dict[int, wire.Stream], rank: int) -> bool:
-    """Whether that rank is not there, or has ended since it came."""
+    """True if that rank is not there, or has ended since it came."""
     if rank in streams and streams[rank].end:
         streams.pop(rank).close()
     return rank not in streams
@@ -331,7 +331,7 @@ class Leader(Trainer):
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
 
     def _parts(self, samples: Sequence[Sample], by: str = "") -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """The same from all ranks, per share."""
+        """Scores of all ranks, per share."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
             works = [wire.work_of(self.hooks.ages_of, part) for part in self.team.each(chosen)]
@@ -392,8 +392,8 @@ class Leader(Trainer):
 
 
 class TeamSaving(Saving):
-    """What all ranks write of a checkpoint. `streams`: those to the other ranks, in order, each with the newest answer
-    to a Save as `saved`; `seq`: that of the question."""
+    """The files that all ranks write of a checkpoint. `streams`: those to the other ranks, in order, each with the
+    newest answer to a Save as `saved`; `seq`: that of the question."""
 
     def __init__(self, own: Writing, streams: Sequence[Any], seq: int) -> None:
         super().__init__(own)
@@ -461,7 +461,7 @@ def _quadratic(model: Any) -> float:
 
 
 def _one_of_each(every: Sequence[RankStats], tensor: int) -> list[RankStats]:
-    """One rank's numbers of each share, with the culprits that any rank of it found."""
+    """Numbers of a rank of each share, with the culprits that any rank of it found."""
     groups = (every[at : at + tensor] for at in range(0, len(every), tensor))
     return [replace(group[0], culprits=tuple(dict.fromkeys(name for one in group for name in one.culprits)))
             for group in groups]

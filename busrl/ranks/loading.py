@@ -52,7 +52,7 @@ class WeightFiles:
         self._others = {name: names for names in aliases.values() for name in names}
 
     def part(self, name: str, place: Place) -> Tensor:
-        """That part of the model's tensor, in the number type of the file; ModelNotLoaded if no file has it."""
+        """Reads that part of the model's tensor, in the number type of the file; ModelNotLoaded if no file has it."""
         known = next((one for one in self._others.get(name, [name]) if one in self._sources), None)
         if known is None:
             raise ModelNotLoaded(f"{self.folder}: no file in it has {name!r}; copy all weight files of the model there")
@@ -101,7 +101,7 @@ def _in_pickle(path: Path) -> Iterator[tuple[str, Reader]]:
 
 @dataclass
 class _Source:
-    """Where a tensor of a model comes from: one of a file, or several that transformers makes it of."""
+    """The origin of a tensor of a model: one of a file, or several that transformers makes it of."""
 
     keys: list[tuple[str, str]] = field(default_factory=list)  # pattern of transformers' table, name in the file
     converter: Any = None
@@ -119,7 +119,8 @@ class _Source:
         return whole[left]
 
     def _needed(self, place: Place) -> tuple[list[tuple[str, str]], Place]:
-        """What has to be read for these rows, and which rows of what it makes: of experts only those wanted."""
+        """Rows of files that have to be read for these rows, and which rows of what it makes: of experts only those
+        wanted."""
         operation = self.converter.operations[0]
         if type(operation).__name__ != "MergeModulelist" or operation.dim or not place:
             return self.keys, place

@@ -1,4 +1,5 @@
-"""Where the ranks of a learner meet rank 0: a Unix socket for those of its host, a TCP port for those of others.
+"""The place where the ranks of a learner meet rank 0: a Unix socket for those of its host, a TCP port for those of
+others.
 
 Used by `leader` and `follower`. Talks to sockets, and to the file that says where the port is, which home's relay reads
 to the hosts that may know; knows nothing of messages, models or process groups.
@@ -37,7 +38,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Place:
-    """Where rank 0 listens for ranks of other hosts, and what proves that they are some."""
+    """The place where rank 0 listens for ranks of other hosts, and what proves that they are some."""
 
     address: str
     port: int
@@ -46,8 +47,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Away:
-    """What a rank of another host has in the place of home's files. `place`: asks home where rank 0 listens, None:
-    nowhere just now. `folder`: for copies of home's files."""
+    """Means that a rank of another host has in the place of home's files. `place`: asks home where rank 0 listens,
+    None: nowhere just now. `folder`: for copies of home's files."""
 
     host: str
     place: Callable[[], Place | None]
@@ -183,7 +184,7 @@ def connect(file: Path, away: Away | None, silent_s: float) -> socket.socket:
 
 
 def _proved(connected: socket.socket, secret: str) -> bool:
-    """Whether rank 0 proves itself at the other end; this side does too. Both send a nonce, then whoever connects its
+    """True if rank 0 proves itself at the other end; this side does too. Both send a nonce, then whoever connects its
     proof, then rank 0 its own: it gives none to whoever has none."""
     until, nonce = time.monotonic() + PROOF_S, secrets.token_bytes(SIZE)
     connected.settimeout(PROOF_S)

@@ -65,7 +65,8 @@ class Layout:
 
     @property
     def shares(self) -> int:
-        """How many ranks have samples of their own; the rank `share * tensor` is the first that has those of one."""
+        """Number of ranks that have samples of their own; the rank `share * tensor` is the first that has those of one.
+        """
         return self.ranks // self.tensor
 
 
@@ -221,7 +222,7 @@ def open_store(world: int, timeout_s: float, address: str = HOST) -> tuple[Any, 
 
 
 def find_store(port: int, world: int, timeout_s: float, address: str = HOST) -> Any:
-    """The same for a rank that did not open it."""
+    """Finds the store for a rank that did not open it."""
     return dist.TCPStore(address, port, world, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -372,7 +373,7 @@ def whole_tensors(found: Any) -> Any:
 # -- failures --------------------------------------------------------------------------
 
 def of_a_peer(problem: BaseException) -> bool:
-    """Whether a collective failed because of another rank, not this one's own computation: its transport says so."""
+    """True if a collective failed because of another rank, not this one's own computation: its transport says so."""
     text = str(problem).lower()
     of_torch = isinstance(problem, RuntimeError) and any(name in text for name in BACKEND.values())
     return of_torch or isinstance(problem, dist.DistError)

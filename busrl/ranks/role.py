@@ -82,7 +82,7 @@ class Rank(Actor):
 
 @contextlib.contextmanager
 def home_of(actor: Actor) -> Iterator[Away | None]:
-    """How a rank of another host asks home's relay where the learner is; None at home."""
+    """Yields the way in which a rank of another host asks home's relay for the learner; None at home."""
     if not actor.topology.here:
         yield None
         return

@@ -229,7 +229,7 @@ class Stream:
 
     @property
     def end(self) -> str:
-        """How the other side has ended, where that shows; nothing is read."""
+        """Text that says how the other side has ended, where that shows; nothing is read."""
         self.socket.setblocking(False)
         try:
             return "" if self.socket.recv(1, socket.MSG_PEEK) else f"{self.name} has ended"
@@ -256,7 +256,7 @@ def work_of(
     ages_of: Callable[[Versions], NDArray[np.int64]], samples: Sequence[Sample], given: Given = NOTHING_GIVEN,
     version: int | None = None,
 ) -> Work:
-    """What a follower needs to compute these samples as rank 0 would. `ages_of`: as in the trainer's hooks."""
+    """Work from which a follower computes these samples as rank 0 would. `ages_of`: as in the trainer's hooks."""
     prompts: dict[bytes, int] = {}
     rows = [
         (s.uid, s.group, s.member, prompts.setdefault(s.prompt_ids.tobytes(), len(prompts)), s.token_ids.tobytes(),

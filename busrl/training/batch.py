@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Where the turns of an episode stand in its ids."""
+    """Places of the turns of an episode in its ids."""
 
     seqs: Ints  # lengths of its sequences, at least one turn in each
     rows: Ints  # [turns, 3]: sequence, and begin and end in it; sorted, disjoint
@@ -53,7 +53,7 @@ class Turns:
         return found
 
     def places(self) -> Ints:
-        """Where each generated token stands in all ids."""
+        """Places of the generated tokens in all ids."""
         begins = (np.cumsum(self.seqs) - self.seqs)[self.rows[:, 0]] + self.rows[:, 1]
         return numbered(self.lengths) + np.repeat(begins, self.lengths)
 
@@ -67,7 +67,7 @@ class Turns:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One finished trajectory; the arrays are not copied and must stay unchanged until the step."""
+    """A finished trajectory; the arrays are not copied and must stay unchanged until the step."""
 
     uid: int
     group: int
@@ -106,11 +106,11 @@ class Sample:
         return self.generated - (self.context if self.turns is None else int(self.turns.skipped.sum()))
 
     def targets(self) -> NDArray[np.int32]:
-        """What was generated."""
+        """Ids of the generated tokens."""
         return self.token_ids if self.turns is None else self.token_ids[self.turns.places()]
 
     def mask(self) -> Bools:
-        """Of each generated token whether it is trained."""
+        """Mask of the generated tokens that are trained."""
         return ~self.turns.skipped if self.turns is not None else np.arange(len(self.token_ids)) >= self.context
 
     def turn_lengths(self) -> Ints:
@@ -123,7 +123,7 @@ class Sample:
         return np.add.reduceat(self.mask().astype(np.int64), np.cumsum(lengths) - lengths)
 
     def fault(self) -> str:
-        """What is wrong with its shape or its numbers; "" for a sound sample."""
+        """Describes what is wrong with its shape or its numbers; "" for a sound sample."""
         if self.turns is None and (len(self.prompt_ids) < 1 or len(self.token_ids) < 1):
             return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each"
         counts = self.generated, len(self.behaviour_logprobs), len(self.policy_versions)
@@ -252,8 +252,8 @@ class Flat:
         return torch.tensor(values, dtype=dtype, device=self.turns.device)[self.turns]
 
     def begun(self, version: int) -> Tensor:
-        """Of each token whether weights of `version` drew the first one of every turn of its sample: an engine may have
-        kept the keys and values of earlier turns."""
+        """Mask of the tokens for which weights of `version` drew the first one of every turn of its sample: an engine
+        may have kept the keys and values of earlier turns."""
         counts = np.array(self.turn_counts)
         oldest = np.minimum.reduceat(self.policy_versions[self.turn_begins], np.cumsum(counts) - counts)
         return torch.from_numpy(oldest == version).to(self.rows.device)[self.rows]
@@ -271,7 +271,7 @@ def spread(samples: Sequence[Sample], worth: Sequence[Worth]) -> NDArray[np.floa
 
 
 def flatten(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) -> Flat:
-    """What the loss needs of the generated tokens, on the device; floats are of that type."""
+    """Arranges what the loss needs of the generated tokens, on the device; floats are of that type."""
 
     def placed(values: NDArray[Any], kind: torch.dtype) -> Tensor:
         return torch.from_numpy(values).to(device, kind)

@@ -112,7 +112,7 @@ class Checkpoint:
 
     @property
     def sharded(self) -> bool:
-        """Whether weights and optimiser are in shards, and `model` has no weights."""
+        """True if weights and optimiser are in shards, and `model` has no weights."""
         return is_sharded(self.path)
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Pending:
             self._stack = stack.pop_all()
 
     def ready(self) -> bool:
-        """Whether `commit` would not wait."""
+        """True if `commit` would not wait."""
         found: bool = self.saving.ready()
         return found
 
@@ -233,7 +233,7 @@ def _write_shell(model: Any, folder: Path, source: Path | None) -> None:
 
 
 def _copy_rest(source: Path | None, folder: Path) -> None:
-    """What belongs to a model and is none of its weights: the tokenizer, templates."""
+    """Copies what belongs to a model and is none of its weights: the tokenizer, templates."""
     for path in source.iterdir() if source is not None else ():
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
@@ -333,7 +333,7 @@ def _write_type(config: Path, name: str) -> None:
 
 
 def buffers(model: Any) -> dict[str, Any]:
-    """What belongs to a model's state and is no parameter."""
+    """Buffers of a model: what belongs to its state and is no parameter."""
     kept = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
@@ -341,7 +341,7 @@ def buffers(model: Any) -> dict[str, Any]:
 def _listing(
     directory: Path, on_progress: Callable[[], None], known: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, list[int]]:
-    """Of all files but those that are known."""
+    """Sizes and CRC-32 of all files but those that are known."""
     listed: dict[str, list[int]] = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES):
         if str(path.relative_to(directory)) not in known:
@@ -363,7 +363,7 @@ def latest(root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None
 
 
 def fault_of(path: Path) -> str | None:
-    """What is wrong with the checkpoint at `path`, or None."""
+    """Describes what is wrong with the checkpoint at `path`, or None."""
     try:
         listed: dict[str, list[int]] = json.loads((path / FILES).read_text())
         if (fault := fault_in(path, listed)) is not None:

@@ -95,7 +95,7 @@ class OwnLoss(_Checked):
 
 
 def reads(loss: LossFunction, name: str) -> bool:
-    """Whether a loss of the user's says that it reads that."""
+    """True if a loss of the user's says that it reads that."""
     return isinstance(loss, OwnLoss) and loss.reads(name)
 
 

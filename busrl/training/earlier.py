@@ -27,7 +27,7 @@ LAYER = re.compile(r"^.*?\.\d+(?=\.)")  # of a parameter's name, up to the numbe
 
 
 class Earlier:
-    """What was trained at `version`; None before the first `keep`."""
+    """Weights of `version`; None before the first `keep`."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -35,7 +35,7 @@ class Earlier:
 
     @torch.no_grad()
     def keep(self, model: Any, version: int) -> None:
-        """These weights, which are of `version`."""
+        """Copy these weights, which are of `version`."""
         self.version = None  # until it is whole
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:

@@ -94,7 +94,7 @@ class Forward:
         self.known = known
 
     def size(self, samples: Sequence[Sample]) -> int:
-        """How many positions are computed, padding included."""
+        """Counts the positions that are computed, padding included."""
         lengths = [len(piece.ids) for piece in pieces_of(samples)]
         return sum(lengths) if self.together else len(lengths) * max(lengths)
 
@@ -234,7 +234,7 @@ def checkpoint_layers(way: Forward) -> None:
 
 
 def compute_again(model: Any) -> None:
-    """The same without a proof, for a model whose architecture has given it."""
+    """Do what `checkpoint_layers` does, without a proof, for a model whose architecture has given it."""
     # It acts in training mode alone, in which a model may also draw random numbers: none that it may.
     silence_chance(model)
     again = {"use_reentrant": False}

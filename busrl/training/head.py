@@ -27,7 +27,8 @@ OTHERWISE = 1 << 28  # on an accelerator, which wants larger matrix products
 
 @dataclass(frozen=True)
 class Head:
-    """How a model makes logits of hidden states: x = cap tanh(scale (h W^T + b) / cap), each part only where it has it.
+    """The way in which a model makes logits of hidden states: x = cap tanh(scale (h W^T + b) / cap), each part only
+    where it has it.
 
     `rows`: rows of logits at a time; 0 = as many as PIECE_BYTES allow. `dtype`: of the matrix product; None: as it is.
     """

@@ -47,8 +47,8 @@ def load(
 
 
 def load_empty(path: str | Path, dtype: torch.dtype = torch.float32, attention: str = "") -> Any:
-    """The same without weights: its parameters are on `meta`, without memory, its buffers on the CPU as they should be.
-    `busrl.ranks.loading` fills it."""
+    """The model without weights: its parameters are on `meta`, without memory, its buffers on the CPU as they should
+    be. `busrl.ranks.loading` fills it."""
     def build(hf: Any, **chosen: str) -> Any:
         config = hf.AutoConfig.from_pretrained(str(path), local_files_only=True)
         with _without_memory():
@@ -78,7 +78,7 @@ def _without_memory() -> Iterator[None]:
 
 
 def _made(folder: Path, make: Callable[..., Any], attention: str) -> Any:
-    """What `make` gives of that folder, in evaluation mode; ModelNotLoaded for what cannot be trained."""
+    """Makes the model of that folder, in evaluation mode; ModelNotLoaded for what cannot be trained."""
     _look_at(folder)
     with uncollected():
         import transformers as hf  # only here: the import takes seconds
@@ -163,7 +163,7 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def copied_weights(model: Any) -> dict[str, Tensor]:
-    """The same as separate copies on the host: for a model whose parameters are views of others."""
+    """Weights by name as separate copies on the host: for a model whose parameters are views of others."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
 
 
@@ -282,7 +282,7 @@ class Adapter:
         return found
 
     def base_alone(self, score: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-        """What gives the log-probabilities of `score` under the base without the adapter."""
+        """The function that gives the log-probabilities of `score` under the base without the adapter."""
 
         def of_base(*given: Any) -> Tensor:
             with self.off():
@@ -336,7 +336,7 @@ class Merged(Mapping[str, Tensor]):
         return self.made(name, lambda tensor: tensor)
 
     def made(self, name: str, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same of tensors that `whole` makes whole."""
+        """The tensor of that name, of tensors that `whole` makes whole."""
         weight = whole(self._base[name])
         if name not in self._layers:
             return weight
@@ -385,7 +385,7 @@ def require_vocabulary(folder: Path, found: Any, own: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As peft writes its configuration: sets as sorted lists."""
+    """Plain values as peft writes its configuration: sets as sorted lists."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     return sorted(value) if isinstance(value, (set, frozenset)) else value

@@ -113,7 +113,7 @@ def require_elementwise(name: str, adam: Settings, options: Settings, base_dir: 
 
 
 def _is_elementwise(name: str, adam: Settings, options: Settings, base_dir: str) -> bool:
-    """Whether two halves of the rows of a matrix, and of a vector, are updated as they are in the whole."""
+    """True if two halves of the rows of a matrix, and of a vector, are updated as they are in the whole."""
     whole = _tried(name, adam, options, base_dir)
     parts = [one.clone() for both in whole[0] for one in both.chunk(2)]
     halves = parts, make(name, parts, adam, options, base_dir)
@@ -143,7 +143,7 @@ class SpreadAdafactor(torch.optim.Adafactor):
 
 
 class _Factored:
-    """One tensor in an update of Adafactor: its calls in turn, with a sum over ranks after each of the first two."""
+    """A tensor in an update of Adafactor: its calls in turn, with a sum over ranks after each of the first two."""
 
     def __init__(self, whole: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
         self.whole, self.group, self.state = whole, group, state
@@ -309,7 +309,8 @@ def _bits() -> Any:
 
 
 def begin_with(folder: str) -> str:
-    """How a new run begins with the weights of the checkpoint at `folder` and an optimiser that begins at 0."""
+    """Explains how a new run begins with the weights of the checkpoint at `folder` and an optimiser that begins at 0.
+    """
     return f'start a new run with learner.start_from = "{folder}" and learner.start_optimizer = false'
 
 
@@ -324,7 +325,7 @@ def require_same(state: Settings, name: str, folder: str) -> None:
 
 
 def require_same_layers(state: Settings, text: str, names: Sequence[str], folder: str) -> None:
-    """The same if it has states of other parameters than `learner.train_layers` = `text` names among `names`."""
+    """UserError if it has states of other parameters than `learner.train_layers` = `text` names among `names`."""
     before = state.get(TRAINED, "")
     if selection.chosen(before, names)[0] != selection.chosen(text, names)[0]:
         raise UserError(

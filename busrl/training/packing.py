@@ -43,7 +43,7 @@ class Sequences:
     made: dict[Any, Any] = field(default_factory=dict, compare=False)  # layouts and borders, once for all layers
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` gave for that key at its first call."""
+        """The value that `make` gave for that key at its first call."""
         if key not in self.made:
             self.made[key] = make()
         found: T = self.made[key]
@@ -53,7 +53,7 @@ class Sequences:
         return Sequences(self.before_first[chosen], self.before[chosen], self.first[chosen], self.lengths[chosen])
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
-        """Of each sequence: first and number of the rows before it, first and number of its own."""
+        """Rows of each sequence: first and number of the rows before it, first and number of its own."""
         columns = (self.before_first, self.before, self.first, self.lengths)
         return zip(*(column.tolist() for column in columns), strict=True)
 
@@ -124,7 +124,7 @@ def attend(
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers asks of an attention: query [1, heads, rows, size], key and value perhaps with fewer heads;
+    """The attention that transformers calls: query [1, heads, rows, size], key and value perhaps with fewer heads;
     returns [1, rows, heads, size]. `s_aux` are the sinks of the heads. Without a plan every row of a batch is one
     sequence, padded at the right if at all."""
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0, s_aux)
@@ -155,7 +155,7 @@ LONGEST_HEAD = 256  # numbers that flash attention takes
 
 
 def _flash_knows(query: Tensor, key: Tensor, rule: Rule) -> bool:
-    """Whether the kernel computes this layer: not scores that are capped, and no sinks."""
+    """True if the kernel computes this layer: not scores that are capped, and no sinks."""
     fits = query.is_cuda and query.dtype in FLASH_TYPES and query.shape[-1] <= LONGEST_HEAD
     return fits and not rule.cap and rule.sinks is None and _flash_is_right(
         query.device, query.dtype, query.shape[1] // key.shape[1], query.shape[-1], bool(rule.window))
@@ -175,7 +175,7 @@ def _flash() -> tuple[Callable[..., Any], bool] | None:
 
 @functools.cache
 def _flash_is_right(device: torch.device, dtype: torch.dtype, repeats: int, size: int, windowed: bool) -> bool:
-    """Whether the kernel gives values and gradients of the slow way, for a shared prompt and for sequences alone."""
+    """True if the kernel gives values and gradients of the slow way, for a shared prompt and for sequences alone."""
     if _flash() is None:
         return False
     rule = Rule(size ** -0.5, 3 if windowed else 0, 0.0, None)
@@ -199,7 +199,7 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, repeats: int, size
 
 @dataclass(frozen=True)
 class Borders:
-    """Where sequences begin, as the kernel asks for it."""
+    """Places where sequences begin, as the kernel asks for them."""
 
     keys: Tensor | None  # rows that the sequences attend to, one sequence after another; None: the rows as they are
     of_queries: Tensor  # int32 [sequences + 1]
@@ -246,7 +246,7 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences,
 
 @dataclass(frozen=True)
 class Rule:
-    """How a layer turns scores into shares; 0 and None: not at all."""
+    """The rule by which a layer turns scores into shares; 0 and None: not at all."""
 
     scale: float
     window: int
@@ -268,14 +268,14 @@ class Rule:
 
 
 def _seen(before: Any, queries: Any, keys: Any, window: int) -> Any:
-    """Whether query number q of a sequence may look at row k of what it attends to; broadcasts [.., q] and [.., k]."""
+    """True if query number q of a sequence may look at row k of what it attends to; broadcasts [.., q] and [.., k]."""
     distance = before[..., None, None] + queries[:, None] - keys
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the sequences of a plan are attended to: some padded to rectangles, others alone."""
+    """The way in which the sequences of a plan are attended to: some padded to rectangles, others alone."""
 
     queries: Tensor  # rows in all rectangles, one after another,
     keys: Tensor  # and rows that they attend to
@@ -298,7 +298,7 @@ def _layout(sequences: Sequences, window: int, like: Tensor) -> Layout:
 
 
 def _cuts(sequences: Sequences, chosen: Ints) -> Iterator[Ints]:
-    """These sequences by length, cut into rectangles before there is too much padding in one."""
+    """Sequences by length, cut into rectangles before there is too much padding in one."""
     chosen = chosen[np.argsort(-sequences.lengths[chosen], kind="stable")]
     begin, highest, filled = 0, 0, 0
     for place, (_, before, _, length) in enumerate(sequences[chosen].rows()):
@@ -379,7 +379,7 @@ def _heads_first(rows: Tensor, sequences: int, heads: int) -> Tensor:
 
 
 def _alone(query: Tensor, key: Tensor, value: Tensor, one: tuple[int, int, int, int], rule: Rule) -> Tensor:
-    """One sequence: [rows, heads, size]."""
+    """A sequence alone: [rows, heads, size]."""
     start, count, first, length = one
     own, stretch, repeats = slice(first, first + length), slice(start, start + count), query.shape[1] // key.shape[1]
     keys, values = (
@@ -389,7 +389,7 @@ def _alone(query: Tensor, key: Tensor, value: Tensor, one: tuple[int, int, int, 
 
 
 def _sequence(queries: Tensor, keys: Tensor, values: Tensor, before: int, rule: Rule) -> Tensor:
-    """One sequence: [1, heads, length, size], of which `before` keys more than queries."""
+    """A sequence alone: [1, heads, length, size], of which `before` keys more than queries."""
     length, context = queries.shape[2], keys.shape[2]
     window = rule.window if rule.window < context else 0
     if not (window or before or rule.cap) and rule.sinks is None:

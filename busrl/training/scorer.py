@@ -1,4 +1,5 @@
-"""What a loss gets of a micro-batch: log-probabilities of the model, of its reference and its teacher, and values.
+"""Scores of a micro-batch, which a loss gets: log-probabilities of the model, of its reference and its teacher, and
+values.
 
 Made and driven by the trainer. Talks to the way in which the model computes (`forward`); knows nothing of gradients,
 updates or steps.
@@ -39,7 +40,7 @@ NOTHING = Sample(
 
 @dataclass(frozen=True)
 class Given:
-    """What the samples of a call are trained with: a number or a row for each; None where the default holds."""
+    """Numbers that the samples of a call are trained with: a number or a row for each; None where the default holds."""
 
     advantages: Sequence[Worth]  # not read where `valued` has those of each token
     weights: Sequence[Worth] | None = None  # of the loss of a sample's tokens; 1
@@ -69,7 +70,7 @@ class Scorer:
         return batch.flatten(samples, self.dtype, self.device)
 
     def inputs(self, samples: Sequence[Sample], flat: Flat, given: Given) -> tuple[losses.LossInputs, Tensor | None]:
-        """What the loss gets, and the values of a value head, of one forward of each model."""
+        """Inputs of the loss, and the values of a value head, of one forward of each model."""
         referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
         wanted, known, student = flat, None, None
         if self.teacher is not None:
@@ -84,7 +85,7 @@ class Scorer:
                        student_logprobs=student), values
 
     def _of_logprobs(self, flat: Flat, logprobs: Tensor, given: Given) -> losses.LossInputs:
-        """What needs no other forward than that of the log-probabilities."""
+        """Inputs that need no other forward than that of the log-probabilities."""
         before = logprobs.detach()
         if given.proximal is not None:
             before = torch.from_numpy(np.concatenate(given.proximal)).to(logprobs)

@@ -1,4 +1,4 @@
-"""What a trainer is set to: numbers by the names of the topology's [learner] and [learner.memory] keys.
+"""Settings of a trainer: numbers by the names of the topology's [learner] and [learner.memory] keys.
 
 Read by the trainer, its parts and the ranks of a learner. Knows the topology's tables, where the defaults stand, and
 the model's folder, which says which rows of the logits stand for a token.
@@ -64,5 +64,5 @@ class TrainerSettings(LossSettings):
 
     @property
     def few_bits(self) -> torch.dtype | None:
-        """What forward and backward compute with, and what is published; None: as it is trained."""
+        """The type that forward and backward compute with, and what is published; None: as it is trained."""
         return None if self.compute_dtype == "float32" else getattr(torch, self.compute_dtype)

@@ -45,7 +45,8 @@ def file_of(rank: int) -> str:
 
 @dataclass
 class Part:
-    """What begins at `first` (per axis) of the tensor `name` of that whole shape; `tensor` may still be in use."""
+    """A part of a tensor that begins at `first` (per axis) of the tensor `name` of that whole shape; `tensor` may still
+    be in use."""
 
     name: str
     tensor: Tensor
@@ -146,17 +147,17 @@ def _head(parts: Sequence[Part], world: int) -> bytes:
 
 @dataclass
 class Saving:
-    """What one process writes of a checkpoint; a team has one of all ranks with the same calls."""
+    """The files that a process writes of a checkpoint; a team has one of all ranks with the same calls."""
 
     own: Writing
     rank: int = 0
 
     def ready(self) -> bool:
-        """Whether `entries` would not wait."""
+        """True if `entries` would not wait."""
         return self.own.ended
 
     def whose(self) -> str:
-        """Who still writes."""
+        """Name of whoever still writes."""
         return f"rank {self.rank} ({self.own.path})"
 
     def entries(self) -> dict[str, list[int]]:
@@ -238,14 +239,14 @@ class Shards:
         self.rest: dict[str, Any] = json.loads((self.folder / REST).read_text())
 
     def names(self, prefix: str) -> Iterator[str]:
-        """Of all tensors whose name begins so, without that."""
+        """Names of all tensors that begin so, without that beginning."""
         return (name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix))
 
     def whole(self, name: str) -> Tensor:
         return self.part(name, tuple(slice(0, size) for size in self.shapes[name]))
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """That part of a tensor, read from whichever files have pieces of it."""
+        """Reads that part of a tensor, read from whichever files have pieces of it."""
         if not place:
             found: Tensor = self._parts[name][0][1].get_tensor(name)
             return found
@@ -268,12 +269,12 @@ class Shards:
 
 
 def _from(place: Sequence[slice], begin: Sequence[int]) -> tuple[slice, ...]:
-    """The same place, counted from there."""
+    """A place counted from another."""
     return tuple(slice(one.start - at, one.stop - at) for one, at in zip(place, begin, strict=True))
 
 
 def _shared(wanted: slice, begin: int, size: int) -> slice:
-    """What of a wanted range a piece has."""
+    """The part of a wanted range that a piece has."""
     return slice(max(wanted.start, begin), min(wanted.stop, begin + size))
 
 

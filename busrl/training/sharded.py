@@ -38,12 +38,12 @@ def rank_and_world(tensors: Iterable[Tensor]) -> tuple[int, int]:
 
 
 def alike(tensors: Sequence[Any]) -> bool:
-    """Whether all are spread over the same mesh, so that one operation can be of all of them."""
+    """True if all are spread over the same mesh, so that one operation can be of all of them."""
     return len({tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")}) < 2
 
 
 def weight_in_sum(tensor: Any) -> float:
-    """What a number of this rank's part has to be multiplied by in a sum over all ranks: 1 over how many have it."""
+    """The factor of a number of this rank's part in a sum over all ranks: 1 over how many have it."""
     if not hasattr(tensor, "device_mesh"):
         return 1.0
     sizes = (tensor.device_mesh.size(axis) for axis, cut in enumerate(tensor.placements) if not cut.is_replicate())
@@ -51,7 +51,7 @@ def weight_in_sum(tensor: Any) -> float:
 
 
 def begin(tensor: Any) -> tuple[int, ...]:
-    """Where this rank's part of a tensor begins, per axis; it ends by its own size."""
+    """The place where this rank's part of a tensor begins, per axis; it ends by its own size."""
     if not hasattr(tensor, "device_mesh"):
         return tuple(0 for _ in tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -63,12 +63,12 @@ def begin(tensor: Any) -> tuple[int, ...]:
 
 
 def within(tensor: Any) -> tuple[slice, ...]:
-    """The same as slices of the whole tensor."""
+    """This rank's part as slices of the whole tensor."""
     return tuple(slice(at, at + size) for at, size in zip(begin(tensor), local(tensor).shape, strict=True))
 
 
 def first_to_have(tensor: Any, rank: int) -> bool:
-    """Whether no lower rank has what this one has of a tensor; of one that is not spread rank 0 alone."""
+    """True if no lower rank has what this one has of a tensor; of one that is not spread rank 0 alone."""
     if not hasattr(tensor, "device_mesh"):
         return rank == 0
     mesh, where = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -77,7 +77,7 @@ def first_to_have(tensor: Any, rank: int) -> bool:
 
 
 def spread_of(part: Tensor, pattern: Any) -> Tensor:
-    """What is spread as `pattern` is, of this rank's part."""
+    """A tensor that is spread as `pattern` is, of this rank's part."""
     from torch.distributed.tensor import DTensor
 
     made: Tensor = DTensor.from_local(

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trainer: the trained tensors and the optimiser's state, in one file or in shards.
+"""State of a trainer that a checkpoint holds: the trained tensors and the optimiser's state, in one file or in shards.
 
 Made by the trainer, used by checkpoints and by the ranks of a learner. Talks to the optimiser and to files of shards;
 knows nothing of losses, samples or steps.
@@ -42,13 +42,13 @@ class TrainerState:
         self.saving: Writing | None = None  # of these tensors, by a thread
 
     def trained_tensors(self) -> dict[str, Tensor]:
-        """What the optimiser changes, by name."""
+        """Tensors that the optimiser changes, by name."""
         if self._masters is not None:
             return self._masters.named
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def kept_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint in shards holds of the model: what is trained, the rest of it, and its buffers."""
+        """Tensors that a checkpoint in shards holds of the model: what is trained, the rest of it, and its buffers."""
         return {**buffers(self.model), **dict(self.model.named_parameters()), **self.trained_tensors()}
 
     def update(self, lr: float) -> None:
@@ -74,8 +74,8 @@ class TrainerState:
         return {**self.optimizer.state_dict(), **kinds, **masters}
 
     def gathered(self, keep: bool) -> dict[str, Any]:
-        """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
-        Without `keep` this rank only takes part, and gets nothing."""
+        """The state of `saved`, whole and on the host, of a trainer whose parameters are spread over ranks: a collective
+        per tensor. Without `keep` this rank only takes part, and gets nothing."""
         state = self.saved()
         for name in ("state", MASTER):
             if name in state:
@@ -172,7 +172,7 @@ class TrainerState:
 
     @torch.no_grad()
     def _restore_shards(self, path: Path, optimizer: bool) -> list[str]:
-        """One of another model or another optimiser is refused with both values before anything is changed."""
+        """Refuses a checkpoint of another model or another optimiser, with both values before anything is changed."""
         shards = Shards(path)
         # No file has empty ones.
         kept = {name: tensor for name, tensor in self.kept_tensors().items() if tensor.numel()}

@@ -1,5 +1,5 @@
-"""What one optimiser step was: what a trainer counts of it, the numbers of each rank, their sum over ranks, and several
-updates as one step.
+"""Numbers of an optimiser step: what a trainer counts of it, the numbers of each rank, their sum over ranks, and
+several updates as one step.
 
 Filled by the trainer, read by the learner. Knows nothing of models, losses or optimisers.
 
@@ -28,7 +28,7 @@ from busrl.training.batch import Flat, Sample, pieces_of
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimiser step; `skipped` says why there was none, `culprits` names the samples or parameters."""
+    """An optimiser step; `skipped` says why there was none, `culprits` names the samples or parameters."""
 
     lr: float
     loss: float  # the aggregated loss of the step, before the update
@@ -51,8 +51,8 @@ class StepStats:
 
 
 def combined(updates: Sequence[StepStats]) -> StepStats:
-    """One step of several updates, at least one: counts and times added up, means over all of its trained tokens, each
-    under the weights of its own update. The gradient norm is that of the last update."""
+    """Joins several updates to a step, at least one: counts and times added up, means over all of its trained tokens,
+    each under the weights of its own update. The gradient norm is that of the last update."""
     last = updates[-1]
     if len(updates) == 1:
         return last
@@ -72,7 +72,7 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
 
 @dataclass(frozen=True)
 class RankStats:
-    """What one rank did for a step; norm and reason are the same on all ranks."""
+    """Numbers of a rank for a step; norm and reason are the same on all ranks."""
 
     norm: float
     skipped: str
@@ -109,7 +109,7 @@ def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, s
 
 
 class Tally:
-    """What one trainer has computed of the step under way."""
+    """Counts of what a trainer has computed of the step under way."""
 
     def __init__(self, where: torch.device) -> None:
         self._device, self._watch = where, device.Stopwatch(where)
@@ -182,7 +182,7 @@ class Tally:
                 self._gaps[sample.uid] = gap.detach()
 
     def gaps(self) -> dict[int, NDArray[np.float32]]:
-        """Of the watched samples that this process has trained since the last call: of each generated token its
+        """Gaps of the watched samples that this process has trained since the last call: of each generated token its
         log-probability here, before the update, minus that of the engine."""
         gaps, self._gaps = self._gaps, {}
         return {uid: gap.float().cpu().numpy() for uid, gap in gaps.items()}

@@ -51,7 +51,7 @@ def _of_now(versions: Versions) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a trainer calls of whoever drives it."""
+    """Functions that a trainer calls of whoever drives it."""
 
     on_progress: Callable[[], None] = lambda: None  # after each micro-batch, a scored one too
     ages_of: Callable[[Versions], NDArray[np.int64]] = _of_now  # steps since the version of each token
@@ -79,7 +79,7 @@ class Team(Protocol):
 
 
 class Trainer:
-    """One model, one optimiser, one accumulator (the parameters' `.grad`)."""
+    """A model with an optimiser and an accumulator (the parameters' `.grad`)."""
 
     def __init__(
         self, model: Any, settings: TrainerSettings, forward: Forward | None = None, *, adapter: Adapter | None = None,
@@ -176,7 +176,7 @@ class Trainer:
         return found
 
     def every(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Of each sample with one generated token, the log-probabilities of every token in its place."""
+        """Rows of samples with one generated token each: the log-probabilities of every token in its place."""
         return [rows[0] for rows in self.score(samples, EVERY)]
 
     @torch.no_grad()
@@ -242,7 +242,7 @@ class Trainer:
     # -- weights and state -----------------------------------------------------------------------------------------
 
     def trained_tensors(self) -> dict[str, Tensor]:
-        """What the optimiser changes, by name."""
+        """Tensors that the optimiser changes, by name."""
         return self.state.trained_tensors()
 
     def named_weights(self) -> Mapping[str, Tensor]:
@@ -250,7 +250,7 @@ class Trainer:
         return named_weights(self.model) if self.adapter is None else self.adapter.merged(self.model)
 
     def gather_weight(self, name: str) -> Tensor:
-        """One of the weights to publish, whole, on every rank: a collective. Cast before: half of the bytes."""
+        """Gathers one of the weights to publish, whole, on every rank: a collective. Cast before: half of the bytes."""
         views = self.published()
         if isinstance(views, Merged):
             return views.made(name, sharded.gathered)
@@ -266,7 +266,7 @@ class Trainer:
         self.adapter.load(folder, sharded.spread_like)
 
     def published(self) -> Mapping[str, Tensor]:
-        """What is published as this rank has it, by name; valid until the next step."""
+        """Weights to publish as this rank has them, by name; valid until the next step."""
         if self._views is None:
             self._views = Trainer.named_weights(self)
         return self._views
@@ -294,8 +294,8 @@ class Trainer:
 
 
 def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
-    """How the model computes, and the masters of its parameters where it computes in fewer bits; what is not trained is
-    frozen. Spread over ranks it has its masters in the shards, and its way was chosen before."""
+    """The way in which the model computes, and the masters of its parameters where it computes in fewer bits; what is
+    not trained is frozen. Spread over ranks it has its masters in the shards, and its way was chosen before."""
     if forward is not None and forward.spread:
         return forward, None
     train_only(model, settings.train_layers)
@@ -318,7 +318,7 @@ def way_of(model: Any, settings: TrainerSettings) -> Forward:
 
 
 def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:
-    """Whether these settings ask for it, for that model on a device of that kind."""
+    """True if these settings ask for it, for that model on a device of that kind."""
     return device.computes_again(settings.activation_checkpointing, kind, lambda: sum(
         parameter.numel() for parameter in model.parameters()))
 

@@ -19,7 +19,7 @@ groups = st.lists(st.lists(rewards, min_size=1, max_size=5), min_size=2, max_siz
 
 
 @given(group=groups, gamma=st.sampled_from([1.0, 0.9, 0.5]))
-def test_an_advantage_is_what_came_of_a_turn_less_the_mean_of_the_others_where_an_ended_one_counts_0(
+def test_an_advantage_is_what_came_of_a_turn_less_the_others(
     group: list[list[float]], gamma: float
 ) -> None:
     returns = [[sum(r * gamma**k for k, r in enumerate(own[t:])) for t in range(len(own))] for own in group]
@@ -38,11 +38,11 @@ def test_the_advantages_of_a_turn_that_all_reached_add_up_to_0(group: list[list[
         assert math.fsum(row[t] for row in found) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_episode_that_ended_earlier_counts_0_in_the_baseline_of_the_turns_behind_its_end() -> None:
+def test_an_ended_episode_counts_0_in_later_baselines() -> None:
     assert turn_advantages([[1.0, 2.0, 4.0], [8.0]]) == [[7.0 - 8.0, 6.0, 4.0], [8.0 - 7.0]]
 
 
-def test_episodes_of_one_turn_compare_as_leave_one_out_and_are_scaled_as_group_std() -> None:
+def test_episodes_of_one_turn_compare_as_leave_one_out() -> None:
     values = [0.0, 1.0, 1.0, 4.0]
     found = torch.tensor(turn_advantages([[one] for one in values], scaled=True), dtype=torch.float64)[:, 0]
     assert torch.allclose(found, group_std(values) * 4 / 3)
@@ -98,7 +98,7 @@ def among_those_that_got_there(group: Sequence[Sequence[float]]) -> list[list[fl
     return [[value - sum(there[t]) / len(there[t]) for t, value in enumerate(row)] for row in returns]
 
 
-def test_the_gradient_has_no_bias_where_the_policy_learns_when_to_stop_and_normalised_per_turn_it_has() -> None:
+def test_the_gradient_has_no_bias_where_a_policy_learns_to_stop() -> None:
     policy = torch.tensor([-0.4, 0.3, 0.8], dtype=torch.float64, requires_grad=True)
     wanted = right(policy)
     error = float((expected(policy, turn_advantages) - wanted).norm() / wanted.norm())

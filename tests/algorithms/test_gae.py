@@ -17,7 +17,7 @@ def rows(*parts: list[float]) -> list[gae.Floats]:
     return [np.array(part, np.float64) for part in parts]
 
 
-def test_generalised_advantages_are_those_by_hand_and_a_shorter_sample_is_not_reached_by_a_longer_one() -> None:
+def test_generalised_advantages_are_those_by_hand_sample_by_sample() -> None:
     """d = (0.9 x 0.6 - 0.5, 0.9 x 0.7 - 0.6, 1 - 0.7) = (0.04, 0.03, 0.3); each A is d + 0.72 times the next."""
     found = gae.generalised(rows([0, 0, 1], [2]), rows([0.5, 0.6, 0.7], [0.5]), GAMMA, DECAY)
     assert found[0] == pytest.approx([0.21712, 0.246, 0.3], abs=1e-12) and found[1] == pytest.approx([1.5], abs=1e-12)
@@ -58,7 +58,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_trained_tokens
     assert found[0][1] == pytest.approx((1 - 3) / 7**0.5, abs=1e-8)  # of 1, 2, 6: mean 3, variance 7
 
 
-def test_the_value_loss_and_its_gradient_are_those_of_the_worse_of_both_terms() -> None:
+def test_the_value_loss_and_its_gradient_are_of_the_worse_term() -> None:
     """Per token: inside of the clip; outside, where the plain term is larger; outside, where the clipped one is, which
     has no gradient; and at the value before the step."""
     value = torch.tensor([0.3, 1.5, 1.5, 0.0], dtype=torch.float64, requires_grad=True)

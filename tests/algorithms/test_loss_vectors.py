@@ -73,7 +73,7 @@ def run(case: dict[str, Any], planted: float | None = None, head: bool = False) 
 
 @pytest.mark.parametrize("planted", [None, float("nan"), 1e9, -1e9], ids=["zeros", "nan", "plus", "minus"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_loss_and_gradient_are_those_of_the_vectors_whatever_stands_at_masked_positions(
+def test_loss_and_gradient_are_those_of_the_vectors_whatever_is_masked(
     name: str, planted: float | None
 ) -> None:
     case = CASES[name]
@@ -95,7 +95,7 @@ def test_through_the_head_value_and_gradient_are_those_of_the_vectors(name: str)
     torch.testing.assert_close(gradient[smooth], array(case["grad_logp"])[smooth], atol=1e-9, rtol=0)
 
 
-def test_every_loss_and_every_correction_has_vectors_but_the_one_that_has_none() -> None:
+def test_every_loss_and_every_correction_but_one_has_vectors() -> None:
     assert {case["loss_name"] for case in CASES.values()} == set(losses.LOSSES) - {"topk_kl"}  # its own: distill_topk
     named = {case["settings"].get("correction", "none") for case in CASES.values()}
     assert set(catalog.CORRECTIONS) - named == {"k3_rs"}
@@ -183,7 +183,7 @@ def test_advantages_are_those_of_the_vectors(kind: str, vectors: dict[str, Any])
 
 
 @pytest.mark.parametrize("vectors", VECTORS["advantages"], ids=["binary", "uneven"])
-def test_batch_std_divides_by_the_spread_of_all_centred_rewards_of_the_step(vectors: dict[str, Any]) -> None:
+def test_batch_std_divides_by_the_spread_of_all_centred_rewards(vectors: dict[str, Any]) -> None:
     centred = [0.0] * len(vectors["rewards"])
     for group in sorted(set(vectors["group_ids"])):
         member = [i for i, g in enumerate(vectors["group_ids"]) if g == group]
@@ -194,7 +194,7 @@ def test_batch_std_divides_by_the_spread_of_all_centred_rewards_of_the_step(vect
     assert [value / scale for value in centred] == pytest.approx(vectors["batch_std"], abs=1e-9)
 
 
-def test_batch_whiten_is_the_whitening_of_all_tokens_with_the_reward_of_their_sample() -> None:
+def test_batch_whiten_whitens_all_tokens_with_their_samples_rewards() -> None:
     rewards, lengths = [1.0, 0.0, 0.25, 1.0, 0.0], [3, 7, 1, 4, 2]
     tokens = array([reward for reward, length in zip(rewards, lengths, strict=True) for _ in range(length)])
     white = (tokens - tokens.mean()) / (tokens.var(correction=1) + 1e-8).sqrt()
@@ -215,24 +215,24 @@ def test_an_aggregation_is_that_of_the_vectors(kind: str, empty: bool) -> None:
     assert found == pytest.approx(expected[kind], abs=1e-12)
 
 
-def test_a_prompt_mean_gives_every_prompt_the_same_weight_whatever_its_answers_have_of_tokens() -> None:
+def test_a_prompt_mean_gives_every_prompt_the_same_weight() -> None:
     weights, total = advantages.weights("prompt-mean", [1, 3, 6], [7, 7, 9], 0)
     assert (weights, total) == ([1 / 4, 1 / 4, 1 / 6], 2.0)
 
 
-def test_an_advantage_with_n_under_the_root_is_not_the_one_of_the_vectors() -> None:
+def test_an_advantage_with_n_under_the_root_is_another() -> None:
     assert advantages.advantages(advantages.group_std, [1.0, 0.0]) == pytest.approx(
         [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]
     )
 
 
 @pytest.mark.parametrize("rewards", [[0.1] * 8, [1.0, 1.0], [0.0, 0.0, 0.0], [0.5]])
-def test_a_group_of_equal_rewards_is_flat_and_all_its_advantages_are_exactly_zero(rewards: list[float]) -> None:
+def test_a_group_of_equal_rewards_has_advantages_of_zero(rewards: list[float]) -> None:
     assert advantages.is_flat(rewards)
     assert advantages.advantages(advantages.group_std, rewards) == [0.0] * len(rewards)
 
 
-def test_a_group_with_two_different_rewards_is_not_flat_however_close_they_are() -> None:
+def test_a_group_with_different_rewards_is_not_flat_however_close() -> None:
     assert not advantages.is_flat([0.1, 0.1 + 1e-15])
 
 
@@ -279,7 +279,7 @@ def test_only_what_reads_the_proximal_policy_wants_it_scored() -> None:
     assert catalog.needs_proximal(replace(Learner(1e-4), loss="reinforce", correction="token_tis"))
 
 
-def test_where_no_token_is_of_these_weights_there_is_no_mismatch_to_tell() -> None:
+def test_without_a_token_of_these_weights_there_is_no_mismatch() -> None:
     logp = torch.tensor([-0.5, -1.25])
     tokens = losses.LossInputs(logp, logp - 1, logp, torch.tensor([1.0, -1.0]))
     for current in (None, torch.tensor([False, False])):

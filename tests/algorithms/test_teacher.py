@@ -15,7 +15,7 @@ def wide(rows: int = 7, width: int = 5, words: int = 11) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("cap", [0.0, 3.0])
-def test_log_probabilities_of_several_tokens_in_a_place_and_their_gradients_are_those_of_all_logits(cap: float) -> None:
+def test_several_tokens_in_a_place_score_as_by_all_logits(cap: float) -> None:
     hidden, weight = wide()
     targets = torch.randint(0, 11, (7, 4))
     targets[:, 1] = targets[:, 0]  # the drawn token may be among the teacher's
@@ -37,7 +37,7 @@ def test_log_probabilities_of_several_tokens_in_a_place_and_their_gradients_are_
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
-def test_the_best_tokens_are_those_of_all_logits_and_none_beyond_the_limit() -> None:
+def test_the_best_tokens_are_those_of_all_logits_below_the_limit() -> None:
     hidden, weight = wide()
     every = (hidden @ weight.t() / 0.7).log_softmax(-1)
     ids, logprobs = Head(rows=3).best(hidden, weight, 3, 11, torch.full((7,), 0.7, dtype=torch.float64))
@@ -55,7 +55,7 @@ def inputs(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("planted", [0.0, float("nan"), 1e9])
-def test_the_loss_of_a_teacher_and_its_gradient_are_those_of_the_formula_whatever_is_masked(planted: float) -> None:
+def test_the_loss_of_a_teacher_and_its_gradient_are_the_formulas(planted: float) -> None:
     hidden, weight = wide(3)
     teacher = (hidden @ weight.t()).log_softmax(-1).topk(4, -1).values
     own = (teacher - torch.tensor([0.1, 0.4, -0.05, 0.2], dtype=torch.float64)).detach()

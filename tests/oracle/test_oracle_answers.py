@@ -92,7 +92,7 @@ def test_dropout_goes_on_after_a_restart_where_it_was(made: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize(("version_step", "expected"), [(4, 9), (3, None), (5, None)])
-def test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after_the_newest_step(
+def test_a_version_is_present_only_if_published_after_the_newest_step(
     version_step: int, expected: int | None
 ) -> None:
     ring = SimpleNamespace(header={"version_step": version_step}.__getitem__)
@@ -101,7 +101,7 @@ def test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after
 
 
 @pytest.mark.parametrize("before", range(3))
-def test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_younger_than_it_is(before: int) -> None:
+def test_a_sample_admitted_during_a_publication_never_looks_younger(before: int) -> None:
     """Between any two reads of the header the learner may publish, which writes the step first."""
     writes = iter([("version_step", 1), ("version", 1), ("version_step", 2), ("version", 2)])
     header = {"version": 0, "version_step": 0} | dict(next(writes) for _ in range(before))

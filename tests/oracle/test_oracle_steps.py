@@ -103,7 +103,7 @@ def test_the_numbers_of_a_step_are_those_that_log_and_weights_give(
 
 
 @pytest.mark.parametrize("name", MANY_TURNS)
-def test_the_numbers_of_a_step_of_episodes_are_those_that_log_and_weights_give(
+def test_a_step_of_episodes_has_the_numbers_of_log_and_weights(
     name: str, made: Callable[..., Any], wrong: Any, filled: Any
 ) -> None:
     run = made(3, episodes=True, **filled(MANY_TURNS[name]))
@@ -150,7 +150,7 @@ DIED = ("before the step", "in the middle of the drop", "before it dropped any",
 
 
 @pytest.mark.parametrize("died", DIED)
-def test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step(
+def test_groups_that_a_dead_learner_set_aside_are_counted_once(
     died: str, made: Callable[..., Any], wrong: Any
 ) -> None:
     """Four groups of rewards 0 to 2, and two flat ones of rewards of 2; one of these was set aside in another life."""
@@ -185,7 +185,7 @@ def check_log(run: Any) -> Any:
     return read_log(run.paths.wal)
 
 
-def test_groups_set_aside_before_a_step_of_an_earlier_life_are_not_counted_again(
+def test_groups_that_an_earlier_life_counted_are_not_counted_again(
     made: Callable[..., Any], wrong: Any
 ) -> None:
     run = made(2, stop=False)
@@ -233,7 +233,7 @@ def test_a_false_number_of_a_term_is_found(name: str, made: Callable[..., Any], 
     assert [text.split(":")[0] for text in wrong(run.paths.root)] == [name]
 
 
-def test_steps_of_a_run_that_began_with_other_weights_are_left_out_by_number(made: Callable[..., Any]) -> None:
+def test_steps_of_other_weights_are_left_out_by_number(made: Callable[..., Any]) -> None:
     from oracle.check import check
 
     run = made(2)
@@ -299,7 +299,7 @@ def test_the_oracle_shares_no_code_with_the_run() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("loss", "gspo"), ("newest_ratio", "one"), ("unit", "turn")])
-def test_a_run_of_an_algorithm_that_is_not_recomputed_is_refused_by_name(key: str, value: str) -> None:
+def test_an_algorithm_that_is_not_recomputed_is_refused_by_name(key: str, value: str) -> None:
     from oracle.check import _only_what_is_known
 
     topology = {"learner": {"loss": "ppo_clip", "advantage": "group_std", key: value}}

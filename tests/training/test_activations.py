@@ -131,7 +131,7 @@ def test_an_attention_that_is_not_there_is_named_with_a_remedy(lab: Any, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the first layer that is compiled takes minutes where others compute too
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_compiled_layers_give_the_same_loss_and_gradient_for_any_number_of_rows(
+def test_compiled_layers_give_the_same_loss_and_gradient(
     lab: Any, apart: Any, checkpointing: str
 ) -> None:
     import torch._dynamo as dynamo

@@ -54,7 +54,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(lab: Any, tmp_path: Path
         assert torch.equal(value, again.named_weights()[name]), name
 
 
-def test_in_bfloat16_the_folder_is_half_as_large_and_training_goes_on_bit_for_bit(lab: Any, tmp_path: Path) -> None:
+def test_a_bfloat16_folder_is_half_as_large_and_training_goes_on(lab: Any, tmp_path: Path) -> None:
     def made(model: Any) -> Any:
         return Trainer(model, TrainerSettings(compute_dtype="bfloat16", max_grad_norm=1e9, micro_batch_tokens=60))
 
@@ -98,7 +98,7 @@ def test_the_generator_of_an_accelerator_goes_on_as_well(
     assert [device for device, _ in put] == [where] and torch.equal(put[0][1], state)
 
 
-def test_settings_of_the_optimiser_are_those_of_now_and_a_change_is_told(lab: Any, tmp_path: Path) -> None:
+def test_settings_of_the_optimiser_are_those_of_now_changes_are_told(lab: Any, tmp_path: Path) -> None:
     trainer = lab.trainer("qwen3", double=False)
     train(lab, trainer, 0)
     found = save(tmp_path, 1, trainer)
@@ -114,7 +114,7 @@ def test_settings_of_the_optimiser_are_those_of_now_and_a_change_is_told(lab: An
     assert trainer.load_optimizer_state(found.optimizer_state()) == []
 
 
-def test_each_part_and_each_file_of_a_checkpoint_is_told_of_while_it_is_written(lab: Any, tmp_path: Path) -> None:
+def test_each_part_and_file_of_a_checkpoint_is_progress(lab: Any, tmp_path: Path) -> None:
     trainer, told = lab.trainer("qwen3", double=False), []
     found = save(tmp_path, 1, trainer, on_progress=lambda: told.append(len(list(tmp_path.rglob("*")))))
     files = [path for path in found.path.rglob("*") if path.is_file()]
@@ -248,7 +248,7 @@ def child(target: Callable[..., None], *arguments: Any) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("what", "limit", "left"), [("fsync", 1, 1), ("fsync", 8, 1), ("rename", 1, 1), ("rename", 2, 2)]
 )
-def test_a_writer_killed_on_the_way_leaves_the_one_before_or_the_new_one_whole(
+def test_a_killed_writer_leaves_the_old_or_the_new_one_whole(
     lab: Any, tmp_path: Path, what: str, limit: int, left: int
 ) -> None:
     trainer = lab.trainer("qwen3", double=False)

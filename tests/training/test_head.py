@@ -105,7 +105,7 @@ def test_caps_and_scales_are_read_from_the_configuration() -> None:
     assert Head.of(SimpleNamespace(logit_scale=0.0625), rows=7) == Head(scale=0.0625, rows=7)
 
 
-def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32_over_its_pieces() -> None:
+def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32() -> None:
     torch.manual_seed(0)
     hidden = (torch.rand(2048, 4) + 0.5).bfloat16()  # of one sign: a sum in bfloat16 stops growing
     targets, grads = torch.zeros(2048, dtype=torch.int64), []

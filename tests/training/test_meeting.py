@@ -58,7 +58,7 @@ def test_only_who_knows_the_secret_of_this_attempt_comes_in(tmp_path: Path) -> N
         meeting.connect(file, away(None), 10)
 
 
-def test_a_stranger_who_sends_a_byte_now_and_then_is_left_while_he_still_sends(
+def test_a_stranger_who_sends_slowly_is_left_while_he_sends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "PROOF_S", 0.4)
@@ -87,14 +87,14 @@ def test_without_other_hosts_nothing_listens_but_the_socket_of_this_user(tmp_pat
         assert file.stat().st_mode & 0o777 == 0o600 and not note.exists()
 
 
-def test_the_interface_of_an_address_is_found_and_one_of_nobody_is_named() -> None:
+def test_the_interface_of_an_address_is_found_or_named() -> None:
     assert meeting.interface_of(HERE) == "lo"
     with pytest.raises(DeviceMissing, match=r"no network interface has 192\.0\.2\.7 .*GLOO_SOCKET_IFNAME"):
         meeting.interface_of("192.0.2.7")
 
 
 @pytest.mark.slow
-def test_a_rank_of_another_host_goes_on_from_copies_of_a_gathered_checkpoint(lab: Any, tmp_path: Path) -> None:
+def test_a_rank_elsewhere_goes_on_from_copies_of_a_gathered_checkpoint(lab: Any, tmp_path: Path) -> None:
     there, settings = tmp_path / "there", TrainerSettings(**SETTINGS, compute_dtype="bfloat16")
     (home := tmp_path / "home").mkdir()
     with team_of(home, there=there, compute_dtype="bfloat16") as team:

@@ -119,7 +119,7 @@ def kernel_on_a_cpu(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "gemma3"])
-def test_one_call_of_a_kernel_gives_every_token_what_its_sample_gives_alone(
+def test_one_kernel_call_gives_each_token_what_its_sample_gives_alone(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, own = build(kind), samples(40)
@@ -137,7 +137,7 @@ def test_one_call_of_a_kernel_gives_every_token_what_its_sample_gives_alone(
 
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1], ids=["right", "sees one key too many"])
-def test_a_kernel_is_used_only_if_it_gives_what_the_slow_way_gives(
+def test_a_kernel_is_used_only_if_it_equals_the_slow_way(
     windowed: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kernel(*tensors: Any, window_size: tuple[int, int], enable_gqa: bool, **rest: Any) -> torch.Tensor:
@@ -168,7 +168,7 @@ def test_a_leak_across_a_border_is_seen() -> None:
     assert float((found - expected).abs().max()) > 0.05
 
 
-def test_a_call_without_a_plan_is_that_of_the_model_as_it_was() -> None:
+def test_a_call_without_a_plan_is_the_model_as_it_was() -> None:
     model = build("gemma2")
     ids = torch.arange(40).view(2, 20)
     with torch.no_grad():

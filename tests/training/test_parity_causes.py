@@ -98,7 +98,7 @@ def test_a_planted_fault_is_named_at_the_version_at_which_it_begins(lab: Lab, ki
     assert f"Probable cause: {cause}" in found.text
 
 
-def test_what_cannot_be_told_without_a_copy_is_said_to_be_looked_at_and_the_copy_is_kept_from_then_on(lab: Lab) -> None:
+def test_without_a_copy_a_cause_is_looked_for_at_the_next_version(lab: Lab) -> None:
     pair = Pair(lab, "qwen3", copies=False)
     found = pair.judged(with_layer(pair))
     assert found is not None and found.cause == "unknown" and "from the next version on" in found.text
@@ -106,7 +106,7 @@ def test_what_cannot_be_told_without_a_copy_is_said_to_be_looked_at_and_the_copy
     assert pair.gate._earlier.version == 4
 
 
-def test_a_cause_stays_named_while_the_engine_moves_away_and_is_forgotten_when_it_agrees(lab: Lab) -> None:
+def test_a_cause_stays_named_until_the_engine_agrees_again(lab: Lab) -> None:
     pair = Pair(lab, "qwen3")
     assert pair.judged(with_layer(pair))
     far = [row - np.linspace(0, 2, len(row), dtype=np.float32) for row in pair.score()]
@@ -152,7 +152,7 @@ def test_keys_of_the_same_weights_change_nothing(pair: Pair) -> None:
         assert max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True)) < 1e-4
 
 
-def test_a_layer_is_all_its_parameters_and_what_is_in_none_stands_alone(pair: Pair) -> None:
+def test_a_layer_is_all_its_parameters_and_others_stand_alone(pair: Pair) -> None:
     parts = pair.before.parts()
     assert {"model.layers.0", "model.layers.1", "model.norm.weight", "model.embed_tokens.weight"} == set(parts)
     assert sum(map(len, parts.values())) == sum(1 for _ in pair.trainer.model.named_parameters())

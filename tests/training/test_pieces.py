@@ -32,7 +32,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-def test_rows_places_and_masks_of_answers_are_those_before_there_were_episodes_to_the_bit(lab: Any) -> None:
+def test_rows_places_and_masks_of_answers_are_as_before_episodes(lab: Any) -> None:
     assert one_turn.places(lab) == RECORDED["places"]
 
 
@@ -178,7 +178,7 @@ def alone(model: Any, sample: Sample) -> Tensor:
 
 
 @given(st.lists(shapes.map(lambda shape: shape[0]), min_size=1, max_size=4), st.integers(0, 3))
-def test_a_sample_began_with_some_weights_if_they_drew_all_of_its_turns(found: Any, version: int) -> None:
+def test_a_sample_began_with_weights_that_drew_all_its_turns(found: Any, version: int) -> None:
     random, samples = np.random.default_rng(version), [made(shape, index) for index, shape in enumerate(found)]
     told = []
     for number, sample in enumerate(samples):

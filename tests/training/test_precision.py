@@ -33,7 +33,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])  # a tied head and one of its own
-def test_gradients_are_to_the_bit_those_of_fsdp_with_a_mixed_precision_policy(lab: Any, mesh: Any, kind: str) -> None:
+def test_gradients_are_those_of_fsdp_with_mixed_precision_bit_for_bit(lab: Any, mesh: Any, kind: str) -> None:
     ours, theirs = lab.model(kind, double=False), lab.model(kind, double=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in theirs.base_model.layers:
@@ -61,7 +61,7 @@ def test_gradients_of_many_micro_batches_lose_no_small_ones(lab: Any) -> None:
     assert weight.grad is None
 
 
-def test_small_updates_are_kept_by_the_masters_and_the_model_is_their_rounding(lab: Any) -> None:
+def test_masters_keep_small_updates_and_the_model_is_their_rounding(lab: Any) -> None:
     trainer = Trainer(lab.model("qwen3", double=False), ROUNDED)
     before = {name: value.clone() for name, value in trainer.trained_tensors().items()}
     samples = lab.samples()
@@ -75,7 +75,7 @@ def test_small_updates_are_kept_by_the_masters_and_the_model_is_their_rounding(l
         assert torch.equal(parameter, after[name].bfloat16()), name
 
 
-def test_a_base_under_an_adapter_is_in_few_bits_alone_and_the_adapter_keeps_all(lab: Any, tmp_path: Any) -> None:
+def test_a_base_is_in_few_bits_and_its_adapter_keeps_all(lab: Any, tmp_path: Any) -> None:
     pytest.importorskip("peft")
     model = load(lab.folder("qwen3"), torch.bfloat16)
     adapter = Adapter(model, LoraSettings(4, 2.0))

@@ -215,7 +215,7 @@ def test_ranks_train_as_one_does_for_every_family(tmp_path: Path, world: int, ki
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_states_of_eight_bits_along_the_axes_train_nearly_as_those_of_one_rank(
+def test_states_of_eight_bits_over_ranks_train_nearly_as_on_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("bitsandbytes")

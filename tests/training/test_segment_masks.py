@@ -53,7 +53,7 @@ def test_earlier_segments_are_context_and_no_denominator_counts_them(lab: Any, a
     assert stats.tokens == sum(len(sample.token_ids) for sample in samples) - context
 
 
-def test_what_stands_in_an_earlier_segment_changes_no_gradient_but_through_the_context(lab: Any, apart: Any) -> None:
+def test_an_earlier_segment_changes_gradients_only_as_context(lab: Any, apart: Any) -> None:
     """Its log-probabilities are of no interest; its token ids are read."""
     trainer = lab.trainer("qwen3", "padded")
     samples = with_context(lab.samples(model=trainer.model))
@@ -73,7 +73,7 @@ def test_what_stands_in_an_earlier_segment_changes_no_gradient_but_through_the_c
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pois_trains_every_token_with_ratio_one_and_still_reports_the_true_mismatch(
+def test_pois_trains_with_ratio_one_and_reports_the_true_mismatch(
     lab: Any, apart: Any, way: str
 ) -> None:
     trainer, plainly = lab.trainer("qwen3", way, ratio_one=True), lab.trainer("qwen3", way)

@@ -46,7 +46,7 @@ def train(lab: Any, trainer: Any, seed: int) -> Any:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_on_disk_is_what_was_there_when_it_began_and_is_copied_once(tmp_path: Path) -> None:
+def test_a_shard_holds_what_was_there_when_it_began(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((1 << 22,), float(i)) for i in range(6)}
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     writing = Writing(tmp_path / "shards" / "rank-0.safetensors",
@@ -120,7 +120,7 @@ def test_the_file_of_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings", [{}, {"compute_dtype": "bfloat16"}, {"optimizer": "adafactor"}, {"optimizer": "adamw8bit"}])
-def test_training_goes_on_while_it_is_written_and_from_it_bit_for_bit(
+def test_training_goes_on_beside_and_from_it_bit_for_bit(
     lab: Any, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     if settings.get("optimizer") == "adamw8bit":
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_another_optimiser_is_refused_with_both_names(lab: Any, 
 
 
 @pytest.mark.parametrize("name", ["shards/rank-0.safetensors", "shards/optimizer.json"])
-def test_one_that_is_cut_or_changed_is_torn_and_the_one_before_is_used(
+def test_a_cut_or_changed_one_is_torn_and_passed_over(
     lab: Any, tmp_path: Path, name: str
 ) -> None:
     trainer = lab.trainer("qwen3", double=False)
@@ -297,6 +297,6 @@ def test_the_state_names_its_optimiser_without_torch(lab: Any, tmp_path: Path) -
     ({"at": torch.zeros(2, dtype=torch.complex64)}, "is a tensor of torch.complex64, which no file"),
     ({"at": object()}, "is a object, which"),
 ])
-def test_a_state_of_an_optimiser_that_no_file_can_hold_is_refused_with_its_place(state: Any, said: str) -> None:
+def test_a_state_that_no_file_can_hold_is_refused_by_place(state: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         shard_files.flattened({"state": {"layer.weight": state}}, "optimizer")

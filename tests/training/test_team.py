@@ -121,7 +121,7 @@ def team_of(
             print(process.communicate()[1].decode()[-2000:])  # shown with a failure
 
 
-def test_a_stop_while_ranks_are_waited_for_is_no_failure_of_any_of_them(
+def test_a_stop_while_ranks_are_awaited_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = TeamSettings(3, tmp_path / "team.sock", facts("one"), torch.device("cpu"), start_s=30, collective_s=30)
@@ -261,7 +261,7 @@ def in_shards(trainer: Any, root: Path, step: int) -> checkpoint.Checkpoint:
     return found
 
 
-def test_published_bytes_are_those_of_one_rank_and_one_tensor_is_whole_at_a_time(
+def test_published_bytes_are_those_of_one_rank_tensor_by_tensor(
     lab: Any, team: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = TrainerSettings(**SETTINGS)

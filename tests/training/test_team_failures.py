@@ -63,7 +63,7 @@ def test_memory_that_rank_0_does_not_get_is_its_own_failure(
         assert told.value.uids and "rank 1" not in str(told.value)
 
 
-def test_samples_of_a_rank_that_fails_because_another_was_killed_are_no_suspects(lab: Any, tmp_path: Path) -> None:
+def test_samples_are_no_suspects_where_another_rank_was_killed(lab: Any, tmp_path: Path) -> None:
     with team_of(tmp_path, ranks=3, collective_s=20) as team:
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
         a_step(trainer, lab, 0)
@@ -76,7 +76,7 @@ def test_samples_of_a_rank_that_fails_because_another_was_killed_are_no_suspects
         assert not getattr(told.value, "uids", ()), "rank 2 is well"
 
 
-def test_a_rank_that_fails_in_the_update_names_the_samples_of_its_step(lab: Any, tmp_path: Path) -> None:
+def test_a_rank_that_fails_in_the_update_names_its_samples(lab: Any, tmp_path: Path) -> None:
     with team_of(tmp_path, wrong="updates", collective_s=20) as team:
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
         with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) failed: MemoryError: no memory") as told:

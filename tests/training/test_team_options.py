@@ -101,7 +101,7 @@ def test_compiled_layers_over_ranks_train_as_those_of_one_that_compiles_none(
 
 
 @pytest.mark.slow
-def test_a_team_along_the_tensor_axis_trains_scores_and_is_told_of_culprits_as_one_rank_is(
+def test_a_team_along_the_tensor_axis_works_as_one_rank(
     lab: Any, tmp_path: Path
 ) -> None:
     with team_of(tmp_path, tensor=2, refers=True, kl="k3", kl_coef=0.1) as team:
@@ -204,7 +204,7 @@ def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: 
         assert_same_steps([a_step(alone, lab, seed) for seed in (5, 6)], after)
 
 
-def test_reference_and_teacher_of_a_rank_are_read_at_the_temperature_of_the_draw(
+def test_reference_and_teacher_of_a_rank_have_the_draws_temperature(
     lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a rank makes of its second model, which is whole here: as transformers alone gives its logits."""

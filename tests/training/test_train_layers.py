@@ -53,7 +53,7 @@ def values(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("more", [{}, {"activation_checkpointing": "full"}, {"compute_dtype": "bfloat16"}])
-def test_the_rest_stays_to_the_bit_and_the_gradient_is_that_of_the_whole(lab: Any, apart: Any, more: Any) -> None:
+def test_frozen_layers_stay_and_the_gradient_is_that_of_the_whole(lab: Any, apart: Any, more: Any) -> None:
     samples = lab.samples()
     advantages = lab.advantages(len(samples))
     double = "compute_dtype" not in more

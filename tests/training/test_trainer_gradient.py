@@ -29,7 +29,7 @@ quick = settings(max_examples=12)
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
-def test_the_gradient_of_a_step_is_that_of_a_plain_loop_over_tokens(
+def test_the_gradient_of_a_step_is_that_of_a_plain_loop(
     lab: Any, apart: Any, kind: str, way: str
 ) -> None:
     trainer = lab.trainer(kind, way)
@@ -118,7 +118,7 @@ def test_what_stands_in_the_padding_changes_nothing(
     assert apart(padded, clean) < 1e-6
 
 
-def test_scores_come_back_in_the_order_of_the_samples_and_equal_the_plain_ones(lab: Any, scored: Any) -> None:
+def test_scores_keep_the_order_of_samples_and_equal_the_plain_ones(lab: Any, scored: Any) -> None:
     trainer = lab.trainer("qwen3", micro_batch_tokens=40)
     samples = lab.samples(temperatures=(1.0, 0.5))[::-1]
     for sample, row in zip(samples, trainer.score(samples), strict=True):

@@ -84,7 +84,7 @@ def test_a_step_of_several_updates_says_whether_some_of_them_were_made(lab: Any)
 
 
 @pytest.mark.parametrize("way", ["padded", "packed"])
-def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_sample(lab: Any, way: str) -> None:
+def test_an_infinite_gradient_skips_the_step_and_names_the_sample(lab: Any, way: str) -> None:
     trainer = lab.trainer("qwen3", way)
     samples = lab.samples()
     advantages = lab.advantages(len(samples))
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_sample(lab: 
     assert not same(weights(trainer), before)
 
 
-def test_when_all_samples_are_fine_the_parameters_with_a_broken_gradient_are_named(lab: Any) -> None:
+def test_parameters_with_a_broken_gradient_are_named_if_samples_are_fine(lab: Any) -> None:
     trainer = lab.trainer("qwen3")
     samples = lab.samples()
     trainer.accumulate(samples, lab.advantages(len(samples)))
@@ -125,7 +125,7 @@ def test_fewer_advantages_than_samples_are_refused(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["padded", "packed"])
-def test_without_drift_the_step_says_so_and_entropy_is_at_the_sampling_temperature(
+def test_without_drift_entropy_is_that_at_the_sampling_temperature(
     lab: Any, with_logprobs: Any, way: str
 ) -> None:
     trainer = lab.trainer("qwen3", way)
@@ -222,7 +222,7 @@ def test_settings_are_read_from_a_topology_by_name() -> None:
     )
 
 
-def test_the_defaults_of_a_trainer_without_a_topology_are_those_of_the_topology() -> None:
+def test_the_defaults_of_a_trainer_are_those_of_the_topology() -> None:
     from busrl.topology.learner import Learner
     from busrl.topology.schema import Experiments
 

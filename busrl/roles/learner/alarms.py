@@ -34,7 +34,7 @@ MOST_GROUPS = 10_000
 
 
 class LengthSkew:
-    """Whether the answers that are trained are as long as those that were drawn: lengths side by side, and an alarm.
+    """Lengths of the answers that are trained beside those that were drawn, and an alarm where they differ.
 
     *Dispatched* are the samples of every group that ended, *consumed* the trained ones. *Drawn* are the dispatched ones
     in the order of the loader, up to the oldest draw that is still open: a slow group is missing from it together with
@@ -298,7 +298,7 @@ class Idling:
         self.flat = self._since_look
 
     def _recall(self) -> None:
-        """What the steps before this life saw: a streak after the last of them is another start's business."""
+        """Reads what the steps before this life saw: a streak after the last of them is another start's business."""
         ended, seen = 0, set[float]()
         for row in json_lines(self.paths.groups, MOST_LINES_BYTES):
             with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -356,7 +356,7 @@ class Idling:
 
     @property
     def _playing_fails(self) -> bool:
-        """Whether all groups of the streak are episodes that came to no reward."""
+        """True if all groups of the streak are episodes that came to no reward."""
         return self._episodes and bool(self.causes) and self.causes.keys() <= FAILED
 
     def quarters(self) -> range:
@@ -367,20 +367,20 @@ class Idling:
 
     @property
     def solved(self) -> bool:
-        """Whether all answers of the streak had the best reward of the run, which is not the only one there was."""
+        """True if all answers of the streak had the best reward of the run, which is not the only one there was."""
         flat = self.flat
         level = flat.answers > 0 and flat.low == flat.high == self._best > self._worst
         return level and self.causes[Fate.FLAT.letter] >= MOSTLY * self.streak
 
     @property
     def learnt(self) -> bool:
-        """Whether nearly all of the newest flat groups have the best reward of the run: they teach nothing, because all
+        """True if nearly all of the newest flat groups have the best reward of the run: they teach nothing, because all
         their answers are right."""
         best = sum(one == self._best for one in self._newest)
         return bool(self._newest) and self._best > self._worst and best >= MOSTLY * len(self._newest)
 
     def learnt_text(self, step: int, last: int) -> str:
-        """What to do then; the run is at `step` of `last`."""
+        """Advice for a run whose task is learnt; the run is at `step` of `last`."""
         ends = f", or until {self.patience} groups in a row teach nothing (limits.idle_groups)" if self.limit else ""
         return (
             f"step {step}: the task is learnt: nearly all groups that teach nothing have the best reward that this run "
@@ -390,7 +390,7 @@ class Idling:
         )
 
     def text(self, step: int) -> str:
-        """What to do about what ended most groups, how many they were, and the last error or answer behind it."""
+        """Advice about what ended most groups, how many they were, and the last error or answer behind it."""
         cause, count = self.causes.most_common(1)[0] if self.causes else (Fate.INCOMPLETE.letter, 0)
         share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
         since = f"since step {step}" if step else "since the start"

@@ -1,4 +1,5 @@
-"""When a learner's checkpoints are begun, and when they count: by the schedule, as people ask, and before history ends.
+"""Decides when a learner's checkpoints are begun, and when they count: by the schedule, as people ask, and before
+history ends.
 
 Talks to the history, which writes them, to the models and the observers, whose state goes into them, and to the process
 (deadlines, warnings). Knows nothing of the files of a checkpoint.
@@ -24,7 +25,7 @@ from busrl.roles.learner.step import TrainingStep
 
 
 class Checkpoints:
-    """Those of one learner."""
+    """The checkpoints of a learner."""
 
     def __init__(
         self, actor: Actor, history: History, training: TrainingStep, publisher: Publisher, observers: Observers,

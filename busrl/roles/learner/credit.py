@@ -1,4 +1,4 @@
-"""What each sample of a step is trained with: advantages or values, weights of its loss, tokens that a loss chooses.
+"""Credit of each sample of a step: advantages or values, weights of its loss, tokens that a loss chooses.
 
 Used by the training step. Talks to the formulas of `busrl.algorithms`, and to the models for scores; knows nothing of
 the optimiser, the log or the ring.
@@ -47,13 +47,13 @@ class Credit:
 
     @property
     def scaled_once(self) -> bool:
-        """Whether advantages are divided by a number of the whole step, which is known at its end."""
+        """True if advantages are divided by a number of the whole step, which is known at its end."""
         return self.config.advantage in ONCE
 
     # -- advantages and values ----------------------------------------------------------------------------------
 
     def given(self, records: Sequence[SampleRecord]) -> Given:
-        """What whole groups are trained with: all that a step has, where that depends on the others."""
+        """Computes what whole groups are trained with: all that a step has, where that depends on the others."""
         if self.config.advantage != catalog.GAE:
             return Given(self.advantages(records))
         return Given([record.reward for record in records], valued=self.valued(records))
@@ -73,7 +73,7 @@ class Credit:
         return [replace(valued, advantages=row) for valued, row in zip(found, white, strict=True)]
 
     def advantages(self, records: Sequence[SampleRecord]) -> Sequence[Worth]:
-        """Of whole groups, all that a step has where its advantages depend on the others."""
+        """Advantages of whole groups, of all that a step has where they depend on each other."""
         if self.config.credit == "turn":
             return self._turn_advantages(records)
         if catalog.ADVANTAGES.get(self.config.advantage) == catalog.BATCH:
@@ -86,14 +86,15 @@ class Credit:
         return found
 
     def group_advantages(self, records: Sequence[SampleRecord]) -> list[float]:
-        """Of whole groups, each compared with its own members alone."""
+        """Advantages of whole groups, each compared with its own members alone."""
         return [
             value for members, rewards in self._by_group(records)
             for value in formulas.advantages(self.estimator, rewards, [record.tokens for record in members])
         ]
 
     def _turn_advantages(self, records: Sequence[SampleRecord]) -> list[Worth]:
-        """Of each turn of whole groups, in the order of the records' turns; credit goes in the order of the calls."""
+        """Advantages of each turn of whole groups, in the order of the records' turns; credit goes in the order of the
+        calls."""
         found: list[Worth] = []
         for members, rewards in self._by_group(records):
             orders = [np.argsort(record.turn_calls(), kind="stable") for record in members]
@@ -112,13 +113,14 @@ class Credit:
             begin += len(members)
 
     def _rewards(self, records: Sequence[SampleRecord]) -> list[float]:
-        """What advantages are made of: the reward, with kl_in = "reward" less the KL of the answer to the reference."""
+        """Rewards that advantages are made of: of the answer, with kl_in = "reward" less the KL of the answer to the
+        reference."""
         both = zip(records, self._penalties(records), strict=True)
         return [record.reward - float(np.sum(penalty)) for record, penalty in both]
 
     def _penalties(self, records: Sequence[SampleRecord]) -> list[npt.NDArray[np.float64] | float]:
-        """What kl_in = "reward" takes from each token's reward, at the log-probability it was drawn with; else 0. A
-        turn that is not trained, of an opponent say, pays nothing."""
+        """Amounts that kl_in = "reward" takes from each token's reward, at the log-probability it was drawn with; else
+        0. A turn that is not trained, of an opponent say, pays nothing."""
         if self.config.kl == "none" or self.config.kl_in == "loss":
             return [0.0] * len(records)
         estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
@@ -136,8 +138,8 @@ class Credit:
     # -- what the loss of a sample is multiplied by -------------------------------------------------------------
 
     def weights(self, samples: Sequence[Sample]) -> tuple[list[Worth] | None, float]:
-        """What multiplies the loss of each sample's tokens (None: nothing), by turns where these are the unit; and what
-        is added to the denominator. A turn without trained tokens is in neither."""
+        """Factors of the loss of each sample's tokens (None: nothing), by turns where these are the unit; and what is
+        added to the denominator. A turn without trained tokens is in neither."""
         if self.config.unit == "turn":
             lengths = [sample.trained_of_turns().tolist() for sample in samples]
         else:
@@ -158,8 +160,8 @@ class Credit:
     # -- tokens that a loss chooses -----------------------------------------------------------------------------
 
     def chosen(self, samples: Sequence[Sample], given: Given, number: int) -> list[npt.NDArray[np.bool_]] | None:
-        """Of a loss that chooses among all tokens of an update: those that it chose, a row per sample. The draw depends
-        on the seed, the step and the update alone."""
+        """Tokens that a loss chooses among all of an update, a row per sample; None for any other loss. The draw
+        depends on the seed, the step and the update alone."""
         if (choice := losses.CHOICES.get(self.config.loss)) is None or not samples:
             return None
         now = self.models.trainer.score(samples)

@@ -55,14 +55,14 @@ class Excerpts:
         self.kept = topology.log.samples
 
     def of_step(self, ring: Ring, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
-        """One sample of every group, then a second one of each, and so on, up to the number that is kept."""
+        """A sample of every group, then a second of each, and so on, up to the number that is kept."""
         most = max((len(group.records) for group in groups), default=0)
         order = [(group, k) for k in range(most) for group in groups if k < len(group.records)]
         kept = len(order) if isinstance(self.kept, str) else self.kept
         return [self._of(ring, group, k) for group, k in order[:kept]]
 
     def watched(self, groups: Sequence[Claimed]) -> set[int]:
-        """Those of these groups that `of_step` may tell of: which groups a step has is not known before its end."""
+        """Uids of the samples that `of_step` may show: which groups a step has is not known before its end."""
         most = None if isinstance(self.kept, str) else self.kept
         return {record.uid for group in groups for record in group.records[:most]}
 
@@ -115,7 +115,7 @@ class Excerpts:
 
 
 def gap_of(logprobs: npt.NDArray[np.float32] | None) -> dict[str, Any]:
-    """What a sample says of its tokens' log-probabilities, the learner's minus the engine's: mean and largest size,
+    """Fields of a sample about its tokens' log-probabilities, the learner's minus the engine's: mean and largest size,
     where that is, and the first tokens one by one. Nothing where it was trained elsewhere or one is no number."""
     if logprobs is None or not len(logprobs) or not np.isfinite(logprobs).all():
         return {}
@@ -125,7 +125,7 @@ def gap_of(logprobs: npt.NDArray[np.float32] | None) -> dict[str, Any]:
 
 
 def _episode(ring: Ring, slot: int, record: SampleRecord) -> dict[str, Any]:
-    """What an episode has beside its last turn's text."""
+    """Fields that an episode has beside its last turn's text."""
     rewards = {"turn_rewards": record.turn_rewards} if record.turn_rewards else {}
     return {"turns": len(record.turn_array()), "sequences": len(record.seqs), **rewards,
             "messages": messages_of(ring, slot)}

@@ -38,7 +38,7 @@ from busrl.topology.schema import Reward
 
 @dataclass(frozen=True)
 class Claimed:
-    """One claimed group: slots with the words that own them, and a record of each sample."""
+    """A claimed group: slots with the words that own them, and a record of each sample."""
 
     slots: tuple[tuple[int, int], ...]
     records: tuple[SampleRecord, ...]
@@ -157,7 +157,7 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
 
 
 def context_at(ring: Ring, group: Claimed) -> Counter[str]:
-    """What a group's episodes count besides tokens and rewards (`busrl.data.episodes.CONTEXT`)."""
+    """Counts of a group's episodes besides tokens and rewards (`busrl.data.episodes.CONTEXT`)."""
     found = (context_of(ring, slot) for (slot, _), record in zip(group.slots, group.records) if record.turns)
     return sum(found, Counter[str]())
 
@@ -191,8 +191,8 @@ def shaped(lines: Lines, reward: Reward, limit: int) -> Lines:
 
 
 def overlong(lengths: npt.NDArray[np.int64], limit: int, buffer: int, penalty: float) -> npt.NDArray[np.float64]:
-    """What is added to the reward of answers of these lengths: 0 up to `limit - buffer` tokens, -penalty at the limit,
-    on a straight line between them (soft overlong punishment, DAPO, arXiv 2503.14476, equation 13)."""
+    """Amounts that are added to the reward of answers of these lengths: 0 up to `limit - buffer` tokens, -penalty at
+    the limit, on a straight line between them (soft overlong punishment, DAPO, arXiv 2503.14476, equation 13)."""
     over = np.clip(lengths - (limit - buffer), 0, buffer)
     return -(penalty * over / buffer)
 

@@ -50,7 +50,8 @@ TORN = "torn-"
 
 
 class History:
-    """What was trained, and the files that prove it. `step` counts optimiser steps, `groups` groups trained."""
+    """The steps that were trained, and the files that prove it. `step` counts optimiser steps, `groups` groups trained.
+    """
 
     def __init__(self, paths: RunPaths, topology: Topology) -> None:
         self.paths, self.topology = paths, topology
@@ -150,7 +151,7 @@ class History:
 
     @property
     def leaves_log(self) -> bool:
-        """Whether there is a log although none is to be kept any more."""
+        """True if there is a log although none is to be kept any more."""
         return self.wal is not None and self.topology.learner.wal == "off"
 
     def leave_log(self) -> None:
@@ -191,7 +192,8 @@ class History:
             self._write_lines()
 
     def fault(self) -> str:
-        """What another program did to log or checkpoint, so that a restart would not come back here; mostly ""."""
+        """Describes what another program did to log or checkpoint, so that a restart would not come back here; mostly
+        ""."""
         if self._saved is not None and not (self._saved / "meta.json").is_file():
             return f"{self._saved} was removed or emptied by another program"
         fault = self.wal.fault() if self.wal is not None else ""
@@ -315,7 +317,7 @@ class History:
 
 
 def _began_the_log(paths: RunPaths) -> bool:
-    """Whether the newest start keeps a log where those before kept none, and so lost what no checkpoint holds."""
+    """True if the newest start keeps a log where those before kept none, and so lost what no checkpoint holds."""
     last = next(iter(deque(json_lines(paths.starts), maxlen=1)), {})
     return as_map(as_map(last.get("changes")).get("learner.wal")).get("was") == "off"
 
@@ -323,7 +325,7 @@ def _began_the_log(paths: RunPaths) -> bool:
 def _history_torn(
     paths: RunPaths, torn: Mapping[Path, str], damage: list[str], start: int, missing: list[int]
 ) -> UserError:
-    """Why training cannot continue, and the two ways out."""
+    """The error that says why training cannot continue, and the two ways out."""
     why = "; ".join([*(f"{path.name} is damaged: {fault}" for path, fault in torn.items()), *damage])
     which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps from {missing[0]} to {missing[-1]}"
     names = ", ".join([*(str(path) for path in torn), str(paths.wal)])

@@ -206,7 +206,7 @@ class Learner(Actor):
         return moved
 
     def _step(self, view: GroupView, action: Fire) -> None:
-        """One step: commit to the log, end the slots, train, publish, report, write a checkpoint."""
+        """Make a step: commit to the log, end the slots, train, publish, report, write a checkpoint."""
         with self.activity("step", self.deadline.begin()):
             if not self.checkpoints.history_stands():
                 return
@@ -236,7 +236,7 @@ class Learner(Actor):
         return solved or self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
 
     def _look(self) -> GroupView:
-        """What others have done since the last pass, and the open groups."""
+        """Look at what others have done since the last pass, and at the open groups."""
         self.publisher.sender.check()  # WeightsOwnerLost if they lie in the memory of a process that is gone
         if self.team is not None:
             self.team.look()
@@ -250,7 +250,7 @@ class Learner(Actor):
         return self.scan(self.scanner, self.claims.look())
 
     def _actions(self, view: GroupView) -> Sequence[SetAside | Claim | Fire | Wait]:
-        """What the plan decides; CannotTrain if groups end all the time and none can be trained."""
+        """Actions that the plan decides on; CannotTrain if groups end all the time and none can be trained."""
         admission, wave_over = self.ring.header(HeaderWord.NEXT_ADMISSION), None
         if self.waves is not None:  # in rounds of segments a wave is over when no member is still to be dispatched
             wave_over = not view.due.any() and self.waves.over(self.lines, admission)
@@ -420,7 +420,7 @@ class Progress:
 
 
 def deadline_of(topology: Topology) -> WorkDeadline:
-    """How long a micro-batch may take: one of another kind than the probe's may be compiled at any time, and where
+    """The time that a micro-batch may take: one of another kind than the probe's may be compiled at any time, and where
     there are several ranks, one is waited for."""
     limits, learner = topology.limits, topology.learner
     waits_s = learner.parallel.collective_timeout_s if topology.ranks > 1 else 0.0
@@ -441,7 +441,7 @@ def scripted_pace(token_s: float, on_progress: Callable[[], None]) -> Callable[[
 
 
 def has_fate(fates: Fates, size: int, draw: int, fate: str) -> bool:
-    """Whether any sample of the group has that fate."""
+    """True if any sample of the group has that fate."""
     return bool((fates.view()[2 * size * draw : 2 * size * (draw + 1)] == ord(fate)).any())
 
 

@@ -1,5 +1,5 @@
-"""What the learner writes per step: lines of metrics.jsonl, samples.jsonl and groups.jsonl, and LEARNER_STATE_UPDATE; a
-line of metrics.jsonl too for groups that end without a step.
+"""Files that the learner writes at each step: lines of metrics.jsonl, samples.jsonl and groups.jsonl, and
+LEARNER_STATE_UPDATE; a line of metrics.jsonl too for groups that end without a step.
 
 Pure counting and append-only files. Knows nothing of the ring or of torch. `reward` is the mean over all samples of all
 groups that ended since the last step, flat ones included; `reward_trained` over the trained ones.
@@ -235,7 +235,7 @@ class StepMetrics:
                 self.ended.add(PART + name, [value])
 
     def context(self, counted: Counter[str]) -> None:
-        """What a group's episodes count (`busrl.data.episodes.CONTEXT`)."""
+        """Adds what a group's episodes count (`busrl.data.episodes.CONTEXT`)."""
         self._context += counted
 
     def waiting(self, reason: str, group: int | None) -> None:
@@ -430,7 +430,8 @@ def _untrained(sample: SampleRecord) -> int:
 
 
 def _episodes(samples: Sequence[SampleRecord]) -> dict[str, Any]:
-    """Of episodes of several turns: turns, sequences, tokens that were read, and sums of turn rewards of each."""
+    """Figures of episodes of several turns: turns, sequences, tokens that were read, and sums of turn rewards of each.
+    """
     if not samples:
         return {}
     each = {

@@ -94,7 +94,8 @@ class Models:
         return load(folder, dtype, self.device, "" if self.settings.attention == AUTO else self.settings.attention)
 
     def _refer(self, trained: Forward, loss: LossFunction, adapter: Adapter | None) -> Reference | None:
-        """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
+        """The function that gives log-probabilities under the reference: the base without its adapter, or a second
+        model."""
         if self.config.kl == "none" and not reads(loss, "reference"):
             return None
         if adapter is not None and self.referred is None:
@@ -104,7 +105,7 @@ class Models:
         return lambda samples, flat: forward.score(samples, flat)[0]
 
     def _teach(self, trained: Forward, loss: LossFunction) -> Teacher | None:
-        """What gives a teacher's most probable tokens, of those that the model has."""
+        """The function that gives a teacher's most probable tokens, of those that the model has."""
         if not catalog.taught(self.config) and not reads(loss, "teacher"):
             return None
         if self.teacher is None:
@@ -121,20 +122,20 @@ class Models:
         return self._others[folder]
 
     def loss_may_read(self, name: str) -> bool:
-        """Whether the loss reads that, as far as it says what it reads."""
+        """True if the loss reads that, as far as it says what it reads."""
         loss = self.trainer.loss
         return not isinstance(loss, OwnLoss) or loss.uses is None or loss.reads(name)
 
     @property
     def streamable(self) -> bool:
-        """Whether the loss, if it is the user's own, may be computed on parts of a step."""
+        """True if the loss, if it is the user's own, may be computed on parts of a step."""
         loss = self.trainer.loss
         return not isinstance(loss, OwnLoss) or loss.streamable
 
     # -- publication --------------------------------------------------------------------------------------------
 
     def weights(self) -> Mapping[str, Tensor]:
-        """What is published: the weights, or the adapter alone; valid until the next step. As they are trained, where
+        """Tensors to publish: the weights, or the adapter alone; valid until the next step. As they are trained, where
         the engine's are the same."""
         if self.shared:
             return named_weights(self.trainer.model)
@@ -149,7 +150,7 @@ class Models:
         device.empty_cache(self.device)
 
     def write(self, folder: Path, named: Mapping[str, Tensor]) -> None:
-        """What `weights` gave, as the files of a published folder: an adapter, or a model with its tokenizer."""
+        """Writes what `weights` gave as the files of a published folder: an adapter, or a model with its tokenizer."""
         if self.trainer.adapter is not None and self.gives_adapters:
             self.trainer.adapter.write(folder, named)
         else:
@@ -235,8 +236,8 @@ class Models:
         return None
 
     def _named(self) -> Mapping[str, Tensor] | None:
-        """What a checkpoint's model holds where it is not the trained tensors as they are: base and adapter as one, a
-        copy of what another process shares, in the number type that is published."""
+        """Weights of a checkpoint's model where they are not the trained tensors as they are: base and adapter as one,
+        a copy of what another process shares, in the number type that is published."""
         adapted = self.trainer.adapter is not None
         if self.shared and not adapted:
             return copied_weights(self.trainer.model)

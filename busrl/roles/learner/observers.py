@@ -1,5 +1,5 @@
-"""What looks at each step of a learner without making it: lengths, thresholds, parity, idling, alarms, and what
-optional parts of busrl add (`step_observers` in the table of capabilities).
+"""Observers of the steps of a learner: lengths, thresholds, parity, idling, alarms, and what optional parts of busrl
+add (`step_observers` in the table of capabilities).
 
 Made in one place (`Observers`) and called by the learner in that order. An observer gives numbers for the step's line
 of metrics.jsonl and warnings; it may end the run, but never changes a step.
@@ -272,7 +272,7 @@ class AlarmWatch(StepObserver):
 
 @dataclass(frozen=True)
 class LearnerParts:
-    """What an observer of an optional part is made of."""
+    """Parts of a learner that observers of optional parts are made of."""
 
     topology: Topology
     paths: RunPaths

@@ -50,7 +50,8 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Alternative(NamedTuple):
-    """What the learner would have said if `cause` were so; `text` completes "they are those of ..."."""
+    """Log-probabilities that the learner would have given if `cause` were so; `text` completes "they are those of ...".
+    """
 
     cause: str
     text: str
@@ -84,7 +85,7 @@ def explain(theirs: Rows, gap: float, alternatives: Iterable[Alternative]) -> Ex
 
 
 def looks_rounded(theirs: Rows, ours: Rows, rounded: Rows) -> bool:
-    """Whether their differences from ours are like those of our own numbers in fewer bits: as large, on either side.
+    """True if their differences from ours are like those of our own numbers in fewer bits: as large, on either side.
     (Not the same: kernels round in another order.)"""
     size, gap = gap_of(rounded, ours), gap_of(theirs, ours)
     one, other = np.concatenate(theirs).astype(np.float64), np.concatenate(ours).astype(np.float64)
@@ -146,7 +147,7 @@ def tolerance(topology: Topology) -> float:
 
 
 def mixed(topology: Topology) -> bool:
-    """Whether tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
+    """True if tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
 
     That is never so before the first update, so the first step can always be judged, and never in a probe.
     """
@@ -173,7 +174,7 @@ UNKNOWN = "unknown"
 
 
 class Verdict(NamedTuple):
-    """What differs: of which process, since when it counts, and why. `text` is for people."""
+    """A difference that was found: of which process, since when it counts, and why. `text` is for people."""
 
     cause: str
     gap: float
@@ -216,13 +217,13 @@ class Answered:
 
     @property
     def proves(self) -> bool:
-        """Whether it answers the prompts that prove an update, of which there are more than of the others."""
+        """True if it answers the prompts that prove an update, of which there are more than of the others."""
         return len(self.samples) == probes.PROOFS * probes.DRAWS
 
 
 @dataclass
 class Proof:
-    """What each token is worth behind each of the prompts that prove an update, at that temperature."""
+    """Log-probabilities of each token behind each of the prompts that prove an update, at that temperature."""
 
     version: int
     temperature: float
@@ -301,7 +302,7 @@ class Parity:
             self._answers.append(answer)
 
     def holds(self, version: int | None) -> bool:
-        """Whether the weights have to stay for the moment: engines are about to answer under them."""
+        """True if the weights have to stay for the moment: engines are about to answer under them."""
         if self._silent or version is None or not probes.due(self.config.every, version):
             return False
         self._at(version)
@@ -333,7 +334,7 @@ class Parity:
     # -- what --------------------------------------------------------------------------------------------------------
 
     def look(self, version: int | None) -> Iterator[Verdict]:
-        """What the answers show that have come since the last call, `version` being that of the present weights.
+        """Judges the answers that have come since the last call, `version` being that of the present weights.
         CannotTrain above `learner.parity.end`."""
         answers, self._answers = self._answers, []
         if version is not None:
@@ -471,7 +472,7 @@ class Parity:
         return Verdict(found.cause or UNKNOWN, gap, text)
 
     def _impossible(self, samples: list[Sample], version: int, worker: str) -> Explained | None:
-        """What needs no score: numbers that cannot be."""
+        """Finds numbers that cannot be, for which no score is needed."""
         fault = first_fault([replace(one, behaviour_logprobs=np.zeros_like(one.behaviour_logprobs)) for one in samples],
                             self._models.known)
         if fault is not None:
@@ -514,7 +515,7 @@ class Parity:
     def _alternatives(
         self, samples: list[Sample], theirs: Rows, ours: Rows, hidden: Callable[[Rows], Rows]
     ) -> Iterator[Alternative]:
-        """What may have happened, the simplest first. One that cannot be computed here is passed over."""
+        """Yields what may have happened, the simplest first. One that cannot be computed here is passed over."""
         def at(factor: float) -> Rows:
             return hidden(self._score([replace(one, temperature=one.temperature * factor) for one in samples]))
 

@@ -38,7 +38,7 @@ def to_sample(record: SampleRecord, last_only: bool = False, skipped: Sequence[i
 
 
 def _turns(record: SampleRecord, skipped: Sequence[int]) -> Turns | None:
-    """Where the turns of an episode stand; None for an answer."""
+    """Places of the turns of an episode; None for an answer."""
     if not record.turns:
         return None
     lengths = record.turn_lengths()
@@ -49,7 +49,8 @@ def _turns(record: SampleRecord, skipped: Sequence[int]) -> Turns | None:
 
 
 class StaleTokenMask:
-    """Which leading tokens of a turn are older than `bound` steps (weights.max_staleness): context, not trained.
+    """Finds the leading tokens of a turn that are older than `bound` steps (weights.max_staleness): context, not
+    trained.
 
     A group that is over age is trained under `over_age = "wait"`, but no token of it that is older than the bound.
     Such tokens count in no denominator; the reward, and so the advantage, is of the whole answer. Everything up to
@@ -79,13 +80,13 @@ class StaleTokenMask:
         return ages[place]
 
     def leading(self, record: SampleRecord) -> list[int]:
-        """How many tokens at the start of each turn are not to be trained, counted."""
+        """Counts the tokens at the start of each turn that are not to be trained, and adds them to `masked`."""
         counts = self.count(record)
         self.masked += sum(counts)
         return counts
 
     def count(self, record: SampleRecord) -> list[int]:
-        """The same, not counted. Of a turn that is not trained at all: none."""
+        """Counts the same tokens without adding them. Of a turn that is not trained at all: none."""
         lengths = record.turn_lengths()
         if self.bound is None or self.now - record.step <= self.bound:
             return [0] * len(lengths)
@@ -104,7 +105,7 @@ def _leading(late: npt.NDArray[np.int64]) -> int:
 
 
 def terms_of(topology: Topology) -> Terms:
-    """What the topology promises of ages, and leaves out of the loss."""
+    """Terms of a topology: the ages that it promises, and what it leaves out of the loss."""
     weights, waves, forced = topology.weights, topology.segments.waves, topology.experiments.forced_age > 0
     by_mode = {"batch-async": weights.max_staleness, "sync": max(0, waves - 1)}
     return Terms(
@@ -127,7 +128,7 @@ class TrainedTokens:
         self.last_only = terms.last_segment
 
     def is_cut(self, record: SampleRecord) -> bool:
-        """Whether an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
+        """True if an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
         return self.terms.masks_cut and record.finish == Finish.LENGTH
 
     def samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
@@ -139,5 +140,5 @@ class TrainedTokens:
         return to_sample(record, self.last_only, self.stale.leading(record))
 
     def mask(self, record: SampleRecord) -> npt.NDArray[np.bool_]:
-        """Which tokens of the answer will be trained."""
+        """Mask of the tokens of the answer that will be trained."""
         return to_sample(record, self.last_only, self.stale.count(record)).mask() & (not self.is_cut(record))

@@ -1,4 +1,4 @@
-"""One optimiser step, from sample records to new weights.
+"""The optimiser step of a learner, from sample records to new weights.
 
 Talks to the models (`models`), which it has trained with what `credit` makes of the records. Knows nothing of the ring
 and the bus; of the log, its records alone.
@@ -171,7 +171,7 @@ class TrainingStep:
 
     @property
     def terms(self) -> Terms:
-        """What is trained of the next samples."""
+        """Terms by which the next samples are trained."""
         return self.tokens.terms
 
     def train_by(self, terms: Terms) -> None:
@@ -184,7 +184,7 @@ class TrainingStep:
     # -- weights and checkpoints --------------------------------------------------------------------------------
 
     def weights(self) -> Mapping[str, Tensor]:
-        """What is published (`Models.weights`)."""
+        """Tensors to publish (`Models.weights`)."""
         return self.models.weights()
 
     def load_checkpoint(self, root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:

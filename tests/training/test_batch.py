@@ -1,8 +1,7 @@
-"""The cut into micro-batches, what makes a sample unfit, and the learning rate."""
+"""The cut into micro-batches, and samples that must not be trained."""
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.data.vocabulary import TokenRows
-from busrl.scheduling.rates import Schedule
 from busrl.training import batch
 from busrl.training.batch import Sample, first_fault
 
@@ -69,25 +67,3 @@ def test_a_sample_that_must_not_be_trained_says_why(change: dict[str, Any], text
     found = first_fault([good, replace(good, **change), good], TokenRows(rows=10))
     assert found is not None and found[0] == 1
     assert re.search(text, found[1]), found
-
-
-def test_the_rate_is_coupled_to_the_square_root_of_the_groups_within_bounds() -> None:
-    schedule = Schedule(lr=1e-3, n_min=32)
-    assert schedule(0, 32) == 1e-3
-    assert schedule(0, 16) == pytest.approx(1e-3 * math.sqrt(0.5))
-    assert schedule(0, 4) == pytest.approx(0.5e-3)
-    assert schedule(0, 1000) == pytest.approx(2e-3)
-
-
-def test_warm_up_counts_groups_and_the_first_step_is_not_wasted() -> None:
-    schedule = Schedule(lr=1.0, n_min=10, warmup_groups=40)
-    assert [schedule(trained, 10) for trained in (0, 10, 20, 30, 40, 1000)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_decay_counts_groups_from_the_end_of_the_warm_up() -> None:
-    linear = Schedule(lr=1.0, n_min=10, warmup_groups=20, decay="linear", decay_groups=100, decay_to=0.1)
-    assert [linear(trained, 10) for trained in (0, 10, 20, 70, 120, 1000)] == pytest.approx([0.5, 1, 1, 0.55, 0.1, 0.1])
-    cosine = Schedule(lr=1.0, n_min=10, decay="cosine", decay_groups=100)
-    assert [cosine(trained, 10) for trained in (0, 50, 100)] == pytest.approx([1.0, 0.5, 0.0])
-    # Half as many groups per step, twice as many steps: the same fall over the same data.
-    assert cosine(50, 5) == pytest.approx(0.5 * math.sqrt(0.5))
