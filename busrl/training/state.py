@@ -74,7 +74,7 @@ class TrainerState:
         return {**self.optimizer.state_dict(), **kinds, **masters}
 
     def gathered(self, keep: bool) -> dict[str, Any]:
-        """The state of `saved`, whole and on the host, of a trainer whose parameters are spread over ranks: a collective
+        """The state of `saved`, whole and on the host, of a trainer whose parameters are spread: a collective
         per tensor. Without `keep` this rank only takes part, and gets nothing."""
         state = self.saved()
         for name in ("state", MASTER):

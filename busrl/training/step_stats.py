@@ -112,7 +112,7 @@ class Tally:
     """Counts of what a trainer has computed of the step under way."""
 
     def __init__(self, where: torch.device) -> None:
-        self._device, self._watch = where, device.Stopwatch(where)
+        self._device, self.stopwatch = where, device.Stopwatch(where)
         self._watched: Collection[int] = ()
         self._gaps: dict[int, Tensor] = {}
         self.clear()
@@ -126,11 +126,11 @@ class Tally:
 
     def mark(self) -> Any:
         """A point in time of the device, for `timed`."""
-        return self._watch.mark()
+        return self.stopwatch.mark()
 
     def timed(self, started: Any, forwarded: Any) -> None:
         """A micro-batch began, had its forward, and has its backward now."""
-        self._marks.append((started, forwarded, self._watch.mark()))
+        self._marks.append((started, forwarded, self.stopwatch.mark()))
 
     def add(self, samples: Sequence[Sample], flat: Flat, row: Tensor, loss: Tensor, positions: int) -> None:
         """A micro-batch: its row of diagnostics, the loss of each token, and how many positions were computed."""
@@ -161,8 +161,8 @@ class Tally:
             sums=tuple(self._sums.tolist()),  # the one time that the device is read
             tokens=self.tokens, sequences=self._sequences, context=self._context,
             computed=self._computed, real=self._real, micro_batches=len(self._losses),
-            forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
-            backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),
+            forward_s=sum(self.stopwatch.seconds(begun, between) for begun, between, _ in self._marks),
+            backward_s=sum(self.stopwatch.seconds(between, ended) for _, between, ended in self._marks),
             step_s=time.perf_counter() - started,
         )
 

@@ -206,7 +206,7 @@ def test_times_of_forward_and_backward_are_those_of_the_device(lab: Any) -> None
         def seconds(self, before: int, after: int) -> float:
             return {(1, 2): 10.0, (2, 3): 100.0}[((before - 1) % 3 + 1, (after - 1) % 3 + 1)]
 
-    trainer._watch = Watch()
+    trainer.tally.stopwatch = Watch()
     trainer.accumulate(samples, lab.advantages(len(samples)))
     stats = trainer.step(1e-3)
     assert (stats.forward_s, stats.backward_s) == (10.0 * stats.micro_batches, 100.0 * stats.micro_batches)
