@@ -159,7 +159,7 @@ class Held:
 
 
 @pytest.mark.parametrize("lets_go", [True, False])
-def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_that_has_none(
+def test_a_publication_waits_for_a_validation_with_results_alone(
     lets_go: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ring, told = Held(results=50, lets_go=lets_go), []
@@ -167,12 +167,15 @@ def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_tha
     monkeypatch.setattr(publish.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(publish.version_pin, "pinned_by", lambda ring: ring.header("hold"))
     monkeypatch.setattr(publish.version_pin, "name_of", lambda ring, holder: "validator (pid 7)")
-    worker: Any = Worker(tmp_path, "learner", parts(SimpleNamespace(dedicated=False), ring))
+    monkeypatch.setattr(publish, "make_sender", lambda *settings: SimpleNamespace())
+    monkeypatch.setattr(publish.TransportSettings, "of", lambda topology, paths: None)
+    topology = SimpleNamespace(
+        dedicated=False, limits=SimpleNamespace(work_s=10.0), experiments=SimpleNamespace(forced_age=0)
+    )
+    worker: Any = Worker(tmp_path, "learner", parts(topology, ring))
     worker.warn = lambda where, text: told.append(text)
     worker.idle = lambda timeout_s: now.__setitem__(0, now[0] + 9.0)
-    publisher: Any = publish.Publisher.__new__(publish.Publisher)
-    publisher.actor, publisher.ring, publisher._work_s = worker, ring, 10.0
-    publisher._wait_for_pin()
+    publish.Publisher(worker, highest=0)._wait_for_pin()
     assert now[0] > 400.0 and ring.moved >= 50, "each result is waited for, and is progress"
     text = "validator (pid 7) holds the version and had no result for 10 s; publishing without it"
     assert told == ([] if lets_go else [text])

@@ -20,7 +20,9 @@ from busrl.ring import State
 from busrl.roles.intake import ClaimedSlot, SampleIntake
 from busrl.roles.rollout import Rollout
 from busrl.roles.scheduler import Scheduler
+from busrl.scheduling.admission import derive
 from busrl.states import Fate
+from busrl.topology.schema import Segments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,13 +47,18 @@ def bare_rollout(run: Path) -> Any:
     return Rollout(run, "rollout/0", parts(SimpleNamespace(limits=SimpleNamespace(ready_s=1000.0)), Called()))
 
 
-def test_a_sequence_without_a_token_is_set_aside_and_the_worker_lives() -> None:
-    intake: Any = SampleIntake.__new__(SampleIntake)
-    intake.claimed, intake.engine = {3: ClaimedSlot(word=77, uid=5, version=0, step=0)}, SimpleNamespace(max_length=16)
-    intake.ring, intake.warn = Called(line=lambda: {"uid": 5}), lambda where, text, **_: None
+def test_a_sequence_without_a_token_is_set_aside_and_the_worker_lives(tmp_path: Path) -> None:
+    topology: Any = SimpleNamespace(
+        model=SimpleNamespace(path=tmp_path), process=(), processes=list, dedicated=False, segments=Segments(),
+        generation=SimpleNamespace(max_new_tokens=8), derived=SimpleNamespace(limits=derive("sync", 8, 0, 4)),
+    )
+    ring: Any = Called(line=lambda: {"uid": 5})
+    engine: Any = SimpleNamespace(max_length=16)
+    intake = SampleIntake(ring, topology, "rollout/0", engine, lambda where, text, **_: None)
+    intake.claimed = {3: ClaimedSlot(word=77, uid=5, version=0, step=0)}
     nothing = np.empty(0, np.int32)
     intake.commit(Finished(3, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), 2))
-    assert ("drop", 3, 77, Fate.LONG) in intake.ring.calls and intake.claimed == {}
+    assert ("drop", 3, 77, Fate.LONG) in ring.calls and intake.claimed == {}
 
 
 def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven(tmp_path: Path) -> None:
