@@ -21,7 +21,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,14 +60,15 @@ class Placed:
 
 
 class Placement:
-    """All hosts of `hosts.start`. `say`: for whoever watches; `warn`: for errors.jsonl too."""
+    """The hosts of a run that launch starts. `say`: for whoever watches; `warn`: for errors.jsonl too; `hosts`: None
+    means all of the topology."""
 
     def __init__(
         self, topology: Topology, paths: RunPaths, say: Callable[[str], None], warn: Callable[[str, str], None],
+        hosts: Sequence[Placed] | None = None,
     ) -> None:
         self._topology, self._paths, self._say, self._warn = topology, paths, say, warn
-        wanted = topology.host_names if topology.hosts.start and not topology.here else ()
-        self._hosts = [Placed(name) for name in wanted]
+        self._hosts = [Placed(name) for name in topology.host_names] if hosts is None else list(hosts)
 
     def look(self, now: float, seen: Collection[str], run_is_over: bool) -> None:
         """Start what is due, and see who has ended, or is not among `seen`, the hosts that home has."""

@@ -43,36 +43,35 @@ def wait_for(child: RunningChild | None) -> None:
     assert child is not None and select.select([child.pidfd], [], [], 30.0)[0]
 
 
+def placement(folder: Path, said: list[str], host: Placed) -> Placement:
+    """Placement of one host that was started already; what it says and warns of goes to `said`."""
+    topology: Any = None
+    return Placement(topology, RunPaths.of(folder), said.append, lambda text, level: said.append(text), [host])
+
+
 def test_a_second_signal_kills_the_commands_of_hosts_at_once(tmp_path: Path) -> None:
-    placement: Any = object.__new__(Placement)
-    placement._paths, said = RunPaths.of(tmp_path), list[str]()
-    placement._say = said.append
-    child = deaf(tmp_path)
-    placement._hosts = [Placed("a", running=child)]
-    placement.end(3600.0, Pressed())
+    child, said = deaf(tmp_path), list[str]()
+    placement(tmp_path, said, Placed("a", running=child)).end(3600.0, Pressed())
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
     assert said == ["host a: its command is ended by SIGKILL", "host a: ended (signal SIGKILL)"]
 
 
 def test_a_command_whose_host_falls_silent_is_started_again(tmp_path: Path) -> None:
-    placement: Any = object.__new__(Placement)
-    placement._paths, said = RunPaths.of(tmp_path), list[str]()
-    placement._warn = lambda text, level: said.append(text)
-    host = Placed("a", running=deaf(tmp_path))
-    placement._hosts, now = [host], 1000.0
+    host, said, now = Placed("a", running=deaf(tmp_path)), list[str](), 1000.0
+    placed = placement(tmp_path, said, host)
     for second in range(1000):
-        placement.look(now + second, (), False)
+        placed.look(now + second, (), False)
     assert not said, "it may take as long as it needs to start"
-    placement.look(now := now + 1000, {"a"}, False)
-    placement.look(now := now + UNHEARD_S - 1, (), False)
-    placement.look(now := now + 1, {"a"}, False)
-    placement.look(now + UNHEARD_S / 2, (), False)
+    placed.look(now := now + 1000, {"a"}, False)
+    placed.look(now := now + UNHEARD_S - 1, (), False)
+    placed.look(now := now + 1, {"a"}, False)
+    placed.look(now + UNHEARD_S / 2, (), False)
     assert not said, "it is back"
     for second in range(int(UNHEARD_S + ENDING_S) + 2):
-        placement.look(now + second, (), False)
+        placed.look(now + second, (), False)
     wait_for(host.running)
-    placement.look(now + 2 * UNHEARD_S, (), False)
+    placed.look(now + 2 * UNHEARD_S, (), False)
     silent, killed = said
     assert silent.startswith("host a: nothing is heard of it"), said
     assert killed == "host a ended (signal SIGKILL); again in 1 s"
@@ -80,12 +79,9 @@ def test_a_command_whose_host_falls_silent_is_started_again(tmp_path: Path) -> N
 
 
 def test_a_command_that_ends_well_is_started_again_during_the_run(tmp_path: Path) -> None:
-    placement: Any = object.__new__(Placement)
-    placement._paths, said = RunPaths.of(tmp_path), list[str]()
-    placement._warn = lambda text, level: said.append(text)
+    said = list[str]()
     for over in (False, True):
         host = Placed("a", running=spawn("host-a", ["true"], tmp_path / "a.log", os.environ))
-        placement._hosts = [host]
         wait_for(host.running)
-        placement.look(5.0, (), over)
+        placement(tmp_path, said, host).look(5.0, (), over)
         assert (host.over, len(said)) == (over, 1) and "host a ended (exit code 0); again in 1 s" in said

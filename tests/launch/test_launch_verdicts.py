@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -134,14 +134,12 @@ def test_no_end_of_the_sinks_ends_a_run(scripted: Any, mode: str) -> None:
 def test_a_host_is_given_up_for_what_busrl_says_and_not_for_a_shell_s_code(
     tmp_path: Path, script: str, again: bool
 ) -> None:
-    placement: Any = object.__new__(Placement)
-    placement._paths, warned = RunPaths.of(tmp_path), list[str]()
-    placement._warn = lambda text, level: warned.append(text)
-    placement._paths.logs.mkdir(parents=True)
-    log = placement._log(Placed("a"))
-    host = Placed("a", running=children.spawn("host-a", ["sh", "-c", script], log, os.environ))
-    placement._hosts = [host]
-    host.running.wait(60.0)
+    paths, warned, topology = RunPaths.of(tmp_path), list[str](), cast(Any, None)
+    paths.logs.mkdir(parents=True)
+    command = children.spawn("host-a", ["sh", "-c", script], paths.log("host-a"), os.environ)
+    host = Placed("a", running=command)
+    command.wait(60.0)
+    placement = Placement(topology, paths, warned.append, lambda text, level: warned.append(text), [host])
     placement.look(time.monotonic(), (), False)
     assert host.over is not again and len(warned) == 1
     assert bool(re.search("again in 1 s", warned[0])) == again, warned
