@@ -789,9 +789,9 @@ class Topology:
 LIMITS = {item.name for item in dataclasses.fields(AdmissionLimits)}
 
 
-def _with_limits(data: Any) -> Any:
+def _with_limits(data: dict[str, Any]) -> dict[str, Any]:
     """Plain data of a topology with the limits, which stand flat among the derived values, as a table of their own."""
-    derived = data.get("derived") if isinstance(data, dict) else None
+    derived = data.get("derived")
     if not isinstance(derived, dict):
         return data
     limits = {name: value for name, value in derived.items() if name in LIMITS}
