@@ -27,13 +27,14 @@ from msgspec import to_builtins
 from busrl.errors import BusrlError, TopologyError, UserError
 from busrl.launch.rundir import OpenRun
 from busrl.launch.summary import RunOutcome
-from busrl.ledger.controls import VERBS, ControlLine, Controls, size
+from busrl.ledger.controls import VERBS, ControlLine, Controls
 from busrl.ledger.trained import newest_checkpoint, step_of
 from busrl.preflight import inflight
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.states import PAUSE_STARTING, PAUSED, HeaderWord, RunPhase
 from busrl.system import files
+from busrl.system.files import size_of
 from busrl.topology import ProcessName, Topology
 
 NO_PROOF = "refused: its proof is not made with the control.key of this start of the run"
@@ -126,7 +127,7 @@ class ControlDesk:
         with closing(files.LineFile(self._run.paths.control, sync=True)) as lines:
             lines.append(json.dumps(to_builtins(line), ensure_ascii=False).encode())
         self.controls.add(line)
-        self._sizes[line.id] = size(self._run.paths)
+        self._sizes[line.id] = size_of(self._run.paths.control)
 
     # -- verbs --------------------------------------------------------------------------------------------------
 

@@ -90,11 +90,3 @@ def read_lines(paths: RunPaths) -> Iterator[ControlLine]:
     for row in json_lines(paths.control):
         with suppress(msgspec.ValidationError):
             yield msgspec.convert(row, ControlLine)
-
-
-def size(paths: RunPaths) -> int:
-    """Bytes of the file: another number says that there is something to follow."""
-    try:
-        return paths.control.stat().st_size
-    except OSError:
-        return 0

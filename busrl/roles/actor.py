@@ -33,7 +33,6 @@ import numpy.typing as npt
 from busrl.bus import Endpoint
 from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, Stopped, cause
 from busrl.faults import MessageFaults, message_faults
-from busrl.ledger.controls import size as controls_size
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -42,6 +41,7 @@ from busrl.ring import Fates, Ring
 from busrl.roles.process import RoleLock, configure_process
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.states import PAUSED, HeaderWord, RunPhase
+from busrl.system.files import size_of
 from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
@@ -201,7 +201,7 @@ class Actor(ABC):
         """With `parts` the role is attached already, and is driven by its methods; without, `main` attaches it."""
         self.name, self.worker_id = name, name.replace("/", "-")
         self.paths = RunPaths.of(run_dir)
-        self.followed, self._next_follow = controls_size(self.paths), 0.0  # before what it stands for is read
+        self.followed, self._next_follow = size_of(self.paths.control), 0.0  # before what it stands for is read
         self.topology = parts.topology if parts else Topology.from_json(self.paths.topology.read_text())
         self.stopping = ""
         self._next_heartbeat = 0.0
@@ -375,7 +375,7 @@ class Actor(ABC):
         if (now := time.monotonic()) < self._next_follow:
             return
         self._next_follow = now + FOLLOW_EVERY_S
-        if (size := controls_size(self.paths)) != self.followed:
+        if (size := size_of(self.paths.control)) != self.followed:
             self.topology = Topology.from_json(self.paths.topology.read_text())
             self.follow()
             self.followed, self._next_heartbeat = size, 0.0

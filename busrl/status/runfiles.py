@@ -23,14 +23,13 @@ import msgspec
 import numpy as np
 
 from busrl.errors import NoSuchRun
-from busrl.ledger import controls
 from busrl.ledger.controls import Controls
 from busrl.ledger.trained import of_step
 from busrl.paths import RunPaths
 from busrl.states import Fate, fate_name
 from busrl.status.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
 from busrl.status.words import safe
-from busrl.system.files import PART_BYTES, LineFollower, as_map, json_lines, last_change, read_map
+from busrl.system.files import PART_BYTES, LineFollower, as_map, json_lines, last_change, read_map, size_of
 
 SAMPLES_KEPT: Final = 24
 ROUNDS_BYTES: Final = 1 << 26
@@ -123,7 +122,7 @@ class RunFiles:
             state.first_reward = self._first_reward()
         self.samples.extend(self.new_samples())
         state.sample = sample_line(self.newest_sample)
-        if (size := controls.size(self._paths)) != self._controls:
+        if (size := size_of(self._paths.control)) != self._controls:
             self._controls, state.asked = size, "; ".join(Controls.read(self._paths).words())
         for error in _decoded(self._errors, ErrorRecord):
             state.errors.add(error, "file")

@@ -293,6 +293,14 @@ def dropped(path: Path) -> int:
         return 0
 
 
+def size_of(path: Path) -> int:
+    """Bytes of the file, 0 where there is none: of a log that grows, another number says that there is more to read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def last_change(path: Path) -> float | None:
     """The time at which a file of lines was last written to; None if there is none."""
     for one in (path, *(one for _, one in reversed(parts(path)))):

@@ -56,9 +56,6 @@ ARROWS: dict[str, str] = {
 LOADED: dict[str, str] = {
     "busrl.hosts.folders": "weights/folders",  # itself loaded by the relay of a run with such folders alone
 }
-# Still to be cut: the core names an optional part. This list only shrinks.
-STILL_NAMED: dict[str, str] = {
-}
 
 HEAVY = {"torch", "transformers", "safetensors"}
 WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "training", "weights")  # parts that work on them
@@ -120,9 +117,8 @@ def test_the_core_names_no_optional_part_outside_its_table() -> None:
     for module, path in CORE.items():
         if module == "busrl.capabilities":
             continue
-        allowed = words(STILL_NAMED, module)
         uses = [*imports(path), *modules_in_strings(path)]
-        found += [(module, use.line, use.name) for use in uses if capability_of(use.name) not in {"", *allowed}]
+        found += [(module, use.line, use.name) for use in uses if capability_of(use.name)]
     assert not found, f"by capabilities.plugs instead: {found}"
 
 

@@ -16,10 +16,6 @@ from syntax import OPTIONAL, REPOSITORY
 
 QUICKSTART = (REPOSITORY / "configs" / "quickstart.toml").read_text()
 STEPS = 5
-STILL_NEEDED: set[str] = set()  # the core does not live without these yet; only shrinks
-STILL_TRAINED_WITH = {"predict"}  # ... and does not train yet
-DELETED = [part for part in OPTIONAL if part not in STILL_NEEDED]
-SPARED = [part for part in DELETED if part not in STILL_TRAINED_WITH]
 
 # part -> a topology that asks for it: what is written below that of the quickstart, and overrides.
 ASKING: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -70,7 +66,7 @@ def test_the_table_asks_for_every_part_and_a_command_has_the_rest() -> None:
     assert set(ASKING) | set(COMMANDS) == set(OPTIONAL)
 
 
-@pytest.mark.parametrize("part", DELETED)
+@pytest.mark.parametrize("part", OPTIONAL)
 def test_check_passes_without(part: str, tmp_path: Path) -> None:
     folder = copy_without(tmp_path, part)
     checked = busrl(folder, "check", "quickstart.toml")
@@ -78,7 +74,7 @@ def test_check_passes_without(part: str, tmp_path: Path) -> None:
 
 
 def test_what_asks_for_a_part_is_told_which_one_is_missing(tmp_path: Path) -> None:
-    folder = copy_without(tmp_path, *DELETED)
+    folder = copy_without(tmp_path, *OPTIONAL)
     code = """
 import sys
 from pathlib import Path
@@ -96,20 +92,20 @@ for part, (text, overrides) in ASKING.items():
     else:
         raise AssertionError(f"{part} was not missed")
 """
-    (folder / "test_table.py").write_text(f"ASKING = { {part: ASKING[part] for part in ASKING if part in DELETED} }\n")
+    (folder / "test_table.py").write_text(f"ASKING = {ASKING!r}\n")
     told = python(folder, "-c", code)
     assert told.returncode == 0, told.stderr
-    for part in COMMANDS.keys() & set(DELETED):
+    for part in COMMANDS:
         told = busrl(folder, *COMMANDS[part])
         assert told.returncode == 2 and f"need busrl/{part}," in told.stderr, told.stderr
 
 
 @pytest.mark.long
 def test_the_quickstart_trains_without_all_of_them(tmp_path: Path, quickstart: None) -> None:
-    trains(copy_without(tmp_path, *SPARED))
+    trains(copy_without(tmp_path, *OPTIONAL))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", SPARED)
+@pytest.mark.parametrize("part", OPTIONAL)
 def test_the_quickstart_trains_without(part: str, tmp_path: Path, quickstart: None) -> None:
     trains(copy_without(tmp_path, part))

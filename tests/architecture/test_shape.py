@@ -20,7 +20,6 @@ SMALL = 120
 # A module of less than SMALL lines whose only user lies in the same package -> why it is a module of its own.
 REASONS: dict[str, str] = {
     "busrl.algorithms.distill": "formulas on a teacher's tokens, for losses of the user's too",
-    "busrl.roles.learner.checkpoints": "when a checkpoint is begun and when it counts, apart from the loop",
     "busrl.topology.names": "the names that other trainers give to keys: a table, apart from how a file is read",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
 }
@@ -80,10 +79,7 @@ def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 # Classes of more methods: at most two in the end, each with its reason in its docstring.
-STILL_LARGE: dict[str, int] = {
-    "ServedEngine": 27,
-    "Actor": 31, "Validator": 29, "World": 28,
-}
+STILL_LARGE: dict[str, int] = {}
 
 
 def test_a_class_has_one_concern() -> None:
@@ -101,7 +97,7 @@ HEADLESS = {
     "As", "How", "It", "Its", "Of", "One", "That", "These", "Those", "What", "When", "Where", "Whether", "Which", "Who",
     "Whose", "Why",
 }
-STILL_HEADLESS = 1000
+STILL_HEADLESS = 610
 
 
 def headless(text: str) -> bool:
@@ -129,7 +125,7 @@ THEIRS = {
     "num_hidden_layers", "out_features", "pad_token_id", "padding_idx", "pre_tokenizer", "register_parameter",
     "shutdown_request", "stdin", "target_modules", "verify_request", "writeable",
 }
-STILL_SET_FROM_OUTSIDE = 60  # assignments to an attribute of an object's part: `self.part.name = ...`
+STILL_SET_FROM_OUTSIDE = 40  # assignments to an attribute of an object's part: `self.part.name = ...`
 
 
 def assigned(tree: ast.AST) -> Iterator[ast.expr]:

@@ -77,7 +77,7 @@ def holds(way: Way, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_prompt_and_a_version_pass_the_files_of_the_page(tmp_path: Path, quickstart: None) -> None:
+def test_a_prompt_and_a_version_pass_the_files_listed(tmp_path: Path, quickstart: None) -> None:
     from harness import Run, running
 
     run = Run(tmp_path / "run", steps=3, env=tracing(tmp_path / "calls"))
