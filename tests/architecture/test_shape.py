@@ -22,7 +22,7 @@ REASONS: dict[str, str] = {
     "busrl.algorithms.distill": "formulas on a teacher's tokens, for losses of the user's too",
     "busrl.topology.names": "the names that other trainers give to keys: a table, apart from how a file is read",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
-    "busrl.roles.learner.checkpoints": "a concern of its own: when a checkpoint is written, apart from the learner's loop",
+    "busrl.roles.learner.checkpoints": "when a checkpoint is begun and when it counts, apart from the loop",
 }
 
 
