@@ -98,7 +98,7 @@ HEADLESS = {
     "As", "How", "It", "Its", "Of", "One", "That", "These", "Those", "What", "When", "Where", "Whether", "Which", "Who",
     "Whose", "Why",
 }
-STILL_HEADLESS = 260
+STILL_HEADLESS = 60
 
 
 def headless(text: str) -> bool:
