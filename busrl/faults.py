@@ -130,7 +130,7 @@ Receive = Callable[[int], list[Frames]]
 
 
 def message_faults(faults: Faults, role: str, name: str) -> MessageFaults | None:
-    """Those of one endpoint; None if no entry is about its role, so that it costs nothing."""
+    """The faults of one endpoint's messages; None if no entry is about its role, so that it costs nothing."""
     entries = [one for one in faults.bus if not one.roles or role in one.roles]
     return MessageFaults(entries, faults.seed, name) if entries else None
 

@@ -1,4 +1,4 @@
-"""What several parts of busrl share: roles, states of slots and fates, uids, ends of answers, words of the header.
+"""Facts that parts of busrl share: roles, states of slots and fates, uids, ends of answers, words of the header.
 
 Talks to nothing and imports nothing of busrl, so that every part may import it. The C++ core has its own copy of what
 it stores (`csrc/include/busrl`), which a test compares with this one; `busrl.ledger.audit` has a third on purpose.
@@ -24,7 +24,7 @@ PAUSED: Final = 2  # the next one: nobody draws tokens; launch's, which writes t
 
 
 class Role(NamedTuple):
-    """What a process does: how many of its kind a run has, and when they end."""
+    """A kind of process: how many of its kind a run has, and when they end."""
 
     name: str
     stop: int  # stage of a stop in which it ends: producers before consumers, the bus last
@@ -87,14 +87,14 @@ WORKING: Final = (State.RESERVED, State.GENERATING, State.REWARDING, State.TRAIN
 
 
 class SampleClass(IntEnum):
-    """What a sample is for; workers take both, the learner takes TRAIN and the validator VALIDATE."""
+    """The purpose of a sample; workers take both, the learner takes TRAIN and the validator VALIDATE."""
 
     TRAIN = 0
     VALIDATE = 1
 
 
 class Fate(IntEnum):
-    """What became of a sample: one ASCII byte of a fate table.
+    """The fate of a sample: one ASCII byte of a fate table.
 
     NONE -> DISPATCHED -> TRAINED | VALIDATED | a reason by rule (small letter) | an accident (capital letter).
     A put-back at start is the only way from DISPATCHED to NONE. A reason is stored only over DISPATCHED, TRAINED over
@@ -149,7 +149,7 @@ def fate_name(fate: int | str) -> str:
 
 
 class Finish(IntEnum):
-    """Why a sample's newest segment has no more tokens; a slot holds 0 while another segment follows."""
+    """The reason why a sample's newest segment has no more tokens; a slot holds 0 while another segment follows."""
 
     EOS = 1  # its last token ends the sequence
     LENGTH = 2  # a limit cut it

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, ANSWERS = "tests/oracle/test_oracle_steps.py", "tests/oracle/test_oracle_answers.py"
-WHOLE_RUN = "tests/run/test_oracle_run.py::test_every_number_of_a_run_is_what_its_log_and_its_weights_give"
+WHOLE_RUN = "tests/run/test_oracle_run.py::test_every_number_of_a_run_follows_from_its_log_and_weights"
 PLANTED = "tests/ledger/test_ledger_audit_planted.py"
 PARTS = "tests/rewards/test_parts.py"
 LIMIT_S = 400.0
@@ -50,7 +50,7 @@ def streamed(name: str) -> tuple[str, ...]:
     return (f"tests/roles/test_training_step.py::{STREAMED}[{name}]",)
 
 
-STREAMED = "test_streamed_at_once_and_from_the_log_every_algorithm_makes_the_same_step"
+STREAMED = "test_every_algorithm_makes_the_same_step_streamed_or_from_the_log"
 VECTORS = ("tests/algorithms/test_loss_vectors.py",)
 PPO, TWO, THREE = of_step("ppo_clip"), of_step("decoupled in two mini-batches"), of_step("ppo_clip in three mini-batches")
 AGAIN = (f"{STEPS}::test_a_learner_that_starts_again_goes_on_with_the_very_numbers",)
@@ -68,7 +68,7 @@ EXTENDING = tuple(f"tests/examples/test_extending.py::test_a_{name}" for name in
     "loss_over_all_samples_is_held_back_and_one_that_says_it_is_streamable_is_not"))
 VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py",)
 HEAD_TESTS = (
-    "tests/roles/test_training_step.py::test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas",)
+    "tests/roles/test_training_step.py::test_a_value_head_step_gradient_matches_the_plain_formulas",)
 EPISODES = ("tests/roles/test_episode_steps.py",)
 BY_HAND = ("tests/roles/test_step_by_hand.py",)
 REFERRED = ("tests/roles/test_training_step.py::test_a_reference_reads_whole_answers_at_the_temperature_of_their_draw",)
@@ -86,7 +86,7 @@ GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/answers.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
 PREFIX, PREFIXES = "busrl/engines/torch/prefix.py", "tests/engines/test_prefix.py"
-TREES = f"{PREFIXES}::test_every_answer_of_a_random_tree_of_turns_is_that_of_a_plain_forward_pass"
+TREES = f"{PREFIXES}::test_every_answer_of_a_random_turn_tree_matches_a_plain_forward_pass"
 SKIPS = ("tests/scheduling/test_pass_rates.py",)
 SET_ASIDE = "test_groups_that_a_dead_learner_set_aside_are_counted_once"
 MUTANTS = (
@@ -115,13 +115,13 @@ MUTANTS = (
     # -- rows that are kept
     Mutant("a row is continued by ids that differ in one place", PREFIX,
            "beginning[-1] and bool(np.array_equal(ids[:count], beginning))", "beginning[-1]", (
-               f"{PREFIXES}::test_a_row_is_found_by_all_of_its_ids_and_one_that_differs_in_one_place_is_computed_anew",)),
+               f"{PREFIXES}::test_a_row_matches_by_all_its_ids_and_recomputes_after_one_change",)),
     Mutant("a row of the weights before is continued", ENGINE, "        self._kept.clear()\n", "", (
-        f"{PREFIXES}::test_where_caches_are_recomputed_no_row_of_an_older_version_is_taken_over",)),
+        f"{PREFIXES}::test_recomputed_caches_reuse_no_row_of_an_older_version",)),
     Mutant("a row is given away that somebody waits for", PREFIX, "self._at.values() if not kept.waiting]\n        oldest",
            "self._at.values()]\n        oldest", (TREES,)),
     Mutant("a row is taken away from others that wait for it", PREFIX, "kept.waiting == 1:", "kept.waiting >= 1:",
-           (f"{PREFIXES}::test_several_answers_and_forks_at_once_share_a_row_and_a_later_fork_is_computed",)),
+           (f"{PREFIXES}::test_concurrent_answers_and_forks_share_a_row_and_a_later_fork_recomputes",)),
     Mutant("what is kept in a hole is forgotten when rows are closed up", ENGINE,
            "*self._kept.closed_up(sources, targets)", "*[]", (TREES,)),
     # -- ages
@@ -142,7 +142,7 @@ MUTANTS = (
            ("tests/ledger/test_ledger_audit_inforce.py",)),
     Mutant("the audit takes the last version of an answer", "busrl/ledger/audit/rules.py",
            "step_of(int(versions.min()))", "step_of(int(versions[-1]))",
-           (f"{PLANTED}::test_a_sample_that_counts_its_age_from_a_later_step_than_its_oldest_token_is_found",)),
+           (f"{PLANTED}::test_a_sample_that_counts_its_age_from_too_late_is_found",)),
     Mutant("only the first token that is too old is left out", SAMPLES_OF,
            "int(late[-1]) + 1 if", "int(late[0]) + 1 if", of_step("tokens that are too old")),
     Mutant("the bound on age is one step wider", "busrl/scheduling/admission.py",
@@ -415,7 +415,7 @@ MUTANTS = (
     Mutant("figures of a source forget what was set aside", "busrl/roles/learner/metrics.py",
            "tags=[tag] if tag else [],", "tags=[],",
            ("tests/roles/test_claimed_groups.py::"
-            "test_figures_by_tag_are_of_the_groups_with_that_tag_set_aside_ones_too",)),
+            "test_tag_figures_cover_all_groups_with_that_tag_even_set_aside_ones",)),
     Mutant("a resume mixes with the weights of before", "busrl/preflight/sources.py",
            '{**row, "share": share}', "row", ("tests/run/test_mixture_run.py",)),
     # -- validation
@@ -453,7 +453,7 @@ MUTANTS = (
     Mutant("long answers are paid for", GROUPS,
            "return -(penalty * over / buffer)", "return penalty * over / buffer", ("tests/roles/test_overlong_shaping.py",)),
     Mutant("cut answers are trained", STEP, "enumerate(records) if not self.tokens.is_cut(record)]", "enumerate(records)]",
-           ("tests/roles/test_training_step.py::test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage",)),
+           ("tests/roles/test_training_step.py::test_an_answer_cut_by_the_limit_is_masked_but_counts_for_advantage",)),
     # -- episodes of several turns
     Mutant("a turn that is not trained is trained", SAMPLES_OF, "np.where(record.turns_trained(), left_out, lengths)",
            "np.repeat(left_out, 1)", EPISODES),
@@ -504,7 +504,7 @@ MUTANTS = (
            "known.lerp(hidden, self.settings.coef)", "known.lerp(hidden, 1.0)", HEAD_TESTS),
     Mutant("a checkpoint forgets the value head", MODELS, "self.trainer.value_head.write(directory / VALUE)", "pass",
            ("tests/roles/test_training_step.py::"
-            "test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model",)),
+            "test_the_value_head_returns_from_checkpoint_and_log_outside_any_model",)),
     # -- terms that no published number holds: sign, temperature, mask, which tokens
     Mutant("what a KL takes from the reward is added", CREDIT, "record.reward - float(np.sum(penalty))",
            "record.reward + float(np.sum(penalty))", BY_HAND),

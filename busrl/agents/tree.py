@@ -313,7 +313,7 @@ class Tree:
         return {"turns": self._asked, "sequences": self._sequences, "sampled": self._sampled, "tokens": self._tokens}
 
     def used_up(self, parent: Turn | None, new: int) -> CallRefused:
-        """Why there is no room for a call."""
+        """The reason why there is no room for a call."""
         limits, begin = self.limits, (parent.end if parent else 0) + new
         if begin >= limits.context:
             why = (f"This model's maximum context length is {limits.context} tokens; the messages have {begin} "

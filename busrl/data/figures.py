@@ -1,4 +1,4 @@
-"""What the answers to a set of prompts amount to: means over prompts, pass@k, maj@k, and how sure each figure is.
+"""Figures of the answers to a set of prompts: means over prompts, pass@k, maj@k, and how sure each figure is.
 
 Used by a round of validation and by `busrl evaluate`, so that both say the same of the same answers. Talks to nothing;
 knows nothing of engines, rewards, rounds or files.

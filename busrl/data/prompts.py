@@ -533,7 +533,7 @@ class JsonlStream:
         return decode_line(item.line, f"{self.path}:{item.index + 1}", self.prompt_key)
 
     def records(self, indices: Iterable[int]) -> dict[int, dict[str, object]]:
-        """Those of these lines, each once, by index."""
+        """Records of these lines, each once, by index."""
         return {index: self.record(self.at(index)) for index in sorted(set(map(int, indices)))}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where rows of prompts come from, and the program that makes them into one file of prompt lines.
+"""Sources of prompts' rows, and the program that makes them into one file of prompt lines.
 
 Rows come from files (JSONL, Parquet), folders of data sets, functions, tasks of reasoning-gym, and seeds of
 environments. `python -m busrl.data.sources`, started by `busrl.preflight`, gets a job as a line of JSON on stdin and
@@ -511,7 +511,7 @@ class Rules:
         return made
 
     def _refusal(self, place: str, record: Record) -> str:
-        """Why the row is left out, "" if it is not; `Refused` for one that can be no prompt."""
+        """The reason why the row is left out, "" if it is not; `Refused` for one that can be no prompt."""
         prompt = record[self.job.prompt_key]
         if rule := fault(prompt):
             shown = repr(prompt)[:60]

@@ -63,7 +63,7 @@ class TokenRows:
         return [*self.holes, *range(self.end, self.rows)]
 
     def foreign(self, ids: Ids) -> Ids:
-        """Those of the ids that stand for no token."""
+        """The ids that stand for no token."""
         wrong: Ids = ids[ids >= self.end] if not self.holes else ids[(ids >= self.end) | np.isin(ids, self.holes)]
         return wrong
 

@@ -157,9 +157,9 @@ def _work(welcome: q.Welcome, source: HostSource, scratch: Path, signals: Signal
 # -- its directory -----------------------------------------------------------------------------------------------------
 
 def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int = 0) -> OpenRun:
-    """The same on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring and
-    topology, and no start elsewhere has taken its place (`holds`: the life whose claims home has, 0: none); nothing
-    else that an earlier start left counts."""
+    """Open a run on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring
+    and topology, and no start elsewhere has taken its place (`holds`: the life whose claims home has, 0: none);
+    nothing else that an earlier start left counts."""
     paths = RunPaths.of(scratch)
     make_directories("--scratch", paths.root, paths.logs)
     _end_earlier(paths, f"host {source.name}")

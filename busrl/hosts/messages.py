@@ -32,7 +32,7 @@ Pieces = Annotated[dict[Name, Tensor], Meta(max_length=MOST_PIECES)]
 
 
 class Remote(Message, kw_only=True):
-    """What every request to the gateway carries besides the envelope; never sent by itself.
+    """Fields of every request to the gateway besides the envelope; never sent by itself.
 
     `sender` is the worker's name. `life` grows with every start of that name (milliseconds since 1970 do): a newer life
     replaces an older one. `req` is a number of the worker's own choice that the answer repeats.
@@ -161,7 +161,7 @@ class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
 
 
 class Task(Struct):
-    """One claim. `task` (slot.seq.uid) is its name for good; `record` is the prompt's JSONL line as it stands.
+    """A claim. `task` (slot.seq.uid) is its name for good; `record` is the prompt's JSONL line as it stands.
 
     A rollout task has `max_new_tokens` left to generate, and of a sample with earlier segments `segment` > 0 and the
     tensors prompt_ids, tokens, logprobs, versions. A reward task has these tensors of the whole answer, and
@@ -228,7 +228,7 @@ class GatewayAnswer(Message, tag="GATEWAY_ANSWER"):
 
 
 class Refusal(Struct):
-    """Why one task of a batch is not settled, by the code and text that GATEWAY_ANSWER would have."""
+    """The reason why one task of a batch is not settled, by the code and text that GATEWAY_ANSWER would have."""
 
     task: TaskId
     code: Name

@@ -103,7 +103,7 @@ class Deaths:
         return None
 
     def lacks_space(self, child: Child, how: Exit) -> None:
-        """It is started again until there is space on the disk."""
+        """Start it again until there is space on the disk."""
         if line := child.no_space(how, time.monotonic()):
             self._journal.warn(line, "error")
 

@@ -99,7 +99,7 @@ class OpenRun:
         )
 
     def ring_gone(self) -> str:
-        """Why no process can attach any more; those that did go on with what they have mapped."""
+        """The reason why no process can attach any more; those that did go on with what they have mapped."""
         if self.guard.has_name():
             return ""
         return (
@@ -108,7 +108,7 @@ class OpenRun:
         )
 
     def read_only(self) -> str:
-        """Why nothing can be written in the run directory any more, and what to do; "" while it can."""
+        """The reason why nothing can be written in the run directory any more, and what to do; "" while it can."""
         try:
             os.close(os.open(self.paths.log("launch"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
@@ -201,7 +201,7 @@ def _take_prompts(made: Path, place: Path) -> None:
 
 
 def belongs_to_another(root: Path) -> str:
-    """Whose run directory it is, in words; empty if it is this user's, or not there."""
+    """The owner of the run directory, in words; empty if it is this user's, or not there."""
     try:
         owner, me = root.stat().st_uid, os.geteuid()
     except OSError:

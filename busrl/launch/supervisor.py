@@ -268,7 +268,7 @@ class Child:
         return f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}"
 
     def ended(self, how: Exit, now: float, hopeless: bool = False, did: int | None = 0) -> Death:
-        """It died. `hopeless`: it would end the same in its next life.
+        """Record its death. `hopeless`: it would end the same in its next life.
         `did`: a number that grows with its own work; None: its work is to be there."""
         text = f"{self.name} (pid {self.pid}) ended while {self.phase.value}, after {now - self._since:.1f} s: {how}"
         if self._killed_for:
@@ -318,20 +318,21 @@ class Child:
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (deaths - 1)) if deaths > 0 else 0.0
 
     def no_space(self, how: Exit, now: float) -> str:
-        """It ended for want of space: restarted until there is some, uncounted. The first time, a line to show."""
+        """Record an end for want of space: it is restarted until there is some, uncounted. A line to show, the first
+        time."""
         self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
         before, self.waits_for_space = self.waits_for_space, True
         return "" if before else f"{self.name} cannot go on without space ({how}); it is started again until there is"
 
     def stop(self) -> None:
-        """It is to end now and not to be started again."""
+        """End it now, and start it no more."""
         if self.phase is Phase.BACKOFF:
             self.phase = Phase.GONE
         elif self.alive:
             self.phase = Phase.STOPPING
 
     def finished(self) -> None:
-        """It ended because its work is done (the learner)."""
+        """Record an end because its work is done (the learner)."""
         self.phase, self.pid = Phase.GONE, 0
 
 

@@ -285,7 +285,7 @@ class _Standing:
         return f" ({self._damaged} of its lines cannot be read, {self._first})" if self._damaged else ""
 
     def lines(self, until: int) -> Iterator[TrainLine]:
-        """Those up to a step, one after the other."""
+        """Lines up to a step, one after the other."""
         if self.steps:
             with open(self.path, "rb") as file:
                 for step, (at, size) in zip(self.steps, self._places):

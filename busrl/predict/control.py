@@ -167,7 +167,7 @@ class Control(StepObserver):
 
 
 def observers(parts: LearnerParts) -> list[StepObserver]:
-    """What this part of busrl adds to the observers of a learner."""
+    """Observers that this part of busrl adds to a learner's."""
     return [Control(parts.paths.decisions, parts.topology, parts.training, parts.plan)]
 
 

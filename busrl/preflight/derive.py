@@ -1,4 +1,4 @@
-"""What follows from several keys: limits on groups in flight, slots and their bytes, when a checkpoint is due.
+"""Values that follow from several keys: limits on groups in flight, slots and their bytes, when a checkpoint is due.
 
 `resolve` computes everything that a Topology holds as `derived`, and its sums as text; the other functions give the
 roles, and the simulator in their place, the objects that `scheduling` decides with. Pure: what the files say is passed

@@ -1,4 +1,4 @@
-"""Which keys of a topology may change while its run runs, and the topology with another value of one of them.
+"""Keys of a topology that may change while its run runs, and the topology with another value of one of them.
 
 Asks the same reader and the same rules as `load`, so that a wrong value gets the message that it gets in a file.
 

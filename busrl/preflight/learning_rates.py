@@ -39,7 +39,7 @@ def rate_advice(t: Topology) -> str:
 
 
 def other_rate_advice(t: Topology) -> Iterator[str]:
-    """That learner.lr is a usual rate, but of the other kind of training: all weights, or an adapter."""
+    """A finding where learner.lr is a usual rate, but of the other kind of training: all weights, or an adapter."""
     lr, size = t.learner.lr, pretrained.parameters(t.model.path)
     if size < WARNED_FROM:
         return

@@ -1,4 +1,4 @@
-"""What this machine gives a run: cores, shared memory, disk, and how much of it published weights take.
+"""The machine's side of a run: cores, shared memory, disk, and how much of it published weights take.
 
 The weight transports keep as many versions as are counted here.
 

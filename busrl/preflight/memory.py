@@ -1,4 +1,4 @@
-"""What the learner will need of its device's memory, from config.json alone: no weights are read, no torch is loaded.
+"""The learner's need of its device's memory, from config.json alone: no weights are read, no torch is loaded.
 
 Knows the widths of decoders with gated feed-forward layers, of which every model family here is made.
 

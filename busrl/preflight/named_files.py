@@ -1,4 +1,4 @@
-"""What a topology names on this machine: model folder, prompt files, reward function, keys, programs and packages.
+"""Files that a topology names here: model folder, prompt files, reward function, keys, programs and packages.
 
 Looks at files without torch: sizes, JSON, line by line. What needs a tokenizer or the reward function is in `trial`.
 Findings come back as problems; nothing is changed.

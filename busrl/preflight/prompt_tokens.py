@@ -1,4 +1,4 @@
-"""How many tokens the prompts of a run have, before it starts: the limit "auto", and what one leaves out.
+"""Counts of the tokens in a run's prompts, before it starts: the limit "auto", and what one leaves out.
 
 Counts with the tokenizer that engines have and, for chats, through its chat template, without torch.
 

@@ -1,4 +1,4 @@
-"""What the user's own code gives, tried before a run starts: the reward of the first prompt, losses, metrics, episodes.
+"""Trials of the user's own code before a run starts: the reward of the first prompt, losses, metrics, episodes.
 
 It runs in a process of its own with deadlines, since it is foreign code: it may raise, hang or print.
 
@@ -287,7 +287,7 @@ def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator
 
 
 def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str, list[Tried]]:
-    """Why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
+    """The reason why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
     items = [
         {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
         for key, (_, text, ids) in enumerate(answers)
@@ -353,7 +353,7 @@ Asked = list[tuple[str, str]]  # keys and import paths
 
 
 def _refused(t: Topology, role: str, module: str, asked: Asked, arguments: Sequence[str]) -> Asked:
-    """Those of `asked` that a process of this module finds something wrong with, and what."""
+    """Entries of `asked` that a process of this module finds something wrong with, and what."""
     if not asked:
         return []
     with foreign(t, role, module, t.base_dir, *arguments) as one:

@@ -105,7 +105,7 @@ class CallTokens(Message, tag="CALL_TOKENS"):
 
 # rollout -> learner
 class ProbeDrawn(Message, tag="PROBE_DRAWN"):
-    """What an engine drew for fixed prompts under the weights of `version`, one answer behind the other; arrays are
+    """Answers that an engine drew for fixed prompts under the weights of `version`, one behind the other; arrays are
     little-endian bytes."""
 
     worker_id: Name
@@ -197,7 +197,7 @@ class ValidationSetDone(Message, tag="VALIDATION_SET_DONE"):
 
 # scheduler -> everybody
 class SchedulerState(Message, tag="SCHEDULER_STATE"):
-    """What the scheduler sees: counts are of groups, `queued` and `free` of slots; `waiting` says for what it waits."""
+    """The scheduler's view: counts are of groups, `queued` and `free` of slots; `waiting` says for what it waits."""
 
     admitted: Count = 0
     open_groups: Count = 0

@@ -128,7 +128,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 def adapter(function: RewardFunction, setup: Setup) -> tuple[str, str]:
-    """Whose signature a function of another trainer has, and a line that calls it as a reward of busrl; empty for any
+    """The trainer whose signature a foreign function has, and a line that calls it as a reward of busrl; empty for any
     other. In the same places those trainers give other things, by which it would judge."""
     try:
         known = inspect.signature(function).parameters

@@ -133,7 +133,7 @@ def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trus
 
 
 def refusal() -> str:
-    """Why this machine can make no box; empty where it can. Makes one."""
+    """The reason why this machine can make no box; empty where it can. Makes one."""
     try:
         result = run("print(6 * 7)", limits=Limits(wall_s=START_S))
     except BoxRefused as problem:
@@ -217,7 +217,7 @@ class Box:
         return Result(code, printed, complained, max(len(out), len(err)) > most, seconds)
 
     def _refused(self) -> str:
-        """Why the launcher, or process 1, went no further; empty if it said nothing of the kind."""
+        """The reason why the launcher, or process 1, went no further; empty if it said nothing of the kind."""
         word, _, why = self._status.splitlines()[-1].partition(b" ")
         return why.decode(errors="replace") if word == b"refused" else ""
 

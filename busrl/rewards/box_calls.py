@@ -380,7 +380,7 @@ class Tests:
         assert found in (wanted, [wanted]) or [found] == wanted, f"{found!r:.{SHOWN}} for {wanted!r:.{SHOWN}}"
 
     def one(self, act: Any) -> str:
-        """Why it did not pass; empty where it did."""
+        """The reason why it did not pass; empty where it did."""
         try:
             act()
             return "the answer's process is gone" if self.link.broken else ""

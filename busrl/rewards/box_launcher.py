@@ -123,7 +123,7 @@ def parts() -> dict[str, str]:
 
 
 def no_filter() -> str:
-    """Why there can be no filter of system calls; empty where there can."""
+    """The reason why there can be no filter of system calls; empty where there can."""
     if (machine := os.uname().machine) not in MACHINES:
         return f"no (the numbers of system calls are known for {' and '.join(MACHINES)}; this is {machine})"
     libc.prctl(SET_SECCOMP, BY_FILTER, None, 0, 0)  # a kernel that has filters misses this one's address

@@ -106,7 +106,7 @@ class Trigger:
         return max(0.0, since + self.t_max_s - now)
 
     def sleep_s(self, most_s: float, now: float) -> float:
-        """How long to sleep without a new reward, at most `most_s`: past the deadline nothing else changes what may be
+        """Seconds to sleep without a new reward, at most `most_s`: past the deadline nothing else changes what may be
         trained."""
         left_s = self.deadline_s(now)
         return min(most_s, left_s) if left_s > 0 else most_s

@@ -613,7 +613,7 @@ class RunState:
         return sorted((one for one in self.validations.values() if one.measured), key=lambda one: one.round)
 
     def unmeasured(self) -> list[RoundRecord]:
-        """Those of which no sample was judged."""
+        """Rounds of which no sample was judged."""
         return sorted((one for one in self.validations.values() if not one.measured), key=lambda one: one.round)
 
     def judged(self) -> dict[str, list[dict[str, Any]]]:

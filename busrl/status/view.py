@@ -72,7 +72,7 @@ class RunStatus:
 
     @property
     def processes(self) -> list[ProcessRow]:
-        """Those that are not dead."""
+        """Rows of processes that are not dead."""
         return [row for row in self.run.rows(self.now) if row.state != "dead"]
 
 

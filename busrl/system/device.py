@@ -164,7 +164,7 @@ def choose(wanted: str = "auto") -> torch.device:
 
 
 def missing(kind: str) -> str:
-    """Why this process cannot use a device of that kind; empty if it can."""
+    """The reason why this process cannot use a device of that kind; empty if it can."""
     import torch
 
     if kind == "cpu":

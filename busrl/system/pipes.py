@@ -32,7 +32,7 @@ class Requests:
         self.fd, self.over, self._rest = fd, False, b""
 
     def read(self) -> list[bytes]:
-        """Those that one read completes, maybe none."""
+        """Lines that one read completes, maybe none."""
         data = os.read(self.fd, READ_BYTES)
         self.over = not data
         *found, self._rest = (self._rest + data).split(b"\n") if data else [b""]

@@ -74,7 +74,7 @@ def _close(path: Path, what: str, remedy: str) -> None:
 
 
 def exposed(path: Path) -> str:
-    """Why a file or directory is not private, in words; empty if it is."""
+    """The reason why a file or directory is not private, in words; empty if it is."""
     info = path.stat()
     if info.st_uid != os.getuid():
         return f"it belongs to user {info.st_uid}, not to user {os.getuid()}"

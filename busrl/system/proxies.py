@@ -20,7 +20,7 @@ EVERYTHING = "*"
 
 
 def environment(known: Mapping[str, str] = os.environ, *hosts: str) -> dict[str, str]:
-    """These variables for a process in which user code may run; `hosts`: more addresses of busrl's own."""
+    """Variables of proxies for a process in which user code may run; `hosts`: more addresses of busrl's own."""
     made = dict(known)
     for name, other in (NAMES, NAMES[::-1]):
         given = [one.strip() for one in (known.get(name) or known.get(other) or "").split(",") if one.strip()]

@@ -1,4 +1,4 @@
-"""How one key of a topology is declared, and how its value is read: strictly from a file, by shape from topology.json.
+"""Declarations of a topology's keys, and how their values are read: strictly from a file, by shape from topology.json.
 
 The tables of `schema.py` are the only list of keys; all that reads, explains or documents them asks `items`.
 

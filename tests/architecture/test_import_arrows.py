@@ -83,7 +83,7 @@ def test_relative_imports_are_seen_as_what_they_import() -> None:
     assert absolute("busrl.roles.learner", 2, "process") == "busrl.roles.process"
 
 
-def test_the_picture_has_every_part_of_the_core_once_and_all_arrows_point_down() -> None:
+def test_the_picture_shows_every_core_part_once_with_arrows_pointing_down() -> None:
     lines = picture()
     heights = {part: height for height, line in enumerate(reversed(lines)) for part in line}
     assert sum(map(len, lines)) == len(heights)

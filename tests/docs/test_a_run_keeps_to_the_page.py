@@ -52,7 +52,7 @@ def everything(run: Run) -> list[list[bytes]]:
 
 
 @pytest.mark.slow
-def test_every_message_of_a_run_comes_from_whom_the_page_says_and_goes_where_it_says(run):
+def test_every_run_message_has_the_sender_and_receiver_that_the_page_states(run):
     heard = everything(run)
     assert run.wait() == 0, run.tail()
     seen = set()

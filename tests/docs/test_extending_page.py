@@ -44,7 +44,7 @@ def run(copy: Path, code: str) -> str:
     return done.stdout
 
 
-def test_the_table_names_as_many_files_as_it_says_and_each_is_there() -> None:
+def test_the_files_of_the_table_match_its_count_and_exist() -> None:
     assert len(ROWS) >= 13
     for name, count, how in ROWS:
         files = set(re.findall(r"`([a-z_/]+\.py)`", how)) if int(count) else []
@@ -73,7 +73,7 @@ def test_a_key_is_one_declaration_that_is_checked_documented_and_read(copy: Path
     assert "learner.controller.patience = 0" in refused and "1" in refused
 
 
-def test_a_message_is_one_class_that_has_bytes_a_topic_and_its_place_on_the_page(copy: Path) -> None:
+def test_a_message_is_one_class_with_bytes_and_topic_and_page_entry(copy: Path) -> None:
     messages = copy / "busrl" / "protocol" / "messages.py"
     add(messages, "\n\ndef name_of(", "\n\n" + example("A bus message", 0))
     add(messages, "TaskRequest, NewTask, DataGenerated, ", "Paused, ")

@@ -67,7 +67,7 @@ def prepared(here: Path, chat_folder: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.slow
-def test_every_command_of_the_page_leads_to_the_next_up_to_a_model_that_loads(
+def test_every_command_of_the_page_leads_to_a_model_that_loads(
     tmp_path: Path, chat_folder: Callable[..., Path]
 ) -> None:
     here = prepared(tmp_path, chat_folder)

@@ -74,7 +74,7 @@ def test_a_default_on_the_algorithms_page_is_that_of_the_code(key: str, said: st
     assert default_of(key) == float(said)
 
 
-def test_the_algorithms_page_has_every_loss_and_every_estimator_and_marks_the_default() -> None:
+def test_the_algorithms_page_lists_every_loss_and_estimator_and_marks_defaults() -> None:
     for names, key in ((ADVANTAGES, "learner.advantage"), (LOSSES, "learner.loss")):
         for name in names:
             assert re.search(rf"^\| `{name}`( \(default\))? \|", ALGORITHMS, flags=re.M), name

@@ -106,7 +106,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("how", ["STOP", "SIGTERM"])
-def test_the_worker_of_the_page_judges_every_task_although_the_first_copy_of_everything_is_lost(folder, how):
+def test_the_page_worker_judges_every_task_although_every_first_copy_is_lost(folder, how):
     kinds = [topic(kind) for kind in (*REMOTE, m.Goodbye)]
     with Endpoint("keeper", f"ipc://{folder}/pub.sock", f"ipc://{folder}/sub.sock", subscribe=kinds) as bus:
         bus.ready(PATIENCE_S)

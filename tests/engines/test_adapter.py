@@ -87,7 +87,7 @@ def test_an_engine_starts_again_with_an_adapter_or_a_whole_model(base: Path, tmp
     assert torch.equal(ours(IDS).logits, other.eval()(IDS).logits)
 
 
-def test_a_bfloat16_model_takes_the_sum_and_not_the_sum_of_rounded_ones(base: Path, tmp_path: Path) -> None:
+def test_a_bfloat16_model_uses_the_exact_sum_and_not_a_rounded_one(base: Path, tmp_path: Path) -> None:
     ours, folder = model(base).to(torch.bfloat16), adapter(tmp_path / "1", base, 1)
     name = "model.layers.0.mlp.down_proj"
     before = dict(ours.named_parameters())[f"{name}.weight"].clone()

@@ -41,7 +41,7 @@ def theirs(folder: Path, chat: list[dict[str, Any]], **more: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("template", list(TEMPLATES))
-def test_prompt_ids_are_those_of_apply_chat_template_with_at_most_one_bos(chat_folder: Folder, template: str) -> None:
+def test_prompt_ids_match_the_chat_template_with_at_most_one_bos(chat_folder: Folder, template: str) -> None:
     folder = chat_folder(template)
     tokens, light = tokens_of(folder, chat=True), LightTokenizer.of(folder)
     assert light is not None

@@ -31,7 +31,7 @@ def test_both_decoders_agree_with_the_model(model: Any) -> None:
     assert decoder.disagreement(model, FastDecoder, 64) < 1e-5
 
 
-def test_a_fast_decoder_that_differs_is_not_used_and_the_log_says_by_how_much(
+def test_a_deviating_fast_decoder_is_rejected_and_the_log_states_the_difference(
     model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FastDecoder, "_normed", lambda self, x, weight: x * weight)
@@ -40,7 +40,7 @@ def test_a_fast_decoder_that_differs_is_not_used_and_the_log_says_by_how_much(
     assert "generic decoder for LlamaForCausalLM: its logits differ from the model's by" in caplog.text
 
 
-def test_an_architecture_that_can_not_be_decoded_with_a_cache_is_computed_anew_for_every_token(
+def test_an_architecture_without_cache_support_recomputes_every_token(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind in (GenericDecoder, StateDecoder):

@@ -90,7 +90,7 @@ def test_a_conversation_computes_its_new_tokens_alone_and_says_the_same(
     assert computed + reused == used(plain)[0] > 2 * computed
 
 
-def test_a_row_is_found_by_all_of_its_ids_and_one_that_differs_in_one_place_is_computed_anew(
+def test_a_row_matches_by_all_its_ids_and_recomputes_after_one_change(
     model_folder: Folder,
 ) -> None:
     folder = model_folder("qwen3")
@@ -105,7 +105,7 @@ def test_a_row_is_found_by_all_of_its_ids_and_one_that_differs_in_one_place_is_c
         assert used(engine)[1] == (len(path) - 2 if edited == path else 0), place
 
 
-def test_where_caches_are_recomputed_no_row_of_an_older_version_is_taken_over(model_folder: Folder) -> None:
+def test_recomputed_caches_reuse_no_row_of_an_older_version(model_folder: Folder) -> None:
     folder = model_folder("qwen3")
     engine, new = engine_of(folder, on_update="recompute"), other(folder)
     turn = ask(engine, FIRST)[0]
@@ -116,7 +116,7 @@ def test_where_caches_are_recomputed_no_row_of_an_older_version_is_taken_over(mo
     assert used(engine)[1] == 0 and set(got.versions.tolist()) == {1}
 
 
-def test_where_they_are_kept_a_row_is_continued_as_one_that_runs_by_new_weights_over_old_keys(
+def test_kept_caches_continue_a_row_with_new_weights_over_old_keys(
     model_folder: Folder,
 ) -> None:
     folder = model_folder("llama")
@@ -133,7 +133,7 @@ def test_where_they_are_kept_a_row_is_continued_as_one_that_runs_by_new_weights_
     assert used(engine)[1] == held and set(got.versions.tolist()) == {1}
 
 
-def test_several_answers_and_forks_at_once_share_a_row_and_a_later_fork_is_computed(model_folder: Folder) -> None:
+def test_concurrent_answers_and_forks_share_a_row_and_a_later_fork_recomputes(model_folder: Folder) -> None:
     folder = model_folder("qwen3")
     engine, model = engine_of(folder, capacity=6), AutoModelForCausalLM.from_pretrained(folder)
     path = after(FIRST, ask(engine, FIRST)[0], 12)
@@ -147,7 +147,7 @@ def test_several_answers_and_forks_at_once_share_a_row_and_a_later_fork_is_compu
     assert used(engine)[1] == before[1] + 3 * (len(path) - 2), "the row went to those that were first"
 
 
-def test_the_row_used_longest_ago_goes_first_and_all_go_when_their_time_is_over(model_folder: Folder) -> None:
+def test_the_least_recently_used_row_leaves_first_and_all_expire(model_folder: Folder) -> None:
     clock = Clock()
     engine = engine_of(model_folder("qwen3"), capacity=3, clock=clock)
     paths = []
@@ -171,7 +171,7 @@ def test_the_row_used_longest_ago_goes_first_and_all_go_when_their_time_is_over(
     assert not any(is_there(path) for path in paths) and engine.statistics().cache_tokens == 0
 
 
-def test_what_is_kept_is_never_in_the_way_and_a_request_that_is_cancelled_gives_its_row_back(
+def test_kept_rows_never_block_and_a_cancelled_request_returns_its_row(
     model_folder: Folder,
 ) -> None:
     folder = model_folder("qwen3")
@@ -250,7 +250,7 @@ class Talk:
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 5]), st.sampled_from([4, 9, 2048]), st.booleans())
 @pytest.mark.parametrize("kind", ["qwen3", "lfm2", pytest.param("gpt2", marks=pytest.mark.long)])
-def test_every_answer_of_a_random_tree_of_turns_is_that_of_a_plain_forward_pass(
+def test_every_answer_of_a_random_turn_tree_matches_a_plain_forward_pass(
     model_folder: Folder, kind: str, seed: int, rows: int, budget: int, updates: bool
 ) -> None:
     folder, clock = model_folder(kind), Clock()

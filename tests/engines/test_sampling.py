@@ -57,7 +57,7 @@ def test_greedy_rows_take_the_largest_logit_among_rows_that_sample() -> None:
     assert tokens[0] == logits[0].argmax() and logprobs[0] == 0 and logprobs[1] < 0
 
 
-def test_logits_that_are_not_finite_give_a_nan_and_a_token_of_the_vocabulary() -> None:
+def test_non_finite_logits_give_a_nan_and_a_token_from_the_vocabulary() -> None:
     tokens, logprobs = draw(torch.full((1, 5), torch.nan), column([0.5]), PLAIN)
     assert torch.isnan(logprobs).all() and 0 <= int(tokens[0]) < 5
 
@@ -71,7 +71,7 @@ def test_the_extreme_random_numbers_never_draw_an_impossible_token(size: int, sp
     assert torch.isfinite(logprobs).all() and (tokens < size).all()
 
 
-def test_a_stream_depends_on_all_its_names_and_a_longer_draw_begins_alike() -> None:
+def test_a_stream_depends_on_all_its_names_and_longer_draws_share_beginnings() -> None:
     streams = Streams()
     first = streams.uniforms(1, 2, 3, 50)
     assert first.min() > 0 and first.max() < 1

@@ -140,7 +140,7 @@ def test_the_tokens_announced_are_the_tokens_drawn(tmp_path: Path) -> None:
     assert announced == total == 33 + 58 + 7 + 90
 
 
-def test_a_limit_cuts_a_prompt_without_room_gives_nothing_and_an_aborted_request_is_gone(tmp_path: Path) -> None:
+def test_limits_cut_answers_and_full_prompts_give_none_and_aborted_requests_vanish(tmp_path: Path) -> None:
     script = script_of(tmp_path, TracedPrompt("one", (100, 100), answer="7"), right=1.0)
     engine = engine_of(script, World())
     engine.submit([request(0, 0, limit=30), request(1, 1)])
@@ -179,7 +179,7 @@ def test_segments_by_different_actors_are_the_answer_in_one_piece(
     assert number == -(-min(length, limit) // segment)
 
 
-def test_a_model_call_has_as_many_tokens_as_it_may_have_and_ends(tmp_path: Path) -> None:
+def test_a_model_call_ends_within_its_token_limit(tmp_path: Path) -> None:
     world = World()
     engine = ScriptedEngine(
         script_of(tmp_path, TracedPrompt("one", (7, 3))), Scripted(0.002), capacity=4, max_length=200, calls=True,

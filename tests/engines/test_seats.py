@@ -54,7 +54,7 @@ def test_tokens_are_recorded_with_the_version_of_their_step() -> None:
     assert result.logprobs.tolist() == [-2.0] * 4 and result.key == 1
 
 
-def test_a_stop_id_of_one_sequence_ends_that_one_alone_and_counts_as_its_end() -> None:
+def test_a_stop_id_ends_only_its_own_sequence() -> None:
     seats = Seats(2, 16, np.zeros(8, np.bool_))
     both = np.array([seats.sit(replace(request(0), stop_ids=(3, 5))), seats.sit(request(1))], np.intp)
     assert seats.record(both, np.asarray([4, 3]), np.asarray([-1, -2], np.float32), 1).tolist() == [False, False]

@@ -133,7 +133,7 @@ def test_ids_log_probs_ends_and_counts_are_those_of_the_server(start: Start, mak
         engine.submit([request(k, [5]) for k in range(9)])
 
 
-def test_a_prefix_is_part_of_the_prompt_and_a_prompt_without_room_ends_at_once(start: Start, make: Make) -> None:
+def test_a_prefix_counts_as_prompt_and_a_full_prompt_ends_at_once(start: Start, make: Make) -> None:
     engine = make(start().url)
     prefix = np.asarray([7, 8], np.int32)
     engine.submit([request(0, [5, 6], prefix_ids=prefix, max_new_tokens=9), request(1, [5] * 200)])
@@ -142,7 +142,7 @@ def test_a_prefix_is_part_of_the_prompt_and_a_prompt_without_room_ends_at_once(s
     assert (found[1].finish, len(found[1].token_ids)) == (Finish.LENGTH, 0)
 
 
-def test_what_was_drawn_so_far_can_be_asked_for_and_stop_ids_are_sent(start: Start, make: Make) -> None:
+def test_partial_output_can_be_requested_and_stop_ids_are_sent(start: Start, make: Make) -> None:
     endpoint = start(token_s=0.01)
     engine = make(endpoint.url)
     engine.submit([request(0, LONG, max_new_tokens=20, stop_ids=(39,))])
@@ -158,7 +158,7 @@ def test_what_was_drawn_so_far_can_be_asked_for_and_stop_ids_are_sent(start: Sta
     ["500", "503/0.05", "429/0.05", "429/Fri, 01 Jan 2021 00:00:00 GMT", "html", "no ids", "unknown id", "nan",
      "above zero", "two for one", "half", "clean half", "abort", "silent end", "endless line"],
 )
-def test_what_can_not_be_used_is_asked_for_again_from_where_it_stopped(start: Start, make: Make, how: str) -> None:
+def test_unusable_output_is_requested_again_from_where_it_stopped(start: Start, make: Make, how: str) -> None:
     endpoint = start()
     endpoint.behave(how, how)
     engine = make(endpoint.url)
@@ -204,7 +204,7 @@ def test_retry_after_is_kept_to(start: Start, make: Make) -> None:
     assert time.monotonic() - begun >= 0.4
 
 
-def test_a_request_that_the_server_refuses_is_told_with_its_words_and_others_go_on(start: Start, make: Make) -> None:
+def test_a_request_refused_by_the_server_reports_why_while_others_continue(start: Start, make: Make) -> None:
     endpoint = start()
     endpoint.behave("400")
     engine = make(endpoint.url)
@@ -216,7 +216,7 @@ def test_a_request_that_the_server_refuses_is_told_with_its_words_and_others_go_
 
 
 @pytest.mark.parametrize("how", ["401", "404"])
-def test_what_is_wrong_for_all_requests_ends_the_engine_with_the_servers_words(
+def test_an_error_for_all_requests_ends_the_engine_with_the_server_message(
     start: Start, make: Make, how: str
 ) -> None:
     endpoint = start()
@@ -243,7 +243,7 @@ def test_an_endpoint_that_dies_and_comes_back_costs_time_and_no_token(start: Sta
     assert engine.statistics().errors > 0
 
 
-def test_an_endpoint_that_stays_away_is_a_named_error_after_the_patience_and_no_hang(start: Start, make: Make) -> None:
+def test_an_unreachable_endpoint_raises_a_named_error_after_the_patience(start: Start, make: Make) -> None:
     endpoint = start()
     endpoint.allow(5)
     engine = make(endpoint.url, patience_s=0.5)
@@ -302,7 +302,7 @@ def checked(got: Finished, prompt: list[int]) -> set[int]:
 
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 @pytest.mark.parametrize("kind", ["folder", "adapter", "lora_restart"])
-def test_at_an_update_running_requests_are_cut_and_go_on_with_the_new_weights(
+def test_an_update_cuts_running_requests_which_continue_with_the_new_weights(
     start: Start, make: Make, tmp_path: Path, kind: str, server: str
 ) -> None:
     endpoint = start()
@@ -372,7 +372,7 @@ def test_a_server_that_keeps_old_weights_when_it_says_otherwise_is_found(
 
 
 @pytest.mark.parametrize("kind", ["folder", "adapter"])
-def test_a_server_that_restarts_gets_its_version_again_before_anything_is_asked_of_it(
+def test_a_restarted_server_gets_its_version_before_any_request(
     start: Start, make: Make, tmp_path: Path, kind: str
 ) -> None:
     endpoint = start()
@@ -387,7 +387,7 @@ def test_a_server_that_restarts_gets_its_version_again_before_anything_is_asked_
     same(until_idle(engine)[0], prompt, 40, version=5)
 
 
-def test_an_update_that_fails_is_tried_again_and_one_that_can_not_work_says_how_to_mend_it(
+def test_a_failed_update_is_retried_and_an_impossible_one_names_the_remedy(
     start: Start, make: Make, tmp_path: Path
 ) -> None:
     endpoint = start()
@@ -405,7 +405,7 @@ def with_long_answer(version: int) -> list[int]:
 
 
 @pytest.mark.parametrize("what", ["torn", "refused by the server"])
-def test_after_an_update_that_failed_requests_go_on_and_the_next_one_is_taken(
+def test_requests_continue_after_a_failed_update_and_the_next_one_is_applied(
     start: Start, make: Make, tmp_path: Path, what: str
 ) -> None:
     endpoint = start()
@@ -429,7 +429,7 @@ def test_after_an_update_that_failed_requests_go_on_and_the_next_one_is_taken(
     assert checked(until_idle(engine)[0], LONG) == {0, 2}
 
 
-def test_a_server_that_lost_its_connection_alone_takes_the_adapter_that_it_has_again(
+def test_a_server_that_lost_only_its_connection_keeps_its_loaded_adapter(
     start: Start, make: Make, tmp_path: Path
 ) -> None:
     endpoint = start()
@@ -442,7 +442,7 @@ def test_a_server_that_lost_its_connection_alone_takes_the_adapter_that_it_has_a
     assert endpoint.models == ["letters", "busrl-v6"]
 
 
-def test_a_process_that_starts_again_takes_the_place_of_its_adapter_and_leaves_those_of_another_run(
+def test_a_restarted_process_replaces_its_own_adapter_and_no_other(
     start: Start, make: Make, tmp_path: Path
 ) -> None:
     endpoint = start()
@@ -459,7 +459,7 @@ def test_a_process_that_starts_again_takes_the_place_of_its_adapter_and_leaves_t
         same(until_idle(engine)[0], with_long_answer(5), 40, version=5)
 
 
-def test_no_version_is_loaded_beside_an_older_one_that_a_server_gets_again(
+def test_no_version_loads_beside_an_older_one_being_restored(
     start: Start, make: Make, tmp_path: Path
 ) -> None:
     endpoint = start()
@@ -474,7 +474,7 @@ def test_no_version_is_loaded_beside_an_older_one_that_a_server_gets_again(
     assert endpoint.calls("/collective_rpc") == ["/collective_rpc"] and not engine.statistics().paused
 
 
-def test_a_server_that_is_lost_again_as_soon_as_requests_go_on_gets_its_version_again(
+def test_a_server_lost_again_right_after_resuming_gets_its_version_again(
     start: Start, make: Make, tmp_path: Path
 ) -> None:
     endpoint = start()
@@ -496,7 +496,7 @@ def test_a_server_that_is_lost_again_as_soon_as_requests_go_on_gets_its_version_
     same(until_idle(engine)[0], with_long_answer(5), 40, version=5)
 
 
-def test_a_server_that_has_not_got_its_version_again_is_asked_nothing_after_a_pause(
+def test_a_server_without_its_restored_version_gets_nothing_after_a_pause(
     start: Start, make: Make, tmp_path: Path
 ) -> None:
     endpoint = start()
@@ -570,7 +570,7 @@ def test_a_request_that_ended_by_itself_is_found_by_abort_too(start: Start, make
 
 
 @pytest.mark.parametrize("how", ["completions", "chat"])
-def test_an_answer_ends_with_an_end_id_that_the_server_does_not_know(start: Start, make: Make, how: str) -> None:
+def test_an_answer_ends_with_an_end_id_unknown_to_the_server(start: Start, make: Make, how: str) -> None:
     endpoint = start()
     ids, logprobs = answer(Letters().encode("cab"), 30, 0)
     ends = frozenset({EOS_ID, ids[5], ids[9]})  # the server knows the first of these alone
@@ -586,7 +586,7 @@ def test_an_answer_ends_with_an_end_id_that_the_server_does_not_know(start: Star
     assert not engine.active and engine.statistics().errors == 0
 
 
-def test_by_chat_prompts_go_as_text_with_tools_and_the_servers_prompt_must_be_ours(
+def test_chat_prompts_travel_as_text_with_tools_and_must_match_our_ids(
     start: Start, make: Make, tmp_path: Path
 ) -> None:
     endpoint = start()
@@ -607,7 +607,7 @@ def test_by_chat_prompts_go_as_text_with_tools_and_the_servers_prompt_must_be_ou
         until_idle(engine)
 
 
-def test_by_chat_an_answer_may_take_longer_than_a_try_without_a_token(start: Start, make: Make) -> None:
+def test_a_chat_answer_may_outlast_the_timeout_for_a_try_without_tokens(start: Start, make: Make) -> None:
     endpoint = start(token_s=0.05)
     engine = make(endpoint.url, endpoint="chat", timeout_s=0.5, retries=0)
     prompt = engine.encode("cab")
@@ -619,7 +619,7 @@ def test_by_chat_an_answer_may_take_longer_than_a_try_without_a_token(start: Sta
     assert engine.statistics().errors == 0
 
 
-def test_by_chat_an_answer_in_one_piece_is_taken_and_tokens_that_are_kept_back_are_found_out(
+def test_chat_accepts_an_answer_in_one_piece_and_detects_withheld_tokens(
     start: Start, make: Make
 ) -> None:
     endpoint = start()
@@ -662,7 +662,7 @@ def test_the_key_comes_from_the_environment_and_is_asked_for_by_name(
         make(endpoint.url, api_key_env="NO_SUCH_KEY")
 
 
-def test_an_engine_that_closes_has_its_adapter_unloaded_and_a_dead_server_does_not_stop_it(
+def test_a_closing_engine_unloads_its_adapter_even_when_the_server_is_dead(
     start: Start, make: Make, tmp_path: Path
 ) -> None:
     endpoint, before = start(), threading.active_count()

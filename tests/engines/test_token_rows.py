@@ -150,7 +150,7 @@ def test_greedy_and_truncated_draws_are_of_tokens_alone(wide: Wide) -> None:
         assert all(one.token_ids.max() < TOKENS for one in drawn(wide("qwen3"), *settings))
 
 
-def test_shares_of_the_tokens_are_those_of_a_model_without_the_other_rows(
+def test_token_shares_match_those_of_a_model_without_the_other_rows(
     wide: Wide, model_folder: Callable[[str], Path]
 ) -> None:
     """Not only consistent: what is left out has no share of what remains."""

@@ -178,7 +178,7 @@ def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
     assert engine.statistics().pause_s > 0
 
 
-def test_a_sequence_of_weights_that_are_not_finite_ends_and_spoils_no_later_one(model_folder: Folder) -> None:
+def test_a_sequence_with_non_finite_weights_ends_without_spoiling_later_ones(model_folder: Folder) -> None:
     engine = TorchEngine.load(model_folder("qwen3"), capacity=2)
     good = {name: parameter.clone() for name, parameter in engine.parameters().items()}
     wanted = run(engine, [request(0, [5, 6, 7])])[0]

@@ -108,7 +108,7 @@ def test_a_version_is_staged_beside_the_model_and_loaded_only_when_told(scene: S
         scene.plane.commit(False)
 
 
-def test_what_is_held_stays_and_what_nobody_loads_gives_way_to_a_newer_version(scene: Scene) -> None:
+def test_a_held_version_stays_and_an_unused_one_yields_to_newer(scene: Scene) -> None:
     scene.sender.publish(1, 10, tensors(1.0))
     scene.wait(lambda line: line.staged == (1, 10))
     assert scene.plane.prepare(True) == (1, 10)
@@ -124,7 +124,7 @@ def test_what_is_held_stays_and_what_nobody_loads_gives_way_to_a_newer_version(s
         scene.plane.tensors()
 
 
-def test_tensors_that_do_not_fit_are_named_on_the_page_and_never_reach_the_model(scene: Scene) -> None:
+def test_unfitting_tensors_are_named_on_the_page_and_never_reach_the_model(scene: Scene) -> None:
     scene.sender.publish(1, 10, {**tensors(1.0), "b.weight": torch.ones(3, 5)})
     line = scene.wait(lambda line: line.trouble)
     assert "b.weight" in line.trouble and line.newest == (-1, -1)
@@ -133,7 +133,7 @@ def test_tensors_that_do_not_fit_are_named_on_the_page_and_never_reach_the_model
     assert scene.wait(lambda line: line.staged == (2, 20)).trouble == ""
 
 
-def test_a_load_that_fails_half_way_leaves_the_model_dirty_until_a_whole_one(scene: Scene) -> None:
+def test_a_half_failed_load_leaves_the_model_dirty_until_a_whole_one(scene: Scene) -> None:
     scene.model.broken = True
     scene.sender.publish(1, 10, tensors(1.0))
     scene.wait(lambda line: line.staged == (1, 10))

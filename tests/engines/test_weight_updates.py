@@ -48,7 +48,7 @@ def answers(engine: TorchEngine, models: list[Any], at: dict[int, int]) -> dict[
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "mistral-window"])
 @pytest.mark.parametrize("budget", [2048, 9])
-def test_recomputed_every_token_agrees_with_a_forward_pass_of_the_version_that_it_names(
+def test_every_recomputed_token_matches_a_forward_pass_of_its_named_version(
     model_folder: Folder, kind: str, budget: int
 ) -> None:
     models = versions_of(model_folder(kind), 3)
@@ -66,7 +66,7 @@ def test_recomputed_every_token_agrees_with_a_forward_pass_of_the_version_that_i
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_kept_tokens_before_an_update_and_sequences_begun_after_it_agree_and_what_is_between_is_a_mixture(
+def test_only_tokens_kept_across_an_update_differ_from_one_version_alone(
     model_folder: Folder, kind: str
 ) -> None:
     old, new = versions_of(model_folder(kind), 2)
@@ -87,7 +87,7 @@ def test_kept_tokens_before_an_update_and_sequences_begun_after_it_agree_and_wha
     )
 
 
-def test_a_kept_token_after_an_update_is_that_of_the_new_weights_over_the_old_keys(model_folder: Folder) -> None:
+def test_a_kept_token_after_an_update_uses_new_weights_over_old_keys(model_folder: Folder) -> None:
     old, new = versions_of(model_folder("llama"), 2)
     engine = TorchEngine.load(model_folder("llama"), capacity=1, on_update="keep")
     engine._seats._eos[:] = False

@@ -38,7 +38,7 @@ def games(quickstart: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif(not AGENTS_PYTHON.exists(), reason="make agents-env")
-def test_an_environment_of_verifiers_teaches_its_model_what_to_say_around_the_calls_of_a_tool(
+def test_a_verifiers_environment_teaches_its_model_the_text_around_tool_calls(
     tmp_path: Path, games: Path
 ) -> None:
     run = Run(tmp_path / "run", f"process.agent.python={AGENTS_PYTHON}", "learner.checkpoint_every=0",
@@ -79,7 +79,7 @@ def test_both_clients_of_verifiers_play_episodes_of_two_turns_as_one_sequence(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not OPENENV_PYTHON.exists(), reason="make openenv-env")
-def test_a_run_trains_on_episodes_of_a_server_of_openenv_that_has_fewer_sessions(tmp_path: Path, games: Path) -> None:
+def test_a_run_trains_on_openenv_episodes_despite_fewer_server_sessions(tmp_path: Path, games: Path) -> None:
     command = [OPENENV_PYTHON, ROOT / "tests" / "agents" / "openenv_server.py", "16", str(TRIES), "= | . !"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -122,7 +122,7 @@ def worth(text: str, secret: int) -> float | None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not ATROPOS_PYTHON.exists(), reason="make atropos-env")
-def test_each_group_that_is_trained_was_posted_once_by_an_environment_of_atroposlib(
+def test_an_atroposlib_environment_posts_each_trained_group_once(
     tmp_path: Path, quickstart: None
 ) -> None:
     groups = tmp_path / "groups.jsonl"

@@ -38,7 +38,7 @@ def topology(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.toml"
 
 
-def test_the_worker_reads_every_golden_vector_and_leaves_out_what_is_no_message(topology: Path, tmp_path: Path) -> None:
+def test_the_worker_reads_every_golden_vector_and_skips_invalid_messages(topology: Path, tmp_path: Path) -> None:
     source, vectors = Path(__file__).parent / "vectors.cpp", ROOT / "docs" / "vectors"
     build = ["g++", "-std=c++17", "-I", str(topology.parent), str(source), "-o", str(tmp_path / "vectors"), "-lzmq"]
     subprocess.run(build, check=True, timeout=170)
@@ -77,7 +77,7 @@ def test_the_cpp_worker_and_the_broker_are_killed_and_nothing_is_lost(topology: 
 
 
 @pytest.mark.slow
-def test_the_cpp_worker_ends_in_order_at_a_signal_and_goes_on_in_a_later_start(topology: Path, tmp_path: Path) -> None:
+def test_the_cpp_worker_ends_in_order_at_a_signal_and_resumes_later(topology: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", config=topology, steps=STEPS)
     with running(run):
         run.until_step(3)

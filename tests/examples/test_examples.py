@@ -73,7 +73,7 @@ def test_a_remote_rollout_and_one_of_busrls_own_continue_each_others_answers(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_and_started_again_under_its_name_costs_a_retry(
+def test_a_worker_killed_and_restarted_under_its_name_costs_one_retry(
     quickstart: None, tmp_path: Path
 ) -> None:
     run = run_without(tmp_path, "reward", steps=20)
@@ -89,7 +89,7 @@ def test_a_worker_that_is_killed_and_started_again_under_its_name_costs_a_retry(
 
 
 @pytest.mark.slow
-def test_a_worker_goes_on_when_the_whole_run_is_killed_and_started_again(quickstart: None, tmp_path: Path) -> None:
+def test_a_worker_continues_after_the_whole_run_is_killed_and_restarted(quickstart: None, tmp_path: Path) -> None:
     run = run_without(tmp_path, "reward", steps=20)
     with running(run):
         where = wait_for_bus(run)
@@ -103,7 +103,7 @@ def test_a_worker_goes_on_when_the_whole_run_is_killed_and_started_again(quickst
 
 
 @pytest.mark.slow
-def test_a_worker_that_the_topology_names_is_started_and_started_again_by_launch(
+def test_launch_starts_and_restarts_a_worker_named_in_the_topology(
     quickstart: None, tmp_path: Path
 ) -> None:
     text = (ROOT / "configs" / "quickstart.toml").read_text()
@@ -140,7 +140,7 @@ class Lossy:
 
 
 @pytest.mark.slow
-def test_with_a_third_of_all_messages_lost_on_both_ways_every_answer_is_judged_once(
+def test_every_answer_is_judged_once_despite_a_third_of_messages_lost(
     quickstart: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES / "python-actor"))

@@ -14,7 +14,7 @@ LOSSY = 'faults.bus=[{roles=["keeper"], drop=0.3}, {roles=["keeper"], at="sender
 
 
 @pytest.mark.slow
-def test_with_three_in_ten_messages_of_the_gateway_lost_each_way_every_sample_is_judged_once(
+def test_every_sample_is_judged_once_despite_thirty_percent_gateway_message_loss(
     quickstart: None, tmp_path: Path
 ) -> None:
     run = Run(tmp_path / "run", "process.reward.count=0", "limits.lease_s=5", LOSSY, "faults.seed=1", steps=12)

@@ -34,7 +34,7 @@ def module(name: str) -> ModuleType:
     return found
 
 
-def test_the_gradient_of_the_loss_is_the_clipped_weight_times_the_advantage_whatever_a_masked_token_holds() -> None:
+def test_the_loss_gradient_is_the_clipped_weight_times_the_advantage() -> None:
     behaviour = torch.tensor([-1.0, -1.0, -1.0, float("nan")])
     logprobs = torch.tensor([-1.0, 0.0, -3.0, float("nan")], requires_grad=True)
     inputs = LossInputs(
@@ -86,7 +86,7 @@ def test_the_examples_pass_their_trials() -> None:
         (custom.try_metric, "return settings['no_such_number']", "it raised KeyError: 'no_such_number'"),
     ],
 )
-def test_a_function_that_breaks_its_contract_is_refused_with_its_name_and_the_remedy(
+def test_a_function_breaking_its_contract_is_refused_with_name_and_remedy(
     tmp_path: Path, attempt: object, body: str, words: str
 ) -> None:
     path = tmp_path / "own.py"
@@ -96,7 +96,7 @@ def test_a_function_that_breaks_its_contract_is_refused_with_its_name_and_the_re
     assert f"{path}:f'" in str(caught.value) and words in str(caught.value)
 
 
-def test_a_loss_over_all_samples_is_held_back_and_one_that_says_it_is_streamable_is_not(
+def test_a_loss_over_all_samples_is_held_back_unless_declared_streamable(
     tmp_path: Path, quickstart: None
 ) -> None:
     text = (
@@ -131,7 +131,7 @@ def test_check_names_the_key_the_line_and_the_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_trains_with_all_four_and_writes_the_numbers_of_the_metric(
+def test_a_run_trains_with_all_four_and_writes_the_metric(
     quickstart: None, tmp_path: Path
 ) -> None:
     from checks import check_end

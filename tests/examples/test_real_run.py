@@ -39,7 +39,7 @@ def test_the_tokenizer_gives_the_ids_of_qwen_2(module: ModuleType) -> None:
     assert turn == [151644, 872, 198, 9707, 151645, 198, 151644, 77091, 198]
 
 
-def test_no_question_of_the_warm_up_or_of_the_run_is_held_out(module: ModuleType) -> None:
+def test_no_warm_up_or_run_question_comes_from_the_held_out_set(module: ModuleType) -> None:
     for kind in module.KINDS:
         held = {row["prompt"] for row in module.questions(kind, 50, 2, held=True)}
         seen = module.questions(kind, 500, 1, held=False)

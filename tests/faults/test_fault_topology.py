@@ -76,7 +76,7 @@ def test_faults_may_be_given_on_the_command_line() -> None:
     assert [one.drop for one in topology.faults.bus] == [1.0, 0.0] and topology.faults.seed == 3
 
 
-def test_several_crashes_of_one_process_come_one_after_the_other_each_in_its_lives() -> None:
+def test_several_crashes_of_one_process_occur_in_sequence_in_their_own_lives() -> None:
     entries = (
         CrashFault("learner", "finish.fate", 9, 2),
         CrashFault("rollout/0", "claim.cas", 1, 0),
@@ -89,7 +89,7 @@ def test_several_crashes_of_one_process_come_one_after_the_other_each_in_its_liv
     assert crash_environment(faults, "keeper", 1) == {}
 
 
-def test_the_list_of_crash_points_is_that_of_the_source_and_of_the_page() -> None:
+def test_the_crash_point_list_matches_the_source_and_the_page() -> None:
     called: set[str] = set()
     for path in [*ROOT.glob("csrc/**/*.hpp"), *ROOT.glob("csrc/**/*.cpp")]:
         called |= set(re.findall(r'crash_point\("([a-z._]+)"\)', path.read_text()))
@@ -101,7 +101,7 @@ def test_the_list_of_crash_points_is_that_of_the_source_and_of_the_page() -> Non
     assert named == set(CRASH_POINTS)
 
 
-def test_the_page_says_of_each_crash_point_who_passes_it_and_the_rules_say_the_same() -> None:
+def test_page_and_rules_agree_on_which_process_passes_each_crash_point() -> None:
     told: dict[str, set[str]] = {}
     for row in (ROOT / "docs" / "faults.md").read_text().splitlines():
         if row.startswith("| `") and len(cells := row.split(" | ")) == 3 and "." in cells[0]:

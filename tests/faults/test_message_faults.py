@@ -46,7 +46,7 @@ def through(
     return out, trouble
 
 
-def test_the_same_seed_and_name_lose_the_same_messages_and_another_seed_others() -> None:
+def test_seed_and_name_decide_which_messages_are_lost() -> None:
     fault = BusFault(drop=0.3)
     first, trouble = through(fault, numbers(2000))
     assert through(fault, numbers(2000))[0] == first != through(fault, numbers(2000), seed=1)[0]
@@ -82,7 +82,7 @@ def test_late_messages_come_out_in_their_time_and_in_another_order() -> None:
     assert 1.8 < line.now <= 2.0 and trouble.due_s() == float("inf")
 
 
-def test_an_overtaken_message_comes_right_after_the_next_or_by_itself_if_there_is_none() -> None:
+def test_an_overtaken_message_arrives_after_the_next_or_alone_without_one() -> None:
     out, trouble = through(BusFault(reorder=0.2), numbers(1000), wait_s=OVERTAKEN_S)
     assert sorted(out) == list(range(1000))
     assert all(abs(number - place) <= 1 for place, number in enumerate(out))
@@ -129,7 +129,7 @@ rates = st.floats(0, 1)
 
 
 @given(st.builds(BusFault, drop=rates, duplicate=rates, reorder=rates, delay_s=st.floats(0, 5)), st.integers(0, 99))
-def test_every_message_comes_out_once_or_twice_unless_it_is_counted_as_lost(fault: BusFault, seed: int) -> None:
+def test_every_message_arrives_once_or_twice_unless_counted_as_lost(fault: BusFault, seed: int) -> None:
     out, trouble = through(fault, numbers(100), seed, wait_s=6.0)
     times = Counter(out)
     assert max(times.values(), default=0) <= 2

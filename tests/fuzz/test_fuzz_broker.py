@@ -146,7 +146,7 @@ def test_half_a_handshake_is_cut_off_after_a_while(broker: Broker) -> None:
     broker.beat()
 
 
-def test_a_flood_of_strangers_that_takes_every_descriptor_stops_nobody_who_is_connected(
+def test_a_stranger_flood_taking_every_descriptor_disturbs_no_connected_process(
     short_dir: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_flood_of_strangers_that_takes_every_descriptor_stops_nobody_who_is_co
         broker.kill()
 
 
-def test_own_processes_that_take_every_descriptor_end_the_broker_with_the_reason_and_the_next_one_serves(
+def test_own_processes_exhausting_descriptors_end_the_broker_and_its_successor_serves(
     short_dir: Path,  # noqa: F811
 ) -> None:
     broker = Broker(short_dir)
@@ -188,7 +188,7 @@ def test_own_processes_that_take_every_descriptor_end_the_broker_with_the_reason
     broker.kill()
 
 
-def test_a_message_of_many_parts_that_never_ends_is_forgotten_with_its_sender(broker: Broker) -> None:
+def test_an_endless_multipart_message_is_forgotten_with_its_sender(broker: Broker) -> None:
     part = frame(topic(m.Goodbye).encode(), 1) + frame(bytes(1000), 1) * 1000
     with Talk(broker) as talk:
         size = resident_bytes(broker)

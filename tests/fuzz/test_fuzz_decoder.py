@@ -134,7 +134,7 @@ def test_a_header_that_promises_gigabytes_is_refused_without_room_being_made() -
     assert resident_bytes() - before < 1 << 20, sys.version
 
 
-def test_pings_from_ever_new_names_cost_no_memory_and_do_not_spoil_the_heartbeat(tmp_path: Path) -> None:
+def test_pings_from_ever_new_names_cost_no_memory_and_spare_the_heartbeat(tmp_path: Path) -> None:
     with Endpoint("victim", f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b", report=lambda _: None) as endpoint:
         target = topic(m.Ping, "victim").encode()
         for number in range(5_000):

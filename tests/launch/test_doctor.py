@@ -38,7 +38,7 @@ def test_what_cannot_be_imported_is_said_and_the_rest_is_looked_at(tmp_path: Pat
     assert {"machine", "/dev/shm", "torch"} <= {line["part"] for line in found}
 
 
-def test_few_open_files_and_a_torch_that_cannot_be_imported_have_a_remedy(tmp_path: Path) -> None:
+def test_few_open_files_and_an_unimportable_torch_get_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libfoo.so is missing')\n")
 
     def few() -> None:
@@ -50,7 +50,7 @@ def test_few_open_files_and_a_torch_that_cannot_be_imported_have_a_remedy(tmp_pa
     assert "libfoo.so is missing" in str(found["torch"]["found"]) and "pip install" in str(found["torch"]["remedy"])
 
 
-def test_a_full_shared_memory_is_bad_and_a_container_s_default_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_shared_memory_is_bad_and_the_container_default_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("busrl.preflight.machine.shm_free", lambda: 64 << 20)
     (line,) = doctor._shm()
     assert "--shm-size" in line.remedy and not line.bad
@@ -59,7 +59,7 @@ def test_a_full_shared_memory_is_bad_and_a_container_s_default_a_warning(monkeyp
     assert line.bad
 
 
-def test_a_package_of_another_version_is_named_with_the_one_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_of_another_version_is_named_with_the_wanted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     known = doctor.metadata.version
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.1" if name == "pyzmq" else known(name))
     (line,) = [one for one in doctor._packages() if one.part == "pyzmq"]

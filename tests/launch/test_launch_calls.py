@@ -28,7 +28,7 @@ def opened(folder: Path, calls: bool) -> OpenRun:
     return open_run(folder, dataclasses.replace(topology, derived=derived))
 
 
-def test_a_start_makes_the_ring_of_calls_anew_and_the_end_of_the_run_removes_it(tmp_path: Path) -> None:
+def test_a_start_recreates_the_call_ring_and_the_run_end_removes_it(tmp_path: Path) -> None:
     run = opened(tmp_path / "run", calls=True)
     try:
         assert run.calls is not None and run.calls.n_slots == 4 + 1 + 16

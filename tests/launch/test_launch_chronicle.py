@@ -30,7 +30,7 @@ def paths(tmp_path: Path) -> RunPaths:
     return RunPaths.of(tmp_path)
 
 
-def test_a_killed_process_is_a_problem_in_status_and_its_restarts_are_counted(scripted) -> None:
+def test_a_killed_process_is_a_problem_in_status_and_counts_its_restarts(scripted) -> None:
     scripted.start({"rollout/0": "well", "learner": "learner"})
     os.kill(scripted.ready("rollout/0"), signal.SIGKILL)
     pid = scripted.ready("rollout/0", 2)
@@ -72,7 +72,7 @@ def test_an_error_from_outside_is_shown_filed_and_counted_in_status(scripted) ->
     assert all(row["severity"] in m.SEVERITIES for row in filed(scripted.paths))
 
 
-def test_a_flood_is_a_line_now_and_then_and_no_error_is_missing_from_the_count(paths: RunPaths) -> None:
+def test_a_flood_prints_occasional_lines_and_every_error_enters_the_count(paths: RunPaths) -> None:
     chronicle = EventLog(paths, [], [])
     for number in range(1000):
         chronicle.received(m.Error(sender="loud", severity="error", text=f"number {number}"), now=0.001 * number)
@@ -91,7 +91,7 @@ def test_many_names_are_one_after_the_first_ones(paths: RunPaths) -> None:
     assert len(filed(paths)) == MOST_SENDERS + 1
 
 
-def test_errors_of_busrls_own_processes_are_shown_and_left_to_them_to_file(paths: RunPaths) -> None:
+def test_errors_of_busrl_processes_are_shown_and_left_for_them_to_file(paths: RunPaths) -> None:
     chronicle = EventLog(paths, [Child("reward/0", PATIENCE)], ["reward/0"])
     error = m.Error(sender="reward-0", severity="error", where="judge", text="first\nsecond")
     assert chronicle.received(error, 0.0) == ["error: reward-0 (judge): first"]

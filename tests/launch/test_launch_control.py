@@ -101,7 +101,7 @@ def test_what_is_not_proved_changes_nothing_and_leaves_no_line(tmp_path: Path) -
     assert Desk(tmp_path).run.paths.control_key.read_bytes() != before, "an earlier start's messages are still good"
 
 
-def test_a_signal_that_ends_the_run_is_written_down_as_what_is_asked(tmp_path: Path) -> None:
+def test_a_signal_that_ends_the_run_is_recorded_as_the_request(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.signalled("SIGTERM")
     (line,) = read_lines(desk.run.paths)
@@ -126,7 +126,7 @@ ASKED = st.sampled_from((
 
 @settings(max_examples=25, deadline=None)
 @given(asked=st.lists(st.tuples(ASKED, st.integers(1, 3)), max_size=8))
-def test_an_id_is_done_once_however_often_it_comes_and_the_next_start_has_what_the_last_one_had(
+def test_a_repeated_id_acts_once_and_the_next_start_keeps_its_effect(
     asked: list[tuple[tuple[str, str, str], int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("run")
@@ -206,7 +206,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
     assert not line.ok and line.who == "a test" and line.text == answer.text
 
 
-def test_a_resume_without_a_pause_says_so_and_nothing_but_a_stop_is_taken_while_a_run_ends(tmp_path: Path) -> None:
+def test_a_resume_without_pause_is_reported_and_an_ending_run_takes_stop(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     assert desk.ask("resume").text == "it is not paused"
     assert desk.ask("pause").ok and "paused already, by a test" in desk.ask("pause").text
@@ -269,7 +269,7 @@ def test_thresholds_stay_the_controllers_and_rounds_stay_what_they_are() -> None
         inflight.changed(QUICKSTART, "process.rollout.count", "1000")
 
 
-def test_a_ring_that_is_there_keeps_its_size_where_the_limits_fit_it() -> None:
+def test_an_existing_ring_keeps_its_size_where_the_limits_fit() -> None:
     derived = QUICKSTART.derived
     bigger = dataclasses.replace(QUICKSTART, derived=dataclasses.replace(derived, slots=derived.slots + 8))
     assert inflight.with_sizes_of(QUICKSTART, bigger).derived.slots == derived.slots + 8
@@ -286,7 +286,7 @@ def test_every_process_that_follows_a_key_is_one_of_a_run() -> None:
 # -- time ---------------------------------------------------------------------------------------------------------
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.booleans()), max_size=30))
-def test_the_clock_of_the_trigger_counts_the_time_without_pauses_and_never_goes_back(
+def test_the_trigger_clock_counts_time_without_pauses_and_never_goes_back(
     spans: list[tuple[int, bool]]
 ) -> None:
     clock, now, counted, before = PausedClock(), 100, 100, False

@@ -78,7 +78,7 @@ def test_a_byte_that_is_no_fate_is_refused_before_anything_changes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"run": 5}', '{"run": {}, "workers": [1]}'])
-def test_status_of_a_living_run_needs_none_of_its_files_but_run_json(scripted, text: str) -> None:
+def test_status_of_a_living_run_needs_no_file_but_run_json(scripted, text: str) -> None:
     scripted.start({"learner": "learner"})
     pid = scripted.ready("learner")
     whole = scripted.paths.topology.read_bytes()
@@ -95,7 +95,7 @@ def test_status_of_a_living_run_needs_none_of_its_files_but_run_json(scripted, t
     assert scripted.wait() == 0, scripted.output
 
 
-def test_a_run_goes_on_when_the_header_of_its_ring_is_written_over_and_status_names_it(scripted) -> None:
+def test_a_run_survives_an_overwritten_ring_header_and_status_names_it(scripted) -> None:
     scripted.start({"learner": "learner"})
     scripted.ready("learner")
     with open(scripted.paths.ring_file, "r+b") as file:
@@ -117,7 +117,7 @@ def test_a_run_goes_on_when_the_header_of_its_ring_is_written_over_and_status_na
         (0x40, b"\x07", "checksum"),
     ],
 )
-def test_a_ring_with_a_damaged_header_is_named_by_status_and_by_the_next_start_which_changes_nothing(
+def test_status_and_start_name_a_damaged_ring_header_and_change_nothing(
     scripted, at: int, data: bytes, said: str
 ) -> None:
     modes = {"learner": "learner"}

@@ -69,7 +69,7 @@ def shown(state: Progress, width: int = 100, height: int = 30, now: float = 2.0)
     return COLOUR.sub("", launch_picture(state.run, state.rows(now), now, width, height)).splitlines()
 
 
-def test_a_pipe_gets_plain_lines_at_most_one_per_five_seconds_and_only_for_new_steps():
+def test_a_pipe_gets_plain_lines_at_most_every_five_seconds_per_step():
     stream, clock, state = io.StringIO(), Clock(), progress()
     display = open_display(stream, clock)
     for second in range(10):
@@ -82,7 +82,7 @@ def test_a_pipe_gets_plain_lines_at_most_one_per_five_seconds_and_only_for_new_s
     assert lines[0].endswith(" · 0s") and lines[1].startswith("step 85/200")
 
 
-def test_a_terminal_gets_a_picture_that_is_redrawn_in_place_below_the_lines_that_stay(monkeypatch):
+def test_a_terminal_gets_a_picture_redrawn_in_place_below_lasting_lines(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     master, slave = pty.openpty()
@@ -106,7 +106,7 @@ def test_a_terminal_gets_a_picture_that_is_redrawn_in_place_below_the_lines_that
     assert "\x1b[J" not in after and "sort" in after
 
 
-def test_a_reader_that_reads_nothing_holds_nobody_up_and_is_told_later_what_it_missed(monkeypatch):
+def test_a_stalled_reader_delays_nobody_and_later_learns_what_it_missed(monkeypatch):
     monkeypatch.setattr("busrl.launch.display.MOST_WAITING", 2000)
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
@@ -126,7 +126,7 @@ def test_a_reader_that_reads_nothing_holds_nobody_up_and_is_told_later_what_it_m
     os.close(reader)
 
 
-def test_the_end_waits_for_a_slow_reader_but_not_for_one_that_reads_nothing(monkeypatch):
+def test_the_end_waits_for_a_slow_reader_but_not_a_stalled_one(monkeypatch):
     monkeypatch.setattr("busrl.launch.display.UNREAD_S", 0.3)
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)

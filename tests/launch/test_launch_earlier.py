@@ -58,7 +58,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def test_what_changed_since_the_last_start_is_said_key_by_key_and_kept(place: Place) -> None:
+def test_changes_since_the_last_start_are_reported_by_key_and_kept(place: Place) -> None:
     assert place.start().notes == []
     place.stepped(30)
     found = place.start("learner.lr=0.5", "limits.progress_s=99", "process.rollout.threads=2")
@@ -100,7 +100,7 @@ def _full(file: LineFile, line: bytes) -> None:
     raise DiskFull(f"{file.path}: no room")
 
 
-def test_an_edited_prompt_file_is_refused_at_the_start_and_a_moved_one_is_not(place: Place) -> None:
+def test_an_edited_prompt_file_is_refused_at_start_and_a_moved_accepted(place: Place) -> None:
     place.start()
     (place.root / "train.jsonl").rename(place.root / "moved.jsonl")
     assert any("moved.jsonl" in note for note in place.start(f"data.train={place.root}/moved.jsonl").notes)
@@ -135,7 +135,7 @@ def test_an_edited_loss_metric_and_optimiser_are_said_too(place: Place) -> None:
     assert "steps.py is not what it was: updates" in told
 
 
-def test_another_reward_model_in_the_same_folder_is_said_and_a_copy_of_it_is_not(place: Place, tmp_path: Path) -> None:
+def test_another_reward_model_in_the_same_folder_is_reported(place: Place, tmp_path: Path) -> None:
     folder = tmp_path / "judge"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["TestForSequenceClassification"]}))
@@ -150,7 +150,7 @@ def test_another_reward_model_in_the_same_folder_is_said_and_a_copy_of_it_is_not
     assert f"{folder} is not what it was: rewards from here on are those of the new model" in place.start(*named).notes
 
 
-def test_another_model_in_the_folder_of_the_run_is_refused_with_both_sizes(place: Place, tmp_path: Path) -> None:
+def test_another_model_in_the_run_folder_is_refused_with_both_sizes(place: Place, tmp_path: Path) -> None:
     def model(folder: Path, width: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         sizes = {"hidden_size": width, "num_hidden_layers": 2, "vocab_size": 93}
@@ -177,7 +177,7 @@ def test_files_that_are_no_longer_named_were_not_edited(place: Place) -> None:
     assert not any("is not what it was" in note for note in found.notes)
 
 
-def test_a_prompt_file_that_could_not_be_read_at_a_start_is_still_known_at_the_next(place: Place) -> None:
+def test_an_unreadable_prompt_file_stays_known_at_the_next_start(place: Place) -> None:
     place.start()
     topology = place.topology()
     Start().record(place.paths)
@@ -200,7 +200,7 @@ def test_a_key_that_says_what_a_sample_is_can_not_change(place: Place, key: str)
         place.start(key)
 
 
-def test_a_goal_behind_what_was_done_is_refused_and_a_reached_one_is_said(place: Place) -> None:
+def test_a_goal_behind_the_progress_is_refused_and_a_reached_one_reported(place: Place) -> None:
     place.start()
     place.stepped(60)
     assert any("continues after step 60 of 60" in note for note in place.start().notes), "its end may be missing"

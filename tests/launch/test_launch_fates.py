@@ -44,7 +44,7 @@ SLOW = ("cut within a page", "removed")  # as the others, and a start takes its 
 
 
 @pytest.mark.parametrize("how", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in DAMAGE])
-def test_a_run_whose_fates_are_lost_ends_and_says_which_file_and_what_to_do(scripted, how: str) -> None:
+def test_a_run_with_lost_fates_ends_and_names_file_and_remedy(scripted, how: str) -> None:
     damage, said = DAMAGE[how]
     scripted.start(MODES)
     scripted.ready("keeper")
@@ -98,7 +98,7 @@ def test_a_line_that_contradicts_itself_is_not_taken_for_a_damaged_table(scripte
     assert summary["audit"]["counts"]["lost"] == 1
 
 
-def test_topology_and_run_json_that_vanish_are_written_again_for_the_next_child_and_for_the_summary(scripted) -> None:
+def test_vanished_topology_and_run_json_are_rewritten_for_child_and_summary(scripted) -> None:
     scripted.start(MODES)
     pid = scripted.ready("keeper")
     before = {path: path.read_bytes() for path in (scripted.paths.topology, scripted.paths.run_json)}

@@ -23,7 +23,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 MODES = {"keeper": "well", "learner": "learner"}
 
 
-def test_a_start_on_a_full_disk_names_the_file_and_leaves_the_topology_of_before(
+def test_a_start_on_a_full_disk_names_file_and_keeps_topology(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> int:
@@ -54,7 +54,7 @@ def test_a_removed_lock_is_made_again_and_a_second_launch_is_refused(scripted):
     assert scripted.leftovers() == []
 
 
-def test_a_launch_whose_lock_was_removed_is_found_by_a_second_one_even_while_it_is_stopped(scripted):
+def test_a_second_launch_finds_even_a_stopped_launch_without_its_lock(scripted):
     first = scripted.start(MODES)
     scripted.ready("learner")
     first.send_signal(signal.SIGSTOP)
@@ -69,7 +69,7 @@ def test_a_launch_whose_lock_was_removed_is_found_by_a_second_one_even_while_it_
     assert scripted.wait() == 0, scripted.output
 
 
-def test_a_launch_that_has_lost_its_turn_ends_by_name_and_leaves_the_run_to_the_other(scripted):
+def test_a_launch_that_lost_its_turn_ends_and_yields_the_run(scripted):
     first = scripted.start(MODES)
     scripted.ready("learner")
     first.send_signal(signal.SIGSTOP)
@@ -87,7 +87,7 @@ def test_a_launch_that_has_lost_its_turn_ends_by_name_and_leaves_the_run_to_the_
     other.release()
 
 
-def test_something_else_in_the_place_of_the_lock_is_told_once_and_refuses_the_next_start(scripted):
+def test_a_foreign_object_in_place_of_the_lock_refuses_the_next_start(scripted):
     scripted.start(MODES)
     scripted.ready("learner")
     scripted.paths.lock("run").unlink()
@@ -102,7 +102,7 @@ def test_something_else_in_the_place_of_the_lock_is_told_once_and_refuses_the_ne
 
 
 @pytest.mark.parametrize("into", ["elsewhere", ""])
-def test_a_run_directory_that_is_moved_or_removed_ends_the_run_by_name_and_leaves_nothing_in_its_place(scripted, into):
+def test_a_moved_or_removed_run_directory_ends_the_run_and_leaves_nothing(scripted, into):
     scripted.start(MODES)
     scripted.ready("learner")
     if into:
@@ -117,7 +117,7 @@ def test_a_run_directory_that_is_moved_or_removed_ends_the_run_by_name_and_leave
         assert f"--run-dir {scripted.root.with_name(into)}" in scripted.output
 
 
-def test_a_child_is_started_without_its_log_where_that_can_not_be_written(scripted):
+def test_a_child_starts_without_its_log_where_that_cannot_be_written(scripted):
     scripted.start(MODES)
     pid = scripted.ready("keeper")
     log = scripted.paths.log("keeper")
@@ -135,7 +135,7 @@ def test_a_child_is_started_without_its_log_where_that_can_not_be_written(script
     assert scripted.wait() == 0, scripted.output
 
 
-def test_ring_clean_keeps_a_ring_that_a_launch_has_before_any_process_has_registered_in_it(scripted):
+def test_ring_clean_keeps_a_launched_ring_before_any_process_registers(scripted):
     """The moment between the ring's creation and its first process, held still."""
     ring = Ring.create(scripted.paths.ring_name, slots=8, slot_bytes=4096, processes=16, uuid=bytes(16))
     guard = RingGuard(scripted.paths.ring_file)
@@ -149,7 +149,7 @@ def test_ring_clean_keeps_a_ring_that_a_launch_has_before_any_process_has_regist
     ring.close()
 
 
-def test_a_launch_holds_the_guard_of_its_ring_and_of_one_that_it_adopts(scripted):
+def test_a_launch_holds_the_guard_of_its_own_and_its_adopted_ring(scripted):
     for life in (1, 2):
         scripted.start(MODES)
         scripted.ready("learner", life)
@@ -166,7 +166,7 @@ def test_a_launch_holds_the_guard_of_its_ring_and_of_one_that_it_adopts(scripted
     assert "adopted the ring" in scripted.output
 
 
-def test_a_ring_that_somebody_removed_ends_the_run_by_name_when_a_process_has_to_attach(scripted):
+def test_a_removed_ring_ends_the_run_at_the_next_attach(scripted):
     scripted.start(MODES)
     scripted.ready("learner")
     pid = scripted.ready("keeper")
@@ -182,7 +182,7 @@ def test_a_ring_that_somebody_removed_ends_the_run_by_name_when_a_process_has_to
     assert scripted.wait() == 0, scripted.output
 
 
-def test_a_cleaner_that_holds_a_ring_and_does_not_get_on_is_named_and_the_start_refused(tmp_path, monkeypatch):
+def test_a_stuck_cleaner_holding_a_ring_is_named_and_the_start_refused(tmp_path, monkeypatch):
     paths = RunPaths.of(tmp_path)
     Ring.create(paths.ring_name, slots=2, slot_bytes=4096, processes=2, uuid=bytes(16)).close()
     cleaner = RingGuard(paths.ring_file)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long  # whole starts of `busrl launch`
 MODES = {"keeper": "well", "rollout/0": "well", "learner": "learner"}
 
 
-def test_children_end_with_a_killed_launch_and_the_next_one_adopts_the_ring(scripted):
+def test_children_end_with_a_killed_launch_and_the_next_adopts_the_ring(scripted):
     scripted.start(MODES)
     scripted.ready("keeper")
     scripted.dispatch_one(uid=3)
@@ -56,7 +56,7 @@ def test_samples_of_open_bin_go_back_at_the_next_start(scripted):
     assert "1 training and 0 validation samples that were in no slot are generated again" in scripted.output
 
 
-def test_a_ring_without_its_run_directory_is_not_adopted_and_its_weights_neither(scripted):
+def test_neither_ring_nor_weights_without_their_run_directory_are_adopted(scripted):
     scripted.start(MODES)
     scripted.kill_launch(MODES)
     scripted.paths.run_json.unlink()
@@ -69,7 +69,7 @@ def test_a_ring_without_its_run_directory_is_not_adopted_and_its_weights_neither
     assert "adopted" not in scripted.output and scripted.leftovers() == []
 
 
-def test_a_second_launch_in_the_directory_is_refused_with_the_pid_of_the_first(scripted):
+def test_a_second_launch_in_the_directory_is_refused_with_the_first_pid(scripted):
     first = scripted.start(MODES)
     scripted.ready("learner")
     second = scripted.start(MODES)

@@ -22,7 +22,7 @@ LEAVERS = ["leaves_a_child", "leaves_a_session"]
 
 
 @pytest.mark.parametrize("mode", LEAVERS)
-def test_what_a_dead_process_had_started_dies_with_it_also_in_a_session_of_its_own(scripted, mode):
+def test_descendants_of_a_dead_process_die_with_it_even_in_other_sessions(scripted, mode):
     scripted.start({"rollout/0": mode, "learner": "learner"})
     pid = scripted.ready("rollout/0")
     grandchild = scripted.grandchild()
@@ -33,7 +33,7 @@ def test_what_a_dead_process_had_started_dies_with_it_also_in_a_session_of_its_o
 
 
 @pytest.mark.parametrize("mode", LEAVERS)
-def test_what_a_child_had_started_ends_with_a_killed_launch_and_the_next_start_finds_the_lock_free(scripted, mode):
+def test_descendants_of_a_child_end_with_a_killed_launch(scripted, mode):
     modes = {"rollout/0": mode, "learner": "learner"}
     scripted.start(modes)
     scripted.ready("rollout/0")
@@ -47,7 +47,7 @@ def test_what_a_child_had_started_ends_with_a_killed_launch_and_the_next_start_f
     assert scripted.wait() == 0, scripted.output
 
 
-def test_launch_and_its_guardian_killed_at_once_leave_work_for_the_next_start(scripted):
+def test_launch_and_guardian_killed_together_leave_work_for_the_next_start(scripted):
     modes = {"rollout/0": "leaves_a_session", "learner": "learner"}
     launch = scripted.start(modes)
     scripted.ready("rollout/0")
@@ -102,7 +102,7 @@ def test_only_processes_with_the_mark_are_ended():
             one.wait()
 
 
-def test_what_a_launch_that_is_gone_has_left_is_known_by_its_pid_and_the_time_it_began():
+def test_leftovers_of_a_gone_launch_are_known_by_pid_and_start_time():
     env = {**os.environ, MARK: f"test.{os.getpid()}.{born(os.getpid()) + 1}/rollout/0/0/"}
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env, start_new_session=True)
     try:
@@ -172,13 +172,13 @@ def can_choose_pids() -> bool:
 
 
 @pytest.mark.skipif(not can_choose_pids(), reason="needs root and unshare(1) for a private process namespace")
-def test_the_guardian_ends_the_group_that_it_was_told_of_and_no_other_that_has_its_number_by_now(tmp_path):
+def test_the_guardian_ends_its_announced_group_and_spares_a_reused_number(tmp_path):
     script = [sys.executable, "-c", REUSED, str(Path(orphans.__file__).parents[2]), str(tmp_path / "pids")]
     done = subprocess.run(["unshare", "-pf", "--mount-proc", *script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "the other process lives\n", done.stdout + done.stderr
 
 
-def test_where_the_kernel_signals_no_groups_a_number_that_is_another_process_s_is_left_alone(monkeypatch):
+def test_the_number_of_another_process_is_spared_without_kernel_group_signals(monkeypatch):
     def no_flags(descriptor, number, info=None, flags=0):
         raise OSError(22, "Invalid argument")
 

@@ -62,7 +62,7 @@ def test_a_scripted_run_without_torch_is_refused_with_the_extra(
     assert not (tmp_path / "run").exists() and not (tmp_path / "c").exists(), "nothing was made or started"
 
 
-def test_an_endpoint_names_the_extra_of_its_client_and_that_of_the_learner(tmp_path: Path) -> None:
+def test_an_endpoint_names_the_extras_of_its_client_and_the_learner(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(ENDPOINT)
     done = busrl(tmp_path, "torch aiohttp", "check", "own.toml")
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -70,7 +70,7 @@ def test_an_endpoint_names_the_extra_of_its_client_and_that_of_the_learner(tmp_p
     assert told in done.stderr, done.stderr
 
 
-def test_the_user_s_functions_of_a_learner_without_torch_are_no_finding_of_their_own(tmp_path: Path) -> None:
+def test_user_functions_of_a_learner_without_torch_are_no_separate_finding(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(ENDPOINT.replace("lr = 1e-4", 'lr = 1e-4\nloss = "own.py:loss"'))
     (tmp_path / "own.py").write_text("import torch\n\n\ndef loss(inputs, settings):\n    return inputs\n")
     done = busrl(tmp_path, "torch", "check", "own.toml")

@@ -34,7 +34,7 @@ def test_nothing_is_said_of_a_run_without_problems(tmp_path: Path) -> None:
     assert problems(tmp_path / "errors.jsonl") == []
 
 
-def test_lines_that_differ_in_numbers_are_one_with_their_count_and_the_latest_text(tmp_path: Path) -> None:
+def test_lines_that_differ_only_in_numbers_merge_with_count_and_latest_text(tmp_path: Path) -> None:
     path = tmp_path / "errors.jsonl"
     write(path, "refused 10.0.0.1: 1 in all", "refused 10.0.0.1: 2 in all", "something else")
     head, *rest = problems(path)
@@ -50,7 +50,7 @@ def test_the_newest_kinds_are_shown_and_the_others_counted(tmp_path: Path) -> No
     assert "problem h" in lines[1] and lines[-1].strip() == f"and {8 - MOST_KINDS} older kinds"
 
 
-def test_a_torn_line_a_cut_tail_and_a_huge_file_are_no_obstacle(tmp_path: Path) -> None:
+def test_torn_lines_and_cut_tails_and_huge_files_stay_readable(tmp_path: Path) -> None:
     path = tmp_path / "errors.jsonl"
     path.write_bytes(b"\xff" * (3 * TAIL_BYTES) + b"\n[1]\n{}\n")
     write(path, "x" * 5000)
@@ -77,7 +77,7 @@ CHAINED = f"{DEEP}ValueError: first\n\nDuring handling of the above exception, a
         ("", ""),
     ],
 )
-def test_a_text_in_one_line_says_what_was_raised_and_not_that_there_is_a_traceback(text: str, line: str) -> None:
+def test_a_one_line_text_says_what_was_raised_beneath_a_traceback(text: str, line: str) -> None:
     assert first_line(text) == line
 
 
@@ -86,7 +86,7 @@ def test_a_long_traceback_is_shown_by_status_as_what_was_raised(tmp_path: Path) 
     assert f"judge warning: sample 7 raised: {RAISED}" in "\n".join(problems(tmp_path / "errors.jsonl"))
 
 
-def test_the_last_words_of_a_child_are_what_it_raised_in_its_last_life(tmp_path: Path) -> None:
+def test_the_last_words_of_a_child_are_what_its_last_life_raised(tmp_path: Path) -> None:
     log, mark = tmp_path / "x.log", "--- 2026-01-01 00:00:00 started by launch (pid 7)\n"
     log.write_text(f"{mark}{DEEP}{RAISED}\nwith a hint\nof two lines\n")
     assert last_words(log) == RAISED

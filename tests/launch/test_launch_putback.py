@@ -44,7 +44,7 @@ def checkpoint(paths: RunPaths, step: int, uids: list[int]) -> None:
     (folder / "meta.json").write_text("{}")
 
 
-def test_what_is_in_the_newest_checkpoint_or_the_log_is_trained_and_the_rest_goes_back(paths):
+def test_samples_in_checkpoint_or_log_are_trained_and_the_rest_returns(paths):
     fates = fates_of(paths.fates, {1: "D", 2: "D", 3: "D", 4: "T", 5: "P", 3_000_000: "D"})
     validate = fates_of(paths.validate_fates, {0: "V", 9: "D"})
     checkpoint(paths, 2, [4])
@@ -64,7 +64,7 @@ def test_a_first_start_finds_nothing_to_put_back(paths):
     assert not paths.draws.exists()
 
 
-def test_a_table_of_fates_that_is_another_run_s_is_named_with_what_to_do(paths):
+def test_a_table_of_fates_from_another_run_is_named_with_a_remedy(paths):
     fates_of(paths.fates, {1: "D", 4: "T", 5: "T", 2_000_000: "T"})
     checkpoint(paths, 2, [4])
     found = put_back(paths)

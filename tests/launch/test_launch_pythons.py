@@ -36,7 +36,7 @@ def scripted(python: Path | str, *more: str):  # type: ignore[no-untyped-def]
     return load(ROOT / "configs/scripted.toml", [f"process.rollout.python={python}", *more])
 
 
-def test_a_folder_and_an_interpreter_are_the_same_and_a_check_says_what_is_there(environment: Path) -> None:
+def test_a_folder_equals_its_interpreter_and_a_check_reports_its_contents(environment: Path) -> None:
     (line,), (same,) = (
         pythons.lines(t, pythons.pythons(t)) for t in (scripted(environment), scripted(environment / "bin/python"))
     )

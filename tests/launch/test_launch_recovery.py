@@ -30,7 +30,7 @@ class Entry:
     remote: bool = False
 
 
-def test_the_slots_of_a_killed_child_go_back_to_rest_although_there_is_no_keeper(scripted):
+def test_slots_of_a_killed_child_return_to_rest_without_a_keeper(scripted):
     scripted.start({"rollout/0": "holds", "learner": "learner"})
     pid = scripted.life("rollout/0")
     ring = Ring.attach(RunPaths.of(scripted.root).ring_name)
@@ -50,7 +50,7 @@ def test_the_slots_of_a_killed_child_go_back_to_rest_although_there_is_no_keeper
     assert scripted.wait() == 0, scripted.output
 
 
-def test_a_child_that_was_ready_for_less_than_a_look_is_started_again_without_a_pause(scripted):
+def test_a_child_ready_for_less_than_one_look_restarts_without_a_pause(scripted):
     scripted.start({"rollout/0": "dies_when_ready", "learner": "learner"}, restart_attempts=2)
     scripted.ready("rollout/0", 5)
     scripted.finish()
@@ -58,7 +58,7 @@ def test_a_child_that_was_ready_for_less_than_a_look_is_started_again_without_a_
     assert "starting it again in" not in scripted.log() and "giving up" not in scripted.log()
 
 
-def test_an_endless_wait_that_is_declared_is_never_silence_and_does_not_count_afterwards():
+def test_a_declared_endless_wait_never_counts_as_silence():
     child = Child("keeper", PATIENCE)
     child.started(1, 0.0)
     waiting = Entry(1, progress=0, activity="waits for pid 7", deadline_s=ENDLESS)
@@ -82,7 +82,7 @@ def titled(name: str) -> subprocess.Popen[bytes]:
     return child
 
 
-def test_a_stranger_in_the_place_of_one_of_ours_is_condemned_only_without_progress_and_by_its_title():
+def test_an_untitled_or_progressing_stranger_in_our_place_is_spared():
     child = titled("keeper")
     try:
         strangers = ForeignProcesses(["keeper"], PATIENCE)
@@ -101,7 +101,7 @@ def test_a_stranger_in_the_place_of_one_of_ours_is_condemned_only_without_progre
         child.wait()
 
 
-def test_a_stranger_that_left_is_forgotten_and_another_in_its_entry_starts_afresh():
+def test_a_departed_stranger_is_forgotten_and_the_next_one_starts_afresh():
     strangers = ForeignProcesses(["keeper"], PATIENCE)
     looks(strangers, 29, Entry(os.getpid()))
     looks(strangers, 1)

@@ -99,7 +99,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_lock_without_a_launch_is_told_with_its_holders_or_as_another_machines(
+def test_a_lock_without_a_launch_names_its_holders_or_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
     paths = RunPaths.of(tmp_path)

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 
-def test_the_run_ends_with_zero_when_the_learner_has_finished_and_leaves_nothing_behind(scripted):
+def test_the_run_ends_with_zero_and_no_leftovers_after_the_learner(scripted):
     scripted.start({"keeper": "well", "rollout/0": "well", "learner": "learner"})
     pids = [scripted.ready(name) for name in ("keeper", "rollout/0", "learner")]
     scripted.finish()
@@ -33,7 +33,7 @@ def test_processes_end_in_order_the_producers_first(scripted):
     assert (scripted.root / "ended").read_text().split() == ["scheduler", "rollout/0", "keeper"]
 
 
-def test_a_process_that_had_become_ready_is_started_again_at_once_however_often(scripted):
+def test_a_process_that_became_ready_is_restarted_at_once_however_often(scripted):
     scripted.start({"rollout/0": "well", "learner": "learner"}, restart_attempts=2)
     for life in range(1, 6):
         os.kill(scripted.ready("rollout/0", life), signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_a_death_before_ready_is_followed_by_a_pause_and_then_forgiven(scripted)
     assert "starting it again in 0.25 s (attempt 2 of 3)" in scripted.log()
 
 
-def test_the_run_gives_up_after_its_attempts_and_shows_the_last_lines_of_the_log(scripted):
+def test_the_run_gives_up_after_its_attempts_and_shows_the_log(scripted):
     scripted.start({"rollout/0": "dies_early", "learner": "learner"})
     assert scripted.wait() == 1
     assert "giving up: it died 3 times in a row before it was ready" in scripted.output
@@ -97,7 +97,7 @@ def test_a_declared_activity_may_take_as_long_as_it_says(scripted):
     assert scripted.wait() == 0, scripted.output
 
 
-def test_a_process_that_does_not_become_ready_in_time_is_killed_and_counts_as_an_early_death(scripted):
+def test_a_process_not_ready_in_time_is_killed_as_an_early_death(scripted):
     scripted.start({"rollout/0": "never_ready"}, ready_s=1.5, restart_attempts=2)
     assert scripted.wait() == 1
     assert "state starting: not ready for 1." in scripted.output
@@ -115,7 +115,7 @@ def test_a_signal_ends_the_run_in_order_with_the_usual_exit_code(scripted, numbe
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_a_signal_that_launch_was_started_to_ignore_does_not_end_the_run(scripted, number):
+def test_a_signal_ignored_since_launch_started_never_ends_the_run(scripted, number):
     before = signal.signal(number, signal.SIG_IGN)  # as nohup does, and a shell that starts something with `&`
     try:
         launch = scripted.start({"rollout/0": "well", "learner": "learner"})
@@ -163,7 +163,7 @@ def test_an_interrupt_whose_reader_is_gone_too_ends_the_run_in_order(scripted):
 
 
 @pytest.mark.parametrize("name", ["rollout/0", "validator", "scheduler", "keeper", "bus"])
-def test_a_process_that_dies_after_ready_and_never_works_ends_the_run_by_name(scripted, name):
+def test_a_process_that_dies_after_ready_without_work_ends_the_run(scripted, name):
     """Also while others work: but for a worker that shows only in what the run does, that is none of its own."""
     others = {"rollout/0": "always+dies_when_ready"} if name == "rollout/0" else {name: "dies_after_others_moved"}
     scripted.start({**others, "rollout/9": "moves" if name != "rollout/0" else "well", "learner": "learner"},
@@ -195,7 +195,7 @@ def test_a_second_interrupt_kills_at_once(scripted):
     assert scripted.leftovers() == []
 
 
-def test_a_process_that_does_not_map_the_ring_is_ready_when_it_says_hello(scripted):
+def test_a_process_without_a_ring_mapping_is_ready_when_it_says_hello(scripted):
     scripted.start({"bus": "bus", "rollout/0": "foreign", "learner": "learner"}, progress_s=1.0)
     pid = scripted.life("rollout/0")
     scripted.said(f"rollout/0 (pid {pid}) is ready: it sent HELLO")

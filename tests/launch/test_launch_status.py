@@ -24,7 +24,7 @@ def test_a_running_run_shows_its_processes_slots_and_step(scripted):
     assert "finished, the learner has reached the goal" in text and "step 10/10" in text
 
 
-def test_a_run_whose_launch_was_killed_says_that_the_next_one_adopts_its_ring(scripted):
+def test_status_of_a_killed_launch_announces_the_adoption_of_its_ring(scripted):
     scripted.start({"learner": "learner"})
     pid = scripted.ready("learner")
     scripted.launch.kill()
@@ -54,7 +54,7 @@ def test_without_a_directory_the_newest_run_is_shown(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "line", ['{"time": -1e999, %s}', '{"time": 1' + "0" * 400 + ", %s}", "[" * 5000], ids=["infinite", "huge", "deep"]
 )
-def test_a_line_of_errors_that_is_none_does_not_keep_the_others_from_being_shown(tmp_path, line):
+def test_a_malformed_error_line_does_not_hide_the_others(tmp_path, line):
     paths = RunPaths.of(tmp_path)
     paths.run_json.write_text(json.dumps({"run_id": "mine"}))
     rest = '"process": "learner", "severity": "error", "text": "seen"'

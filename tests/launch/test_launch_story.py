@@ -53,7 +53,7 @@ def reward(run: RunState) -> float | None:
     return run.steps.recent(lambda one: one.reward)
 
 
-def test_a_story_begins_with_the_first_step_ever_and_ends_with_the_newest_ones(run: RunPaths) -> None:
+def test_a_story_begins_with_the_first_step_and_ends_with_the_newest(run: RunPaths) -> None:
     told = story(run)
     assert (told.at_step, told.first_reward, reward(told)) == (60, 0.01, pytest.approx(0.555))
     assert told.steps.flat_share() == pytest.approx(0.8) and told.steps.recent(lambda one: one.ess) is None
@@ -62,7 +62,7 @@ def test_a_story_begins_with_the_first_step_ever_and_ends_with_the_newest_ones(r
     assert rounds == [(0, 0.0, 8), (30, 0.3, 8), (60, 0.6, 8)]
 
 
-def test_a_long_file_is_read_at_both_ends_and_bad_lines_are_left_out(run: RunPaths) -> None:
+def test_a_long_file_is_read_at_both_ends_without_bad_lines(run: RunPaths) -> None:
     run.metrics.write_bytes(
         b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * FOLLOWED_BYTES + b"\n"
         + b'{"step": 7, "reward": 1e999}\n{"step": 8, "reward": 0.5}\n{"step": 9, "rew'

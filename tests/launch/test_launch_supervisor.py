@@ -69,7 +69,7 @@ def test_a_death_after_ready_restarts_at_once_and_never_gives_up():
         child.started(4711, 100.0)
 
 
-def test_a_child_for_which_another_life_is_of_no_use_is_given_up_at_once_but_not_while_it_stops():
+def test_a_hopeless_child_is_given_up_at_once_unless_it_is_stopping():
     child = started()
     death = child.ended(Exit(2), 100.0, hopeless=True)
     assert death.gives_up and "to start it again would change nothing" in death.text and child.phase is Phase.GONE
@@ -109,7 +109,7 @@ def test_becoming_ready_forgives_earlier_deaths():
         child.ended(Exit(1), 0.0)
 
 
-def test_silence_beyond_the_limit_is_a_kill_that_names_child_state_and_time():
+def test_silence_beyond_the_limit_kills_naming_child_and_state_and_time():
     child = started(ready=True)
     assert not silent(child, Entry(1), 29.8)
     kill = silent(child, Entry(1), 1.0)
@@ -119,7 +119,7 @@ def test_silence_beyond_the_limit_is_a_kill_that_names_child_state_and_time():
 
 
 @pytest.mark.parametrize("moved", [Entry(2), Entry(1, activity="saving")])
-def test_any_movement_of_the_counter_or_of_the_activity_starts_the_time_again(moved):
+def test_any_change_of_counter_or_activity_restarts_the_silence_clock(moved):
     child = started(ready=True)
     assert not silent(child, Entry(1), 29.0)
     assert not child.looked(moved, 0.2)
@@ -135,13 +135,13 @@ def test_a_declared_activity_has_its_own_limit_longer_or_shorter():
     assert silent(started(ready=True), short, 3.0)
 
 
-def test_a_ready_child_that_does_not_map_the_ring_is_never_killed_for_silence():
+def test_a_ready_child_without_a_ring_mapping_is_never_killed_for_silence():
     child = started()
     child.became_ready()
     assert not silent(child, None, 10_000.0)
 
 
-def test_a_child_that_never_becomes_ready_is_killed_even_if_its_counter_moves():
+def test_a_child_that_never_becomes_ready_is_killed_despite_a_moving_counter():
     child = started()
     kills = [child.looked(Entry(count), 0.2) for count in range(310)]
     kill = next(kill for kill in kills if kill)
@@ -153,7 +153,7 @@ def test_a_start_that_declares_a_longer_activity_is_waited_for():
     assert not silent(child, Entry(0, "downloading", 900.0), 899.0)
 
 
-def test_a_start_that_declares_long_work_and_gets_on_with_it_is_waited_for_and_killed_once_it_does_not():
+def test_declared_long_work_at_the_start_is_awaited_while_it_progresses():
     child = started()
     kills = [child.looked(Entry(count // 500, "recover", 120.0), 0.2) for count in range(9000)]  # 100 s each
     assert not any(kills)
@@ -186,7 +186,7 @@ def test_a_child_that_is_held_while_it_starts_is_killed_too():
     assert len(said) == 1 and "in a frozen group for" in kill
 
 
-def test_a_child_that_is_held_now_and_then_and_gets_on_is_not_killed():
+def test_a_child_held_now_and_then_but_progressing_is_not_killed():
     child = started(ready=True)
     for progress in range(500):  # as under strace
         assert not child.held("held by a debugger", 0.2) and not child.looked(Entry(progress), 0.2)
@@ -204,7 +204,7 @@ def test_a_child_that_computes_while_it_starts_is_not_stalled():
     assert "not ready after 300.2 s of work (limit 300 s)" in child.looked(None, 0.2, cpu_s=8.0)
 
 
-def test_a_child_that_uses_the_processor_and_then_hangs_is_killed_for_the_time_of_its_hang():
+def test_a_child_that_hangs_after_processor_use_is_killed_for_the_hang():
     child = started()
     for look in range(500):
         assert not child.looked(None, 0.2, cpu_s=0.1 * look)
@@ -229,7 +229,7 @@ def test_a_stopped_child_is_neither_killed_for_silence_nor_started_again():
 
 
 @given(st.lists(st.floats(0.0, 1e5), max_size=50))
-def test_however_late_the_supervisor_is_a_look_counts_no_more_than_two_ticks(steps):
+def test_a_late_supervisor_counts_at_most_two_ticks_for_a_look(steps):
     clock, now = FairClock(0.2, 0.0), 0.0
     for step in steps:
         now += step
@@ -255,7 +255,7 @@ def test_an_orderly_stop_asks_everybody_once_and_stages_never_go_back(names):
     assert places == sorted(places)
 
 
-def test_a_process_that_stays_is_killed_once_after_the_patience_of_its_stage():
+def test_a_process_that_stays_is_killed_once_after_its_stage_patience():
     shutdown = Shutdown(stop_s=10.0)
     assert shutdown.step(["rollout/0", "bus"], 0.0) == [Ending("rollout/0")]
     assert shutdown.step(["rollout/0", "bus"], 10.0) == []
@@ -269,7 +269,7 @@ def test_a_process_that_stays_is_killed_once_after_the_patience_of_its_stage():
 ENDING = Limits(ready_s=60.0, progress_s=30.0, restart_attempts=5, crash_attempts=8)
 
 
-def test_deaths_after_ready_with_no_work_done_in_between_end_the_run_after_growing_pauses():
+def test_deaths_after_ready_without_work_end_the_run_after_growing_pauses():
     child, now, pauses = Child("rollout/0", ENDING), 0.0, []
     for _ in range(8):
         child.started(4711, now)
@@ -283,7 +283,7 @@ def test_deaths_after_ready_with_no_work_done_in_between_end_the_run_after_growi
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["it finished a sample itself", "the run got on"])
-def test_one_that_does_its_work_between_its_deaths_is_started_again_at_once_for_ever(own):
+def test_a_child_that_works_between_its_deaths_restarts_at_once_forever(own):
     child = Child("rollout/0", ENDING)
     for life in range(100):
         child.started(4711, 0.0)
@@ -294,7 +294,7 @@ def test_one_that_does_its_work_between_its_deaths_is_started_again_at_once_for_
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_whose_work_is_to_be_there_has_worked_once_it_was_there_for_a_while(served: bool):
+def test_a_child_whose_work_is_presence_has_worked_after_a_while(served: bool):
     """The keeper looks and the bus passes on whether or not anybody needs it."""
     child, lives = Child("keeper", ENDING), 0
     while child.phase is not Phase.GONE and lives < 100:
@@ -326,7 +326,7 @@ def test_a_kill_by_launch_itself_counts_as_an_end_of_its_own():
     assert death.gives_up
 
 
-def test_want_of_space_counts_for_nothing_and_is_told_once_until_the_child_was_ready_again() -> None:
+def test_lack_of_space_never_counts_and_is_told_once_until_ready() -> None:
     child = Child("rollout/0", Limits(ready_s=60, progress_s=60, restart_attempts=2, crash_attempts=0))
     child.started(1, 0.0)
     assert child.became_ready()
@@ -339,7 +339,7 @@ def test_want_of_space_counts_for_nothing_and_is_told_once_until_the_child_was_r
     assert child.no_space(Exit(4), 99.0)
 
 
-def test_a_rank_that_is_ended_with_another_starts_again_at_once_and_that_counts_for_nothing():
+def test_a_rank_ended_with_another_restarts_at_once_and_uncounted():
     child = Child("learner", Limits(ready_s=60.0, restart_attempts=1, crash_attempts=1))
     for life in range(3):
         child.started(10 + life, 100.0)

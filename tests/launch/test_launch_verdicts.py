@@ -55,7 +55,7 @@ def test_a_foreign_program_says_no_more_than_whether_it_ended_well(tmp_path: Pat
     assert (how.code, how.verdict) == (code, 0 if code == 0 else RETRY) and str(how) == f"exit code {code}"
 
 
-def test_a_role_of_busrl_says_its_verdict_and_gives_its_listener_to_nobody(tmp_path: Path) -> None:
+def test_a_busrl_role_reports_its_verdict_and_gives_nobody_its_listener(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
     paths.topology.write_text(json.dumps({"bus": {"endpoint": "ipc"}}))  # the ring is not there
     how = ended(paths, ProcessName("bus", "bus", 0, Process("bus")))
@@ -131,7 +131,7 @@ def test_no_end_of_the_sinks_ends_a_run(scripted: Any, mode: str) -> None:
     ("cd /no/such/folder || exit 2", True), ("echo 'busrl: a: this host is not known there' >&2; exit 2", False),
     ("echo 'busrl: 2 problems'; echo 'model.path: no such folder'; exit 2", False),
 ])
-def test_a_host_is_given_up_for_what_busrl_says_and_not_for_a_shell_s_code(
+def test_a_host_is_given_up_for_busrl_verdicts_and_not_shell_codes(
     tmp_path: Path, script: str, again: bool
 ) -> None:
     paths, warned, topology = RunPaths.of(tmp_path), list[str](), cast(Any, None)

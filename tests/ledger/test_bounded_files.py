@@ -31,7 +31,7 @@ def bytes_of(path: Path) -> int:
     return sum(one.stat().st_size for _, one in parts(path)) + (path.stat().st_size if path.exists() else 0)
 
 
-def test_a_bounded_file_keeps_its_newest_lines_below_the_bound_and_an_unbounded_one_all(tmp_path: Path) -> None:
+def test_a_bounded_file_keeps_its_newest_lines_and_an_unbounded_one_all(tmp_path: Path) -> None:
     for keep in (0, 400):
         path = tmp_path / f"{keep}"
         writer = LineFile(path, keep=keep)
@@ -82,7 +82,7 @@ def test_a_line_longer_than_the_bound_is_kept(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_disk_that_is_full_just_after_a_part_was_made_loses_no_line(tmp_path: Path, largest_file) -> None:
+def test_a_disk_that_fills_right_after_a_new_part_loses_no_line(tmp_path: Path, largest_file) -> None:
     writer = LineFile(tmp_path / "lines", keep=4000)
     for _ in range(99):
         writer.append(b"x" * 9)
@@ -99,7 +99,7 @@ Step = st.sampled_from(["line", "line", "line", "long", "look", "late", "kill", 
 
 @settings(deadline=None)
 @given(st.lists(Step, max_size=120), st.sampled_from([40, 100, 400]))
-def test_followers_get_whole_lines_once_and_in_order_whatever_is_done_to_the_writer(
+def test_followers_get_whole_lines_once_in_order_whatever_the_writer_suffers(
     tmp_path_factory: pytest.TempPathFactory, steps: list[str], keep: int
 ) -> None:
     path = tmp_path_factory.mktemp("followed") / "lines"
@@ -150,7 +150,7 @@ while True:
 """
 
 
-def test_sigkill_of_the_writer_at_any_moment_loses_no_line_that_is_kept(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_moment_loses_no_kept_line(tmp_path: Path) -> None:
     path, chance = tmp_path / "lines", random.Random(3)
     follower, seen = LineFollower(path), list[int]()
     for _ in range(6):
@@ -169,7 +169,7 @@ def test_sigkill_of_the_writer_at_any_moment_loses_no_line_that_is_kept(tmp_path
     assert seen == sorted(set(seen)) and dropped(path)
 
 
-def test_a_report_of_a_run_whose_beginning_is_not_kept_says_so_and_tells_of_the_rest(tmp_path: Path) -> None:
+def test_a_report_without_the_beginning_of_its_run_says_so(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
     writer = LineFile(paths.metrics, keep=4000)
     for step in range(1, 301):
@@ -224,7 +224,7 @@ def test_a_log_without_a_bound_is_left_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["draft", "half a draft", "cut"])
-def test_a_log_whose_bounding_was_killed_is_read_whole_and_mended_by_the_next(folder: Path, at: str) -> None:
+def test_a_log_with_interrupted_bounding_reads_whole_and_is_mended_next(folder: Path, at: str) -> None:
     path, text = folder / "log", b"".join(b"line %d\n" % n for n in range(5000))
     path.write_bytes(text)
     follower = LineFollower(path)
@@ -256,7 +256,7 @@ def test_a_reader_sees_a_killed_cut_although_as_much_was_appended_since(folder: 
         assert lines.changed()
 
 
-def test_a_log_is_not_bounded_on_a_full_disk_and_nothing_of_it_is_lost(tmp_path: Path, largest_file) -> None:
+def test_a_log_on_a_full_disk_is_not_bounded_and_loses_nothing(tmp_path: Path, largest_file) -> None:
     path, text = tmp_path / "log", b"line\n" * 20_000
     path.write_bytes(text)
     with largest_file(30_000):
@@ -274,7 +274,7 @@ while True:
 """
 
 
-def test_sigkill_of_who_bounds_a_log_at_any_moment_loses_nothing_and_nothing_is_read_twice(tmp_path: Path) -> None:
+def test_a_bounding_process_killed_anywhere_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     path, chance = tmp_path / "log", random.Random(7)
     path.touch()
     over, written = threading.Event(), [0]

@@ -30,7 +30,7 @@ def hold_lock(path: Path) -> int:
     return fd
 
 
-def test_a_run_that_ended_in_order_is_clean_and_every_number_is_recomputed(trained) -> None:
+def test_a_run_that_ended_in_order_is_clean_with_every_number_recomputed(trained) -> None:
     report = trained.audit()
     assert report.errors == ()
     assert report.findings == ()
@@ -53,7 +53,7 @@ def test_the_report_is_json_and_its_last_printed_line_is_the_verdict(trained) ->
     assert "poison" in text and "accident" in text
 
 
-def test_a_killed_run_is_clean_when_its_ring_still_holds_what_was_dispatched(run) -> None:
+def test_a_killed_run_is_clean_while_its_ring_holds_the_dispatched_samples(run) -> None:
     run.step(1, run.group(0))
     run.dispatch(*run.group(1))
     run.slot(5, run.uid(2, 0), "RESERVED", owner=1)  # uid written, fate not yet: the reap undoes it
@@ -64,7 +64,7 @@ def test_a_killed_run_is_clean_when_its_ring_still_holds_what_was_dispatched(run
     assert (report.state, report.errors, report.counts.in_flight) == ("killed", (), 4)
 
 
-def test_samples_that_were_logged_but_whose_fate_did_not_follow_yet_are_unsettled(run) -> None:
+def test_logged_samples_without_a_following_fate_are_unsettled(run) -> None:
     run.step(1, run.group(0), line=False)
     for slot, uid in enumerate(run.group(0)):
         run.fates[uid] = "D" if slot < 2 else "T"
@@ -110,7 +110,7 @@ def test_a_torn_tail_is_a_note(run) -> None:
     assert report.exit_code == 0
 
 
-def test_with_wal_off_what_a_dead_learner_had_trained_is_rolled_back_by_choice(make_run) -> None:
+def test_training_of_a_dead_learner_is_rolled_back_by_choice_without_wal(make_run) -> None:
     run = make_run(wal="off")
     run.step(1, run.group(0), log=False)
     run.checkpoint(1)
@@ -187,7 +187,7 @@ def test_the_audit_imports_none_of_the_code_that_it_judges() -> None:
     assert strangers == set()
 
 
-def test_the_trained_set_is_read_alike_by_its_own_code_and_by_the_audit(trained) -> None:
+def test_the_audit_reads_the_trained_set_as_its_own_code_does(trained) -> None:
     from busrl.ledger.audit.readers import in_bitmap, unpack_trained
 
     path = trained.root / "checkpoints" / "global_step_2" / "trained.bin"

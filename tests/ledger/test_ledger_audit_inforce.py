@@ -106,7 +106,7 @@ def test_starts_and_people_are_folded_in_the_order_of_their_times(run) -> None:
     assert too_old(run) == (1,), "before the start nothing but 0 was allowed"
 
 
-def test_a_value_that_is_taken_up_late_is_the_one_of_the_record(run) -> None:
+def test_a_value_taken_up_late_is_the_one_of_the_record(run) -> None:
     """Asked at step 1, in force from step 5 on: groups of in between keep the bound that they were admitted under."""
     topology(run, {**ASYNC, "max_staleness": 1})
     asked(run, 1, "weights.max_staleness", "4", "1")

@@ -55,7 +55,7 @@ def test_a_validation_sample_can_be_lost_too(run) -> None:
     assert found(run.audit(), "lost") == (VALIDATE | 3,)
 
 
-def test_without_ring_and_open_bin_every_dispatched_sample_is_lost_and_the_remedy_is_named(run) -> None:
+def test_every_dispatched_sample_without_ring_or_open_bin_is_reported_lost(run) -> None:
     run.fates[0] = "D"
     report = run.audit()
     assert found(report, "lost") == (0,)
@@ -72,7 +72,7 @@ def test_a_sample_in_two_records_is_trained_twice(run) -> None:
     assert next(f for f in report.errors if f.kind == "trained_twice").examples == (run.uid(0, 1),)
 
 
-def test_a_sample_in_the_checkpoint_and_in_a_later_record_is_trained_twice(run) -> None:
+def test_a_sample_in_the_checkpoint_and_a_later_record_is_trained_twice(run) -> None:
     run.step(1, run.group(0))
     run.checkpoint(1)
     Wal(run.root / "wal", sync=False).drop_before(2)
@@ -89,7 +89,7 @@ def test_a_sample_twice_in_one_record_is_trained_twice(run) -> None:
     assert found(run.audit(), "trained_twice") == (run.uid(0, 2),)
 
 
-def test_a_trained_sample_without_checkpoint_or_record_is_an_error_with_a_log(trained) -> None:
+def test_a_trained_sample_without_checkpoint_or_record_is_an_error_with_log(trained) -> None:
     trained.fates[trained.uid(5, 0)] = "T"
     assert found(trained.audit(), "trained_unlogged") == (trained.uid(5, 0),)
 
@@ -99,7 +99,7 @@ def test_a_record_whose_sample_did_not_become_trained_is_found(trained) -> None:
     assert found(trained.audit(), "logged_not_trained") == (trained.uid(3, 1),)
 
 
-def test_a_record_whose_sample_is_dispatched_but_in_no_slot_is_not_called_lost(trained) -> None:
+def test_a_recorded_sample_dispatched_but_in_no_slot_is_not_lost(trained) -> None:
     trained.fates[trained.uid(3, 1)] = "D"
     report = trained.audit()
     assert found(report, "logged_not_trained") == (trained.uid(3, 1),)
@@ -119,7 +119,7 @@ def test_a_record_cut_off_by_a_wrong_checksum_leaves_its_samples_unlogged(run) -
     assert "torn_tail" in {finding.kind for finding in report.findings}
 
 
-def test_a_damaged_record_with_records_behind_it_is_found_and_the_rest_is_still_read(run) -> None:
+def test_a_damaged_record_is_found_and_the_ones_behind_it_still_read(run) -> None:
     run.step(1, run.group(0))
     run.step(2, run.group(1))
     path = run.root / "wal" / "00000001.wal"
@@ -155,7 +155,7 @@ def test_two_samples_whose_prompts_were_swapped_are_found_in_the_log(run) -> Non
     assert found(run.audit(), "swapped_prompt") == (a, b)
 
 
-def test_a_swapped_prompt_is_found_in_the_train_log_after_its_record_is_gone(run) -> None:
+def test_a_swapped_prompt_is_found_in_the_log_without_its_record(run) -> None:
     a = run.uid(1, 2)
     run.step(1, run.group(0) + run.group(1), lies={a: {"prompt_crc": run.crc(0)}})
     run.checkpoint(1)
@@ -171,7 +171,7 @@ def test_a_swapped_prompt_is_found_in_a_slot(run) -> None:
 
 
 @pytest.mark.parametrize("field", ["group", "member"])
-def test_a_group_or_member_that_is_not_the_one_of_the_uid_is_found(run, field: str) -> None:
+def test_a_group_or_member_that_contradicts_the_uid_is_found(run, field: str) -> None:
     run.step(1, run.group(2), lies={run.uid(2, 1): {field: 3}})
     run.open()
     assert found(run.audit(), "wrong_group") == (run.uid(2, 1),)
@@ -353,7 +353,7 @@ def test_a_trained_sample_with_a_broken_payload_is_found(run, lie: dict[str, obj
     assert found(run.audit(), "bad_payload") == (run.uid(0, 2),)
 
 
-def test_an_open_bin_with_a_sample_that_was_logged_is_settled_by_the_next_start(run) -> None:
+def test_the_next_start_settles_an_open_bin_with_a_logged_sample(run) -> None:
     run.step(1, run.group(0), fate="D")
     write_open(run.root / "open.bin", [OpenSlot(uid, 6, slot) for slot, uid in enumerate(run.group(0))])
     report = run.audit()
@@ -393,7 +393,7 @@ def test_a_group_one_step_above_the_bound_is_found(run, over_age) -> None:
     assert found(run.audit(), "too_old") == (3,)
 
 
-def test_a_group_above_the_bound_is_a_note_where_its_old_tokens_are_left_out_and_an_error_under_drop(run) -> None:
+def test_an_overaged_group_is_a_note_but_an_error_under_drop(run) -> None:
     aged(run)
     run.step(3, run.group(2))
     run.step(4, run.group(3))
@@ -434,7 +434,7 @@ def test_in_rounds_nothing_is_older_than_its_round(run) -> None:
         of(2, 3),  # from a step that is not finished yet
     ],
 )
-def test_a_sample_that_counts_its_age_from_a_later_step_than_its_oldest_token_is_found(run, lie) -> None:
+def test_a_sample_that_counts_its_age_from_too_late_is_found(run, lie) -> None:
     aged(run)
     run.step(3, run.group(2), lies={run.uid(2, 1): lie})
     run.open()

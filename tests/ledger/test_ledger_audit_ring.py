@@ -97,7 +97,7 @@ def test_the_audit_reads_the_slots_that_the_ring_shows(world) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_process_killed_at_any_point_leaves_nothing_lost_before_and_after_the_reap(world, point: str) -> None:
+def test_a_process_killed_anywhere_loses_nothing_before_or_after_the_reap(world, point: str) -> None:
     run, ring, _ = world
     assert work(run.root, point).returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), "the point was not reached"
     before = audit(run.root)

@@ -22,7 +22,7 @@ from busrl.system import files
 from busrl.system.files import LineFile, json_lines
 
 
-def test_every_fate_has_a_name_and_is_one_of_open_trained_rule_or_accident() -> None:
+def test_every_fate_has_a_name_and_a_kind() -> None:
     assert set(FATE_NAMES) == set(Fate)
     for fate in Fate:
         kinds = [fate in RULES, fate in ACCIDENTS, fate in (Fate.TRAINED, Fate.VALIDATED)]
@@ -102,7 +102,7 @@ def test_a_line_of_the_train_log_names_uid_attempt_and_prompt(tmp_path: Path, ru
 
 
 @pytest.mark.parametrize("rest", [b"", b"half", b"x" * 200_000])
-def test_half_a_line_of_a_killed_writer_is_cut_before_the_next_line(tmp_path: Path, rest: bytes) -> None:
+def test_half_a_line_of_a_killed_writer_is_cut_before_the_next(tmp_path: Path, rest: bytes) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"one\n" + rest)
     lines = LineFile(path)
@@ -160,7 +160,7 @@ def half_a_line(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [emptied, removed, rotated, half_a_line])
-def test_the_next_line_stands_whole_in_the_file_of_that_name_whatever_was_done_to_it(
+def test_the_next_line_stands_whole_in_its_named_file_whatever_happened(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -186,7 +186,7 @@ def test_a_directory_that_is_moved_takes_its_lines_along(tmp_path: Path) -> None
     assert (tmp_path / "elsewhere" / "train.jsonl").read_bytes() == b"{}\n{}\n" and not (tmp_path / "run").exists()
 
 
-def test_a_name_that_is_taken_by_something_else_than_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_name_taken_by_something_other_than_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "there" / "is" / "none")
@@ -203,7 +203,7 @@ def test_lines_are_read_back_past_whatever_else_stands_in_the_file(tmp_path: Pat
     assert not list(json_lines(tmp_path / "none")) and not list(json_lines(tmp_path))
 
 
-def test_a_line_of_groups_without_a_step_is_not_taken_for_the_line_of_a_step(tmp_path: Path) -> None:
+def test_a_groups_line_without_a_step_belongs_to_no_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     idle = '{"kind": "idle", "step": 4}\n'
     path.write_text(f'{idle}{{"step": 1}}\n{{"step": 3}}\n{idle}{{"step": 4, "re')

@@ -65,7 +65,7 @@ def test_a_damaged_set_comes_back_byte_for_byte(paths: RunPaths, how: str) -> No
     assert mend_trained_set(paths) is None
 
 
-def test_a_missing_set_comes_back_and_an_older_checkpoint_is_left_as_it_is(paths: RunPaths) -> None:
+def test_a_missing_set_comes_back_and_an_older_checkpoint_stays_unchanged(paths: RunPaths) -> None:
     path, older = newest(paths) / "trained.bin", paths.checkpoints / "global_step_2" / "trained.bin"
     whole = path.read_bytes()
     path.unlink()
@@ -107,7 +107,7 @@ def test_what_can_not_be_made_again_is_refused_with_what_to_do(paths: RunPaths, 
 @pytest.mark.parametrize(
     "end", [b"\0" * 200_000, b'{"step": 7, "samples": [' + b"[1,0,2]," * 20_000], ids=["NULs", "half a line"]
 )
-def test_a_train_log_that_ends_in_long_garbage_is_seen_to_be_damaged(paths: RunPaths, end: bytes) -> None:
+def test_a_train_log_ending_in_long_garbage_is_recognised_as_damaged(paths: RunPaths, end: bytes) -> None:
     paths.train_log.write_bytes(b'{"step": 1, "samples": []}\n')
     assert train_log_is_whole(paths.train_log, 0)
     with open(paths.train_log, "ab") as file:
@@ -115,7 +115,7 @@ def test_a_train_log_that_ends_in_long_garbage_is_seen_to_be_damaged(paths: RunP
     assert not train_log_is_whole(paths.train_log, 0)
 
 
-def test_who_dies_before_a_mended_train_log_is_in_place_leaves_the_damaged_one_where_it_was(
+def test_a_death_while_mending_keeps_the_damaged_train_log_in_place(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = paths.train_log.read_bytes()

@@ -72,7 +72,7 @@ def test_a_log_cut_at_any_byte_is_a_prefix_of_its_records(
 
 @settings(max_examples=150)
 @given(logs().filter(bool), st.data())
-def test_a_log_with_a_damaged_byte_is_refused_or_loses_its_last_record_only(
+def test_a_log_with_a_damaged_byte_is_refused_or_loses_one_record(
     records: list[Record], data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -65,7 +65,7 @@ def test_a_step_that_does_not_grow_is_refused_also_after_reopening(tmp_path: Pat
         wal.append(record(2))
 
 
-def test_a_torn_last_record_is_cut_and_the_next_append_follows_the_whole_ones(tmp_path: Path) -> None:
+def test_a_torn_last_record_is_cut_and_the_next_append_follows(tmp_path: Path) -> None:
     with Wal(tmp_path / "wal") as wal:
         wal.append(record(1))
         path = tmp_path / "wal" / "00000001.wal"
@@ -173,7 +173,7 @@ wal.append(Record(step=3, version=3, cause="z" * 10000, groups=[], samples=[]))
 """
 
 
-def test_a_full_disk_takes_the_record_back_and_the_log_goes_on_once_there_is_space(tmp_path: Path) -> None:
+def test_a_full_disk_takes_the_record_back_and_the_log_resumes(tmp_path: Path) -> None:
     done = run_python(FILL, tmp_path / "wal")
     assert done.returncode == 0, done.stderr
     assert "00000001.wal: no space for" in done.stdout
@@ -198,7 +198,7 @@ def test_a_full_disk_while_a_segment_is_begun_leaves_no_segment(tmp_path: Path) 
     wal.close()
 
 
-def test_a_failed_sync_is_no_commit_and_a_log_that_can_not_be_cut_refuses_more(
+def test_a_failed_sync_is_no_commit_and_an_uncuttable_log_refuses_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wal = Wal(tmp_path / "wal")
@@ -232,7 +232,7 @@ while True:
 """
 
 
-def test_a_writer_killed_at_any_moment_leaves_every_record_that_it_had_appended(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_moment_keeps_every_appended_record(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for lives in range(1, 6):
         child = subprocess.Popen([sys.executable, "-c", APPEND, str(tmp_path / "wal")], stdout=subprocess.PIPE, env=env)
@@ -300,7 +300,7 @@ def test_a_log_of_another_layout_is_refused(tmp_path: Path, layout: int) -> None
         Wal(tmp_path / "wal")
 
 
-def test_damage_among_records_that_a_checkpoint_made_superfluous_is_passed_over_and_told(tmp_path: Path) -> None:
+def test_damage_among_records_superseded_by_a_checkpoint_is_skipped_and_reported(tmp_path: Path) -> None:
     with Wal(tmp_path / "wal") as wal:
         for step in range(1, 7):
             wal.append(record(step))
@@ -343,7 +343,7 @@ def folder(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [gone, emptied, other, folder])
-def test_a_log_sees_what_somebody_did_to_its_files_and_begins_anew_after_a_checkpoint(
+def test_a_log_notices_outside_changes_and_begins_anew_after_a_checkpoint(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     with Wal(tmp_path / "wal") as wal:

@@ -15,12 +15,12 @@ def told_in(seconds: int, uids: list[int]) -> tuple[int, int]:
     return lines, times + sum(due.times for due in throttle.due(0.0, everything=True))
 
 
-def test_a_warning_that_goes_on_is_told_ever_less_often_and_every_one_is_counted():
+def test_a_recurring_warning_is_told_ever_less_often_and_always_counted():
     lines, times = told_in(86_400, [])
     assert times == 86_400 and 86_400 / LONGEST_S < lines < 86_400 / LONGEST_S + 10
 
 
-def test_warnings_about_samples_are_told_as_often_as_before_since_each_names_its_own():
+def test_warnings_about_samples_stay_as_frequent_since_each_names_its_own():
     lines, times = told_in(3600, [7])
     assert times == 3600 and lines == 3600 / EVERY_S
 

@@ -109,7 +109,7 @@ def test_a_forced_making_that_fails_keeps_the_old_folder() -> None:
     assert cache.paths(NAME) == made
 
 
-def test_what_a_killed_maker_left_is_invisible_and_the_next_maker_clears_it(own_cache: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_maker_stay_invisible_until_the_next_clears_them(own_cache: Path, tmp_path: Path) -> None:
     maker = start_maker(tmp_path / "log")
     assert said(maker) == "filling"
     maker.send_signal(signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_what_a_killed_maker_left_is_invisible_and_the_next_maker_clears_it(own_
     assert left_in(own_cache) == [Recipe().folder]
 
 
-def test_of_two_makers_at_once_one_makes_and_the_other_waits_and_uses_it(tmp_path: Path) -> None:
+def test_one_of_two_concurrent_makers_makes_and_the_other_waits(tmp_path: Path) -> None:
     log = tmp_path / "log"
     first = start_maker(log)
     assert said(first) == "filling"

@@ -55,7 +55,7 @@ def test_the_data_files_hold_prompts_with_their_answers(made: cache.Paths) -> No
             assert record["answer"] == task.answer_of(record["prompt"])
 
 
-def test_a_warm_up_that_misses_its_mark_is_an_error_and_leaves_nothing(
+def test_a_warm_up_missing_its_mark_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -89,7 +89,7 @@ def test_ensure_makes_what_is_missing_once_and_tells_its_paths(tmp_path: Path, m
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_real_recipe_gives_a_pass_rate_of_a_third_to_a_half(tmp_path: Path) -> None:
+def test_the_real_recipe_gives_pass_rates_from_a_third_to_half(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "busrl.quickstart"], env=environment, check=True, timeout=600)
     facts = json.loads((tmp_path / "busrl" / Recipe().folder / "made.json").read_text())

@@ -54,13 +54,13 @@ def test_a_call_is_answered_in_place_and_its_slot_is_free_again(calls):
     assert calls.states() == {"FREE": 4}
 
 
-def test_no_free_slot_is_none_and_a_call_that_can_not_be_answered_is_refused(calls):
+def test_a_full_ring_gives_no_slot_and_unanswerable_calls_are_refused(calls):
     assert all(calls.put() for _ in range(4)) and calls.put() is None
     with pytest.raises(SlotTooSmall, match="up to 4000 new tokens"):
         calls.put(max_new_tokens=4000)
 
 
-def test_only_its_caller_frees_a_call_at_rest_and_only_its_engine_one_at_work(calls):
+def test_only_callers_free_resting_calls_and_only_engines_working_ones(calls):
     slot, word = calls.put()
     with pytest.raises(NotOwner, match=f"a call of process {calls.ring.index}"):
         calls.engine.free_call(slot, word)
@@ -70,7 +70,7 @@ def test_only_its_caller_frees_a_call_at_rest_and_only_its_engine_one_at_work(ca
     assert calls.engine.free_call(slot, word) and calls.states() == {"FREE": 4}
 
 
-def test_a_ring_is_attached_as_what_it_holds_and_has_no_steps_of_the_other_kind(calls, world):
+def test_a_ring_attaches_as_its_own_kind_without_other_steps(calls, world):
     with pytest.raises(RingMismatch, match="its slots hold model calls, not samples"):
         Ring.attach(calls.path)
     with pytest.raises(RingMismatch, match="its slots hold samples, not model calls"):
@@ -84,7 +84,7 @@ def test_a_ring_is_attached_as_what_it_holds_and_has_no_steps_of_the_other_kind(
         calls.engine.commit_segment(slot, word, False)
 
 
-def test_the_calls_of_a_caller_that_left_are_orphans_and_any_reaper_frees_them(calls):
+def test_calls_of_a_departed_caller_are_orphans_that_any_reaper_frees(calls):
     other = Ring.attach(calls.path, calls=True)
     other.register("agent", "agent/1")
     slot, _ = other.put_call(IDS, b"", uid=1, max_new_tokens=4)

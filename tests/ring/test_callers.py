@@ -99,7 +99,7 @@ def test_the_reason_why_there_is_no_answer_is_told(played: Played) -> None:
     assert played.caller.poll() == [one] and (one.error.code, str(one.error)) == ("refused", "too much")
 
 
-def test_a_call_that_waits_is_cancelled_at_once_and_one_at_work_by_its_engine(played: Played) -> None:
+def test_the_engine_cancels_a_working_call_and_a_waiting_one_ends_immediately(played: Played) -> None:
     one, two = played.caller.put(played.call(0)), played.caller.put(played.call(1))
     slot, word = played.take()
     assert slot == one.slot
@@ -112,7 +112,7 @@ def test_a_call_that_waits_is_cancelled_at_once_and_one_at_work_by_its_engine(pl
     assert played.caller.poll() == [one] and one.error.code == "cancelled"
 
 
-def test_a_cancelled_call_whose_message_was_lost_is_freed_with_its_answer_or_its_return(played: Played) -> None:
+def test_a_cancelled_call_without_its_message_is_freed_with_answer_or_return(played: Played) -> None:
     one, two = played.caller.put(played.call(0)), played.caller.put(played.call(1))
     held = [played.take(), played.take()]
     for each in (one, two):
@@ -122,7 +122,7 @@ def test_a_cancelled_call_whose_message_was_lost_is_freed_with_its_answer_or_its
     assert set(played.caller.poll()) == {one, two} and played.states() == {"FREE": 4}
 
 
-def test_a_slot_that_was_cancelled_and_has_the_next_call_answers_that_one_alone(played: Played) -> None:
+def test_a_cancelled_slot_with_a_new_call_answers_that_one_alone(played: Played) -> None:
     one = played.caller.put(played.call(0))
     slot, word = played.take()
     played.caller.cancel(one)
@@ -149,7 +149,7 @@ def test_a_call_that_two_engines_died_of_alone_is_given_up(played: Played) -> No
     assert played.caller.poll() == [one] and one.error.code == "poison" and played.states() == {"FREE": 4}
 
 
-def test_tokens_that_come_early_are_kept_in_order_and_what_is_late_doubled_or_foreign_is_not(played: Played) -> None:
+def test_streamed_tokens_drop_late_doubled_and_foreign_ones_and_keep_order(played: Played) -> None:
     one = played.caller.put(played.call(streams=True))
     slot, word = played.take()
 
@@ -188,7 +188,7 @@ async def serve(played: Played, count: int, seen: list[int]) -> None:
         await asyncio.sleep(0)
 
 
-def test_more_calls_than_slots_wait_their_turn_best_first_and_all_are_answered(played: Played) -> None:
+def test_calls_beyond_the_slots_wait_by_priority_and_all_are_answered(played: Played) -> None:
     async def many() -> tuple[list[int], list[int]]:
         seen: list[int] = []
         async with AsyncCaller(played.ring, lambda message, to: None) as caller:

@@ -29,7 +29,7 @@ def declared() -> set[str]:
     return set(re.findall(r"\b(busrl_ring_\w+)\(", text))
 
 
-def test_a_stranger_without_busrl_takes_a_sample_and_commits_it_through_the_library_alone(world) -> None:
+def test_a_stranger_without_busrl_takes_and_commits_a_sample_through_the_library(world) -> None:
     world.dispatch(3)
     slot, word, imported = done(sys.executable, "-I", STRANGER, capi.LIBRARY, world.path).split()
     line = world.ring.line(int(slot))

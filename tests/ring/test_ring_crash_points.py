@@ -129,7 +129,7 @@ def test_a_reaper_killed_at_its_work_is_followed_by_the_next(world, point):
     assert [world.fate(uid) for uid in range(4)] == ["T"] * 4
 
 
-def test_a_uid_left_in_a_free_slot_is_not_revived_by_a_later_death(world):
+def test_a_uid_left_in_a_free_slot_is_not_revived_by_deaths(world):
     """Slot 0 still names uid 1, which lives in slot 1 with fate D, when the next dispatcher dies in slot 0."""
     world.dispatch(100)
     world.finish_everything()
@@ -144,7 +144,7 @@ def test_a_uid_left_in_a_free_slot_is_not_revived_by_a_later_death(world):
     assert np.flatnonzero((lines["state"] != State.FREE) & (lines["uid"] == 1)).tolist() == [slot]
 
 
-def test_a_retried_sample_counts_the_deaths_of_its_owners_and_a_lone_death_is_on_record(world):
+def test_a_retried_sample_counts_owner_deaths_and_records_a_lone_death(world):
     world.dispatch(1)
     for _ in range(2):
         world.child("ring.register('c', 'c'); take(State.QUEUED, State.GENERATING)", "take.claimed").dies_by_sigkill()

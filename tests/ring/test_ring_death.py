@@ -20,7 +20,7 @@ hear()
 """
 
 
-def test_the_slots_of_a_living_process_are_never_taken_even_while_it_is_stopped(world):
+def test_slots_of_a_living_process_are_never_taken_even_while_stopped(world):
     world.dispatch(1)
     holder = world.child(HOLD)
     index = int(holder.hear().split()[0])
@@ -71,7 +71,7 @@ def test_an_orderly_close_hands_everything_back_and_frees_the_entry(world):
     assert [p.label for p in world.ring.processes()] == ["parent"]
 
 
-def test_a_successor_adopts_the_ring_of_a_dead_creator_with_all_its_samples(world):
+def test_a_successor_adopts_the_ring_of_a_dead_creator_with_all_samples(world):
     script = """
     adopted = Ring.create(folder + "/second", slots=4, slot_bytes=1024, uuid=b"u" * 16)
     adopted.bind_fates(train, validate)
@@ -101,7 +101,7 @@ def test_an_entry_of_the_process_table_is_reused_with_a_higher_epoch(world):
     assert epochs == [1, 2, 3]
 
 
-def test_tokens_are_counted_for_good_although_the_entry_of_a_dead_process_is_used_again(world):
+def test_token_counts_survive_the_reuse_of_a_dead_process_entry(world):
     for _ in range(2):
         child = world.child("ring.register('rollout', 'c'); ring.add(tokens=30); ring.add(tokens=12); say(1); hear()")
         child.hear()
@@ -110,7 +110,7 @@ def test_tokens_are_counted_for_good_although_the_entry_of_a_dead_process_is_use
     assert world.ring.stats().tokens == 84
 
 
-def test_a_full_process_table_is_reported_and_dead_entries_are_made_free_first(folder):
+def test_a_full_process_table_is_reported_after_freeing_dead_entries(folder):
     ring = Ring.create(str(folder / "small"), slots=1, slot_bytes=64, processes=3, uuid=bytes(16))
     others = [Ring.attach(str(folder / "small")) for _ in range(3)]
     for other in others[:2]:
@@ -129,7 +129,7 @@ def test_entries_of_the_dead_do_not_fill_the_table(folder, world):
     assert small.register("me", "me") == 1
 
 
-def test_a_forked_child_can_not_use_the_handle_and_does_not_keep_its_dead_parent_alive(world):
+def test_a_forked_child_cannot_use_the_handle_or_keep_its_parent_alive(world):
     world.dispatch(1)
     script = """
     ring.register("forker", "forker")
@@ -150,7 +150,7 @@ def test_a_forked_child_can_not_use_the_handle_and_does_not_keep_its_dead_parent
     parent.tell()
 
 
-def test_slots_are_not_taken_while_a_child_of_a_bare_fork_system_call_lives_and_are_once_it_has_ended(world):
+def test_slots_wait_until_the_bare_forked_child_of_their_owner_ends(world):
     """It shares the lock of its parent's entry, and nobody can tell what it does: the safe side is to wait for it."""
     world.dispatch(1)
     script = """

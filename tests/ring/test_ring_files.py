@@ -32,7 +32,7 @@ def small(path, **changes) -> Ring:
     return Ring.create(str(path), **{"slots": 2, "slot_bytes": 256, "processes": 4, "uuid": bytes(16), **changes})
 
 
-def test_a_ring_is_for_its_maker_only_and_leaves_nothing_else_in_the_folder(folder):
+def test_a_ring_is_private_to_its_maker_and_leaves_no_other_files(folder):
     ring = small(folder / "ring")
     assert os.listdir(folder) == ["ring"]
     assert stat.S_IMODE(os.stat(folder / "ring").st_mode) == 0o600
@@ -48,7 +48,7 @@ def test_a_second_ring_of_the_same_name_is_refused(folder):
         Ring.attach(str(folder / "ring"))
 
 
-def test_a_ring_larger_than_the_memory_file_system_names_both_sizes_and_the_remedy(folder):
+def test_a_ring_beyond_the_memory_file_system_names_sizes_and_remedy(folder):
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     if free > 1 << 38:
@@ -184,7 +184,7 @@ def test_fates_are_shared_grow_in_steps_and_hold_plain_bytes(folder):
     one.sync()
 
 
-def test_a_full_disk_is_an_error_at_reserve_and_not_a_fault_later(folder):
+def test_a_full_disk_fails_at_reserve_and_not_by_a_later_fault(folder):
     script = (
         "import resource, sys; from busrl.errors import DiskFull; from busrl.ring import Fates\n"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -199,7 +199,7 @@ def test_a_full_disk_is_an_error_at_reserve_and_not_a_fault_later(folder):
     assert issubclass(DiskFull, MachineError)
 
 
-def test_a_role_lock_names_its_holder_and_is_free_when_the_holder_is_dead(world):
+def test_a_role_lock_names_its_holder_and_is_free_after_death(world):
     path = str(world.folder / "role.lock")
     lock = OfdLock(path)
     assert lock.holder() is None
@@ -238,7 +238,7 @@ def test_an_inheritable_lock_is_held_until_the_last_child_is_gone(world):
     child.process.communicate(timeout=30)
 
 
-def test_a_lock_whose_file_lost_its_name_is_taken_again_or_lost_to_who_has_the_name(world):
+def test_a_lock_that_lost_its_file_is_retaken_or_lost_to_others(world):
     path = world.folder / "role.lock"
     lock, other = OfdLock(str(path)), OfdLock(str(path))
     assert lock.try_acquire() and lock.stands
@@ -279,7 +279,7 @@ def test_who_removes_a_ring_and_who_has_it_see_each_other(world):
         RingGuard(path)
 
 
-def test_a_limit_on_address_space_that_has_no_room_for_a_table_of_fates_is_named(folder):
+def test_an_address_space_limit_without_room_for_fates_is_named(folder):
     program = f"""
 import resource
 from busrl.ring import Fates

@@ -55,7 +55,7 @@ def train(ring: Ring, count: int) -> list[int]:
     return found
 
 
-def test_resident_memory_follows_what_is_held_over_many_more_answers_than_would_fit(ring: Ring) -> None:
+def test_resident_memory_follows_held_answers_over_more_than_would_fit(ring: Ring) -> None:
     assert os.stat(ring.name).st_size > 1800 * MIB
     empty = resident(ring)
     assert empty < SLOTS * (KEPT + (12 << 10)) + MIB
@@ -91,7 +91,7 @@ def test_short_answers_take_nothing_more(ring: Ring) -> None:
     assert ring.stats().transitions["RESERVED"] == 32
 
 
-def test_who_does_not_own_a_long_answer_gets_a_copy_that_outlives_its_memory(ring: Ring) -> None:
+def test_a_reader_of_a_long_answer_gets_a_copy_outliving_its_memory(ring: Ring) -> None:
     generate(ring, 7, TOKENS)
     stranger = Ring.attach(ring.name, read_only=True)
     seen = stranger.get(0, "tokens", 0)

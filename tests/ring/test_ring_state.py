@@ -109,7 +109,7 @@ def test_an_owner_may_drop_what_it_holds(world):
     assert world.ring.stats().drops == {"M": 1} and world.states() == {"FREE": 8}
 
 
-def test_a_sample_with_a_fate_is_not_dispatched_again_until_it_is_taken_back(world):
+def test_a_sample_with_a_fate_is_dispatched_again_only_once_taken_back(world):
     slot, word = world.dispatch(1)
     assert world.ring.drop(slot, word, "f")
     with pytest.raises(FateRefused, match="'f'"):
@@ -200,7 +200,7 @@ def test_labels_longer_than_their_field_are_cut_and_stay_text(world):
     assert process.role == "prüfer" and process.label.startswith("ü" * 19) and "ü" * 19 in repr(process)
 
 
-def test_a_group_is_dispatched_in_one_call_and_ends_where_no_slot_is_free(world):
+def test_a_group_is_dispatched_in_one_call_until_no_slot_is_free(world):
     fields = {"group": 0, "admission": 0, "group_size": 8, "cls": 0, "task": b"t", "prompt_crc": 0}
     fields |= {"max_new_tokens": 1, "temperature": 1.0}
     first = world.ring.dispatch(uid=0, member=0, members=6, **fields)
@@ -254,7 +254,7 @@ def test_a_take_with_a_timeout_returns_what_comes_and_else_nothing(world):
         child.tell("on")
 
 
-def test_the_calls_of_a_hand_off_name_what_is_wrong_with_their_arguments(world):
+def test_hand_off_calls_name_what_is_wrong_with_their_arguments(world):
     ring = world.ring
     with pytest.raises(TypeError, match=r"release\(\) needs the argument to"):
         ring.release(0, 1)

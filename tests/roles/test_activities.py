@@ -61,7 +61,7 @@ class Ends(Worker):
         raise self.problem
 
 
-def test_a_process_that_is_stopped_before_it_is_ready_ends_in_order_and_reports_no_failure(
+def test_a_process_stopped_before_ready_ends_in_order_without_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "configure_process", lambda name: None)
@@ -114,7 +114,7 @@ def rollout(run: Path, drawing: int, joined: bool) -> Any:
 @pytest.mark.parametrize(
     ("drawing", "joined", "declared"), [(4, True, True), (1, False, True), (4, False, False)]
 )
-def test_a_decoding_step_that_may_compute_long_prompts_is_declared_and_no_other_is(
+def test_only_a_decoding_step_that_may_compute_long_prompts_is_declared(
     tmp_path: Path, drawing: int, joined: bool, declared: bool
 ) -> None:
     role = rollout(tmp_path, drawing, joined)
@@ -181,7 +181,7 @@ def test_a_publication_waits_for_a_validation_with_results_alone(
     assert told == ([] if lets_go else [text])
 
 
-def test_each_micro_batch_of_a_learner_is_progress_and_ends_a_piece_of_work() -> None:
+def test_each_micro_batch_of_a_learner_is_progress_and_ends_a_piece() -> None:
     """It may accumulate for longer than limits.progress_s while a step fills up."""
     deadline, moved = WorkDeadline(30.0, 600.0), list[int]()
     on_progress = Progress(deadline, lambda: moved.append(1))
@@ -192,7 +192,7 @@ def test_each_micro_batch_of_a_learner_is_progress_and_ends_a_piece_of_work() ->
     assert deadline.begin() == 30.0, "micro-batches are known to be quick: standing still is found"
 
 
-def test_the_patience_with_a_piece_of_work_follows_the_longest_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_patience_with_a_piece_of_work_follows_the_longest_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(actor.time, "monotonic", lambda: now[0])
     pieces, allowed = WorkDeadline(progress_s=30.0, work_s=600.0), []

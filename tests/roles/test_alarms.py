@@ -25,7 +25,7 @@ def told(alarms: Alarms, *rows: dict[str, Any]) -> list[str]:
     return [text for one in rows for text in alarms.step(one).values()]
 
 
-def test_a_policy_that_left_the_one_that_sampled_is_told_once_with_the_numbers_and_what_to_do() -> None:
+def test_a_drifted_policy_is_reported_once_with_numbers_and_a_remedy() -> None:
     alarms = Alarms()
     assert told(alarms, *(row(step) for step in range(5))) == []
     assert told(alarms, row(5, ess=0.1, k3=2.0)) == [], "one step is no proof"
@@ -37,13 +37,13 @@ def test_a_policy_that_left_the_one_that_sampled_is_told_once_with_the_numbers_a
     assert len(told(alarms, *(row(step, k3=0.5) for step in range(34, 38)))) == 1, "k3 alone is enough"
 
 
-def test_steps_that_trained_no_token_or_were_no_number_say_nothing_of_the_policy() -> None:
+def test_steps_without_trained_tokens_or_numbers_say_nothing_of_the_policy() -> None:
     alarms = Alarms()
     assert told(alarms, *(row(step, ess=0.0, k3=0.0, tokens=0) for step in range(9))) == []
     assert told(alarms, *(row(step, ess=nan, k3=nan) for step in range(9, 12)), *(row(12 + k) for k in range(3))) == []
 
 
-def test_a_share_of_flat_groups_that_swings_around_its_limit_is_one_alarm() -> None:
+def test_a_flat_group_share_swinging_around_its_limit_is_one_alarm() -> None:
     shares = [0.95] * 12 + [0.86, 0.95, 0.87, 0.96] * 12
     assert len(told(Alarms(), *(row(step, flat=share, ended=40) for step, share in enumerate(shares)))) == 1
 
@@ -54,7 +54,7 @@ def test_flat_groups_are_told_of_where_there_are_enough_of_them() -> None:
     assert "step 1: 95% of the last 80 groups were flat" in text and "mean reward of 0.25" in text
 
 
-def test_answers_that_are_all_cut_are_told_of_with_the_end_token_as_the_first_suspect() -> None:
+def test_all_cut_answers_raise_an_alarm_naming_the_end_token_first() -> None:
     assert told(Alarms(), *(row(step, cut=0.9) for step in range(12))) == []
     (text,) = told(Alarms(), *(row(step, cut=1.0) for step in range(12)))
     assert "step 1: 100% of the last 64 answers were cut at their limit, 512 tokens" in text and "end token" in text
@@ -68,7 +68,7 @@ def test_nothing_is_said_of_a_healthy_run(steps: list[tuple[float, float, float,
     assert told(alarms, *rows) == []
 
 
-def test_the_limit_of_the_effective_sample_size_is_the_users_and_0_is_none() -> None:
+def test_users_set_the_effective_sample_size_limit_and_zero_disables_it() -> None:
     rows = [row(step, ess=0.4) for step in range(6)]
     assert told(Alarms(), *rows) == [] and told(Alarms(0.0), *(row(step, ess=0.01) for step in range(6))) == []
     (text,) = told(Alarms(0.5), *rows)

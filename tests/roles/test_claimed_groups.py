@@ -97,7 +97,7 @@ def excerpts(kept: int | str = 1, **data: str) -> Excerpts:
     return Excerpts(topology)  # type: ignore[arg-type]
 
 
-def test_as_many_samples_as_asked_for_are_kept_first_one_of_every_group(ring: Ring) -> None:
+def test_requested_samples_are_kept_starting_with_one_of_every_group(ring: Ring) -> None:
     claimed = claim(ring, rewarded_group(ring))
     again = replace(claimed, records=tuple(structs.replace(one, group=1) for one in claimed.records))
     for kept, count in ((0, 0), (1, 1), (3, 3), (100, 2 * GROUP), ("all", 2 * GROUP)):
@@ -107,7 +107,7 @@ def test_as_many_samples_as_asked_for_are_kept_first_one_of_every_group(ring: Ri
     assert len({row["uid"] for row in rows}) == GROUP
 
 
-def test_a_prompt_is_shown_as_the_model_was_given_it_with_the_rest_of_its_line(tmp_path: Path) -> None:
+def test_a_prompt_is_shown_as_the_model_was_given_it(tmp_path: Path) -> None:
     line = '{"q": "1+1", "answer": 2}'
     assert excerpts(prompt_key="q").prompt(line) == ("1+1", {"answer": 2})
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<A>")
@@ -140,7 +140,7 @@ def test_a_slot_that_moved_gives_the_whole_group_back(ring: Ring) -> None:
     assert states(ring, slots) == [State.REWARDED, State.REWARDED, State.TRAINING, State.REWARDED]
 
 
-def test_a_sample_that_can_not_be_trained_is_dropped_and_the_others_go_back(ring: Ring) -> None:
+def test_an_untrainable_sample_is_dropped_and_the_others_return(ring: Ring) -> None:
     slots = rewarded_group(ring)
     found = claim(ring, slots, fault=lambda records: (1, "bad id"))
     assert isinstance(found, Malformed) and str(found) == "sample 1: bad id"
@@ -233,7 +233,7 @@ PARTS: tuple[dict[str, float], ...] = (
 )
 
 
-def test_the_parts_of_rewards_come_back_by_name_and_stand_beside_the_sample(ring: Ring) -> None:
+def test_reward_parts_return_by_name_and_stand_beside_the_sample(ring: Ring) -> None:
     slots = rewarded_group(ring, parts=PARTS)
     assert [read_parts(ring, slot) for slot in slots] == list(PARTS)
     claimed = claim(ring, slots)
@@ -243,7 +243,7 @@ def test_the_parts_of_rewards_come_back_by_name_and_stand_beside_the_sample(ring
     assert "reward_parts" not in without
 
 
-def test_parts_of_another_program_without_names_are_numbered_and_too_many_of_them_are_refused(ring: Ring) -> None:
+def test_nameless_parts_of_another_program_are_numbered_and_too_many_refused(ring: Ring) -> None:
     slot = rewarded_group(ring)[0]
     word = ring.claim(slot, int(ring.line(slot)["word"]), State.TRAINING)
     ring.put(slot, word, "reward_parts", np.array([0.25, np.nan, 1.0], np.float32))
@@ -252,7 +252,7 @@ def test_parts_of_another_program_without_names_are_numbered_and_too_many_of_the
         write_parts(ring, slot, word, {str(n): 0.0 for n in range(4096)})
 
 
-def test_the_metrics_have_the_mean_of_each_part_over_all_samples_that_have_it(tmp_path: Path) -> None:
+def test_the_metrics_average_each_part_over_all_samples_that_have_it(tmp_path: Path) -> None:
     metrics = StepMetrics(RunPaths.of(tmp_path))
     metrics.trained(0, PARTS)
     assert metrics.ended.row()["reward_parts"] == {"format": 0.5, "right": 0.375, "Länge, in Worten": -1.0}
@@ -268,7 +268,7 @@ def test_the_tag_of_a_group_is_that_of_its_line(ring: Ring) -> None:
     assert tag_at(ring, slot, "prompt") == line["prompt"]
 
 
-def test_figures_by_tag_are_of_the_groups_with_that_tag_set_aside_ones_too(tmp_path: Path) -> None:
+def test_tag_figures_cover_all_groups_with_that_tag_even_set_aside_ones(tmp_path: Path) -> None:
     metrics = StepMetrics(RunPaths.of(tmp_path), solved=0.5)
     own = np.zeros(2, [("reward", "f8"), ("response_tokens", "u4"), ("group", "u8"), ("step", "u8")])
     own["response_tokens"] = 7

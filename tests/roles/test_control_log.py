@@ -135,7 +135,7 @@ def test_the_file_explains_every_decision_whenever_the_learner_dies(
     it.die()
 
 
-def test_the_probe_is_the_first_groups_of_the_first_step_also_after_a_restart(
+def test_the_probe_is_the_first_groups_of_step_one_even_after_restarts(
     topology: Topology, tmp_path: Path
 ) -> None:
     it = Living(tmp_path, topology, 0)

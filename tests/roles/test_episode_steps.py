@@ -170,7 +170,7 @@ BOUNDS = {"clip_low": LOW, "clip_high": HIGH}
     ("gspo", "seq-mean-token-mean", "episode"), ("gspo", "seq-mean-token-mean", "turn"),
     ("ppo_clip", "seq-mean-token-mean", "turn"), ("gspo", "token-mean", "episode"),
 ])
-def test_loss_and_gradient_of_episodes_are_those_of_a_plain_loop_over_their_sequences(
+def test_episode_loss_and_gradient_match_a_plain_loop_over_sequences(
     folder: Path, loss: str, aggregation: str, unit: str, budget: int
 ) -> None:
     samples = batch()
@@ -184,7 +184,7 @@ def test_loss_and_gradient_of_episodes_are_those_of_a_plain_loop_over_their_sequ
     assert (stats.context_tokens, stats.sequences) == (4, 8)
 
 
-def test_with_credit_by_turn_each_turn_has_what_came_of_it_against_the_others_at_the_same_turn(folder: Path) -> None:
+def test_turn_credit_compares_each_turn_with_others_at_the_same_turn(folder: Path) -> None:
     samples, gamma = batch(), 0.9
     worths = []
     for group in range(2):
@@ -221,7 +221,7 @@ def test_a_step_of_episodes_is_the_same_streamed_and_from_the_log(folder: Path, 
         assert float((whole.gradient - other.gradient).norm() / whole.gradient.norm()) < 1e-6
 
 
-def test_an_episode_of_one_turn_is_the_same_step_bit_for_bit_as_the_answer_that_it_is(folder: Path) -> None:
+def test_an_episode_of_one_turn_trains_exactly_like_its_answer(folder: Path) -> None:
     answers = [one_answer(member, group) for group in range(2) for member in range(4)]
     episodes = [
         msgspec.structs.replace(one, prompt_ids=b"", token_ids=one.prompt_ids + one.token_ids, seqs=[10],
@@ -247,7 +247,7 @@ def test_what_tools_said_and_what_is_not_trained_has_no_gradient(folder: Path) -
     assert torch.equal(one.gradient, two.gradient)
 
 
-def test_tokens_of_a_turn_that_are_too_old_are_left_out_turn_by_turn() -> None:
+def test_overly_old_tokens_are_left_out_turn_by_turn() -> None:
     old = StaleTokenMask(2)
     for version in range(8):
         old.at(version, version)

@@ -47,7 +47,7 @@ def one(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["two words", "", "a/b", "ärger", "x\n", "\x00"])
-def test_a_worker_whose_name_no_topic_can_hold_is_named_and_not_rung(one, name):
+def test_a_worker_whose_name_fits_no_topic_is_named_and_not_rung(one, name):
     one._receive(m.TaskRequest(worker_id=name, capacity=4, rows=4, sender="stranger"))
     assert one.rows.workers(0.0) == []
     assert [kind for kind, _ in one.warn.lines] == ["TASK_REQUEST"] and "'stranger'" in one.warn.lines[0][1]
@@ -92,7 +92,7 @@ def test_refusals_of_ever_new_names_are_few_kinds_of_lines():
     assert len(kinds) == 17 and lines.name("worker-0") == "worker-0"
 
 
-def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy(one):
+def test_a_full_table_of_fates_ends_the_run_with_the_remedy(one):
     one.group_size = 8
     one._check_room(1 << 20)
     with pytest.raises(CannotTrain, match=r"/fates.bin is full.*65536 prompts.*new run directory") as raised:
@@ -100,7 +100,7 @@ def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy(one):
     assert process_code(raised.value) == RUN_FAILED
 
 
-def test_a_table_of_fates_has_room_for_what_check_and_the_watch_believe(tmp_path):
+def test_the_table_of_fates_has_room_for_what_check_and_watch_assume(tmp_path):
     fates = Fates(str(tmp_path / "fates.bin"), create=True)
     assert fates.capacity == MOST_SAMPLES >= 1 << 32
     fates.reserve(1)
@@ -108,7 +108,7 @@ def test_a_table_of_fates_has_room_for_what_check_and_the_watch_believe(tmp_path
     fates.close()
 
 
-def test_the_bus_gives_up_what_it_queued_for_those_who_do_not_read_and_names_them(monkeypatch):
+def test_the_bus_drops_queues_of_idle_readers_and_names_them(monkeypatch):
     monkeypatch.setattr(bus_role.time, "monotonic_ns", lambda: 20_000_000_000)
     entry = SimpleNamespace(remote=False, role="keeper", label="keeper", progress_ns=8_000_000_000)
     other = SimpleNamespace(remote=False, role="learner", label="learner", progress_ns=19_900_000_000)

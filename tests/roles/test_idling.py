@@ -57,7 +57,7 @@ def sample() -> dict[str, object]:
     return {"prompt": '{"prompt": "3 1 2"}', "completion": "1 2 3 and more", "reward": 0.0}
 
 
-def test_the_default_warns_after_n_min_groups_and_ends_after_four_times_as_many(tmp_path: Path) -> None:
+def test_the_default_warns_after_n_min_groups_and_ends_after_four_times(tmp_path: Path) -> None:
     idle, told = idling(tmp_path), []
     for _ in range(40):
         idle.look(view(ended=["ff"]), [])
@@ -66,7 +66,7 @@ def test_the_default_warns_after_n_min_groups_and_ends_after_four_times_as_many(
     assert sum(map(sum, told)) == 10, "each quarter is told once"
 
 
-def test_a_few_flat_groups_in_a_row_are_chance_however_small_a_step_is(tmp_path: Path) -> None:
+def test_a_few_consecutive_flat_groups_are_chance_however_small_the_step(tmp_path: Path) -> None:
     assert idling(tmp_path, n_min=1).patience == 32 and idling(tmp_path, n_min=1, idle_groups=3).patience == 3
 
 
@@ -76,7 +76,7 @@ def test_many_groups_that_end_between_two_looks_are_all_counted(tmp_path: Path) 
     assert [*idle.quarters()] == [1, 2, 3, 4] and idle.streak == 50
 
 
-def test_prompts_left_out_by_pass_rate_are_no_groups_that_ended_in_vain(tmp_path: Path) -> None:
+def test_prompts_left_out_by_pass_rate_do_not_count_as_vain(tmp_path: Path) -> None:
     idle = idling(tmp_path)
     idle.look(view(ended=["s.", "ff", "s."]), [])
     assert idle.streak == 1
@@ -94,7 +94,7 @@ def test_what_ended_before_the_first_look_is_another_starts_business(tmp_path: P
     assert idle.streak == 0
 
 
-def test_a_step_and_a_group_that_can_be_trained_end_the_streak_and_trained_groups_are_not_in_it(tmp_path: Path) -> None:
+def test_a_step_or_trainable_group_ends_the_streak_of_vain_groups(tmp_path: Path) -> None:
     idle = idling(tmp_path)
     idle.look(view(ended=["ff", "TT", "ff"], flat=[8]), [])
     assert idle.streak == 2
@@ -108,7 +108,7 @@ def test_a_step_and_a_group_that_can_be_trained_end_the_streak_and_trained_group
     assert idle.streak == 0 and not idle.quarters()
 
 
-def test_a_task_of_which_most_groups_are_flat_is_slow_and_not_idle(tmp_path: Path) -> None:
+def test_a_task_of_mostly_flat_groups_is_slow_and_not_idle(tmp_path: Path) -> None:
     """One group in twenty can be trained: a step takes five times more groups than the limit."""
     chance, idle = np.random.default_rng(0), idling(tmp_path)
     told = 0
@@ -139,11 +139,11 @@ def test_whatever_came_before_a_run_without_anything_to_train_ends(before: list[
 @pytest.mark.parametrize(
     ("fates", "cause"), [("ff", "f"), ("fR", "f"), ("RR", "R"), ("Ri", "R"), ("l.", "l"), ("oo", "o"), ("ii", "i")]
 )
-def test_a_group_has_the_cause_of_the_rule_that_ended_it_or_of_its_commonest_accident(fates: str, cause: str) -> None:
+def test_a_group_takes_the_cause_of_its_rule_or_commonest_accident(fates: str, cause: str) -> None:
     assert cause_of(np.array([ord(fate) if fate != "." else 0 for fate in fates], np.uint8)) == cause
 
 
-def test_flat_groups_are_told_with_their_rewards_the_cut_answers_and_one_of_them(tmp_path: Path) -> None:
+def test_flat_groups_are_reported_with_rewards_and_cuts_and_an_example(tmp_path: Path) -> None:
     idle = idling(tmp_path)
     for _ in range(3):
         idle.set_aside(lines(0.0, 0.0, cut=1), "f", sample)
@@ -158,7 +158,7 @@ def test_flat_groups_are_told_with_their_rewards_the_cut_answers_and_one_of_them
     assert "4 of 5 groups that ended since step 7" in text and "all rewards of each group were equal" in text
 
 
-def test_groups_that_are_all_at_the_best_reward_of_the_run_are_a_solved_task(tmp_path: Path) -> None:
+def test_groups_all_at_the_best_reward_of_the_run_mean_solved(tmp_path: Path) -> None:
     idle = idling(tmp_path)
     idle.add_rewards([0.0, 1.0])
     for _ in range(19):
@@ -176,7 +176,7 @@ def test_groups_that_are_all_at_the_best_reward_of_the_run_are_a_solved_task(tmp
 
 
 @pytest.mark.parametrize("earlier", [[0.0, 2.0], [1.0, 2.0], []])
-def test_equal_rewards_that_were_higher_before_or_never_others_are_no_solved_task(
+def test_equal_rewards_that_were_once_higher_or_never_differed_are_unsolved(
     tmp_path: Path, earlier: list[float]
 ) -> None:
     idle = idling(tmp_path)
@@ -209,7 +209,7 @@ def test_flat_groups_at_low_equal_or_mixed_rewards_are_still_an_alarm(tmp_path: 
     assert not idle.learnt
 
 
-def test_groups_set_aside_before_a_step_and_counted_after_it_are_told_with_their_rewards(tmp_path: Path) -> None:
+def test_groups_set_aside_before_a_step_are_reported_with_their_rewards(tmp_path: Path) -> None:
     idle = idling(tmp_path)
     ends_flat(idle, 0.0, 0.0)
     idle.end_streak()
@@ -250,7 +250,7 @@ def test_of_prompts_that_are_always_or_never_right_the_shares_are_told(tmp_path:
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=30))
-def test_the_shares_at_the_highest_and_the_lowest_reward_are_of_all_answers(rewards: list[float]) -> None:
+def test_shares_at_the_highest_and_lowest_reward_cover_all_answers(rewards: list[float]) -> None:
     flat = FlatStreak()
     for reward in rewards:
         flat.add(np.full(2, reward))
@@ -258,7 +258,7 @@ def test_the_shares_at_the_highest_and_the_lowest_reward_are_of_all_answers(rewa
     assert dict(flat.counts) == {edge: 2 * rewards.count(edge) for edge in (min(rewards), max(rewards))}
 
 
-def test_a_process_started_again_knows_how_rare_usable_groups_were_and_the_rewards_there_were(tmp_path: Path) -> None:
+def test_a_restarted_process_knows_earlier_rewards_and_usable_group_rarity(tmp_path: Path) -> None:
     rows = [{"step": 1, "fates": "f" * 59 + "T", "rewards": [[0, 0]] * 59 + [[0, 1]]}, {"fates": 3}, {"rewards": [1]}]
     (tmp_path / "groups.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nhalf")
     idle = idling(tmp_path)
@@ -288,7 +288,7 @@ def test_the_end_of_such_a_run_is_final() -> None:
     assert process_code(CannotTrain("x")) == RUN_FAILED
 
 
-def test_groups_without_a_step_have_a_line_of_their_own_kind_and_count_for_the_next_step_too(tmp_path: Path) -> None:
+def test_stepless_groups_get_their_own_line_and_count_for_the_next_step(tmp_path: Path) -> None:
     metrics, idle = StepMetrics(RunPaths.of(tmp_path)), idling(tmp_path)
     own = np.zeros(2, [("reward", "f8"), ("finish", "u1"), ("response_tokens", "u4"), ("group", "u8"), ("step", "u8")])
     for _ in range(3):
@@ -306,7 +306,7 @@ def test_groups_without_a_step_have_a_line_of_their_own_kind_and_count_for_the_n
     assert shown["kind"] == "idle" and shown["completion"] == "1 2 3 and more"
 
 
-def test_groups_that_are_set_aside_for_ever_take_no_memory_where_no_step_is_ever_made(tmp_path: Path) -> None:
+def test_groups_set_aside_forever_take_no_memory_without_any_step(tmp_path: Path) -> None:
     metrics, idle = StepMetrics(RunPaths.of(tmp_path)), idling(tmp_path, idle_groups=0)
     own = np.zeros(4, [("reward", "f8"), ("finish", "u1"), ("response_tokens", "u4"), ("group", "u8"), ("step", "u8")])
 
@@ -328,7 +328,7 @@ def test_groups_that_are_set_aside_for_ever_take_no_memory_where_no_step_is_ever
     metrics.close()
 
 
-def test_the_figures_of_lengths_keep_the_newest_groups_where_no_step_is_ever_made() -> None:
+def test_length_figures_keep_the_newest_groups_without_any_step() -> None:
     skew = LengthSkew(4, 0.0)
     for draw in range(MOST_GROUPS + 10):
         skew.ended(draw, [draw], "f")
@@ -345,7 +345,7 @@ def playing(tmp_path: Path, **given: Any) -> Idling:
 
 
 @pytest.mark.parametrize("role", ["agent", "serve"])
-def test_a_run_whose_every_episode_fails_ends_soon_and_names_the_last_failure(tmp_path: Path, role: str) -> None:
+def test_a_run_of_only_failing_episodes_ends_soon_with_the_last_failure(tmp_path: Path, role: str) -> None:
     idle, told = playing(tmp_path), []
     paths = RunPaths.of(tmp_path)
     for _ in range(9):
@@ -358,7 +358,7 @@ def test_a_run_whose_every_episode_fails_ends_soon_and_names_the_last_failure(tm
     assert idle.text(0).startswith(cause)
 
 
-def test_episodes_of_which_some_came_to_a_reward_have_the_patience_of_all_runs(tmp_path: Path) -> None:
+def test_episodes_with_some_rewards_get_the_usual_patience_of_runs(tmp_path: Path) -> None:
     idle = playing(tmp_path)
     idle.add_rewards([0.0, 1.0])
     idle.look(view(ended=["RR"] * 8), [])

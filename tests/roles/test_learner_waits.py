@@ -31,7 +31,7 @@ def test_the_sums_of_fully_async_are_those_that_it_goes_by(n_hi: int, window: in
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.2), st.floats(0.001, 0.5)), max_size=60), st.integers(1, 8))
-def test_the_waits_of_a_step_are_few_spans_in_order_that_hold_every_wait(
+def test_step_waits_are_few_ordered_spans_that_cover_every_wait(
     waits: list[tuple[float, float]], most: int
 ) -> None:
     now, told, spans = 0.0, list[list[float]](), list[list[float]]()

@@ -27,7 +27,7 @@ LIMITS = derive("batch-async", 8, 2, 4)
         (derive("sync", 8, 0, 4, waves=3), 0, 0),
     ],
 )
-def test_the_bound_is_that_of_the_mode_and_none_where_age_is_forced(
+def test_the_bound_follows_the_mode_and_is_none_under_forced_age(
     limits: AdmissionLimits, forced_age: int, bound: int | None
 ) -> None:
     assert steps_behind(limits, forced_age) == bound

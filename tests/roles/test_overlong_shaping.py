@@ -43,7 +43,7 @@ def lines() -> np.ndarray:
         ({"overlong_tokens": 20, "truncated": -1.0}, [-1.0, 0.25, -1.0, 0.75, 0.0, 1.0]),
     ],
 )
-def test_only_judged_training_answers_that_are_long_or_that_the_limit_cut_are_worth_something_else(
+def test_only_long_or_cut_judged_training_answers_change_in_reward(
     keys: dict[str, Any], expected: list[float]
 ) -> None:
     assert shaped(lines(), Reward(**keys), LIMIT)["reward"].tolist() == pytest.approx(expected)

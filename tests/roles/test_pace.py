@@ -25,7 +25,7 @@ def lines_of(directory: Path, intervals: int) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_bytes()[before:].splitlines()]
 
 
-def test_a_file_of_pace_is_thinned_as_it_grows_and_after_a_restart(
+def test_a_pace_file_is_thinned_as_it_grows_and_after_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout, "PACE_EVERY_S", 0.0)  # each step ends an interval
@@ -38,7 +38,7 @@ def test_a_file_of_pace_is_thinned_as_it_grows_and_after_a_restart(
     assert all((row["steps"], row["tokens"], row["joined"]) == (2, 8, 1) for row in rows)
 
 
-def test_a_week_of_pace_is_small_and_no_line_is_missing_for_minutes() -> None:
+def test_a_week_of_pace_stays_small_without_minutes_of_gaps() -> None:
     nbytes, line, left = 0, 300, int(7 * 86400 / rollout.PACE_EVERY_S)
     while left > 0:
         nbytes, left = nbytes + line, left - one_in(nbytes)
@@ -46,6 +46,6 @@ def test_a_week_of_pace_is_small_and_no_line_is_missing_for_minutes() -> None:
     assert one_in(1 << 50) * rollout.PACE_EVERY_S <= 64
 
 
-def test_the_last_interval_of_a_process_that_ends_in_order_is_written_too(tmp_path: Path) -> None:
+def test_the_last_interval_of_an_orderly_process_is_written_too(tmp_path: Path) -> None:
     (row,) = lines_of(tmp_path, 3)
     assert (row["steps"], row["joined"]) == (6, 3) and row["time"] > 1.7e9

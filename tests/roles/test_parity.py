@@ -141,21 +141,21 @@ def test_the_tolerance_is_that_of_the_coarsest_type_that_may_compute() -> None:
     assert tolerance(quick("model.dtype=bfloat16")) == tolerance(quick(engine="openai")) == ROUNDED
 
 
-def test_a_warning_names_engine_version_and_both_numbers_and_nothing_is_said_of_nothing() -> None:
+def test_a_warning_names_engine_and_version_and_both_numbers() -> None:
     agreement = gate(quick("weights.mode=sync"), refuse)
     text = agreement.trained(7, 7, 0.02)
     assert "step 8" in text and "engine torch, version 7" in text and "0.02" in text and "0.001" in text
     assert agreement.trained(7, 7, None) == agreement.trained(7, 7, 1e-4) == ""
 
 
-def test_where_new_weights_go_on_over_old_keys_only_answers_that_began_with_them_are_judged() -> None:
+def test_only_answers_begun_with_the_new_weights_are_judged_over_old_keys() -> None:
     assert mixed(quick()) and not mixed(quick("generation.on_update=recompute")) and not mixed(quick(engine="vllm"))
     agreement = gate(quick(), refuse)
     assert agreement.trained(0, 0, 0.02) and not agreement.trained(1, 1, 0.02, 1e-5)
     assert "differ from the learner's by 3 on average" in agreement.trained(1, 1, 0.5, 3.0)
 
 
-def test_without_an_answer_that_began_with_the_weights_a_difference_of_nats_is_told_all_the_same() -> None:
+def test_a_difference_of_nats_is_reported_even_without_fresh_answers() -> None:
     agreement = gate(quick(), refuse)
     assert not agreement.trained(9, 9, 0.2) and "by 3 on average" in agreement.trained(9, 9, 3.0)
 
@@ -167,7 +167,7 @@ def test_several_updates_per_batch_do_not_silence_the_comparison() -> None:
 # -- probes ----
 
 
-def test_two_versions_after_each_other_are_compared_and_then_none_for_a_while() -> None:
+def test_two_consecutive_versions_are_compared_and_then_none_for_a_while() -> None:
     assert [version for version in range(24) if probes.due(10, version)] == [9, 10, 19, 20]
     assert [version for version in range(4) if probes.due(1, version)] == [1, 2, 3]
     assert not any(probes.due(0, version) for version in range(24))
@@ -184,7 +184,7 @@ def test_a_step_waits_for_the_engines_that_answer_and_for_no_others() -> None:
     assert not late.holds(1)
 
 
-def test_an_engine_that_did_not_answer_is_waited_for_again_once_it_does() -> None:
+def test_an_engine_that_missed_an_answer_is_awaited_again_once_it_answers() -> None:
     late = gate(quick("learner.parity.every=1", "learner.parity.wait_s=0"), refuse)
     assert not late.holds(1)
     late.config = replace(late.config, wait_s=600.0)
@@ -193,7 +193,7 @@ def test_an_engine_that_did_not_answer_is_waited_for_again_once_it_does() -> Non
     assert list(late.look(2)) == [] and late.holds(2)  # what came too late was not scored
 
 
-def test_a_version_is_waited_for_and_told_of_once_above_the_limit_and_ends_the_run_above_another() -> None:
+def test_a_difference_above_one_limit_is_reported_and_above_another_fatal() -> None:
     settings = ["learner.parity.every=1", "learner.parity.end=0.5"]
     off = gate(quick(*settings), scorer(-1.3))
     off.take(answer(1))
@@ -243,7 +243,7 @@ def test_engines_that_cannot_agree_are_not_compared(settings: tuple[str, ...]) -
     st.lists(st.integers(0, 5), max_size=4), st.lists(st.integers(0, 5), max_size=4),
     st.lists(st.floats(allow_nan=True), max_size=4), *[st.binary(max_size=64)] * 4,
 )
-def test_whatever_the_bus_brings_is_an_answer_that_can_be_scored_or_none(
+def test_anything_from_the_bus_is_a_scorable_answer_or_none(
     lengths: list[int], prompts: list[int], temperatures: list[float], ids: bytes, tokens: bytes, logprobs: bytes,
     versions: bytes,
 ) -> None:
@@ -317,7 +317,7 @@ def test_what_predicts_nothing_better_is_not_named(sizes: list[int], seed: int) 
 
 
 @given(st.integers(0, 1 << 16), st.sampled_from([1e-3, 1e-2]))
-def test_differences_as_large_as_those_of_fewer_bits_look_like_them_and_others_do_not(seed: int, noise: float) -> None:
+def test_only_differences_of_rounding_size_look_like_fewer_bits(seed: int, noise: float) -> None:
     at, _, _ = drawn([40, 40], seed)
     ours, theirs, rounded = at(1.0), at(1.0, noise), at(1.0, noise)
     assert looks_rounded(theirs, ours, rounded)
@@ -326,7 +326,7 @@ def test_differences_as_large_as_those_of_fewer_bits_look_like_them_and_others_d
 
 
 @given(ROWS, st.integers(0, 1 << 16))
-def test_a_number_that_is_none_is_an_infinite_difference_and_what_is_not_said_counts_for_nothing(
+def test_a_nan_is_an_infinite_difference_and_omissions_count_nothing(
     sizes: list[int], seed: int
 ) -> None:
     at, _, _ = drawn(sizes, seed)

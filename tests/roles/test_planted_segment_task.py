@@ -110,7 +110,7 @@ def test_a_loss_over_all_segments_learns_what_the_first_one_decides(loss: str, t
     assert first < 0.7 and last > 0.9 and never == 0.0, (first, last, never)
 
 
-def test_the_last_segment_alone_can_not_learn_it_and_the_share_never_trained_says_why(tmp_path: Path) -> None:
+def test_the_last_segment_alone_fails_and_the_untrained_share_explains_it(tmp_path: Path) -> None:
     first, last, never = learn(tmp_path, "last_segment", seed=0)
     assert never == 0.5 and last < 0.65, (first, last, never)
 

@@ -76,7 +76,7 @@ def test_a_successor_goes_on_with_what_was_learned(place: Place, name: str) -> N
     assert np.array_equal(second.predictor.predict(ASKED), first.predictor.predict(ASKED))
 
 
-def test_without_a_file_of_its_own_a_run_takes_the_newest_checkpoints_copy(place: Place) -> None:
+def test_a_run_without_its_own_file_takes_the_newest_checkpoint_copy(place: Place) -> None:
     first = place.taught()
     first.save()
     said = first.predictor.predict(ASKED)
@@ -139,7 +139,7 @@ def test_nothing_is_written_before_there_is_something_new(place: Place) -> None:
     assert place.paths.predictor.stat().st_mtime_ns == before
 
 
-def test_a_state_is_on_disk_as_soon_as_there_is_one_however_late_the_first_answer_comes(place: Place) -> None:
+def test_a_state_reaches_disk_with_the_first_answer_however_late(place: Place) -> None:
     state = place.state()
     for now in (3.0, 30.0, 300.0):
         state.keep(now)
@@ -149,7 +149,7 @@ def test_a_state_is_on_disk_as_soon_as_there_is_one_however_late_the_first_answe
     assert place.paths.predictor.exists()
 
 
-def test_later_answers_are_saved_from_time_to_time_and_once_before_a_step_that_may_end_in_a_checkpoint(
+def test_later_answers_are_saved_periodically_and_before_a_possible_checkpoint_step(
     place: Place,
 ) -> None:
     state, saved = place.state(), []

@@ -34,7 +34,7 @@ def answered(one: Request, version: int, count: int = 3, finish: int = Finish.LE
                     np.full(count, version, np.uint32), finish)
 
 
-def test_the_first_prompts_of_a_process_are_asked_again_at_each_version_whole_and_anew() -> None:
+def test_the_first_prompts_are_asked_anew_and_whole_at_each_version() -> None:
     own = prober()
     own.see([request(1, 2), request(1, 2), request(3, 4, 5, temperature=0.7)])
     assert own.take(8) == []
@@ -68,7 +68,7 @@ def test_the_learner_is_told_once_all_of_a_version_have_ended() -> None:
     assert told.samples[0].token_ids.tolist() == [0, 1, 2] and told.samples[0].policy_versions.tolist() == [1, 1, 1]
 
 
-def test_an_answer_over_a_change_of_version_or_one_that_was_cut_is_not_told() -> None:
+def test_an_answer_that_was_cut_or_spans_two_versions_is_not_reported() -> None:
     own = prober()
     own.see([request(1, 2)])
     own.loaded(1)
@@ -102,13 +102,13 @@ def prompts_of(own: Prober, *given: int) -> Any:
     return [one.prompt_ids.tolist() for one in own.take(1)]
 
 
-def test_a_long_prompt_is_cut_and_where_old_keys_stay_on_purpose_it_begins_otherwise() -> None:
+def test_a_long_prompt_is_cut_and_starts_later_where_old_keys_stay() -> None:
     assert prompts_of(prober(), *range(2 * PROMPT_TOKENS)) == [list(range(PROMPT_TOKENS))]
     assert prompts_of(prober("generation.on_update=keep"), 1, 2, 3) == [[2, 3]]
     assert prompts_of(prober("generation.on_update=keep"), 1) == []
 
 
-def test_by_chat_a_prompt_is_asked_as_it_is_or_not_at_all() -> None:
+def test_chat_prompts_are_asked_unchanged_or_not_at_all() -> None:
     topology = load(QUICK, ["learner.parity.every=1"])
     entries = tuple(replace(one, engine="openai") if one.role == "rollout" else one for one in topology.process)
     topology = replace(topology, process=entries, openai=replace(topology.openai, endpoint="chat"))

@@ -157,7 +157,7 @@ CASES = [  # what is said -> (segments, finish, tokens)
 
 
 @pytest.mark.parametrize(("said", "segments", "finish", "tokens"), CASES)
-def test_an_answer_ends_by_itself_or_at_the_global_limit_and_nowhere_else(
+def test_an_answer_ends_by_itself_or_at_the_global_limit_only(
     rings: list[Ring], said: str, segments: int, finish: int, tokens: int
 ) -> None:
     ring, seen = rings[0], []
@@ -188,7 +188,7 @@ def test_the_unfinished_go_before_fresh_prompts_however_early_those_were_admitte
     assert [(r.uid, r.segment) for r in seen] == [(3, 0), (3, 1), (3, 2), *((u, k) for u in range(3) for k in range(3))]
 
 
-def test_any_worker_continues_what_another_began_and_versions_and_log_probs_are_kept_of_both(
+def test_any_worker_continues_another_answer_keeping_versions_and_log_probs(
     rings: list[Ring],
 ) -> None:
     here, there = rings
@@ -208,7 +208,7 @@ def test_any_worker_continues_what_another_began_and_versions_and_log_probs_are_
     assert (int(line(here, 0)["version"]), int(line(here, 0)["step"])) == (0, 0)  # the oldest token counts
 
 
-def test_a_segment_whose_maker_died_is_made_again_and_the_committed_ones_stay(rings: list[Ring]) -> None:
+def test_a_segment_of_a_dead_maker_is_remade_and_committed_ones_stay(rings: list[Ring]) -> None:
     here, there = rings
     answers, seen = {0: "abcdefgh$"}, []
     one = Worker(topology(), here, PlannedEngine(1, script=says(answers)))
@@ -225,7 +225,7 @@ def test_a_segment_whose_maker_died_is_made_again_and_the_committed_ones_stay(ri
     assert read_generated(here, at, "tokens", 3).tolist() == [*(ord(c) for c in "abcdefgh"), EOS_ID]
 
 
-def test_an_answer_of_another_kind_of_worker_in_odd_pieces_still_reaches_its_limit(rings: list[Ring]) -> None:
+def test_an_answer_of_another_worker_kind_in_odd_pieces_reaches_its_limit(rings: list[Ring]) -> None:
     ring = rings[0]
     dispatch(ring, [0])
     worker = Worker(topology(), ring, PlannedEngine(1, script=says({0: "abcdefghijklmnop"})))
@@ -246,7 +246,7 @@ class Faulty(PlannedEngine):
         return [dataclasses.replace(done, logprobs=done.logprobs * np.nan) for done in super().step()]
 
 
-def test_an_answer_with_a_broken_log_probability_is_not_continued_but_ended_for_the_learner_to_drop(
+def test_an_answer_with_a_broken_log_probability_ends_without_continuation(
     rings: list[Ring],
 ) -> None:
     ring = rings[0]
@@ -342,7 +342,7 @@ def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave
 
 
 
-def test_an_answer_for_which_there_is_no_memory_stays_claimed_and_is_committed_when_there_is(
+def test_an_answer_without_memory_stays_claimed_until_memory_lets_it_commit(
     rings: list[Ring], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dispatch(rings[0], [1])
@@ -368,7 +368,7 @@ def test_an_answer_for_which_there_is_no_memory_stays_claimed_and_is_committed_w
     assert tries == [State.GENERATING] * 2 and shown(rings[0], 1) == (State.GENERATED, 1, EOS, 3)
 
 
-def test_a_sample_that_needs_weights_published_while_it_was_claimed_stays_in_the_queue(
+def test_a_sample_needing_weights_published_during_its_claim_stays_queued(
     rings: list[Ring], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring = rings[0]
@@ -394,7 +394,7 @@ def test_a_sample_that_needs_weights_published_while_it_was_claimed_stays_in_the
 
 
 @pytest.mark.parametrize(("said", "wrong"), [("abz$", 1), ("zbz$", 2), ("abcdez$", 1)])  # the last: in a later segment
-def test_an_answer_with_an_id_that_is_no_token_is_dropped_and_named(
+def test_an_answer_with_an_invalid_token_id_is_dropped_and_named(
     rings: list[Ring], tmp_path: Path, said: str, wrong: int
 ) -> None:
     ring, base = rings[0], topology()
@@ -414,7 +414,7 @@ def test_an_answer_with_an_id_that_is_no_token_is_dropped_and_named(
     ]
 
 
-def test_an_id_that_is_no_token_is_found_before_the_reward_whoever_wrote_it(
+def test_an_invalid_token_id_is_found_before_the_reward_whoever_wrote_it(
     rings: list[Ring], tmp_path: Path
 ) -> None:
     """Programs that map the ring commit answers themselves: here a worker whose folder has no tokenizer."""
@@ -447,7 +447,7 @@ def crowded(tmp_path: Path, limit: int | str, lengths: Sequence[int]) -> Topolog
     (20, "generation.max_prompt_tokens is 20"),
     ("auto", '"auto" made room for 20, as `busrl check` counts them'),
 ])
-def test_a_rollout_does_not_start_where_no_prompt_fits_by_its_engines_count(
+def test_a_rollout_does_not_start_without_a_prompt_fitting_its_engine(
     rings: list[Ring], tmp_path: Path, limit: int | str, said: str
 ) -> None:
     worker = Worker(crowded(tmp_path, limit, [24, 30, 22]), rings[0], PlannedEngine(4))
@@ -465,7 +465,7 @@ def test_a_rollout_starts_where_one_prompt_fits_or_none_can_be_read(rings: list[
     Worker(topology(), rings[0], PlannedEngine(4)).intake.require_room()
 
 
-def test_a_prompt_that_is_too_long_is_named_by_what_the_user_wrote(rings: list[Ring], tmp_path: Path) -> None:
+def test_an_overlong_prompt_is_named_by_what_the_user_wrote(rings: list[Ring], tmp_path: Path) -> None:
     worker = Worker(crowded(tmp_path, "auto", [3]), rings[0], PlannedEngine(4, script=says({0: "a$"})))
     worker.topology = worker.intake.topology = dataclasses.replace(
         worker.topology, derived=dataclasses.replace(worker.topology.derived, prompt_tokens=1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from busrl.roles.learner.alarms import LengthSkew, distribution, ks_distance
 
 
-def test_first_finished_groups_are_shorter_than_drawn_ones_and_the_alarm_says_so_once() -> None:
+def test_groups_finished_first_are_shorter_and_raise_one_alarm() -> None:
     skew = LengthSkew(steps=3, alarm=0.9)
     told = []
     for step in range(6):

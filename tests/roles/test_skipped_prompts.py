@@ -72,7 +72,7 @@ def take(found: SkippedPrompts, first: int, last: int) -> list[int]:
     return [one.draw for one in wanted]
 
 
-def test_draws_of_learned_prompts_get_a_fate_and_a_line_and_the_others_are_opened(place: Place) -> None:
+def test_draws_of_learned_prompts_are_recorded_and_the_others_are_opened(place: Place) -> None:
     place.ended(1, 2, right=SIZE)
     place.ended(0, right=3)
     assert take(place.filter(), 6, 12) == [6, 9, 10, 11]
@@ -83,7 +83,7 @@ def test_draws_of_learned_prompts_get_a_fate_and_a_line_and_the_others_are_opene
     assert after.metrics() == {"left_out": 2.0, "resting": 2.0}
 
 
-def test_a_scheduler_killed_between_line_and_fates_leaves_its_decision_to_the_next_one(
+def test_a_scheduler_killed_before_the_fates_leaves_them_to_the_next(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.ended(1, 2, 3, right=SIZE)
@@ -97,7 +97,7 @@ def test_a_scheduler_killed_between_line_and_fates_leaves_its_decision_to_the_ne
     assert take(after, 12, 18) == [12, 13, 14, 15, 16, 17]
 
 
-def test_a_pass_in_which_nothing_is_left_out_goes_on_after_a_kill_and_is_told_once(place: Place) -> None:
+def test_a_pass_omitting_nothing_survives_a_kill_and_is_told_once(place: Place) -> None:
     place.ended(*range(PROMPTS), right=SIZE)
     assert take(place.filter(rest=0), 6, 8) == [6, 7]
     place.ended(6, 7, right=0)

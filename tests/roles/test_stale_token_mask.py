@@ -57,7 +57,7 @@ def test_the_step_of_versions_survives_a_checkpoint() -> None:
     assert again.steps.state() == old.steps.state() and again.step_of(2) == 1
 
 
-def test_the_age_of_a_token_counts_the_steps_since_its_version_was_published() -> None:
+def test_a_token_ages_by_the_steps_since_its_version_was_published() -> None:
     assert at(None, (0, 0), (3, 1), (4, 2)).ages(np.array([4, 0, 3, 2, 9], np.uint32)).tolist() == [0, 2, 1, 1, 0]
 
 

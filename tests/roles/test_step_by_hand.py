@@ -231,7 +231,7 @@ KL = {
 
 @world
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3_is"])
-def test_a_kl_in_the_loss_is_added_to_each_trained_token_at_its_temperature(
+def test_the_kl_loss_term_adds_to_each_trained_token_at_its_temperature(
     topology: Topology, answers: tuple[Answer, ...], kind: str
 ) -> None:
     def term(i: int, now: float, drawn: float, referred: float, one: Answer) -> float:
@@ -247,7 +247,7 @@ def test_a_kl_in_the_loss_is_added_to_each_trained_token_at_its_temperature(
 
 @world
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_a_kl_in_the_reward_is_taken_from_it_at_the_log_probabilities_of_the_draw(
+def test_the_kl_reward_term_uses_log_probabilities_of_the_draw(
     topology: Topology, answers: tuple[Answer, ...], kind: str
 ) -> None:
     """Of every token that was drawn to be trained: those that are too old or were cut are of the answer too."""
@@ -261,7 +261,7 @@ def test_a_kl_in_the_reward_is_taken_from_it_at_the_log_probabilities_of_the_dra
 
 
 @world
-def test_an_entropy_bonus_is_taken_from_the_loss_at_the_temperature_of_each_token(
+def test_an_entropy_bonus_reduces_the_loss_at_each_token_temperature(
     topology: Topology, answers: tuple[Answer, ...]
 ) -> None:
     def whole(z: Logits) -> float:
@@ -288,7 +288,7 @@ WEIGHTS: dict[str, tuple[float, float, Callable[[float, list[float]], float]]] =
 
 @world
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_a_correction_weighs_the_loss_by_trainer_over_engine_of_trained_tokens_as_a_constant(
+def test_a_correction_weighs_trained_tokens_by_a_constant_trainer_engine_ratio(
     topology: Topology, answers: tuple[Answer, ...], kind: str
 ) -> None:
     low, high, weight = WEIGHTS[kind]
@@ -407,7 +407,7 @@ def test_batch_whiten_has_mean_and_variance_of_trained_tokens_alone(topology: To
     trained(topology, answers, lambda z: policy_loss(answers, worth, z), advantage="batch_whiten")
 
 
-def test_batch_whiten_of_a_step_whose_answers_are_all_cut_is_skipped_and_no_number_is_lost(topology: Topology) -> None:
+def test_batch_whiten_of_an_all_cut_step_is_skipped_without_losing_numbers(topology: Topology) -> None:
     answers = [dataclasses.replace(one, cut=True, trained=(F,) * len(one.tokens)) for one in PLAIN]
     step = Watched(with_keys(topology, advantage="batch_whiten"))
     assert step.train(records(answers), 2, STEP).skipped == "no trained token" and not step.seen
@@ -461,7 +461,7 @@ def gae_by_hand(rewards: Sequence[float], value: float, gamma: float, decay: flo
     (True, "none", "token-mean"), (False, "none", "seq-mean-token-mean"), (True, "k3", "seq-mean-token-mean"),
     (False, "k3", "token-mean"),
 ])
-def test_with_a_value_head_advantages_returns_and_both_losses_are_those_by_hand(
+def test_value_head_advantages_and_returns_and_losses_match_hand_values(
     topology: Topology, answers: tuple[Answer, ...], whiten: bool, kl: str, aggregation: str
 ) -> None:
     value = dataclasses.replace(
@@ -517,7 +517,7 @@ def test_beyond_its_clip_a_value_has_no_gradient_in_a_second_pass(topology: Topo
 
 
 @pytest.mark.parametrize("kind", ["recorded", "one"])
-def test_the_ratio_of_tokens_of_the_very_weights_is_the_recorded_one_or_exactly_one(
+def test_tokens_of_the_current_weights_use_the_recorded_ratio_or_exactly_one(
     topology: Topology, kind: str
 ) -> None:
     weights = dataclasses.replace(topology.weights, max_staleness=2 * STEP)

@@ -144,7 +144,7 @@ OTHERWISE_THE_SAME = {"group_std", "ppo_clip", "token-mean", "none in the loss"}
 
 
 @pytest.mark.parametrize("name", sorted(COMBINATIONS))
-def test_streamed_at_once_and_from_the_log_every_algorithm_makes_the_same_step(topology: Topology, name: str) -> None:
+def test_every_algorithm_makes_the_same_step_streamed_or_from_the_log(topology: Topology, name: str) -> None:
     chosen = with_keys(topology, **COMBINATIONS[name])
     assert catalog.held_back(chosen.learner) == ""
     batch = varied(1)
@@ -171,7 +171,7 @@ def test_streamed_at_once_and_from_the_log_every_algorithm_makes_the_same_step(t
              {"advantage": "batch_std", "entropy_coef": 0.1}, {"loss": "dppo", "advantage": "batch_std"}],
     ids=str,
 )
-def test_what_needs_the_whole_step_is_held_back_and_the_same_from_the_log_in_any_cut(
+def test_algorithms_needing_the_whole_step_hold_back_and_replay_equally(
     topology: Topology, keys: dict[str, object]
 ) -> None:
     chosen, batch = with_keys(topology, **keys), varied(2)
@@ -196,7 +196,7 @@ def test_two_updates_per_batch_are_against_the_weights_before_the_first(topology
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
+def test_a_killed_learner_returns_to_equal_weights_by_checkpoint_and_log(
     topology: Topology, tmp_path: Path, dtype: str
 ) -> None:
     topology = dataclasses.replace(topology, model=dataclasses.replace(topology.model, dtype=dtype))
@@ -303,7 +303,7 @@ def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) ->
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
-def test_the_learning_rate_is_that_of_the_step_however_many_updates_it_has(topology: Topology, updates: int) -> None:
+def test_one_learning_rate_covers_a_step_whatever_its_update_count(topology: Topology, updates: int) -> None:
     trigger = dataclasses.replace(topology.learner.trigger, n_min=4)
     config = dataclasses.replace(
         topology.learner, updates_per_batch=updates, lr=1e-3, warmup_groups=0, trigger=trigger, decay="linear",
@@ -315,7 +315,7 @@ def test_the_learning_rate_is_that_of_the_step_however_many_updates_it_has(topol
 
 
 @pytest.mark.parametrize(("loss", "passes"), [("ppo_clip", 0), ("decoupled", 1)])
-def test_samples_are_scored_before_several_updates_only_for_a_loss_that_reads_the_scores(
+def test_samples_are_scored_before_updates_only_for_losses_reading_scores(
     topology: Topology, loss: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = dataclasses.replace(topology.learner, updates_per_batch=2, loss=loss)
@@ -340,7 +340,7 @@ def test_only_the_first_of_several_updates_is_compared_with_the_engine(topology:
     assert stats.diagnostics.mismatch == pytest.approx(0.0, abs=1e-5)
 
 
-def test_answers_that_began_with_older_weights_are_told_apart_from_those_of_the_weights_at_hand(
+def test_answers_begun_with_older_weights_are_told_apart_from_current_ones(
     topology: Topology,
 ) -> None:
     """Their later tokens may stand over keys of the older weights, and then agree with neither."""
@@ -403,7 +403,7 @@ def test_a_step_in_segments_is_the_same_live_and_replayed(topology: Topology, tm
     assert successor.step == 5 and torch.allclose(weights(living), weights(again), atol=1e-6)
 
 
-def test_tokens_above_the_bound_are_in_no_denominator_and_a_replay_leaves_out_the_same(topology: Topology) -> None:
+def test_tokens_above_the_bound_leave_every_denominator_even_in_a_replay(topology: Topology) -> None:
     batch = records(3)
     for sample in batch[:2]:  # two of group 0 began at step 0, the rest is fresh
         count = len(sample.versions) // 4
@@ -461,7 +461,7 @@ def test_a_record_is_trained_again_by_the_terms_it_was_made_by(topology: Topolog
     assert again.terms == present != record.terms, "what comes after it is trained by what is in force"
 
 
-def test_a_log_that_is_not_kept_any_more_is_trained_before_it_is_given_up(topology: Topology, tmp_path: Path) -> None:
+def test_a_log_no_longer_kept_is_trained_before_it_is_dropped(topology: Topology, tmp_path: Path) -> None:
     paths, living = RunPaths.of(tmp_path), TrainingStep(topology)
     with contextlib.closing(History(paths, topology)) as history:
         for step in (1, 2, 3):
@@ -487,7 +487,7 @@ def test_a_log_that_is_not_kept_any_more_is_trained_before_it_is_given_up(topolo
         assert last.step == 3 and len(last.trained) == 48 and not list(last.to_replay())
 
 
-def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topology: Topology) -> None:
+def test_an_entirely_old_sample_still_counts_for_its_group_advantage(topology: Topology) -> None:
     batch = records(4, groups=2)
     for sample in batch[1:]:
         sample.step, sample.versions = 5, np.full(len(sample.versions) // 4, 5, "<u4").tobytes()
@@ -504,7 +504,7 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
 
 
-def test_an_answer_that_is_cut_and_too_old_counts_once_among_what_was_left_out(topology: Topology) -> None:
+def test_a_cut_and_old_answer_counts_once_among_the_omitted(topology: Topology) -> None:
     batch = records(4, groups=2)
     for sample in batch[1:]:
         sample.step, sample.versions = 5, np.full(len(sample.versions) // 4, 5, "<u4").tobytes()
@@ -518,7 +518,7 @@ def test_an_answer_that_is_cut_and_too_old_counts_once_among_what_was_left_out(t
     assert row["masked"]["earlier_segments"] == 0 and row["never_trained"] == tokens / (tokens + stats.tokens)
 
 
-def test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage(topology: Topology) -> None:
+def test_an_answer_cut_by_the_limit_is_masked_but_counts_for_advantage(topology: Topology) -> None:
     batch = records(4, groups=2)
     batch[3].finish = Finish.LENGTH
     own = dataclasses.replace(topology.reward, truncated="mask")
@@ -554,7 +554,7 @@ def change_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_with_a_damaged_newest_checkpoint_the_one_before_and_the_log_lead_to_the_same_weights_and_it_is_told(
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     topology: Topology, tmp_path: Path
 ) -> None:
     paths = RunPaths.of(tmp_path)
@@ -578,7 +578,7 @@ def test_with_a_damaged_newest_checkpoint_the_one_before_and_the_log_lead_to_the
         assert log.steps()[0] <= 5 and log.steps()[-1] == 7
 
 
-def test_the_log_leads_on_from_the_checkpoint_before_the_newest_and_no_further(
+def test_the_log_continues_only_from_the_checkpoint_before_the_newest(
     topology: Topology, tmp_path: Path
 ) -> None:
     paths = RunPaths.of(tmp_path)
@@ -587,7 +587,7 @@ def test_the_log_leads_on_from_the_checkpoint_before_the_newest_and_no_further(
         assert log.steps() == [7, 8, 9]
 
 
-def test_steps_that_neither_a_whole_checkpoint_nor_the_log_holds_are_refused_by_name_until_a_person_gives_them_up(
+def test_steps_held_nowhere_are_refused_until_a_person_gives_them_up(
     topology: Topology, tmp_path: Path
 ) -> None:
     paths = RunPaths.of(tmp_path)
@@ -610,7 +610,7 @@ def test_steps_that_neither_a_whole_checkpoint_nor_the_log_holds_are_refused_by_
 
 
 @pytest.mark.parametrize("removed", ["wal", "checkpoints"])
-def test_log_or_checkpoints_that_vanish_under_a_living_learner_are_seen_before_the_next_step_and_made_good(
+def test_vanished_log_or_checkpoints_are_restored_before_the_next_step(
     topology: Topology, tmp_path: Path, removed: str
 ) -> None:
     paths = RunPaths.of(tmp_path)
@@ -731,7 +731,7 @@ def test_a_damaged_train_log_is_written_again_from_checkpoint_and_log(
     successor.close()
 
 
-def test_under_lora_the_reference_is_the_base_and_gradients_reach_the_adapter_all_the_same(topology: Topology) -> None:
+def test_under_lora_the_reference_is_the_base_and_adapters_get_gradients(topology: Topology) -> None:
     chosen = with_lora(with_keys(topology, kl="k3", kl_coef=0.5, lr=1e-2))
     step, batch = TrainingStep(chosen), varied(1)
     first = step.train(batch, 4, version=0)
@@ -814,7 +814,7 @@ VALUING: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", sorted(VALUING))
-def test_a_step_with_a_value_head_is_the_same_streamed_at_once_and_from_the_log(topology: Topology, name: str) -> None:
+def test_a_value_head_step_is_the_same_streamed_or_from_the_log(topology: Topology, name: str) -> None:
     chosen = with_values(topology, whiten=False, **VALUING[name])
     assert catalog.held_back(chosen.learner) == ""
     batch = varied(1)
@@ -830,7 +830,7 @@ def test_a_step_with_a_value_head_is_the_same_streamed_at_once_and_from_the_log(
     assert told.explained_variance == pytest.approx(other.explained_variance)
 
 
-def test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas(topology: Topology) -> None:
+def test_a_value_head_step_gradient_matches_the_plain_formulas(topology: Topology) -> None:
     """In one pass over all samples: GAE of the values before, clipped surrogate and value loss per token."""
     chosen = with_values(topology, whiten=True, decay=0.9, decay_of_values=1.0, coef=0.5, clip=0.05)
     batch = varied(2)
@@ -876,7 +876,7 @@ def test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas(
         v.detach() - r.reward).square() / 2])), rel=1e-4)
 
 
-def test_flat_groups_are_trained_with_a_value_head_and_passes_go_over_all_samples_again(topology: Topology) -> None:
+def test_a_value_head_trains_flat_groups_and_passes_cover_all_samples(topology: Topology) -> None:
     chosen = with_keys(with_values(topology), passes_per_batch=3, updates_per_batch=2)
     assert catalog.held_back(chosen.learner) and catalog.trains_flat(chosen.learner)
     batch = [msgspec.structs.replace(one, reward=1.0) for one in records(3)]
@@ -891,7 +891,7 @@ def test_flat_groups_are_trained_with_a_value_head_and_passes_go_over_all_sample
     assert len(plain.gradients) == 2
 
 
-def test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model(
+def test_the_value_head_returns_from_checkpoint_and_log_outside_any_model(
     topology: Topology, tmp_path: Path
 ) -> None:
     chosen = with_values(topology)
@@ -929,7 +929,7 @@ def test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model(
     assert "no value head; it begins at 0" in again.models.changed[-1]
 
 
-def test_a_value_head_of_another_model_and_one_of_numbers_that_are_none_are_refused_by_name(
+def test_a_foreign_or_non_finite_value_head_is_refused_by_name(
     topology: Topology, tmp_path: Path
 ) -> None:
     step = TrainingStep(with_values(topology))
@@ -943,7 +943,7 @@ def test_a_value_head_of_another_model_and_one_of_numbers_that_are_none_are_refu
     assert stats.skipped and torch.equal(before, weights(step))
 
 
-def test_with_a_kl_in_the_reward_each_token_of_a_value_head_s_step_pays_its_own(topology: Topology) -> None:
+def test_each_value_head_token_pays_its_own_kl_in_the_reward(topology: Topology) -> None:
     chosen = with_keys(with_values(topology, whiten=False), kl="k1", kl_coef=0.3, kl_in="reward")
     step, batch = Valuing(chosen), varied(1)
     found = step.credit.valued(batch)
@@ -997,7 +997,7 @@ def with_teacher(topology: Topology, teacher: Path, **keys: object) -> Topology:
 
 
 @pytest.mark.parametrize("keys", [{}, {"loss": "ppo_clip", "advantage": "group_std", "teacher_coef": 0.5}], ids=str)
-def test_with_a_teacher_streamed_at_once_and_from_the_log_the_step_is_the_same(
+def test_a_teacher_step_is_the_same_streamed_or_from_the_log(
     topology: Topology, teacher_folder: Path, keys: dict[str, object]
 ) -> None:
     chosen, batch = with_teacher(topology, teacher_folder, **keys), varied(1)
@@ -1015,7 +1015,7 @@ def test_with_a_teacher_streamed_at_once_and_from_the_log_the_step_is_the_same(
     assert told.diagnostics.teacher_kl and told.diagnostics.teacher_kl > 0.1
 
 
-def test_a_model_that_is_its_own_teacher_learns_nothing_and_another_is_followed_in_flat_groups_too(
+def test_a_model_teaching_itself_learns_nothing_and_another_teaches_flat_groups_too(
     topology: Topology, folder: Path, teacher_folder: Path
 ) -> None:
     batch = [msgspec.structs.replace(one, reward=0.0, temperature=0.8) for one in records(1)]

@@ -54,7 +54,7 @@ def test_of_a_round_the_last_line_that_measured_something_stands(tmp_path: Path)
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
-def test_the_prompts_of_a_round_are_spread_over_the_file_and_always_the_same(samples: int, lines: int) -> None:
+def test_round_prompts_spread_over_the_file_and_never_change(samples: int, lines: int) -> None:
     asked = lines_of(samples, lines)
     assert len(asked) == samples and asked.min() >= 0 and asked.max() < lines
     assert np.array_equal(asked, lines_of(samples, lines))
@@ -125,7 +125,7 @@ def make(ring: Ring, tmp_path: Path) -> Iterator[Callable[..., Validator]]:
     ("versions", "mixed", "seen"),
     [([4, 4, 5], True, [4, 5]), ([5, 5], False, [5])],  # the second waited in the queue while 5 came
 )
-def test_an_answer_that_began_with_one_version_and_ended_with_another_makes_its_round_mixed(
+def test_an_answer_across_two_versions_makes_its_round_mixed(
     ring: Ring, make: Callable[..., Validator], versions: list[int], mixed: bool, seen: list[int]
 ) -> None:
     role = make(1)
@@ -164,7 +164,7 @@ def test_a_round_has_the_mean_of_each_part_of_the_reward(ring: Ring, make: Calla
     assert role._record(role.sets[0], 0)["val/parts"] == {"format": 0.5, "right": 0.5}
 
 
-def test_k_answers_to_a_prompt_stand_beside_each_other_and_give_its_figures(make: Callable[..., Validator]) -> None:
+def test_k_answers_to_a_prompt_stand_together_and_give_its_figures(make: Callable[..., Validator]) -> None:
     tagged = [f'{{"prompt": "x", "source": "{name}"}}' for name in ("easy", "hard")]
     role = make(2, k=4, lines=tagged, name="exam")
     assert role.sets[0].lines.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -232,7 +232,7 @@ def lines(tmp_path: Path) -> list[dict[str, object]]:
     return [msgspec.json.decode(line) for line in (tmp_path / "validation.jsonl").read_bytes().splitlines()]
 
 
-def test_a_round_of_which_nothing_was_judged_is_null_and_is_asked_again_by_a_successor(
+def test_an_unjudged_round_is_null_and_a_successor_asks_again(
     ring: Ring, living: Callable[[], Validator], tmp_path: Path
 ) -> None:
     first = living()

@@ -39,7 +39,7 @@ def size_of(path: Path) -> int:
 
 
 @pytest.mark.long
-def test_a_run_with_a_tiny_bound_keeps_it_and_its_readers_go_on_over_it_and_over_deaths(
+def test_a_run_keeps_a_tiny_bound_and_its_readers_survive_deaths(
     quickstart: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "words.py").write_text(REWARD)

@@ -21,7 +21,7 @@ Folder = Callable[..., Path]
 # The runs by an endpoint below are of a model whose template writes a BOS.
 @pytest.mark.long
 @pytest.mark.parametrize("template", ["chatml", pytest.param("bos", marks=pytest.mark.slow)])
-def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
+def test_a_run_of_chats_trains_on_ids_from_the_model_template(
     chat_folder: Folder, tmp_path: Path, template: str
 ) -> None:
     model = chat_folder(template)
@@ -42,7 +42,7 @@ def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
 
 @pytest.mark.long
 @pytest.mark.parametrize("endpoint", [pytest.param("completions", marks=pytest.mark.slow), "chat"])
-def test_by_an_endpoint_it_is_the_same_and_one_that_knows_fewer_end_ids_is_cut(
+def test_an_endpoint_gives_the_same_and_is_cut_at_unknown_end_ids(
     chat_folder: Folder, tmp_path: Path, endpoint: str
 ) -> None:
     """The server renders chats with its own tokenizer, and goes on behind the end of a turn."""

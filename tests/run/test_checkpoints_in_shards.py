@@ -23,7 +23,7 @@ def counted(run: Run) -> float:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_while_it_is_saved_and_another_begins_with_what_was_saved(
+def test_a_run_continues_during_a_save_and_another_begins_from_it(
     tmp_path: Path, quickstart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("validation.data=", "learner.checkpoint_mode=async")

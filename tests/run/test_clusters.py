@@ -63,7 +63,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not RAY_PYTHON.exists(), reason="make ray-env")
-def test_hosts_on_nodes_of_ray_come_back_after_their_actor_or_their_node_is_gone(
+def test_ray_hosts_return_after_their_actor_or_node_is_gone(
     tmp_path: Path, quickstart: None
 ) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -198,7 +198,7 @@ class Job(Run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_job_of_slurm_keeps_its_run_when_a_step_is_killed_and_when_a_node_is_lost(
+def test_a_slurm_job_keeps_its_run_despite_killed_steps_and_lost_nodes(
     tmp_path: Path, quickstart: None, slurm: Slurm
 ) -> None:
     job = Job(tmp_path, slurm)

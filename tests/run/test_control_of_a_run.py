@@ -70,7 +70,7 @@ def forged(run: Run, key: bytes) -> m.ControlDone:
     raise AssertionError("no answer")
 
 
-def test_each_verb_works_while_a_run_runs_and_processes_die_and_nothing_is_lost(
+def test_each_control_verb_works_amid_dying_processes_without_any_loss(
     tmp_path: Path, quickstart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path / "run", "limits.progress_s=20", steps=60)

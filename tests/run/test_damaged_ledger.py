@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 END_S = 60.0  # to notice takes a second or two; to stop all processes in order takes the rest
 
 
-def test_fates_that_are_cut_under_a_living_run_end_it_by_name_and_the_next_start_finishes_it(
+def test_fates_cut_under_a_living_run_end_it_and_the_next_finishes(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=24)
@@ -56,7 +56,7 @@ def with_garbage(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [cut, with_garbage, None])
-def test_a_damaged_trained_set_is_made_again_from_the_train_log_by_the_next_start(
+def test_the_next_start_remakes_a_damaged_trained_set_from_the_train_log(
     damage: Callable[[bytes], bytes] | None, tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=16)
@@ -79,7 +79,7 @@ def test_a_damaged_trained_set_is_made_again_from_the_train_log_by_the_next_star
     check_end(run, code)
 
 
-def test_a_trained_set_that_the_train_log_does_not_hold_is_made_again_from_the_checkpoint_before_and_the_log(
+def test_a_trained_set_is_remade_from_an_earlier_checkpoint_and_the_log(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=30)
@@ -98,7 +98,7 @@ def test_a_trained_set_that_the_train_log_does_not_hold_is_made_again_from_the_c
     assert len(TrainedSet.load(run.paths.checkpoints / "global_step_30" / "trained.bin")) == run.audit().counts.trained
 
 
-def test_a_checkpoint_with_a_changed_byte_costs_the_run_nothing_and_a_person_is_told(
+def test_a_changed_byte_in_a_checkpoint_costs_nothing_and_is_reported(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=30)
@@ -117,7 +117,7 @@ def test_a_checkpoint_with_a_changed_byte_costs_the_run_nothing_and_a_person_is_
     assert (run.paths.checkpoints / "torn-global_step_20").is_dir()
 
 
-def test_a_topology_that_vanishes_under_a_run_is_written_again_and_the_run_has_its_summary(
+def test_a_topology_vanishing_under_a_run_is_rewritten_and_the_summary_appears(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=16)
@@ -230,7 +230,7 @@ def start_with(killed: Path, copy: Path, names: list[str], damage: Callable[[byt
     return ""
 
 
-def test_damage_in_the_log_ends_a_start_at_once_where_a_ring_is_left_too(tmp_path: Path, quickstart: None) -> None:
+def test_log_damage_ends_a_start_at_once_where_a_ring_remains(tmp_path: Path, quickstart: None) -> None:
     run = small(tmp_path / "run", 1000, "learner.checkpoint_every=1000")
     with running(run):
         run.until_step(6)
@@ -244,7 +244,7 @@ def test_damage_in_the_log_ends_a_start_at_once_where_a_ring_is_left_too(tmp_pat
 
 
 @pytest.mark.timeout(1800)  # some fifty starts
-def test_a_start_beside_any_damaged_file_goes_on_or_names_it_and_nothing_is_lost(killed: Path, tmp_path: Path) -> None:
+def test_a_start_beside_any_damaged_file_continues_or_names_it_without_loss(killed: Path, tmp_path: Path) -> None:
     def tried(at: int, what: str, names: list[str], damage: Callable[[bytes], bytes]) -> str:
         problem = start_with(killed, tmp_path / str(at), names, damage)
         return problem and f"=== {what}, {damage.__name__}: {problem}"

@@ -59,7 +59,7 @@ def test_a_checkpoint_has_the_mean_of_the_run_s_own_round(
     assert all(row["prompt"].endswith("=") and row["completion"] and row["finish"] == "end" for row in rows)
 
 
-def test_the_newest_checkpoint_is_meant_and_a_folder_of_it_is_the_same(
+def test_the_newest_checkpoint_and_its_own_folder_evaluate_the_same(
     done: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = evaluated(capsys, done.directory)

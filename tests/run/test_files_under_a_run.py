@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 LINES = ("metrics.jsonl", "samples.jsonl", "groups.jsonl", "train.jsonl")
 
 
-def test_a_run_whose_files_are_taken_away_one_after_the_other_reaches_its_goal_with_a_clean_audit(
+def test_a_run_losing_its_files_one_by_one_reaches_a_clean_audit(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=40)
@@ -73,7 +73,7 @@ int fdatasync(int fd) {
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler for a library that lets syncs fail")
 @pytest.mark.parametrize(("file", "every"), [("/wal/", "9"), ("train.jsonl", "3")])
-def test_a_disk_whose_syncs_fail_now_and_then_costs_time_and_nothing_else(
+def test_a_disk_with_occasional_failing_syncs_costs_only_time(
     file: str, every: str, tmp_path: Path, quickstart: None
 ) -> None:
     (tmp_path / "badio.c").write_text(BADIO)

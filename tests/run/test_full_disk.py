@@ -31,7 +31,7 @@ def test_when_space_is_short(case: str, tmp_path: Path, quickstart: None) -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(WHY_NOT or why_no_ext4()), reason=WHY_NOT or why_no_ext4())
-def test_a_disk_that_becomes_read_only_ends_the_run_by_name_and_the_next_start_finishes_it(
+def test_a_disk_turned_read_only_ends_the_run_until_the_next_start(
     tmp_path: Path, quickstart: None
 ) -> None:
     test_when_space_is_short("disk_becomes_read_only", tmp_path, quickstart)

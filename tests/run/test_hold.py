@@ -68,7 +68,7 @@ def test_a_hold_is_over_with_its_process_and_can_be_taken_over(ring: Ring) -> No
     assert version_pin.clear_stale(ring) and not version_pin.clear_stale(ring)
 
 
-def test_a_hold_does_not_pass_to_the_next_process_in_the_same_entry(ring: Ring) -> None:
+def test_a_hold_never_passes_to_the_next_process_in_its_entry(ring: Ring) -> None:
     first = Holder(ring)
     first.kill()
     ring.reap()

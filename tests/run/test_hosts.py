@@ -34,7 +34,7 @@ def test_rollouts_on_two_other_hosts_train_a_run_to_its_end(tmp_path: Path, quic
 
 
 @pytest.mark.long
-def test_a_run_survives_deaths_of_every_process_of_a_host_and_of_those_at_home_that_serve_it(
+def test_a_run_survives_deaths_of_all_host_processes_and_their_home_servers(
     tmp_path: Path, quickstart: None
 ) -> None:
     home = Home(tmp_path, steps=40)
@@ -112,7 +112,7 @@ def test_hosts_make_answers_in_segments_of_their_own_whoever_dies(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_host_that_is_lost_with_all_it_had_costs_tokens_and_no_sample(tmp_path: Path, quickstart: None) -> None:
+def test_a_lost_host_costs_tokens_and_no_sample(tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, "limits.lease_s=3", steps=20)
     with running(home):
         with running(first := Host(home)):
@@ -163,7 +163,7 @@ def test_home_is_killed_and_started_again_while_its_host_waits(change: str, tmp_
 
 
 @pytest.mark.long
-def test_a_host_that_the_run_does_not_know_or_that_has_another_key_is_told_why(
+def test_a_host_with_an_unknown_name_or_another_key_learns_why(
     tmp_path: Path, quickstart: None
 ) -> None:
     home = Home(tmp_path, steps=3)
@@ -183,7 +183,7 @@ def test_a_host_that_the_run_does_not_know_or_that_has_another_key_is_told_why(
             assert host.wait(30) == 0, host.text()
 
 
-def test_a_host_without_a_run_or_with_a_key_that_is_not_listed_says_what_to_look_at(tmp_path: Path) -> None:
+def test_a_host_without_run_or_listed_key_says_what_to_check(tmp_path: Path) -> None:
     home = Home(tmp_path)
     with running(host := Host(home, wait_s=1)):
         assert host.wait(30) == 3, host.text()
@@ -210,7 +210,7 @@ def test_a_cable_that_is_pulled_and_put_back_costs_nothing_but_time(tmp_path: Pa
 @pytest.mark.parametrize("clock", [
     pytest.param("", marks=pytest.mark.slow), pytest.param("behind", marks=pytest.mark.long),
 ])
-def test_a_second_host_of_one_name_takes_the_place_of_the_first_which_ends(
+def test_a_second_host_of_one_name_replaces_the_first_which_ends(
     clock: str, tmp_path: Path, quickstart: None
 ) -> None:
     home = Home(tmp_path, steps=100_000)

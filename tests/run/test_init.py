@@ -64,7 +64,7 @@ def test_rows_that_become_no_prompts_are_counted(model: Path, tmp_path: Path, ag
     assert ("left out" in done.stdout) == bool(again)
 
 
-def test_a_file_of_questions_becomes_a_folder_whose_topology_is_short_and_passes(model: Path, tmp_path: Path) -> None:
+def test_a_question_file_becomes_a_folder_with_a_short_passing_topology(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     done = busrl("init", "gsm8k", "--model", model, "--out", out, "--data", questions(tmp_path / "q.jsonl"))
     assert done.returncode == 0, done.stderr
@@ -92,7 +92,7 @@ def test_a_file_of_questions_becomes_a_folder_whose_topology_is_short_and_passes
         ("hosts", ["--host", "gpu-0", "--host", "gpu-1", "--endpoint", "tcp://127.0.0.1:5600"], '"gpu-0", "gpu-1"'),
     ],
 )
-def test_what_is_written_for_a_case_says_what_it_is_and_passes_check(
+def test_the_written_case_describes_itself_and_passes_check(
     model: Path, tmp_path: Path, case: str, options: list[str], holds: str
 ) -> None:
     data = questions(tmp_path / "q.jsonl")

@@ -94,7 +94,7 @@ def test_a_broker_that_is_killed_every_two_seconds_kills_nobody_else(tmp_path: P
 
 
 @pytest.mark.slow
-def test_crash_points_of_a_topology_kill_a_process_in_the_lives_it_says(tmp_path: Path, quickstart: None) -> None:
+def test_topology_crash_points_kill_a_process_in_the_stated_lives(tmp_path: Path, quickstart: None) -> None:
     crash = (
         'faults.crash=[{process="reward/0", point="release.before", count=20}, '
         '{process="reward/0", point="claim.cas", lives=2}]'

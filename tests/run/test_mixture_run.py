@@ -46,7 +46,7 @@ def make_all(folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_mixture_goes_on_at_the_exact_draw_after_a_kill_and_cannot_be_another(
+def test_a_mixture_resumes_at_the_exact_draw_and_cannot_be_another(
     tmp_path: Path, quickstart: None
 ) -> None:
     config = make_all(tmp_path / "mine")

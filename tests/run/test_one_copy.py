@@ -34,7 +34,7 @@ def survive(tmp_path: Path, kills: Sequence[tuple[int, str]], starts: int, steps
 
 
 @pytest.mark.slow
-def test_a_run_with_one_copy_learns_and_goes_on_from_its_log_when_the_engine_dies(
+def test_a_one_copy_run_learns_and_resumes_after_its_engine_dies(
     tmp_path: Path, quickstart: None
 ) -> None:
     survive(tmp_path, [(7, "rollout/0")], starts=2, steps=16)
@@ -54,7 +54,7 @@ def test_in_bfloat16_the_shared_weights_are_the_rounded_ones(tmp_path: Path, qui
 
 
 @pytest.mark.slow
-def test_a_run_with_one_copy_that_is_told_to_stop_ends_in_order_and_goes_on_later(
+def test_a_one_copy_run_stops_in_order_and_continues_later(
     tmp_path: Path, quickstart: None
 ) -> None:
     """The engine waits until the learner has written its last checkpoint from the engine's memory."""

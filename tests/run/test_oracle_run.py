@@ -44,7 +44,7 @@ def two_updates(quickstart: None, tmp_path_factory: pytest.TempPathFactory) -> t
     return finished(directory, *keys)
 
 
-def test_every_number_of_a_run_is_what_its_log_and_its_weights_give(two_updates: tuple[Run, Any]) -> None:
+def test_every_number_of_a_run_follows_from_its_log_and_weights(two_updates: tuple[Run, Any]) -> None:
     run, found = two_updates
     assert found.wrong == [] and found.left_out == [], found.text()
     assert found.done["loss"] == found.done["kl"] == found.done["mismatch"] == STEPS, found.text()
@@ -118,7 +118,7 @@ def groups(run: Run) -> list[str]:
     return ["T" if "T" in json.loads(line)["fates"] else "aside" for line in lines]
 
 
-def test_a_number_of_a_real_run_that_was_changed_by_hand_is_found(two_updates: tuple[Run, Any], tmp_path: Path) -> None:
+def test_a_number_changed_by_hand_in_a_real_run_is_found(two_updates: tuple[Run, Any], tmp_path: Path) -> None:
     import shutil
 
     from oracle.check import check

@@ -34,7 +34,7 @@ def differences(run: Run) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named_at_the_first_version_at_which_it_shows(
+def test_a_planted_fault_is_named_at_its_first_visible_version(
     tmp_path: Path, quickstart: None, fault: str
 ) -> None:
     run = faulty(tmp_path, fault, steps=7)
@@ -47,7 +47,7 @@ def test_a_planted_fault_is_named_at_the_first_version_at_which_it_shows(
 
 
 @pytest.mark.long
-def test_a_run_ends_by_updates_that_go_wrong_and_its_exit_names_the_cause(tmp_path: Path, quickstart: None) -> None:
+def test_a_run_ends_by_failing_updates_and_its_exit_names_the_cause(tmp_path: Path, quickstart: None) -> None:
     run = faulty(tmp_path, "layer", "learner.parity.updates=end", "learner.parity.every=10", steps=30)
     with running(run):
         code = run.wait()

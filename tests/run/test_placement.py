@@ -82,7 +82,7 @@ def said(home: Home, pattern: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_hosts_are_started_over_ssh_and_a_connection_that_breaks_costs_no_sample(
+def test_hosts_start_over_ssh_and_broken_connections_cost_no_sample(
     tmp_path: Path, quickstart: None
 ) -> None:
     scratch = tmp_path / "host"
@@ -100,7 +100,7 @@ def test_hosts_are_started_over_ssh_and_a_connection_that_breaks_costs_no_sample
 
 
 @pytest.mark.long
-def test_launch_starts_hosts_by_any_command_with_keys_that_it_makes_and_they_end_with_it(
+def test_launch_starts_hosts_by_any_command_with_keys_and_ends_them(
     tmp_path: Path, quickstart: None
 ) -> None:
     command = ["env", "-u", "XDG_CACHE_HOME", f"HOME={tmp_path}", "sh", "-c", f"{HOST} {tmp_path}/scratch-{{host}}"]
@@ -123,7 +123,7 @@ def test_launch_starts_hosts_by_any_command_with_keys_that_it_makes_and_they_end
 
 
 @pytest.mark.slow
-def test_a_command_that_outlives_its_host_is_ended_for_silence_and_the_host_is_back(
+def test_a_command_outliving_its_host_is_ended_and_the_host_returns(
     tmp_path: Path, quickstart: None
 ) -> None:
     command = ["sh", "-c", f"({HOST} {tmp_path}/scratch-{{host}}); sleep 900"]
@@ -145,7 +145,7 @@ def test_a_command_that_outlives_its_host_is_ended_for_silence_and_the_host_is_b
 
 
 @pytest.mark.long
-def test_a_host_that_must_be_mended_is_named_once_and_the_run_goes_on(tmp_path: Path, quickstart: None) -> None:
+def test_a_host_needing_repair_is_named_once_and_the_run_continues(tmp_path: Path, quickstart: None) -> None:
     mend = ["sh", "-c", "echo busrl: no model at /models/x >&2; exit 2 # {host}"]
     lost = ["sh", "-c", "cat >/dev/null; echo the connection to {host} broke; exit 255"]
     for command, pattern, count in (

@@ -47,7 +47,7 @@ def test_a_run_whose_predictor_fails_goes_on_with_rules(tmp_path: Path, quicksta
 
 
 @pytest.mark.slow
-def test_every_checkpoint_holds_what_the_predictor_knew_and_its_measures_are_in_the_schedulers_log(
+def test_every_checkpoint_holds_the_predictor_and_the_scheduler_log_its_measures(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(

@@ -35,7 +35,7 @@ def prompts(path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_prompts_that_are_answered_too_well_are_left_out_and_a_killed_scheduler_changes_no_decision(
+def test_well_answered_prompts_are_left_out_despite_a_killed_scheduler(
     tmp_path: Path, quickstart: None
 ) -> None:
     train = prompts(tmp_path / "p.jsonl")

@@ -43,7 +43,7 @@ def test_a_run_with_two_ranks_trains_every_sample_once(tmp_path: Path, quickstar
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_with_two_ranks_that_compile_their_layers_trains_every_sample_once(
+def test_two_ranks_compiling_their_layers_train_every_sample_once(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = a_run(tmp_path, "validation.data=", "learner.memory.compile=true", steps=3)
@@ -127,7 +127,7 @@ def test_a_team_with_a_stopped_rank_is_back_before_its_collective_fails(
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_within_its_time_and_the_run_goes_on(tmp_path: Path, quickstart: None) -> None:
+def test_a_stopped_rank_is_named_in_time_and_the_run_continues(tmp_path: Path, quickstart: None) -> None:
     run = a_run(tmp_path, "learner.parallel.collective_timeout_s=5", steps=12)
     with running(run):
         run.until_step(2)
@@ -164,7 +164,7 @@ def loss(inputs, settings):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_rank_that_fails_twice_with_the_same_samples_ends_the_run_with_their_names(
+def test_a_rank_failing_twice_on_the_same_samples_ends_the_run(
     tmp_path: Path, quickstart: None
 ) -> None:
     (tmp_path / "own.py").write_text(LOSS)

@@ -74,7 +74,7 @@ def test_whatever_dies_of_a_learner_over_hosts_each_sample_is_trained_once(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_cut_between_the_ranks_is_named_within_its_time_and_the_run_goes_on(
+def test_a_cut_between_ranks_is_named_in_time_and_the_run_continues(
     tmp_path: Path, quickstart: None
 ) -> None:
     with Cable() as cable:
@@ -91,7 +91,7 @@ def test_a_cut_between_the_ranks_is_named_within_its_time_and_the_run_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_host_with_ranks_that_stays_away_ends_the_run_by_its_name(tmp_path: Path, quickstart: None) -> None:
+def test_a_host_with_ranks_that_stays_away_ends_the_run_by_name(tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, *AGAIN, "learner.parallel.host_timeout_s=60", ranks=2, steps=400)
     with running(home):
         with running(host := Host(home)):

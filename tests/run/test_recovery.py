@@ -24,7 +24,7 @@ REROLL = DEADLY + 8  # uid + G
 
 
 @pytest.mark.slow
-def test_a_prompt_that_kills_its_engine_is_quarantined_dropped_and_rolled_again_and_hurts_nobody_else(
+def test_a_prompt_that_kills_its_engine_is_quarantined_without_hurting_others(
     tmp_path: Path, quickstart: None
 ) -> None:
     command = [sys.executable, str(Path(__file__).with_name("deadly_rollout.py"))]
@@ -98,7 +98,7 @@ def take_over(run: Run, name: str, second: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bus", "keeper", "scheduler"])
-def test_a_second_one_waits_takes_over_and_is_killed_if_it_then_does_nothing(
+def test_a_waiting_second_process_takes_over_and_is_killed_if_it_stalls(
     name: str, tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", "limits.progress_s=5", steps=150)
@@ -118,7 +118,7 @@ def test_a_second_one_waits_takes_over_and_is_killed_if_it_then_does_nothing(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_second_learner_waits_and_goes_on_from_the_log_of_the_first(tmp_path: Path, quickstart: None) -> None:
+def test_a_second_learner_waits_and_continues_from_the_first_log(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", steps=120)  # so many that the second one is there before the first has made them all
     with running(run):
         run.until_step(3)
@@ -132,7 +132,7 @@ def test_a_second_learner_waits_and_goes_on_from_the_log_of_the_first(tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_runs_on_one_host_go_on_side_by_side_and_do_not_meet(tmp_path: Path, quickstart: None) -> None:
+def test_two_runs_on_one_host_continue_side_by_side_without_meeting(tmp_path: Path, quickstart: None) -> None:
     runs = [Run(tmp_path / str(seed), f"run.seed={seed}", steps=12) for seed in (1, 2)]
     with running(runs[0]), running(runs[1]):
         for run in runs:
@@ -166,7 +166,7 @@ def suspended(run: Run) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_machine_that_was_suspended_goes_on_and_nobody_is_killed_for_it(tmp_path: Path, quickstart: None) -> None:
+def test_a_suspended_machine_continues_without_any_process_killed_for_it(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", "limits.progress_s=4", "limits.ready_s=30", "reward.timeout_s=4", steps=30)
     with running(run):
         for step in (3, 15):

@@ -21,7 +21,7 @@ SETTINGS = [
 
 
 @pytest.mark.long
-def test_waste_page_and_timeline_are_made_of_a_run_that_goes_on_and_of_one_that_ended(
+def test_the_waste_page_and_timeline_cover_ongoing_and_ended_runs(
     tmp_path: Path, quickstart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path / "run", *SETTINGS, config=ROOT / "configs" / "scripted.toml", steps=12)
@@ -47,7 +47,7 @@ def test_waste_page_and_timeline_are_made_of_a_run_that_goes_on_and_of_one_that_
 
 
 @pytest.mark.long
-def test_the_account_of_a_run_is_that_of_its_ring_and_its_audit(tmp_path: Path, quickstart: None) -> None:
+def test_the_account_of_a_run_matches_its_ring_and_audit(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", *SETTINGS, config=ROOT / "configs" / "scripted.toml", steps=8)
     with running(run):
         check_end(run, run.wait())

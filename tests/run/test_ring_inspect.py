@@ -107,7 +107,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
     Ring.unlink(one.paths.ring_name)
 
 
-def test_inspect_shows_states_owners_and_ages_also_of_the_newest_run_by_default(made: Made, tmp_path: Path) -> None:
+def test_inspect_shows_states_and_owners_and_ages_of_the_newest_run(made: Made, tmp_path: Path) -> None:
     for sample in range(4):
         made.dispatch(sample)
     made.ring.take(State.QUEUED, State.GENERATING, cls=0, limit=3)
@@ -118,7 +118,7 @@ def test_inspect_shows_states_owners_and_ages_also_of_the_newest_run_by_default(
     assert "4 FREE, 1 QUEUED, 3 GENERATING" in text
 
 
-def test_a_sample_in_a_slot_is_shown_with_prompt_state_owner_attempts_and_versions(made: Made) -> None:
+def test_a_sample_in_a_slot_shows_prompt_and_owner_and_versions(made: Made) -> None:
     sample = 5 * 2 * G + 2
     slot, word = made.generated(sample)
     text = made.inspect(sample)
@@ -133,7 +133,7 @@ def test_a_sample_in_a_slot_is_shown_with_prompt_state_owner_attempts_and_versio
     )
 
 
-def test_a_trained_sample_is_found_in_log_checkpoint_train_log_and_samples_without_any_ring(made: Made) -> None:
+def test_a_trained_sample_is_found_in_every_record_without_a_ring(made: Made) -> None:
     made.train(20, step=3)
     made.ring.close()
     Ring.unlink(made.paths.ring_name)
@@ -155,7 +155,7 @@ def test_a_trained_sample_is_found_in_log_checkpoint_train_log_and_samples_witho
     assert "slot" not in text
 
 
-def test_a_sample_that_an_idle_line_shows_and_one_behind_damage_in_the_log_are_found(made: Made) -> None:
+def test_a_sample_in_an_idle_line_or_behind_log_damage_is_found(made: Made) -> None:
     for sample, step in ((20, 3), (21, 4), (22, 5)):
         made.train(sample, step)
     (segment,) = made.paths.wal.glob("*.wal")
@@ -179,7 +179,7 @@ def test_an_accident_and_its_re_roll_name_each_other(made: Made) -> None:
     assert "try 1, member 3" in made.inspect(11) and "parent    uid 3, which ended as poison" in made.inspect(11)
 
 
-def test_a_replayed_step_is_said_once_and_one_that_was_taken_back_as_such(made: Made) -> None:
+def test_a_replayed_step_counts_once_and_a_reverted_one_is_named(made: Made) -> None:
     made.train(20, step=3)
     made.train(36, step=4)
     log = LineFile(made.paths.train_log)
@@ -190,7 +190,7 @@ def test_a_replayed_step_is_said_once_and_one_that_was_taken_back_as_such(made: 
     assert "trained its attempt 1; taken back: the learner went on from an earlier step" in made.inspect(36)
 
 
-def test_warnings_about_a_sample_are_part_of_its_history_and_move_no_cursor(made: Made) -> None:
+def test_warnings_about_a_sample_join_its_history_and_move_no_cursor(made: Made) -> None:
     made.dispatch(3)
     record_error(made.paths, "keeper", "warning", "gateway", "2 more, the latest: sample 9 of js-1", uids=[3, 9])
     record_error(made.paths, "far", "error", "x", "sample 3 is odd\x1b[2J\nand more")

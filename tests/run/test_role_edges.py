@@ -82,7 +82,7 @@ def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven(tmp_
     assert left == [] and len(looks) == 2 and [name for name, *_ in role.ring.calls].count("reap") == 3
 
 
-def test_a_worker_that_waits_for_its_first_weights_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+def test_a_worker_awaiting_its_first_weights_ends_when_asked(tmp_path: Path) -> None:
     role = bare_rollout(tmp_path)
 
     def late() -> None:
@@ -112,7 +112,7 @@ sys.exit(main()[0])
 """
 
 
-def test_a_signal_that_comes_when_a_role_is_already_ending_does_not_kill_it(tmp_path: Path) -> None:
+def test_a_signal_to_a_role_already_ending_does_not_kill_it(tmp_path: Path) -> None:
     (tmp_path / "topology.json").touch()
     done = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -135,7 +135,7 @@ print("got it", mine, role.lock.holder() == os.getpid(), flush=True)
 """
 
 
-def test_a_broker_says_that_it_waits_for_the_lock_of_its_dying_predecessor(tmp_path: Path) -> None:
+def test_a_broker_says_it_awaits_the_lock_of_its_dying_predecessor(tmp_path: Path) -> None:
     from busrl.ring import OfdLock, Ring
 
     path = RunPaths.of(tmp_path).lock("bus")

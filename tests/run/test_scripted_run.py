@@ -41,7 +41,7 @@ def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, q
 
 
 @pytest.mark.slow
-def test_rounds_of_segments_go_on_with_the_late_dispatch_of_the_shipped_file(tmp_path: Path, quickstart: None) -> None:
+def test_segment_rounds_continue_with_the_late_dispatch_of_the_shipped_file(tmp_path: Path, quickstart: None) -> None:
     waves = ["weights.mode=sync", "segments.length=32", "segments.max_segments=4", "segments.rounds=segments"]
     run = Run(tmp_path / "run", *SCRIPTED, *waves, config=ROOT / "configs" / "scripted.toml", steps=6)
     with running(run):
@@ -81,7 +81,7 @@ def admitted(run: Run) -> int:
 
 
 @pytest.mark.long
-def test_prompts_that_have_not_arrived_are_not_dispatched_not_by_a_successor_either(
+def test_prompts_that_have_not_arrived_are_dispatched_by_no_scheduler(
     tmp_path: Path, quickstart: None
 ) -> None:
     there, later = 16, 3600.0
@@ -100,7 +100,7 @@ def test_prompts_that_have_not_arrived_are_not_dispatched_not_by_a_successor_eit
 
 
 @pytest.mark.slow
-def test_a_learner_that_accumulates_for_longer_than_the_patience_with_silence_is_not_killed(
+def test_a_learner_accumulating_beyond_the_silence_patience_is_not_killed(
     tmp_path: Path, quickstart: None
 ) -> None:
     slow = ["mock.learner_s_per_token=0.002", "learner.micro_batch_min_samples=64", "learner.trigger.n_min=24"]
@@ -115,7 +115,7 @@ def test_a_learner_that_accumulates_for_longer_than_the_patience_with_silence_is
 
 
 @pytest.mark.slow
-def test_a_bound_that_becomes_smaller_at_a_resume_ends_with_a_clean_audit(tmp_path: Path, quickstart: None) -> None:
+def test_a_bound_lowered_at_a_resume_ends_with_a_clean_audit(tmp_path: Path, quickstart: None) -> None:
     """What is in flight was admitted under the bound before; the ring that was left is larger than needed."""
     given = [*SCRIPTED, "weights.max_staleness=4", "learner.checkpoint_every=0"]  # the log keeps all records
     run = Run(tmp_path / "run", *given, config=ROOT / "configs" / "scripted.toml", steps=14)

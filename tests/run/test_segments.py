@@ -54,7 +54,7 @@ def killed_in_segments(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_run_in_segments_survives_the_death_of_a_rollout_and_its_log_holds_every_bound(
+def test_a_segment_run_survives_a_rollout_death_and_logs_every_bound(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(
@@ -72,7 +72,7 @@ def test_a_run_in_segments_survives_the_death_of_a_rollout_and_its_log_holds_eve
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [(), ("weights.mode=sync", "segments.rounds=segments")], ids=["async", "waves"])
-def test_rollouts_that_are_killed_in_the_middle_of_segments_lose_nothing_and_the_log_holds_every_bound(
+def test_rollouts_killed_between_segments_lose_nothing_and_log_every_bound(
     settings: tuple[str, ...], tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(
@@ -144,7 +144,7 @@ def score(record, completion, token_ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_in_a_run_too_the_last_segment_alone_can_not_learn_what_the_first_one_decides(
+def test_the_last_segment_alone_never_learns_what_the_first_decides(
     seed: int, tmp_path: Path
 ) -> None:
     last = {}

@@ -40,7 +40,7 @@ def errors(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_an_endpoint_that_serves_another_model_ends_the_run_before_anything_is_trained(
+def test_an_endpoint_with_another_model_ends_the_run_before_training(
     tmp_path: Path, quickstart: None
 ) -> None:
     endpoint = Endpoint(tmp_path, token_s=0.0, kinds=13)
@@ -60,7 +60,7 @@ def test_an_endpoint_that_serves_another_model_ends_the_run_before_anything_is_t
 
 
 @pytest.mark.slow
-def test_with_the_limit_off_it_is_a_warning_and_steps_without_a_comparison_say_so(
+def test_a_disabled_limit_only_warns_and_steps_report_missing_comparisons(
     tmp_path: Path, quickstart: None
 ) -> None:
     endpoint = Endpoint(tmp_path, token_s=0.0, kinds=13)

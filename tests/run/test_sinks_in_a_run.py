@@ -37,7 +37,7 @@ class Hangs:
         ('["tensorboard:"]', "expected a function"),
     ],
 )
-def test_a_sink_that_there_is_not_is_refused_with_those_that_there_are(to: str, message: str) -> None:
+def test_an_unknown_sink_is_refused_with_the_existing_ones(to: str, message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         load(ROOT / "configs" / "quickstart.toml", [f"sinks.to={to}"])
 
@@ -50,7 +50,7 @@ def test_without_sinks_there_is_no_process_for_them() -> None:
 
 
 @pytest.mark.long
-def test_every_step_of_a_run_reaches_a_sink_whatever_the_others_do_and_whoever_is_killed(
+def test_every_step_of_a_run_reaches_a_sink_whatever_happens_to_others(
     quickstart: None, tmp_path: Path
 ) -> None:
     """The feeding process is killed in the middle; a sink that fails is told of, one that hangs is named at the end."""

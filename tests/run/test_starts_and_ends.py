@@ -22,7 +22,7 @@ def busrl(*arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_children_end_with_a_killed_launch_and_the_next_start_adopts_the_ring(
+def test_children_end_with_a_killed_launch_and_the_next_adopts_the_ring(
     tmp_path: Path, undisturbed: Callable[[int], int]
 ) -> None:
     run = Run(tmp_path / "run", steps=STEPS // 2)
@@ -38,7 +38,7 @@ def test_children_end_with_a_killed_launch_and_the_next_start_adopts_the_ring(
 
 
 @pytest.mark.slow
-def test_a_ring_that_nobody_wants_is_removed_by_ring_clean_and_its_samples_are_generated_again(
+def test_ring_clean_removes_an_unwanted_ring_and_its_samples_are_regenerated(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=STEPS)
@@ -72,7 +72,7 @@ def test_after_a_reboot_of_the_host_the_next_start_generates_again(
 
 
 @pytest.mark.long
-def test_a_run_that_was_asked_to_end_ends_in_order_and_is_finished_by_later_starts(
+def test_a_stopped_run_ends_in_order_and_later_starts_finish_it(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=STEPS)

@@ -256,7 +256,7 @@ def test_a_run_reaches_its_goal_through_storm(seed: int, tmp_path: Path) -> None
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 @pytest.mark.timeout(2 * CALM_S)
 @pytest.mark.parametrize("seed", range(20, 26))
-def test_a_run_whose_space_runs_out_again_and_again_in_a_storm_reaches_its_goal_or_asks_for_space(
+def test_a_run_in_space_storms_reaches_its_goal_or_asks_for_space(
     seed: int, tmp_path: Path
 ) -> None:
     here = Path(__file__).parent

@@ -83,7 +83,7 @@ def test_two_sets_are_measured_with_figures_that_their_answers_have(
 
 
 @pytest.mark.slow
-def test_a_round_on_demand_is_of_the_step_at_which_it_was_asked_for(
+def test_a_round_on_demand_covers_the_step_of_its_request(
     tmp_path: Path, quickstart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path / "run", "validation.at_start=false", f"validation.set=[{FOUR}]", steps=60)

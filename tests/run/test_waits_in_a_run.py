@@ -105,7 +105,7 @@ def there(file: Path) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_each_stall_of_a_run_is_traced_to_its_root_and_warned_of_once(tmp_path: Path, quickstart: None) -> None:
+def test_each_stall_is_traced_to_its_root_and_warned_of_once(tmp_path: Path, quickstart: None) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     judged = ["reward.kind=python", f"reward.function={tmp_path}/judge.py:score", "reward.timeout_s=3000",
               "limits.ready_s=600"]

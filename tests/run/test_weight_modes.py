@@ -156,7 +156,7 @@ def test_what_a_killed_launch_left_is_cleaned_by_the_next_start(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_spoilt_adapter_is_named_and_the_run_goes_on_with_the_next(tmp_path: Path, quickstart: None) -> None:
+def test_a_spoilt_adapter_is_named_and_the_run_continues_afterwards(tmp_path: Path, quickstart: None) -> None:
     run = run_in(tmp_path, "lora_hotswap", "limits.progress_s=60", "weights.max_staleness=4", steps=30)
     with running(run):
         run.until("a version", lambda: newest(run, "lora_hotswap") >= 3)

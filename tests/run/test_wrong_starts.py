@@ -61,7 +61,7 @@ def score(record, completion, token_ids):
 
 
 @pytest.mark.long
-def test_a_task_that_is_solved_before_the_last_step_ends_the_run_as_finished(tmp_path: Path) -> None:
+def test_a_task_solved_before_the_last_step_ends_the_run_as_finished(tmp_path: Path) -> None:
     topology = own.make_all(tmp_path / "mine", "llama", SOLVED_LATER)
     held_out = [f"validation.data={tmp_path / 'mine' / 'prompts.jsonl'}", "validation.samples=4"]
     run = Run(tmp_path / "run", *SETTINGS, *held_out, config=topology, steps=1000)
@@ -155,7 +155,7 @@ SHAPE = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
          "tie_word_embeddings": True}
 
 
-def test_a_learning_rate_of_a_toy_for_half_a_billion_weights_is_warned_of(folder: Path) -> None:
+def test_a_toy_learning_rate_for_half_a_billion_weights_is_warned_of(folder: Path) -> None:
     written(folder, "config.json", **SHAPE)
     header = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [151936, 896], "data_offsets": [0, 0]}})
     weights = len(header).to_bytes(8, "little") + header.encode()  # check reads no more of them

@@ -49,7 +49,7 @@ TERMS = st.tuples(
 
 @LOOPS
 @given(seed=SEEDS, terms=st.lists(TERMS, min_size=2, max_size=4), accidents=st.sampled_from([0.0, 0.2]))
-def test_no_group_is_older_than_the_largest_bound_while_it_was_in_flight(
+def test_no_group_grows_older_than_the_largest_bound_during_its_flight(
     closed_loop: Any, seed: int, terms: list[tuple[str, int, int, str]], accidents: float
 ) -> None:
     """Starts with other bounds in the ring that is there: the next steps go on, and what the audit allows is kept."""
@@ -77,7 +77,7 @@ def largest(changes: list[tuple[int, int | None]], first: int, last: int) -> flo
 @given(seed=SEEDS, mode=st.sampled_from(["sync", "batch-async", "fully-async"]), n_min=N_MIN,
        policy=st.sampled_from(POLICIES[1:]), rows=st.integers(1, 12), accidents=st.sampled_from([0.0, 0.05, 0.4]),
        deaths=st.sampled_from([0.02, 0.5]), spare=st.integers(0, 3), ahead=st.sampled_from([0, 1, 5]))
-def test_nothing_blocks_whoever_dies_however_small_the_ring_and_however_late_the_dispatch(
+def test_no_death_or_small_ring_or_late_dispatch_blocks_the_loop(
     closed_loop: Any, seed: int, mode: str, n_min: int, policy: str, rows: int, accidents: float, deaths: float,
     spare: int, ahead: int,
 ) -> None:
@@ -90,7 +90,7 @@ def test_nothing_blocks_whoever_dies_however_small_the_ring_and_however_late_the
 @LOOPS
 @given(seed=SEEDS, n_min=N_MIN, staleness=st.integers(0, 3), accidents=st.sampled_from([0.0, 0.1]))
 @pytest.mark.slow
-def test_under_drop_no_step_ever_waits_for_an_old_group_and_none_is_trained(
+def test_drop_never_waits_for_an_old_group_and_never_trains_one(
     closed_loop: Any, seed: int, n_min: int, staleness: int, accidents: float
 ) -> None:
     loop = closed_loop(seed, n_min=n_min, staleness=staleness, over_age="drop", accidents=accidents, lag=0.5)
@@ -101,7 +101,7 @@ def test_under_drop_no_step_ever_waits_for_an_old_group_and_none_is_trained(
 @LOOPS
 @example(seed=0, n_min=3, accidents=0.5, flats=0.0)  # re-rolls of a group without slots, under a new scheduler
 @given(seed=SEEDS, n_min=N_MIN, accidents=st.sampled_from([0.0, 0.1, 0.5]), flats=st.sampled_from([0.0, 0.3, 1.0]))
-def test_sync_trains_whole_rounds_at_age_zero_and_goes_on_after_rounds_without_a_step(
+def test_sync_trains_whole_rounds_at_age_zero_even_after_stepless_rounds(
     closed_loop: Any, seed: int, n_min: int, accidents: float, flats: float
 ) -> None:
     loop = closed_loop(seed, mode="sync", n_min=n_min, accidents=accidents, flats=flats)
@@ -125,7 +125,7 @@ def test_the_bound_holds_when_versions_are_published_rarely(
 
 @LOOPS
 @given(seed=SEEDS, n_min=N_MIN, staleness=st.integers(0, 4), accidents=st.sampled_from([0.0, 0.1]))
-def test_the_sums_of_b_and_w_alone_keep_the_bound_without_any_check_of_ages(
+def test_sums_of_b_and_w_keep_the_bound_without_age_checks(
     closed_loop: Any, seed: int, n_min: int, staleness: int, accidents: float
 ) -> None:
     loop = closed_loop(seed, n_min=n_min, staleness=staleness, accidents=accidents, checked=False)
@@ -135,7 +135,7 @@ def test_the_sums_of_b_and_w_alone_keep_the_bound_without_any_check_of_ages(
 
 @LOOPS
 @given(seed=SEEDS, n_min=N_MIN, spare=st.integers(0, 7), accidents=st.sampled_from([0.0, 0.3]))
-def test_a_ring_that_holds_just_one_step_never_fills_up_with_incomplete_groups(
+def test_a_ring_of_one_step_never_fills_with_incomplete_groups(
     closed_loop: Any, seed: int, n_min: int, spare: int, accidents: float
 ) -> None:
     run(closed_loop(seed, n_min=n_min, slots=4 * n_min + spare, accidents=accidents), 8)

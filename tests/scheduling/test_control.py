@@ -131,7 +131,7 @@ def through_json(inputs: Inputs) -> Inputs:
 
 @settings(max_examples=60)
 @given(run=RUNS, options=OPTIONS, cut=st.integers(0, 120))
-def test_the_same_inputs_give_the_same_decisions_also_from_a_log_and_after_a_restart(
+def test_equal_inputs_give_equal_decisions_even_from_a_log_or_restart(
     run: list[dict[str, Any]], options: dict[str, Any], cut: int
 ) -> None:
     steps = [Inputs(step, 32, **values) for step, values in enumerate(run, 1)]
@@ -149,7 +149,7 @@ def test_the_same_inputs_give_the_same_decisions_also_from_a_log_and_after_a_res
 
 @settings(max_examples=60)
 @given(run=RUNS, options=OPTIONS)
-def test_knobs_stay_in_range_one_moves_at_a_time_and_rest_is_kept(
+def test_knobs_stay_in_range_and_move_singly_and_rest_between_moves(
     run: list[dict[str, Any]], options: dict[str, Any]
 ) -> None:
     it = make(**options)
@@ -172,7 +172,7 @@ def test_the_state_of_rules_that_are_gone_is_not_loaded() -> None:
     assert not it.load({**it.state(), "rules": "full"}) and it.state() == make().state()
 
 
-def test_the_state_that_an_older_program_wrote_is_loaded_without_what_is_gone() -> None:
+def test_a_state_written_by_an_older_program_loads_without_removed_parts() -> None:
     it, fresh = make(), make()
     feed(it, range(1, 61), probe=lambda step: 0.5 if step <= 20 else 0.1)
     old = json.loads(json.dumps(it.state()))
@@ -186,7 +186,7 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
     assert Inputs.made(3, 8, reward=math.nan, clip=0.5, probe=math.inf, ess=None) == Inputs(3, 8, clip=0.5)
 
 
-def test_a_controller_that_joins_a_run_late_makes_its_reference_from_then_on() -> None:
+def test_a_controller_joining_late_makes_its_reference_from_then_on() -> None:
     it = make()
     feed(it, range(501, 521))
     found = feed(it, range(521, 561), probe=0.2)

@@ -55,7 +55,7 @@ def moving(closed_loop: Any) -> Any:
 @LOOPS
 @given(seed=SEEDS, n_lo=st.integers(1, 4), factor=st.integers(1, 3), spare=st.integers(0, 4),
        accidents=st.sampled_from([0.0, 0.1]))
-def test_no_group_is_older_than_the_bound_whatever_the_thresholds_were_while_it_was_in_flight(
+def test_no_group_exceeds_the_age_bound_whatever_thresholds_its_flight_saw(
     closed_loop: Any, seed: int, n_lo: int, factor: int, spare: int, accidents: float
 ) -> None:
     n_hi = n_lo * factor

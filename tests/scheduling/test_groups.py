@@ -72,7 +72,7 @@ def test_below_g_min_survivors_a_resolved_group_is_not_usable(ring: Any) -> None
 
 
 @pytest.mark.parametrize("fate", "foielsT")
-def test_a_group_that_a_rule_or_training_has_begun_to_end_takes_no_new_member(ring: Any, fate: str) -> None:
+def test_a_group_that_is_ending_takes_no_new_member(ring: Any, fate: str) -> None:
     slots = ring.put_group(0, [1.0, 0.0, 0.5])
     ring.end(slots[0], fate)
     ring.end(slots[1], "R")
@@ -81,7 +81,7 @@ def test_a_group_that_a_rule_or_training_has_begun_to_end_takes_no_new_member(ri
     assert chr(view.closed_by[0]) == fate
 
 
-def test_a_finished_group_leaves_the_view_and_a_group_whose_lines_are_gone_keeps_its_index(ring: Any) -> None:
+def test_a_finished_group_leaves_the_view_and_lost_ones_keep_their_index(ring: Any) -> None:
     scanner = GroupScanner(ring.fates, G)
     slots = ring.put_group(0, [1.0, 0.0, 0.5, 0.1], admission=4)
     lost = [ring.put(1, member, admission=5) for member in range(G)]
@@ -116,7 +116,7 @@ def test_other_classes_and_validation_uids_are_no_groups(ring: Any) -> None:
     assert len(view) == 0 and view.unopened(3).tolist() == [0, 1, 2] and view.free_slots == 38
 
 
-def test_a_slot_that_is_being_reserved_does_not_bring_back_its_last_tenant(ring: Any) -> None:
+def test_a_slot_under_reservation_does_not_revive_its_last_tenant(ring: Any) -> None:
     for slot in ring.put_group(0, [0.0, 1.0, 0.5, 0.5]):
         ring.end(slot, "T")
     ring.lines["state"][0] = RESERVED
@@ -191,7 +191,7 @@ def expected(members: list[str], last: list[tuple[str, bool]]) -> tuple[list[int
 
 
 @pytest.mark.parametrize("state", [QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED])
-def test_a_sample_in_a_slot_without_a_fate_is_counted_because_a_damaged_table_must_not_be_believed(
+def test_a_sample_in_a_slot_without_a_fate_is_counted_as_unrecorded(
     ring: Any, state: int
 ) -> None:
     ring.put_group(0, [1.0, 0.0, 0.5, 0.25])
@@ -206,7 +206,7 @@ def test_a_sample_in_a_slot_without_a_fate_is_counted_because_a_damaged_table_mu
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_a_scanner_that_skips_what_ended_long_ago_sees_what_one_that_looks_at_everything_sees(
+def test_a_scanner_skipping_ended_groups_sees_what_a_full_scanner_sees(
     data: Any, table: Any
 ) -> None:
     codes = st.sampled_from([*b"TTTT fTTT TPTT DTTT TTTD PPPP".split(), bytes(4), b"D" + bytes(3), b"o" + bytes(3)])
@@ -237,7 +237,7 @@ def test_a_start_beside_a_long_table_of_ended_groups_takes_little_memory(table: 
     assert peak < fates.nbytes / 4, peak
 
 
-def test_groups_that_ended_are_told_once_with_the_last_fate_of_each_member(ring: Any) -> None:
+def test_ended_groups_are_told_once_with_the_last_fate_of_members(ring: Any) -> None:
     scanner = GroupScanner(ring.fates, G)
 
     def ended() -> list[bytes]:

@@ -58,7 +58,7 @@ def test_admission_stops_at_b_counting_what_is_not_published(table: Any) -> None
     assert room(admission, ring, unpublished=4) == Room(0, "in_flight", 0)
 
 
-def test_with_no_staleness_allowed_nothing_is_admitted_while_a_step_is_under_way(table: Any) -> None:
+def test_zero_staleness_admits_nothing_while_a_step_is_under_way(table: Any) -> None:
     ring = table(G, 400)
     admission = Admission(derive("batch-async", 32, 0, G))
     assert room(admission, ring).groups == 32
@@ -75,7 +75,7 @@ def test_slots_for_members_still_due_are_not_given_to_a_new_group(table: Any) ->
     assert room(admission, ring, reserve=1) == Room(0, "slots", 0)
 
 
-def test_a_round_is_filled_once_and_the_next_waits_for_everything_in_flight(table: Any) -> None:
+def test_a_round_fills_once_and_the_next_waits_for_all_in_flight(table: Any) -> None:
     ring = table(G, 400)
     admission = Admission(derive("sync", 4, 2, G))
     assert room(admission, ring).groups == 4

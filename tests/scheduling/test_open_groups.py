@@ -32,7 +32,7 @@ def finish(ring: Any, slot: int, tokens: int, state: int = GENERATED) -> None:
     ring.lines["finish"][slot], ring.lines["response_tokens"][slot], ring.lines["state"][slot] = 1, tokens, state
 
 
-def test_every_finished_answer_is_given_once_also_when_it_was_trained_between_two_looks(ring: Any) -> None:
+def test_every_finished_answer_is_given_once_even_if_trained_between_looks(ring: Any) -> None:
     answers = FinishedAnswers()
     slots = [ring.put(3, member) for member in range(G)]
     assert len(answers.look(ring.lines)[0]) == 0
@@ -111,7 +111,7 @@ class Learner:
     def load(self, state: Any) -> None: ...
 
 
-def test_waiting_groups_are_predicted_anew_after_enough_was_seen_and_each_answer_is_observed_once() -> None:
+def test_waiting_groups_are_predicted_anew_and_each_answer_observed_once() -> None:
     learner = Learner()
     policy = make_policy("sjf", 8, learner, 0.0, group_size=G)
     policy.offer([Candidate(0, "a", 4096), Candidate(1, "a", 4096), Candidate(2, "b", 4096)])
@@ -169,7 +169,7 @@ def test_the_flags_of_waiting_draws_are_a_set(steps: list[tuple[bool, int]]) -> 
     horizon=st.integers(1, 9),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(0, 9)), max_size=80),
 )
-def test_a_pool_takes_the_smallest_key_within_the_horizon_whatever_came_and_went(
+def test_a_pool_takes_the_smallest_key_within_the_horizon_in_any_history(
     horizon: int, steps: list[tuple[bool, int, int]]
 ) -> None:
     lengths = {draw: float(draw * 7919 % 13) for draw in range(41)}
@@ -195,7 +195,7 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_whatever_came_and_went
     assert len(pool) == len(model) and all(isinstance(entry, WaitingGroup) for entry in pool)
 
 
-def test_the_scan_of_a_group_with_a_probe_costs_no_list_of_members(ring: Any) -> None:
+def test_scanning_a_group_with_a_probe_costs_no_member_list(ring: Any) -> None:
     ring.put(0, 0)
     view = GroupScanner(ring.fates, G).scan(ring.lines.copy())
     assert len(view.todo) == G - 1

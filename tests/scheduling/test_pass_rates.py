@@ -68,7 +68,7 @@ GROUPS = st.lists(
 
 @settings(max_examples=200)
 @given(BANDS, GROUPS, st.randoms())
-def test_a_prompt_rests_by_its_newest_groups_whatever_the_order_in_which_they_ended(
+def test_a_prompt_rests_by_its_newest_groups_in_any_ending_order(
     band: Band, groups: list[Told], chance: object
 ) -> None:
     shuffled = list(groups)
@@ -112,7 +112,7 @@ def test_where_every_prompt_rests_one_pass_is_opened_whole() -> None:
     assert [draw for draw in range(18, 34) if not found.leaves_out(draw)] == [18, 26]
 
 
-def test_a_prompt_is_tried_again_after_its_rest_and_a_new_answer_counts() -> None:
+def test_a_rested_prompt_is_tried_again_and_a_new_answer_counts() -> None:
     band = Band(0.0, 0.9, SIZE, 2)
     rates = rates_of(band, [Told(0, SIZE, SIZE)])
     assert [rates.rests(place(draw)) for draw in (0, 8, 16, 24)] == [True, True, True, False]

@@ -33,7 +33,7 @@ def decide(it: LearnerPlan, ring: Any, claimed: tuple[int, ...] = (), **more: An
     return it.decide(ring.view(), claimed, **{"step": 0, "now": 0.0, **more})
 
 
-def test_flat_and_incomplete_groups_are_set_aside_and_the_window_moves_past_them(ring: Any) -> None:
+def test_unusable_groups_are_set_aside_and_the_window_moves_past_them(ring: Any) -> None:
     ring.put_group(0, FLAT)
     ring.put_group(1, [0.0, 1.0])
     for member in (2, 3):
@@ -43,7 +43,7 @@ def test_flat_and_incomplete_groups_are_set_aside_and_the_window_moves_past_them
     assert decide(plan(), ring) == [SetAside(0, "f"), SetAside(1, "i"), Claim((2,)), Wait("groups")]
 
 
-def test_a_plan_that_compares_nothing_takes_flat_groups_like_any_other_and_calls_an_old_one_old(ring: Any) -> None:
+def test_a_plan_without_comparisons_takes_flat_groups_like_any_other(ring: Any) -> None:
     for draw in range(2):
         ring.put_group(draw, FLAT)
     it = plan(over_age="drop")
@@ -52,7 +52,7 @@ def test_a_plan_that_compares_nothing_takes_flat_groups_like_any_other_and_calls
     assert decide(it, ring, step=9)[:2] == [SetAside(0, "o"), SetAside(1, "o")]
 
 
-def test_a_group_that_a_killed_learner_had_begun_to_set_aside_keeps_its_reason(ring: Any) -> None:
+def test_a_group_half_set_aside_by_a_killed_learner_keeps_its_reason(ring: Any) -> None:
     ring.end(ring.put_group(0, GOOD)[0], "o")
     assert decide(plan(), ring)[0] == SetAside(0, "o")
 
@@ -73,7 +73,7 @@ def test_without_streaming_everything_is_claimed_at_firing_in_the_order_of_draws
     assert decide(plan(3, streaming=False), ring) == [Claim((3, 5, 7)), Fire(Cause.COUNT, (3, 5, 7))]
 
 
-def test_a_ready_group_beyond_the_window_waits_for_the_group_that_blocks_it(ring: Any) -> None:
+def test_a_ready_group_beyond_the_window_waits_for_the_blocking_one(ring: Any) -> None:
     it = plan(4)  # B = 10, W = 3
     ring.put(0, 0, state=GENERATING)
     for draw in (1, 2, 3, 4, 5):
@@ -81,7 +81,7 @@ def test_a_ready_group_beyond_the_window_waits_for_the_group_that_blocks_it(ring
     assert decide(it, ring) == [Claim((1, 2)), Wait("window", 0)]
 
 
-def test_a_group_in_the_hands_of_a_dead_learner_is_neither_ready_nor_passed_over(ring: Any) -> None:
+def test_a_group_held_by_a_dead_learner_is_neither_ready_nor_skipped(ring: Any) -> None:
     ring.put_group(0, GOOD)
     ring.lines["state"][0] = TRAINING
     assert decide(plan(1), ring) == [Wait("groups", 0)]
@@ -107,7 +107,7 @@ def test_time_never_leaves_a_group_above_the_bound(ring: Any, over_age: str) -> 
     assert decide(it, ring, step=2, now=9.0)[-1] == Fire(Cause.TIME, (1,))
 
 
-def test_under_wait_a_full_step_waits_for_the_group_that_it_would_leave_too_old(ring: Any) -> None:
+def test_a_full_step_waits_for_a_group_it_would_leave_too_old(ring: Any) -> None:
     ring.put(0, 0, state=GENERATING, step=1)
     for draw in (1, 2):
         ring.put_group(draw, GOOD, step=3)
@@ -116,7 +116,7 @@ def test_under_wait_a_full_step_waits_for_the_group_that_it_would_leave_too_old(
     assert decide(drops, ring, claimed=(1,), step=3) == [Fire(Cause.COUNT, (1,))]
 
 
-def test_a_group_that_would_be_too_old_after_the_step_is_taken_beyond_n_min(ring: Any) -> None:
+def test_a_group_too_old_after_the_step_is_taken_beyond_n_min(ring: Any) -> None:
     for draw, step in ((0, 3), (1, 1)):
         ring.put_group(draw, GOOD, step=step)
     assert decide(plan(1), ring, step=3) == [Claim((0, 1)), Fire(Cause.COUNT, (0, 1))]
@@ -129,7 +129,7 @@ def test_under_drop_a_group_above_the_bound_is_set_aside(ring: Any) -> None:
     assert decide(plan(), ring, step=4)[0] == Claim((0,))
 
 
-def test_a_sync_round_fires_when_all_of_it_has_ended_with_what_is_usable(ring: Any) -> None:
+def test_a_sync_round_fires_with_its_usable_groups_once_all_have_ended(ring: Any) -> None:
     it = plan(3, mode="sync", streaming=False)
     ring.put_group(2, GOOD, admission=0)
     ring.put_group(0, FLAT, admission=1)
@@ -147,7 +147,7 @@ def test_a_sync_round_without_a_usable_group_makes_no_step(ring: Any) -> None:
     assert actions == [SetAside(0, "f"), SetAside(1, "f"), Wait("admission")]
 
 
-def test_at_the_end_the_rest_is_trained_once_nothing_is_on_its_way(ring: Any) -> None:
+def test_the_rest_is_trained_at_the_end_with_nothing_in_flight(ring: Any) -> None:
     ring.put_group(0, GOOD)
     running = ring.put(1, 0, state=GENERATING)
     assert decide(plan(4), ring, draining=True)[-1] == Wait("groups", 1)

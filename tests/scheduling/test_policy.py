@@ -37,7 +37,7 @@ def supply(policy: Policy, opened: set[int], lengths: list[int]) -> None:
     lengths=st.lists(st.integers(0, 4000), min_size=1, max_size=40),
     entropies=st.lists(st.floats(0, 5), max_size=40),
 )
-def test_no_draw_waits_for_more_than_two_horizons_and_order_stays_within_one(
+def test_no_draw_waits_over_two_horizons_and_order_holds_within_one(
     name: str, horizon: int, rows: int, fails: list[bool], aging: float, lengths: list[int], entropies: list[float]
 ) -> None:
     policy = make_policy(name, horizon, RulesPredictor(), aging=aging, tail_share=0.9, group_size=2, window=4)
@@ -83,7 +83,7 @@ def test_adaptive_opens_the_draws_of_a_round_before_any_other_longest_first(grou
         assert predicted == sorted(predicted, reverse=True)
 
 
-def test_adaptive_keeps_its_share_of_rows_on_long_groups_and_takes_short_ones_with_the_rest() -> None:
+def test_adaptive_keeps_its_long_group_share_and_fills_with_short_ones() -> None:
     lengths = [10] * 7 + [900]
     policy = make_policy("adaptive", 64, RulesPredictor(), tail_share=0.5, group_size=4)
     opened, long = list[int](), list[int]()
@@ -130,7 +130,7 @@ def test_waiting_lifts_a_long_prompt_before_the_horizon_forces_it() -> None:
     assert position(aging=8.0) < position(aging=0.0) == 9
 
 
-def test_low_entropy_returns_sjf_to_the_order_drawn_and_high_entropy_makes_it_strict() -> None:
+def test_low_entropy_restores_the_drawn_order_and_high_makes_sjf_strict() -> None:
     policy = make_policy("sjf", 4, RulesPredictor(), aging=0.0)
     for _ in range(20):
         policy.feedback(1.0)

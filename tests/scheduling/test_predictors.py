@@ -91,7 +91,7 @@ def test_blend_forgets_rules_that_are_wrong() -> None:
 # -- own answers ------------------------------------------------------------------------------------------------------
 
 
-def test_siblings_of_the_same_draw_move_its_prediction_more_the_more_have_finished(tasks: list[TracedPrompt]) -> None:
+def test_finished_siblings_of_a_draw_move_its_prediction_more_and_more(tasks: list[TracedPrompt]) -> None:
     predictor = HistoryPredictor()
     teach(predictor, tasks, 0, 400)
     asked = Candidate(5000, "Compute the sum of 12, 13.", LIMIT, "arithmetic")
@@ -315,7 +315,7 @@ def test_an_oracle_without_knowledge_is_refused() -> None:
         make_predictor("oracle")
 
 
-def test_the_oracle_knows_the_mean_of_the_answers_each_cut_at_the_limit() -> None:
+def test_the_oracle_knows_the_mean_of_answers_cut_at_the_limit() -> None:
     oracle = OraclePredictor({0: [10, 30], 1: [5, 5000]}.__getitem__)
     assert oracle.predict([Candidate(1, "", 105), Candidate(0, "", 105)]).tolist() == [55.0, 20.0]
 

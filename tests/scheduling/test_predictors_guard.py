@@ -59,7 +59,7 @@ def broken() -> None:
         (lambda c: None, "wrong shape"),
     ],
 )
-def test_a_batch_that_can_not_be_used_is_made_by_rules_counted_and_told_once(says: Says, kind: str) -> None:
+def test_an_unusable_batch_goes_by_rules_and_is_counted_and_told_once(says: Says, kind: str) -> None:
     told: list[str] = []
     guard = Guard(Faulty(says), report=told.append)
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_an_observe_that_raises_is_counted_and_scoring_goes_on() -> None:
     assert guard.tau == pytest.approx(1.0) and guard.metrics()["predictor_faults"] == 33
 
 
-def test_tau_is_of_the_prediction_made_last_before_the_answer_and_of_a_sliding_window() -> None:
+def test_tau_uses_the_last_prediction_before_an_answer_in_a_window() -> None:
     says = iter([1.0, -1.0])
     guard = Guard(Faulty(lambda c: sign * np.array([c_.draw % 100 for c_ in c]) + 200.0))
     for sign in (next(says), next(says)):
@@ -104,7 +104,7 @@ def test_tau_is_of_the_prediction_made_last_before_the_answer_and_of_a_sliding_w
     assert guard.metrics()["predictor_pairs"] == 512
 
 
-def test_tau_is_silent_before_it_can_say_anything_and_answers_nobody_asked_about_do_not_count() -> None:
+def test_tau_stays_silent_at_first_and_ignores_answers_nobody_asked_about() -> None:
     guard = Guard(RulesPredictor())
     guard.observe([(Candidate(d, "", 8), 3) for d in range(100)])
     assert np.isnan(guard.tau) and guard.metrics()["predictor_pairs"] == 0

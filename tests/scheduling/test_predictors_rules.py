@@ -36,7 +36,7 @@ def test_a_latin_word_has_to_stand_alone_and_others_match_anywhere() -> None:
     assert added("请证明它", {"证明": 100}) == 100 and added("写code吧", {"code": 100}) == 100
 
 
-def test_a_word_counts_once_and_a_part_of_a_longer_one_not_beside_it() -> None:
+def test_a_word_counts_once_and_no_part_of_a_longer_one() -> None:
     words = {"step": 10.0, "step by step": 100.0, "why not?": 7.0}
     assert added("step by step, step by step", words) == 100
     assert added("one step", words) == 10 and added("Why not?", words) == 7
@@ -73,7 +73,7 @@ def test_very_long_prompts_are_searched_at_both_ends(middle: str, repeats: int) 
         ({}, "no word and no tag"),
     ],
 )
-def test_a_fault_in_a_table_is_named_and_the_rest_of_it_still_counts(tables: dict[str, Any], said: str) -> None:
+def test_a_table_fault_is_named_and_the_rest_still_counts(tables: dict[str, Any], said: str) -> None:
     keywords, (fault,) = check(tables)
     assert said in fault.rule and fault.remedy
     if isinstance(tables.get("words"), dict):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from busrl.scheduling.admission import ENOUGH, AutoLength, Cut, SegmentPlan
 
 
-def test_a_segment_has_the_given_length_and_the_last_one_has_the_rest() -> None:
+def test_every_segment_has_the_given_length_and_the_last_the_rest() -> None:
     plan = SegmentPlan(16, 4, 40)
     assert [plan.next(0, 40), plan.next(1, 24), plan.next(2, 8)] == [Cut(16, False), Cut(16, False), Cut(8, True)]
 

@@ -81,7 +81,7 @@ def wave_loop(closed_loop: Any) -> Any:
     ahead=st.sampled_from([0, 1, 4, 30]),
 )
 @example(seed=0, n_min=2, most=2, end=0.0, accidents=0.0, deaths=0.0, ahead=1)  # less than a round, and than a group
-def test_waves_never_stop_and_a_group_is_trained_once_within_as_many_steps_as_it_has_segments(
+def test_waves_never_stop_and_train_each_group_once_within_its_segment_count(
     wave_loop: Any, seed: int, n_min: int, most: int, end: float, accidents: float, deaths: float, ahead: int
 ) -> None:
     loop = wave_loop(seed, n_min, most, end, accidents=accidents, deaths=deaths, ahead=ahead)
@@ -93,7 +93,7 @@ def test_waves_never_stop_and_a_group_is_trained_once_within_as_many_steps_as_it
     assert {cause for cause, _ in loop.fired} <= {"round"}
 
 
-def test_the_ring_itself_would_choose_the_same_order_of_those_that_a_wave_allows() -> None:
+def test_the_ring_would_choose_the_same_order_of_wave_candidates() -> None:
     kinds = [(name, "i8") for name in ("state", "cls", "segs", "admission", "priority", "uid", "attempt")]
     lines = np.array(
         [

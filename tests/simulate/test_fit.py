@@ -128,7 +128,7 @@ def test_a_fitted_run_can_be_simulated_with_other_settings(recorded: Path) -> No
         ("summary.json", "written when a run ends in order"),
     ],
 )
-def test_a_run_without_what_is_needed_is_refused_by_the_name_of_the_file(
+def test_a_run_without_the_needed_files_is_refused_by_file_name(
     recorded: Path, broken: str, message: str
 ) -> None:
     (recorded / broken).unlink()
@@ -200,7 +200,7 @@ def test_a_sweep_that_leaves_what_the_run_showed_says_so(
     assert any(line.startswith("WARNING: 2: ") and "tokens per step (the fitted run: 5" in line for line in warnings)
 
 
-def test_least_squares_give_no_negative_number_and_the_best_of_those_that_are_not() -> None:
+def test_least_squares_gives_the_best_fit_without_negative_numbers() -> None:
     random = np.random.default_rng(1)
     sums = random.uniform(1, 2, (50, 3))
     line = nonnegative(sums, sums @ np.array([2.0, 0.0, 1.0]))

@@ -46,7 +46,7 @@ def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
     assert (two["steps"], two["tokens"], two["joined"]) == (0, 0, 0)
 
 
-def test_each_line_of_the_pace_ends_with_what_the_engine_tells_of_itself(
+def test_each_pace_line_ends_with_the_report_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout, "PACE_EVERY_S", 0.0)

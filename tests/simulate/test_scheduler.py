@@ -70,7 +70,7 @@ def test_late_dispatch_leaves_prompts_to_the_policy_until_an_engine_is_free(chec
     assert first[1] < first[0], "chosen late, a group waits less in the ring"
 
 
-def test_a_predictor_that_learns_is_told_every_answer_once_and_its_tau_comes_out(checked: Make) -> None:
+def test_a_learning_predictor_hears_every_answer_once_and_its_tau_appears(checked: Make) -> None:
     made = topology("groups.size=4", "learner.trigger.n_min=4", "generation.max_batch=4", "scheduler.policy=sjf",
                     "scheduler.predictor=history", "learner.checkpoint_every=0")
     world = checked(made, FREE_TIMES, answers(long_tailed(3)), steps=60)

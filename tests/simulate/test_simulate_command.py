@@ -28,7 +28,7 @@ def test_the_quickstart_is_near_its_real_run_and_assumes_nothing(capsys: pytest.
     assert {time["source"] for time in found["times"].values()} == {"measured, quickstart on two cores"}
 
 
-def test_a_model_that_is_not_here_is_simulated_and_what_was_assumed_is_named(
+def test_a_missing_model_is_simulated_and_its_assumptions_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = (ROOT / "README.md").read_text()
@@ -144,7 +144,7 @@ def test_a_sweep_writes_a_table_and_a_page(tmp_path: Path, capsys: pytest.Captur
     assert (out / "sweep.md").read_text() in capsys.readouterr().out
 
 
-def test_a_generated_trace_can_be_simulated_and_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
+def test_a_generated_trace_simulates_and_is_equal_for_equal_seeds(tmp_path: Path) -> None:
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     for path in (one, two):
         assert main(["simulate", "--generate", str(path), "--prompts", "40", "--group-size", "4", "--seed", "3",
@@ -229,7 +229,7 @@ def test_a_controller_that_would_act_is_refused_before_anything_is_played(capsys
     assert "a simulation trains none" in err and "learner.controller.mode=off" in err and "samples/s" not in out
 
 
-def test_prompts_left_out_by_pass_rate_are_refused_with_the_keys_that_turn_them_off(
+def test_prompts_left_out_by_pass_rate_are_refused_naming_the_keys(
     capsys: pytest.CaptureFixture[str]
 ) -> None:
     off = ["--set", "data.skip.max_pass_rate=0"]
@@ -238,7 +238,7 @@ def test_prompts_left_out_by_pass_rate_are_refused_with_the_keys_that_turn_them_
     assert main(["simulate", str(QUICKSTART), "--steps", "2", "--set", "learner.recipe=scalerl", *off]) == 0
 
 
-def test_a_fit_file_beside_a_topology_is_used_for_its_own_model_and_data(
+def test_a_fit_file_beside_a_topology_serves_only_its_model_and_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     topology, beside = tmp_path / "my.toml", tmp_path / "my.fit.jsonl"

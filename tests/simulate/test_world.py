@@ -114,7 +114,7 @@ def test_new_weights_stop_every_running_actor_once(checked: Make) -> None:
     assert with_stalls.actors_stalled == pytest.approx(40 * 0.1 / with_stalls.seconds, rel=0.1)
 
 
-def test_a_faster_learner_never_slows_generation_and_a_slow_one_is_the_bottleneck(checked: Make) -> None:
+def test_a_fast_learner_never_slows_generation_and_a_slow_one_limits_it(checked: Make) -> None:
     made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0")
     given_answers = answers([(50, 60, 70, 80, 50, 60, 70, 80)])
     slow = checked(made, replace(FREE_TIMES, learner_step_s=5.0), given_answers, steps=20).run()
@@ -122,7 +122,7 @@ def test_a_faster_learner_never_slows_generation_and_a_slow_one_is_the_bottlenec
     assert slow.step_s == pytest.approx(5.0, rel=0.1)
 
 
-def test_a_reward_is_a_server_with_a_rate_and_workers_share_what_waits(checked: Make) -> None:
+def test_a_reward_is_a_server_with_a_rate_and_shared_queue(checked: Make) -> None:
     made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0")
     given_answers = answers([(50, 60, 70, 80, 50, 60, 70, 80)])
     slow = replace(FREE_TIMES, reward_call_s=0.5)
@@ -152,7 +152,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(checked: Make
     assert one.to_json() != other.to_json()
 
 
-def test_an_answer_in_segments_goes_on_before_new_ones_and_costs_prefill_again(checked: Make) -> None:
+def test_an_answer_in_segments_continues_first_and_pays_prefill_again(checked: Make) -> None:
     made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
                     "learner.checkpoint_every=0")
     times = replace(FREE_TIMES, prefill_token_s=0.001)
@@ -165,7 +165,7 @@ def test_an_answer_in_segments_goes_on_before_new_ones_and_costs_prefill_again(c
     assert cut.seconds == pytest.approx(whole.seconds + 4 * prefill, rel=1e-3)
 
 
-def test_episodes_leave_their_rows_while_tools_run_and_read_their_path_again_unless_it_was_kept(checked: Make) -> None:
+def test_episodes_leave_rows_during_tools_and_reread_unkept_paths_afterwards(checked: Make) -> None:
     settings = ("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=4",
                 "learner.checkpoint_every=0")
     tasks = [TracedPrompt("prompt 0", (50, 50), turns=(((20, 0.3), (30, 0.0)), ((20, 0.3), (30, 0.1))))]
@@ -227,7 +227,7 @@ def test_rounds_of_segments_train_what_is_whole_and_carry_the_rest_over(checked:
     assert found.age_max == 2 and found.age_max <= world.limits.max_age
 
 
-def test_a_round_of_segments_is_admitted_whole_whatever_late_dispatch_says_and_begun_when_it_is(checked: Make) -> None:
+def test_a_segment_round_is_admitted_whole_and_begins_when_it_is(checked: Make) -> None:
     given = ("groups.size=4", "learner.trigger.n_min=8", "weights.mode=sync", "generation.max_batch=8",
              "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
              "segments.max_segments=3", "segments.rounds=segments")

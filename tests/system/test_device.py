@@ -43,7 +43,7 @@ def test_auto_is_the_cpu_where_there_is_nothing_else() -> None:
 
 
 @without_cuda
-def test_a_device_that_is_not_there_is_refused_with_the_cause_and_the_remedy() -> None:
+def test_an_absent_device_is_refused_with_the_cause_and_remedy() -> None:
     with pytest.raises(DeviceMissing, match=r'model\.device = "cuda": .*; set model\.device = "cpu"'):
         device.choose("cuda")
     with pytest.raises(DeviceMissing, match="torch_npu cannot be imported"):
@@ -103,7 +103,7 @@ def test_hccl_is_given_free_ports_unless_it_was_told_which() -> None:
     assert device.environment("cuda", "", {}) == {} == device.environment("cpu", "0", {})
 
 
-def test_a_group_of_a_device_that_torch_was_not_built_for_is_refused() -> None:
+def test_a_process_group_without_torch_support_for_its_device_is_refused() -> None:
     with pytest.raises(DeviceMissing, match="no process groups of gloo2"):
         device.device_group("gloo2", None, 0, 1, 1.0)
 
@@ -122,7 +122,7 @@ def test_learner_and_engine_name_the_device_that_is_not_there(tmp_path: Path) ->
             make()
 
 
-def test_a_stopwatch_of_an_accelerator_asks_events_and_waits_only_when_the_time_is_asked_for(
+def test_an_accelerator_stopwatch_waits_only_when_the_time_is_requested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []

@@ -39,7 +39,7 @@ def test_without_an_accelerator_it_says_why_and_ends_with_its_own_code(tmp_path:
 
 
 @pytest.mark.slow
-def test_on_a_cpu_the_checks_run_and_both_reports_are_where_out_says(tmp_path: Path) -> None:
+def test_cpu_checks_run_and_put_both_reports_at_the_out_path(tmp_path: Path) -> None:
     done = run("--cpu", "--only", "machine,bandwidth,cuda_ipc-tiny", OUT=str(tmp_path))
     assert done.returncode == gpu_check.GOOD_ON_CPU == 4, done.stdout + done.stderr
     data, page = sorted(tmp_path.iterdir())
@@ -90,14 +90,14 @@ def test_a_check_that_fails_or_hangs_stops_no_other(monkeypatch: pytest.MonkeyPa
     assert "ValueError" in rows[0]["notes"][-1]
 
 
-def test_what_does_not_fit_into_the_minutes_is_left_out_and_no_check_at_all_is_no_success(tmp_path: Path) -> None:
+def test_checks_beyond_the_minutes_are_left_out_and_zero_checks_fail(tmp_path: Path) -> None:
     done = run("--cpu", "--minutes", "0.01", "--out", str(tmp_path), "--no-build")
     assert done.returncode == gpu_check.NOTHING == 5 and "0 checks passed, 13 skipped" in done.stdout
     assert "no time is left; see --minutes" in next(tmp_path.glob("*.md")).read_text()
 
 
 @pytest.mark.skipif(bool(supported.vllm_installed()[0]), reason="this Python has vLLM")
-def test_without_vllm_its_check_is_skipped_though_a_folder_of_that_name_can_be_imported(tmp_path: Path) -> None:
+def test_the_vllm_check_is_skipped_without_vllm_despite_a_namesake_folder(tmp_path: Path) -> None:
     done = run("--cpu", "--only", "vllm", "--out", str(tmp_path), "--no-build")
     assert "0 checks passed, 1 skipped (vllm)." in done.stdout and done.returncode == gpu_check.NOTHING
     assert "this Python has no vLLM" in done.stdout
@@ -111,7 +111,7 @@ def test_a_folder_that_takes_no_report_is_told_before_anything_runs(tmp_path: Pa
     assert "give minutes above 0" in run("--cpu", "--minutes", "0").stderr
 
 
-def test_two_runs_of_one_second_have_two_reports_and_a_device_that_is_known_later_names_them(tmp_path: Path) -> None:
+def test_runs_of_one_second_get_two_reports_that_name_devices_later(tmp_path: Path) -> None:
     found = {"device": "cuda", "when": "now", "verdict": "", "seconds": 1.0, "minutes": 9.0, "checks": []}
     first, second = report.Report(tmp_path), report.Report(tmp_path)
     first._stamp = second._stamp = "20260101-000000"
@@ -195,7 +195,7 @@ def test_a_stopped_tool_ends_its_check_and_reports_what_was_done(
 
 
 @pytest.mark.slow
-def test_a_killed_tool_takes_its_check_with_it_and_leaves_a_report_of_what_was_done(
+def test_a_killed_tool_takes_its_check_along_and_leaves_a_report(
     sleeper: tuple[subprocess.Popen[bytes], list[int]], tmp_path: Path
 ) -> None:
     tool, pids = sleeper
@@ -258,7 +258,7 @@ def test_memory_is_judged_on_an_accelerator_from_both_sides(tmp_path: Path) -> N
     assert device.found["bars"][0]["wanted"] == ">= 0.85 and <= 1.15"
 
 
-def test_the_checks_of_the_learner_fit_into_ten_minutes_but_for_the_largest_updates() -> None:
+def test_learner_checks_fit_ten_minutes_except_for_the_largest_updates() -> None:
     own = gpu_check.learner_checks(False)
     assert [one.name for one in own if one.name.startswith("learner-")] == [
         "learner-memory", "learner-again", "learner-attention", "learner-optimizers"]

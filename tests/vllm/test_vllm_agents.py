@@ -30,7 +30,7 @@ def talk(folder: Path, model: Path, play: str = TALK) -> Path:
     return config
 
 
-def test_conversations_train_on_what_vllm_drew_over_new_weights_and_the_death_of_its_engine(
+def test_conversations_train_on_vllm_draws_across_new_weights_and_engine_death(
     chat_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = talk(tmp_path / "mine", chat_folder("chatml"))

@@ -14,7 +14,7 @@ from test_vllm_run import LIMIT_S, SETTINGS
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
+def test_a_run_of_chats_trains_on_ids_from_the_model_template(
     chat_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = chat_folder("bos")

@@ -62,7 +62,7 @@ def test_a_stopped_engine_core_is_named_within_the_deadline_and_killed(tmp_path:
         scene.close()
 
 
-def test_a_killed_engine_core_is_an_error_of_the_next_step_and_a_silent_one_of_a_later(tmp_path: Path) -> None:
+def test_a_killed_engine_core_fails_at_once_and_a_silent_one_later(tmp_path: Path) -> None:
     scene = Scene(tmp_path, tied=True, silent_s=3.0)
     pids = scene.engine.core.pids()
     try:
@@ -117,7 +117,7 @@ def test_a_killed_rollout_process_leaves_no_engine_behind(tmp_path: Path) -> Non
     assert gone(pids, 5.0)
 
 
-def test_an_engine_in_which_new_weights_come_out_wrong_is_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_an_engine_with_wrong_new_weights_is_refused_with_both_numbers(tmp_path: Path) -> None:
     scene = Scene(tmp_path, tied=False)
     pids = scene.engine.core.pids()
     settings = scene.settings("shm")
@@ -154,7 +154,7 @@ def test_new_weights_are_checked_at_the_temperature_of_the_samples(tmp_path: Pat
         scene.close()
 
 
-def test_a_vllm_killed_in_the_middle_of_a_broadcast_is_left_out_by_name_and_the_others_have_the_version(
+def test_a_vllm_killed_during_a_broadcast_is_left_out_by_name(
     tmp_path: Path,
 ) -> None:
     scene = Scene(tmp_path, tied=True)

@@ -12,7 +12,7 @@ from busrl.states import Finish
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def test_log_probabilities_are_those_of_a_plain_forward_pass_at_the_settings_drawn_with(scene: Scene) -> None:
+def test_log_probabilities_match_a_plain_forward_pass_at_the_drawing_settings(scene: Scene) -> None:
     asked = [request(1, [5, 6, 7]), request(2, [8, 9], temperature=0.7), request(3, [3, 4, 5, 6], 40, top_p=0.8)]
     made = scene.run(*asked)
     assert max(scene.off_by(one, made[one.key]) for one in asked) < EXACT
@@ -34,7 +34,7 @@ def test_a_sample_is_a_function_of_seed_uid_and_segment(scene: Scene) -> None:
     assert other.token_ids.tolist() != one.token_ids.tolist()
 
 
-def test_a_prompt_that_is_taken_in_pieces_gives_the_sample_that_it_gives_whole(scene: Scene, tmp_path: Path) -> None:
+def test_a_prompt_taken_in_pieces_gives_the_same_sample_as_whole(scene: Scene, tmp_path: Path) -> None:
     """Eight prompts of 120 tokens, and 96 tokens in a step: the streams of rows that wait for the rest are set back."""
     asked = [request(k, [5 + (k + j) % 11 for j in range(120)]) for k in range(2, 10)]
     whole = scene.run(*asked)
@@ -66,7 +66,7 @@ def test_a_segment_goes_on_behind_the_tokens_of_those_before(scene: Scene) -> No
         assert [*one.token_ids, *two.token_ids] == whole.token_ids.tolist()
 
 
-def test_a_prompt_without_room_ends_empty_and_a_long_one_at_the_limit(scene: Scene) -> None:
+def test_a_prompt_without_room_ends_empty_and_long_ones_at_the_limit(scene: Scene) -> None:
     full = [5 + k % 7 for k in range(LENGTH)]
     made = scene.run(request(1, full), request(2, full[:-3], 50))
     assert len(made[1].token_ids) == 0 and made[1].finish == Finish.LENGTH

@@ -67,7 +67,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made.close()
 
 
-def test_answers_end_with_the_adapter_that_they_began_with_and_new_ones_have_the_newest(
+def test_answers_keep_their_first_adapter_and_new_ones_use_the_newest(
     adapters: Scene, tmp_path: Path
 ) -> None:
     engine, source = adapters.engine, Folders("adapter")
@@ -86,7 +86,7 @@ def test_answers_end_with_the_adapter_that_they_began_with_and_new_ones_have_the
         assert max(adapters.off_by(one, made[one.key]) for one in (*asked, after)) < EXACT
 
 
-def test_an_adapter_that_does_not_fit_is_refused_and_the_one_before_stays(adapters: Scene, tmp_path: Path) -> None:
+def test_an_unfitting_adapter_is_refused_and_the_previous_one_stays(adapters: Scene, tmp_path: Path) -> None:
     engine, source, version = adapters.engine, Folders("adapter"), adapters.engine.version
     source.version, source.path = 900, adapter(adapters, tmp_path / "large", 900, rank=64)
     with pytest.raises(WeightsRefused, match=r"the adapter .*large was refused"):
@@ -97,7 +97,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_one_before_stays(adapte
     assert adapters.off_by(asked, made) < EXACT
 
 
-def test_an_adapter_that_an_answer_has_is_never_given_up_for_a_new_one(
+def test_an_adapter_in_use_by_an_answer_never_yields_to_another(
     adapters: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, source = adapters.engine, Folders("adapter")
@@ -128,7 +128,7 @@ def test_an_adapter_that_an_answer_has_is_never_given_up_for_a_new_one(
     assert len(engine.core.call("list_loras", engine.core.engine.list_loras)) == 2, "the newest, and the one before"
 
 
-def test_adapters_by_restart_keep_the_model_and_one_that_is_refused_leaves_the_one_before(tmp_path: Path) -> None:
+def test_adapters_by_restart_keep_the_model_and_survive_a_refusal(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "model", tied=False, lora_rank=8, adapters=2)
     try:
         engine = scene.engine

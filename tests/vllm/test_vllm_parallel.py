@@ -47,7 +47,7 @@ def test_both_workers_load_the_same_version_between_two_steps(pair: Scene, trans
         sender.close()
 
 
-def test_the_death_of_one_worker_ends_the_engine_in_time_and_leaves_nobody(pair: Scene) -> None:
+def test_the_death_of_one_worker_ends_the_engine_without_leftovers(pair: Scene) -> None:
     pids = pair.engine.core.pids()
     assert len(pids) == 3
     pair.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])

@@ -256,7 +256,7 @@ def check_exact(turns: list[TurnRead]) -> None:
     assert max(turn.off_by for turn in whole) < EXACT
 
 
-def test_every_turn_of_clients_over_http_is_trained_as_the_newest_weights_drew_it(tmp_path: Path) -> None:
+def test_every_http_client_turn_trains_as_the_newest_weights_drew_it(tmp_path: Path) -> None:
     run = served(tmp_path, "recompute", 6)
     with running(run):
         players = Players(run)
@@ -272,7 +272,7 @@ def test_every_turn_of_clients_over_http_is_trained_as_the_newest_weights_drew_i
         assert row["episodes"]["overridden"] == row["episodes"]["refused"] == 0
 
 
-def test_a_client_that_dies_in_its_calls_frees_their_rows_in_vllm_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_client_dying_in_its_calls_frees_its_rows_in_vllm(tmp_path: Path) -> None:
     """The weights change beside its long answers: vLLM drops no cache then, and turns must not find what is old."""
     run = served(tmp_path, "keep", 6, f"limits.lease_s={LEASE_S}")
     with running(run):

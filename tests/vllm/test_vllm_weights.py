@@ -51,7 +51,7 @@ def test_tokens_before_across_and_after_an_update_are_those_of_their_version(sce
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_request_that_continues_another_finds_its_blocks_unless_older_weights_made_them(
+def test_a_continuing_request_finds_its_blocks_unless_older_weights_made_them(
     scene: Scene, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, settings = scene.engine, scene.settings("shm", f"prefix-{recompute}")
@@ -129,7 +129,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_lives_on(
         sender.close()
 
 
-def test_an_engine_whose_load_failed_half_way_answers_nothing_until_a_whole_load(scene: Scene) -> None:
+def test_an_engine_after_a_failed_load_answers_nothing_until_a_whole_one(scene: Scene) -> None:
     engine, settings = scene.engine, scene.settings("shm", "half")
     sender, receiver = factory.make_sender(settings), engine.receiver(settings, "rollout-0")
     assert receiver is not None
@@ -152,7 +152,7 @@ def test_an_engine_whose_load_failed_half_way_answers_nothing_until_a_whole_load
         sender.close()
 
 
-def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_only(scene: Scene) -> None:
+def test_a_learner_training_vllm_tensors_changes_them_only_between_steps(scene: Scene) -> None:
     """weights.transport = "cuda_ipc", on the CPU through shared memory: one copy, views of vLLM's fused tensors."""
     pytest.importorskip("busrl.weights.one_copy")
     engine, settings = scene.engine, scene.settings("cuda_ipc")
@@ -187,7 +187,7 @@ def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_
         receiver.close()
 
 
-def test_an_update_that_goes_wrong_after_good_ones_is_found_at_its_version(scene: Scene) -> None:
+def test_an_update_that_goes_wrong_later_is_found_at_its_version(scene: Scene) -> None:
     engine, settings = scene.engine, scene.settings("shm", "proofs")
     sender, receiver = factory.make_sender(settings), engine.receiver(settings, "rollout-0")
     proving = Proving(scene.folder, scene.models[0])
@@ -285,7 +285,7 @@ def test_a_processor_with_amx_packs_no_dense_weight_away() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_rows_without_a_token_are_never_drawn_and_have_no_share_before_and_after_an_update(tmp_path: Path) -> None:
+def test_rows_without_tokens_are_never_drawn_before_or_after_an_update(tmp_path: Path) -> None:
     """A third of the rows have no token, and are as likely as others; vLLM's own check of new weights agrees too."""
     config = config_of(tied=True)
     config.vocab_size = 48

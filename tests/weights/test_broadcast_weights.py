@@ -126,7 +126,7 @@ def test_a_killed_member_is_not_waited_for_and_its_successor_joins(
 
 
 @pytest.mark.long
-def test_a_stopped_member_holds_up_the_others_for_a_while_only_and_may_come_back(
+def test_a_stopped_member_delays_others_briefly_and_may_return(
     sender: BroadcastSender, cast: Cast, missing: list[str]
 ) -> None:
     first, stopped = cast.member("rollout/0"), cast.member("rollout/1")
@@ -158,7 +158,7 @@ def test_a_member_that_dies_in_the_roll_call_delays_nobody_for_good(
     assert missing == ["rollout/1"]
 
 
-def test_members_keep_the_newest_version_of_a_killed_learner_and_follow_its_successor(cast: Cast) -> None:
+def test_members_keep_the_version_of_a_killed_learner_and_follow_its_successor(cast: Cast) -> None:
     fallen, member = cast.learner(5), cast.member("rollout/0")
     receiver = BroadcastReceiver(cast.file, "rollout/1", timeout_s=TIMEOUT_S)
     member.until(5)

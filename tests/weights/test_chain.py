@@ -26,7 +26,7 @@ def pieces_of(data: bytes, size: int) -> Pieces:
 
 
 @given(st.integers(0, 400), st.integers(1, 60), st.integers(1, 8), st.integers(0, 1 << 30))
-def test_every_piece_comes_once_and_only_those_in_flight_are_asked_for_again(
+def test_every_piece_comes_once_and_only_pieces_in_flight_are_requested_again(
     nbytes: int, size: int, ahead: int, seed: int
 ) -> None:
     chance, data = random.Random(seed), random.Random(seed).randbytes(nbytes)
@@ -67,7 +67,7 @@ def test_a_piece_of_another_version_or_place_is_refused() -> None:
 
 
 @given(names, st.data())
-def test_hosts_that_are_silent_are_left_in_turn_each_for_good_and_home_is_the_last(
+def test_silent_hosts_are_left_in_turn_for_good_with_home_last(
     above: list[str], data: st.DataObject
 ) -> None:
     sources, now, seen = Sources(above, data.draw(st.sampled_from([0.0, 1e6])), HOME_S, 0.0), 0.0, list[str]()
@@ -82,7 +82,7 @@ def test_hosts_that_are_silent_are_left_in_turn_each_for_good_and_home_is_the_la
 
 
 @given(names, st.dictionaries(st.sampled_from(["", *"abcdefgh"]), st.floats(0.0, 1e5)), st.sampled_from([0.0, 3e4]))
-def test_a_host_that_gives_much_less_than_usual_is_left_until_the_best_is_found(
+def test_a_host_that_gives_little_is_left_until_the_best_is_found(
     above: list[str], rates: dict[str, float], usual: float
 ) -> None:
     """Every source gives pieces at a rate of its own, in bytes per second."""
@@ -148,7 +148,7 @@ def fetched(chain: Chain, version: int, begun: float, seconds: dict[str, float])
     return above
 
 
-def test_hosts_fetch_from_the_one_before_and_a_slow_one_comes_last_from_the_next_version_on() -> None:
+def test_hosts_fetch_from_their_predecessor_and_slow_ones_come_last_later() -> None:
     chain = Chain(HOME_S)
     assert fetched(chain, 1, 0.0, {"a": 9.0, "b": 1.0, "c": 1.1, "d": 1.2}) == {
         "a": [], "b": ["a"], "c": ["b", "a"], "d": ["c", "b"]
@@ -160,7 +160,7 @@ def test_hosts_fetch_from_the_one_before_and_a_slow_one_comes_last_from_the_next
     assert fetched(chain, 3, 20.0, {"d": 1.0, "c": 1.0, "b": 1.0})["b"] == []
 
 
-def test_a_host_that_still_fetches_another_version_or_is_gone_or_listens_nowhere_is_nobodys_source() -> None:
+def test_a_host_that_is_busy_or_gone_or_unreachable_is_no_source() -> None:
     chain = Chain(HOME_S)
     fetched(chain, 1, 0.0, {"a": 1.0, "b": 1.0, "c": 1.0})
     assert chain.asks("a", "tcp://a:1", 2, 1000, 2.0) == []

@@ -31,7 +31,7 @@ def received(server: ControlServer) -> list[object]:
     return [message for _, message in came]
 
 
-def test_the_socket_is_private_and_goes_with_its_server_but_not_with_that_of_a_successor(tmp_path: Path) -> None:
+def test_the_socket_is_private_and_closes_only_with_its_own_server(tmp_path: Path) -> None:
     file = tmp_path / "cast.sock"
     first = ControlServer(file)
     assert stat.S_ISSOCK(file.stat().st_mode) and stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -44,7 +44,7 @@ def test_the_socket_is_private_and_goes_with_its_server_but_not_with_that_of_a_s
 
 
 @pytest.mark.parametrize("line", [b"[" * 60_000, b"7", b"\xff\xfe"], ids=["deep", "number", "bytes"])
-def test_a_line_that_is_no_message_ends_its_own_connection_and_nothing_else(server: ControlServer, line: bytes) -> None:
+def test_a_malformed_line_ends_only_its_own_connection(server: ControlServer, line: bytes) -> None:
     engine, stranger = ControlConnection.to(server.file), ControlConnection.to(server.file)
     stranger.socket.setblocking(True)
     stranger.socket.sendall(line + b"\n")

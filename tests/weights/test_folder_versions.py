@@ -187,7 +187,7 @@ def test_an_adapter_for_another_base_is_refused(root: Path, base: Path, tmp_path
         receiver(root, other).take()
 
 
-def test_a_copy_of_a_model_is_the_same_base_and_a_changed_one_is_not(base: Path, tmp_path: Path) -> None:
+def test_a_copied_model_is_the_same_base_and_a_changed_one_differs(base: Path, tmp_path: Path) -> None:
     copied = model_folder(tmp_path / "copy", b"base")
     (copied / "config.json").write_text('{"hidden_size": 4, "model_type": "tiny", "transformers_version": "6"}')
     assert fingerprint(copied) == fingerprint(base)

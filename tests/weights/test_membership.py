@@ -66,7 +66,7 @@ def cases(*points: str) -> list[object]:
 
 @pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=slow)])
 @pytest.mark.parametrize(("point", "how"), cases(*STANDING))
-def test_a_member_that_falls_in_a_transfer_costs_the_others_at_most_the_timeout(
+def test_a_member_lost_in_a_transfer_delays_others_at_most_the_timeout(
     scene: Scene, start: Start, victim: str, point: str, how: signal.Signals
 ) -> None:
     engines = {
@@ -95,7 +95,7 @@ def test_a_member_that_falls_in_a_transfer_costs_the_others_at_most_the_timeout(
 
 @pytest.mark.parametrize("victim", ["a", pytest.param("c", marks=slow)])
 @pytest.mark.parametrize(("point", "how"), cases(*JOINING))
-def test_one_that_falls_while_it_joins_costs_the_others_at_most_the_timeout(
+def test_a_member_lost_while_joining_delays_others_at_most_the_timeout(
     scene: Scene, start: Start, victim: str, point: str, how: signal.Signals
 ) -> None:
     first = start(engine, str(scene.file), "b", TIMEOUT_S)
@@ -137,7 +137,7 @@ def test_engines_outlive_a_learner_that_falls_and_follow_the_next_one(
         one.until(6)
 
 
-def test_the_names_of_phase_and_seconds_are_in_what_is_said_of_a_silent_member(scene: Scene, start: Start) -> None:
+def test_a_silent_member_is_reported_with_phase_and_seconds(scene: Scene, start: Start) -> None:
     """A member that says hello and then nothing: only the deadline of the roll call finds it."""
     mute = ControlConnection.to(scene.file)
     mute.send({"say": "join", "name": "mute", "pid": 1, "have": -1})

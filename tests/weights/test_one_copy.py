@@ -146,7 +146,7 @@ def optimiser_step(model: Any) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_an_optimiser_step_on_the_views_is_an_update_of_the_fused_engine(
+def test_an_optimiser_step_on_views_updates_the_fused_engine(
     engines: Callable[..., Engine], folders: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
     engine, model = engines("fused", kind), load(folders(kind))
@@ -186,7 +186,7 @@ def test_a_saved_model_has_the_checkpoints_names_and_each_tensor_alone(
     assert weights < 1.1 * sum(tensor.nbytes for tensor in copied_weights(model).values())
 
 
-def test_tokens_of_the_torch_engine_carry_the_version_that_made_them_across_a_step_in_place(
+def test_torch_engine_tokens_carry_their_version_across_an_in_place_step(
     engines: Callable[..., Engine], folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     engine, model = engines("torch"), load(folders("qwen3"))
@@ -260,7 +260,7 @@ def test_other_parameters_than_the_engines_are_copied_inside_the_fence(
     assert engine.ask(do="logprobs", ids=IDS) == pytest.approx(plain(model, IDS), abs=1e-5)
 
 
-def test_a_dead_engine_stops_the_learner_by_name_and_its_successor_is_found(
+def test_a_dead_engine_stops_the_learner_by_name_until_its_successor_appears(
     engines: Callable[..., Engine], folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     engine, model = engines("fused"), load(folders("qwen3"))
@@ -324,7 +324,7 @@ def _die_in_a_step(at: Path, folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_learner_that_dies_in_the_middle_of_a_step_stops_the_engine_by_name(
+def test_a_learner_dying_within_a_step_stops_the_engine_by_name(
     engines: Callable[..., Engine], folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     engine = engines("fused", timeout_s=1.5)
@@ -337,7 +337,7 @@ def test_a_learner_that_dies_in_the_middle_of_a_step_stops_the_engine_by_name(
     assert f"{learner.pid}, dead) changes the weights to version 1 (step 1); the weights are half of two ver" in answer
 
 
-def test_the_successor_of_a_dead_learner_ends_its_step_while_the_engine_is_paused(
+def test_the_successor_of_a_dead_learner_ends_its_step_during_the_pause(
     engines: Callable[..., Engine], folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     engine, model = engines("fused", timeout_s=60.0), load(folders("qwen3"))
@@ -372,7 +372,7 @@ def test_an_engine_that_ends_waits_for_the_learner_to_let_go(
     assert not (tmp_path / "weights.bridge").exists() and not (tmp_path / "fence").exists()
 
 
-def test_a_handle_of_cuda_memory_goes_through_the_file_as_torch_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_memory_handle_passes_through_the_file_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: the calls and values that torch's own sharing between processes uses, in its order."""
     given = (0, bytes(range(64)), 4096, 512, b"/torch_12_34", 3, bytes(range(64, 128)), True)
     storage: Any = SimpleNamespace(
@@ -397,7 +397,7 @@ def share_here(path: Path, tensors: dict[str, torch.Tensor]) -> OneCopyReceiver:
     return receiver
 
 
-def test_the_bridge_is_private_and_views_of_one_storage_stay_views_of_it(tmp_path: Path) -> None:
+def test_the_bridge_is_private_and_keeps_views_of_one_storage_together(tmp_path: Path) -> None:
     whole = torch.arange(24.0).view(6, 4)
     tensors = {"a": whole[:2], "b": whole[2:], "c": torch.ones(3, 3).t(), "d": torch.tensor(5.0)}
     _kept = share_here(tmp_path, tensors)
@@ -412,7 +412,7 @@ def test_the_bridge_is_private_and_views_of_one_storage_stay_views_of_it(tmp_pat
     assert whole[1, 3] == -2.0 and views["c"].stride() == tensors["c"].stride()
 
 
-def test_a_bridge_that_others_could_have_written_or_that_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_bridge_that_is_damaged_or_writable_by_others_is_refused(tmp_path: Path) -> None:
     _kept = share_here(tmp_path, {"a": torch.ones(4)})
     file = tmp_path / "weights.bridge"
     good = file.read_text()
@@ -445,7 +445,7 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> N
             sender_at(tmp_path).connect(own, CPU, 1.0)
 
 
-def test_a_fence_that_is_none_is_refused_and_a_missing_one_waited_for(tmp_path: Path) -> None:
+def test_an_invalid_fence_is_refused_and_a_missing_one_awaited(tmp_path: Path) -> None:
     _kept = share_here(tmp_path, {"a": torch.ones(4)})
     (tmp_path / "fence").unlink()
     with pytest.raises(WeightsTimeout, match=r"rollout-0 is pid \d+, alive after 0.1 s"):

@@ -132,7 +132,7 @@ def test_a_copy_that_was_overtaken_is_thrown_away(path: Path) -> None:
     assert all(bool((tensor == 3).all()) for tensor in here.values())
 
 
-def test_no_mixture_is_ever_read_while_another_process_writes_as_fast_as_it_can(path: Path) -> None:
+def test_no_mixture_is_read_while_another_process_writes_at_full_speed(path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", SENDER, str(path), "1", "100000000", "", "0"]) as writer:
         receiver, here, seen = ShmReceiver(path), tensors(0.0), set()
         receiver.wait_for(1, 60)
@@ -201,7 +201,7 @@ def test_a_file_that_is_no_segment_is_not_read(path: Path) -> None:
     assert ShmReceiver(path).newest() == (1, 1)
 
 
-def test_a_segment_whose_file_was_removed_is_made_again_with_the_next_version(path: Path) -> None:
+def test_a_segment_whose_file_was_removed_is_remade_with_the_next_version(path: Path) -> None:
     sender, receiver = ShmSender(path), ShmReceiver(path)
     sender.publish(1, 1, tensors(1))
     assert receiver.newest() == (1, 1)

@@ -123,7 +123,7 @@ def test_a_frame_on_another_base_is_found_out() -> None:
         apply(unpack(np.frombuffer(data, np.uint8)), manifest, here, [0, 0])
 
 
-def test_an_index_beyond_the_tensor_and_a_part_beyond_the_manifest_are_refused() -> None:
+def test_an_index_beyond_the_tensor_or_a_part_beyond_manifest_is_refused() -> None:
     manifest = Manifest.of({"w": torch.zeros(4)})
     far = sparse.TensorChange(0, 4, np.array([4], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
     other = sparse.TensorChange(7, 4, np.array([1], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
@@ -134,7 +134,7 @@ def test_an_index_beyond_the_tensor_and_a_part_beyond_the_manifest_are_refused()
             apply(unpack(data), manifest, {"w": torch.zeros(4)}, [0])
 
 
-def test_more_changes_than_the_threshold_are_sent_in_full_and_the_shadow_stays_as_it_was() -> None:
+def test_changes_above_the_threshold_are_sent_in_full_keeping_the_shadow() -> None:
     sent = {"w": torch.zeros(1000)}
     manifest = Manifest.of(sent)
     shadow = Shadow(manifest, torch.zeros(manifest.nbytes, dtype=torch.uint8), 0.1, MANY)
@@ -156,7 +156,7 @@ def test_frames_in_a_row_come_apart_again_and_cut_ones_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_that_are_not_plain_memory_get_the_same_bits_and_the_same_sums(kind: torch.dtype) -> None:
+def test_tensors_of_unusual_memory_get_the_same_bits_and_sums(kind: torch.dtype) -> None:
     sent = {"w": torch.arange(24).reshape(4, 6).to(kind)}
     manifest = Manifest.of(sent)
     block = torch.zeros(manifest.nbytes, dtype=torch.uint8)
@@ -241,7 +241,7 @@ def test_shared_memory_ends_bit_identical_after_any_sequence(
     sender.close()
 
 
-def test_frames_are_used_where_they_can_be_and_key_frames_come_every_k_versions(path: Path) -> None:
+def test_frames_are_used_where_possible_with_key_frames_every_k_versions(path: Path) -> None:
     sender, receiver = ShmSender(path, threshold=0.2, key_every=4), ShmReceiver(path)
     sent, here = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
     logged = []
@@ -256,7 +256,7 @@ def test_frames_are_used_where_they_can_be_and_key_frames_come_every_k_versions(
     assert [used > 0 for used in logged] == [False, True, True, True, False, True, True, True, False]
 
 
-def test_a_frame_that_was_damaged_in_shared_memory_is_never_put_in_place(path: Path) -> None:
+def test_a_frame_damaged_in_shared_memory_is_never_applied(path: Path) -> None:
     sender, receiver = ShmSender(path, threshold=0.2), ShmReceiver(path, timeout_s=0.1)
     sent, here = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
     sender.publish(1, 1, sent)

@@ -92,7 +92,7 @@ def test_an_overtaken_or_older_version_is_given_up(tmp_path: Path) -> None:
             begun(copy, version)
 
 
-def test_what_a_host_has_of_two_versions_can_be_had_from_it_and_nothing_else(tmp_path: Path) -> None:
+def test_a_host_offers_only_what_it_has_of_two_versions(tmp_path: Path) -> None:
     sender, source = ShmSender(tmp_path / "home"), Snapshot(tmp_path / "home", PIECE)
     copy, taken = SegmentCopy(tmp_path / "away"), []
     for version in (1, 2, 3):
@@ -207,7 +207,7 @@ def test_engines_on_the_other_host_take_the_folders_that_the_learner_wrote(tmp_p
     assert [one.version for one in versions(tmp_path / "away")] == [2, 5]
 
 
-def test_a_folder_is_handed_on_while_it_comes_and_after_it_was_replaced(tmp_path: Path) -> None:
+def test_a_folder_is_forwarded_while_it_arrives_and_after_its_replacement(tmp_path: Path) -> None:
     sender, source = sent(tmp_path / "home"), FolderSnapshot(tmp_path / "home", PIECE)
     copy = FolderCopy(tmp_path / "away", 1)
     sender.publish(1, 1, {})

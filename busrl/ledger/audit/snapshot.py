@@ -135,7 +135,7 @@ def _header(data: bytes, size: int, path: Path) -> tuple[bytes, int, int]:
 
 
 def _damage(data: bytes, size: int) -> str:
-    """Why no start would adopt a ring with this head; empty if its head is whole."""
+    """The reason why no start would adopt a ring with this head; empty if its head is whole."""
     crc, ready = struct.unpack_from("<II", data, FIXED_BYTES)
     own, (total,) = crc32c(data[:FIXED_BYTES]), struct.unpack_from("<Q", data, 0x10)
     if crc != own:

@@ -79,7 +79,7 @@ class Drops(msgspec.Struct):
 
 
 class End(msgspec.Struct):
-    """Why the recording ended, and its sums."""
+    """The end of a recording: why it ended, and its sums."""
 
     why: str
     messages: int

@@ -36,7 +36,7 @@ def test_one_log_is_printed_as_it_stands_and_all_with_their_names(run: RunPaths)
     ]
 
 
-def test_a_name_or_a_directory_without_logs_is_refused_with_those_that_are_there(run: RunPaths) -> None:
+def test_an_unknown_log_name_or_directory_is_refused_with_existing_names(run: RunPaths) -> None:
     child = logs(run.root, "learner")
     _, problem = child.communicate(timeout=LIMIT_S)
     assert child.returncode == 2 and b"there are bus, rollout-0" in problem
@@ -45,7 +45,7 @@ def test_a_name_or_a_directory_without_logs_is_refused_with_those_that_are_there
     assert child.returncode == 2 and b"no logs there" in problem
 
 
-def test_a_log_is_followed_over_its_new_lines_and_new_files_to_the_end_of_the_run(run: RunPaths) -> None:
+def test_a_log_is_followed_over_new_lines_and_files_until_the_end(run: RunPaths) -> None:
     lock = OfdLock(str(run.lock("run")))
     assert lock.try_acquire()
     child = logs(run.root, "-f")

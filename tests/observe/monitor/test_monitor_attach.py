@@ -106,7 +106,7 @@ def without_size() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("ending", ["key", "SIGTERM"])
-def test_the_live_screen_follows_the_terminal_and_gives_it_back_as_it_was(
+def test_the_live_screen_follows_the_terminal_and_restores_it_afterwards(
     scene: Scene, started: Start, ending: str
 ) -> None:
     before = scene.state()
@@ -150,7 +150,7 @@ def read_until(master: int, enough: Callable[[str], bool]) -> str:
     return text
 
 
-def test_new_lines_in_the_files_of_a_run_show_up_while_it_is_watched(scene: Scene, started: Start) -> None:
+def test_new_lines_in_run_files_show_up_while_it_is_watched(scene: Scene, started: Start) -> None:
     child = started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "1")
     until("it is attached", lambda: scene.paths.ring_name in Path(f"/proc/{child.pid}/maps").read_text())
     with open(scene.paths.metrics, "ab") as file:
@@ -165,7 +165,7 @@ def test_a_run_that_has_ended_is_shown_by_its_files(scene: Scene, started: Start
     assert "ended" in out and "finished: the goal is reached" in out and "40 steps" in out
 
 
-def test_a_ring_that_a_later_start_made_is_found_and_a_damaged_one_is_none(scene: Scene) -> None:
+def test_the_monitor_finds_a_later_ring_and_ignores_a_damaged_one(scene: Scene) -> None:
     look = RingLook(scene.paths, group_size=4)
     assert look.look().slots == 16  # type: ignore[union-attr]
     Ring.unlink(scene.paths.ring_name)
@@ -181,7 +181,7 @@ def test_a_ring_that_a_later_start_made_is_found_and_a_damaged_one_is_none(scene
     look.close()
 
 
-def test_a_damaged_ring_is_not_shown_as_none_but_with_the_reason_and_the_remedy(scene: Scene, started: Start) -> None:
+def test_a_damaged_ring_is_shown_with_the_reason_and_the_remedy(scene: Scene, started: Start) -> None:
     with open(scene.paths.ring_file, "r+b") as file:
         file.seek(40)
         file.write(b"\xff" * 8)
@@ -213,7 +213,7 @@ def test_the_tap_is_for_its_owner_alone(scene: Scene) -> None:
         assert (scene.paths.runtime_dir / name).stat().st_mode & 0o077 == 0
 
 
-def test_a_directory_that_is_no_run_and_an_address_that_is_none_are_named(
+def test_a_directory_without_a_run_and_an_invalid_address_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["monitor", str(tmp_path), "--once"]) == 2
@@ -225,7 +225,7 @@ def test_a_directory_that_is_no_run_and_an_address_that_is_none_are_named(
     assert "on the host of the run" in told and "ssh HOST busrl monitor RUN_DIR" in told and "keys" not in told
 
 
-def test_rounds_of_validation_of_a_run_that_is_over_stand_in_the_picture(scene: Scene, started: Start) -> None:
+def test_validation_rounds_of_a_finished_run_appear_in_the_picture(scene: Scene, started: Start) -> None:
     scene.paths.validation.write_text(
         '{"round":0,"val/reward":0.25,"version":0,"samples":8}\n{"round":40,"val/reward":null}\n{"rou'
     )

@@ -57,7 +57,7 @@ def ring(*processes: ProcessRecord, **changed: object) -> RingRecord:
 
 
 @given(st.lists(st.integers(1, 30), min_size=1))
-def test_steps_told_in_any_order_and_any_number_of_times_make_the_same_charts(told: list[int]) -> None:
+def test_steps_in_any_order_and_multiplicity_make_the_same_charts(told: list[int]) -> None:
     picture = RunState()
     for step in told:
         picture.handle(update(step), 0.0)
@@ -93,7 +93,7 @@ def test_the_ring_is_believed_where_messages_were_lost() -> None:
     assert picture.state == "left"
 
 
-def test_an_error_that_was_filed_and_published_is_shown_once_and_two_alike_twice() -> None:
+def test_an_error_both_filed_and_published_shows_once() -> None:
     complaints = RecentErrors()
     one = ErrorRecord(100.0, "rollout/0", "warning", "rollout", "slow")
     published = ErrorRecord(100.01, "rollout-0", "warning", "rollout", "slow")
@@ -111,7 +111,7 @@ def test_a_process_is_late_only_after_the_time_that_it_declared() -> None:
     assert [(row.name, row.late) for row in picture.rows(0.0)] == [("a", True), ("b", False)]
 
 
-def test_a_process_without_a_mapping_is_shown_by_its_presence_on_the_bus_until_it_leaves() -> None:
+def test_a_process_without_a_mapping_shows_by_its_bus_presence() -> None:
     picture = RunState()
     picture.look(ring(process("rollout/0")), 0.0)
     picture.handle(m.Hello(sender="rollout-0", role="rollout", pid=7, index=1), 0.0)
@@ -125,7 +125,7 @@ def test_a_process_without_a_mapping_is_shown_by_its_presence_on_the_bus_until_i
     assert [one.name for one in picture.rows(3.0)] == ["rollout/0"]
 
 
-def test_tokens_per_second_are_the_rings_counter_and_start_anew_with_a_new_ring() -> None:
+def test_tokens_per_second_follow_the_counter_of_the_current_ring() -> None:
     picture = RunState()
     for second, tokens in enumerate((100, 150, 200, 0, 30)):
         picture.look(ring(process(), tokens=tokens), float(second))
@@ -148,7 +148,7 @@ def test_a_counter_that_becomes_known_is_no_speed() -> None:
     assert picture.speed(4.0) == Speed(), "another ring is another counter"
 
 
-def test_steps_tell_how_fast_they_follow_each_other_before_a_second_one_was_watched() -> None:
+def test_steps_tell_their_pace_before_a_second_one_was_watched() -> None:
     picture = RunState(facts=Facts(max_steps=20))
     for number in range(1, 11):
         picture.step(StepRecord(number, seconds=3.0, samples=6, tokens=300), None)
@@ -181,7 +181,7 @@ def test_a_replay_tells_the_speed_of_the_run_whatever_its_own_is(pace: float) ->
     assert picture.speed(now + 1000).steps_per_min == 60.0
 
 
-def test_a_replay_as_fast_as_it_goes_has_no_clock_for_the_rings_counters() -> None:
+def test_a_replay_at_full_speed_has_no_clock_for_ring_counters() -> None:
     picture = RunState()
     picture.replayed("a run", 0.0, False)
     for second in range(10):
@@ -196,7 +196,7 @@ def test_looks_that_came_in_one_batch_are_one_point() -> None:
     assert picture.speed(1.0).tokens_per_s == 30.0
 
 
-def test_a_listener_that_is_behind_knows_it_and_a_wrong_clock_does_not_look_like_that() -> None:
+def test_a_listener_that_is_behind_knows_it_despite_wrong_sender_clocks() -> None:
     traffic = Traffic()
     ahead_and_behind = {"here": 0.001, "ahead": -50.0, "behind": 70.0}
     for sender, age in ahead_and_behind.items():
@@ -268,7 +268,7 @@ def test_the_data_are_json_whatever_is_not_known() -> None:
     assert "slots" not in found and found["max_steps"] is None and found["state"] == "unknown"
 
 
-def test_a_round_of_validation_that_file_and_bus_tell_of_is_shown_once() -> None:
+def test_a_validation_round_told_by_file_and_bus_shows_once() -> None:
     picture = RunState()
     picture.validated(RoundRecord(0, 0, 0.25))
     picture.handle(m.ValidationDone(round=0, version=0, samples=8, mean=0.25), 0.0)
@@ -279,7 +279,7 @@ def test_a_round_of_validation_that_file_and_bus_tell_of_is_shown_once() -> None
     assert "validation 0.250 → 0.750" in words.line(picture, 0.0)
 
 
-def test_a_name_that_is_heard_for_the_first_time_between_two_looks_has_a_rate_at_the_second() -> None:
+def test_a_name_first_heard_between_two_looks_has_a_rate_afterwards() -> None:
     traffic = Traffic()
     traffic.tick(10.0)
     for _ in range(6):
@@ -306,7 +306,7 @@ def test_new_samples_are_read_once_and_a_bad_line_is_left_out(tmp_path: Path) ->
     assert files.new_samples() == both and files.new_samples() == []
 
 
-def test_a_page_gets_parts_of_the_reward_by_name_and_the_rounds_that_judged() -> None:
+def test_a_page_gets_named_reward_parts_and_the_rounds_that_judged() -> None:
     run = RunState()
     heard = update(1)
     heard.metrics["reward_parts/exact"] = 0.25

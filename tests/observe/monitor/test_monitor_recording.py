@@ -52,7 +52,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, wante
 
 @settings(max_examples=60)
 @given(WRITTEN.filter(bool), st.data())
-def test_a_file_cut_anywhere_gives_its_whole_records_and_says_where_it_is_torn(
+def test_a_file_cut_anywhere_gives_its_whole_records_and_the_torn_place(
     tmp_path_factory: pytest.TempPathFactory, wanted: list[tuple[Kind, bytes, bytes]], data: st.DataObject
 ):
     path = tmp_path_factory.getbasetemp() / "torn.rec"
@@ -126,7 +126,7 @@ def test_a_recording_never_overwrites_and_a_full_disk_keeps_what_was_written(tmp
     assert [one.at_ns for one in got] == list(range(len(got))) and len(got) > 2000
 
 
-def test_a_recorder_writes_every_message_with_its_bytes_and_looks_at_the_ring(
+def test_a_recorder_writes_every_message_and_looks_at_the_ring(
     scene: Scene, started: Start, tmp_path: Path
 ) -> None:
     before, path = scene.state(), tmp_path / "a.rec"
@@ -159,7 +159,7 @@ def recorder(scene: Scene, started: Start, path: Path, *options: str):
     return child, publisher
 
 
-def test_a_recording_that_has_its_name_and_no_header_yet_is_waited_for(tmp_path: Path) -> None:
+def test_a_named_recording_without_a_header_yet_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "a.rec"
     path.touch()  # what a reader sees between the writer's first two calls of the system
     assert entries(path) == []
@@ -170,7 +170,7 @@ def recorded_uids(path: Path) -> list[int]:
     return [msgspec.msgpack.decode(body)["uid"] for body in bodies]
 
 
-def test_a_stopped_recorder_costs_the_other_subscribers_nothing_and_the_broker_little_memory(
+def test_a_stopped_recorder_costs_subscribers_nothing_and_the_broker_little_memory(
     scene: Scene, started: Start, tmp_path: Path
 ) -> None:
     path, count, size = tmp_path / "a.rec", 12_000, 10_000
@@ -221,7 +221,7 @@ def resident(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_monitor_that_was_stopped_says_how_much_it_missed_and_shows_the_present(scene: Scene, started: Start) -> None:
+def test_a_monitor_that_was_stopped_reports_its_losses_and_shows_the_present(scene: Scene, started: Start) -> None:
     publisher = scene.endpoint("rollout-9")
     child = started("monitor", str(scene.paths.root), "--plain")
     assert child.stdout is not None
@@ -247,7 +247,7 @@ def re_positive(line: str) -> bool:
     return "messages/s" in line and "· 0 messages/s" not in line
 
 
-def test_a_tap_that_is_reopened_drops_its_backlog_and_hears_what_comes_next(scene: Scene) -> None:
+def test_a_reopened_tap_drops_its_backlog_and_hears_what_comes_next(scene: Scene) -> None:
     tap, publisher = Tap(scene.paths.tap), scene.endpoint("rollout-9")
 
     def take(message: m.Message) -> list[str]:
@@ -293,7 +293,7 @@ def test_nothing_is_recorded_where_nothing_runs(
     assert "not an endpoint" in capsys.readouterr().err
 
 
-def test_a_ring_that_nobody_uses_is_not_recorded_but_a_launch_that_starts_is(
+def test_an_unused_ring_is_not_recorded_but_a_starting_launch_is(
     scene: Scene, started: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.rec"

@@ -90,7 +90,7 @@ def replaying(path: Path, bind: str, **options: object) -> Iterator[tuple[Replay
         assert not thread.is_alive()
 
 
-def test_a_monitor_fed_as_fast_as_it_goes_counts_what_the_recording_holds(
+def test_a_monitor_fed_at_full_speed_counts_what_the_recording_holds(
     short_dir: Path, started: Start, tmp_path: Path
 ) -> None:
     path, bind = make(tmp_path / "a.rec", stream(30_000)), f"ipc://{short_dir}/replay.sock"
@@ -124,7 +124,7 @@ def test_a_torn_recording_is_replayed_up_to_the_tear_and_says_so(
 
 
 @pytest.mark.parametrize("speed", ["1", "20", "max"])
-def test_a_recording_that_starts_in_the_middle_of_a_run_shows_the_speed_of_that_run(
+def test_a_recording_from_the_middle_of_a_run_shows_its_speed(
     short_dir: Path, started: Start, tmp_path: Path, speed: str
 ) -> None:
     metrics = {"seconds": 2.5}
@@ -174,7 +174,7 @@ def test_an_endpoint_begins_the_replay_and_gets_what_it_subscribed_to(short_dir:
     assert result == [500]
 
 
-def test_a_listener_without_a_ping_is_not_waited_for_once_its_subscriptions_are_quiet(
+def test_a_listener_without_a_ping_is_awaited_until_its_subscriptions_are_quiet(
     short_dir: Path, started: Start, tmp_path: Path
 ) -> None:
     path, bind = make(tmp_path / "a.rec", stream(50)), f"ipc://{short_dir}/sub.sock"
@@ -188,7 +188,7 @@ def test_a_listener_without_a_ping_is_not_waited_for_once_its_subscriptions_are_
     assert "published 50 messages" in finished(player)
 
 
-def test_a_listener_that_leaves_ends_the_replay_with_an_error_that_says_so(short_dir: Path, tmp_path: Path) -> None:
+def test_a_departing_listener_ends_the_replay_with_an_error_saying_so(short_dir: Path, tmp_path: Path) -> None:
     path, bind = make(tmp_path / "a.rec", stream(400), every_ns=100 * MS), f"ipc://{short_dir}/replay.sock"
     with replaying(path, bind, speed=1.0) as (_, result):
         tap = Tap(bind)
@@ -220,7 +220,7 @@ def test_a_living_runs_bus_is_never_taken(scene: Scene, tmp_path: Path, capsys: 
     scene.endpoint("learner").ready(PATIENCE_S)
 
 
-def test_an_address_that_is_served_or_is_a_file_is_refused_and_left_alone(short_dir: Path, tmp_path: Path) -> None:
+def test_an_address_that_is_served_or_a_file_is_refused(short_dir: Path, tmp_path: Path) -> None:
     path = make(tmp_path / "a.rec", stream(5))
     with socket.socket(socket.AF_UNIX) as server, Recording(path) as recording:
         server.bind(f"{short_dir}/served")

@@ -115,7 +115,7 @@ def test_the_line_of_a_round_says_how_many_of_how_many(samples: int, dropped: in
     assert progress.handle(done, 0.0) == [f"validation 4 of version 3: {said}"]
 
 
-def test_a_measurement_says_how_far_it_is_while_a_step_of_it_takes_long(
+def test_a_measurement_reports_its_progress_during_a_long_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = threading.Semaphore(0)

@@ -119,7 +119,7 @@ def test_a_recording_of_a_real_run_shows_it_again(
     assert told["messages"]["missed"] == 0
 
 
-def test_the_run_ends_in_order_with_a_stopped_recorder_attached_and_the_recording_ends_with_it(
+def test_run_and_recording_end_in_order_despite_a_stopped_recorder(
     run: Run, held: dict[str, Any]
 ) -> None:
     assert run.child is not None

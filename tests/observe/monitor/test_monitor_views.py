@@ -80,7 +80,7 @@ def test_more_processes_than_lines_are_counted() -> None:
 
 @settings(max_examples=30)
 @given(st.text(max_size=300))
-def test_names_and_texts_from_outside_can_not_break_the_screen_or_the_lines(text: str) -> None:
+def test_names_and_texts_from_outside_cannot_break_the_screen_or_lines(text: str) -> None:
     made = picture(name=text)
     made.errors.add(ErrorRecord(1.0, text, text, text, f"\x1b[2J[bold]{text}"), "bus")
     made.waiting = text
@@ -96,7 +96,7 @@ def test_plain_lines_tell_the_same() -> None:
     assert "LATE: rollout/3" in plain.line(picture(), 2.0)
 
 
-def test_a_controller_is_shown_with_what_it_wants_and_what_is_in_force() -> None:
+def test_a_controller_shows_what_it_wants_and_what_is_in_force() -> None:
     made = picture()
     assert not any("H/H_ref" in line for line in plain.lines(made, 2.0, 1010.0))
     made.step(StepRecord(121, n_min=32, control_n_min=64, control_moves=1, entropy_ratio=0.55), 1.0)

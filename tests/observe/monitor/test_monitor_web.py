@@ -139,7 +139,7 @@ def test_the_ring_is_told_by_state_age_and_version(scene: Scene, site: Site) -> 
     assert (name, count) == ("free", 16) and len(ages) == 3 and 0 <= ages[0] <= ages[1] <= ages[2]
 
 
-def test_every_file_of_the_page_is_there_and_asks_nothing_of_other_hosts(site: Site) -> None:
+def test_every_page_file_exists_and_asks_nothing_of_other_hosts(site: Site) -> None:
     for path, (name, kind) in FILES.items():
         status, headers, body = site.get(path)
         assert (status, headers["content-type"]) == (200, f"{kind}; charset=utf-8"), name
@@ -305,7 +305,7 @@ def test_silent_and_slow_connections_are_bounded_and_closed(site: Site) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_thousand_hostile_connections_take_no_descriptors_for_long_and_keep_nobody_out(site: Site) -> None:
+def test_ten_thousand_hostile_connections_keep_nobody_out_and_free_their_descriptors(site: Site) -> None:
     """Silent ones, half requests, garbage, bodies, resets, pages that read nothing: a page that is open goes on, and
     others are answered in between."""
     begun = HEAD % (b"/events", b"")

@@ -91,7 +91,7 @@ def test_a_chain_ends_at_a_root_and_names_no_process_twice(run: RunState) -> Non
 
 
 @given(runs)
-def test_the_same_picture_gives_the_same_chain_in_whatever_order_it_is_listed(run: RunState) -> None:
+def test_the_same_picture_gives_the_same_chain_in_any_listing_order(run: RunState) -> None:
     ring = run.ring
     assert ring is not None
     other = RunState(facts=FACTS, restarts=dict(reversed(run.restarts.items())), launched=True)
@@ -143,7 +143,7 @@ def test_a_full_ring_is_told_of_with_who_holds_it() -> None:
     assert "(no slot is free, it has 12 of 16)" in chain(run, 0.0)[-1].because
 
 
-def test_weights_that_are_not_taken_are_traced_to_the_engine_or_to_the_transport() -> None:
+def test_untaken_weights_are_traced_to_the_engine_or_the_transport() -> None:
     publishing = process("learner", "publish")
     run = picture(publishing, process("rollout/0", stopped=True, pid=5))
     assert found(run) == (["learner", "rollout/0"], "kill -CONT 5")
@@ -165,7 +165,7 @@ def test_weights_that_are_not_taken_are_traced_to_the_engine_or_to_the_transport
     assert found(run) == (["learner"], "kill -CONT 6")
 
 
-def test_an_episode_without_a_call_waits_for_its_own_code_and_one_with_a_call_for_an_engine() -> None:
+def test_an_episode_waits_for_its_own_code_or_its_engine() -> None:
     agent = process("agent/0")
     hangs = (Held("generating", "agent/0", 3, 41.0, draw=7), Held("generating", "agent/0", 5, 1.0, call="rollout/0"))
     assert found(picture(WAITING, agent, slots=hangs))[1] == "the episodes' own code (play.py:go), or its clients"
@@ -184,7 +184,7 @@ def test_a_version_that_is_held_is_traced_to_what_validation_waits_for() -> None
     assert found(run) == (["learner", "validator", "rollout/0"], "kill -CONT 77")
 
 
-def test_a_full_disk_a_pause_a_silent_host_and_a_lost_home_are_roots() -> None:
+def test_full_disks_and_pauses_and_silent_hosts_and_lost_homes_are_roots() -> None:
     assert found(picture(process("learner", "waiting for disk space")))[1].startswith("space on the disk")
     run = picture(WAITING, words={"generation_pause": 2})
     assert found(run) == (["scheduler"], "`busrl resume`")

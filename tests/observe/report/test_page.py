@@ -189,7 +189,7 @@ def test_ticks_are_round_numbers_in_the_range_and_a_handful(low: float, width: f
 
 
 @given(st.lists(st.floats(-9, 9) | st.just(float("nan")), max_size=2000))
-def test_a_long_line_is_drawn_with_few_points_between_its_lowest_and_highest(values: list[float]) -> None:
+def test_a_long_line_is_drawn_with_few_points_keeping_its_extremes(values: list[float]) -> None:
     y = np.array(values, np.float64)
     line = thinned(Line("x", np.arange(len(y), dtype=np.float64), y))
     known = y[np.isfinite(y)]

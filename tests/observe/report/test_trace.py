@@ -40,7 +40,7 @@ def checked_events(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_trace_has_a_track_for_every_process_and_everything_in_its_order(tmp_path: Path) -> None:
+def test_a_trace_has_an_ordered_track_for_every_process(tmp_path: Path) -> None:
     record = read(make_run(tmp_path))
     found = checked_events(trace(record, slices(record)))
     assert {one["args"]["name"] for one in found if one["name"] == "process_name"} == {
@@ -54,7 +54,7 @@ def test_a_trace_has_a_track_for_every_process_and_everything_in_its_order(tmp_p
     assert any(one["ph"] == "i" and "rollout/0 died" in one["name"] for one in found)
 
 
-def test_the_share_of_decoding_that_falls_into_training_is_that_of_the_clock(tmp_path: Path) -> None:
+def test_the_share_of_decoding_during_training_follows_the_clock(tmp_path: Path) -> None:
     # Training of step 1 lies in 0 to 1 and 5 to 9 s, of step 2 in 10 to 11 and 15 to 19 s.
     assert overlap(slices(read(make_run(tmp_path)))) == pytest.approx(0.25), "of 2, 4, 9 and 12 s the one at 9 s"
 

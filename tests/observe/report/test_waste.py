@@ -32,7 +32,7 @@ def test_every_token_that_was_drawn_has_a_cause(tmp_path: Path) -> None:
     assert "too old" in text and "3 samples in the slots of processes that died" in text
 
 
-def test_long_answers_that_are_lost_show_in_lengths_and_in_the_longest_quarter(tmp_path: Path) -> None:
+def test_lost_long_answers_show_in_lengths_and_in_the_longest_quarter(tmp_path: Path) -> None:
     waste = waste_of(read(make_run(tmp_path)))
     assert waste.lengths["lost"].mean == 300 and waste.lengths["trained"].mean == 200 / 6
     assert waste.lengths["ended"].samples == 9 and waste.lengths["ended"].mean == 520 / 9
@@ -41,7 +41,7 @@ def test_long_answers_that_are_lost_show_in_lengths_and_in_the_longest_quarter(t
     assert waste.quarters[-2].trained == 1.0 and waste.quarters[-2].age == 1.0
 
 
-def test_a_step_that_was_made_undone_and_made_again_counts_once_as_trained(tmp_path: Path) -> None:
+def test_a_step_undone_and_made_again_counts_once_as_trained(tmp_path: Path) -> None:
     root = make_run(tmp_path)
     write_lines(root / "groups.jsonl", [
         ended(1, [0], "T", [[10]]), ended(2, [1], "T", [[20]]), ended(3, [2], "T", [[40]]),
@@ -51,13 +51,13 @@ def test_a_step_that_was_made_undone_and_made_again_counts_once_as_trained(tmp_p
     assert found["undone"] == 60 and found["trained"] == 35 - found["earlier_segments"] - found["too_old"]  # type: ignore[operator]
 
 
-def test_a_group_whose_learner_died_before_it_was_dropped_counts_as_what_it_became(tmp_path: Path) -> None:
+def test_a_group_whose_learner_died_before_dropping_counts_by_its_outcome(tmp_path: Path) -> None:
     root = make_run(tmp_path)
     write_lines(root / "groups.jsonl", [ended(1, [5], "o", [[70]]), ended(1, [5], "T", [[70]])])
     assert "too old" not in tokens_of(root) and tokens_of(root)["trained"] == 70
 
 
-def test_what_engines_drew_is_said_to_be_unknown_where_they_wrote_less_than_ended(tmp_path: Path) -> None:
+def test_engine_output_is_unknown_where_engines_wrote_less_than_ended(tmp_path: Path) -> None:
     root = make_run(tmp_path)
     write_lines(root / "pace" / "rollout-0.jsonl", [interval(2, 100)])
     waste = waste_of(read(root))
@@ -76,7 +76,7 @@ LINES = st.lists(st.tuples(st.sampled_from("Tfoi"), st.lists(st.integers(0, 99),
 
 @settings(deadline=None, max_examples=40)
 @given(LINES, st.integers(0, 3000))
-def test_the_parts_add_up_to_what_was_drawn_or_the_rest_is_unknown(
+def test_the_parts_add_up_to_the_drawn_tokens_or_leave_unknowns(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, list[int]]], drawn: int
 ) -> None:
     root = tmp_path_factory.mktemp("run")

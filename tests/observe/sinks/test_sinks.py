@@ -107,7 +107,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_each_step_and_each_round_of_each_set_is_given_once_over_several_starts(run: RunOfFiles) -> None:
+def test_each_step_and_round_is_given_once_over_several_starts(run: RunOfFiles) -> None:
     sink = Recorder()
     run.step(1, 2)
     run.round(0, 0.25)
@@ -125,7 +125,7 @@ def test_each_step_and_each_round_of_each_set_is_given_once_over_several_starts(
     ]
 
 
-def test_a_line_of_idle_groups_and_a_torn_or_damaged_one_are_no_steps(run: RunOfFiles) -> None:
+def test_idle_group_lines_and_torn_or_damaged_lines_are_no_steps(run: RunOfFiles) -> None:
     sink = Recorder()
     run.step(1)
     with open(run.paths.metrics, "a") as file:
@@ -139,7 +139,7 @@ def test_a_line_of_idle_groups_and_a_torn_or_damaged_one_are_no_steps(run: RunOf
 
 
 @pytest.mark.parametrize("problem", [ConnectionError("no such host"), SystemExit("no such host")])
-def test_a_sink_that_fails_is_made_anew_and_gets_what_it_has_missed(
+def test_a_failing_sink_is_remade_and_gets_what_it_missed(
     run: RunOfFiles, monkeypatch: pytest.MonkeyPatch, problem: BaseException
 ) -> None:
     monkeypatch.setattr("busrl.observe.sinks.feed.FIRST_PAUSE_S", 0.01)
