@@ -789,8 +789,10 @@ class Topology:
 LIMITS = {item.name for item in dataclasses.fields(AdmissionLimits)}
 
 
-def _with_limits(data: dict[str, Any]) -> dict[str, Any]:
+def _with_limits(data: Any) -> Any:
     """Plain data of a topology with the limits, which stand flat among the derived values, as a table of their own."""
+    if not isinstance(data, dict):
+        raise TypeError(f"expected a map, got {type(data).__name__}")
     derived = data.get("derived")
     if not isinstance(derived, dict):
         return data

@@ -209,7 +209,7 @@ def test_a_stream_whose_engine_fails_says_so_behind_what_it_brought(chats: Calla
             raise CallUnanswered("lost", "it became another answer")
 
         episode._engine, gone = lost, []
-        episode.gone_wrong = gone.append
+        episode.on_unanswered(gone.append)
         async with client_of(episode) as client:
             text = ""
             with pytest.raises(APIError, match="this episode is over"):
@@ -400,7 +400,7 @@ def test_an_episode_that_is_used_up_says_so_as_openai_does(chats: Callable[[str]
 def test_an_engine_without_an_answer_ends_the_episode_and_tells_its_role(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         told: list[CallUnanswered] = []
-        episode.gone_wrong = told.append
+        episode.on_unanswered(told.append)
 
         async def fails(call: Any) -> Any:
             raise CallUnanswered("late", "nobody had it")

@@ -111,8 +111,8 @@ def test_a_loss_over_all_samples_is_held_back_unless_declared_streamable(
         topology = load(ROOT / "configs" / "quickstart.toml", [f"learner.loss={tmp_path}/own.py:{name}"])
         folder = str(pretrained.model_at(topology.model.path))
         made[name] = TrainingStep(replace(topology, model=replace(topology.model, path=folder)))
-    assert (made["f"].streamable, made["g"].streamable) == (False, True)
-    assert made["f"]._loss_may_read("prox") and not made["g"]._loss_may_read("prox")
+    assert (made["f"].models.streamable, made["g"].models.streamable) == (False, True)
+    assert made["f"].models.loss_may_read("prox") and not made["g"].models.loss_may_read("prox")
 
 
 def test_check_names_the_key_the_line_and_the_cause(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,8 +147,7 @@ def test_an_episode_reaches_another_rank_as_it_is(shapes: Any) -> None:
 
     samples = [made(shape, index) for index, shape in enumerate(shapes)]
     worth = [[0.5] * len(one.turn_lengths()) if one.turns is not None else 1.0 for one in samples]
-    trainer: Any = SimpleNamespace(ages_of=lambda versions: versions.astype(np.int64))
-    sent = msgspec.msgpack.encode(work_of(trainer, samples, Given(worth, worth), 4))
+    sent = msgspec.msgpack.encode(work_of(lambda versions: versions.astype(np.int64), samples, Given(worth, worth), 4))
     work = msgspec.msgpack.decode(sent, type=Work)
     assert work.advantages == work.weights == worth
     there = samples_of(work)

@@ -210,16 +210,16 @@ def test_reference_and_teacher_of_a_rank_have_the_draws_temperature(
     """What a rank makes of its second model, which is whole here: as transformers alone gives its logits."""
     folder = changed(lab, tmp_path / "second")
     monkeypatch.setattr(TrainerBuilder, "_other", lambda self, where: choose_forward(load(where)))
-    team = SimpleNamespace(reference=folder, teacher=folder, teacher_k=TEACHER_K)
+    team = SimpleNamespace(refers=True, reference=folder, taught=True, teacher=folder, teacher_k=TEACHER_K)
     builder, model, plain = TrainerBuilder(TrainerSettings(), team, None), lab.model(double=False), load(folder)
     samples = lab.samples(groups=1, members=3, temperatures=(0.7,))
     flat = flatten(samples, torch.float32, torch.device("cpu"))
     rows = [plain(torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids])[None].astype(np.int64))).logits[
         0, len(one.prompt_ids) - 1 : -1].detach() for one in samples]
     expected = torch.log_softmax(torch.cat(rows) / 0.7, -1)
-    referred = builder._refer(None, None, model)(samples, flat)
+    referred = builder._refer(None, None, None, model)(samples, flat)
     assert torch.allclose(referred.detach(), expected.gather(-1, flat.targets[:, None])[:, 0], atol=1e-5)
-    ids, best = builder._teach(model)(samples, flat)
+    ids, best = builder._teach(None, model)(samples, flat)
     assert torch.allclose(best, expected.gather(-1, ids), atol=1e-5)
     assert torch.allclose(best, expected.topk(TEACHER_K, -1).values, atol=1e-5)
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from busrl.observe.monitor import phrases
 from busrl.observe.monitor.screen import view
 from busrl.protocol import messages as m
 from busrl.status import words as plain
@@ -86,11 +87,11 @@ def test_names_and_texts_from_outside_cannot_break_the_screen_or_lines(text: str
     made.waiting = text
     lines = shown(made, 80, 24)
     assert len(lines) == 24 and not any("\x1b[2J" in line for line in lines)
-    assert not any("\x1b" in line or "\n" in line for line in plain.lines(made, 2.0, 1100.0))
+    assert not any("\x1b" in line or "\n" in line for line in phrases.lines(made, 2.0, 1100.0))
 
 
 def test_plain_lines_tell_the_same() -> None:
-    text = "\n".join(plain.lines(picture(), 2.0, 1100.0))
+    text = "\n".join(phrases.lines(picture(), 2.0, 1100.0))
     for wanted in ("quickstart · running", "step 120/150", "reward", "21/32 groups ready", "LATE", "trouble 2"):
         assert wanted in text, text
     assert "LATE: rollout/3" in plain.line(picture(), 2.0)
@@ -98,19 +99,19 @@ def test_plain_lines_tell_the_same() -> None:
 
 def test_a_controller_shows_what_it_wants_and_what_is_in_force() -> None:
     made = picture()
-    assert not any("H/H_ref" in line for line in plain.lines(made, 2.0, 1010.0))
+    assert not any("H/H_ref" in line for line in phrases.lines(made, 2.0, 1010.0))
     made.step(StepRecord(121, n_min=32, control_n_min=64, control_moves=1, entropy_ratio=0.55), 1.0)
-    assert any("H/H_ref 0.55 · n_min 32, advises 64 · 1 moves" in line for line in plain.lines(made, 2.0, 1010.0))
+    assert any("H/H_ref 0.55 · n_min 32, advises 64 · 1 moves" in line for line in phrases.lines(made, 2.0, 1010.0))
     assert any("advises 64" in line for line in shown(made, 120, 40))
     made.step(StepRecord(122, n_min=64, control_n_min=64, control_moves=1, entropy_ratio=0.55), 1.0)
-    lines = plain.lines(made, 2.0, 1010.0)
+    lines = phrases.lines(made, 2.0, 1010.0)
     assert any("n_min 64 · 1 moves" in line for line in lines)
     assert any("/64 groups ready" in line for line in lines)
 
 
 def test_lines_and_data_show_what_was_thrown_away_and_a_sample() -> None:
     made = picture()
-    text = "\n".join(plain.lines(made, 2.0, 1100.0))
+    text = "\n".join(phrases.lines(made, 2.0, 1100.0))
     assert "policy    flat groups 80% · cut answers 25%" in text and "sample    '1+1=' → '3', reward 0" in text
     shares = {"flat_share": pytest.approx(0.8), "cut_share": 0.25, "entropy": 0.5}
     assert made.steps.policy(made.idle) == {**shares, "ess": None, "k3": pytest.approx(0.001)}
@@ -120,18 +121,18 @@ def test_lines_and_data_show_what_was_thrown_away_and_a_sample() -> None:
 def test_prompts_that_the_scheduler_leaves_out_are_shown() -> None:
     made = picture()
     made.handle(m.SchedulerState(values={"left_out": 0.0, "resting": 0.0}), 1.0)
-    assert not any("left out" in line for line in plain.lines(made, 2.0, 1010.0)), "nothing was"
+    assert not any("left out" in line for line in phrases.lines(made, 2.0, 1010.0)), "nothing was"
     made.handle(m.SchedulerState(values={"left_out": 12.0, "resting": 5.0, "left_out/a": 12.0}), 1.0)
-    assert any("left out  12 draws by pass rate · 5 prompts rest" in one for one in plain.lines(made, 2.0, 1010.0))
+    assert any("left out  12 draws by pass rate · 5 prompts rest" in one for one in phrases.lines(made, 2.0, 1010.0))
 
 
 def test_prompts_of_several_sources_are_shown_with_reward_and_pass_rate_each() -> None:
     made = picture()
-    assert not any("sources" in line for line in plain.lines(made, 2.0, 1010.0)), "one source is the whole"
+    assert not any("sources" in line for line in phrases.lines(made, 2.0, 1010.0)), "one source is the whole"
     by = {"gsm8k": {"reward": 0.5, "pass_rate": 0.25, "groups": 9.0}, "a/b": {"reward": -1.0, "groups": 30.0}}
     metrics = {f"by/{tag}/{name}": value for tag, of in by.items() for name, value in of.items()}
     update = m.LearnerStateUpdate(
         entropy=0.1, version=3, step=121, groups=4, reward=0.1, tokens=9, samples=8, age_mean=0.0, metrics=metrics
     )
     made.step(step_of(update), 1.0)
-    assert any("sources   a/b -1.00 (0%) · gsm8k 0.50 (25%)" in line for line in plain.lines(made, 2.0, 1010.0))
+    assert any("sources   a/b -1.00 (0%) · gsm8k 0.50 (25%)" in line for line in phrases.lines(made, 2.0, 1010.0))
