@@ -121,7 +121,7 @@ def alone(family: str, steps: int, kind: str) -> dict[str, Any]:
     if lora is not None:
         for parameter in model.parameters():  # not the buffers
             parameter.data = parameter.data.to(getattr(torch, settings.compute_dtype))
-    trainer = Trainer(model, settings) if lora is None else Trainer(model, settings, named=Adapter(model, lora).merged)
+    trainer = Trainer(model, settings) if lora is None else Trainer(model, settings, adapter=Adapter(model, lora))
     return result(trainer, train(trainer, 0, 1, steps))
 
 
