@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -52,9 +53,9 @@ def test_a_run_ends_by_failing_updates_and_its_exit_names_the_cause(tmp_path: Pa
     with running(run):
         code = run.wait()
     assert code != 0 and run.step() < 30
-    text = next(row["text"] for row in read_lines(run.paths.errors) if row["text"].startswith("engine torch of"))
-    assert f"version {SINCE}:" in text, text
-    assert f"So it was at version {SINCE}: the run ends" in run.text(), run.tail()
+    first = int(re.findall(r"version (\d+):", differences(run)[0])[0])
+    assert SINCE <= first <= SINCE + 2, first  # one step of one layer may be less than what rounding may make
+    assert f"So it was at version {first}: the run ends" in run.text(), run.tail()
 
 
 @pytest.mark.slow
