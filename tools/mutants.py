@@ -64,8 +64,8 @@ OPTIMIZERS, OPTIMISER_TESTS = "busrl/training/optimizers.py", ("tests/training/t
 ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.py"
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
 EXTENDING = tuple(f"tests/examples/test_extending.py::test_a_{name}" for name in (
-    "function_that_breaks_its_contract_is_refused_with_its_name_and_the_remedy",
-    "loss_over_all_samples_is_held_back_and_one_that_says_it_is_streamable_is_not"))
+    "function_breaking_its_contract_is_refused_with_name_and_remedy",
+    "loss_over_all_samples_is_held_back_unless_declared_streamable"))
 VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py",)
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_a_value_head_step_gradient_matches_the_plain_formulas",)
