@@ -2,10 +2,10 @@
 
     topology [faults] -> message_faults (an endpoint's messages), crash_environment (a child's environment)
 
-Used by the roles and by `launch`; off unless a topology asks for it. `config.schema` has the dataclasses of the tables,
-`config.rules` takes from here the names that may stand in them; the ring's C++ core reads the environment variable
-(csrc/include/busrl/crash.hpp) and ends the process with SIGKILL, which leaves what any death leaves. Knows nothing of
-what messages mean or of when a process is restarted.
+Used by the roles and by `launch`; off unless a topology asks for it. `topology.schema` has the dataclasses of the
+tables, `preflight.process_rules` takes from here the names that may stand in them; the ring's C++ core reads the
+environment variable (csrc/include/busrl/crash.hpp) and ends the process with SIGKILL, which leaves what any death
+leaves. Knows nothing of what messages mean or of when a process is restarted.
 
 - A process has one crash point at a time: several entries for one process are used one after the other, each for its
   number of lives.

@@ -187,7 +187,7 @@ def _engines(t: Topology) -> Iterator[Finding]:
     """A transport that an engine has no way to take weights from."""
     fit = TRANSPORTS[t.weights.transport].engines if t.weights.transport in TRANSPORTS else OURS
     for index, entry in rollouts(t):
-        if entry.engine in OURS and entry.engine not in (*fit, SCRIPTED):  # `rules` has those of scripted engines
+        if entry.engine in OURS and entry.engine not in (*fit, SCRIPTED):  # those: `process_rules`
             others = [name for name, kind in TRANSPORTS.items() if entry.engine in kind.engines]
             rule = f"this transport gives weights to {' and '.join(fit)} only"
             keys = (f"process.{index}.engine", "weights.transport")

@@ -1,7 +1,7 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
 Reads and types (`reader`), makes prompts of sources (`sources`), looks at files (`named_files`), computes (`derive`),
-compares keys (`rules`). `load_for_simulation` asks for nothing that a simulation does without: no model, engine,
+compares keys (`..._rules`). `load_for_simulation` asks for nothing that a simulation does without: no model, engine,
 reward, prompts or devices. `materialise` replaces `tiny:` names by the paths of what they stand for.
 
 - All problems of a file come in one TopologyError, in the order of the file.
