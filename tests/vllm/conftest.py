@@ -31,6 +31,15 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """One engine with a tiny model, its weights at hand. Tied with narrow heads, untied with heads that vLLM knows."""
     from vllm_scene import Scene
 
-    made = Scene(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
-    yield made
-    made.close()
+    scene = Scene(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
+    yield scene
+    scene.close()
+
+
+@pytest.fixture(autouse=True)
+def cleared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A shared engine has nothing to do when a test begins, however the one before ended."""
+    yield
+    for name in ("scene", "pair", "adapters"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name).clear()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_scene import HERE, ROOT, START_S, Scene, request
+from vllm_scene import HERE, ROOT, SLOW_STEP_S, START_S, Scene, request
 
 from busrl.errors import CannotTrain, EngineLost
 from busrl.weights import factory
@@ -48,6 +48,7 @@ def test_a_stopped_engine_core_is_named_within_the_deadline_and_killed(tmp_path:
     scene = Scene(tmp_path, tied=True, rpc_s=4.0)
     pids = scene.engine.core.pids()
     try:
+        scene.engine.core.rpc("busrl_slow_down", SLOW_STEP_S)
         scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
         scene.wait_for_tokens(2)
         os.kill(pids[0], signal.SIGSTOP)
@@ -66,6 +67,7 @@ def test_a_killed_engine_core_fails_at_once_and_a_silent_one_later(tmp_path: Pat
     scene = Scene(tmp_path, tied=True, silent_s=3.0)
     pids = scene.engine.core.pids()
     try:
+        scene.engine.core.rpc("busrl_slow_down", SLOW_STEP_S)
         scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
         scene.wait_for_tokens(2)
         os.kill(pids[0], signal.SIGKILL)
@@ -75,6 +77,7 @@ def test_a_killed_engine_core_fails_at_once_and_a_silent_one_later(tmp_path: Pat
                 scene.engine.step()
         scene.engine.core.close()
         scene.engine.core = scene.engine._start_core()
+        scene.engine.core.rpc("busrl_slow_down", SLOW_STEP_S)
         scene.engine.begin(scene.engine.running)
         scene.wait_for_tokens(len(scene.engine.running[0].token_ids) + 2)
         os.kill(scene.engine.core.pids()[0], signal.SIGSTOP)

@@ -75,9 +75,10 @@ def test_a_prompt_without_room_ends_empty_and_long_ones_at_the_limit(scene: Scen
 
 def test_an_aborted_request_gives_its_tokens_so_far_and_frees_its_row(scene: Scene) -> None:
     asked = request(1, [5, 6, 7], 150, temperature=0.0)
-    scene.engine.submit([asked])
-    scene.wait_for_tokens(3)
-    cut = scene.engine.abort(1)
+    with scene.slow_steps():
+        scene.engine.submit([asked])
+        scene.wait_for_tokens(3)
+        cut = scene.engine.abort(1)
     assert cut is not None and cut.finish == Finish.ABORTED and len(cut.token_ids) >= 3
     assert scene.engine.active == 0 and scene.engine.abort(1) is None
     assert len(scene.run(request(1, [5, 6, 7], 4))[1].token_ids) <= 4
@@ -85,13 +86,14 @@ def test_an_aborted_request_gives_its_tokens_so_far_and_frees_its_row(scene: Sce
 
 def test_a_pause_keeps_waits_or_aborts(scene: Scene) -> None:
     long = [request(k, [5, 6, k + 5], 150, temperature=0.0) for k in (1, 2)]
-    scene.engine.submit(long)
-    scene.wait_for_tokens(2)
-    assert scene.engine.pause("keep") == []
-    before = scene.engine.statistics()
-    assert before.paused and scene.engine.step() == [] and scene.engine.statistics().tokens == before.tokens
-    scene.engine.resume()
-    ended = {one.key for one in scene.engine.pause("abort")}
+    with scene.slow_steps():
+        scene.engine.submit(long)
+        scene.wait_for_tokens(2)
+        assert scene.engine.pause("keep") == []
+        before = scene.engine.statistics()
+        assert before.paused and scene.engine.step() == [] and scene.engine.statistics().tokens == before.tokens
+        scene.engine.resume()
+        ended = {answer.key for answer in scene.engine.pause("abort")}
     assert ended == {1, 2} and scene.engine.active == 0
     scene.engine.resume()
     scene.engine.submit([request(1, [5, 6], 8)])

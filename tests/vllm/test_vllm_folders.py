@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm_scene import EXACT, Scene, model_of, request, save
+from vllm_scene import EXACT, SLOW_STEP_S, Scene, model_of, request, save
 
 from busrl.engines import Request
 from busrl.errors import WeightsRefused
@@ -54,6 +54,7 @@ def adapter(scene: Scene, folder: Path, version: int, rank: int = RANK) -> Path:
 def begun(scene: Scene, asked: Request) -> EngineRestart:
     """What takes the request, which runs, out of an engine that starts again."""
     cut = EngineRestart(finish=False)
+    scene.engine.core.rpc("busrl_slow_down", SLOW_STEP_S)
     scene.engine.submit([asked])
     cut.submitted([asked])
     scene.wait_for_tokens(10)
@@ -74,10 +75,11 @@ def test_answers_keep_their_first_adapter_and_new_ones_use_the_newest(
     assert engine.receiver(adapters.settings("lora_hotswap"), "rollout-0") is None
     for version in (1, 2, 3, 4):
         asked = [request(10 * version + k, [5, 6, 7 + k], 100) for k in range(6)]
-        engine.submit(asked)
-        adapters.wait_for_tokens(5)
         source.version, source.path = version, adapter(adapters, tmp_path / f"v{version}", version)
-        assert engine.update_weights(source) == (version, 10 * version)
+        with adapters.slow_steps():
+            engine.submit(asked)
+            adapters.wait_for_tokens(5)
+            assert engine.update_weights(source) == (version, 10 * version)
         after = request(10 * version + 9, [5, 6, 7], 30)
         engine.submit([after])
         made = adapters.finish(7)
@@ -109,9 +111,10 @@ def test_an_adapter_in_use_by_an_answer_never_yields_to_another(
 
     update(21)
     asked = {21: request(21, [5, 6, 7], 140)}
-    engine.submit([asked[21]])
-    adapters.wait_for_tokens(3)
-    adapters.pause()
+    with adapters.slow_steps():
+        engine.submit([asked[21]])
+        adapters.wait_for_tokens(3)
+        adapters.pause()
     for version in (22, 23):  # these wait for their turn: nothing of theirs is decoded while others come
         update(version)
         asked[version] = request(version, [8, 9, version], 30)

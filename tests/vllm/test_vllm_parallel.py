@@ -32,13 +32,14 @@ def test_both_workers_load_the_same_version_between_two_steps(pair: Scene, trans
     try:
         for version in (engine.version + 1, engine.version + 2):
             asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
-            engine.submit(asked)
-            pair.wait_for_tokens(12)
-            pair.pause()
-            sender.publish(version, 10 * version, pair.tensors(version))
-            receiver.wait_for(version, 60)
-            engine.resume()
-            assert engine.update_weights(receiver) == (version, 10 * version)
+            with pair.slow_steps():
+                engine.submit(asked)
+                pair.wait_for_tokens(12)
+                pair.pause()
+                sender.publish(version, 10 * version, pair.tensors(version))
+                receiver.wait_for(version, 60)
+                engine.resume()
+                assert engine.update_weights(receiver) == (version, 10 * version)
             made = pair.finish(len(asked))
             assert {v for one in made.values() for v in one.versions.tolist()} == {version - 1, version}
             assert max(pair.off_by(one, made[one.key]) for one in asked) < EXACT
@@ -50,11 +51,11 @@ def test_both_workers_load_the_same_version_between_two_steps(pair: Scene, trans
 def test_the_death_of_one_worker_ends_the_engine_without_leftovers(pair: Scene) -> None:
     pids = pair.engine.core.pids()
     assert len(pids) == 3
-    pair.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
-    pair.wait_for_tokens(2)
-    os.kill(pids[-1], signal.SIGKILL)
     end = time.monotonic() + LATE_S
-    with pytest.raises(EngineLost):
+    with pair.slow_steps(), pytest.raises(EngineLost):
+        pair.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
+        pair.wait_for_tokens(2)
+        os.kill(pids[-1], signal.SIGKILL)
         while time.monotonic() < end:
             pair.engine.step()
     assert gone(pids, LATE_S)

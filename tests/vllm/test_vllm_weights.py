@@ -30,13 +30,14 @@ def test_tokens_before_across_and_after_an_update_are_those_of_their_version(sce
     try:
         for version in (first, first + 1):
             asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
-            engine.submit(asked)
-            scene.wait_for_tokens(12)
-            scene.pause()  # a loaded machine may take longer to send than the answers are long
-            sender.publish(version, 10 * version, scene.tensors(version))
-            receiver.wait_for(version, 60)
-            engine.resume()
-            assert engine.update_weights(receiver) == (version, 10 * version)
+            with scene.slow_steps():
+                engine.submit(asked)
+                scene.wait_for_tokens(12)
+                scene.pause()  # a loaded machine may take longer to send than the answers are long
+                sender.publish(version, 10 * version, scene.tensors(version))
+                receiver.wait_for(version, 60)
+                engine.resume()
+                assert engine.update_weights(receiver) == (version, 10 * version)
             made = scene.finish(len(asked))
             assert all(set(one.versions.tolist()) <= {version - 1, version} for one in made.values())
             assert any(set(one.versions.tolist()) == {version - 1, version} for one in made.values())
@@ -170,15 +171,16 @@ def test_a_learner_training_vllm_tensors_changes_them_only_between_steps(scene: 
     try:
         for version in (engine.version + 1, engine.version + 2):
             asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
-            engine.submit(asked)
-            scene.wait_for_tokens(12)
-            scene.pause()
-            learner = threading.Thread(target=change, args=(version,))
-            learner.start()
-            receiver.wait_for(version, 60)
-            engine.resume()
-            assert engine.update_weights(receiver) == (version, 10 * version)
-            learner.join(60)
+            with scene.slow_steps():
+                engine.submit(asked)
+                scene.wait_for_tokens(12)
+                scene.pause()
+                learner = threading.Thread(target=change, args=(version,))
+                learner.start()
+                receiver.wait_for(version, 60)
+                engine.resume()
+                assert engine.update_weights(receiver) == (version, 10 * version)
+                learner.join(60)
             made = scene.finish(len(asked))
             assert {v for one in made.values() for v in one.versions.tolist()} == {version - 1, version}
             assert max(scene.off_by(one, made[one.key]) for one in asked) < EXACT

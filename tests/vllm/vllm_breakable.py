@@ -1,6 +1,8 @@
-"""The worker extension with faults on purpose: a load that fails half-way, and one that leaves a wrong output head."""
+"""Worker extension with faults on purpose: half a load, one that leaves a wrong output head, slow steps."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
@@ -34,3 +36,17 @@ class Breakable(Extension):
 
     def busrl_mend(self) -> None:
         del self.busrl_weights._model.load_weights
+
+    def busrl_slow_down(self, seconds: float) -> None:
+        """Lengthen every step: a test that must catch running answers may then lose its core for a while."""
+        runner = self.model_runner
+        whole = type(runner).execute_model
+
+        def slow(*args, **more):  # type: ignore[no-untyped-def]
+            time.sleep(seconds)
+            return whole(runner, *args, **more)
+
+        runner.execute_model = slow
+
+    def busrl_full_speed(self) -> None:
+        del self.model_runner.execute_model

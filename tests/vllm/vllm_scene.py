@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import string
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ EOS_ID = 1
 LENGTH = 160
 START_S = 420.0  # a machine that other tests share
 EXACT = 1e-4
+SLOW_STEP_S = 0.05  # 100 tokens of a slowed engine leave 5 s to catch an answer that runs
 
 
 def config_of(tied: bool) -> Qwen3Config:
@@ -130,9 +133,19 @@ class Scene:
             worst = max(worst, float(np.abs(expected - made.logprobs)[mine].max()))
         return worst
 
+    @contextmanager
+    def slow_steps(self) -> Iterator[None]:
+        """Slow the engine down inside: its answers then still run when this process, which may lose its core, looks."""
+        self.engine.core.rpc("busrl_slow_down", SLOW_STEP_S)
+        try:
+            yield
+        finally:
+            if not self.engine.core.lost:
+                self.engine.core.rpc("busrl_full_speed")
+
     def pause(self) -> None:
         """Hold the running answers; what has ended by then counts as ended while tokens were waited for."""
-        self.early |= {one.key: one for one in self.engine.pause("keep")}
+        self.early |= {answer.key: answer for answer in self.engine.pause("keep")}
         assert self.engine.running, "all ended too early to be caught running"
 
     def wait_for_tokens(self, count: int) -> None:
@@ -140,8 +153,15 @@ class Scene:
         end = time.monotonic() + 120
         while any(len(running.token_ids) < count for running in self.engine.running):
             assert time.monotonic() < end
-            self.early |= {one.key: one for one in self.engine.step()}
+            self.early |= {answer.key: answer for answer in self.engine.step()}
         assert self.engine.running, "all ended too early to be caught running"
+
+    def clear(self) -> None:
+        """End what a test left running, so that one that failed takes no other with it."""
+        self.early = {}
+        if not self.engine.core.lost:
+            self.engine.pause("abort")
+            self.engine.resume()
 
 
 def logprobs_of(
