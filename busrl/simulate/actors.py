@@ -26,7 +26,6 @@ STATED = "assumed"
 TIMES = tuple(one.name for one in fields(Simulate) if one.name.endswith(("_s", "_spread")))
 
 
-@dataclass(frozen=True)
 class Times(Simulate):
     """The times of [simulate] (docs/simulate.md) with a note where each came from: stated there, fitted, or assumed.
 

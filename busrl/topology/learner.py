@@ -6,16 +6,15 @@ A part of `schema`, which offers these tables beside its own. Knows nothing of t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from busrl.algorithms import catalog
 from busrl.algorithms.catalog import LossSettings
-from busrl.topology.declare import REQUIRED, Rule, key
+from busrl.topology.declare import REQUIRED, Rule, Table, key
 
 
-@dataclass(frozen=True)
-class Trigger:
+class Trigger(Table):
     """[learner.trigger]: when an optimiser step fires; counts are in groups."""
 
     n_min: int = key(32, "fire when this many groups are ready", low=1, high=65536)
@@ -25,8 +24,7 @@ class Trigger:
     n_floor: int = key(0, "fewest groups that t_max_s may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
 
 
-@dataclass(frozen=True)
-class Controller:
+class Controller(Table):
     """[learner.controller]: whether n_min and t_max_s follow the entropy of the policy; see docs/control.md."""
 
     mode: str = key("off", "no controller, log what it would do, or do it", choices=("off", "advise", "act"))
@@ -40,8 +38,7 @@ ON_GPUS = ("flex_attention", "flash_attention_2", "flash_attention_3")
 ATTENTIONS = ("sdpa", "eager", *ON_GPUS)  # names of transformers
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Table):
     """[learner.memory]: what the learner keeps for its backward, and what it computes again or in pieces."""
 
     activation_checkpointing: str = key("auto", "keep the input of each layer alone and compute the rest again; auto = "
@@ -57,8 +54,7 @@ class Memory:
                                "compiler on a CPU, Triton on a GPU")
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(Table):
     """[learner.value]: the value head of advantage = "gae" (PPO); see docs/algorithms.md."""
 
     gamma: float = key(1.0, "what a reward one token later is worth", above=0, high=1)
@@ -77,8 +73,7 @@ class Value:
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
 
 
-@dataclass(frozen=True)
-class Parallel:
+class Parallel(Table):
     """[learner.parallel]: a learner of several processes (ranks); see docs/your-run.md."""
     replicate: int = key(1, "copies of the parts: groups of ranks that hold one model each", low=1, high=512)
     tensor: int = key(1, "ranks that compute one layer together, heads and columns of its matrices cut", low=1, high=64)
@@ -96,8 +91,7 @@ def ranks_at(ranks: int, hosts: tuple[str, ...], host: str) -> range:
     return range(at * each, (at + 1) * each)
 
 
-@dataclass(frozen=True)
-class Parity:
+class Parity(Table):
     """[learner.parity]: engines answer fixed prompts, and the learner scores them; see docs/parity.md."""
 
     updates: str = key("end", "after every update each engine proves by a few tokens that it has the new weights; one "
@@ -114,8 +108,7 @@ class Parity:
                             "a stale cache or a wrong version is named at once; false = only after a first difference")
 
 
-@dataclass(frozen=True)
-class Learner:
+class Learner(Table):
     """[learner]: loss, optimiser, log and checkpoints."""
 
     lr: float = key(REQUIRED, "learning rate for n_min groups; scaled by sqrt(groups / n_min)", above=0, high=10)
@@ -267,8 +260,7 @@ class Learner:
         return self.checkpoint_mode == "async" or (self.checkpoint_mode == "auto" and ranks > 1)
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(Table):
     """[log]: what is kept for people."""
 
     samples: int | str = key(1, "trained samples of a step that samples.jsonl keeps, with prompt and answer as text",

@@ -7,16 +7,15 @@ A part of `schema`; `sources` reads what these tables name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from busrl.topology.declare import REQUIRED, Rule, key
+from busrl.topology.declare import REQUIRED, Rule, Table, key
 
 # -- where rows come from, and which of them are prompts -----
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(Table):
     """Keys by which [[data.source]], [validation] and [[validation.set]] choose the rows that become prompts."""
 
     format: str = key("auto", "what the file or folder is; auto = by its name, or by function or tasks",
@@ -43,19 +42,16 @@ class Rows:
                         choices=("drop", "truncate_left", "truncate_right"))
 
 
-@dataclass(frozen=True)
-class _Weighted:
+class _Weighted(Table):
     path: str = key("", "a JSONL or Parquet file, the folder of a data set, or an agent's environment", path=True)
     weight: float = key(1.0, "its share of the draws, in relation to the other sources", above=0, high=1e6)
 
 
-@dataclass(frozen=True)
 class DataSource(Rows, _Weighted):
     """[[data.source]]: prompts of one origin, made into lines once at the start; several are mixed by weight."""
 
 
-@dataclass(frozen=True)
-class Skip:
+class Skip(Table):
     """[data.skip]: prompts that are left out for a while by how often the run itself answered them right."""
 
     max_pass_rate: float = key(0.0, "a prompt answered right this often or more is left out; 0 = none is",
@@ -70,8 +66,7 @@ class Skip:
         return self.max_pass_rate > 0 or self.min_pass_rate > 0
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(Table):
     """[data]: prompts, one JSON object per line."""
 
     train: str = key(REQUIRED, "JSONL file of training prompts, tiny:sort, or the environment of an agent, whose "
@@ -93,8 +88,7 @@ class Data:
 # -- measuring -----
 
 
-@dataclass(frozen=True)
-class _Named:
+class _Named(Table):
     name: str = key(REQUIRED, "its name in validation.jsonl and on the screen")
     data: str = key("", "its prompts: a JSONL or Parquet file, the folder of a data set, or tiny:sort", path=True)
     samples: int | str = key("auto", "prompts a round; all (or 0) = every line of the file once",
@@ -108,13 +102,11 @@ class _Named:
                                  low=0)
 
 
-@dataclass(frozen=True)
 class ValidationSet(Rows, _Named):
     """[[validation.set]]: one more measurement, by name; k, samples and the like are as in [validation] if left out."""
 
 
-@dataclass(frozen=True)
-class _Measured:
+class _Measured(Table):
     data: str = key("", "validation prompts: a JSONL or Parquet file, the folder of a data set, or tiny:sort; empty = "
                     "none but those of sets", path=True)
     every: int = key(0, "a round every so many steps (of n_min groups); 0 = only before and after the run",
@@ -135,7 +127,6 @@ class _Measured:
                     "move (free: metric mixed)", choices=("hold", "dedicated", "free"))
 
 
-@dataclass(frozen=True)
 class Validation(Rows, _Measured):
     """[validation]: measuring without training; on when it or a set names prompts: a validator is started then."""
 
@@ -149,8 +140,7 @@ class Validation(Rows, _Measured):
 # -- what follows from them -----
 
 
-@dataclass(frozen=True)
-class AskedSet:
+class AskedSet(Table):
     """The questions of a round to one set: [validation] itself (name "") or a [[validation.set]], every key settled.
 
     A round has the answers of all sets one behind the other: this one's from place `first` on, k to each prompt.
@@ -176,8 +166,7 @@ class AskedSet:
         return self.name or "validation"
 
 
-@dataclass(frozen=True)
-class SourceLines:
+class SourceLines(Table):
     """The place of a [[data.source]]'s lines in data.train, and its share of every 1000 draws."""
 
     name: str
@@ -187,8 +176,7 @@ class SourceLines:
     text: str  # how many rows were kept, and why the others were not
 
 
-@dataclass(frozen=True)
-class MadeSet:
+class MadeSet(Table):
     """Prompts of validation that were made of other rows: of which set ("" is [validation]), by which settings and of
     files of which age, and how many rows were kept."""
 

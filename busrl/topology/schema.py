@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from busrl.scheduling.admission import MODES, AdmissionLimits
 from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
-from busrl.topology.declare import REQUIRED, Rule, build, key, plain
+from busrl.topology.declare import REQUIRED, Rule, Table, build, key, plain
 from busrl.topology.learner import Learner, Log, ranks_at
 from busrl.topology.plugins import ENGINES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
@@ -29,8 +29,7 @@ ATROPOS = "atropos"  # the role that takes groups of them from environments
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
 
 
-@dataclass(frozen=True)
-class PartKind:
+class PartKind(Table):
     """A kind of [[reward.part]]: the keys that it reads besides name, weight and timeout_s, and the one it needs."""
 
     keys: tuple[str, ...] = ()
@@ -66,8 +65,7 @@ EXTRACTING = tuple(name for name, kind in PART_KINDS.items() if kind.extracts)
 # -- what is trained, on what, and how -----
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Table):
     """[run]: the experiment as a whole."""
 
     name: str = key("run", "name of the run, also the start of its directory's name")
@@ -76,8 +74,7 @@ class Run:
     max_groups: int = key(0, "or after this many trained groups, whichever comes first; 0 = no such limit", low=0)
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(Table):
     """[model]: what is trained."""
 
     path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
@@ -90,8 +87,7 @@ class Model:
     device: str = key("auto", "the model's device; auto = best; docs/gpu.md", choices=("auto", "cpu", "cuda", "npu"))
 
 
-@dataclass(frozen=True)
-class Lora:
+class Lora(Table):
     """[lora]: train a low-rank adapter of the model instead of all of its weights; needs the extra busrl[lora]."""
 
     rank: int = key(0, "rank of the adapter; 0 = off, all weights are trained", low=0, high=4096)
@@ -109,16 +105,14 @@ class Lora:
         return (self.alpha or 2 * self.rank) / max(1, self.rank)
 
 
-@dataclass(frozen=True)
-class Groups:
+class Groups(Table):
     """[groups]: samples per prompt."""
 
     size: int = key(8, "samples per prompt, G; their rewards are compared with each other, unless learner.advantage "
                        "compares nothing", low=1, high=1024)
 
 
-@dataclass(frozen=True)
-class Generation:
+class Generation(Table):
     """[generation]: sampling of training trajectories."""
 
     max_new_tokens: int = key(64, "a completion is cut after this many tokens", low=1, high=1 << 20)
@@ -135,8 +129,7 @@ class Generation:
                                      high=1e6)
 
 
-@dataclass(frozen=True)
-class Segments:
+class Segments(Table):
     """[segments]: long training answers in pieces, each generated and committed by itself."""
 
     length: int | str = key(0, "tokens of one segment; 0 = answers are made in one go, auto = from the lengths seen",
@@ -157,8 +150,7 @@ class Segments:
         return self.max_segments if self.on and self.rounds == "segments" else 0
 
 
-@dataclass(frozen=True)
-class Sparse:
+class Sparse(Table):
     """[weights.sparse]: only the values that changed, instead of all of them (docs/weights.md)."""
 
     enabled: bool = key(False, "send changed values only where that is less; costs one more copy in the learner")
@@ -166,8 +158,7 @@ class Sparse:
     key_every: int = key(32, "send all values every so many versions all the same", low=1, high=65536)
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(Table):
     """[weights]: from the learner to the engines."""
 
     transport: str = key("shm", "how weights travel; see docs/weights.md", choices=tuple(TRANSPORTS))
@@ -193,8 +184,7 @@ class Weights:
         return 0.0 if changes is None else 2.0 + changes * self.sparse.enabled
 
 
-@dataclass(frozen=True)
-class RewardPart:
+class RewardPart(Table):
     """[[reward.part]]: what an answer is judged by; the reward is the weighted sum of all parts: docs/rewards.md."""
 
     kind: str = key(REQUIRED, "what judges", choices=tuple(PART_KINDS))
@@ -233,8 +223,7 @@ class RewardPart:
     trust: bool = key(False, "code: run answers without a box, as this user, where the kernel has none")
 
 
-@dataclass(frozen=True)
-class Reward:
+class Reward(Table):
     """[reward]: what an answer is worth."""
 
     kind: str = key("exact_match", "compare with the answer, call a Python function (so where one is given), or "
@@ -272,8 +261,7 @@ class Reward:
 # -- what runs, and how it meets -----
 
 
-@dataclass(frozen=True)
-class Bus:
+class Bus(Table):
     """[bus]: the doorbell."""
 
     endpoint: str = key("ipc", "sockets in the run's 0700 directory; tcp://ADDRESS:PORT: listed keys connect there too")
@@ -282,8 +270,7 @@ class Bus:
     max_message_bytes: int = key(1 << 20, "a larger message is refused by its receiver", low=4096, high=1 << 30)
 
 
-@dataclass(frozen=True)
-class Ring:
+class Ring(Table):
     """[ring]: the shared-memory ledger."""
 
     slots: int | str = key("auto", "slots; auto = groups.size x admitted groups + the validation reserve",
@@ -295,8 +282,7 @@ class Ring:
     processes: int = key(64, "entries of the process table; restarts re-use theirs", low=8, high=4096)
 
 
-@dataclass(frozen=True)
-class Scheduler:
+class Scheduler(Table):
     """[scheduler]: which prompt next."""
 
     policy: str = key("fifo", "order of dispatch: as drawn, shortest or longest predicted answer first, or short in a "
@@ -312,8 +298,7 @@ class Scheduler:
     tail_share: float = key(0.25, "adaptive, in a stream: share of rows kept for the longest quarter", low=0, high=0.9)
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(Table):
     """[limits]: how long anything may take before it is named."""
 
     ready_s: float = key(120.0, "a child must be ready after this time, without that in which it used the processor; "
@@ -337,8 +322,7 @@ class Limits:
         return 5 * self.ready_s
 
 
-@dataclass(frozen=True)
-class Openai:
+class Openai(Table):
     """[openai]: the endpoint of engine = "openai", any server that speaks this protocol; see docs/engines.md."""
 
     base_url: str = key("", "address of the API, for example http://127.0.0.1:8000/v1")
@@ -352,8 +336,7 @@ class Openai:
     patience_s: float = key(120.0, "the process ends after so long without a usable answer", above=0, high=86400)
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(Table):
     """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
 
     role: str = key(REQUIRED, "what the process does", choices=tuple(one.name for one in ROLES.values() if one.named))
@@ -387,8 +370,7 @@ class Process:
         return host in self.hosts if host else not self.hosts or self.role == "learner"
 
 
-@dataclass(frozen=True)
-class Vllm:
+class Vllm(Table):
     """[vllm]: rollout processes with engine = "vllm"; see docs/engines.md."""
 
     tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
@@ -410,8 +392,7 @@ class Vllm:
         'further arguments of vLLM\'s engine, as text: { max_num_batched_tokens = "8192" }')})
 
 
-@dataclass(frozen=True)
-class Agents:
+class Agents(Table):
     """[agents]: episodes of many model calls, played by processes of the role agent; see docs/agents.md."""
 
     episodes: int = key(64, "episodes that an agent process plays at the same time", low=1, high=1 << 14)
@@ -441,8 +422,7 @@ class Agents:
                                 high=1 << 26)
 
 
-@dataclass(frozen=True)
-class Serve:
+class Serve(Table):
     """[serve]: where processes of the roles serve and atropos listen; see docs/serve.md, docs/agents.md."""
 
     host: str = key("127.0.0.1", "address that is listened on; any other than this machine's own needs a proxy for TLS")
@@ -450,8 +430,7 @@ class Serve:
                     high=65000)
 
 
-@dataclass(frozen=True)
-class Hosts:
+class Hosts(Table):
     """[hosts]: other hosts, as `hosts` of a [[process]] names them; see docs/hosts.md."""
 
     ahead: int = key(0, "samples that a host holds beside those that its engines run; 0 = a group, or a sixteenth of "
@@ -466,8 +445,7 @@ class Hosts:
 # -- for trying things out -----
 
 
-@dataclass(frozen=True)
-class Simulate:
+class Simulate(Table):
     """[simulate]: what `busrl simulate` assumes, times in seconds; set here, they go before --fit and [mock]."""
 
     actors: int = key(0, "rollout processes; 0 = as many as the topology starts", low=0, high=1 << 20)
@@ -491,8 +469,7 @@ class Simulate:
     oracle: bool = key(False, "the policy gets the true lengths instead of predictions")
 
 
-@dataclass(frozen=True)
-class BusFault:
+class BusFault(Table):
     """[[faults.bus]]: trouble for messages; the first entry that fits a message decides about it."""
 
     types: tuple[str, ...] = key((), "names of messages, for example NEW_TASK; empty = all")
@@ -504,8 +481,7 @@ class BusFault:
     reorder: float = key(0.0, "share that the next message overtakes", low=0, high=1)
 
 
-@dataclass(frozen=True)
-class CrashFault:
+class CrashFault(Table):
     """[[faults.crash]]: a process ends by SIGKILL at a named step of the ring; see docs/faults.md."""
 
     process: str = key(REQUIRED, "which process, for example rollout/0")
@@ -514,8 +490,7 @@ class CrashFault:
     lives: int = key(1, "in so many lives of the process; 0 = in every one", low=0, high=1 << 20)
 
 
-@dataclass(frozen=True)
-class Faults:
+class Faults(Table):
     """[faults]: faults on purpose, for tests and for trying out an actor."""
 
     seed: int = key(0, "seed of everything that happens by chance here", low=0, high=2**31 - 1)
@@ -523,8 +498,7 @@ class Faults:
     crash: tuple[CrashFault, ...] = ()
 
 
-@dataclass(frozen=True)
-class Scripted:
+class Scripted(Table):
     """[mock]: the pace of scripted engines (engine = "mock"); lengths come from data.train, which is then a trace."""
 
     token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token", above=0, high=5)
@@ -535,8 +509,7 @@ class Scripted:
     right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
 
 
-@dataclass(frozen=True)
-class Sinks:
+class Sinks(Table):
     """[sinks]: where the numbers of metrics.jsonl and validation.jsonl go too; see docs/metrics.md."""
 
     to: tuple[str, ...] = key((), f"{', '.join(SINKS)}, or a class of yours as package.module:Class or file.py:Class")
@@ -545,8 +518,7 @@ class Sinks:
     port: int = key(9464, "its port; 0 = any, told in logs/sinks.log", low=0, high=65535)
 
 
-@dataclass(frozen=True)
-class ControllerRules:
+class ControllerRules(Table):
     """[experiments.controller]: the thresholds of learner.controller, with measured defaults; see docs/control.md."""
 
     ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, below=1)
@@ -563,8 +535,7 @@ class ControllerRules:
     ess_low: float = key(0.5, "an ESS below it vetoes smaller steps", low=0, high=1)
 
 
-@dataclass(frozen=True)
-class Experiments:
+class Experiments(Table):
     """[experiments]: for measurements; each of these has been tried and is off."""
 
     forced_age: int = key(0, "publish the weights this many steps late", low=0, high=1024)
@@ -574,8 +545,7 @@ class Experiments:
 # -- the whole -----
 
 
-@dataclass(frozen=True)
-class Derived:
+class Derived(Table):
     """Values that follow from several keys together; `explain` holds the sums as text."""
 
     limits: AdmissionLimits  # B, W and the thresholds: derived once, used by every process
@@ -605,8 +575,7 @@ class Derived:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ProcessName:
+class ProcessName(Table):
     """A process to start: its name ("rollout/0", "learner"), role, index, and the entry it comes from."""
 
     name: str
@@ -627,8 +596,7 @@ def has_model(entry: Process) -> bool:
     return not entry.command and (entry.role == "learner" or generates)
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(Table):
     """A checked topology. `source` is the file it was read from, `overrides` the --set arguments."""
 
     run: Run
