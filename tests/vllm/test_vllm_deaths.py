@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_scene import HERE, ROOT, SLOW_STEP_S, START_S, Scene, request
+from vllm_scene import HERE, ROOT, START_S, Scene, request
 
 from busrl.errors import CannotTrain, EngineLost
 from busrl.weights import factory
@@ -48,13 +48,13 @@ def test_a_stopped_engine_core_is_named_within_the_deadline_and_killed(tmp_path:
     scene = Scene(tmp_path, tied=True, rpc_s=4.0)
     pids = scene.engine.core.pids()
     try:
-        scene.engine.core.rpc("busrl_slow_down", SLOW_STEP_S)
-        scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
-        scene.wait_for_tokens(2)
-        os.kill(pids[0], signal.SIGSTOP)
-        begun = time.monotonic()
-        with pytest.raises(EngineLost, match=rf"did not answer pause within 4 s; .*pid {pids[0]} is stopped"):
-            scene.engine.pause("keep")
+        with scene.slow_steps():
+            scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
+            scene.wait_for_tokens(2)
+            os.kill(pids[0], signal.SIGSTOP)
+            begun = time.monotonic()
+            with pytest.raises(EngineLost, match=rf"did not answer pause within 4 s; .*pid {pids[0]} is stopped"):
+                scene.engine.pause("keep")
         assert time.monotonic() - begun < 4.0 + LATE_S
         assert gone(pids, LATE_S)
         with pytest.raises(EngineLost, match="did not answer pause"):
@@ -63,29 +63,35 @@ def test_a_stopped_engine_core_is_named_within_the_deadline_and_killed(tmp_path:
         scene.close()
 
 
-def test_a_killed_engine_core_fails_at_once_and_a_silent_one_later(tmp_path: Path) -> None:
+def test_a_killed_engine_core_fails_at_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, tied=True)
+    pids = scene.engine.core.pids()
+    try:
+        with scene.slow_steps():
+            scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
+            scene.wait_for_tokens(2)
+            os.kill(pids[0], signal.SIGKILL)
+            end = time.monotonic() + LATE_S
+            with pytest.raises(EngineLost, match=f"died: pid {pids[0]} ended"):
+                while time.monotonic() < end:
+                    scene.engine.step()
+    finally:
+        scene.close()
+
+
+def test_an_engine_core_that_makes_no_token_is_named_and_killed(tmp_path: Path) -> None:
     scene = Scene(tmp_path, tied=True, silent_s=3.0)
     pids = scene.engine.core.pids()
     try:
-        scene.engine.core.rpc("busrl_slow_down", SLOW_STEP_S)
-        scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
-        scene.wait_for_tokens(2)
-        os.kill(pids[0], signal.SIGKILL)
-        end = time.monotonic() + LATE_S
-        with pytest.raises(EngineLost, match=f"died: pid {pids[0]} ended"):
-            while time.monotonic() < end:
-                scene.engine.step()
-        scene.engine.core.close()
-        scene.engine.core = scene.engine._start_core()
-        scene.engine.core.rpc("busrl_slow_down", SLOW_STEP_S)
-        scene.engine.begin(scene.engine.running)
-        scene.wait_for_tokens(len(scene.engine.running[0].token_ids) + 2)
-        os.kill(scene.engine.core.pids()[0], signal.SIGSTOP)
-        end = time.monotonic() + 3.0 + LATE_S
-        with pytest.raises(EngineLost, match=r"made no token for 3 s with 1 requests; .* is stopped"):
-            while time.monotonic() < end:
-                scene.engine.step()
-        assert gone(scene.engine.core.pids(), LATE_S)
+        with scene.slow_steps():
+            scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
+            scene.wait_for_tokens(2)
+            os.kill(pids[0], signal.SIGSTOP)
+            end = time.monotonic() + 3.0 + LATE_S
+            with pytest.raises(EngineLost, match=r"made no token for 3 s with 1 requests; .* is stopped"):
+                while time.monotonic() < end:
+                    scene.engine.step()
+        assert gone(pids, LATE_S)
     finally:
         scene.close()
 
