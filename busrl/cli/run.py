@@ -24,9 +24,10 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 import busrl
-from busrl import capabilities, quickstart
+from busrl import capabilities
 from busrl import launch as launching
 from busrl.bus import Endpoint
+from busrl.data.pretrained import task_prompts
 from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, RingError, UserError, escaped
 from busrl.launch import pythons
 from busrl.launch.rundir import belongs_to_another
@@ -195,20 +196,14 @@ def launch_pid(paths: RunPaths) -> int | None:
 
 
 def audit(options: argparse.Namespace) -> int:
-    report = auditing.audit(options.run_dir, prompts=_tiny_prompts(options.run_dir))
+    train = as_map(read_map(RunPaths.of(options.run_dir).topology).get("data")).get("train")
+    report = auditing.audit(options.run_dir, prompts=task_prompts(str(train)))
     more, lines = capabilities.plug("observe", "waste")(options.run_dir) if options.waste else ({}, [])
     if options.json:
         print(json.dumps({**report.to_json(), **more}, indent=2))
     else:
         print("\n".join(map(printable, "\n".join([auditing.render(report), *lines]).split("\n"))))
     return report.exit_code
-
-
-def _tiny_prompts(run_dir: Path) -> Path | None:
-    """The prompt file of a run whose topology names a tiny task instead of one."""
-    train = str(as_map(read_map(RunPaths.of(run_dir).topology).get("data")).get("train"))
-    made = quickstart.paths(train) if quickstart.known(train) else None
-    return made.train if made else None
 
 
 def version(_options: argparse.Namespace) -> int:

@@ -50,6 +50,12 @@ def model_at(path: str) -> Path | None:
     return Path(there.model) if there else None
 
 
+def task_prompts(path: str) -> Path | None:
+    """The prompt file of the task that `data.train` names; None for a path, or if it is not made yet."""
+    there = made(path) if path.startswith(TINY) else None
+    return Path(there.train) if there else None
+
+
 # -- a model folder -----
 
 Shapes = dict[str, tuple[int, ...]]

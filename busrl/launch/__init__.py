@@ -16,10 +16,10 @@ from typing import TextIO
 
 import setproctitle
 
+from busrl.data.pretrained import task_prompts
 from busrl.errors import BusrlError, MachineError, RunFinished
 from busrl.launch.children import Interrupted, Signals
 from busrl.launch.display import Display, open_display
-from busrl.launch.identity import made_prompts
 from busrl.launch.run import Launch, close_run
 from busrl.launch.rundir import open_run
 from busrl.launch.summary import RunOutcome, build, final_lines
@@ -70,7 +70,7 @@ def _conclude(
     report, unaudited = None, ""
     try:
         with signals.interrupting():
-            report = audit(root, prompts=made_prompts(topology))
+            report = audit(root, prompts=task_prompts(topology.data.train))
     except Interrupted as name:
         unaudited = f"{name} interrupted it; `busrl audit {root}` makes it"
     except (OSError, BusrlError) as problem:  # whatever happened to the run's files, a run has a summary

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import busrl
-from busrl.data.pretrained import model_facts
+from busrl.data.pretrained import model_facts, task_prompts
 from busrl.errors import MachineError, RunFinished, UserError
 from busrl.ledger.trained import checkpoints_of
 from busrl.paths import RunPaths
@@ -218,20 +218,10 @@ def digests(topology: Topology, made: Mapping[str, Path] | None = None) -> dict[
     that were made of others."""
     named = _named_files(topology)
     found = {key: _digest_of_model(file.path) if file.model else _digest(file.path) for key, file in named.items()}
-    if (tiny := made_prompts(topology)) is not None:
+    if (tiny := task_prompts(topology.data.train)) is not None:
         found["data.train"] = _digest(tiny)
     found |= {key: _digest(path) for key, path in (made or {}).items()}
     return {key: digest for key, digest in found.items() if digest}
-
-
-def made_prompts(topology: Topology) -> Path | None:
-    """The prompt file of a tiny task, where it was made."""
-    if not topology.data.train.startswith(TINY):
-        return None
-    from busrl.quickstart import paths
-
-    made = paths(topology.data.train)
-    return made.train if made else None
 
 
 class NamedFile(NamedTuple):

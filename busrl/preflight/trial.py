@@ -172,10 +172,10 @@ def _first_line(t: Topology) -> tuple[str, str]:
     """Place and text of the first line of data.train; both empty where none can be read."""
     path = t.data.train
     if path.startswith(TINY):
-        made = pretrained.made(path)
-        if made is None:
+        prompts = pretrained.task_prompts(path)
+        if prompts is None:
             return "", ""
-        path = str(made.train)
+        path = str(prompts)
     try:
         with open(open_file(Path(path)), "rb") as file:
             _, line = next(prompt_lines(file))

@@ -6,6 +6,6 @@ has to be made. Knows nothing of runs, rings or the bus; importing it imports no
 """
 
 from busrl.quickstart.cache import Paths, ensure, paths
-from busrl.quickstart.task import RECIPES, Recipe, known
+from busrl.quickstart.task import RECIPES, Recipe
 
-__all__ = ["RECIPES", "Paths", "Recipe", "ensure", "known", "paths"]
+__all__ = ["RECIPES", "Paths", "Recipe", "ensure", "paths"]

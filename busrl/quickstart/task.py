@@ -77,11 +77,6 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (Recipe(),)}
 
 
-def known(name: str) -> bool:
-    """Check whether `name` (as in `[model] path`) names a quickstart rather than a folder."""
-    return name in RECIPES
-
-
 def find(name: str) -> Recipe:
     """The recipe of that name; UserError lists the names there are."""
     if name not in RECIPES:

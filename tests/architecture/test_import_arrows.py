@@ -48,8 +48,8 @@ ARROWS: dict[str, str] = {
     "roles": "algorithms bus data engines faults ledger paths protocol rewards ring scheduling system topology "
              "training weights",
     "preflight": "algorithms data engines faults keys rewards ring scheduling system topology",
-    "launch": "bus data engines faults ledger paths preflight protocol quickstart ring status system topology",
-    "cli": "bus data engines keys launch ledger paths preflight protocol quickstart rewards ring roles status system "
+    "launch": "bus data engines faults ledger paths preflight protocol ring status system topology",
+    "cli": "bus data engines keys launch ledger paths preflight protocol rewards ring roles status system "
            "topology training",
 }
 # Optional parts that load another one: why.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from busrl.errors import UserError
 from busrl.quickstart import task
-from busrl.quickstart.task import RECIPES, Recipe, find, known
+from busrl.quickstart.task import RECIPES, Recipe, find
 
 RECIPE = Recipe()
 SEEDS = st.integers(0, 2**32)
@@ -72,7 +72,7 @@ def test_every_number_of_a_recipe_is_in_its_folder_name(field: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
-    assert known("tiny:sort") and not known("tiny:sorted")
+    assert find("tiny:sort").name == "tiny:sort"
     with pytest.raises(UserError, match=r"'tiny:sorted'.*choose one of.*tiny:sort"):
         find("tiny:sorted")
     assert list(RECIPES) == ["tiny:sort"]
