@@ -4,8 +4,8 @@ Read by the core wherever an optional part takes a role, a message, a command or
 errors: a part is imported when it is used. Knows nothing of what a part does.
 
 - The core names an optional part here and nowhere else (tests/architecture holds it).
-- A folder that is not there takes nothing from a run that does not ask for it. A topology that asks for it gets one
-  sentence that names the part (`refuse`).
+- A missing folder takes nothing from a run that does not ask for it. A topology that asks for it gets one sentence that
+  names the part (`refuse`).
 """
 
 from __future__ import annotations

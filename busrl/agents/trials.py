@@ -51,7 +51,7 @@ def _fault_of_agent(t: Topology, entry: Process) -> str:
              "options": entry.options, "trial": True}
     until = time.monotonic() + LOAD_S
     with foreign(t, AGENT, "busrl.agents.child", str(os.getpid()), python=entry.python) as child:
-        child.tell(setup)
+        child.send(setup)
         while (event := child.next(max(0.0, until - time.monotonic()))) is not None:
             if event["type"] == "ready":
                 return str(event.get("error", ""))

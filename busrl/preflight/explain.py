@@ -31,19 +31,19 @@ from busrl.topology.sizes import MOST_SAMPLES, count
 
 FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
-NOT_PRINTED = ("simulate", "process", "source", "overrides", "here")  # what no process reads, and what stands elsewhere
+NOT_PRINTED = ("simulate", "process", "source", "overrides", "here")  # no process reads them, or they stand elsewhere
 
 
 def report(topology: Topology, verbose: bool = True) -> str:
-    """The page: what a person decides first; with `verbose` the sums that follow from it, too."""
+    """The page: what a person decides, and with `verbose` the sums that follow."""
     more = (_bus, _sums, _sizes) if verbose else ()
     parts = (_head, _warnings, _first, _data, _model, memory.lines, _processes, *more)
-    found = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
-    return sources.named("\n\n".join([*found, *([] if verbose else [MORE])])) + "\n"
+    sections = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
+    return sources.named("\n\n".join([*sections, *([] if verbose else [MORE])])) + "\n"
 
 
 def require_memory(topology: Topology) -> None:
-    """A SharedMemoryFull with the sum, if /dev/shm cannot hold this run."""
+    """Raise SharedMemoryFull, with the sum, if /dev/shm cannot hold this run."""
     parts, free = shared_memory(topology), machine.shm_free()
     if (needed := sum(size for _, size in parts)) > free:
         text = " + ".join(f"{name} {_mib(size)}" for name, size in parts)
@@ -55,7 +55,7 @@ def require_memory(topology: Topology) -> None:
 
 
 def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
-    """A UserError for cores or memory that are not there, a DiskFull if run_dir cannot hold what is published."""
+    """Raise UserError for missing cores or memory, DiskFull if run_dir cannot hold the published versions."""
     machine.require_cores(topology, machine.cores())
     machine.require_axes(topology)
     memory.require(topology)
@@ -65,15 +65,15 @@ def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
 def shared_memory(topology: Topology) -> list[tuple[str, int]]:
     """Files of the run in /dev/shm and what they take; the weights are left out while unknown. The ring is counted with
     usual answers: the memory of long ones goes back when they are trained."""
-    found = [("ring", topology.derived.ring_held)]
+    sizes = [("ring", topology.derived.ring_held)]
     parameters = pretrained.model_facts(model_at(topology.model.path)).parameters
     if topology.weights.transport == "shm" and parameters:
         size = parameters * pretrained.BYTES_OF[topology.model.dtype]
-        found.append(("weights", int(topology.weights.copies * size)))
+        sizes.append(("weights", int(topology.weights.copies * size)))
     cost = machine.weight_cost(topology, model_at(topology.model.path))
     if topology.weights.transport in ADAPTERS and cost is not None and cost.version:
-        found.append(("adapters", cost.total))
-    return found
+        sizes.append(("adapters", cost.total))
+    return sizes
 
 
 def process_configs(topology: Topology) -> list[dict[str, Any]]:
@@ -104,15 +104,15 @@ def command(process: ProcessName) -> list[str]:
 
 
 def recipes(names: Sequence[str] = ()) -> str:
-    """The keys that each recipe sets, by itself and through the loss that it names; of all recipes without `names`."""
+    """List the keys that each of these recipes sets, itself or through its loss; all recipes without `names`."""
     if unknown := [name for name in names if name not in catalog.RECIPES]:
         raise UserError(f"there is no recipe {', '.join(unknown)}; there are {', '.join(catalog.RECIPES)}")
     lines = ["learner.recipe = NAME sets these keys where the file leaves them out; formulas: docs/algorithms.md"]
     for name in names or catalog.RECIPES:
-        own = catalog.RECIPES[name]
-        facts = catalog.LOSSES[own["learner.loss"]]
+        recipe = catalog.RECIPES[name]
+        facts = catalog.LOSSES[recipe["learner.loss"]]
         lines += ["", f"{name}  (its loss: {facts.source})"]
-        lines += [f"  {key} = {_of_recipe(value)}" for key, value in {**facts.settings, **own}.items()]
+        lines += [f"  {key} = {_of_recipe(value)}" for key, value in {**facts.settings, **recipe}.items()]
     return "\n".join(lines)
 
 
@@ -150,13 +150,13 @@ def _head(t: Topology) -> Iterator[str]:
 
 
 def _first(t: Topology) -> Iterator[str]:
-    """The first prompt, and what two answers to it are worth: tried by the loader where the reward is foreign code."""
-    own = t.reward
-    if own.part:
-        yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in own.part)
-    if any(part.kind == "code" for part in own.part):
+    """The first prompt, and what two answers to it are worth; the loader has tried a reward that is foreign code."""
+    reward = t.reward
+    if reward.part:
+        yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in reward.part)
+    if any(part.kind == "code" for part in reward.part):
         yield f"boxes for code: {trial.boxes()}"
-    foreign = all(part.kind in trial.TRIED for part in own.part)
+    foreign = all(part.kind in trial.TRIED for part in reward.part)
     yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
     yield from trial.notes_of_parts(t)
 
@@ -184,19 +184,19 @@ def _hosts(t: Topology) -> Iterator[str]:
         if rewards := sum(entry.count for entry in there if entry.role == "reward"):
             runs.append(f"{rewards} x reward, which judge what is generated there")
         runs += [f"{entry.count} x {entry.role}" for entry in there if entry.role in CALLER_ROLES]
-        own = capabilities.plug("hosts", "host_topology")(t, host)
-        ranks = [one.name for one in own.processes() if one.role == RANK]
+        of_host = capabilities.plug("hosts", "host_topology")(t, host)
+        ranks = [process.name for process in of_host.processes() if process.role == RANK]
         if ranks:
             runs.append(f"{ranks[0]}{f' to {ranks[-1]}' if len(ranks) > 1 else ''} of the learner")
         generates = capabilities.plug("hosts", "host_rows")(t, host)
-        needs = sum(size for name, size in shared_memory(own) if name != "weights" or generates)
+        needs = sum(size for name, size in shared_memory(of_host) if name != "weights" or generates)
         start = " ".join(t.hosts.start).replace("{host}", host) or "`busrl host` there"
         yield f"on {host}, by {start}: {', '.join(runs)}"
-        most = needs + own.derived.ring_bytes - own.derived.ring_held
+        most = needs + of_host.derived.ring_bytes - of_host.derived.ring_held
         more = f", at most {_mib(most)}" if most > needs else ""
-        yield f"  {own.derived.slots} slots, {_mib(needs)} of shared memory{more}"
-        if ranks and (found := memory.of_ranks(t)):
-            yield f"  memory of its ranks: {found}"
+        yield f"  {of_host.derived.slots} slots, {_mib(needs)} of shared memory{more}"
+        if ranks and (rank_memory := memory.of_ranks(t)):
+            yield f"  memory of its ranks: {rank_memory}"
 
 
 def _device(t: Topology, process: ProcessName) -> str:
@@ -269,14 +269,14 @@ def _versions(t: Topology) -> Iterator[str]:
 def _data(t: Topology) -> Iterator[str]:
     yield "prompts"
     yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
-    for one in t.derived.sources:
-        size = f"{one.share / 10:g} % of the draws, " if len(t.derived.sources) > 1 else ""
-        yield f"    {one.name}: {size}{one.text}"
+    for source in t.derived.sources:
+        size = f"{source.share / 10:g} % of the draws, " if len(t.derived.sources) > 1 else ""
+        yield f"    {source.name}: {size}{source.text}"
     yield from _skipped(t)
-    for asked in t.sets:
-        name = f" {asked.name}" if asked.name else ""
-        yield f"  validation{name}: {asked.data}, {asked.lines} prompts; {_asked(t, asked)}"
-        yield from (f"    {one.text}" for one in t.derived.made if one.name == asked.name)
+    for asked_set in t.sets:
+        name = f" {asked_set.name}" if asked_set.name else ""
+        yield f"  validation{name}: {asked_set.data}, {asked_set.lines} prompts; {_asked(t, asked_set)}"
+        yield from (f"    {made_set.text}" for made_set in t.derived.made if made_set.name == asked_set.name)
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
     if t.derived.prompt_text:
         yield f"  {t.derived.prompt_text}"
@@ -298,17 +298,17 @@ def _skipped(t: Topology) -> Iterator[str]:
     )
 
 
-def _asked(t: Topology, one: AskedSet) -> str:
+def _asked(t: Topology, asked_set: AskedSet) -> str:
     """Describe what a round asks of a set, and which figures it gives."""
-    asked = "all asked" if one.prompts == one.lines else f"{one.prompts} asked"
-    if one.prompts > one.lines > 0:
-        fewest, more = divmod(one.prompts, one.lines)
-        asked = f"{one.prompts} answers, {fewest}{f' or {fewest + 1}' if more else ''} to each"
-    if one.k > 1:
+    text = "all asked" if asked_set.prompts == asked_set.lines else f"{asked_set.prompts} asked"
+    if asked_set.prompts > asked_set.lines > 0:
+        fewest, more = divmod(asked_set.prompts, asked_set.lines)
+        text = f"{asked_set.prompts} answers, {fewest}{f' or {fewest + 1}' if more else ''} to each"
+    if asked_set.k > 1:
         extracts = t.reward.compares is not None
-        vote = f"maj@{one.k}" if extracts else f"no maj@{one.k}: the reward extracts no answer"
-        asked += f" {one.k} times: pass@1 to pass@{one.k}, {vote}"
-    return f"{asked}; every {one.every} steps" if one.every else asked
+        vote = f"maj@{asked_set.k}" if extracts else f"no maj@{asked_set.k}: the reward extracts no answer"
+        text += f" {asked_set.k} times: pass@1 to pass@{asked_set.k}, {vote}"
+    return f"{text}; every {asked_set.every} steps" if asked_set.every else text
 
 
 def _answers(t: Topology) -> str:
@@ -354,7 +354,7 @@ def _lacking(t: Topology) -> Iterator[str]:
     asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine == "openai"]
     if name and not all(entry.env.get(name) or os.environ.get(name) for entry in asking):
         yield f"openai.api_key_env: ${name} is not set in this environment; the run ends at once where it is not set"
-    for kind in sorted({t.device_of(one.name) for one in t.processes() if has_model(one.spec)} - {"auto"}):
+    for kind in sorted({t.device_of(process.name) for process in t.processes() if has_model(process.spec)} - {"auto"}):
         if not device.likely(kind):
             text = f"this machine has no {kind} device, or its torch was not built for one: a start here would end"
             yield f'model.device = "{kind}": {text}; "auto" takes what there is'
@@ -368,8 +368,8 @@ def _doubts(t: Topology) -> Iterator[str]:
         yield f"{text}, if all are as long as they may be; the run would pause then, and lose nothing"
     if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
         yield f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups"
-    if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
-        text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
+    if (groups := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
+        text = f"at least {groups} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
         yield f"run.max_steps: {text}, and the run ends by name there"
     clients = keys.allowed(keys.directory_of(t.bus.keys)) if t.bus.endpoint != "ipc" else {}
     for host in () if t.hosts.start else t.host_names:
@@ -388,8 +388,8 @@ def _doubts(t: Topology) -> Iterator[str]:
 
 
 def _warnings(t: Topology) -> Iterator[str]:
-    if found := warnings(t):
-        yield from ("warnings", *(f"  {text}" for text in found))
+    if texts := warnings(t):
+        yield from ("warnings", *(f"  {text}" for text in texts))
 
 
 def _mib(size: int) -> str:

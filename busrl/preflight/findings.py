@@ -1,4 +1,4 @@
-"""Findings about keys that do not go together, and the rows of tables of rules that yield them.
+"""Findings about keys and files, the report that collects them, and the rows of tables of rules that yield them.
 
 A `Clash` is a row about the topology, an `EntryClash` one about an entry of [[process]]: the keys, when their values
 clash, why, and what to do. A rule that needs more is a function that yields findings. Used by every module of rules;
@@ -10,10 +10,11 @@ looks at nothing but a topology.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from busrl.errors import Problem
 from busrl.topology.declare import FUNCTION, items
 from busrl.topology.reader import show
 from busrl.topology.schema import Process, Topology
@@ -29,11 +30,44 @@ class Finding:
     warning: bool = False
     value: str = ""
     depends: tuple[str, ...] = ()  # further keys that the finding was computed from
-    place: str = ""  # where in the file that the key names, if it is not the key itself that is to blame
+    place: str = ""  # in the file that the key names, where the cause is there and not the key
 
     def shown(self, topology: Topology) -> str:
         """The keys with their values, unless the finding brings its own text."""
         return self.value or ", ".join(f"{key} = {show(lookup(topology, key))}" for key in self.keys)
+
+
+class Report:
+    """Collects the findings of an inspection, and the keys that are left out of it.
+
+    `left_out`: keys that have a problem already; whatever depends on one of them is skipped.
+    """
+
+    def __init__(self, left_out: Collection[str]) -> None:
+        self.findings: list[Finding] = []
+        self._left_out = set(left_out)
+
+    def sound(self, *keys: str) -> bool:
+        """Tell whether none of these keys is left out."""
+        return self._left_out.isdisjoint(keys)
+
+    def sound_below(self, prefix: str) -> bool:
+        """Tell whether no key that begins so is left out."""
+        return not any(key.startswith(prefix) for key in self._left_out)
+
+    def leave_out(self, key: str) -> None:
+        self._left_out.add(key)
+
+    def blames(self, *keys: str) -> bool:
+        """Tell whether a finding stands at one of these keys."""
+        return any(finding.keys[0] in keys for finding in self.findings)
+
+    def add(self, key: str, rule: str, remedy: str) -> None:
+        self.findings.append(Finding((key,), rule, remedy))
+
+    def add_problem(self, key: str, problem: Problem) -> None:
+        """Report a problem in the file that `key` names."""
+        self.findings.append(Finding((key,), problem.rule, problem.remedy, value=problem.value, place=problem.place))
 
 
 Check = Callable[[Topology], Iterator[Finding]]
@@ -128,7 +162,7 @@ def _is_unlike(key: str, default: object, t: Topology) -> bool:
 
 
 def by_path(keys: tuple[str, ...], path: str, example: str, who: str = "") -> Iterator[Finding]:
-    """A finding at these keys if that is no import path of a function; `who` needs it, if that is not plain."""
+    """Report a value that is no import path of a function; `who` names what needs one, where the keys do not."""
     if not FUNCTION.fullmatch(path):
         rule = f"{who} needs a function" if who else "expected a function"
         yield Finding(keys, f"{rule} as package.module:name or file.py:name, got {show(path)}", example)

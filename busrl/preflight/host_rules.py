@@ -103,9 +103,9 @@ def _devices(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
             rule = f"{item!r} is not a list of devices: numbers, or UUIDs as nvidia-smi -L prints them, and commas"
             yield Finding((f"{at}.devices",), rule, 'for example devices = ["0", "1"], an item per process')
     if entry.devices and (entry.device or t.model.device) == "cpu" and entry.role in WITH_MODEL:
-        named = f"{at}.device" if entry.device else "model.device"
+        key = f"{at}.device" if entry.device else "model.device"
         rule = "its model runs on the CPU, so nothing is shown or hidden"
-        yield Finding((f"{at}.devices", named), rule, "remove devices, or choose another device", warning=True)
+        yield Finding((f"{at}.devices", key), rule, "remove devices, or choose another device", warning=True)
     if len(entry.devices) > max(1, entry.count) and entry.ranks == 1:
         rule = f"{len(entry.devices)} items for {entry.count} processes: each process gets one of them"
         yield Finding((f"{at}.devices", f"{at}.count"), rule, 'one process that sees both is ["0,1"]', warning=True)
@@ -135,9 +135,9 @@ def _of_a_team(t: Topology, entry_at: str, entry: Process) -> Iterator[Finding]:
         where = " on each host" if entry.hosts else ""
         rule = f"{len(entry.devices)} items for {here} ranks{where}: each rank works on a device of its own"
         yield Finding((at, f"{entry_at}.devices"), rule, f"one item per rank{where}, {ALONE}")
-    found = numbers_of(version_of("torch"))
-    if found and found < OLDEST_TORCH:
-        rule = "torch {}.{} cannot sum gradients over ranks; 2.8 can".format(*found)
+    version = numbers_of(version_of("torch"))
+    if version and version < OLDEST_TORCH:
+        rule = "torch {}.{} cannot sum gradients over ranks; 2.8 can".format(*version)
         yield Finding((at,), rule, f"install torch 2.8 or later, {ALONE}")
 
 
@@ -161,13 +161,13 @@ def _over_hosts(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
 
 def _axes(t: Topology, at: str, ranks: int) -> Iterator[Finding]:
     """ranks = replicate x fsdp x tensor; expert divides fsdp x tensor."""
-    own = t.learner.parallel
+    parallel = t.learner.parallel
     tensor, expert, replicate = ("learner.parallel." + name for name in ("tensor", "expert", "replicate"))
-    if ranks % (own.replicate * own.tensor):
-        rule = f"ranks are replicate x fsdp x tensor: {own.replicate} x {own.tensor} does not divide {ranks}"
+    if ranks % (parallel.replicate * parallel.tensor):
+        rule = f"ranks are replicate x fsdp x tensor: {parallel.replicate} x {parallel.tensor} does not divide {ranks}"
         yield Finding((at, replicate, tensor), rule, "set ranks to a multiple of their product")
-    elif (ranks // own.replicate) % own.expert:
-        rule = f"experts are dealt out within a replica, which has {ranks // own.replicate} ranks"
+    elif (ranks // parallel.replicate) % parallel.expert:
+        rule = f"experts are dealt out within a replica, which has {ranks // parallel.replicate} ranks"
         yield Finding((expert, replicate), rule, "set a divisor of that")
 
 
@@ -180,26 +180,26 @@ def parse_cores(text: str) -> frozenset[int]:
     """ "0-2,7" is {0, 1, 2, 7}; ValueError for anything else."""
     if not LIST.fullmatch(text):
         raise ValueError(f"{text!r} is not a list of cores")
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
         if int(last or first) < int(first):
             raise ValueError(f"{part!r} ends before it begins")
-        found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        cores |= set(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
 
 
 def _cores(_: Topology, at: str, entry: Process) -> Iterator[Finding]:
     if not entry.cpus:
         return
     try:
-        named = parse_cores(entry.cpus)
+        cores = parse_cores(entry.cpus)
     except ValueError as problem:
         yield Finding((f"{at}.cpus",), str(problem), 'numbers and ranges with commas, for example "0-2,7"')
         return
     started = max(1, entry.count) * entry.ranks
-    if len(named) < entry.threads * started:
-        rule = f"{started} x {entry.threads} threads share {len(named)} cores"
+    if len(cores) < entry.threads * started:
+        rule = f"{started} x {entry.threads} threads share {len(cores)} cores"
         yield Finding((f"{at}.cpus", f"{at}.threads"), rule, "more cores, or fewer threads", warning=True)
 
 
@@ -211,7 +211,7 @@ MAY_BE_AWAY = ("rollout", "reward", schema.AGENT, schema.SERVE, "learner")
 def _judges(t: Topology) -> Iterator[Finding]:
     """A reward on another host judges what is generated there, one at home everything else."""
     judging, generating = _places(t, "reward"), _places(t, "rollout")
-    away = [f"process.{index}.hosts" for index, one in enumerate(t.process) if one.role == "reward" and one.hosts]
+    away = [f"process.{index}.hosts" for index, entry in enumerate(t.process) if entry.role == "reward" and entry.hosts]
     if not away:
         return
     at = away[0]

@@ -1,9 +1,9 @@
 """Keys of a topology that may change while its run runs, and the topology with another value of one of them.
 
-Asks the same reader and the same rules as `load`, so that a wrong value gets the message that it gets in a file.
+Uses the reader and the rules of `load`, so a wrong value gets the message that it gets in a file.
 
-- Sizes that were made at the start (ring, horizon) stay: a value that needs others is refused.
-- A key is here if every process that reads it does so again, and if no sample is another one by it.
+- Sizes of the start (ring, horizon) stay: a value that needs others is refused.
+- A key is here if every process that reads it reads it again, and if its change alters no sample that exists.
 """
 
 from __future__ import annotations
@@ -45,37 +45,40 @@ def followers(key: str) -> tuple[str, ...]:
 
 def value_of(topology: Topology, key: str) -> str:
     role = _role(key)
-    return str(sum(one.count for one in topology.process if one.role == role)) if role else show(lookup(topology, key))
+    if not role:
+        return show(lookup(topology, key))
+    return str(sum(entry.count for entry in topology.process if entry.role == role))
 
 
 def changed(topology: Topology, key: str, text: str) -> Topology:
-    """The topology with another value of this key; a UserError says why it cannot be."""
+    """The topology with another value of this key; UserError if the key cannot change, or not to that value."""
     _require_section(key)
     role, source = _role(key), of_overrides([f"{key}={text}"])
     reader = Reader(source)
     sections = reader.sections()
-    if wrong := [one for one in reader.problems if one.place.startswith("--set ")]:
+    if wrong := [problem for problem in reader.problems if problem.place.startswith("--set ")]:
         raise TopologyError(wrong)
     if role:
-        made = _counted(topology, role, sections["process"][0].count)
+        after = _counted(topology, role, sections["process"][0].count)
     elif key not in KEYS:
         raise UserError(f"{key} cannot change while the run runs: set it at the next start; these can: "
                         f"{', '.join(KEYS)}, and the number of processes with `busrl scale`")
     else:
         _refuse_by_mode(topology, key)
         table, _, rest = key.partition(".")
-        made = replaced(topology, key.split("."), lookup(sections[table], rest))
-    derived, found = in_flight_limits(made)
-    made = dataclasses.replace(made, derived=derived)
-    found += _broken(topology, made)
-    if broken := [Problem(f"--set {key}", one.shown(made), one.rule, one.remedy) for one in found if not one.warning]:
-        raise TopologyError(broken)
-    return made
+        after = replaced(topology, key.split("."), lookup(sections[table], rest))
+    derived, findings = in_flight_limits(after)
+    after = dataclasses.replace(after, derived=derived)
+    refused = [finding for finding in (*findings, *_broken(topology, after)) if not finding.warning]
+    if refused:
+        place = f"--set {key}"
+        raise TopologyError(Problem(place, finding.shown(after), finding.rule, finding.remedy) for finding in refused)
+    return after
 
 
 def _require_section(key: str) -> None:
-    """UserError for a key that lacks its section alone; it names the one that was meant."""
-    if meant := [one for one in KEYS if one.rpartition(".")[2] == key.strip(".")]:
+    """Raise UserError for a key without its section, with the key that was probably meant."""
+    if meant := [candidate for candidate in KEYS if candidate.rpartition(".")[2] == key.strip(".")]:
         rule = f"what is set is section.key=value, and {key} has no section"
         raise UserError(f"{rule}; did you mean {' or '.join(meant)}?")
 
@@ -99,7 +102,7 @@ def _refuse_by_mode(topology: Topology, key: str) -> None:
 def _counted(topology: Topology, role: str, count: int) -> Topology:
     if ROLES[role].single:
         raise UserError(f"{role}: a run has one of them")
-    at = [place for place, one in enumerate(topology.process) if one.role == role]
+    at = [place for place, entry in enumerate(topology.process) if entry.role == role]
     if len(at) != 1 or topology.process[at[0]].hosts:
         why = "has none" if not at else "has several entries, or has it on other hosts"
         raise UserError(f"{role}: the run {why}: its number can change where one [[process]] on this host says it")
@@ -110,16 +113,17 @@ def _counted(topology: Topology, role: str, count: int) -> Topology:
     return dataclasses.replace(topology, process=tuple(entries))
 
 
-def _broken(before: Topology, made: Topology) -> list[Finding]:
+def _broken(before: Topology, after: Topology) -> list[Finding]:
     """Findings about the new topology that the one before did not have."""
-    known = {str(finding) for check in CHECKS for finding in check(before)}
-    return [one for check in CHECKS for one in check(made) if not one.warning and str(one) not in known]
+    earlier = {str(finding) for check in CHECKS for finding in check(before)}
+    findings = (finding for check in CHECKS for finding in check(after))
+    return [finding for finding in findings if not finding.warning and str(finding) not in earlier]
 
 
 def with_sizes_of(topology: Topology, before: Topology) -> Topology:
-    """For a ring that is there: with the sizes that it was made with, where the limits still fit in them."""
-    own, made, asked = topology.derived, before.derived, topology.ring.slots
-    if own.limits.train_slots > made.slots - made.val_reserve or asked not in ("auto", made.slots):
+    """The topology with the sizes of the existing ring, `before`'s, where its limits fit in them; else unchanged."""
+    derived, earlier, slots = topology.derived, before.derived, topology.ring.slots
+    if derived.limits.train_slots > earlier.slots - earlier.val_reserve or slots not in ("auto", earlier.slots):
         return topology
-    sizes = {name: getattr(made, name) for name in ("slots", "train_slots", "val_reserve", "call_slots")}
-    return dataclasses.replace(topology, derived=dataclasses.replace(own, **sizes))
+    sizes = {name: getattr(earlier, name) for name in ("slots", "train_slots", "val_reserve", "call_slots")}
+    return dataclasses.replace(topology, derived=dataclasses.replace(derived, **sizes))

@@ -28,6 +28,10 @@ def _read_by_value_head(key: str, changed: Callable[[Topology], bool]) -> Clash:
                  'only a value head reads it; advantage = "gae" (recipe = "ppo" sets it), or remove it', warning=True)
 
 
+def _never_with_ratio_one(key: str, changed: Callable[[Topology], object], text: str) -> Clash:
+    return Clash(("learner.newest_ratio", key), lambda t: t.learner.newest_ratio == "one" and changed(t), text)
+
+
 TABLE = (
     Clash(("learner.loss", "weights.mode", "learner.updates_per_batch"),
           lambda t: (
@@ -71,22 +75,21 @@ TABLE = (
           "with one update per batch every ratio is 1, so no clip can act; "
           'ratio = "behaviour", or updates_per_batch > 1',
           hidden=("learner.loss", "learner.passes_per_batch"), warning=True),
-    Clash(("learner.newest_ratio", "learner.ratio"),
-          lambda t: t.learner.newest_ratio == "one" and t.learner.ratio == "proximal",
-          'it is about the ratio to recorded log-probabilities; newest_ratio = "recorded"'),
-    Clash(("learner.newest_ratio", "learner.updates_per_batch"),
-          lambda t: t.learner.newest_ratio == "one" and t.learner.updates_per_batch > 1,
-          'after the first update the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"'),
-    Clash(("learner.newest_ratio", "learner.passes_per_batch"),
-          lambda t: t.learner.newest_ratio == "one" and t.learner.passes_per_batch > 1,
-          'after the first pass the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"'),
-    Clash(("learner.newest_ratio", "learner.correction"),
-          lambda t: t.learner.newest_ratio == "one" and t.learner.correction != "none",
-          "it hides from the correction what separates engine and trainer; "
-          'newest_ratio = "recorded", or correction = "none"'),
-    Clash(("learner.newest_ratio", "experiments.forced_age"),
-          lambda t: t.learner.newest_ratio == "one" and t.experiments.forced_age,
-          "published late, no version has the weights that are trained; forced_age = 0"),
+    _never_with_ratio_one("learner.ratio", lambda t: t.learner.ratio == "proximal",
+                          'it is about the ratio to recorded log-probabilities; newest_ratio = "recorded"'),
+    _never_with_ratio_one(
+        "learner.updates_per_batch", lambda t: t.learner.updates_per_batch > 1,
+        'after the first update the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"',
+    ),
+    _never_with_ratio_one(
+        "learner.passes_per_batch", lambda t: t.learner.passes_per_batch > 1,
+        'after the first pass the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"',
+    ),
+    _never_with_ratio_one("learner.correction", lambda t: t.learner.correction != "none",
+                          "it hides from the correction what separates engine and trainer; "
+                          'newest_ratio = "recorded", or correction = "none"'),
+    _never_with_ratio_one("experiments.forced_age", lambda t: t.experiments.forced_age,
+                          "published late, no version has the weights that are trained; forced_age = 0"),
     Clash(("learner.loss", "learner.aggregation"),
           lambda t: t.learner.loss == "gspo" and t.learner.aggregation == "token-mean",
           "a mean over tokens weighs samples by their length, and GSPO's ratio is of whole samples; "
@@ -212,20 +215,20 @@ def _training(t: Topology) -> Iterator[Finding]:
 
 
 def _optimizer(t: Topology) -> Iterator[Finding]:
-    own, name = t.learner, "learner.optimizer"
+    learner, name = t.learner, "learner.optimizer"
     try:
-        selection.parsed(own.train_layers)
+        selection.parsed(learner.train_layers)
     except ValueError as wrong:
         yield Finding(("learner.train_layers",), str(wrong), 'for example "20-27, lm_head", or "" for all')
-    if own.optimizer.startswith("adamw"):
-        if own.options:
-            rule = f"{own.optimizer} takes none: its settings are learner.betas, eps and weight_decay"
+    if learner.optimizer.startswith("adamw"):
+        if learner.options:
+            rule = f"{learner.optimizer} takes none: its settings are learner.betas, eps and weight_decay"
             yield Finding(("learner.options", name), rule, "remove [learner.options]")
         return
-    taken = ("weight_decay",) if own.optimizer == "adafactor" else ()
+    read = ("weight_decay",) if learner.optimizer == "adafactor" else ()
     for key, item in items(Learner).items():
-        if key in ("betas", "eps", "weight_decay") and key not in taken and getattr(own, key) != item.default:
-            rule = f"it is AdamW's, and {own.optimizer} does not read it"
+        if key in ("betas", "eps", "weight_decay") and key not in read and getattr(learner, key) != item.default:
+            rule = f"it is AdamW's, and {learner.optimizer} does not read it"
             yield Finding((f"learner.{key}", name), rule, "arguments stand in [learner.options]", warning=True)
 
 

@@ -28,12 +28,14 @@ from busrl.preflight import (
     learning_rates,
     named_files,
     process_rules,
+    prompt_files,
     prompt_rules,
     reward_rules,
     sources,
 )
 from busrl.preflight.derive import resolve
 from busrl.preflight.findings import Check, Finding, lookup
+from busrl.preflight.model_folders import model_folder
 from busrl.scheduling.admission import derive
 from busrl.states import ENVIRONMENT, ROLES, TINY
 from busrl.system import device
@@ -47,7 +49,7 @@ UNRESOLVED = Derived(
     slot_bytes=0, task_bytes=0, train_prompts=0, validation_prompts=0, ring_bytes=0, val_samples=0,
 )
 
-# What belongs to a machine, a model or a program: a simulation neither looks at these nor obeys rules about them.
+# Keys of a machine, a model or a program: a simulation reads no such file and skips the rules about these keys.
 REAL_FILES = frozenset({
     "model.path", "data.train", "validation.data", "validation.set", "reward.function", "bus.endpoint", "lora.rank",
     "process",
@@ -62,14 +64,14 @@ PLAYED_OF_PROCESS = ("role", "count")
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Topology:
-    """The checked topology; a TopologyError with every problem otherwise. `run_dir`: where a run of it may have made
-    its prompts already."""
+    """The checked topology, or a TopologyError with every problem. `run_dir`: a run there may have made the prompts of
+    sources already."""
     return _load(read(Path(path), overrides), overrides, run_dir=run_dir)
 
 
 def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Topology, frozenset[str]]:
-    """Load without the rules about machine, model and engines, and without a look at the files of a real run; and
-    the dotted keys that the file or an override gives."""
+    """The topology, checked without rules about machine, model and engines and without the files of a real run; and
+    the dotted keys that the file or an override sets."""
     source = read(Path(path), overrides)
     topology = _load(source, overrides, simulated=True)
     return topology, frozenset(".".join(map(str, key)) for key in (*source.lines, *source.overridden))
@@ -78,13 +80,13 @@ def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tupl
 def _load(
     source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
 ) -> Topology:
-    """All that is wrong is told at once; `bad` has the keys that are wrong already: no rule is asked about them."""
+    """Report all problems at once; `bad` holds the keys that have one already: no rule about them applies."""
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     capabilities.refuse(draft)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
     if not simulated:
-        draft, unmade = sources.prepare(draft, run_dir, named_files.compares(draft), bad)
+        draft, unmade = sources.prepare(draft, run_dir, prompt_files.compares(draft), bad)
         problems.extend(_problem(source, draft, finding) for finding in unmade)
         bad |= set(_unmade_keys(draft, unmade))
     facts, broken = named_files.inspect(draft, bad | REAL_FILES if simulated else bad)
@@ -93,25 +95,26 @@ def _load(
     draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
-    asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
-    found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]  # one cause is told once
-    problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
+    applying = [finding for finding in every if not (simulated and any(map(_real, finding.keys)))]
+    # One cause is reported once.
+    findings = [finding for finding in applying if not _depends((*finding.keys, *finding.depends), bad)]
+    problems.extend(_problem(source, draft, finding) for finding in findings if not finding.warning)
     problems.extend([] if simulated else _too_long(draft, sums))
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
-    warned = (finding for finding in found if finding.warning and any(_decided(source, key) for key in finding.keys))
+    warned = (finding for finding in findings if finding.warning and any(_decided(source, key) for key in finding.keys))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in warned)
     return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings))
 
 
 def _decided(source: Source, key: str) -> bool:
-    """Tell whether somebody wrote that key: nobody is warned of a default."""
+    """Tell whether the user wrote that key: a default gets no warning."""
     parts = key.split(".")
     return parts[0] == "process" or any(map(str.isdigit, parts)) or _written(source, *parts)
 
 
 def _unmade_keys(draft: Topology, unmade: Sequence[Finding]) -> Iterator[str]:
-    """Keys of prompts that could not be made, since something about their sources is wrong."""
+    """Keys of the prompts that could not be made, because their sources have findings."""
     wrong = {key for finding in unmade for key in finding.keys}
     for target in sources.targets(draft) if unmade else ():
         if any(key.startswith((target.key, *target.tables)) for key in wrong):
@@ -119,7 +122,7 @@ def _unmade_keys(draft: Topology, unmade: Sequence[Finding]) -> Iterator[str]:
 
 
 def _idle(draft: Topology, source: Source) -> Iterator[Finding]:
-    """Keys that are written down and that nothing reads in this mode, where their default is not zero."""
+    """Warn of written keys that nothing reads in this mode, and whose default is not zero."""
     if draft.weights.mode == "sync" and _written(source, "weights", "max_staleness") and draft.weights.max_staleness:
         rule = "a synchronous round is made by the weights that it trains: nothing in it is stale"
         keys = ("weights.max_staleness", "weights.mode")
@@ -127,7 +130,7 @@ def _idle(draft: Topology, source: Source) -> Iterator[Finding]:
 
 
 def _with_advice(problem: Problem, draft: Topology) -> Problem:
-    """The one key that no default can stand for gets advice for the model that is there."""
+    """Advise on learner.lr, the one key without a usable default, by the size of the model."""
     if problem.rule != "learner.lr is missing":
         return problem
     return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {learning_rates.rate_advice(draft)}")
@@ -142,16 +145,30 @@ def _real(key: str) -> bool:
 
 
 def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:
+    """The tables of a source: keys that are left out take what others imply, and every path is absolute."""
     sections: dict[str, Any] = reader.sections()
-    given = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
-    draft = _with_algorithm(given, source)
+    file = os.path.abspath(source.file)
+    draft = Topology(**sections, derived=UNRESOLVED, source=file, overrides=tuple(overrides))
+    for settled in (_with_algorithm, _with_reward, _with_processes, _with_functions, _with_origins):
+        draft = settled(draft, source)
+    draft = dataclasses.replace(draft, generation=_generation(draft, source))
+    model = dataclasses.replace(draft.model, dtype=_dtype(draft), path=model_folder(draft.model.path))
+    return dataclasses.replace(draft, model=model)
+
+
+def _with_reward(draft: Topology, source: Source) -> Topology:
     function = _function_path(draft.reward.function, source, ("reward", "function"))
     kind = draft.reward.kind
     if not _written(source, "reward", "kind") and (function or (draft.has_callers and not draft.reward.part)):
         kind = "python" if function else AGENT
+    key = prompt_files.answer_key(draft)
     reward = dataclasses.replace(
-        draft.reward, kind=kind, answer_key=named_files.answer_key(draft), function=function, part=_parts(draft, source)
+        draft.reward, kind=kind, answer_key=key, function=function, part=_parts(draft, source)
     )
+    return dataclasses.replace(draft, reward=reward)
+
+
+def _with_processes(draft: Topology, source: Source) -> Topology:
     here = os.path.abspath(source.folder)
     entries = (
         dataclasses.replace(
@@ -160,72 +177,72 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
             function=_function_path(entry.function, source, ("process",)),
             python=os.path.join(entry.python, "bin", "python") if os.path.isdir(entry.python) else entry.python,
         )
-        for entry in (*draft.process, *_implied(draft, kind))
+        for entry in (*draft.process, *_implied(draft))
     )
-    named: dict[str, Any] = {name: _function_path(getattr(draft.learner, name), source, ("learner", name))
-                             for name in ("loss", "advantage", "optimizer")}
+    return dataclasses.replace(draft, process=tuple(entries))
+
+
+def _with_functions(draft: Topology, source: Source) -> Topology:
+    """The functions of the learner, the parser of tools and the sinks as absolute paths."""
+    functions: dict[str, Any] = {name: _function_path(getattr(draft.learner, name), source, ("learner", name))
+                                 for name in ("loss", "advantage", "optimizer")}
     metrics = tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics)
-    learner = dataclasses.replace(draft.learner, **named, metrics=metrics)
-    draft = _with_origins(draft, source)
     tools = _function_path(draft.agents.tools, source, ("agents", "tools"))
-    sinks = tuple(_function_path(one, source, ("sinks", "to")) for one in draft.sinks.to)
-    draft = dataclasses.replace(
-        draft, agents=dataclasses.replace(draft.agents, tools=tools), sinks=dataclasses.replace(draft.sinks, to=sinks)
+    sinks = tuple(_function_path(sink, source, ("sinks", "to")) for sink in draft.sinks.to)
+    return dataclasses.replace(
+        draft, learner=dataclasses.replace(draft.learner, **functions, metrics=metrics),
+        agents=dataclasses.replace(draft.agents, tools=tools), sinks=dataclasses.replace(draft.sinks, to=sinks),
     )
-    made = dataclasses.replace(
-        draft, learner=learner, reward=reward, process=tuple(entries), generation=_generation(draft, source)
-    )
-    model = dataclasses.replace(made.model, dtype=_dtype(made), path=named_files.model_folder(made.model.path))
-    return dataclasses.replace(made, model=model)
 
 
 def _with_origins(draft: Topology, source: Source) -> Topology:
     """The functions that rows come from, or are filtered by, as absolute paths."""
-    def placed(one: Any, *at: str) -> Any:
-        named = {name: _function_path(getattr(one, name), source, at) for name in ("function", "filter")}
-        return dataclasses.replace(one, **named)
+    def placed(table: Any, *at: str) -> Any:
+        functions = {name: _function_path(getattr(table, name), source, at) for name in ("function", "filter")}
+        return dataclasses.replace(table, **functions)
 
     data = draft.data
     if ENVIRONMENT.fullmatch(data.train) and not data.source:
         data = dataclasses.replace(data, train="", source=(DataSource(path=data.train),))
-    origins = tuple(placed(one, "data", "source") for one in data.source)
-    own = placed(draft.validation, "validation")
-    own = dataclasses.replace(own, set=tuple(placed(one, "validation", "set") for one in own.set))
-    return dataclasses.replace(draft, data=dataclasses.replace(data, source=origins), validation=own)
+    origins = tuple(placed(origin, "data", "source") for origin in data.source)
+    validation = placed(draft.validation, "validation")
+    sets = tuple(placed(named_set, "validation", "set") for named_set in validation.set)
+    validation = dataclasses.replace(validation, set=sets)
+    return dataclasses.replace(draft, data=dataclasses.replace(data, source=origins), validation=validation)
 
 
 def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
-    own, key = draft.reward, named_files.answer_key(draft)
+    reward, key = draft.reward, prompt_files.answer_key(draft)
     return tuple(
         dataclasses.replace(
             part, name=part.name or part.kind, answer_key=part.answer_key or key,
-            timeout_s=part.timeout_s or _timeout_of(part.kind) or own.timeout_s,
+            timeout_s=part.timeout_s or _timeout_of(part.kind) or reward.timeout_s,
             function=_function_path(part.function, source, ("reward", "part", index, "function")),
         )
-        for index, part in enumerate(own.part)
+        for index, part in enumerate(reward.part)
     )
 
 
 def _timeout_of(kind: str) -> float:
-    return schema.PART_KINDS[kind].timeout_s if kind in schema.PART_KINDS else 0.0  # of a wrong kind nothing is known
+    return schema.PART_KINDS[kind].timeout_s if kind in schema.PART_KINDS else 0.0  # a wrong kind has none
 
 
 def _with_algorithm(draft: Topology, source: Source) -> Topology:
-    """The keys that recipe and loss set where they are left out; `derived.algorithm` tells which they are."""
-    told: list[str] = []
+    """Set the keys of recipe and loss that the file leaves out; `derived.algorithm` lists them."""
+    notes: list[str] = []
     recipe = f'recipe "{draft.learner.recipe}"'
     for key, value in catalog.RECIPES.get(draft.learner.recipe, {}).items():
-        draft = _set_unless_written(draft, source, key, value, recipe, told)
+        draft = _set_unless_written(draft, source, key, value, recipe, notes)
     facts = catalog.LOSSES.get(draft.learner.loss)
     for key, value in () if facts is None else facts.settings.items():
-        draft = _set_unless_written(draft, source, key, value, f'loss "{draft.learner.loss}"', told)
+        draft = _set_unless_written(draft, source, key, value, f'loss "{draft.learner.loss}"', notes)
     if draft.learner.aggregation == "seq-mean-token-sum-norm" and not draft.learner.length_norm:
-        draft = _set_unless_written(draft, source, "learner.length_norm", catalog.OfLimit(1), "the aggregation", told)
-    return dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, algorithm=tuple(told)))
+        draft = _set_unless_written(draft, source, "learner.length_norm", catalog.OfLimit(1), "the aggregation", notes)
+    return dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, algorithm=tuple(notes)))
 
 
 def _set_unless_written(
-    draft: Topology, source: Source, key: str, value: object, why: str, told: list[str]
+    draft: Topology, source: Source, key: str, value: object, why: str, notes: list[str]
 ) -> Topology:
     section, _, name = key.rpartition(".")
     table: Any = lookup(draft, section)
@@ -234,12 +251,12 @@ def _set_unless_written(
         value = _generation(draft, source).max_new_tokens // value.parts
     if _written(source, *key.split(".")) and not (auto and getattr(table, name) == 0):
         if getattr(table, name) != value:
-            told.append(f"{key} = {show(getattr(table, name))} is the file's; {why} would set {show(value)}")
+            notes.append(f"{key} = {show(getattr(table, name))} is the file's; {why} would set {show(value)}")
         return draft
     if getattr(table, name) != value:
-        told.append(f"{key} = {show(value)} by {why}")
-    made: Topology = replaced(draft, key.split("."), value)
-    return made
+        notes.append(f"{key} = {show(value)} by {why}")
+    changed: Topology = replaced(draft, key.split("."), value)
+    return changed
 
 
 def replaced(table: Any, names: Sequence[str], value: object) -> Any:
@@ -248,12 +265,12 @@ def replaced(table: Any, names: Sequence[str], value: object) -> Any:
     return dataclasses.replace(table, **{first: replaced(getattr(table, first), rest, value) if rest else value})
 
 
-def _implied(draft: Topology, reward: str) -> Iterator[Process]:
+def _implied(draft: Topology) -> Iterator[Process]:
     """Add a process of each role that this run has and no entry names."""
-    wanted = {"validator": draft.validation.names_prompts, "reward": reward != AGENT}
-    for role in (one.name for one in ROLES.values() if one.default):
-        if wanted.get(role, True) and all(entry.role != role for entry in draft.process):
-            yield Process(role)
+    wanted = {"validator": draft.validation.names_prompts, "reward": draft.reward.kind != AGENT}
+    for name, role in ROLES.items():
+        if role.default and wanted.get(name, True) and all(entry.role != name for entry in draft.process):
+            yield Process(name)
 
 
 def _dtype(draft: Topology) -> str:
@@ -265,7 +282,7 @@ def _dtype(draft: Topology) -> str:
 
 
 def _generation(draft: Topology, source: Source) -> Generation:
-    """An answer has one limit: that of [segments] stands for max_new_tokens where the latter is not written."""
+    """The table with one limit of an answer: that of [segments] where max_new_tokens is not written."""
     limit = draft.segments.global_max_length
     if not (limit and draft.segments.on) or _written(source, "generation", "max_new_tokens"):
         return draft.generation
@@ -305,35 +322,39 @@ def _path(key: str) -> KeyPath:
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
-def _too_long(draft: Topology, found: Iterable[Finding]) -> list[Problem]:
-    """An explicit slot that is too small for a prompt alone: name the line as well."""
-    given = draft.ring.slot_bytes
-    if not isinstance(given, int) or not any("ring.slot_bytes" in finding.keys for finding in found):
+def _too_long(draft: Topology, findings: Iterable[Finding]) -> list[Problem]:
+    """Name the line too, where an explicit slot is too small for a prompt alone."""
+    slot_bytes = draft.ring.slot_bytes
+    if not isinstance(slot_bytes, int) or not any("ring.slot_bytes" in finding.keys for finding in findings):
         return []
     problems = []
-    sets = (one.data for one in draft.validation.set)
+    sets = (named_set.data for named_set in draft.validation.set)
     for path in dict.fromkeys((draft.data.train, draft.validation.data, *sets)):
         if path and not path.startswith(TINY) and os.path.isfile(path):
-            number, size = named_files.longest_line(path)
-            if size > given:
-                rule = f"longer than its slot: ring.slot_bytes = {given}"
+            number, size = prompt_files.longest_line(path)
+            if size > slot_bytes:
+                rule = f"longer than its slot: ring.slot_bytes = {slot_bytes}"
                 problems.append(Problem(f"{path}:{number}", f"{size} bytes", rule, "shorten it or enlarge the slot"))
     return problems
 
 
+def _with_path(table: Any, key: str, part: str) -> Any:
+    """The table with the path of a quickstart's model or prompts in the place of its `tiny:` name."""
+    name = getattr(table, key)
+    if not name.startswith(TINY):
+        return table
+    return dataclasses.replace(table, **{key: str(getattr(pretrained.maker().ensure(name), part))})
+
+
 def materialise(topology: Topology) -> Topology:
     """The topology with every `tiny:` name replaced by the path of what it stands for."""
-    def made(table: Any, key: str, part: str) -> Any:
-        name = getattr(table, key)
-        if not name.startswith(TINY):
-            return table
-        return dataclasses.replace(table, **{key: str(getattr(pretrained.maker().ensure(name), part))})
-
-    validation = made(topology.validation, "data", "validation")
-    named, asked = (tuple(made(one, "data", "validation") for one in sets)
-                    for sets in (validation.set, topology.derived.sets))
+    validation = _with_path(topology.validation, "data", "validation")
+    validation_sets, asked_sets = (
+        tuple(_with_path(prompts, "data", "validation") for prompts in sets)
+        for sets in (validation.set, topology.derived.sets)
+    )
     return dataclasses.replace(
-        topology, model=made(topology.model, "path", "model"), data=made(topology.data, "train", "train"),
-        validation=dataclasses.replace(validation, set=named),
-        derived=dataclasses.replace(topology.derived, sets=asked),
+        topology, model=_with_path(topology.model, "path", "model"), data=_with_path(topology.data, "train", "train"),
+        validation=dataclasses.replace(validation, set=validation_sets),
+        derived=dataclasses.replace(topology.derived, sets=asked_sets),
     )

@@ -39,11 +39,11 @@ def cores() -> frozenset[int]:
 
 
 def cores_of(t: Topology, entry: Process, here: frozenset[int]) -> frozenset[int]:
-    """The cores for processes of that entry, out of those that this machine gives us; empty: they are not bound."""
+    """The cores, of those `here`, that processes of this entry run on; empty: they are not bound."""
     if entry.cpus:
         return parse_cores(entry.cpus)
-    named = [parse_cores(one.cpus) for one in t.process if one.cpus]
-    return here.difference(*named) if named else frozenset()
+    bound = [parse_cores(other.cpus) for other in t.process if other.cpus]
+    return here.difference(*bound) if bound else frozenset()
 
 
 def require_cores(t: Topology, here: frozenset[int]) -> None:
@@ -59,22 +59,22 @@ PLANS = {"tensor": "base_model_tp_plan", "expert": "base_model_ep_plan"}  # of t
 
 
 def require_axes(t: Topology) -> None:
-    """UserError if the heads or experts of the model's config.json cannot be dealt out as [learner.parallel] says."""
-    own, folder = t.learner.parallel, pretrained.model_at(t.model.path)
+    """Raise UserError if the model's heads or experts cannot be divided as [learner.parallel] wants."""
+    parallel, folder = t.learner.parallel, pretrained.model_at(t.model.path)
     config = pretrained.read_config(folder) if folder and t.ranks > 1 else {}
     text = language_of(config)
     experts = pretrained.whole(text, "num_experts", "num_local_experts", "n_routed_experts")
     for key, over, what, count in (
-        ("tensor", own.tensor, "num_attention_heads", pretrained.whole(text, "num_attention_heads")),
-        ("tensor", own.tensor, "num_key_value_heads", pretrained.whole(text, "num_key_value_heads")),
-        ("expert", own.expert, "num_experts", experts),
+        ("tensor", parallel.tensor, "num_attention_heads", pretrained.whole(text, "num_attention_heads")),
+        ("tensor", parallel.tensor, "num_key_value_heads", pretrained.whole(text, "num_key_value_heads")),
+        ("expert", parallel.expert, "num_experts", experts),
     ):
         if text and over > 1 and (count % over or (key == "expert" and not count)):
             remedy = f"set a divisor of {count}" if count else "set 1"
             raise UserError(f"learner.parallel.{key} = {over}: the model at {t.model.path} has {what} = {count}, which "
                             f"cannot be dealt out evenly over {over} ranks; {remedy}")
     kind = str(config.get("model_type", ""))
-    for key, over in (("tensor", own.tensor), ("expert", own.expert)):
+    for key, over in (("tensor", parallel.tensor), ("expert", parallel.expert)):
         if kind and over > 1 and pretrained.has_plan(kind, PLANS[key]) is False:
             raise UserError(f"learner.parallel.{key} = {over}: transformers has no plan ({PLANS[key]}) for a model of "
                             f"model_type {kind!r}; set 1")
@@ -100,7 +100,7 @@ class Cost:
 
 
 def weight_cost(t: Topology, model: Path | None) -> Cost | None:
-    """None for a transport that publishes no folders."""
+    """The disk or memory that published folders take; None for a transport that publishes none."""
     if t.weights.transport not in FOLDERS:
         return None
     shapes = pretrained.tensor_shapes(model) if model is not None else {}
@@ -118,24 +118,24 @@ def broadcast_copies(t: Topology) -> list[tuple[str, float]]:
     """Copies of all values in a broadcast, by who holds them: the learner the version that it sends and the
     one that comes next (and frames of changes), an engine the version that it has and the one that arrives."""
     sparse = t.weights.sparse.enabled
-    found = [("learner, two blocks" + (" and frames of changes" if sparse else ""), t.weights.copies)]
+    copies = [("learner, two blocks" + (" and frames of changes" if sparse else ""), t.weights.copies)]
     if any(entry.engine != "vllm" for _, entry in rollouts(t)):
-        found.append(("each engine, front and back", 2.0))
+        copies.append(("each engine, front and back", 2.0))
     if vllm_entries(t):
-        found.append(("each worker of vLLM, front, back and staging", 3.0))
-    return found
+        copies.append(("each worker of vLLM, front, back and staging", 3.0))
+    return copies
 
 
 def require_disk(t: Topology, model: Path | None, run_dir: Path) -> None:
-    """DiskFull with the sum, if the versions that checkpoint_restart writes into the run directory do not fit."""
-    found = weight_cost(t, model)
-    if found is None or t.weights.transport in ADAPTERS:
+    """Raise DiskFull, with the sum, if the versions of checkpoint_restart do not fit beside the run directory."""
+    cost = weight_cost(t, model)
+    if cost is None or t.weights.transport in ADAPTERS:
         return
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    if found.total > free:
+    if cost.total > free:
         raise DiskFull(
-            f"{place} has {free >> 20} MiB free, {t.weights.transport} needs {found.most} versions of "
-            f"{found.version >> 20} MiB = {found.total >> 20} MiB there; free some, choose another --run-dir, or "
+            f"{place} has {free >> 20} MiB free, {t.weights.transport} needs {cost.most} versions of "
+            f"{cost.version >> 20} MiB = {cost.total >> 20} MiB there; free some, choose another --run-dir, or "
             'weights.transport = "shm"'
         )

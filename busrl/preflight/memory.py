@@ -120,8 +120,8 @@ class Widths:
         tables = self.table * (1 if self.tied else 2)
         dealt = work.fsdp * work.tensor if work.expert > 1 else work.fsdp
         others = max(0, self.parameters - tables - self.experts)
-        held = tables / work.fsdp + self.experts / dealt + others / (work.fsdp * work.tensor)
-        return min(1.0, held / max(1, tables + self.experts + others))
+        on_rank = tables / work.fsdp + self.experts / dealt + others / (work.fsdp * work.tensor)
+        return min(1.0, on_rank / max(1, tables + self.experts + others))
 
     def gathered(self, work: Work) -> int:
         """Parameters of one layer on one rank, while it computes."""
@@ -148,8 +148,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Trained:
-    """The parts that change: parameters, the layers that a backward goes through, and whether the tables are among
-    it."""
+    """Trained parts: parameters, layers that the backward goes through, and whether the tables are among them."""
 
     parameters: int
     layers: int
@@ -194,11 +193,11 @@ def _on_host(parts: Mapping[str, int]) -> list[str]:
 def _weights(widths: Widths, trained: Trained, work: Work) -> dict[str, int]:
     if work.ranks == 1:
         frozen = 0 if trained.parameters == widths.parameters and not work.lora_rank else widths.parameters
-        own = trained.parameters
+        changing = trained.parameters
         if frozen and not work.lora_rank:  # the trained ones are among the others
-            frozen -= own
-        masters = own * FLOAT if work.width < FLOAT else 0
-        return {"weights": (frozen + own) * work.width + masters}
+            frozen -= changing
+        masters = changing * FLOAT if work.width < FLOAT else 0
+        return {"weights": (frozen + changing) * work.width + masters}
     tables = widths.table * (1 if widths.tied else 2)
     together = AHEAD if work.reshard else widths.layers
     base = widths.parameters * work.width + trained.parameters * FLOAT if work.lora_rank else widths.parameters * FLOAT
@@ -250,16 +249,16 @@ def _logits(widths: Widths, work: Work) -> int:
 
 def work_of(t: Topology) -> Work:
     """The most that the learner of a topology does at a time."""
-    kind, own, memory = device.expected(t.device_of("learner")), t.learner, t.learner.memory
+    kind, learner, memory = device.expected(t.device_of("learner")), t.learner, t.learner.memory
     step = t.derived.limits.n_hi * t.groups.size * t.longest
     again = device.computes_again(memory.activation_checkpointing, kind, lambda: pretrained.parameters(t.model.path))
     return Work(
-        tokens=min(max(own.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
-        lora_rank=t.lora.rank, targets=t.lora.targets, head_rows=memory.head_rows, kind=kind, optimizer=own.optimizer,
-        train_layers=own.train_layers, ranks=t.ranks, reshard=own.parallel.reshard,
-        replicate=own.parallel.replicate, tensor=own.parallel.tensor, expert=own.parallel.expert,
-        offload=t.ranks > 1 and own.parallel.offload == "all",
-        reference=own.kl != "none" and not (t.lora.on and not t.model.reference),
+        tokens=min(max(learner.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
+        lora_rank=t.lora.rank, targets=t.lora.targets, head_rows=memory.head_rows, kind=kind,
+        optimizer=learner.optimizer, train_layers=learner.train_layers, ranks=t.ranks, reshard=learner.parallel.reshard,
+        replicate=learner.parallel.replicate, tensor=learner.parallel.tensor, expert=learner.parallel.expert,
+        offload=t.ranks > 1 and learner.parallel.offload == "all",
+        reference=learner.kl != "none" and not (t.lora.on and not t.model.reference),
         head_float32=memory.head_dtype == "float32",
     )
 
@@ -284,13 +283,13 @@ def _config(t: Topology) -> dict[str, Any]:
 
 
 def _of(t: Topology, work: Work) -> dict[str, int]:
-    known = 0 if t.model.path.startswith(TINY) else pretrained.parameters(t.model.path)
-    found, size = learner_sum(_config(t), work, known), Widths.of(_config(t), known).parameters
+    parameters = 0 if t.model.path.startswith(TINY) else pretrained.parameters(t.model.path)
+    parts, size = learner_sum(_config(t), work, parameters), Widths.of(_config(t), parameters).parameters
     if work.kind == "cpu":
-        found = {name: value * _at_home(t, work) for name, value in found.items()}
-        found["published"], found[COPY] = _published(t, size), _copy(t, work, size)
-    found["teacher model"] = _teacher(t, work.kind)
-    return {name: value for name, value in found.items() if value}
+        parts = {name: value * _at_home(t, work) for name, value in parts.items()}
+        parts["published"], parts[COPY] = _published(t, size), _copy(t, work, size)
+    parts["teacher model"] = _teacher(t, work.kind)
+    return {name: value for name, value in parts.items() if value}
 
 
 def _at_home(t: Topology, work: Work) -> int:
@@ -305,8 +304,8 @@ def _published(t: Topology, parameters: int) -> int:
 
 def _copy(t: Topology, work: Work, parameters: int) -> int:
     """Bytes of host memory with the weights of the version before; of an adapter too little to count."""
-    kept = t.learner.parity.copy and t.learner.parity.every > 0 and t.ranks == 1 and not t.lora.on
-    return parameters * work.width if kept else 0
+    copies = t.learner.parity.copy and t.learner.parity.every > 0 and t.ranks == 1 and not t.lora.on
+    return parameters * work.width if copies else 0
 
 
 def of_host(t: Topology) -> dict[str, int]:
@@ -314,18 +313,18 @@ def of_host(t: Topology) -> dict[str, int]:
     publishes."""
     if not _known(t) or work_of(t).kind == "cpu":
         return {}
-    known, work = pretrained.parameters(t.model.path), work_of(t)
-    published = _published(t, known)
+    parameters, work = pretrained.parameters(t.model.path), work_of(t)
+    published = _published(t, parameters)
     if work.offload:
-        alike = learner_sum(_config(t), replace(work, offload=False), known)
-        kept = _at_home(t, work) * sum(alike[name] for name in _on_host(alike))
-        found = {"parts of the model, gradients and optimiser of its ranks": kept, "published": published}
+        alike = learner_sum(_config(t), replace(work, offload=False), parameters)
+        offloaded = _at_home(t, work) * sum(alike[name] for name in _on_host(alike))
+        parts = {"parts of the model, gradients and optimiser of its ranks": offloaded, "published": published}
     else:
         each = pretrained.BYTES_OF[t.model.dtype] if t.lora.on else FLOAT
-        read = known * each if t.ranks == 1 else 0  # ranks read the rows of their shards
+        read = parameters * each if t.ranks == 1 else 0  # ranks read the rows of their shards
         once = {"published": published} if published > read else {"the model while it is read": read}
-        found = {**once, COPY: _copy(t, work, known)}
-    return {name: size for name, size in found.items() if size}
+        parts = {**once, COPY: _copy(t, work, parameters)}
+    return {name: size for name, size in parts.items() if size}
 
 
 def _teacher(t: Topology, kind: str) -> int:
@@ -343,14 +342,14 @@ def there(kind: str) -> int:
 
 def host_memory(root: Path = Path("/")) -> int:
     """The memory of the machine, or less if this control group may have less; 0 if neither says."""
-    found = []
+    limits = []
     try:
-        [line] = [one for one in (root / "proc/meminfo").read_text().splitlines() if one.startswith("MemTotal:")]
-        found.append(int(line.split()[1]) << 10)
-        found.append(int((root / "sys/fs/cgroup/memory.max").read_text()))
+        [line] = [row for row in (root / "proc/meminfo").read_text().splitlines() if row.startswith("MemTotal:")]
+        limits.append(int(line.split()[1]) << 10)
+        limits.append(int((root / "sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):
         pass  # a limit of "max" is none
-    return min(found, default=0)
+    return min(limits, default=0)
 
 
 def lines(t: Topology) -> list[str]:
@@ -369,7 +368,7 @@ def lines(t: Topology) -> list[str]:
 
 
 def of_ranks(t: Topology) -> str:
-    """Describe the need of another host's ranks; empty if that is not known."""
+    """Memory that another host's ranks need, as text; empty if it is unknown."""
     size = sum(value for name, value in of_topology(t).items() if name != "published")
     kind = work_of(t).kind
     return f"{_gib(size)} ({kind}{'' if kind == 'cpu' else ', each'})" if size else ""
@@ -398,25 +397,25 @@ def _each(parts: Mapping[str, int], between: str) -> str:
 def _lower(t: Topology, work: Work) -> dict[str, Work]:
     """Settings that may lower the sum, in the order in which they cost least."""
     few = max(t.longest, min(FEWER, work.tokens))
-    found = {
+    settings = {
         'learner.memory.activation_checkpointing = "full"': replace(work, checkpointing=True),
         f"learner.micro_batch_tokens = {few}": replace(work, tokens=few),
     }
     if work.width == FLOAT:
-        found['model.dtype = "bfloat16"'] = replace(work, dtype="bfloat16")
+        settings['model.dtype = "bfloat16"'] = replace(work, dtype="bfloat16")
     if work.optimizer == "adamw" and not work.lora_rank:
-        found['learner.optimizer = "adamw8bit"'] = replace(work, optimizer="adamw8bit")
+        settings['learner.optimizer = "adamw8bit"'] = replace(work, optimizer="adamw8bit")
     if not work.train_layers and not work.lora_rank:
         layers = Widths.of(_config(t)).layers
         upper = f"{layers * 3 // 4}-{layers - 1}"
-        found[f'learner.train_layers = "{upper}"'] = replace(work, train_layers=upper)
+        settings[f'learner.train_layers = "{upper}"'] = replace(work, train_layers=upper)
     if work.kind != "cpu":
-        found[f"ranks = {2 * work.ranks} in the learner's [[process]]"] = replace(work, ranks=2 * work.ranks)
+        settings[f"ranks = {2 * work.ranks} in the learner's [[process]]"] = replace(work, ranks=2 * work.ranks)
     if work.kind != "cpu" and work.ranks > 1 and not work.offload:
-        found['learner.parallel.offload = "all"'] = replace(work, offload=True)
+        settings['learner.parallel.offload = "all"'] = replace(work, offload=True)
     if not work.lora_rank:
-        found["lora.rank = 32"] = replace(work, lora_rank=32, train_layers="", optimizer="adamw")
-    return found
+        settings["lora.rank = 32"] = replace(work, lora_rank=32, train_layers="", optimizer="adamw")
+    return settings
 
 
 def _remedies(t: Topology, work: Work, limit: int) -> str:
@@ -426,9 +425,9 @@ def _remedies(t: Topology, work: Work, limit: int) -> str:
     lower = {text: size for text, size in left.items() if size < 0.99 * now}
     if not lower:
         return "set a smaller generation.max_new_tokens, or choose a smaller model.path"
-    said = ", or ".join(f"{text} (then {_gib(size)})" for text, size in lower.items())
+    choices = ", or ".join(f"{text} (then {_gib(size)})" for text, size in lower.items())
     enough = any(size <= limit for size in lower.values())
-    return f"set {said}" + ("" if enough else "; none of them is enough alone")
+    return f"set {choices}" + ("" if enough else "; none of them is enough alone")
 
 
 def _gib(size: int) -> str:

@@ -83,11 +83,11 @@ TCP = re.compile(r"tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]|localhost):(\d{1,5})")
 
 
 def _bus(t: Topology) -> Iterator[Finding]:
-    found, last = TCP.fullmatch(t.bus.endpoint), 65533 if t.host_names else 65534
-    if found is None and t.bus.endpoint != "ipc":
+    address, last = TCP.fullmatch(t.bus.endpoint), 65533 if t.host_names else 65534
+    if address is None and t.bus.endpoint != "ipc":
         rule = 'expected "ipc", or tcp://ADDRESS:PORT with a number of this machine, * for all of them, or localhost'
         yield Finding(("bus.endpoint",), rule, 'for example "tcp://0.0.0.0:5600"')
-    elif found and not 1 <= int(found[2]) <= last:
+    elif address and not 1 <= int(address[2]) <= last:
         third = ", and one more for other hosts" if t.host_names else ""
         rule = f"two ports are used, this one to publish and the next to subscribe{third}"
         yield Finding(("bus.endpoint",), rule, f"choose a port from 1 to {last}")
@@ -111,7 +111,7 @@ def _processes(t: Topology) -> Iterator[Finding]:
 
 def _entry(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
     until = t.process[: int(at.rpartition(".")[2]) + 1]
-    if entry.role in SINGLE_ROLES and sum(one.count for one in until if one.role == entry.role) > 1:
+    if entry.role in SINGLE_ROLES and sum(other.count for other in until if other.role == entry.role) > 1:
         rule = f"one {entry.role} per run: it works alone under a lock"
         yield Finding((f"{at}.count", f"{at}.role"), rule, "set count = 1 and remove the others")
     runs = os.path.isfile(entry.python) and os.access(entry.python, os.X_OK)
@@ -136,11 +136,11 @@ def _agents(t: Topology) -> Iterator[Finding]:
 
 def _atropos(t: Topology) -> Iterator[Finding]:
     """Refuse players of single samples where environments of Atropos make the groups."""
-    at = next((f"process.{i}.role" for i, one in enumerate(t.process) if one.role == ATROPOS), "")
+    at = next((f"process.{i}.role" for i, entry in enumerate(t.process) if entry.role == ATROPOS), "")
     if not at:
         return
-    for index, one in enumerate(t.process):
-        if one.role in CALLER_ROLES and one.role != ATROPOS:
+    for index, entry in enumerate(t.process):
+        if entry.role in CALLER_ROLES and entry.role != ATROPOS:
             rule = "the samples are groups that environments post: others would take their slots"
             yield Finding((f"process.{index}.role", at), rule, "remove one of them")
     if named_prompts(t):
@@ -149,11 +149,11 @@ def _atropos(t: Topology) -> Iterator[Finding]:
 
 
 def _episode_code(_: Topology, at: str, entry: Process) -> Iterator[Finding]:
-    given = [name for name in ("environment", "function", "program") if getattr(entry, name)]
+    players = [name for name in ("environment", "function", "program") if getattr(entry, name)]
     if entry.role != AGENT:
         return
-    if len(given) > 1:
-        keys = tuple(f"{at}.{name}" for name in given)
+    if len(players) > 1:
+        keys = tuple(f"{at}.{name}" for name in players)
         yield Finding(keys, "an agent plays a function, an environment or a program", "remove all but one")
     elif entry.environment and not ENVIRONMENT.fullmatch(entry.environment):
         rule = "an environment is its library, a colon and its name"
@@ -165,16 +165,16 @@ def _episode_code(_: Topology, at: str, entry: Process) -> Iterator[Finding]:
 
 
 def _episode_sizes(t: Topology) -> Iterator[Finding]:
-    own, (context, sampled, tokens) = t.agents, t.episode_limits
+    agents, (context, sampled, tokens) = t.agents, t.episode_limits
     if context > t.longest:
         yield Finding(("agents.context",), f"engines have room for {t.longest} ids", f"lower it to {t.longest}")
     if tokens < context:
         rule = f"a single sequence may have agents.context = {context}"
         yield Finding(("agents.tokens", "agents.context"), rule, f"set it to {context} or more")
-    if own.sampled and sampled < t.generation.max_new_tokens:
+    if agents.sampled and sampled < t.generation.max_new_tokens:
         rule = "one answer may have generation.max_new_tokens"
         yield Finding(("agents.sampled", "generation.max_new_tokens"), rule, "raise it", warning=True)
-    played = own.episodes * sum(count(t, role) for role in CALLER_ROLES)
+    played = agents.episodes * sum(count(t, role) for role in CALLER_ROLES)
     rows = t.generation.max_batch * count(t, "rollout")
     if 2 * played < rows and played:
         rule = f"{played} episodes at once, most with one call at a time, leave half of the engines' {rows} rows empty"
@@ -206,12 +206,12 @@ def _faults(t: Topology) -> Iterator[Finding]:
     for index, entry in enumerate(t.faults.bus):
         yield from _bus_fault(f"faults.bus.{index}", entry)
     names = [process.name for process in t.processes()]
-    own = {process.name: process.role for process in t.processes() if not process.spec.command}
+    roles = {process.name: process.role for process in t.processes() if not process.spec.command}
     for index, crash in enumerate(t.faults.crash):
         at = f"faults.crash.{index}"
         yield from _named(f"{at}.process", (crash.process,), names, "process of this topology")
         yield from _named(f"{at}.point", (crash.point,), CRASH_POINTS, "crash point")
-        yield from _passes(f"{at}.point", own.get(crash.process, ""), crash.point)
+        yield from _passes(f"{at}.point", roles.get(crash.process, ""), crash.point)
     for line in faults.describe(t.faults):
         yield Finding(("faults",), f"FAULTS ARE ON: {line}", "remove [faults] for real training", True, "[faults]")
 
@@ -220,7 +220,7 @@ def _passes(key: str, role: str, point: str) -> Iterator[Finding]:
     """A program of busrl must pass the point; what another program passes is not known."""
     passed_by = faults.PASSED_BY.get(point, ())
     if role and passed_by and role not in passed_by:
-        near = [one for one, roles in faults.PASSED_BY.items() if role in roles]
+        near = [other for other, roles in faults.PASSED_BY.items() if role in roles]
         article = "an" if role == AGENT else "a"
         rule = f"{article} {role} never passes {point!r}, so it would never die there: {', '.join(passed_by)} do"
         remedy = f"for {article} {role} choose of {', '.join(near)}"
@@ -236,12 +236,12 @@ def _bus_fault(at: str, entry: BusFault) -> Iterator[Finding]:
         yield Finding((f"{at}.drop",), "this entry has no effect", "set drop, duplicate, delay_s or reorder")
 
 
-def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> Iterator[Finding]:
+def _named(key: str, names: Iterable[str], allowed: Sequence[str], what: str) -> Iterator[Finding]:
     """Every name must be known; a near one is suggested."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    for name in names:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
             yield Finding((key,), f"there is no {what} {name!r}", remedy)
 
 

@@ -5,7 +5,7 @@ Looks at a topology's settings only, never at files or the machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from busrl.keys import NAME
@@ -18,6 +18,16 @@ from busrl.topology.sizes import count, only_validate
 OTHER_PROMPTS = 'set data to a file of prompts (those of training will do), or "tiny:sort"'
 OPEN = "every prompt of an open stream is answered when it arrives"
 UNREAD_BY_FIFO = 'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it'
+
+def _never_with_pois(key: str, changed: Callable[[Topology], object], text: str) -> Clash:
+    return Clash(("segments.loss", key), lambda t: t.segments.loss == "pois" and changed(t), text)
+
+
+def _never_with_waves(
+    key: str, changed: Callable[[Topology], object], text: str, hidden: tuple[str, ...] = ()
+) -> Clash:
+    return Clash(("segments.rounds", key), lambda t: t.segments.rounds == "segments" and changed(t), text, hidden)
+
 
 TABLE = (
     # -- the order of dispatch
@@ -45,39 +55,34 @@ TABLE = (
     Clash(("segments.length", "learner.deterministic"),
           lambda t: t.segments.length == "auto" and t.learner.deterministic,
           "a length that follows the answers depends on who finished first; give a number, or deterministic = false"),
-    Clash(("segments.loss", "weights.mode"), lambda t: t.segments.loss == "pois" and t.weights.mode != "sync",
-          'ratio 1 corrects nothing: at age 2 it does not learn; loss = "behaviour", or mode = "sync"'),
-    Clash(("segments.loss", "learner.loss"), lambda t: t.segments.loss == "pois" and t.learner.loss == "decoupled",
-          'the decoupled loss is made of the ratios that pois sets to 1; learner.loss = "ppo_clip"'),
-    Clash(("segments.loss", "learner.loss"),
-          lambda t: (
-              t.segments.loss == "pois"
-              and t.learner.loss in ("dppo", "reinforce", "m2po", "clip_cov", "kl_cov", "topk_kl")
-          ),
-          'this loss has no ratio that pois could set to 1, or chooses tokens by it; learner.loss = "ppo_clip"'),
-    Clash(("segments.loss", "learner.updates_per_batch"),
-          lambda t: t.segments.loss == "pois" and t.learner.updates_per_batch > 1,
-          "after the first update the ratio to the newest weights is not 1 any more; updates_per_batch = 1"),
-    Clash(("segments.loss", "learner.passes_per_batch"),
-          lambda t: t.segments.loss == "pois" and t.learner.passes_per_batch > 1,
-          "after the first pass the ratio to the newest weights is not 1 any more; passes_per_batch = 1"),
-    Clash(("segments.rounds", "segments.length"), lambda t: t.segments.rounds == "segments" and t.segments.length == 0,
-          'segments are off, so a round has none; set segments.length, or rounds = "answers"'),
-    Clash(("segments.rounds", "weights.mode"), lambda t: t.segments.rounds == "segments" and t.weights.mode != "sync",
-          'only synchronous steps have rounds; mode = "sync", or rounds = "answers"'),
-    Clash(("segments.rounds", "experiments.forced_age"),
-          lambda t: t.segments.rounds == "segments" and t.experiments.forced_age,
-          'an answer in several waves has tokens of several ages; forced_age = 0, or rounds = "answers"'),
-    Clash(("segments.rounds", "learner.publish_every"),
-          lambda t: t.segments.rounds == "segments" and t.learner.publish_every > 1,
-          "the next wave begins when what this one completed is published; publish_every = 1"),
-    Clash(("segments.rounds", "weights.restart_every"),
-          lambda t: (
-              t.segments.rounds == "segments" and t.weights.restart_every > 1 and t.learner.publish_every == 1
-              and t.weights.transport in RESTARTS
-          ),
-          "the next wave begins when what this one completed is published; restart_every = 1",
-          hidden=("learner.publish_every", "weights.transport")),
+    _never_with_pois("weights.mode", lambda t: t.weights.mode != "sync",
+                     'ratio 1 corrects nothing: at age 2 it does not learn; loss = "behaviour", or mode = "sync"'),
+    _never_with_pois("learner.loss", lambda t: t.learner.loss == "decoupled",
+                     'the decoupled loss is made of the ratios that pois sets to 1; learner.loss = "ppo_clip"'),
+    _never_with_pois(
+        "learner.loss", lambda t: t.learner.loss in ("dppo", "reinforce", "m2po", "clip_cov", "kl_cov", "topk_kl"),
+        'this loss has no ratio that pois could set to 1, or chooses tokens by it; learner.loss = "ppo_clip"',
+    ),
+    _never_with_pois("learner.updates_per_batch", lambda t: t.learner.updates_per_batch > 1,
+                     "after the first update the ratio to the newest weights is not 1 any more; updates_per_batch = 1"),
+    _never_with_pois("learner.passes_per_batch", lambda t: t.learner.passes_per_batch > 1,
+                     "after the first pass the ratio to the newest weights is not 1 any more; passes_per_batch = 1"),
+    _never_with_waves("segments.length", lambda t: t.segments.length == 0,
+                      'segments are off, so a round has none; set segments.length, or rounds = "answers"'),
+    _never_with_waves("weights.mode", lambda t: t.weights.mode != "sync",
+                      'only synchronous steps have rounds; mode = "sync", or rounds = "answers"'),
+    _never_with_waves("experiments.forced_age", lambda t: t.experiments.forced_age,
+                      'an answer in several waves has tokens of several ages; forced_age = 0, or rounds = "answers"'),
+    _never_with_waves("learner.publish_every", lambda t: t.learner.publish_every > 1,
+                      "the next wave begins when what this one completed is published; publish_every = 1"),
+    _never_with_waves(
+        "weights.restart_every",
+        lambda t: (
+            t.weights.restart_every > 1 and t.learner.publish_every == 1 and t.weights.transport in RESTARTS
+        ),
+        "the next wave begins when what this one completed is published; restart_every = 1",
+        hidden=("learner.publish_every", "weights.transport"),
+    ),
     Clash(("scheduler.ahead", "segments.rounds"), lambda t: t.scheduler.ahead and t.segments.rounds == "segments",
           "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0", warning=True),
     # -- validation
@@ -102,41 +107,42 @@ def _scheduler(t: Topology) -> Iterator[Finding]:
     if scheduler.policy != "fifo" and scheduler.horizon == 1:
         rule = f"{scheduler.policy} has nothing to choose from within a horizon of one draw"
         yield Finding(("scheduler.horizon", "scheduler.policy"), rule, f"0 for 2 x n_min = {2 * n_min}, or more")
-    if scheduler.predictor == "oracle" and {one.engine for one in t.process if one.role == "rollout"} != {SCRIPTED}:
+    engines = {entry.engine for entry in t.process if entry.role == "rollout"}
+    if scheduler.predictor == "oracle" and engines != {SCRIPTED}:
         rule = "the lengths of a real model's answers are not known beforehand: it is for the scripted engine"
         yield Finding(("scheduler.predictor",), rule, 'predictor = "blend"', depends=("process",))
 
 
 def _segments(t: Topology) -> Iterator[Finding]:
-    own, limit = t.segments, t.generation.max_new_tokens
-    if own.on and own.global_max_length not in (0, limit):
+    segments, limit = t.segments, t.generation.max_new_tokens
+    if segments.on and segments.global_max_length not in (0, limit):
         rule = "an answer has one limit, and both are given"
         yield Finding(("segments.global_max_length", "generation.max_new_tokens"), rule, "remove one of them")
-    elif own.on and isinstance(own.length, int):
-        named = "segments.global_max_length" if own.global_max_length else "generation.max_new_tokens"
-        if own.length * own.max_segments < limit:
-            rule = f"{own.max_segments} segments of {own.length} tokens cannot reach the limit of {limit}"
-            remedy = f"length >= {-(-limit // own.max_segments)}, or more segments"
-            yield Finding(("segments.length", "segments.max_segments", named), rule, remedy)
-        if own.length >= limit:
+    elif segments.on and isinstance(segments.length, int):
+        key = "segments.global_max_length" if segments.global_max_length else "generation.max_new_tokens"
+        if segments.length * segments.max_segments < limit:
+            rule = f"{segments.max_segments} segments of {segments.length} tokens cannot reach the limit of {limit}"
+            remedy = f"length >= {-(-limit // segments.max_segments)}, or more segments"
+            yield Finding(("segments.length", "segments.max_segments", key), rule, remedy)
+        if segments.length >= limit:
             rule = f"every answer ends within its first segment: the limit is {limit}"
-            yield Finding(("segments.length", named), rule, "a shorter length, or 0 = off", warning=True)
+            yield Finding(("segments.length", key), rule, "a shorter length, or 0 = off", warning=True)
 
 
 def _validation(t: Topology) -> Iterator[Finding]:
-    named, asked = named_prompts(t), count(t, "validator") > 0
-    if not t.validation.names_prompts and asked and not t.validation.every:
+    prompts, has_validator = named_prompts(t), count(t, "validator") > 0
+    if not t.validation.names_prompts and has_validator and not t.validation.every:
         index = next(i for i, entry in enumerate(t.process) if entry.role == "validator")
         rule = "a validator is asked for, and validation.data names no prompts"
         yield Finding((f"process.{index}.role", "validation.data"), rule, OTHER_PROMPTS)
-    elif named and not asked:
+    elif prompts and not has_validator:
         rule = "no validator is started: its entry has count = 0"
-        yield Finding((next(iter(named)),), rule, "remove that entry, or the file", warning=True)
-    elif named and not wants_rounds(t):
+        yield Finding((next(iter(prompts)),), rule, "remove that entry, or the file", warning=True)
+    elif prompts and not wants_rounds(t):
         rule = "the validator has nothing to do: no round before, during or after the run"
         keys = ("validation.at_end", "validation.every", "validation.at_start")
         yield Finding(keys, rule, "set one, or remove data", warning=True)
-    for key, data in named.items():
+    for key, data in prompts.items():
         if data == t.data.train and not data.startswith(TINY):
             yield Finding((key,), "these are the training prompts", "give it its own", warning=True)
     for index in range(-bool(t.validation.data), len(t.validation.set)):
@@ -146,17 +152,17 @@ def _validation(t: Topology) -> Iterator[Finding]:
 
 def named_prompts(t: Topology) -> dict[str, str]:
     """The prompts of validation by the key that names them."""
-    sets = {f"validation.set.{index}.data": one.data for index, one in enumerate(t.validation.set)}
+    sets = {f"validation.set.{index}.data": named_set.data for index, named_set in enumerate(t.validation.set)}
     return {key: path for key, path in {"validation.data": t.validation.data, **sets}.items() if path}
 
 
 def _one_set(t: Topology, index: int) -> Iterator[Finding]:
     at = f"validation.set.{index}" if index >= 0 else "validation"
-    own = t.validation.set[index] if index >= 0 else t.validation
+    table = t.validation.set[index] if index >= 0 else t.validation
 
     def settled(name: str) -> tuple[str, Any]:
         """The key that says it, and its value: that of [validation] where the set leaves it out."""
-        value = getattr(own, name)
+        value = getattr(table, name)
         return (f"validation.{name}", getattr(t.validation, name)) if value == "auto" else (f"{at}.{name}", value)
 
     (cut, tokens), (how_often, k), (how, temperature) = map(settled, ("max_new_tokens", "k", "temperature"))
@@ -172,7 +178,7 @@ def _one_set(t: Topology, index: int) -> Iterator[Finding]:
     if not NAME.fullmatch(name):
         rule = "a set's name is 1 to 64 letters, digits, dots, dashes or underscores"
         yield Finding((f"{at}.name",), rule, 'for example "math-500"')
-    if name in ["validation", *(one.name for one in t.validation.set[:index])]:
+    if name in ["validation", *(earlier.name for earlier in t.validation.set[:index])]:
         rule = "another set has this name: validation is what [validation] itself measures, and no two may be alike"
         yield Finding((f"{at}.name",), rule, "give it its own")
 
@@ -195,7 +201,7 @@ def _dedicated(t: Topology) -> Iterator[Finding]:
         rule = "no rollout is kept for validation"
         yield Finding(("validation.mode",), rule, 'add a [[process]] with role = "rollout", serves = "validation"',
                       depends=("process",))
-    elif count(t, "rollout") == only_validate(t) and all(one.count for one in t.process if one.role == "rollout"):
+    elif count(t, "rollout") == only_validate(t) and all(entry.count for entry in t.process if entry.role == "rollout"):
         rule = "every rollout only validates, so nothing is generated to train on"
         yield Finding(("validation.mode",), rule, 'add a [[process]] with role = "rollout"', depends=("process",))
     if t.weights.transport in ("broadcast", ONE_COPY):
@@ -211,9 +217,10 @@ def _dedicated(t: Topology) -> Iterator[Finding]:
 
 
 def wants_rounds(t: Topology) -> bool:
-    own = t.validation
-    during = own.every > 0 or any(isinstance(one.every_steps, int) and one.every_steps > 0 for one in own.set)
-    return own.at_start or during or own.at_end
+    validation = t.validation
+    intervals = (validation.every, *(named_set.every_steps for named_set in validation.set))
+    during = any(isinstance(steps, int) and steps > 0 for steps in intervals)
+    return validation.at_start or during or validation.at_end
 
 
 CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _scheduler, _segments, _validation)

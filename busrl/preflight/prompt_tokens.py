@@ -67,9 +67,9 @@ class Counted:
 
     def over(self, limit: int) -> int:
         """Count the prompts of the file that have more tokens; of a file that was not counted whole an estimate."""
-        known = sum(n > limit for n in self.tokens)
+        at_least = sum(n > limit for n in self.tokens)
         some = [n for n, spread in zip(self.tokens, self.spread) if spread]
-        return max(known, round(self.prompts * sum(n > limit for n in some) / max(1, len(some))))
+        return max(at_least, round(self.prompts * sum(n > limit for n in some) / max(1, len(some))))
 
     def fits_most(self) -> int:
         """A limit that leaves out no more than is allowed."""
@@ -89,50 +89,50 @@ class Limit:
 def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Limit:
     """`scans` by key (data.train, validation.data, validation.set.0.data); `context`: tokens that the model takes, 0 if
     unknown."""
-    given = topology.generation.max_prompt_tokens
-    auto = not isinstance(given, int)
-    found: list[Finding] = []
+    setting = topology.generation.max_prompt_tokens
+    auto = not isinstance(setting, int)
+    findings: list[Finding] = []
     counted: list[Counted] = []
     try:
         counted = list(_counted(topology, scans))
     except DataError as problem:
         rule, _, remedy = str(problem).rpartition("; ")
         remedies = (rule, remedy) if rule else (remedy, "correct the prompt, or the template")
-        found.append(Finding(("data.template",), *remedies))
-    limit = given if isinstance(given, int) else max([UNKNOWN, *(one.bound + one.margin for one in counted)])
+        findings.append(Finding(("data.template",), *remedies))
+    limit = setting if isinstance(setting, int) else max([UNKNOWN, *(file.bound + file.margin for file in counted)])
     if auto and (left := context - topology.generation.max_new_tokens) > 0:
         limit = min(limit, left)  # as far as the model has room for the longest prompt and an answer
     if not counted:
-        return Limit(limit, "", tuple(found))
-    lines = [one.longest_in_words() for one in counted]
-    lines += [f"{one.about}{one.over(limit)} of {one.path} are longer than {limit} and will be set aside"
-              for one in counted if one.over(limit)]
+        return Limit(limit, "", tuple(findings))
+    lines = [file.longest_in_words() for file in counted]
+    lines += [f"{file.about}{file.over(limit)} of {file.path} are longer than {limit} and will be set aside"
+              for file in counted if file.over(limit)]
     room = context if auto else 0  # what "auto" had to keep to
-    found = [_too_many(one, limit, room) for one in counted if one.over(limit) > TOO_MANY * one.prompts]
-    found += _foreign_ids(topology, counted)
-    margin = ", some more than the longest has" if any(one.margin for one in counted) else ""
+    findings = [_too_many(file, limit, room) for file in counted if file.over(limit) > TOO_MANY * file.prompts]
+    findings += _foreign_ids(topology, counted)
+    margin = ", some more than the longest has" if any(file.margin for file in counted) else ""
     text = f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{f' (auto{margin})' if auto else ''}"
-    return Limit(limit, text, tuple(found))
+    return Limit(limit, text, tuple(findings))
 
 
 def _foreign_ids(topology: Topology, counted: Sequence[Counted]) -> Iterator[Finding]:
     """Ids in prompts for which the model has no row: its first layer would fail, on an accelerator without a word."""
     folder = pretrained.model_at(topology.model.path)
     size = vocabulary_size(folder) if folder else 0
-    for one in counted if size else ():
-        if one.highest >= size:
-            rule = f"prompts of {one.path} have token ids up to {one.highest}, and the model has {size} (vocab_size)"
+    for file in counted if size else ():
+        if file.highest >= size:
+            rule = f"prompts of {file.path} have token ids up to {file.highest}, and the model has {size} (vocab_size)"
             yield Finding(("model.path",), rule, "put the tokenizer of this model there, or resize its embeddings")
             return
 
 
-def _too_many(one: Counted, limit: int, context: int) -> Finding:
-    over, (longest, line) = one.over(limit), one.longest
+def _too_many(file: Counted, limit: int, context: int) -> Finding:
+    over, (longest, line) = file.over(limit), file.longest
     rule = (
-        f"{one.about}{over} of the {one.prompts} prompts of {one.path} ({over / one.prompts:.1%}) are longer than "
-        f"{limit} tokens and would be set aside; the longest has {longest} (line {line}; {one.how})"
+        f"{file.about}{over} of the {file.prompts} prompts of {file.path} ({over / file.prompts:.1%}) are longer than "
+        f"{limit} tokens and would be set aside; the longest has {longest} (line {line}; {file.how})"
     )
-    remedy = f'"auto" or {max(longest, one.bound)} fits all, {one.fits_most()} fits 99 %'
+    remedy = f'"auto" or {max(longest, file.bound)} fits all, {file.fits_most()} fits 99 %'
     if context:
         room = f"the model takes {context} tokens, prompt and answer"
         remedy = f"{room}: lower generation.max_new_tokens, or shorten the prompts"
@@ -151,8 +151,8 @@ def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]
             yield Counted(str(scan.path), scan.count, tokens, lines, (True,) * scan.count, max(tokens, default=1), how)
         return
     light = tokenizer_of(topology)
-    named = {f"validation.set.{index}.data": one.data for index, one in enumerate(topology.validation.set)}
-    for key, path in {"data.train": topology.data.train, "validation.data": topology.validation.data, **named}.items():
+    sets = {f"validation.set.{index}.data": named_set.data for index, named_set in enumerate(topology.validation.set)}
+    for key, path in {"data.train": topology.data.train, "validation.data": topology.validation.data, **sets}.items():
         if path.startswith(TINY):
             yield _tiny(path, light)
         elif key in scans:
@@ -180,7 +180,7 @@ def _by_bytes(topology: Topology, scan: Scan) -> Counted:
 
 
 def _by_tokens(topology: Topology, scan: Scan, light: LightTokenizer) -> Counted:
-    chosen, spread = _chosen(scan)
+    chosen, spread = lines_to_count(scan)
     tokens = list(_tokens(topology, scan, light, chosen))
     how = "all counted" if len(chosen) == scan.count else (
         f"counted: {len(chosen):,} of {scan.count:,} prompts, the longest by bytes and some spread evenly"
@@ -195,7 +195,7 @@ def _by_tokens(topology: Topology, scan: Scan, light: LightTokenizer) -> Counted
     return Counted(str(scan.path), scan.count, tuple(tokens), lines, tuple(spread), bound, how, light.highest, margin)
 
 
-def _chosen(scan: Scan) -> tuple[list[int], list[bool]]:
+def lines_to_count(scan: Scan) -> tuple[list[int], list[bool]]:
     """Choose the lines to count, in the order of the file, and those that stand for the whole file."""
     sizes = np.frombuffer(scan.sizes, np.int64)
     if scan.count <= ALL and sizes.sum() <= ALL_BYTES:

@@ -151,8 +151,8 @@ def _classifier(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
     elif not isinstance(config, dict):
         yield Finding((f"{at}.path",), "no config.json in this folder, or it is no JSON object", remedy)
     else:
-        kinds = [str(one) for one in config.get("architectures") or ()]
-        if not any(one.endswith(CLASSIFIER) for one in kinds):
+        kinds = [str(kind) for kind in config.get("architectures") or ()]
+        if not any(kind.endswith(CLASSIFIER) for kind in kinds):
             rule = f"its architecture is {', '.join(kinds) or 'not named'}, and a reward model is a ...{CLASSIFIER}"
             yield Finding((f"{at}.path",), rule, remedy)
         if fault := pretrained.weight_fault(folder):

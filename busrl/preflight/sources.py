@@ -1,9 +1,9 @@
-"""[[data.source]], and sets of validation, before a run: what is wrong with the keys, and the files of prompt lines
-that they are made into, one of all sources and one of each set.
+"""The prompt files that are made before a run, and findings about the keys that they are made by: one file of all
+[[data.source]], one of each set of validation whose prompts are no JSONL file.
 
-Starts `busrl.data.sources` in a process of its own, since functions of the user run there, and listens to it with a
-deadline. Gives the topology back with these files as data.train and as the data of the sets; derived.sources has the
-place of each source. Knows nothing of run directories: `busrl.launch.rundir` gives the files their place there.
+Starts `busrl.data.sources` in a process of its own, since functions of the user run there, and reads its events with a
+deadline. Returns the topology with these files as data.train and as the data of the sets; derived.sources has the place
+of each source. Knows nothing of run directories: `busrl.launch.rundir` moves the files there.
 
 - The same settings and files of the same age are converted once: a run directory that has the file is used.
 - What is made before a run lies in a temporary folder that ends with this process.
@@ -44,8 +44,8 @@ HELD_OUT_SEED = 1 << 40  # of tasks, far from any run.seed: items are numbered o
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A file of prompts that is to be made: `which` as above, its key, the table of each source, and how that calls a
-    path. `split`: of a folder, where none is named."""
+    """A file of prompts to make: `which` (`TRAIN`, `VALIDATION`, or `SET` and a name), its key, its sources' tables,
+    and these tables' key for a path. `split`: of a folder, where none is named."""
 
     which: str
     key: str
@@ -66,20 +66,20 @@ def targets(t: Topology) -> Iterator[Target]:
     if t.data.source:
         tables = tuple(f"data.source.{at}" for at in range(len(t.data.source)))
         yield Target(TRAIN, TRAIN, t.data.source, tables, t.run.seed)
-    named: list[tuple[str, str, Any]] = [(VALIDATION, "validation", t.validation)]
-    named += [(SET + one.name, f"validation.set.{at}", one) for at, one in enumerate(t.validation.set)]
-    for which, at, one in named:
-        rows = {name: getattr(one, name) for name in PLAIN}
-        whole = one.data.startswith(TINY) or (format_of(one.data) == "jsonl" if one.data else at == "validation")
-        if rows != PLAIN or not whole:
-            source = DataSource(path=one.data, **rows)
+    sections: list[tuple[str, str, Any]] = [(VALIDATION, "validation", t.validation)]
+    sections += [(SET + each.name, f"validation.set.{at}", each) for at, each in enumerate(t.validation.set)]
+    for which, at, section in sections:
+        rows = {name: getattr(section, name) for name in PLAIN}
+        is_lines = format_of(section.data) == "jsonl" if section.data else at == "validation"
+        if rows != PLAIN or not (is_lines or section.data.startswith(TINY)):
+            source = DataSource(path=section.data, **rows)
             yield Target(which, f"{at}.data", (source,), (at,), HELD_OUT_SEED, "data", "test")
 
 
 def prepare(t: Topology, earlier: Path | None, answers: bool, bad: Collection[str]) -> tuple[Topology, list[Finding]]:
     """The topology with the files that `targets` names, and what is wrong. `earlier`: the directory of a run that may
     have them already; `answers`: every line needs a right answer; `bad`: keys whose tables are left alone."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for target in targets(t):
         sections = {"data", target.key.partition(".")[0]}
         if any(key.partition(".")[0] in sections for key in bad):
@@ -87,25 +87,26 @@ def prepare(t: Topology, earlier: Path | None, answers: bool, bad: Collection[st
         wrong = list(faults(t, target))
         if not wrong:
             t, wrong = _prepared(t, target, earlier, answers)
-        found += wrong
-    return t, found
+        findings += wrong
+    return t, findings
 
 
 def _prepared(t: Topology, target: Target, earlier: Path | None, answers: bool) -> tuple[Topology, list[Finding]]:
-    key, weights = _fingerprint(t, target, answers), shares([one.weight for one in target.sources])
-    origin = " + ".join(os.path.basename(one.path) or one.function or ", ".join(one.tasks) for one in target.sources)
+    key, weights = _fingerprint(t, target, answers), shares([source.weight for source in target.sources])
+    origins = (os.path.basename(each.path) or each.function or ", ".join(each.tasks) for each in target.sources)
+    origin = " + ".join(origins)
     if (before := _made_before(earlier, target.which, key, weights)) is not None:
         _MADE_OF[before[0]] = origin
         return _with_made(t, target.which, key, *before), []
     folder = tempfile.mkdtemp(prefix="busrl-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    event, found = _convert(t, target, _job(t, target, os.path.join(folder, "lines"), answers))
-    if found:
-        return t, found
+    event, findings = _convert(t, target, _job(t, target, os.path.join(folder, "lines"), answers))
+    if findings:
+        return t, findings
     path = os.path.join(folder, f"{event.crc:08x}.jsonl")
     os.rename(os.path.join(folder, "lines"), path)
     _MADE_OF[path] = origin
-    rows = tuple(_lines_of(made, share) for made, share in zip(event.made, weights))
+    rows = tuple(_lines_of(result, share) for result, share in zip(event.made, weights))
     return _with_made(t, target.which, key, path, rows), []
 
 
@@ -113,7 +114,7 @@ _MADE_OF: dict[str, str] = {}  # of each file that was made here, the names of i
 
 
 def named(text: str) -> str:
-    """The text with what a file was made of in the place of its path, which nobody has chosen."""
+    """The text with the names of a made file's sources in the place of its temporary path."""
     for path, origin in _MADE_OF.items():
         text = text.replace(path, f"{origin} (converted)")
     return text
@@ -124,17 +125,17 @@ def _with_made(t: Topology, which: str, key: str, path: str, rows: tuple[SourceL
     t, derived = with_file(t, which, path), t.derived
     if which == TRAIN:
         return dataclasses.replace(t, derived=dataclasses.replace(derived, sources=rows, sources_key=key))
-    made = MadeSet(set_name(which), key, f"{rows[0].name}: {rows[0].text}")
-    return dataclasses.replace(t, derived=dataclasses.replace(derived, made=(*derived.made, made)))
+    made_set = MadeSet(set_name(which), key, f"{rows[0].name}: {rows[0].text}")
+    return dataclasses.replace(t, derived=dataclasses.replace(derived, made=(*derived.made, made_set)))
 
 
-def _lines_of(made: Made, share: int) -> SourceLines:
-    """Describe what became of a source."""
-    parts = [f"{made.count} of {made.read} rows"]
+def _lines_of(result: Made, share: int) -> SourceLines:
+    """The place of a source's lines, and how many of its rows were left out, and why."""
+    parts = [f"{result.count} of {result.read} rows"]
     parts += [f"{count} left out {reason if reason.startswith(('by', 'as')) else f'as {reason}'}"
-              for reason, count in made.left_out.items()]
-    parts += [f"{made.shortened} shortened"] if made.shortened else []
-    return SourceLines(made.name, made.start, made.count, share, ", ".join(parts))
+              for reason, count in result.left_out.items()]
+    parts += [f"{result.shortened} shortened"] if result.shortened else []
+    return SourceLines(result.name, result.start, result.count, share, ", ".join(parts))
 
 
 # -- what is wrong with the keys -----
@@ -144,11 +145,11 @@ GIVES = {"function": "function", "reasoning_gym": "tasks"}  # the key that says 
 
 
 def faults(t: Topology, target: Target) -> Iterator[Finding]:
-    """Problems of the keys that need no row to be read."""
+    """Findings about the keys of a target, before any row is read."""
     if target.which == TRAIN:
         yield from _train_faults(t)
-    for table, one in zip(target.tables, target.sources):
-        yield from _source_faults(one, table, target, t.source)
+    for table, source in zip(target.tables, target.sources):
+        yield from _source_faults(source, table, target, t.source)
 
 
 def _train_faults(t: Topology) -> Iterator[Finding]:
@@ -158,74 +159,78 @@ def _train_faults(t: Topology) -> Iterator[Finding]:
     if t.data.arrivals:
         rule = "an open stream is one file, in its order"
         yield Finding(("data.arrivals",), rule, "set it to false, or give the file as data.train")
-    for at, share in enumerate(shares([one.weight for one in t.data.source])):
+    for at, share in enumerate(shares([source.weight for source in t.data.source])):
         if not share:
             rule = f"its share of the draws is less than 1 in {BLOCK}: no prompt of it would be drawn"
             yield Finding((f"data.source.{at}.weight",), rule, "raise it, or remove the source")
 
 
-def _source_faults(one: DataSource, at: str, target: Target, topology: str) -> Iterator[Finding]:
-    kind, path = format_of(one.path, one.format, one.function, one.tasks), target.path
-    given = [name for name in ("path", "function", "tasks") if getattr(one, name)]
+def _source_faults(source: DataSource, at: str, target: Target, topology: str) -> Iterator[Finding]:
+    kind, path = format_of(source.path, source.format, source.function, source.tasks), target.path
+    origins = [name for name in ("path", "function", "tasks") if getattr(source, name)]
     needed = GIVES.get(kind, "path")
-    if given != [needed]:
+    if origins != [needed]:
         words = {"path": path, "function": "function", "tasks": "tasks"}
-        have = f"has {' and '.join(words[name] for name in given)}"
-        have = have if given else f"has neither {path}, function nor tasks"
+        have = f"has {' and '.join(words[name] for name in origins)}"
+        have = have if origins else f"has neither {path}, function nor tasks"
         yield Finding((f"{at}.{words[needed]}",), f"a source of format {kind} has {words[needed]}, and this one {have}",
                       f"give {words[needed]} and no other")
         return
-    if needed == "path" and kind != "environment" and not Path(one.path).exists():
-        remedy = pretrained.of_hub(topology, one.path, pretrained.DATA_SET) or "give a path relative to this topology"
+    if needed == "path" and kind != "environment" and not Path(source.path).exists():
+        hub = pretrained.of_hub(topology, source.path, pretrained.DATA_SET)
+        remedy = hub or "give a path relative to this topology"
         yield Finding((f"{at}.{path}",), "no such file or folder", remedy)
-    if kind == "hf" and Path(one.path).is_dir():
+    if kind == "hf" and Path(source.path).is_dir():
         try:
-            files_of(Path(one.path), one.split or target.split)
+            files_of(Path(source.path), source.split or target.split)
         except Refused as refused:
             yield Finding((f"{at}.split", f"{at}.{path}"), refused.problem.rule, refused.problem.remedy)
-    if kind == "reasoning_gym" and not one.size:
+    if kind == "reasoning_gym" and not source.size:
         yield Finding((f"{at}.size",), "tasks are made: say how many", "for example size = 10000")
-    for name in sorted(one.task_options.keys() - one.tasks.keys()):
+    for name in sorted(source.task_options.keys() - source.tasks.keys()):
         yield Finding((f"{at}.task_options",), f"{name!r} is no task of this source", f"name it in {at}.tasks too")
     for name in ("function", "filter"):
-        if text := getattr(one, name):
+        if text := getattr(source, name):
             yield from by_path((f"{at}.{name}",), text, f'for example {name} = "prompts.py:{name}"')
     try:
-        parse_where(one.where)
+        parse_where(source.where)
     except ValueError as problem:
         yield Finding((f"{at}.where",), str(problem), "a filter = \"file.py:function\" can decide anything else")
-    if one.too_long != "drop" and not one.max_prompt_tokens:
+    if source.too_long != "drop" and not source.max_prompt_tokens:
         yield Finding((f"{at}.too_long",), "nothing is too long without max_prompt_tokens", "set it too")
-    if 0 < one.max_prompt_tokens < one.min_prompt_tokens:
-        yield Finding((f"{at}.max_prompt_tokens",), f"below min_prompt_tokens = {one.min_prompt_tokens}", "raise it")
+    if 0 < source.max_prompt_tokens < source.min_prompt_tokens:
+        yield Finding((f"{at}.max_prompt_tokens",), f"below min_prompt_tokens = {source.min_prompt_tokens}", "raise it")
 
 
 # -- converting -----
 
 
-def _name(one: DataSource) -> str:
-    return one.tag or (Path(one.path).stem if one.path else one.function.rpartition(":")[2] or "+".join(one.tasks))
+def _name(source: DataSource) -> str:
+    origin = Path(source.path).stem if source.path else source.function.rpartition(":")[2]
+    return source.tag or origin or "+".join(source.tasks)
 
 
 def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
-    own, folder = t.data, pretrained.model_at(t.model.path)
-    tasks = target.which != TRAIN and any(one.tasks for one in target.sources)  # items of other seeds may be the same
+    data, folder = t.data, pretrained.model_at(t.model.path)
+    # Items of tasks that were made by another seed may be those of training.
+    tasks = target.which != TRAIN and any(source.tasks for source in target.sources)
     sources = [
         Source(
-            **{name: value for name, value in dataclasses.asdict(one).items() if name != "weight"} | {
-                "name": _name(one), "format": format_of(one.path, one.format, one.function, one.tasks),
-                "prompt_key": one.prompt_key or own.prompt_key, "tag": one.tag or ("" if one.tasks else _name(one)),
-                "answer_key": one.answer_key or t.reward.answer_key or own.answer_key,
-                "split": one.split or target.split,
+            **{name: value for name, value in dataclasses.asdict(source).items() if name != "weight"} | {
+                "name": _name(source), "format": format_of(source.path, source.format, source.function, source.tasks),
+                "prompt_key": source.prompt_key or data.prompt_key,
+                "tag": source.tag or ("" if source.tasks else _name(source)),
+                "answer_key": source.answer_key or t.reward.answer_key or data.answer_key,
+                "split": source.split or target.split,
             }
         )
-        for one in target.sources
+        for source in target.sources
     ]
     return Job(
-        sources=sources, out=out, seed=target.seed, model=str(folder or ""), prompt_key=own.prompt_key,
-        answer_key=t.reward.answer_key or own.answer_key, answers=answers, template=own.template, system=own.system,
-        tools_key=own.tools_key, template_arguments=own.template_arguments, base_dir=t.base_dir,
-        without=own.train if tasks and not own.train.startswith(TINY) else "",
+        sources=sources, out=out, seed=target.seed, model=str(folder or ""), prompt_key=data.prompt_key,
+        answer_key=t.reward.answer_key or data.answer_key, answers=answers, template=data.template, system=data.system,
+        tools_key=data.tools_key, template_arguments=data.template_arguments, base_dir=t.base_dir,
+        without=data.train if tasks and not data.train.startswith(TINY) else "",
     )
 
 
@@ -233,21 +238,21 @@ def _convert(t: Topology, target: Target, job: Job) -> tuple[Event, list[Finding
     """The last event of the converting process, and its problems by the keys of the sources."""
     last = Event(at="starting")
     with foreign(t, "reward", "busrl.data.sources") as child:
-        child.tell(job)
+        child.send(job)
         while not (last.made or last.problems):
-            if (found := child.next(SILENT_S)) is None:
+            if (message := child.next(SILENT_S)) is None:
                 rule = f"no row for {SILENT_S:g} s at {last.at}: it hangs"
                 rule = f"converting it died at {last.at}: {child.last_words()}" if child.ended else rule
                 remedy = "see what is read, or called, there"
                 return last, [Finding(target.tables[:1], rule, remedy, value=target.shown)]
-            last = msgspec.convert(found, Event)
-    return last, [_finding(target, job, *one) for one in last.problems]
+            last = msgspec.convert(message, Event)
+    return last, [_finding(target, job, *problem) for problem in last.problems]
 
 
 def _finding(target: Target, job: Job, at: int, place: str, value: str, rule: str, remedy: str) -> Finding:
-    own = place == job.sources[at].name  # of the source as a whole: named by the line of its key
-    value = value or (place if own else "")
-    return Finding((target.tables[at],), rule, remedy, value=value, place="" if own else place)
+    of_source = place == job.sources[at].name  # a problem of the whole source stands at the line of its key
+    value = value or (place if of_source else "")
+    return Finding((target.tables[at],), rule, remedy, value=value, place="" if of_source else place)
 
 
 # -- what a run has made before -----
@@ -255,32 +260,32 @@ def _finding(target: Target, job: Job, at: int, place: str, value: str, rule: st
 
 def _fingerprint(t: Topology, target: Target, answers: bool) -> str:
     """Settings, and age and size of every file, as one number."""
-    stats = [_age(path) for one in target.sources for path in _read(one, target.split)]
+    stats = [_age(path) for source in target.sources for path in _read(source, target.split)]
     settings = msgspec.structs.asdict(_job(t, target, "", answers))
-    del settings["base_dir"]  # of functions `stats` has the files
-    settings["sources"] = [msgspec.structs.asdict(one) for one in settings["sources"]]
+    del settings["base_dir"]  # `stats` has the files of functions
+    settings["sources"] = [msgspec.structs.asdict(source) for source in settings["sources"]]
     if settings["without"]:
         file = Path(settings["without"])
-        stats.append([file.name] if t.derived.sources else _age(file))  # of one that was made: its content's
+        stats.append([file.name] if t.derived.sources else _age(file))  # a made file's name is its content's CRC
         settings["without"] = ""
     tokenizer = _age(Path(settings["model"]) / "tokenizer.json") if settings["model"] else []
     text = json.dumps([FORMAT, settings, stats, tokenizer, tools_of_chats(t.openai)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read(one: DataSource, split: str) -> list[Path]:
-    if format_of(one.path, one.format, one.function, one.tasks) == "hf":
-        return [path for path, _ in files_of(Path(one.path), one.split or split)]
-    functions = [text.rpartition(":")[0] for text in (one.function, one.filter)]
-    return [Path(path) for path in (one.path, *functions) if path and Path(path).is_file()]
+def _read(source: DataSource, split: str) -> list[Path]:
+    if format_of(source.path, source.format, source.function, source.tasks) == "hf":
+        return [path for path, _ in files_of(Path(source.path), source.split or split)]
+    functions = [text.rpartition(":")[0] for text in (source.function, source.filter)]
+    return [Path(path) for path in (source.path, *functions) if path and Path(path).is_file()]
 
 
 def _age(path: Path) -> list[Any]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return [str(path)]
-    return [str(path), found.st_size, found.st_mtime_ns]
+    return [str(path), stat.st_size, stat.st_mtime_ns]
 
 
 def _made_before(
@@ -293,15 +298,17 @@ def _made_before(
     try:
         derived = recorded.get("derived", {})
         if which == TRAIN:
-            known, file = derived.get("sources_key"), recorded["data"]["train"]
+            fingerprint, file = derived.get("sources_key"), recorded["data"]["train"]
             rows = tuple(SourceLines(**{**row, "share": share}) for row, share in zip(derived["sources"], weights))
         else:
-            (one,) = (one for one in derived.get("made", []) if one["name"] == name)
-            (own,) = (own for own in recorded["validation"]["set"] if own["name"] == name) if name else (None,)
-            known, file = one["key"], (own or recorded["validation"])["data"]
-            source, _, text = one["text"].partition(": ")
+            (made_set,) = (entry for entry in derived.get("made", []) if entry["name"] == name)
+            section = recorded["validation"]
+            if name:
+                (section,) = (entry for entry in section["set"] if entry["name"] == name)
+            fingerprint, file = made_set["key"], section["data"]
+            source, _, text = made_set["text"].partition(": ")
             rows = (SourceLines(source, 0, 0, BLOCK, text),)
         path = run_dir / "data" / Path(file).name
-        return (str(path.resolve()), rows) if known == key and f"{crc(path):08x}" == path.stem else None
+        return (str(path.resolve()), rows) if fingerprint == key and f"{crc(path):08x}" == path.stem else None
     except (KeyError, TypeError, ValueError, OSError):
         return None

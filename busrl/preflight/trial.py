@@ -80,16 +80,16 @@ class Judged:
     @property
     def failed(self) -> Tried | None:
         """The first failure, where nothing went well."""
-        return self.tried[0] if self.tried and all(one.error for one in self.tried) else None
+        return self.tried[0] if self.tried and all(attempt.error for attempt in self.tried) else None
 
     def lines(self) -> Iterator[str]:
         if self.not_loaded:
             yield f"  reward{self.label}: cannot be used: {self.not_loaded}"
-        for one in self.tried:
-            shown = f" {show(one.answer, SHOWN_TEXT)}" if one.answer else ""
-            yield f"  reward{self.label} of {one.what}{shown}: {one.in_words()}"
-        values = [one.value for one in self.tried]
-        if [one.what for one in self.tried if not one.error] == [EMPTY, RIGHT] and values[0] == values[1]:
+        for attempt in self.tried:
+            shown = f" {show(attempt.answer, SHOWN_TEXT)}" if attempt.answer else ""
+            yield f"  reward{self.label} of {attempt.what}{shown}: {attempt.in_words()}"
+        values = [attempt.value for attempt in self.tried]
+        if [attempt.what for attempt in self.tried if not attempt.error] == [EMPTY, RIGHT] and values[0] == values[1]:
             yield "  (both are worth the same: right, if the reward wants more than the bare answer)"
 
 
@@ -102,18 +102,21 @@ class Trial:
 
 
 def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
-    """Load the reward, and judge the first record with it where one is there and busrl's own reward process starts.
-    Of a reward with parts each alone: those of these kinds, or all."""
+    """Load the reward, and judge the first record with it, if there is one and busrl's own reward process starts. Parts
+    of a reward are tried one by one: those of these kinds, or all."""
     place, line = _first_line(t)
     record: dict[str, Any] = json.loads(line) if line else {}
     tokenizer = tokenizer_of(t)
     judged = []
-    for one in _subjects(t):
-        if not kinds or one.setup["kind"] in kinds:
-            not_loaded, tried = _judge(t, one, line or "{}", _answers(t, one, record, tokenizer) if line else [])
-            judged.append(Judged(one.key, one.label, tuple(tried), not_loaded))
-    lines = [*_prompt(t, place, record, tokenizer), *(text for one in judged for text in one.lines())] if line else []
-    return Trial(tuple(lines), tuple(judged))
+    for subject in _subjects(t):
+        if not kinds or subject.setup["kind"] in kinds:
+            answers = _answers(t, subject, record, tokenizer) if line else []
+            not_loaded, tried = _judge(t, subject, line or "{}", answers)
+            judged.append(Judged(subject.key, subject.label, tuple(tried), not_loaded))
+    if not line:
+        return Trial(judged=tuple(judged))
+    results = (text for result in judged for text in result.lines())
+    return Trial((*_prompt(t, place, record, tokenizer), *results), tuple(judged))
 
 
 def boxes() -> str:
@@ -135,35 +138,35 @@ class Subject:
 
 
 def _subjects(t: Topology) -> Iterator[Subject]:
-    own = t.reward
-    if own.kind == AGENT and not own.part:
-        return  # its episodes judge themselves
-    if not own.part:
-        told = ("kind", "function", "extract", "answer_key", "timeout_s", "memory_mb")
-        setup = {name: getattr(own, name) for name in told} | {"base_dir": t.base_dir}
-        yield Subject("reward.function", "", setup, own.timeout_s)
+    reward = t.reward
+    if reward.kind == AGENT and not reward.part:
+        return  # an episode returns its own reward
+    if not reward.part:
+        fields = ("kind", "function", "extract", "answer_key", "timeout_s", "memory_mb")
+        setup = {name: getattr(reward, name) for name in fields} | {"base_dir": t.base_dir}
+        yield Subject("reward.function", "", setup, reward.timeout_s)
     more = {"prompt_key": t.data.prompt_key, "device": t.device_of("reward/0"), "base_dir": t.base_dir}
-    for index, part in enumerate(own.part):
+    for index, part in enumerate(reward.part):
         if part.kind == AGENT:
             continue  # there is no episode yet
-        tries = min(1, part.retries)  # a judge that is not there is soon known
+        tries = min(1, part.retries)  # one more try is enough to find a judge absent
         placed: dict[str, Any] = {"place": f"reward.part {part.name!r}", "retries": tries}
-        placed["memory_mb"] = 0 if part.kind == "model" else own.memory_mb
-        whole = {**dataclasses.asdict(part), **more, **placed}
+        placed["memory_mb"] = 0 if part.kind == "model" else reward.memory_mb
+        settings = {**dataclasses.asdict(part), **more, **placed}
         waits = part.timeout_s * (1 + tries) + JUDGE_PAUSE_S if part.kind == "judge" else part.timeout_s
         key = f"reward.part.{index}.{'function' if part.kind == 'python' else 'kind'}"
-        yield Subject(key, f" part {part.name}", whole, waits, "its timeout_s")
+        yield Subject(key, f" part {part.name}", settings, waits, "its timeout_s")
 
 
-def _answers(t: Topology, one: Subject, record: dict[str, Any], tokenizer: LightTokenizer | None) -> Answers:
+def _answers(t: Topology, subject: Subject, record: dict[str, Any], tokenizer: LightTokenizer | None) -> Answers:
     """An empty answer, and the right one where the record has it."""
     if not any(entry.role == "reward" and entry.count and not entry.command for entry in t.process):
         return []
-    right = record.get(one.setup["answer_key"] or t.data.answer_key)
+    right = record.get(subject.setup["answer_key"] or t.data.answer_key)
     what, text = MADE_UP, SOMETHING
     if right is not None and not isinstance(right, (dict, list)):
         what, text = RIGHT, right if isinstance(right, str) else json.dumps(right)
-    if one.setup["kind"] == "code" and not one.setup["extract"] and "```" not in text:
+    if subject.setup["kind"] == "code" and not subject.setup["extract"] and "```" not in text:
         text = f"```python\n{text if what == RIGHT else 'pass'}\n```"
     return [(EMPTY, "", []), (what, text, tokenizer.ids(text) if tokenizer else [])]
 
@@ -181,7 +184,7 @@ def _first_line(t: Topology) -> tuple[str, str]:
             _, line = next(prompt_lines(file))
         return (f"{path}:1", line.decode()) if isinstance(json.loads(line), dict) else ("", "")
     except (OSError, ValueError, DataError, StopIteration):
-        return "", ""  # `files` reports what is wrong with the file
+        return "", ""  # `prompt_files` reports what is wrong with the file
 
 
 def _prompt(t: Topology, place: str, record: dict[str, Any], tokenizer: LightTokenizer | None) -> Iterator[str]:
@@ -206,15 +209,15 @@ def ends(t: Topology) -> str:
     if tokenizer is None:
         return ""
     folder = Path(t.model.path)
-    own = tokenizer.id_of(tokenizer.end) if tokenizer.end else None
-    known = end_ids(folder) | ({own} if own is not None else set())
-    shown, size = ", ".join(map(str, sorted(known))), vocabulary_size(folder)
+    tokenizer_end = tokenizer.id_of(tokenizer.end) if tokenizer.end else None
+    ending = end_ids(folder) | ({tokenizer_end} if tokenizer_end is not None else set())
+    shown, size = ", ".join(map(str, sorted(ending))), vocabulary_size(folder)
     limit = f"generation.max_new_tokens = {t.generation.max_new_tokens}"
-    if size and all(one >= size for one in known):
-        what = f"its end tokens ({shown}) are none of its {size} ids" if known else "it names no end token"
+    if size and all(token >= size for token in ending):
+        what = f"its end tokens ({shown}) are none of its {size} ids" if ending else "it names no end token"
         return f"model.path: {what}, so every answer is cut at {limit}; set eos_token_id in generation_config.json"
     turn = tokenizer.turn_end() if t.data.template == "chat" else None
-    if turn is not None and turn[0] not in known:
+    if turn is not None and turn[0] not in ending:
         return (
             f"model.path: its chat template ends a turn with {turn[1]} (id {turn[0]}), and the end tokens are {shown}: "
             f"an answer may go on to {limit}; add {turn[0]} to eos_token_id in generation_config.json"
@@ -234,8 +237,8 @@ class Foreign:
         self.child, self._printed, self._rest = child, printed, b""
         self.ended = False
 
-    def tell(self, *values: Any) -> None:
-        """Write lines of JSON. `last_words` say why it died, if it did before."""
+    def send(self, *values: Any) -> None:
+        """Write lines of JSON; of a process that has died already `last_words` gives the cause."""
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.child.stdin.write(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
@@ -270,7 +273,7 @@ class Foreign:
 def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator[Foreign]:
     """A process with the environment of that role, killed at the end. It prints to a file, and so never waits for a
     reader."""
-    entry = next((one for one in t.process if one.role == role and not one.command), None)
+    entry = next((candidate for candidate in t.process if candidate.role == role and not candidate.command), None)
     program = interpreter(python or (entry.python if entry else ""))
     environment = proxies.environment({**os.environ, **(entry.env if entry else {})})
     with tempfile.TemporaryFile() as printed:
@@ -286,25 +289,25 @@ def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator
             child.communicate()
 
 
-def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str, list[Tried]]:
+def _judge(t: Topology, subject: Subject, line: str, answers: Answers) -> tuple[str, list[Tried]]:
     """The reason why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
     items = [
         {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
         for key, (_, text, ids) in enumerate(answers)
     ]
     with foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as child:
-        child.tell(one.setup, items)
-        load_s = MODEL_LOAD_S if one.setup["kind"] == "model" else LOAD_S
+        child.send(subject.setup, items)
+        load_s = MODEL_LOAD_S if subject.setup["kind"] == "model" else LOAD_S
         loaded = child.next(load_s)
         if loaded is None:
             late = f"importing it took longer than {load_s:g} s"
             return child.last_words() if child.ended else late, []
         tried: list[Tried] = []
         for what, answer, _ in answers if not loaded["error"] else ():
-            if event := _outcome(child, one.timeout_s):
+            if event := _outcome(child, subject.timeout_s):
                 tried.append(Tried(what, answer, event["value"], event["error"], event["text"]))
                 continue
-            error, text = "hung", f"no result after {one.timeout_s:g} s ({one.timeout_key})"
+            error, text = "hung", f"no result after {subject.timeout_s:g} s ({subject.timeout_key})"
             if child.ended:
                 error, text = "died", f"the process died: {child.last_words()}"
             tried.append(Tried(what, answer, error=error, text=text))
@@ -329,41 +332,41 @@ def _outcome(child: Foreign, timeout_s: float) -> dict[str, Any] | None:
 
 def try_functions(t: Topology) -> list[tuple[str, str]]:
     """(key, what is wrong) of each function that [learner] names by import path, and of an optimiser with options."""
-    own = t.learner
-    named = [("learner.loss", own.loss), ("learner.advantage", own.advantage)]
-    named += [("learner.metrics", path) for path in own.metrics]
-    asked = [(key, path) for key, path in named if FUNCTION.fullmatch(path)]
-    arguments = [text for pair in asked for text in pair]
-    if FUNCTION.fullmatch(own.optimizer) or (own.options and own.optimizer == "adafactor"):
-        asked.append(("learner.optimizer", own.optimizer))
-        adam = {"betas": own.betas, "eps": own.eps, "weight_decay": own.weight_decay, "parts": t.ranks > 1}
-        arguments += "learner.optimizer", json.dumps({"target": own.optimizer, "options": own.options, **adam})
-    return _refused(t, "learner", "busrl.training.custom", asked, arguments)
+    learner = t.learner
+    settings = [("learner.loss", learner.loss), ("learner.advantage", learner.advantage)]
+    settings += [("learner.metrics", path) for path in learner.metrics]
+    paths = [(key, path) for key, path in settings if FUNCTION.fullmatch(path)]
+    arguments = [text for pair in paths for text in pair]
+    if FUNCTION.fullmatch(learner.optimizer) or (learner.options and learner.optimizer == "adafactor"):
+        paths.append(("learner.optimizer", learner.optimizer))
+        adam = {"betas": learner.betas, "eps": learner.eps, "weight_decay": learner.weight_decay, "parts": t.ranks > 1}
+        arguments += "learner.optimizer", json.dumps({"target": learner.optimizer, "options": learner.options, **adam})
+    return _refused(t, "learner", "busrl.training.custom", paths, arguments)
 
 
 def try_imports(t: Topology) -> list[tuple[str, str]]:
     """(key, what is wrong) of the user's sinks, and of a parser of tools of the user's."""
-    named = [("agents.tools", t.agents.tools)] if t.has_callers else []
-    named += [("sinks.to", one) for one in t.sinks.to]
-    asked = [(key, path) for key, path in named if FUNCTION.fullmatch(path)]
-    return _refused(t, "sinks", "busrl.system.imports", asked, [text for pair in asked for text in pair])
+    settings = [("agents.tools", t.agents.tools)] if t.has_callers else []
+    settings += [("sinks.to", sink) for sink in t.sinks.to]
+    paths = [(key, path) for key, path in settings if FUNCTION.fullmatch(path)]
+    return _refused(t, "sinks", "busrl.system.imports", paths, [text for pair in paths for text in pair])
 
 
-Asked = list[tuple[str, str]]  # keys and import paths
+Keyed = list[tuple[str, str]]  # keys, each with an import path, or with the fault of what it names
 
 
-def _refused(t: Topology, role: str, module: str, asked: Asked, arguments: Sequence[str]) -> Asked:
-    """Entries of `asked` that a process of this module finds something wrong with, and what."""
-    if not asked:
+def _refused(t: Topology, role: str, module: str, paths: Keyed, arguments: Sequence[str]) -> Keyed:
+    """Try these import paths in a process of this module; the keys with a fault, and the faults."""
+    if not paths:
         return []
-    with foreign(t, role, module, t.base_dir, *arguments) as one:
+    with foreign(t, role, module, t.base_dir, *arguments) as process:
         try:
-            faults = json.loads(one.child.communicate(timeout=LOAD_S)[0])
+            faults = json.loads(process.child.communicate(timeout=LOAD_S)[0])
         except subprocess.TimeoutExpired:
-            faults = [f"importing and trying it took longer than {LOAD_S:g} s"] * len(asked)
+            faults = [f"importing and trying it took longer than {LOAD_S:g} s"] * len(paths)
         except json.JSONDecodeError:
-            faults = [f"the process that tried it died: {one.last_words()}"] * len(asked)
-    return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]
+            faults = [f"the process that tried it died: {process.last_words()}"] * len(paths)
+    return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(paths, faults) if fault]
 
 
 # -- what optional parts try and note -----

@@ -20,9 +20,9 @@ from busrl.quickstart.task import RECIPES
 
 
 def _make(name: str, force: bool) -> Paths:
-    found = paths(name)
-    if found is not None and not force:
-        return found
+    existing = paths(name)
+    if existing is not None and not force:
+        return existing
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the maker imports transformers
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from busrl.quickstart.maker import make
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an ended maker cleans up like one that is interrupted
     try:
-        made = _make(chosen.name, chosen.force)
+        files = _make(chosen.name, chosen.force)
     except BusrlError as error:
         return _failed(chosen.why, str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -46,18 +46,18 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as problem:
         _failed(chosen.why, cause(problem), 1)
         raise
-    print(f"model={made.model}\ntrain={made.train}\nvalidation={made.validation}")
+    print(f"model={files.model}\ntrain={files.train}\nvalidation={files.validation}")
     return 0
 
 
-def _failed(told: Path | None, why: str, code: int) -> int:
+def _failed(report: Path | None, why: str, code: int) -> int:
     print(f"busrl quickstart: {why}", file=sys.stderr)
-    if told is not None:
+    if report is not None:
         with contextlib.suppress(OSError):
-            told.write_text(why)
+            report.write_text(why)
     return code
 
 
 if __name__ == "__main__":
-    sys.stdout, sys.stderr = (cast(TextIO, Unfailing(one)) for one in (sys.stdout, sys.stderr))
-    sys.exit(main())  # what is made does not depend on who reads
+    sys.stdout, sys.stderr = (cast(TextIO, Unfailing(stream)) for stream in (sys.stdout, sys.stderr))
+    sys.exit(main())  # a closed stdout or stderr does not end the making

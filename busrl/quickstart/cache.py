@@ -54,28 +54,28 @@ def paths(name: str) -> Paths | None:
 
 def ensure(name: str) -> Paths:
     """The paths of a quickstart; makes it first, in a child process with a progress bar, if it is not there."""
-    found = paths(name)
-    if found is not None:
-        return found
+    ready = paths(name)
+    if ready is not None:
+        return ready
     files.make_folder(folder_of(find(name)).parent, "set XDG_CACHE_HOME to a folder that can be written")
     command = ["busrl.quickstart", "--name", name]
     read, write = os.pipe()
-    with open(read) as told:
-        asked = [*interpreter(), *command, "--why", f"/dev/fd/{write}"]
+    with open(read) as report:
+        arguments = [*interpreter(), *command, "--why", f"/dev/fd/{write}"]
         try:
-            ended = subprocess.run(asked, stdout=sys.stderr, pass_fds=(write,), check=False)
+            ended = subprocess.run(arguments, stdout=sys.stderr, pass_fds=(write,), check=False)
         finally:
             os.close(write)
-        why = told.read() or _end_of(ended.returncode)
-    found = paths(name)
-    if ended.returncode != 0 or found is None:
+        why = report.read() or _end_of(ended.returncode)
+    ready = paths(name)
+    if ended.returncode != 0 or ready is None:
         again = f"{sys.executable} -m {' '.join(command)}"
         raise MachineError(f"quickstart {name!r} could not be made: {why}; try again with: {again}")
-    return found
+    return ready
 
 
 def _end_of(code: int) -> str:
-    """Describe the end of a maker that said nothing."""
+    """Describe the end of a maker that reported no cause."""
     if code == -signal.SIGKILL:
         return "it was killed (SIGKILL): by somebody, or by the kernel for want of memory (see `dmesg`)"
     return f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'} and said nothing"

@@ -155,18 +155,18 @@ class WarmUp:
         """Sample one completion for each of `check_samples` held-out prompts; the share that is right."""
         recipe, tokenizer = self._recipe, self._tokenizer
         prompts = (self._held_out * math.ceil(recipe.check_samples / len(self._held_out)))[: recipe.check_samples]
-        asked = tokenizer(prompts, return_tensors="pt", padding=True)
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True)
         options = {"max_new_tokens": recipe.max_new_tokens, "do_sample": True, "top_k": 0, "top_p": 1.0}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             self._model.eval()
-            rows = self._model.generate(asked["input_ids"], attention_mask=asked["attention_mask"], **options)
+            rows = self._model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
             self._model.train()
-        completions = rows[:, asked["input_ids"].shape[1] :]
+        completions = rows[:, inputs["input_ids"].shape[1] :]
         self._lengths = (completions != tokenizer.pad_token_id).sum(1).float()
         texts = [text.replace(task.PAD_TOKEN, "") for text in tokenizer.batch_decode(completions)]
-        found = [(RIGHT.search(text), task.answer_of(prompt)) for prompt, text in zip(prompts, texts)]
-        return sum(one is not None and bool(one[1] == answer) for one, answer in found) / len(prompts)
+        answers = [(RIGHT.search(text), task.answer_of(prompt)) for prompt, text in zip(prompts, texts)]
+        return sum(match is not None and bool(match[1] == answer) for match, answer in answers) / len(prompts)
 
 
 # -- model and tokenizer -------------------------------------

@@ -103,7 +103,7 @@ def answer_of(prompt: str) -> str:
 
 
 def draw_filler(recipe: Recipe, prompt: str, rng: random.Random) -> str:
-    """Geometric with the prompt's mean, drawn again above the cap."""
+    """Filler of geometric length with the prompt's mean; a length above the cap is drawn again."""
     mean = recipe.filler_base + recipe.filler_slope * int(prompt[0])
     stay = math.log(mean / (mean + 1.0))
     while True:

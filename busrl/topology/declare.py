@@ -52,7 +52,7 @@ class Rule:
     function: bool = False  # besides the choices, the import path of a user's function
     words: tuple[str, ...] = ()  # words allowed where a number is expected ("auto", "inf")
     path: bool = False  # a file or folder: made absolute, relative to the file that names it
-    named: bool = False  # the choices are names of methods: another one that is spelt alike is never what was meant
+    methods: bool = False  # the choices name methods: one that is merely spelt alike is never suggested
     finite: bool = True
     required: bool = False
     unless: str = ""  # required only where this key of the same table is not given
@@ -60,8 +60,8 @@ class Rule:
     def text(self) -> str:
         """The rule as a reader of the reference sees it, empty if every value of the type is allowed."""
         if self.choices:
-            named = "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
-            return f"{named}, or a function as package.module:name or file.py:name" if self.function else named
+            names = "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+            return f"{names}, or a function as package.module:name or file.py:name" if self.function else names
         words = [f'"{word}"' for word in self.words]
         return " or ".join(part for part in (self._bounds(), *words) if part)
 
@@ -119,7 +119,7 @@ class Table:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Check the values together: nothing here, for a table that has more to it."""
+        """Check the values together; a table whose values depend on each other overrides it."""
 
     def _compared(self) -> tuple[Any, ...]:
         return tuple(self.__dict__[name] for name, field in self.__dataclass_fields__.items() if field.compare)
@@ -252,8 +252,8 @@ def _text(rule: Rule, value: Any) -> str:
     text: str = _typed(str, value, rule.text() or "a string")
     by_path = rule.function and FUNCTION.fullmatch(text)
     if rule.choices and text not in rule.choices and not by_path:
-        near = [one for one in rule.choices if letters(one) == letters(text)]
-        near = near if rule.named else difflib.get_close_matches(text, rule.choices, n=1)
+        near = [choice for choice in rule.choices if letters(choice) == letters(text)]
+        near = near if rule.methods else difflib.get_close_matches(text, rule.choices, n=1)
         raise Wrong(f"expected {rule.text()}", f'did you mean "{near[0]}"?' if near else "")
     if "\0" in text or (rule.required and not text):
         raise Wrong("expected a string that is not empty")
@@ -292,7 +292,7 @@ def _table(kind: Any, rule: Rule, value: Any) -> dict[str, Any]:
 
 
 def _simple(value: Any) -> bool:
-    """Tell whether JSON has it."""
+    """Tell whether JSON can hold the value."""
     if isinstance(value, list):
         return all(map(_simple, value))
     if isinstance(value, dict):
@@ -307,12 +307,12 @@ def build(cls: type[T], data: Any, place: str) -> T:
     """An instance of `cls` from parsed JSON; missing keys take their defaults, UserError names unknown ones."""
     if not isinstance(data, dict):
         raise UserError(f"{place}: expected a map for {cls.__name__}, got {type(data).__name__}")
-    known = items(typing.cast(type, cls))
-    if unknown := sorted(set(data) - set(known)):
+    declared = items(typing.cast(type, cls))
+    if unknown := sorted(set(data) - set(declared)):
         raise UserError(f"{place}: unknown keys {unknown}; the file was written by another version of busrl")
-    if missing := [name for name, item in known.items() if name not in data and item.default is REQUIRED]:
+    if missing := [name for name, item in declared.items() if name not in data and item.default is REQUIRED]:
         raise UserError(f"{place}: keys {missing} are missing; the file was written by another version of busrl")
-    return cls(**{name: _recorded(known[name], value, f"{place}: {name}") for name, value in data.items()})
+    return cls(**{name: _recorded(declared[name], value, f"{place}: {name}") for name, value in data.items()})
 
 
 def _recorded(item: Item, value: Any, place: str) -> Any:

@@ -113,18 +113,18 @@ class Learner(Table):
 
     lr: float = key(REQUIRED, "learning rate for n_min groups; scaled by sqrt(groups / n_min)", above=0, high=10)
     recipe: str = key("", "sets the keys of a published algorithm that are left out; see docs/algorithms.md",
-                      choices=("", *catalog.RECIPES), named=True)
+                      choices=("", *catalog.RECIPES), methods=True)
     loss: str = key("ppo_clip", "objective per token; see docs/algorithms.md", choices=tuple(catalog.LOSSES),
-                    named=True, function=True)
+                    methods=True, function=True)
     advantage: str = key("group_std", "how an answer compares with others; see docs/algorithms.md",
-                         choices=tuple(catalog.ADVANTAGES), named=True, function=True)
+                         choices=tuple(catalog.ADVANTAGES), methods=True, function=True)
     credit: str = key("episode", "one advantage for all turns of an episode, or one for each: what came of it",
                       choices=("episode", "turn"))
     gamma: float = key(1.0, "what a reward one turn later is worth (credit = turn)", above=0, high=1)
     unit: str = key("episode", "what aggregation and losses of whole samples take as one: an episode, or each turn",
                     choices=("episode", "turn"))
     aggregation: str = key("token-mean", "from the losses of tokens to that of a step", choices=catalog.AGGREGATIONS,
-                           named=True)
+                           methods=True)
     length_norm: int = key(0, "aggregation = seq-mean-token-sum-norm: what a sum is divided by; 0 = the limit of an "
                               "answer", low=0, high=1 << 24)
     ratio: str = key(
@@ -136,7 +136,7 @@ class Learner(Table):
                             "recorded, or exactly 1", choices=("recorded", "one"))
     correction: str = key(
         LossSettings.correction, "weight for what separates trainer and engine; see docs/algorithms.md",
-        choices=tuple(catalog.CORRECTIONS), named=True
+        choices=tuple(catalog.CORRECTIONS), methods=True
     )
     correction_low: float = key(
         LossSettings.correction_low, "lower bound of the correction; 0 = its own default", low=0, high=1000
@@ -144,7 +144,7 @@ class Learner(Table):
     correction_high: float = key(
         LossSettings.correction_high, "upper bound of the correction; 0 = its own default", low=0, high=1e6
     )
-    kl: str = key(LossSettings.kl, "estimator of the KL to model.reference", choices=catalog.KL_TERMS, named=True)
+    kl: str = key(LossSettings.kl, "estimator of the KL to model.reference", choices=catalog.KL_TERMS, methods=True)
     kl_coef: float = key(LossSettings.kl_coef, "what the KL is multiplied by", low=0, high=100)
     kl_in: str = key("loss", "add the KL to the loss of each token, or take its sum from the reward of the answer",
                      choices=("loss", "reward"))

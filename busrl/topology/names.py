@@ -9,7 +9,7 @@ from __future__ import annotations
 
 NONE = "there is none yet"
 
-_KEYS = {
+KEYS = {
     "run.name": "run_name experiment_name project_name exp_name",
     "run.max_steps": "steps total_steps total_training_steps num_train_steps train_steps max_train_steps",
     "run.seed": "random_seed data_seed",
@@ -62,7 +62,7 @@ _KEYS = {
     "weights.max_staleness": "staleness max_lag async_level off_policy_steps max_off_policyness",
     "vllm.tensor_parallel": "tensor_parallel_size tensor_model_parallel_size tp",
 }
-_SAYINGS = {
+REMEDIES = {
     "reward_funcs reward_weights reward_model reward_model_path":
         "write a [[reward.part]] for each, with kind and weight (docs/rewards.md)",
     "num_train_epochs num_epochs total_epochs epochs epoch":
@@ -98,8 +98,8 @@ _SAYINGS = {
         "tables are [model], [data], [groups], [generation], [learner], [reward], ...: see configs/reference.toml",
 }
 
-RIVALS = {name: f"did you mean {key}?" for key, names in _KEYS.items() for name in names.split()}
-RIVALS |= {name: text for names, text in _SAYINGS.items() for name in names.split()}
+RIVALS = {name: f"did you mean {key}?" for key, names in KEYS.items() for name in names.split()}
+RIVALS |= {name: text for names, text in REMEDIES.items() for name in names.split()}
 
 
 def counterpart(name: str) -> str:

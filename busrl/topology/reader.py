@@ -165,8 +165,8 @@ class Source:
 
     def raw_text(self, path: KeyPath) -> str | None:
         """The text of an override as typed, None for a key of the file."""
-        given = self.overridden.get(path)
-        return given[1] if given else None
+        override = self.overridden.get(path)
+        return override[1] if override else None
 
     def order(self, problem: Problem) -> tuple[int, int]:
         """Sorting key: the file from top to bottom, then the overrides."""
@@ -199,7 +199,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.toml")], n=1)
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.toml")], n=1)
         remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a topology file (.toml)"
         raise TopologyError([Problem(str(path), "", "no such file", remedy)]) from None
     except OSError as error:
@@ -250,7 +250,7 @@ def _first(rows: list[str], number: int, pattern: str) -> int:
 
 
 def _apply(source: Source, override: str) -> list[Problem]:
-    """Put one `a.b=value` into the data; returns what is wrong with it."""
+    """Put one `a.b=value` into the data; returns its problems."""
     name, equals, text = override.partition("=")
     keys = [part.strip() for part in name.split(".")]
     if not equals or not all(keys) or len(keys) < 2:
@@ -265,18 +265,18 @@ def _apply(source: Source, override: str) -> list[Problem]:
     return []
 
 
-def _targets(source: Source, keys: list[str], given: tuple[str, str]) -> list[KeyPath]:
+def _targets(source: Source, keys: list[str], override: tuple[str, str]) -> list[KeyPath]:
     """The paths an override means: process.ROLE.key stands for every [[process]] of that role."""
     entries = source.data.setdefault("process", []) if keys[0] == "process" else None
     if not isinstance(entries, list):
         return [tuple(keys)]
     role = keys[1]
-    found = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and entry.get("role") == role]
-    if not found:  # a role that the file does not name: the override declares it
+    indices = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and entry.get("role") == role]
+    if not indices:  # a role that the file does not name: the override declares it
         entries.append({"role": role})
-        found = [len(entries) - 1]
-        source.overridden[("process", found[0])] = given
-    return [("process", index, *keys[2:]) for index in found]
+        indices = [len(entries) - 1]
+        source.overridden[("process", indices[0])] = override
+    return [("process", index, *keys[2:]) for index in indices]
 
 
 def _put(data: Any, path: KeyPath, value: Any, place: str) -> Problem | None:
@@ -309,7 +309,7 @@ SECTIONS: dict[str, type] = {
 
 
 class Reader:
-    """Reads one source; `problems` grows, `bad` holds the dotted keys that have one."""
+    """Reads one source; `problems` collects what is wrong, `bad` the dotted keys that have a problem."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -317,12 +317,12 @@ class Reader:
         self.bad: set[str] = set()
 
     def sections(self) -> dict[str, Any]:
-        """Every section of the topology and the processes, defaults where nothing (right) was given."""
+        """Every section and the processes; defaults where a key is left out or has a problem."""
         for name in sorted(set(self.source.data) - set(SECTIONS) - {"process"}):
             self._unknown((name,), [*SECTIONS, "process"])
-        made = {name: self._table(cls, self.source.data.get(name, {}), (name,)) for name, cls in SECTIONS.items()}
-        made["process"] = self._rows(schema.Process, self.source.data.get("process", []), ("process",))
-        return made
+        sections = {name: self._table(cls, self.source.data.get(name, {}), (name,)) for name, cls in SECTIONS.items()}
+        sections["process"] = self._rows(schema.Process, self.source.data.get("process", []), ("process",))
+        return sections
 
     def _rows(self, cls: type, entries: Any, path: KeyPath) -> tuple[Any, ...]:
         if not isinstance(entries, list):
@@ -336,11 +336,11 @@ class Reader:
         if not isinstance(data, dict):
             self._add(path, data, "is a table, not a value", f"write [{_dotted(path)}] and its keys below it")
             data = {}
-        known = items(cls)
+        declared = items(cls)
         for name in data:
-            if name not in known:
-                self._unknown((*path, name), list(known))
-        return cls(**{name: self._item(item, data, (*path, name)) for name, item in known.items()})
+            if name not in declared:
+                self._unknown((*path, name), list(declared))
+        return cls(**{name: self._item(item, data, (*path, name)) for name, item in declared.items()})
 
     def _item(self, item: Item, data: dict[str, Any], path: KeyPath) -> Any:
         if item.row:
@@ -360,14 +360,14 @@ class Reader:
         if raw is not None and item.hint is str:
             value = value if isinstance(value, str) else raw  # an override of a string needs no quotes
         try:
-            made = convert(item.hint, item.rule, value)
+            converted = convert(item.hint, item.rule, value)
         except Wrong as wrong:
             default = f"the default is {show(item.default)}"
             usual = f"{item.name} is: {item.rule.doc}" if item.rule.required else default
-            usual = (where_set(_dotted(path), value) if item.rule.named else "") or usual
+            usual = (where_set(_dotted(path), value) if item.rule.methods else "") or usual
             self._add(path, value, wrong.rule, wrong.remedy or usual)
             return _stand_in(item)
-        return self._absolute(made, path) if item.rule.path else made
+        return self._absolute(converted, path) if item.rule.path else converted
 
     def _absolute(self, text: str, path: KeyPath) -> str:
         """A path in the file is relative to the file, one on the command line to where that was typed."""
@@ -381,7 +381,7 @@ class Reader:
         shown = f"{_dotted(path)} = {show(value)}"
         self.problems.append(Problem(self.source.place(path), shown, rule, remedy))
 
-    def _unknown(self, path: KeyPath, known: list[str]) -> None:
+    def _unknown(self, path: KeyPath, allowed: list[str]) -> None:
         name, table = str(path[-1]), _dotted(path[:-1])
         if table:
             rule = f"unknown key in {_bracket(path)}"
@@ -389,25 +389,25 @@ class Reader:
             is_table = isinstance(self.source.data[name], (dict, list))
             rule = "unknown section" if is_table else "a key outside of any table"
         self.bad.add(_dotted(path))
-        self.problems.append(Problem(self.source.place(path), name, rule, _remedy_for_unknown(path, known)))
+        self.problems.append(Problem(self.source.place(path), name, rule, _remedy_for_unknown(path, allowed)))
 
 
-def _remedy_for_unknown(path: KeyPath, known: list[str]) -> str:
+def _remedy_for_unknown(path: KeyPath, allowed: list[str]) -> str:
     """The key of busrl that does this work, or the key that was meant."""
     name, in_table = str(path[-1]), len(path) > 1
-    sections = [one for section, cls in SECTIONS.items() for one in tables(section, cls)]
+    sections = [table for section, cls in SECTIONS.items() for table in tables(section, cls)]
     others = [f"[{section}]" for section, cls in sections if name in items(cls)]
     others += ["[[process]]"] * (name in items(schema.Process))
     if remedy := "" if others else counterpart(name):
         return remedy
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, allowed, n=1)
     if near and (in_table or not others):
         return f"did you mean {near[0]}?"
-    return f"it belongs to {' or '.join(others)}" if others else f"allowed are {', '.join(known)}"
+    return f"it belongs to {' or '.join(others)}" if others else f"allowed are {', '.join(allowed)}"
 
 
 def _stand_in(item: Item) -> Any:
-    """The default, or what the other checks can work with where a key has none."""
+    """The default of a key, or an empty value that the other checks can work with."""
     if item.default is not REQUIRED:
         return item.default
     return "" if item.hint is str else None
@@ -435,7 +435,7 @@ def _dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-# -- the same for editors: completion, each key's text, a mark below what is wrong -----
+# -- the JSON schema, by which editors complete keys, show their texts and mark wrong values -----
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 BOUNDS = {"low": "minimum", "above": "exclusiveMinimum", "high": "maximum", "below": "exclusiveMaximum"}
@@ -451,11 +451,11 @@ def json_schema() -> Schema:
 
 
 def _table_schema(cls: type) -> Schema:
-    found = items(cls)
-    made = {"type": "object", "additionalProperties": False,
-            "properties": {name: _item_schema(one) for name, one in found.items()}}
-    needed = [name for name, one in found.items() if one.default is REQUIRED and not one.rule.unless]
-    return {**made, "required": needed} if needed else made
+    declared = items(cls)
+    described = {"type": "object", "additionalProperties": False,
+            "properties": {name: _item_schema(item) for name, item in declared.items()}}
+    needed = [name for name, item in declared.items() if item.default is REQUIRED and not item.rule.unless]
+    return {**described, "required": needed} if needed else described
 
 
 def _item_schema(item: Item) -> Schema:
@@ -463,10 +463,10 @@ def _item_schema(item: Item) -> Schema:
         return _table_schema(item.table)
     if item.row:
         return {"type": "array", "items": _table_schema(item.row)}
-    told = " ".join(part for part in (item.rule.doc, item.rule.text()) if part)
+    text = " ".join(part for part in (item.rule.doc, item.rule.text()) if part)
     default = "inf" if item.default == math.inf else item.default  # as a topology has it: JSON has no number for it
     shown = {} if default in (REQUIRED, None, ()) else {"default": default}
-    return {**value_schema(item.hint, item.rule), **({"description": told} if told else {}), **shown}
+    return {**value_schema(item.hint, item.rule), **({"description": text} if text else {}), **shown}
 
 
 def value_schema(hint: Any, rule: Rule) -> Schema:

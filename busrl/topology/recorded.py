@@ -1,6 +1,7 @@
 """The topology that a run keeps: topology.json read back, and the files of prompts that were made for it.
 
-Used by whoever looks at a run or continues it. Reads that one file; knows nothing of how prompts are made.
+Used by the commands that look at a run, and by what continues it. Reads that one file; knows nothing of how prompts are
+made.
 
 - The file names of prompts are kept, and their folder is the run directory's: a run may be moved.
 """
@@ -14,11 +15,12 @@ from typing import Any
 from busrl.errors import UserError
 from busrl.topology.schema import Topology
 
-TRAIN, VALIDATION, SET = "data.train", "validation.data", "validation.set "  # files that are made, the last by its name
+# The files of prompts that may be made for a run; the name of a set follows the last.
+TRAIN, VALIDATION, SET = "data.train", "validation.data", "validation.set "
 
 
 def recorded(path: Path) -> Topology:
-    """The one that a run keeps in its topology.json, for whoever looks at the run; UserError if it is damaged."""
+    """The topology that a run keeps in its topology.json; UserError if the file is damaged."""
     try:
         return placed(Topology.from_json(path.read_text()), path.resolve().parent / "data")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -29,32 +31,35 @@ def recorded(path: Path) -> Topology:
 
 
 def placed(t: Topology, folder: Path) -> Topology:
-    """The topology with the files that were made in this folder."""
+    """The topology with the paths of its made files in this folder."""
     for which, path in made_files(t).items():
         t = with_file(t, which, str(folder / path.name))
     return t
 
 
 def made_files(t: Topology) -> dict[str, Path]:
-    """The files of prompts that were made, by which they are."""
-    found = {TRAIN: Path(t.data.train)} if t.derived.sources else {}
-    for one in t.derived.made:
-        data = [own.data for own in t.validation.set if own.name == one.name] if one.name else [t.validation.data]
-        found |= {SET + one.name if one.name else VALIDATION: Path(data[0])} if data else {}
-    return found
+    """The files of prompts that were made for the run, by `TRAIN`, `VALIDATION` or `SET` and a name."""
+    files = {TRAIN: t.data.train} if t.derived.sources else {}
+    of_sets = {SET + named_set.name: named_set.data for named_set in t.validation.set}
+    for made_set in t.derived.made:
+        if not made_set.name:
+            files[VALIDATION] = t.validation.data
+        elif (which := SET + made_set.name) in of_sets:
+            files[which] = of_sets[which]
+    return {which: Path(path) for which, path in files.items()}
 
 
 def with_file(t: Topology, which: str, path: str) -> Topology:
     if which == TRAIN:
         return dataclasses.replace(t, data=dataclasses.replace(t.data, train=path))
-    name, own = set_name(which), t.validation
+    name, validation = set_name(which), t.validation
 
-    def moved(one: Any) -> Any:
-        return dataclasses.replace(one, data=path) if one.name == name else one
+    def moved(table: Any) -> Any:
+        return dataclasses.replace(table, data=path) if table.name == name else table
 
-    changed: dict[str, Any] = {"set": tuple(map(moved, own.set))} if name else {"data": path}
+    changed: dict[str, Any] = {"set": tuple(map(moved, validation.set))} if name else {"data": path}
     derived = dataclasses.replace(t.derived, sets=tuple(map(moved, t.derived.sets)))
-    return dataclasses.replace(t, validation=dataclasses.replace(own, **changed), derived=derived)
+    return dataclasses.replace(t, validation=dataclasses.replace(validation, **changed), derived=derived)
 
 
 def set_name(which: str) -> str:

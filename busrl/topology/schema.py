@@ -24,6 +24,7 @@ from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validat
 
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
 AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
+NAMED_ROLES = tuple(role.name for role in ROLES.values() if role.named)  # that an entry of [[process]] may name
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
@@ -246,16 +247,16 @@ class Reward(Table):
 
     @property
     def of_episodes(self) -> bool:
-        """Tell whether it needs what an episode returns: there is none for a single answer."""
+        """Tell whether the reward needs what an episode returns, which a single answer does not have."""
         return AGENT in (self.kind, *(part.kind for part in self.part))
 
     @property
     def compares(self) -> tuple[str, str] | None:
         """Kind and `extract` of what finds the answer that is judged, for maj@k (`busrl.rewards.kinds.finder`); None
         where nothing does. What math-verify finds in a whole completion is no text."""
-        asked: tuple[Any, ...] = self.part or (self,)
-        compare = (one for one in asked if one.kind in EXTRACTING and (one.extract or one.kind != "math"))
-        return next(((one.kind, one.extract) for one in compare), None)
+        parts: tuple[Any, ...] = self.part or (self,)
+        compare = (part for part in parts if part.kind in EXTRACTING and (part.extract or part.kind != "math"))
+        return next(((part.kind, part.extract) for part in compare), None)
 
 
 # -- what runs, and how it meets -----
@@ -318,7 +319,7 @@ class Limits(Table):
 
     @property
     def start_most_s(self) -> float:
-        """After which no child is still starting, however hard it works."""
+        """Seconds after which no child may still be starting, however hard it works."""
         return 5 * self.ready_s
 
 
@@ -339,7 +340,7 @@ class Openai(Table):
 class Process(Table):
     """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
 
-    role: str = key(REQUIRED, "what the process does", choices=tuple(one.name for one in ROLES.values() if one.named))
+    role: str = key(REQUIRED, "what the process does", choices=NAMED_ROLES)
     count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
     engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
                       "openai asks an endpoint: see [openai]", choices=tuple(ENGINES))
@@ -639,14 +640,14 @@ class Topology(Table):
     @property
     def max_prompt_tokens(self) -> int:
         """A prompt with more tokens is set aside: the key, or what "auto" came to."""
-        given = self.generation.max_prompt_tokens
-        return given if isinstance(given, int) else self.derived.prompt_tokens
+        setting = self.generation.max_prompt_tokens
+        return setting if isinstance(setting, int) else self.derived.prompt_tokens
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence: prompt and answer, or what a call of an agent may come to."""
-        own = self.max_prompt_tokens + self.generation.max_new_tokens
-        return max(own, self.agents.context) if self.has_callers else own
+        answered = self.max_prompt_tokens + self.generation.max_new_tokens
+        return max(answered, self.agents.context) if self.has_callers else answered
 
     @property
     def has_callers(self) -> bool:
@@ -656,8 +657,8 @@ class Topology(Table):
     @property
     def prefix_keep_s(self) -> float:
         """For how long the torch engine keeps the rows of requests that ended: the key, or what "auto" came to."""
-        given = self.generation.prefix_keep_s
-        return float(given) if not isinstance(given, str) else PREFIX_KEEP_S if self.has_callers else 0.0
+        setting = self.generation.prefix_keep_s
+        return float(setting) if not isinstance(setting, str) else PREFIX_KEEP_S if self.has_callers else 0.0
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -714,15 +715,15 @@ class Topology(Table):
         return tuple(role for role in IMPLIED_ROLES if wanted[ROLES[role].where])
 
     def processes(self) -> list[ProcessName]:
-        """Every process on this host in starting order; several entries of one role are numbered through."""
+        """Every process on this host in starting order; indices of a role go on from entry to entry."""
         names = [ProcessName(role, role, 0, Process(role)) for role in self.implied]
-        mine = [entry for entry in self.process if entry.is_at(self.here)]
+        entries = [entry for entry in self.process if entry.is_at(self.here)]
         for role in [role for role in ROLES if role != "learner" or not self.here]:
-            specs = [(spec, place) for spec in mine if spec.role == role for place in range(spec.count)]
-            names += [ProcessName(role if role in SINGLE_ROLES else f"{role}/{at}", role, at, *one)
-                      for at, one in enumerate(specs)]
-        teams = [(one, ranks_at(one.ranks, one.hosts, self.here)) for one in mine if one.role == "learner"]
-        return names + [ProcessName(f"{RANK}/{i}", RANK, i, one, i) for one, ranks in teams for i in ranks if i]
+            specs = [(spec, place) for spec in entries if spec.role == role for place in range(spec.count)]
+            names += [ProcessName(role if role in SINGLE_ROLES else f"{role}/{at}", role, at, spec, place)
+                      for at, (spec, place) in enumerate(specs)]
+        teams = [(entry, ranks_at(entry.ranks, entry.hosts, self.here)) for entry in entries if entry.role == "learner"]
+        return names + [ProcessName(f"{RANK}/{i}", RANK, i, entry, i) for entry, ranks in teams for i in ranks if i]
 
     @property
     def ranks(self) -> int:  # processes that train the model together
@@ -733,17 +734,17 @@ class Topology(Table):
         return next((entry.hosts for entry in self.process if entry.role == "learner"), ())
 
     def device_of(self, name: str) -> str:
-        """The device key of a process; one that joins from outside is as the first of its role."""
+        """The device key of a process; one that joins from outside has that of its role's first entry."""
         role = name.partition("/")[0]
-        named = (process.spec.device for process in self.processes() if process.name == name)
+        by_name = (process.spec.device for process in self.processes() if process.name == name)
         entries = (entry.device for entry in self.process if entry.role == role)
-        return next(named, next(entries, "")) or self.model.device
+        return next(by_name, next(entries, "")) or self.model.device
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, infinity as the word "inf"; the limits stand flat among the derived values."""
-        made: dict[str, Any] = plain(dataclasses.asdict(self))
-        made["derived"] = {**made["derived"].pop("limits"), **made["derived"]}
-        return made
+        data: dict[str, Any] = plain(dataclasses.asdict(self))
+        data["derived"] = {**data["derived"].pop("limits"), **data["derived"]}
+        return data
 
     def to_json(self) -> str:
         """The text of topology.json; `from_json` gives an equal object back."""

@@ -39,8 +39,8 @@ def on_host(topology: Topology, host: str, *roles: str) -> int:
 
 
 def in_flight(topology: Topology) -> int:
-    """Samples that are worked on at once: sequences that all rollout processes which train generate, or episodes that
-    agents play; processes that join from outside count as one."""
+    """Samples in flight at most: rows of all rollout processes that train, or episodes of all agents; processes that
+    join from outside count as one."""
     if topology.has_callers:
         return topology.agents.episodes * max(1, sum(count(topology, role) for role in CALLER_ROLES))
     return topology.generation.max_batch * max(1, count(topology, "rollout") - only_validate(topology))
@@ -60,7 +60,8 @@ def vllm_entries(topology: Topology) -> list[int]:
 
 PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
 LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + TABLE_TENSORS * 128, 512  # per slot, slot, process-table entry
-MORE_CALLS, ID_BYTES, CALL_BYTES = 16, 4, 1024  # the last: details, and what begins at a multiple of 64
+MORE_CALLS, ID_BYTES = 16, 4
+CALL_BYTES = 1024  # details of a call, and alignment to multiples of 64
 PAGE = 4096
 KEPT, LOOSE_FROM = 64 << 10, 256 << 10  # of a slot always in memory; slots of less are in memory whole (docs/ring.md)
 USUAL_SHARE = 4  # an answer is expected to have such a part of the most tokens
@@ -104,7 +105,7 @@ def round_up(value: int, to: int) -> int:
 
 # -- published versions of the weights -----
 
-UNBOUNDED = 8  # versions of an adapter that vLLM may be asked for where nothing bounds their age
+UNBOUNDED = 8  # versions of an adapter that vLLM may need at a time where nothing bounds their age
 
 
 def kept_versions(topology: Topology) -> int:

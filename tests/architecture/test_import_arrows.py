@@ -113,23 +113,23 @@ def test_every_part_of_the_core_has_arrows() -> None:
 
 
 def test_the_core_names_no_optional_part_outside_its_table() -> None:
-    found = []
+    beyond = []
     for module, path in CORE.items():
         if module == "busrl.capabilities":
             continue
         uses = [*imports(path), *modules_in_strings(path)]
-        found += [(module, use.line, use.name) for use in uses if capability_of(use.name)]
-    assert not found, f"by capabilities.plugs instead: {found}"
+        beyond += [(module, use.line, use.name) for use in uses if capability_of(use.name)]
+    assert not beyond, f"by capabilities.plugs instead: {beyond}"
 
 
 def test_an_optional_part_imports_another_only_where_it_needs_it() -> None:
-    found = []
+    beyond = []
     for module, path in MODULES.items():
         allowed = {"", capability_of(module)} | words(LOADED, module)
         if capability_of(module):
             uses = [use for use in imports(path) if not use.lazy and not use.typing]
-            found += [(module, use.line, use.name) for use in uses if capability_of(use.name) not in allowed]
-    assert not found, f"inside the function that needs it, or by capabilities.plug: {found}"
+            beyond += [(module, use.line, use.name) for use in uses if capability_of(use.name) not in allowed]
+    assert not beyond, f"inside the function that needs it, or by capabilities.plug: {beyond}"
 
 
 def test_every_optional_part_has_a_folder_or_a_module() -> None:

@@ -106,13 +106,13 @@ def headless(text: str) -> bool:
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    found = [
+    headless_ones = [
         (module, docstring.lineno, " ".join(docstring.value.split()[:4]))
         for module, path in MODULES.items() for docstring in docstrings(parsed(path)) if headless(docstring.value)
     ]
-    counts = Counter(part_of(module) for module, _, _ in found)
-    shown = [f"{module}:{line} {words}" for module, line, words in found]
-    assert not found, "\n".join([str(counts), *shown])
+    counts = Counter(part_of(module) for module, _, _ in headless_ones)
+    shown = [f"{module}:{line} {words}" for module, line, words in headless_ones]
+    assert not headless_ones, "\n".join([str(counts), *shown])
 
 
 # -- objects are whole -------------------------------------------------------------------------------------------------
@@ -152,19 +152,20 @@ def test_no_attribute_is_first_set_from_outside() -> None:
         for _, node in classes() for target in assigned(node)
         if isinstance(target, ast.Name) or (isinstance(target, ast.Attribute) and is_self(target.value))
     }
-    found = [
+    assignments = [
         f"{module}:{target.lineno} {ast.unparse(target)}"
         for module, path in MODULES.items() for target in assigned(parsed(path))
         if isinstance(target, ast.Attribute) and not is_self(target.value) and target.attr not in declared | THEIRS
     ]
-    assert not found, "\n".join(found)
+    assert not assignments, "\n".join(assignments)
 
 
 def test_parts_are_given_what_they_need_by_their_constructors() -> None:
-    found = [
+    assignments = [
         (module, target.lineno, ast.unparse(target))
         for module, path in MODULES.items() for target in assigned(parsed(path))
         if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute) and target.attr not in THEIRS
     ]
-    shown = [f"{module}:{line} {target} = " for module, line, target in found]
-    assert len(found) <= STILL_SET_FROM_OUTSIDE, "\n".join([f"{len(found)} > {STILL_SET_FROM_OUTSIDE}", *shown])
+    shown = [f"{module}:{line} {target} = " for module, line, target in assignments]
+    counts = f"{len(assignments)} > {STILL_SET_FROM_OUTSIDE}"
+    assert len(assignments) <= STILL_SET_FROM_OUTSIDE, "\n".join([counts, *shown])

@@ -73,7 +73,7 @@ def test_check_warns_where_only_longest_answers_exceed_shared_memory() -> None:
     space = os.statvfs("/dev/shm")
     slots = max(2048, space.f_bavail * space.f_frsize // (64 << 20) + 8)
     sizes = (f"ring.slots={slots}", f"ring.slot_bytes={64 << 20}", "ring.expected_tokens=1")
-    done = busrl("check", QUICKSTART, "--verbose", *(part for one in sizes for part in ("--set", one)))
+    done = busrl("check", QUICKSTART, "--verbose", *(part for size in sizes for part in ("--set", size)))
     assert done.returncode == 0, done.stderr
     assert "enough for usual answers" in done.stdout and "if all are as long as they may be" in done.stdout
     assert f"{slots} answers of 1 tokens (ring.expected_tokens)" in done.stdout
@@ -111,7 +111,7 @@ def test_every_recipe_is_listed_with_all_that_it_sets(capfd: pytest.CaptureFixtu
     assert main(["recipes"]) == 0
     page = capfd.readouterr().out
     assert all(f"\n{name}  (its loss: " in page for name in catalog.RECIPES)
-    assert all(f"  {key} = " in page for own in catalog.RECIPES.values() for key in own)
+    assert all(f"  {key} = " in page for recipe in catalog.RECIPES.values() for key in recipe)
     assert main(["recipes", "scalerl"]) == 0
     assert capfd.readouterr().out.splitlines()[-2:] == ["  data.skip.max_pass_rate = 0.9", "  data.skip.rest = 0"]
     assert main(["recipes", "nope"]) == 2 and "there is no recipe nope" in capfd.readouterr().err

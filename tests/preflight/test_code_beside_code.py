@@ -133,16 +133,16 @@ def test_each_kind_of_code_is_found_from_another_directory(mine: Path, kind: str
 @pytest.mark.parametrize("kind", ["sink", "parser"])
 def test_sinks_and_parsers_are_imported_before_the_start(mine: Path, kind: str) -> None:
     (mine / "code" / "beside_it.py").write_text("1 / 0\n")
-    own = '[sinks]\nto = ["code/own.py:Sink"]' if kind == "sink" else KEYS[kind][1]
+    table = '[sinks]\nto = ["code/own.py:Sink"]' if kind == "sink" else KEYS[kind][1]
     with pytest.raises(UserError, match="cannot be used: importing it raised ZeroDivisionError"):
-        topology(mine, "", own)
+        topology(mine, "", table)
 
 
 def test_rewards_start_among_files_named_as_the_standard_library(mine: Path) -> None:
     with RewardPool(Reward(kind="python", function="code/own.py:score"), base_dir=mine) as pool:
         pool.submit([Item(1, b"{}", "", [])])
         outcomes = pool.poll(60.0)
-    assert [(one.value, one.error) for one in outcomes] == [(1.0, "")]
+    assert [(outcome.value, outcome.error) for outcome in outcomes] == [(1.0, "")]
 
 
 @pytest.mark.parametrize("name", ["reward/0", "bus", "sinks"])

@@ -36,8 +36,8 @@ Refused = Callable[..., list[str]]
     ("recipe", "reinforce", 'loss = "reinforce"'), ("recipe", "GRPO", 'did you mean "grpo"?'),
 ])
 def test_an_algorithm_by_its_name_says_where_it_is_set(refused: Refused, key: str, name: str, remedy: str) -> None:
-    (found,) = refused("", f"learner.{key}={name}")
-    assert remedy in found and f'learner.{key} = "{name}"' in found, found
+    (problem,) = refused("", f"learner.{key}={name}")
+    assert remedy in problem and f'learner.{key} = "{name}"' in problem, problem
 
 
 @pytest.mark.parametrize(("key", "names"), [
@@ -48,8 +48,8 @@ def test_no_other_algorithm_is_suggested_for_a_slip(refused: Refused, key: str, 
     for name in filter(None, names):
         for slip in (f"{name}x", f"{name[:-1]}", f"q{name[1:]}"):
             if slip and slip not in names and slip not in catalog.RECIPES:
-                (found,) = refused("", f"learner.{key}={slip}")
-                assert "did you mean" not in found, found
+                (problem,) = refused("", f"learner.{key}={slip}")
+                assert "did you mean" not in problem, problem
 
 
 # -- names of the hub ----------------------------------------
@@ -63,20 +63,20 @@ def test_a_data_set_of_the_hub_is_told_how_it_is_fetched(refused: Refused, name:
     held = f'train = "train.jsonl"\n[validation]\ndata = "{name}"'
     texts = (f'train = "{name}"', f'[[data.source]]\npath = "{name}"', held)
     for text in texts:
-        (found,) = refused(f"\n[data]\n{text}\n", base='[model]\npath = "model"\n')
-        assert fetch in found and "no such file" in found.lower(), found
+        (problem,) = refused(f"\n[data]\n{text}\n", base='[model]\npath = "model"\n')
+        assert fetch in problem and "no such file" in problem.lower(), problem
 
 
 @pytest.mark.parametrize("name", ["data/train.jsonl", "train.jsonl.gz", "gone.parquet", "../gone", "model/gone"])
 def test_a_path_is_not_taken_for_a_name_of_the_hub(refused: Refused, name: str) -> None:
-    found = refused(f'\n[data]\ntrain = "{name}"\n', base='[model]\npath = "model"\n')
-    assert found and "hf download" not in "".join(found)
+    problems = refused(f'\n[data]\ntrain = "{name}"\n', base='[model]\npath = "model"\n')
+    assert problems and "hf download" not in "".join(problems)
 
 
 def test_a_model_of_the_hub_is_one_problem_with_the_command(refused: Refused) -> None:
     text = '[model]\npath = "Qwen/Qwen2.5-0.5B"\n[data]\ntrain = "train.jsonl"\ntemplate = "chat"\n'
-    (found,) = refused("", "lora.rank=8", 'lora.targets=["nothing"]', base=text)
-    assert "`hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B`" in found and "no such folder" in found
+    (problem,) = refused("", "lora.rank=8", 'lora.targets=["nothing"]', base=text)
+    assert "`hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B`" in problem and "no such folder" in problem
 
 
 # -- keys of the data ----------------------------------------
@@ -85,29 +85,29 @@ def test_a_model_of_the_hub_is_one_problem_with_the_command(refused: Refused) ->
 def test_a_misspelt_prompt_key_is_one_problem_with_known_keys(refused: Refused, here: Path) -> None:
     rows = [{"question": f"{n}", "answer": n} for n in range(340)]
     (here / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = refused("", "data.prompt_key=questoin")
-    assert found.startswith("--set data.prompt_key: data.prompt_key = \"questoin\": the key 'questoin' is missing in")
-    assert found.endswith('they have answer, question; did you mean "question"?')
-    (found,) = refused()  # where nothing was written, the file is named
-    assert found.startswith("t.toml:4: ") and "data.prompt_key = \"prompt\"" in found
+    (problem,) = refused("", "data.prompt_key=questoin")
+    assert problem.startswith("--set data.prompt_key: data.prompt_key = \"questoin\": the key 'questoin' is missing in")
+    assert problem.endswith('they have answer, question; did you mean "question"?')
+    (problem,) = refused()  # where nothing was written, the file is named
+    assert problem.startswith("t.toml:4: ") and "data.prompt_key = \"prompt\"" in problem
 
 
 def test_a_misspelt_answer_key_is_one_problem_too(refused: Refused) -> None:
-    (found,) = refused("", "reward.answer_key=solution")
-    assert "the key 'solution' is missing in all 40 lines" in found and "answer, prompt" in found
+    (problem,) = refused("", "reward.answer_key=solution")
+    assert "the key 'solution' is missing in all 40 lines" in problem and "answer, prompt" in problem
 
 
 def test_a_misspelt_column_of_a_source_is_one_problem(refused: Refused) -> None:
     text = '[model]\npath = "model"\n[[data.source]]\npath = "train.jsonl"\nprompt_key = "promt"\n'
-    (found,) = refused("", base=text)
-    assert found == "train.jsonl:1: no column 'promt'; the columns are answer, prompt; did you mean 'prompt'?"
+    (problem,) = refused("", base=text)
+    assert problem == "train.jsonl:1: no column 'promt'; the columns are answer, prompt; did you mean 'prompt'?"
 
 
 def test_a_key_that_some_lines_lack_is_told_by_line(refused: Refused, here: Path) -> None:
     with (here / "train.jsonl").open("a") as file:
         file.write('{"text": "a"}\n')
-    (found,) = refused()
-    assert found.startswith("train.jsonl:41: ") and "the key 'prompt' is missing" in found
+    (problem,) = refused()
+    assert problem.startswith("train.jsonl:41: ") and "the key 'prompt' is missing" in problem
 
 
 # -- rewards of other trainers -------------------------------
@@ -144,9 +144,9 @@ def test_a_reward_of_another_trainer_gets_the_line_that_adapts_it(
     refused: Refused, loaded: Loaded, here: Path, name: str, whose: str
 ) -> None:
     (here / "theirs.py").write_text(FOREIGN)
-    (found,) = refused(f'[reward]\nfunction = "theirs.py:{name}"\n')
-    assert f"it takes what {whose} gives a reward" in found and "importable" not in found, found
-    line = re.findall(r"`(.*)`", found)[0]
+    (problem,) = refused(f'[reward]\nfunction = "theirs.py:{name}"\n')
+    assert f"it takes what {whose} gives a reward" in problem and "importable" not in problem, problem
+    line = re.findall(r"`(.*)`", problem)[0]
     (here / "mine.py").write_text(f"{FOREIGN}\n{line}\n")
     names: dict[str, Any] = {}
     exec((here / "mine.py").read_text(), names)
@@ -192,11 +192,12 @@ def test_a_device_that_is_not_here_ends_check(
 
 def test_a_device_of_another_host_is_not_looked_for(loaded: Loaded) -> None:
     topology = loaded("", "process.rollout.device=cuda")
-    away = (replace(one, hosts=("far",)) if one.role == "rollout" else one for one in topology.process)
+    away = (replace(entry, hosts=("far",)) if entry.role == "rollout" else entry for entry in topology.process)
     pythons.require_devices(replace(topology, process=tuple(away)))
 
 
 def test_vllm_without_the_package_says_how_to_get_it(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("busrl.engines.supported.vllm_installed", lambda: ("", ""))
-    (found,) = refused("", "process.rollout.engine=vllm")
-    assert "this Python has no vLLM" in found and "pip install 'busrl[vllm]'" in found and 'engine = "torch"' in found
+    (problem,) = refused("", "process.rollout.engine=vllm")
+    assert "this Python has no vLLM" in problem
+    assert "pip install 'busrl[vllm]'" in problem and 'engine = "torch"' in problem

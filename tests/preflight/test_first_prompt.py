@@ -75,9 +75,9 @@ def test_a_reward_that_always_raises_is_refused_with_its_exception(
     refused: Refused, here: Path
 ) -> None:
     (here / "judge.py").write_text(HEAD + "    return record['anser'] == completion\n")
-    (found,) = refused(PYTHON)
-    assert found.startswith("t.toml:12: reward.function = ")
-    assert "fails for an empty answer to the first prompt: KeyError: 'anser'" in found and "judge.py:2" in found
+    (problem,) = refused(PYTHON)
+    assert problem.startswith("t.toml:12: reward.function = ")
+    assert "fails for an empty answer to the first prompt: KeyError: 'anser'" in problem and "judge.py:2" in problem
 
 
 def test_one_that_raises_on_an_empty_answer_alone_is_told_and_accepted(judged: Callable[..., str]) -> None:
@@ -105,8 +105,8 @@ def test_what_is_no_number_or_ends_its_process_is_refused(
 ) -> None:
     monkeypatch.setattr("busrl.preflight.trial.END_S", 2.0)
     (here / "judge.py").write_text(HEAD + body)
-    (found,) = refused(PYTHON)
-    assert told in found
+    (problem,) = refused(PYTHON)
+    assert told in problem
 
 
 def test_a_hanging_reward_is_refused_by_deadline_and_leaves_no_process(refused: Refused, here: Path) -> None:
@@ -114,8 +114,8 @@ def test_a_hanging_reward_is_refused_by_deadline_and_leaves_no_process(refused: 
         "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"  # before its time counts
         f"open({str(here / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n{HEAD}    time.sleep(600)\n"
     )
-    (found,) = refused(PYTHON)
-    assert "fails for an empty answer to the first prompt: no result after 2 s (reward.timeout_s)" in found
+    (problem,) = refused(PYTHON)
+    assert "fails for an empty answer to the first prompt: no result after 2 s (reward.timeout_s)" in problem
     until = time.monotonic() + 20
     while any(_lives(pid) for pid in (here / "pids").read_text().split()):
         assert time.monotonic() < until, "what the reward had started lives on"
@@ -158,8 +158,8 @@ def test_what_a_person_decides_stands_before_the_sums(loaded: Loaded) -> None:
 
 
 def test_a_bound_on_age_warns_in_a_synchronous_run(loaded: Loaded) -> None:
-    (found,) = loaded('[weights]\nmode = "sync"\nmax_staleness = 3\n').derived.warnings
-    assert "weights.max_staleness = 3" in found and "nothing in it is stale" in found
+    (warning,) = loaded('[weights]\nmode = "sync"\nmax_staleness = 3\n').derived.warnings
+    assert "weights.max_staleness = 3" in warning and "nothing in it is stale" in warning
     assert not loaded('[weights]\nmode = "sync"\n').derived.warnings
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import UserError
-from busrl.preflight import explain, memory, named_files
+from busrl.preflight import explain, memory, model_folders
 from busrl.preflight.memory import Widths, Work, learner_sum
 from busrl.topology import Topology
 
@@ -39,20 +39,20 @@ def test_parameters_are_those_of_the_models() -> None:
 
 
 def test_a_parameter_takes_16_bytes_and_18_in_bfloat16() -> None:
-    size = Widths.of(HALF_BILLION).parameters
+    parameters = Widths.of(HALF_BILLION).parameters
     for dtype, optimizer, each in (
         ("float32", "adamw", 16), ("bfloat16", "adamw", 18), ("bfloat16", "adafactor", 10),
         ("float32", "adamw8bit", 10.04), ("float32", "mine.py:Own", 16),
     ):
         parts = learner_sum(HALF_BILLION, Work(4096, dtype, optimizer=optimizer))
-        found = parts["weights"] + parts["gradient"] + parts[f"optimiser ({optimizer})"]
-        assert found == pytest.approx(each * size, rel=1e-6)
+        size = parts["weights"] + parts["gradient"] + parts[f"optimiser ({optimizer})"]
+        assert size == pytest.approx(each * parameters, rel=1e-6)
 
 
 def test_each_of_several_ranks_holds_its_share_and_what_is_gathered() -> None:
-    one, eight = (learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=n)) for n in (1, 8))
+    alone, eight = (learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=n)) for n in (1, 8))
     for name in ("gradient", "optimiser (adamw)"):
-        assert eight[name] == pytest.approx(one[name] / 8, rel=1e-6)
+        assert eight[name] == pytest.approx(alone[name] / 8, rel=1e-6)
     assert eight["weights"] == pytest.approx(4 * 7.616e9 / 8, rel=0.01)
     assert 2 * 2 * 152_064 * 3584 < eight["weights that are gathered"] < 4 * GIB  # both tables and two layers
     kept = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=8, reshard=False))
@@ -65,7 +65,7 @@ def test_frozen_layers_keep_neither_gradient_nor_inputs_below_trained_ones() -> 
     each = (Widths.of(HALF_BILLION).parameters - 151_936 * 896) / 24
     assert upper["gradient"] == pytest.approx(4 * 4 * each, rel=0.01)
     assert "gradient of the head" not in upper or upper["gradient of the head"] == 0
-    keeps = [next(size for name, size in one.items() if "kept" in name) for one in (whole, upper)]
+    keeps = [next(size for name, size in parts.items() if "kept" in name) for parts in (whole, upper)]
     assert 5 < keeps[0] / keeps[1] < 7
 
 
@@ -74,8 +74,8 @@ def test_a_reference_is_a_second_model(loaded: Loaded, here: Path) -> None:
     (here / "earlier").mkdir()
     for file in (here / "model").iterdir():
         (here / "earlier" / file.name).write_bytes(file.read_bytes())
-    given = ("model.device=cpu", "learner.kl=k3", "learner.kl_coef=0.1", f"model.reference={here / 'earlier'}")
-    t = loaded("", *given)
+    settings = ("model.device=cpu", "learner.kl=k3", "learner.kl_coef=0.1", f"model.reference={here / 'earlier'}")
+    t = loaded("", *settings)
     assert memory.of_topology(t)["reference model"] == pytest.approx(4 * 0.494e9, rel=0.01)
 
 
@@ -102,8 +102,8 @@ def test_logits_do_not_grow_with_the_tokens() -> None:
 
 
 def model(here: Path, config: dict[str, object]) -> None:
-    own = {**config, "architectures": ["TestLM"], "max_position_embeddings": 8192}
-    (here / "model" / "config.json").write_text(json.dumps(own))
+    full = {**config, "architectures": ["TestLM"], "max_position_embeddings": 8192}
+    (here / "model" / "config.json").write_text(json.dumps(full))
 
 
 def test_check_prints_the_sum(loaded: Loaded, here: Path) -> None:
@@ -121,11 +121,11 @@ def test_a_sum_beyond_the_device_is_refused_with_keys_to_lower(
     t = loaded("", "model.device=cpu")
     said = r"about 2\d\d\.\d\d GiB of memory, its cpu has 64\.00 GiB: weights 28\."
     monkeypatch.setattr(memory, "host_memory", lambda: 64 * GIB)
-    with pytest.raises(UserError, match=said) as found:
+    with pytest.raises(UserError, match=said) as refused:
         explain.require_cores_and_disk(t, here)
-    assert 'learner.memory.activation_checkpointing = "full" (then ' in str(found.value)
-    assert "lora.rank = 32" in str(found.value) and "adamw8bit" in str(found.value)
-    small = float(str(found.value).partition("lora.rank = 32 (then ")[2].partition(" GiB")[0])
+    assert 'learner.memory.activation_checkpointing = "full" (then ' in str(refused.value)
+    assert "lora.rank = 32" in str(refused.value) and "adamw8bit" in str(refused.value)
+    small = float(str(refused.value).partition("lora.rank = 32 (then ")[2].partition(" GiB")[0])
     monkeypatch.setattr(memory, "host_memory", lambda: int(small * GIB) + GIB)
     explain.require_cores_and_disk(loaded("", "model.device=cpu", "lora.rank=32"), here)  # as was said
     monkeypatch.setattr(memory, "host_memory", lambda: 512 * GIB)
@@ -174,14 +174,14 @@ def test_a_host_without_room_for_published_weights_is_refused(
 
 
 def test_axes_and_offload_lower_what_a_rank_holds() -> None:
-    one = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=4))
+    plain = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=4))
     cut = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=4, tensor=2))
     twice = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=8, replicate=2))
     host = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=4, offload=True))
-    assert twice["weights"] == one["weights"] < cut["weights"] < 1.2 * one["weights"], "tables are whole"
-    assert cut["weights that are gathered"] < one["weights that are gathered"]
+    assert twice["weights"] == plain["weights"] < cut["weights"] < 1.2 * plain["weights"], "tables are whole"
+    assert cut["weights that are gathered"] < plain["weights that are gathered"]
     assert host["weights"] == host["gradient"] == host["optimiser (adamw)"] == 0
-    assert host["weights that are gathered"] == one["weights that are gathered"]
+    assert host["weights that are gathered"] == plain["weights that are gathered"]
 
 
 def test_ranks_share_memory_on_a_cpu_and_not_on_devices(
@@ -201,37 +201,38 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), LAYERS)
+@pytest.mark.parametrize(("setting", "said"), LAYERS)
 def test_layers_that_the_model_does_not_have_are_refused(
-    refused: Callable[..., list[str]], loaded: Loaded, here: Path, given: str, said: str
+    refused: Callable[..., list[str]], loaded: Loaded, here: Path, setting: str, said: str
 ) -> None:
     names = {f"model.layers.{n}.w.weight": {"dtype": "F32", "shape": [1], "data_offsets": [n * 4, n * 4 + 4]}
              for n in range(2)}
     header = json.dumps(names).encode()
     (here / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    found = [one for one in refused("", given) if "train_layers" in one]
-    assert len(found) == 1 and said in found[0], found
+    problems = [problem for problem in refused("", setting) if "train_layers" in problem]
+    assert len(problems) == 1 and said in problems[0], problems
     for sound in ("0-1", "1, 0", "w"):
         assert loaded("", f"learner.train_layers={sound}").learner.train_layers == sound
 
 
 def test_layers_and_an_adapter_together_are_refused(refused: Callable[..., list[str]], here: Path) -> None:
     (here / "model" / "model.safetensors").write_bytes(b"")
-    found = refused("", "learner.train_layers=w", "lora.rank=4")
-    assert any("an adapter is all that is trained" in one for one in found), found
+    problems = refused("", "learner.train_layers=w", "lora.rank=4")
+    assert any("an adapter is all that is trained" in problem for problem in problems), problems
 
 
 def test_compiled_layers_need_a_compiler_and_may_be_on_several_ranks(
     refused: Callable[..., list[str]], loaded: Loaded, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "g++-that-is-not-there")
-    given = ("learner.memory.compile=true", "model.device=cpu")
-    found = refused("", *given)
-    assert any("g++-that-is-not-there, which compiles the layers, is not on the PATH" in one for one in found), found
+    settings = ("learner.memory.compile=true", "model.device=cpu")
+    problems = refused("", *settings)
+    text = "g++-that-is-not-there, which compiles the layers, is not on the PATH"
+    assert any(text in problem for problem in problems), problems
     (here / "Python.h").write_text("")
-    monkeypatch.setattr(named_files.sysconfig, "get_path", lambda _: str(here))
+    monkeypatch.setattr(model_folders.sysconfig, "get_path", lambda _: str(here))
     monkeypatch.setenv("CXX", "sh")
-    assert loaded("", *given, TWO).ranks == 2
+    assert loaded("", *settings, TWO).ranks == 2
 
 
 def test_a_model_of_unknown_size_is_said_and_not_refused(loaded: Loaded, here: Path) -> None:
@@ -256,11 +257,11 @@ def test_a_model_of_unknown_size_is_said_and_not_refused(loaded: Loaded, here: P
 def test_an_attention_that_cannot_be_is_refused_with_a_remedy(
     refused: Callable[..., list[str]], extra: tuple[str, ...], said: str
 ) -> None:
-    found = refused("", *extra)
-    assert any(said in one and "attention" in one for one in found), found
+    problems = refused("", *extra)
+    assert any(said in problem and "attention" in problem for problem in problems), problems
 
 
 def test_an_attention_by_name_is_accepted(loaded: Loaded) -> None:
     assert loaded("", "learner.memory.attention=sdpa").learner.memory.attention == "sdpa"
-    given = ("learner.memory.attention=flash_attention_2", "model.device=cuda", "model.dtype=bfloat16")
-    assert loaded("", *given).learner.memory.attention == "flash_attention_2"
+    settings = ("learner.memory.attention=flash_attention_2", "model.device=cuda", "model.dtype=bfloat16")
+    assert loaded("", *settings).learner.memory.attention == "flash_attention_2"

@@ -49,8 +49,8 @@ QUANTISED = [
 @pytest.mark.parametrize("config", QUANTISED)
 def test_a_quantised_checkpoint_is_refused_by_its_method(refused: Refused, here: Path, config: dict[str, Any]) -> None:
     describe(here / "model", model_type="qwen2", **config)
-    (found,) = refused()
-    assert found.startswith("model/config.json: a quantised checkpoint (") and "bfloat16 or float32" in found
+    (problem,) = refused()
+    assert problem.startswith("model/config.json: a quantised checkpoint (") and "bfloat16 or float32" in problem
 
 
 @pytest.mark.parametrize(("config", "says"), [
@@ -74,8 +74,8 @@ def test_a_model_that_no_run_trains_is_one_problem(
     refused: Refused, here: Path, config: dict[str, Any], says: str
 ) -> None:
     describe(here / "model", **config)
-    (found,) = refused()
-    assert says in found, found
+    (problem,) = refused()
+    assert says in problem, problem
 
 
 @pytest.mark.parametrize("config", [
@@ -88,10 +88,17 @@ def test_models_that_transformers_has_pass(loaded: Loaded, here: Path, config: d
     loaded()
 
 
-def test_what_transformers_has_is_what_its_source_says() -> None:
+def test_what_transformers_has_is_what_its_source_says(tmp_path: Path) -> None:
     auto: Any = pytest.importorskip("transformers.models.auto.modeling_auto")
-    assert pretrained._mapped("CAUSAL_LM") == set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert pretrained._mapped("MASKED_LM") == set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    kinds = set(pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES)
+    kinds |= set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    assert {kind for kind in kinds if pretrained.trains(kind)} == set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    encoders = set()
+    for kind in kinds:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        if (fault := pretrained.kind_fault(tmp_path)) and "is an encoder" in fault[0]:
+            encoders.add(kind)
+    assert encoders == set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 
 
 @pytest.mark.parametrize(("files", "says"), [
@@ -106,8 +113,8 @@ def test_a_folder_without_a_model_says_what_it_is(
     (here / "model" / "config.json").unlink()
     for name, text in files.items():
         (here / "model" / name).write_text(text)
-    (found,) = refused("", "data.template=chat", "learner.train_layers=lm_head")
-    assert "model.path = " in found and says in found, found
+    (problem,) = refused("", "data.template=chat", "learner.train_layers=lm_head")
+    assert "model.path = " in problem and says in problem, problem
 
 
 @pytest.mark.parametrize(("name", "says"), [
@@ -117,8 +124,8 @@ def test_a_folder_without_a_model_says_what_it_is(
 def test_weights_of_another_kind_are_named(refused: Refused, here: Path, name: str, says: str) -> None:
     (here / "model" / "model.safetensors").unlink()
     (here / "model" / name).write_text("x")
-    (found,) = refused()
-    assert says in found, found
+    (problem,) = refused()
+    assert says in problem, problem
 
 
 @pytest.mark.parametrize("key", ["model.reference", "model.teacher"])
@@ -127,8 +134,9 @@ def test_other_models_are_looked_at_in_the_same_way(refused: Refused, here: Path
     for path in (here / "model").iterdir():
         (here / "other" / path.name).write_bytes(path.read_bytes())
     describe(here / "other", quantization_config={"quant_method": "gptq"})
-    found = refused("", f"{key}={here}/other", "learner.kl=k3", "learner.kl_coef=0.1", "learner.teacher_coef=0.1")
-    assert any(one.startswith("other/config.json: a quantised checkpoint (quantization_config: gptq)") for one in found)
+    problems = refused("", f"{key}={here}/other", "learner.kl=k3", "learner.kl_coef=0.1", "learner.teacher_coef=0.1")
+    fault = "other/config.json: a quantised checkpoint (quantization_config: gptq)"
+    assert any(problem.startswith(fault) for problem in problems), problems
 
 
 PARTS = ("self_attn.q_proj", "mlp.up_proj", "input_norm")
@@ -139,8 +147,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def test_weights_without_the_head_that_they_need_are_refused(refused: Refused, loaded: Loaded, here: Path) -> None:
     store(here / "model", [EMBEDDING, *LAYERS])
     describe(here / "model", tie_word_embeddings=False)
-    (found,) = refused()
-    assert "no output head" in found
+    (problem,) = refused()
+    assert "no output head" in problem
     describe(here / "model", tie_word_embeddings=True)
     loaded()
     store(here / "model", [EMBEDDING, HEAD, *LAYERS])
@@ -158,15 +166,15 @@ def test_the_head_of_a_tied_model_cannot_be_trained_alone(
 ) -> None:
     store(here / "model", names)
     describe(here / "model", tie_word_embeddings=True)
-    (found,) = refused("", f'learner.train_layers="{items}"')
-    assert "the head is the embedding (tie_word_embeddings); name embed_tokens" in found
+    (problem,) = refused("", f'learner.train_layers="{items}"')
+    assert "the head is the embedding (tie_word_embeddings); name embed_tokens" in problem
 
 
 def test_a_tied_head_is_seen_without_names_of_weights(refused: Refused, here: Path) -> None:
     (here / "model" / "model.safetensors").rename(here / "model" / "pytorch_model.bin")
     describe(here / "model", tie_word_embeddings=True)
-    (found,) = refused("", 'learner.train_layers="lm_head"')
-    assert "name embed_tokens" in found
+    (problem,) = refused("", 'learner.train_layers="lm_head"')
+    assert "name embed_tokens" in problem
 
 
 def test_a_head_of_its_own_and_the_embedding_may_be_trained(loaded: Loaded, here: Path) -> None:
@@ -186,24 +194,24 @@ def test_the_demo_model_has_the_parameters_that_train_layers_may_name(refused: R
     assert set(pretrained.trainable("tiny:sort")[0]) == names
     text = '[model]\npath = "tiny:sort"\n[data]\ntrain = "tiny:sort"\n'
     for items, says in (("1, lm_head", "name embed_tokens"), ("900", "goes beyond"), ("gate", "no parameter")):
-        (found,) = refused("", f'learner.train_layers="{items}"', base=text)
-        assert says in found
+        (problem,) = refused("", f'learner.train_layers="{items}"', base=text)
+        assert says in problem
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "input_norm"])
 def test_an_adapter_goes_on_layers_that_training_can_put_one_on(refused: Refused, here: Path, target: str) -> None:
     pytest.importorskip("peft")
     store(here / "model", [EMBEDDING, HEAD, *LAYERS])
-    (found,) = refused("", "lora.rank=8", f'lora.targets=["{target}"]')
-    assert f"no layer '{target}'" in found and "it has q_proj, up_proj" in found
+    (problem,) = refused("", "lora.rank=8", f'lora.targets=["{target}"]')
+    assert f"no layer '{target}'" in problem and "it has q_proj, up_proj" in problem
 
 
 def test_a_model_without_linear_layers_gets_no_adapter(refused: Refused, loaded: Loaded, here: Path) -> None:
     pytest.importorskip("peft")
     store(here / "model", ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"])
     describe(here / "model", model_type="gpt2")
-    (found,) = refused("", "lora.rank=8")
-    assert "'gpt2' has no linear layer that an adapter could be put on" in found
+    (problem,) = refused("", "lora.rank=8")
+    assert "'gpt2' has no linear layer that an adapter could be put on" in problem
     loaded()
 
 
@@ -211,9 +219,9 @@ def test_ranks_and_the_compiler_need_layers_where_most_models_have_them(
     refused: Refused, loaded: Loaded, here: Path
 ) -> None:
     store(here / "model", ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"])
-    (found,) = refused("", "process.learner.ranks=2")
-    assert "process.1.ranks = 2: the layers of this model are not where" in found and "ranks = 1" in found
-    assert any("compile = false" in one for one in refused("", "learner.memory.compile=true"))
+    (problem,) = refused("", "process.learner.ranks=2")
+    assert "process.1.ranks = 2: the layers of this model are not where" in problem and "ranks = 1" in problem
+    assert any("compile = false" in problem for problem in refused("", "learner.memory.compile=true"))
     store(here / "model", [EMBEDDING, *LAYERS])
     loaded("", "process.learner.ranks=2")
 

@@ -33,11 +33,11 @@ def part(kind: str, *lines: str) -> str:
 
 
 def test_what_a_part_leaves_out_comes_from_the_reward(loaded: Loaded) -> None:
-    own = 'timeout_s = 3.0\nanswer_key = "prompt"\n'
-    topology = loaded(f"[reward]\n{own}{TWO}" + part("judge", 'base_url = "http://h/v1"'))
-    assert [one.name for one in topology.reward.part] == ["right", "regex", "judge"]
-    assert [one.timeout_s for one in topology.reward.part] == [3.0, 3.0, 60.0]
-    assert {one.answer_key for one in topology.reward.part} == {"prompt"}
+    keys = 'timeout_s = 3.0\nanswer_key = "prompt"\n'
+    topology = loaded(f"[reward]\n{keys}{TWO}" + part("judge", 'base_url = "http://h/v1"'))
+    assert [part.name for part in topology.reward.part] == ["right", "regex", "judge"]
+    assert [part.timeout_s for part in topology.reward.part] == [3.0, 3.0, 60.0]
+    assert {part.answer_key for part in topology.reward.part} == {"prompt"}
     assert Topology.from_json(topology.to_json()) == topology
 
 
@@ -74,20 +74,20 @@ def test_every_key_of_a_part_is_read_by_some_kind() -> None:
     ],
 )
 def test_a_wrong_part_is_refused_with_its_place_and_a_remedy(refused: Refused, text: str, message: str) -> None:
-    (told,) = refused(text)
-    assert re.search(message, told, re.S), told
+    (problem,) = refused(text)
+    assert re.search(message, problem, re.S), problem
 
 
 def test_a_part_without_its_package_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    (told,) = refused(part("math"))
-    assert 'kind = "math" needs the package math_verify' in told and "pip install 'busrl[rewards]'" in told
+    (problem,) = refused(part("math"))
+    assert 'kind = "math" needs the package math_verify' in problem and "pip install 'busrl[rewards]'" in problem
 
 
 def test_a_part_that_compares_needs_the_answer_of_every_line(refused: Refused, here: Path) -> None:
     (here / "train.jsonl").write_text('{"prompt": "a"}\n')
-    (told,) = refused(part("numeric"))
-    assert "the key 'answer' is missing" in told
+    (problem,) = refused(part("numeric"))
+    assert "the key 'answer' is missing" in problem
 
 
 def test_a_reward_process_may_have_a_device_for_a_reward_model_alone(
@@ -112,10 +112,10 @@ def lists(records, completions, token_ids): return [0.5 for _ in completions]
 def test_a_function_of_a_part_is_tried_before_the_run(loaded: Loaded, refused: Refused, here: Path) -> None:
     (here / "own.py").write_text(FUNCTIONS)
     broken = TWO + part("python", 'function = "own.py:raises"')
-    (told,) = refused(broken)
-    assert re.match(r"t.toml:2\d: reward.part.2.function", told) and "ValueError: no such luck" in told
-    (told,) = refused(TWO + part("python", 'function = "own.py:gone"'))
-    assert "cannot be used" in told and "has no 'gone'" in told
+    (problem,) = refused(broken)
+    assert re.match(r"t.toml:2\d: reward.part.2.function", problem) and "ValueError: no such luck" in problem
+    (problem,) = refused(TWO + part("python", 'function = "own.py:gone"'))
+    assert "cannot be used" in problem and "has no 'gone'" in problem
 
 
 def test_a_check_shows_what_each_part_says_of_two_answers(loaded: Loaded, here: Path) -> None:

@@ -53,28 +53,28 @@ def test_a_trace_is_accepted_with_a_warning_and_its_lengths_are_shown(scripted: 
 
 
 def test_ordinary_prompts_are_no_trace(scripted: Path, refused: Refused) -> None:
-    (found,) = refused(base=BASE.replace("trace.jsonl", "train.jsonl"))
-    assert "train.jsonl:1" in found and "lengths = None" in found and "must be a list of numbers" in found
-    assert found.endswith('correct the line (engine = "mock" needs a trace)')
+    (problem,) = refused(base=BASE.replace("trace.jsonl", "train.jsonl"))
+    assert "train.jsonl:1" in problem and "lengths = None" in problem and "must be a list of numbers" in problem
+    assert problem.endswith('correct the line (engine = "mock" needs a trace)')
 
 
 @pytest.mark.parametrize("lengths", ["[3, -1]", "[0]", "[]", '["a"]', "[1.5]"])
 def test_a_bad_length_names_its_line(lengths: str, scripted: Path, refused: Refused) -> None:
     with open(scripted / "trace.jsonl", "a") as file:
         file.write(f'{{"prompt": "x", "answer": "", "lengths": {lengths}}}\n')
-    (found,) = refused(base=BASE)
-    assert "trace.jsonl:41: lengths" in found and "correct the line" in found
+    (problem,) = refused(base=BASE)
+    assert "trace.jsonl:41: lengths" in problem and "correct the line" in problem
 
 
 def test_a_tiny_task_is_no_trace(scripted: Path, refused: Refused) -> None:
-    (found,) = refused(base=BASE.replace("trace.jsonl", "tiny:sort"))
-    assert "a trace is needed" in found
+    (problem,) = refused(base=BASE.replace("trace.jsonl", "tiny:sort"))
+    assert "a trace is needed" in problem
 
 
 def test_a_model_that_does_not_name_its_ids_is_refused(scripted: Path, refused: Refused) -> None:
     (scripted / "model" / "config.json").write_text(json.dumps({"vocab_size": 3}))
-    (found,) = refused(base=BASE)
-    assert "config.json" in found and "eos_token_id" in found
+    (problem,) = refused(base=BASE)
+    assert "config.json" in problem and "eos_token_id" in problem
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_an_open_stream_needs_times_in_order_and_no_shuffling(scripted: Path, lo
     assert loaded(base=stream).data.arrivals
     assert any("shuffle = false" in line for line in refused(base=stream.replace("shuffle = false", "")))
     write_trace(scripted, [TracedPrompt("a", (3,), arrival_s=2.0), TracedPrompt("b", (3,), arrival_s=1.0)])
-    (found,) = refused(base=stream)
-    assert "trace.jsonl:2" in found and "ascending" in found
+    (problem,) = refused(base=stream)
+    assert "trace.jsonl:2" in problem and "ascending" in problem
     write_trace(scripted, [TracedPrompt("a", (3,))])
-    (found,) = refused(base=stream)
-    assert "no arrival_s" in found
+    (problem,) = refused(base=stream)
+    assert "no arrival_s" in problem

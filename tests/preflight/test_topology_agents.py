@@ -31,12 +31,12 @@ def test_episodes_judge_themselves_where_nothing_else_is_said(tmp_path: Path) ->
     assert "agent/0" in names and not any(name.startswith("reward") for name in names)
     (tmp_path / "judge.py").write_text("def score(record, completion, token_ids):\n    return 0.0\n")
     judged = agents(f"reward.function={tmp_path}/judge.py:score")
-    assert judged.reward.kind == "python" and any(one.role == "reward" for one in judged.processes())
+    assert judged.reward.kind == "python" and any(process.role == "reward" for process in judged.processes())
 
 
 def test_a_slot_has_room_for_the_largest_episode() -> None:
-    one, other = agents(), agents("agents.max_turns=1000", "agents.transcript_bytes=1048576")
-    assert other.derived.slot_bytes - one.derived.slot_bytes >= 36 * 900 + (1 << 20) - (1 << 16)
+    small, other = agents(), agents("agents.max_turns=1000", "agents.transcript_bytes=1048576")
+    assert other.derived.slot_bytes - small.derived.slot_bytes >= 36 * 900 + (1 << 20) - (1 << 16)
 
 
 def test_only_too_few_episodes_for_the_rows_are_warned_of() -> None:
@@ -49,7 +49,7 @@ def test_only_too_few_episodes_for_the_rows_are_warned_of() -> None:
 def test_a_reward_part_of_episodes_needs_somebody_who_plays_them() -> None:
     part = 'reward.part=[{kind="agent"}]'
     topology = agents(part)
-    assert topology.reward.kind == "exact_match" and any(one.role == "reward" for one in topology.processes())
+    assert topology.reward.kind == "exact_match" and any(process.role == "reward" for process in topology.processes())
     with pytest.raises(TopologyError, match=r'reward.part.0.kind = "agent".*no episode returns a reward'):
         load(ROOT / "configs" / "quickstart.toml", [part])
 
@@ -79,8 +79,8 @@ def test_a_function_that_cannot_be_loaded_is_told_before_the_start(
     refused: Refused, here: Path, code: str, message: str
 ) -> None:
     (here / "play.py").write_text(code)
-    (told,) = refused(AGENT)
-    assert re.search(message, told), told
+    (problem,) = refused(AGENT)
+    assert re.search(message, problem), problem
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_what_does_not_go_with_agents_is_refused_with_a_remedy(
 ) -> None:
     (here / "play.py").write_text("async def episode(task, llm):\n    return 0.0\n")
     told = refused(text)
-    assert any(re.search(message, one) for one in told), told
+    assert any(re.search(message, problem) for problem in told), told
 
 
 def test_an_environment_that_cannot_be_had_is_told_before_the_start(refused: Refused) -> None:
     pytest.importorskip("gymnasium")
-    (told,) = refused('[[process]]\nrole = "agent"\nenvironment = "gymnasium:NothingLikeIt-v0"\n')
-    assert re.search(r"process.3.environment = .*cannot be used: NameNotFound.*docs/agents.md", told), told
+    (problem,) = refused('[[process]]\nrole = "agent"\nenvironment = "gymnasium:NothingLikeIt-v0"\n')
+    assert re.search(r"process.3.environment = .*cannot be used: NameNotFound.*docs/agents.md", problem), problem
 
 
 def test_the_seeds_of_an_environment_are_its_data_and_validation_has_others() -> None:
@@ -118,9 +118,9 @@ def test_the_seeds_of_an_environment_are_its_data_and_validation_has_others() ->
     cart = "gymnasium:CartPole-v1"
     topology = agents(f"data.train={cart}", f"validation.data={cart}", "process.agent.function=",
                       f"process.agent.environment={cart}", "run.seed=7")
-    lines = [[json.loads(one) for one in Path(path).read_text().splitlines()]
+    lines = [[json.loads(line) for line in Path(path).read_text().splitlines()]
              for path in (topology.data.train, topology.validation.data)]
-    assert [one["index"] for one in lines[0]] == list(range(7, 7 + 1024))
+    assert [line["index"] for line in lines[0]] == list(range(7, 7 + 1024))
     assert lines[1][0] == {"index": 1 << 30, "prompt": str(1 << 30), "tag": cart}
     assert topology.derived.train_prompts == topology.derived.validation_prompts == 1024
 

@@ -56,8 +56,8 @@ def test_the_file_wins_over_recipe_and_loss_and_check_says_so(loaded: Loaded) ->
     assert "learner.kl_coef = 0.001 is the file's; recipe \"grpo\" would set 0.04" in report(topology)
     kept = loaded("", "learner.recipe=scalerl", "data.skip.max_pass_rate=0").data.skip
     assert (kept.on, kept.rest) == (False, 0), "a 0 that is written down is what it says"
-    own = loaded("", "learner.loss=gspo", "learner.clip_low=0.01").learner
-    assert (own.clip_low, own.clip_high, own.aggregation) == (0.01, 4e-4, "seq-mean-token-mean")
+    learner = loaded("", "learner.loss=gspo", "learner.clip_low=0.01").learner
+    assert (learner.clip_low, learner.clip_high, learner.aggregation) == (0.01, 4e-4, "seq-mean-token-mean")
 
 
 def test_dr_grpo_divides_its_sum_by_the_limit_of_answers(loaded: Loaded) -> None:
@@ -93,13 +93,13 @@ def test_a_recorded_topology_keeps_what_the_recipe_set(loaded: Loaded) -> None:
 def test_a_combination_that_trains_something_else_is_refused_by_name(
     refused: Refused, keys: tuple[str, ...], words: str
 ) -> None:
-    found = refused("", *(f"learner.{key}" for key in keys))
-    assert any(words in text for text in found), found
+    problems = refused("", *(f"learner.{key}" for key in keys))
+    assert any(words in text for text in problems), problems
 
 
 def test_a_reference_is_looked_at_before_a_start(refused: Refused) -> None:
-    found = refused("", "learner.kl=k3", "learner.kl_coef=0.1", "model.reference=/nowhere")
-    assert any("model.reference" in text and "no such folder" in text for text in found), found
+    problems = refused("", "learner.kl=k3", "learner.kl_coef=0.1", "model.reference=/nowhere")
+    assert any("model.reference" in text and "no such folder" in text for text in problems), problems
 
 
 @pytest.mark.parametrize(
@@ -130,23 +130,23 @@ def test_a_value_head_goes_with_ranks_and_its_keys_need_it(
     assert not catalog.held_back(loaded("", "learner.recipe=ppo", "learner.value.whiten=false").learner)
     for advantage in ("gae", "reward"):
         assert loaded("", f"learner.advantage={advantage}", "groups.size=1").derived.limits.g_min == 1
-    [found] = refused("", "groups.size=1")
-    assert "a single answer has none to be compared with" in found
+    [problem] = refused("", "groups.size=1")
+    assert "a single answer has none to be compared with" in problem
     assert loaded("", "learner.recipe=ppo", "process.learner.ranks=2").ranks == 2
     told = loaded("", "learner.value.gamma=0.9").derived.warnings
-    assert any("only a value head reads it" in str(one) for one in told), told
+    assert any("only a value head reads it" in str(problem) for problem in told), told
     for key in ("segments.loss=pois", "learner.newest_ratio=one"):
-        found = refused("", key, "weights.mode=sync", "learner.passes_per_batch=2")
-        assert any("after the first pass" in text for text in found), found
+        problems = refused("", key, "weights.mode=sync", "learner.passes_per_batch=2")
+        assert any("after the first pass" in text for text in problems), problems
     loaded("", "learner.loss=decoupled", "learner.passes_per_batch=2")
 
 
 def test_a_teacher_has_the_tokens_of_the_model_and_a_reader(
     loaded: Loaded, refused: Refused, tmp_path: Path
 ) -> None:
-    own, same = a_model(tmp_path, a=1, b=2), a_model(tmp_path, 20, a=1, b=2)
+    base, same = a_model(tmp_path, a=1, b=2), a_model(tmp_path, 20, a=1, b=2)
     swapped, more = a_model(tmp_path, a=2, b=1), a_model(tmp_path, a=1, b=2, c=3)
-    distill, path = "learner.recipe=distill", f"model.path={own}"
+    distill, path = "learner.recipe=distill", f"model.path={base}"
 
     def found(*keys: str) -> str:
         return "\n".join(refused("", path, *keys))
@@ -164,12 +164,12 @@ def test_a_teacher_has_the_tokens_of_the_model_and_a_reader(
     topology = loaded("", path, f"model.teacher={same}", distill)  # rows that no token has
     assert topology.learner.advantage == "reward" and catalog.trains_flat(topology.learner)
     told = loaded("", path, f"model.teacher={same}").derived.warnings
-    assert any("nothing reads the teacher" in str(one) for one in told), told
+    assert any("nothing reads the teacher" in str(problem) for problem in told), told
 
 
 def test_the_memory_of_a_teacher_is_counted(loaded: Loaded, tmp_path: Path) -> None:
-    own, other = a_model(tmp_path, a=1), a_model(tmp_path, 20, a=1)
-    keys = f"model.path={own}", "model.dtype=float32"
+    base, other = a_model(tmp_path, a=1), a_model(tmp_path, 20, a=1)
+    keys = f"model.path={base}", "model.dtype=float32"
     plain = memory.of_topology(loaded("", *keys))
     taught = memory.of_topology(loaded("", *keys, "learner.recipe=distill", f"model.teacher={other}"))
     assert taught.keys() - plain.keys() == {"teacher model"}

@@ -43,8 +43,8 @@ def test_a_list_of_nobody_deserves_a_warning(loaded: Loaded, key_directory: Path
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5600", "tcp://127.0.0.1:5600"])
 def test_tcp_without_keys_is_refused_on_loopback_too(refused: Refused, endpoint: str) -> None:
-    (found,) = refused(bus(endpoint, "nowhere"))
-    assert "bus.keys" in found and "tcp needs keys" in found and "busrl keys init --dir" in found
+    (problem,) = refused(bus(endpoint, "nowhere"))
+    assert "bus.keys" in problem and "tcp needs keys" in problem and "busrl keys init --dir" in problem
 
 
 def test_the_default_directory_is_looked_at_when_none_is_given(
@@ -52,30 +52,30 @@ def test_the_default_directory_is_looked_at_when_none_is_given(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     text = '[bus]\nendpoint = "tcp://127.0.0.1:5600"\n'
-    (found,) = refused(text)
-    assert "busrl/keys does not exist" in found
+    (problem,) = refused(text)
+    assert "busrl/keys does not exist" in problem
     keys.init(keys.default_directory())
     assert loaded(text).bus.keys == ""
 
 
 def test_keys_that_others_can_read_are_refused_before_anything_starts(refused: Refused, key_directory: Path) -> None:
     (key_directory / "server.key_secret").chmod(0o644)
-    (found,) = refused(bus("tcp://127.0.0.1:5600"))
-    assert "server.key_secret: its mode is 0644" in found and "chmod 600" in found
+    (problem,) = refused(bus("tcp://127.0.0.1:5600"))
+    assert "server.key_secret: its mode is 0644" in problem and "chmod 600" in problem
 
 
 @pytest.mark.parametrize("endpoint", ["udp://1:2", "tcp://host.example:5600", "tcp://0.0.0.0", "5600", "", "ipc:///x"])
 def test_an_endpoint_that_can_not_be_bound_is_refused_with_an_example(
     refused: Refused, key_directory: Path, endpoint: str
 ) -> None:
-    (found,) = refused(bus(endpoint))
-    assert "bus.endpoint" in found and "tcp://0.0.0.0:5600" in found
+    (problem,) = refused(bus(endpoint))
+    assert "bus.endpoint" in problem and "tcp://0.0.0.0:5600" in problem
 
 
 @pytest.mark.parametrize("port", [0, 65535, 99999])
 def test_a_port_without_a_next_one_is_refused(refused: Refused, key_directory: Path, port: int) -> None:
-    (found,) = refused(bus(f"tcp://127.0.0.1:{port}"))
-    assert "two ports are used" in found and "1 to 65534" in found
+    (problem,) = refused(bus(f"tcp://127.0.0.1:{port}"))
+    assert "two ports are used" in problem and "1 to 65534" in problem
 
 
 def test_keys_without_tcp_deserve_a_warning(loaded: Loaded, key_directory: Path) -> None:

@@ -36,8 +36,8 @@ def test_every_file_in_configs_loads_and_survives_its_json(path: Path) -> None:
 
 def test_the_reference_is_what_the_declarations_say(tmp_path: Path) -> None:
     topology_page.write(tmp_path)
-    made = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert made == {path.name: path.read_text() for path in CONFIGS.glob("reference*.toml")}
+    pages = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert pages == {path.name: path.read_text() for path in CONFIGS.glob("reference*.toml")}
 
 
 def test_the_first_screen_of_the_reference_is_a_whole_topology(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_the_files_of_the_reference_hold_every_key_once_with_its_default(tmp_pat
     rest = "\n".join(line[1:] if re.match(r"#(\[|\w+ = )", line) else line for line in lines[cut:])
     parts = ["\n".join(lines[:cut]), rest, *(topology_page.apart(name) for name in topology_page.APART)]
     parsed = [tomllib.loads(part) for part in parts]
-    given = [key for part in parsed for key in keys_of(part)]
-    assert len(given) == len(set(given))
+    keys = [key for part in parsed for key in keys_of(part)]
+    assert len(keys) == len(set(keys))
     overrides = []
     for part in parsed:
         part.pop("process", None)
@@ -105,4 +105,5 @@ def test_a_dry_run_has_one_line_of_settings_per_process() -> None:
     topology = load(CONFIGS / "quickstart.toml", ["process.rollout.count=3"])
     lines = [line for line in dry_run(topology).splitlines() if line.startswith('{"process"')]
     assert len(lines) == len(topology.processes()) == 9
-    assert [one.name for one in topology.processes() if one.role == "rollout"] == [f"rollout/{k}" for k in range(3)]
+    rollouts = [process.name for process in topology.processes() if process.role == "rollout"]
+    assert rollouts == [f"rollout/{k}" for k in range(3)]

@@ -37,8 +37,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "rule", "remedy"), REFUSED)
 def test_contradictions_are_refused_with_a_remedy(refused: Refused, text: str, rule: str, remedy: str) -> None:
-    (found,) = refused(text + "\n")
-    assert rule in found and remedy in found
+    (problem,) = refused(text + "\n")
+    assert rule in problem and remedy in problem
 
 
 WARNED = [
@@ -48,8 +48,8 @@ WARNED = [
 
 @pytest.mark.parametrize(("text", "rule", "remedy"), WARNED)
 def test_settings_without_an_effect_are_warned_about(loaded: Loaded, text: str, rule: str, remedy: str) -> None:
-    (found,) = loaded(text + "\n").derived.warnings
-    assert rule in found and remedy in found
+    (warning,) = loaded(text + "\n").derived.warnings
+    assert rule in warning and remedy in warning
 
 
 def test_off_asks_nothing_of_its_other_keys(loaded: Loaded) -> None:
@@ -67,21 +67,21 @@ def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
     assert (limits.B, limits.W, limits.n_lo, limits.n_hi) == (64, 17, 16, 64)
     assert acting.derived.limits.max_age == 4 and acting.learner.batch_varies
     assert any("moves n_min between 16 and 64" in line for line in acting.derived.explain)
-    found = control_settings(acting)
-    assert found is not None and (found.n_lo, found.n_hi) == (16, 64)
+    settings = control_settings(acting)
+    assert settings is not None and (settings.n_lo, settings.n_hi) == (16, 64)
 
 
 def test_the_defaults_are_those_of_the_outline(loaded: Loaded) -> None:
-    found = control_settings(loaded("[learner.controller]\nmode = 'advise'\n"))
-    assert found is not None
-    assert (found.mode, found.high, found.low) == ("advise", 1.3, 0.6)
-    assert (found.n_lo, found.n_min, found.n_hi) == (16, 32, 64)
-    assert (found.high_t_max, found.low_t_max, found.ema, found.cooldown) == (250.0, 1000.0, 0.9, 10)
+    settings = control_settings(loaded("[learner.controller]\nmode = 'advise'\n"))
+    assert settings is not None
+    assert (settings.mode, settings.high, settings.low) == ("advise", 1.3, 0.6)
+    assert (settings.n_lo, settings.n_min, settings.n_hi) == (16, 32, 64)
+    assert (settings.high_t_max, settings.low_t_max, settings.ema, settings.cooldown) == (250.0, 1000.0, 0.9, 10)
 
 
 def test_publishing_rarely_must_leave_room_for_the_largest_step(refused: Refused) -> None:
-    (found,) = refused(f"{ACT}[learner]\npublish_every = 2\n")
-    assert "2 x n_hi = 128 > B = 64" in found
+    (problem,) = refused(f"{ACT}[learner]\npublish_every = 2\n")
+    assert "2 x n_hi = 128 > B = 64" in problem
 
 
 def test_an_explicit_window_is_in_the_sums(loaded: Loaded) -> None:

@@ -34,8 +34,8 @@ def test_numbers_and_ranges_name_the_same_cores(named: set[int]) -> None:
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "1.5"])
 def test_what_is_no_list_of_cores_is_refused_with_an_example(refused: Refused, text: str) -> None:
-    found = refused("", f"process.learner.cpus={text}")
-    assert any("process.1.cpus" in message and '"0-2,7"' in message for message in found), found
+    problems = refused("", f"process.learner.cpus={text}")
+    assert any("process.1.cpus" in message and '"0-2,7"' in message for message in problems), problems
 
 
 def test_a_process_has_its_cores_and_others_share_the_rest(loaded: Loaded) -> None:
@@ -65,15 +65,15 @@ def test_more_threads_than_cores_are_warned_of(loaded: Loaded) -> None:
 
 def test_a_started_process_and_its_children_run_on_its_cores(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    own = frozenset({max(before)})
+    core = frozenset({max(before)})
     paths = RunPaths.of(tmp_path)
     paths.log("reward/0").parent.mkdir(parents=True)
     command = ("sh", "-c", "grep Cpus_allowed_list /proc/self/status; true")  # grep is a process of its own
     process = ProcessName("reward/0", "reward", 0, Process("reward", command=command))
-    running = start(process, paths, cores=own)
+    running = start(process, paths, cores=core)
     try:
         assert running.popen.wait(20) == 0
-        assert paths.log("reward/0").read_text().split()[-2:] == ["Cpus_allowed_list:", str(max(own))]
+        assert paths.log("reward/0").read_text().split()[-2:] == ["Cpus_allowed_list:", str(max(core))]
         assert os.sched_getaffinity(0) == before, "launch itself is not bound"
     finally:
         running.kill()

@@ -29,8 +29,8 @@ def test_the_page_names_the_device_of_each_process_which_sees_no_other(loaded: L
     page = report(t)
     assert "rollout/1    torch    cuda:0 " in page and "rollout/2    torch    cuda:1 " in page
     assert "reward/0     -        - " in page
-    rollouts = [one for one in t.processes() if one.role == "rollout"]
-    shown = [device.environment(t.device_of(one.name), one.devices, {}) for one in rollouts]
+    rollouts = [process for process in t.processes() if process.role == "rollout"]
+    shown = [device.environment(t.device_of(process.name), process.devices, {}) for process in rollouts]
     assert shown == [{}, {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 
 
@@ -80,16 +80,16 @@ ONE_COPY = '[weights]\ntransport = "cuda_ipc"\n'
 def test_one_copy_of_the_weights_refuses_what_can_not_work_with_it(
     refused: Refused, extra: str, overrides: tuple[str, ...], said: str
 ) -> None:
-    found = refused(ONE_COPY + extra, *overrides)
-    assert any(said in message and "weights.transport" in message for message in found), found
+    problems = refused(ONE_COPY + extra, *overrides)
+    assert any(said in message and "weights.transport" in message for message in problems), problems
 
 
 def test_one_copy_is_refused_where_vllm_shares_out_its_tensors(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supported, "vllm_installed", lambda: ("vllm", "0.30.0"))
-    found = refused(ONE_COPY + "[vllm]\ntensor_parallel = 2\n", "process.rollout.engine=vllm")
-    assert any("the learner trains whole ones" in message for message in found), found
+    problems = refused(ONE_COPY + "[vllm]\ntensor_parallel = 2\n", "process.rollout.engine=vllm")
+    assert any("the learner trains whole ones" in message for message in problems), problems
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -120,8 +120,8 @@ def test_a_broadcast_between_devices_that_can_not_work_is_refused(
 ) -> None:
     monkeypatch.setattr(supported, "vllm_installed", lambda: ("vllm", "0.30.0"))
     extra, *usual = GROUPS
-    found = refused(extra, *usual, 'process.rollout.devices=["1"]', *overrides)
-    assert any(said in message for message in found), found
+    problems = refused(extra, *usual, 'process.rollout.devices=["1"]', *overrides)
+    assert any(said in message for message in problems), problems
 
 
 def test_a_broadcast_between_devices_that_each_have_one_process_is_accepted(loaded: Loaded) -> None:

@@ -43,8 +43,8 @@ def test_an_endpoint_that_cannot_work_is_refused_with_rule_and_remedy(
     if '[data]\ntemplate = "chat"\n' in text:
         text = text.replace('[data]\ntemplate = "chat"\n', "")
         overrides.append("data.template=chat")
-    found = refused(text, *overrides)
-    assert any(message in line for line in found), found
+    problems = refused(text, *overrides)
+    assert any(message in line for line in problems), problems
 
 
 @pytest.mark.parametrize("transport", ["checkpoint_restart", "lora_restart"])
@@ -53,21 +53,21 @@ def test_by_chat_a_restart_lets_answers_end_or_is_refused(
 ) -> None:
     (here / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     text = f'[openai]\n{URL}endpoint = "chat"\nupdate = "vllm"\n[weights]\ntransport = "{transport}"\n'
-    found = refused(text, *ENGINE, "data.template=chat")
-    assert any("by chat running answers would be lost at an update" in line for line in found), found
+    problems = refused(text, *ENGINE, "data.template=chat")
+    assert any("by chat running answers would be lost at an update" in line for line in problems), problems
     if transport == "checkpoint_restart":
         loaded(text + 'on_restart = "finish"\n', *ENGINE, "data.template=chat")
 
 
 def test_one_process_gives_a_server_its_weights(refused: Refused) -> None:
     text = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
-    found = refused(text, *ENGINE, "process.rollout.count=2")
-    assert any("two processes would load weights into one server" in line for line in found), found
+    problems = refused(text, *ENGINE, "process.rollout.count=2")
+    assert any("two processes would load weights into one server" in line for line in problems), problems
 
 
 def test_an_endpoint_that_needs_setting_up_is_loaded_with_a_warning(loaded: Loaded) -> None:
-    given = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
-    topology = loaded(given + "[generation]\ntemperature = 0.7\n", *ENGINE)
+    text = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
+    topology = loaded(text + "[generation]\ntemperature = 0.7\n", *ENGINE)
     assert any("processed_logprobs" in line for line in topology.derived.warnings)
     assert Topology.from_json(topology.to_json()) == topology
     fixed = loaded(f"[openai]\n{URL}{FREE}", *ENGINE)
@@ -84,8 +84,8 @@ def test_the_file_of_tools_is_looked_at(here: Path, refused: Refused, text: str 
     if text is not None:
         (here / "tools.json").write_text(text)
     chat = f'[openai]\n{URL}endpoint = "chat"\ntools = "tools.json"\n{FREE}'
-    found = refused(chat, *ENGINE, "data.template=chat")
-    assert any("openai.tools" in line and why in line for line in found), found
+    problems = refused(chat, *ENGINE, "data.template=chat")
+    assert any("openai.tools" in line and why in line for line in problems), problems
 
 
 def test_a_key_that_is_not_in_this_environment_is_a_warning(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

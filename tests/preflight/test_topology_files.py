@@ -29,34 +29,34 @@ def test_broken_prompt_lines_are_named_one_by_one(here: Path, refused: Refused) 
     good = '{"prompt": "a", "answer": "b"}'
     lines = [good, '{"prompt": ', "[1]", good, '{"answer": "b"}', '{"prompt": "x", "answer": {}}']
     (here / "train.jsonl").write_text("\n".join(lines) + "\n")
-    found = refused()
-    assert [message.split(": ")[0] for message in found] == [f"train.jsonl:{n}" for n in (2, 3, 5, 6)]
-    assert "not JSON" in found[0] and "must be a JSON object" in found[1]
-    assert "the key 'prompt' is missing (data.prompt_key)" in found[2]
+    problems = refused()
+    assert [message.split(": ")[0] for message in problems] == [f"train.jsonl:{n}" for n in (2, 3, 5, 6)]
+    assert "not JSON" in problems[0] and "must be a JSON object" in problems[1]
+    assert "the key 'prompt' is missing (data.prompt_key)" in problems[2]
 
 
 def test_many_broken_lines_are_counted_after_the_first_few(here: Path, refused: Refused) -> None:
     (here / "train.jsonl").write_text("nonsense\n" * 50)
-    found = refused()
-    assert len(found) == 6
-    assert "train.jsonl: and 45 more broken lines" in found[0]
+    problems = refused()
+    assert len(problems) == 6
+    assert "train.jsonl: and 45 more broken lines" in problems[0]
 
 
 def test_a_prompt_file_that_is_not_there_is_reported_at_its_key(refused: Refused) -> None:
-    (found,) = refused('[run]\nname = "x"\n', "validation.data=nowhere.jsonl", "process.validator.count=1")
-    assert found.startswith("--set validation.data: validation.data = ") and "No such file" in found
+    (problem,) = refused('[run]\nname = "x"\n', "validation.data=nowhere.jsonl", "process.validator.count=1")
+    assert problem.startswith("--set validation.data: validation.data = ") and "No such file" in problem
 
 
 def test_an_empty_prompt_file_is_refused(here: Path, refused: Refused) -> None:
     (here / "train.jsonl").write_text("")
-    (found,) = refused()
-    assert "the file is empty" in found
+    (problem,) = refused()
+    assert "the file is empty" in problem
 
 
 def test_an_answer_is_only_needed_by_exact_match(here: Path, loaded: Loaded, refused: Refused) -> None:
     (here / "train.jsonl").write_text('{"prompt": "a"}\n')
-    (found,) = refused()
-    assert "the key 'answer'" in found
+    (problem,) = refused()
+    assert "the key 'answer'" in problem
     (here / "score.py").write_text("def score(record, completion, token_ids):\n    return 1.0\n")
     topology = loaded('[reward]\nkind = "python"\nfunction = "score.py:score"\n')
     assert topology.reward.function == f"{here}/score.py:score"
@@ -77,8 +77,8 @@ def test_a_reward_that_can_not_be_imported_says_why(
     here: Path, refused: Refused, code: str, function: str, cause: str
 ) -> None:
     (here / "score.py").write_text(code)
-    (found,) = refused(f'[reward]\nkind = "python"\nfunction = "{function}"\n')
-    assert found.startswith("t.toml:13: reward.function = ") and cause in found
+    (problem,) = refused(f'[reward]\nkind = "python"\nfunction = "{function}"\n')
+    assert problem.startswith("t.toml:13: reward.function = ") and cause in problem
 
 
 @pytest.mark.parametrize(
@@ -91,39 +91,39 @@ def test_a_reward_that_can_not_be_imported_says_why(
 )
 def test_a_model_folder_that_is_not_whole_is_refused(here: Path, refused: Refused, gone: str, message: str) -> None:
     (here / "model" / gone).unlink()
-    (found,) = refused()
-    assert found.startswith('t.toml:2: model.path = "') and message in found
+    (problem,) = refused()
+    assert problem.startswith('t.toml:2: model.path = "') and message in problem
 
 
 def test_a_model_that_is_not_there_is_refused_with_its_line(refused: Refused) -> None:
-    (found,) = refused("", "model.path=Qwen/Qwen3-0.6B")
-    assert found.startswith("--set model.path") and "no such folder" in found and "downloaded first" in found
+    (problem,) = refused("", "model.path=Qwen/Qwen3-0.6B")
+    assert problem.startswith("--set model.path") and "no such folder" in problem and "downloaded first" in problem
 
 
 def test_an_unknown_tiny_task_lists_the_known_ones(refused: Refused) -> None:
-    (found,) = refused("", "model.path=tiny:adder")
-    assert "tiny:sort" in found
+    (problem,) = refused("", "model.path=tiny:adder")
+    assert "tiny:sort" in problem
 
 
 def test_samples_longer_than_the_model_takes_are_refused(refused: Refused) -> None:
-    (found,) = refused("[generation]\nmax_new_tokens = 500\nmax_prompt_tokens = 64\n")
-    assert found.startswith("t.toml:12: ") and "prompt and completion have 564 tokens, the model takes 512" in found
+    (problem,) = refused("[generation]\nmax_new_tokens = 500\nmax_prompt_tokens = 64\n")
+    assert problem.startswith("t.toml:12: ") and "prompt and completion have 564 tokens, the model takes 512" in problem
 
 
 def test_a_slot_too_small_names_its_sum_and_the_prompt(here: Path, refused: Refused) -> None:
     with open(here / "train.jsonl", "a") as file:
         file.write(json.dumps({"prompt": "x" * 3000, "answer": "y"}) + "\n")
-    found = refused("[ring]\nslot_bytes = 1024\n")
+    problems = refused("[ring]\nslot_bytes = 1024\n")
     size = len(json.dumps({"prompt": "x" * 3000, "answer": "y"}))
     assert any(m == f"train.jsonl:41: {size} bytes: longer than its slot: ring.slot_bytes = 1024; "
-               "shorten it or enlarge the slot" for m in found)
-    assert any(m.startswith("t.toml:12: ring.slot_bytes = 1024: smaller than the longest sample: ") for m in found)
-    assert len(found) == 2
+               "shorten it or enlarge the slot" for m in problems)
+    assert any(m.startswith("t.toml:12: ring.slot_bytes = 1024: smaller than the longest sample: ") for m in problems)
+    assert len(problems) == 2
 
 
 def test_the_refused_size_names_one_that_is_accepted(loaded: Loaded, refused: Refused) -> None:
-    (found,) = refused("[ring]\nslot_bytes = 300\n")
-    size = found.split("set it to ")[1].split(" ")[0]
+    (problem,) = refused("[ring]\nslot_bytes = 300\n")
+    size = problem.split("set it to ")[1].split(" ")[0]
     assert loaded(f"[ring]\nslot_bytes = {size}\n").derived.slot_bytes == loaded().derived.slot_bytes == int(size)
 
 
@@ -175,8 +175,8 @@ def test_a_data_set_as_train_leads_to_a_source(
     here: Path, refused: Refused, name: str, what: str
 ) -> None:
     (here / "rows.parquet").write_bytes(b"PAR1")
-    (found,) = refused("", f"data.train={here}/{name}")
-    assert f"{what} is no file of lines; write [[data.source]] with path" in found
+    (problem,) = refused("", f"data.train={here}/{name}")
+    assert f"{what} is no file of lines; write [[data.source]] with path" in problem
 
 
 # -- weights and tokenizers that do not fit ---------------------------------------------------------------------------
@@ -199,17 +199,17 @@ def test_weights_that_were_cut_are_refused_with_both_sizes(here: Path, refused: 
     path = here / "model" / "model.safetensors"
     whole = weights(path, {"model.embed_tokens.weight": (3, 8)})
     path.write_bytes(whole[:left])
-    (found,) = refused()
-    assert found.startswith("model/model.safetensors: ") and "copy the file again" in found
+    (problem,) = refused()
+    assert problem.startswith("model/model.safetensors: ") and "copy the file again" in problem
     told = f"it has {len(whole) - 1} bytes, and its header says {len(whole)}" if left == -1 else "not a whole"
-    assert told in found
+    assert told in problem
 
 
 def test_a_part_that_was_not_copied_is_named(here: Path, refused: Refused) -> None:
     names = {"a": "model.safetensors", "b": "model-00002-of-00003.safetensors", "c": "model-00003-of-00003.safetensors"}
     (here / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    (found,) = refused()
-    assert "index.json: it names model-00002-of-00003.safetensors and 1 more, which is not there" in found
+    (problem,) = refused()
+    assert "index.json: it names model-00002-of-00003.safetensors and 1 more, which is not there" in problem
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (3, 16)])
@@ -217,9 +217,9 @@ def test_the_weights_of_another_model_are_refused_with_both_shapes(
     here: Path, refused: Refused, shape: tuple[int, int]
 ) -> None:
     weights(here / "model" / "model.safetensors", {"model.embed_tokens.weight": shape})
-    (found,) = refused()
+    (problem,) = refused()
     there = f"(model.embed_tokens.weight) {shape[0]} x {shape[1]}"
-    assert f"vocabulary and width are 3 x 8, and those of the weights {there}" in found
+    assert f"vocabulary and width are 3 x 8, and those of the weights {there}" in problem
 
 
 def test_only_a_tokenizer_with_more_ids_than_the_model_is_refused(
@@ -229,16 +229,16 @@ def test_only_a_tokenizer_with_more_ids_than_the_model_is_refused(
     place.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 9, "content": "<p>"}]}))
     loaded()
     place.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 7}}}))
-    (found,) = refused()
-    assert "tokenizer.json has ids up to 7, and by config.json the model has 3 (vocab_size)" in found
-    assert "save the tokenizer of this model there" in found
+    (problem,) = refused()
+    assert "tokenizer.json has ids up to 7, and by config.json the model has 3 (vocab_size)" in problem
+    assert "save the tokenizer of this model there" in problem
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"vocab": {"a": 0'])
 def test_a_tokenizer_that_was_cut_is_refused(here: Path, refused: Refused, text: str) -> None:
     (here / "model" / "tokenizer.json").write_text(text)
-    (found,) = refused()
-    assert "tokenizer.json is no JSON object with a model: it was cut, or is another file" in found
+    (problem,) = refused()
+    assert "tokenizer.json is no JSON object with a model: it was cut, or is another file" in problem
 
 
 def test_an_added_token_that_prompts_hold_needs_a_row_in_the_model(
@@ -252,5 +252,5 @@ def test_an_added_token_that_prompts_hold_needs_a_row_in_the_model(
     asked = '[model]\npath = "chat"\n[data]\ntrain = "train.jsonl"\n'
     loaded(base=asked)
     (here / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "<tool>1", "answer": "2"}\n')
-    (found,) = refused(base=asked)
-    assert re.search(r"train.jsonl have token ids up to \d+, and the model has \d+ \(vocab_size\)", found), found
+    (problem,) = refused(base=asked)
+    assert re.search(r"train.jsonl have token ids up to \d+, and the model has \d+ \(vocab_size\)", problem), problem

@@ -20,8 +20,8 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 @pytest.fixture
 def over_hosts(tmp_path: Path) -> Callable[..., Topology]:
     keys.init(tmp_path / "keys")
-    own = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"', 'process.rollout.hosts=["b", "a"]']
-    return lambda *settings: load(QUICKSTART, [*own, *settings])
+    always = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"', 'process.rollout.hosts=["b", "a"]']
+    return lambda *settings: load(QUICKSTART, [*always, *settings])
 
 
 def names(topology: Topology) -> list[str]:
@@ -69,7 +69,7 @@ def test_what_hosts_cannot_do_is_refused_with_its_remedy(
 ) -> None:
     with pytest.raises(TopologyError) as refused:
         over_hosts(setting, *(("segments.length=16", "weights.mode=sync") if "segments" in setting else ()))
-    problem = next(one for one in refused.value.problems if said in one.rule)
+    problem = next(problem for problem in refused.value.problems if said in problem.rule)
     assert problem.remedy
 
 
@@ -88,8 +88,8 @@ AGENTS, BOTH = QUICKSTART.with_name("agents.toml"), ['process.agent.hosts=["a"]'
 @pytest.fixture
 def with_agents(tmp_path: Path) -> Callable[..., Topology]:
     keys.init(tmp_path / "keys")
-    own = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
-    return lambda *settings: load(AGENTS, [*own, *settings])
+    always = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
+    return lambda *settings: load(AGENTS, [*always, *settings])
 
 
 def test_a_host_with_agents_has_call_ring_and_slots(
@@ -115,16 +115,17 @@ def test_engines_and_episodes_go_together_on_each_host(
 ) -> None:
     with pytest.raises(TopologyError) as refused:
         with_agents(*settings)
-    found = [one for one in refused.value.problems if "model calls do not travel between hosts" in one.rule]
-    assert any(said in one.rule for one in found) and all(one.remedy for one in found)
-    assert all(".hosts" in one.place or ".hosts" in str(one) for one in found)
+    rule = "model calls do not travel between hosts"
+    problems = [problem for problem in refused.value.problems if rule in problem.rule]
+    assert any(said in problem.rule for problem in problems) and all(problem.remedy for problem in problems)
+    assert all(".hosts" in problem.place or ".hosts" in str(problem) for problem in problems)
 
 
 def test_groups_of_atropos_are_posted_at_home(over_hosts: Callable[..., Topology], tmp_path: Path) -> None:
-    own = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
+    settings = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
     with pytest.raises(TopologyError) as refused:
-        load(QUICKSTART.with_name("atropos.toml"), [*own, 'process.atropos.hosts=["a"]'])
-    assert any("only busrl's own rollouts, rewards, agents" in one.rule for one in refused.value.problems)
+        load(QUICKSTART.with_name("atropos.toml"), [*settings, 'process.atropos.hosts=["a"]'])
+    assert any("only busrl's own rollouts, rewards, agents" in problem.rule for problem in refused.value.problems)
 
 
 def test_check_names_each_host_what_it_needs_and_who_has_no_key(over_hosts: Callable[..., Topology]) -> None:

@@ -19,10 +19,10 @@ SORTED = '[scheduler]\npolicy = "sjf"\n'
 def test_every_fault_of_a_table_of_keywords_has_its_line(here: Path, refused: Refused) -> None:
     rows = ["[words]", '"good" = 5', '"long" = "very"', '"" = 3', '"Good" = 7', '"far" = inf', "[tags]", "code = 1e9"]
     (here / "words.toml").write_text("\n".join(rows))
-    found = refused(SORTED + 'keywords = "words.toml"\n')
-    assert [message.split(": ")[0] for message in found] == [f"words.toml:{n}" for n in (3, 4, 5, 6, 8)]
-    assert "'long' = 'very': a weight must be a number of tokens" in found[0]
-    assert "within 1000000 tokens" in found[4]
+    problems = refused(SORTED + 'keywords = "words.toml"\n')
+    assert [message.split(": ")[0] for message in problems] == [f"words.toml:{n}" for n in (3, 4, 5, 6, 8)]
+    assert "'long' = 'very': a weight must be a number of tokens" in problems[0]
+    assert "within 1000000 tokens" in problems[4]
 
 
 @pytest.mark.parametrize(
@@ -36,16 +36,16 @@ def test_every_fault_of_a_table_of_keywords_has_its_line(here: Path, refused: Re
 )
 def test_a_table_that_is_no_table_says_where_and_why(here: Path, refused: Refused, text: str, said: str) -> None:
     (here / "words.toml").write_text(text)
-    (found,) = refused(SORTED + 'keywords = "words.toml"\n')
-    assert said in found
+    (problem,) = refused(SORTED + 'keywords = "words.toml"\n')
+    assert said in problem
 
 
 def test_a_missing_table_is_reported_at_its_key(here: Path, refused: Refused) -> None:
-    (found,) = refused(SORTED + 'keywords = "nowhere.toml"\n')
-    assert "t.toml:13: scheduler.keywords = " in found and "cannot be read (No such file" in found
+    (problem,) = refused(SORTED + 'keywords = "nowhere.toml"\n')
+    assert "t.toml:13: scheduler.keywords = " in problem and "cannot be read (No such file" in problem
     (here / "words.toml").write_bytes(b"\xff\xfe")
-    (found,) = refused(SORTED + 'keywords = "words.toml"\n')
-    assert "it is not UTF-8 text" in found
+    (problem,) = refused(SORTED + 'keywords = "words.toml"\n')
+    assert "it is not UTF-8 text" in problem
 
 
 def test_a_good_table_is_taken_and_its_path_made_absolute(here: Path, loaded: Loaded) -> None:
@@ -58,8 +58,8 @@ def test_a_good_table_is_taken_and_its_path_made_absolute(here: Path, loaded: Lo
 def test_an_oracle_for_a_real_model_is_refused(here: Path, refused: Refused) -> None:
     line = json.dumps({"prompt": "1+1=", "answer": "2", "lengths": [3, 4]})
     (here / "train.jsonl").write_text(f"{line}\n" * 40)
-    (found,) = refused(SORTED + 'predictor = "oracle"\n')
-    assert "the lengths of a real model's answers are not known beforehand" in found and "blend" in found
+    (problem,) = refused(SORTED + 'predictor = "oracle"\n')
+    assert "the lengths of a real model's answers are not known beforehand" in problem and "blend" in problem
 
 
 def test_fifo_with_a_predictor_is_warned_about(loaded: Loaded) -> None:

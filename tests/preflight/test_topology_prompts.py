@@ -78,12 +78,12 @@ def test_a_limit_below_one_in_a_hundred_is_refused_with_another(
     chats: Callable[..., Path], refused: Refused, loaded: Loaded
 ) -> None:
     folder = chats([*("a" * 20 for _ in range(196)), *("b" * 60 for _ in range(3)), "c" * 90])
-    (found,) = refused("[generation]\nmax_prompt_tokens = 50\n", CHAT)
+    (problem,) = refused("[generation]\nmax_prompt_tokens = 50\n", CHAT)
     most, all_of_them = tokens(folder, "b" * 60), tokens(folder, "c" * 90)
-    assert found.startswith("t.toml:12: generation.max_prompt_tokens = 50: ")
-    assert "4 of the 200 prompts of train.jsonl (2.0%) are longer than 50 tokens and would be set aside" in found
-    assert f"the longest has {all_of_them} (line 200; all counted, chat template included)" in found
-    assert f'"auto" or {all_of_them} fits all, {most} fits 99 %' in found
+    assert problem.startswith("t.toml:12: generation.max_prompt_tokens = 50: ")
+    assert "4 of the 200 prompts of train.jsonl (2.0%) are longer than 50 tokens and would be set aside" in problem
+    assert f"the longest has {all_of_them} (line 200; all counted, chat template included)" in problem
+    assert f'"auto" or {all_of_them} fits all, {most} fits 99 %' in problem
     text = report(loaded(f"[generation]\nmax_prompt_tokens = {most}\n", CHAT))
     assert "1 of " in text and f"are longer than {most} and will be set aside" in text
     assert loaded("[generation]\nmax_prompt_tokens = 61\n").max_prompt_tokens == 61  # without the template 61 fits
@@ -95,9 +95,9 @@ def test_auto_leaves_the_answer_room_in_the_model(chats: Callable[..., Path], lo
     assert topology.max_prompt_tokens == 412  # of 512 positions
     assert "1 of " in report(topology) and "are longer than 412 and will be set aside" in report(topology)
     chats(["b" * 500 for _ in range(3)])
-    (found,) = refused("[generation]\nmax_new_tokens = 100\n")
-    assert "3 of the 3 prompts" in found and "longer than 412 tokens" in found
-    assert "lower generation.max_new_tokens" in found and "fits all" not in found, "auto is what it is already"
+    (problem,) = refused("[generation]\nmax_new_tokens = 100\n")
+    assert "3 of the 3 prompts" in problem and "longer than 412 tokens" in problem
+    assert "lower generation.max_new_tokens" in problem and "fits all" not in problem, "auto is what it is already"
 
 
 def test_a_large_file_is_counted_in_part_and_says_so(
@@ -109,9 +109,9 @@ def test_a_large_file_is_counted_in_part_and_says_so(
     topology = loaded()
     assert topology.max_prompt_tokens == with_margin(91)
     assert "of 1,001 prompts, the longest by bytes and some spread evenly" in report(topology)
-    (found,) = refused("[generation]\nmax_prompt_tokens = 30\n")
-    assert "about " in found and "of the 1001 prompts" in found
-    share = float(found.split("(")[1].split("%")[0])
+    (problem,) = refused("[generation]\nmax_prompt_tokens = 30\n")
+    assert "about " in problem and "of the 1001 prompts" in problem
+    share = float(problem.split("(")[1].split("%")[0])
     assert 2 <= share <= 25, "an estimate of a tenth"
 
 
@@ -124,7 +124,7 @@ def test_a_million_prompts_are_looked_at_within_a_bound(chats: Callable[..., Pat
     sizes = array("q", [50 + (n * 7919) % 400 for n in range(1_000_000)])
     scan = Scan(Path("x"), len(sizes), max(sizes), 500, 0, (), 0, (), array("q", range(len(sizes))), sizes)
     begun = time.process_time()
-    chosen, spread = prompts_module._chosen(scan)
+    chosen, spread = prompts_module.lines_to_count(scan)
     assert time.process_time() - begun < 30
     assert len(chosen) == len(set(chosen)) <= 2 * prompts_module.SOME and chosen == sorted(chosen)
     assert sum(spread) == prompts_module.SOME
@@ -136,31 +136,31 @@ def test_chat_without_a_template_is_refused_at_its_key(
     chats: Callable[..., Path], refused: Refused, loaded: Loaded
 ) -> None:
     chats(["a"], template="")
-    (found,) = refused("", CHAT)
-    assert found.startswith("--set data.template: ") and "has no chat template" in found
-    assert 'set template = "none"' in found and loaded().max_prompt_tokens == with_margin(2)
+    (problem,) = refused("", CHAT)
+    assert problem.startswith("--set data.template: ") and "has no chat template" in problem
+    assert 'set template = "none"' in problem and loaded().max_prompt_tokens == with_margin(2)
 
 
 def test_messages_ask_for_the_chat_template(chats: Callable[..., Path], refused: Refused, loaded: Loaded) -> None:
     messages = [{"role": "user", "content": "hi"}]
     folder = chats(["a", messages, messages])
-    (found,) = refused()
-    assert "2 of the 3 prompts of" in found and 'set data.template = "chat"' in found
+    (problem,) = refused()
+    assert "2 of the 3 prompts of" in problem and 'set data.template = "chat"' in problem
     assert loaded("", CHAT).max_prompt_tokens == with_margin(tokens(folder, messages))
 
 
 def test_a_chat_that_the_template_refuses_is_named_with_its_line(chats: Callable[..., Path], refused: Refused) -> None:
     chats(["fine", [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]], template="strict")
-    (found,) = refused("", CHAT)
-    assert "train.jsonl:2: the chat template refuses the messages: Conversation roles must alternate" in found
+    (problem,) = refused("", CHAT)
+    assert "train.jsonl:2: the chat template refuses the messages: Conversation roles must alternate" in problem
 
 
 def test_a_system_prompt_without_a_chat_has_no_place(chats: Callable[..., Path], refused: Refused) -> None:
     chats(["a"])
-    (found,) = refused("", "data.system=Be short.")
-    assert "a prompt as plain text has no place for a system message" in found
-    (found,) = refused("", CHAT, "data.system=Be short.", "process.rollout.count=0")
-    assert "rollouts from outside do not receive it" in found
+    (problem,) = refused("", "data.system=Be short.")
+    assert "a prompt as plain text has no place for a system message" in problem
+    (problem,) = refused("", CHAT, "data.system=Be short.", "process.rollout.count=0")
+    assert "rollouts from outside do not receive it" in problem
 
 
 def test_without_a_readable_tokenizer_a_byte_counts_as_a_token(loaded: Loaded) -> None:
@@ -195,8 +195,8 @@ def test_check_counts_with_the_tokenizer_that_engines_have(
     topology = loaded("[generation]\nmax_new_tokens = 8\n")
     assert topology.max_prompt_tokens == with_margin(counted)
     assert f"the longest prompt has {counted} " in report(topology)
-    (found,) = refused(f"[generation]\nmax_prompt_tokens = {by_file}\n")
-    assert f"are longer than {by_file} tokens and would be set aside; the longest has {counted} " in found
+    (problem,) = refused(f"[generation]\nmax_prompt_tokens = {by_file}\n")
+    assert f"are longer than {by_file} tokens and would be set aside; the longest has {counted} " in problem
 
 
 def test_without_transformers_the_files_tokenizer_counts_and_check_says_so(

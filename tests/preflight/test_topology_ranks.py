@@ -25,9 +25,9 @@ TWO = "process.learner.ranks=2"
 
 def test_each_rank_but_the_first_is_a_process_on_the_learners_device(loaded: Loaded) -> None:
     t = loaded("", TWO, 'process.learner.devices=["0", "1"]', "model.device=cuda")
-    ranks = {one.name: one for one in t.processes() if one.role in ("learner", "rank")}
+    ranks = {process.name: process for process in t.processes() if process.role in ("learner", "rank")}
     assert list(ranks) == ["learner", "rank/1"] and t.ranks == 2
-    assert [one.devices for one in ranks.values()] == ["0", "1"] and t.device_of("rank/1") == "cuda"
+    assert [process.devices for process in ranks.values()] == ["0", "1"] and t.device_of("rank/1") == "cuda"
 
 
 OVER = ("process.learner.ranks=6", 'process.learner.hosts=["gpu-1", "gpu-0"]', 'bus.endpoint="tcp://127.0.0.1:5600"')
@@ -39,14 +39,18 @@ def with_keys(tmp_path: Path) -> str:
     return f'bus.keys="{tmp_path}/keys"'
 
 
+def ranks_of(t: Topology) -> list[tuple[str, str]]:
+    """Names and devices of the learner's processes there."""
+    return [(process.name, process.devices) for process in t.processes() if process.role in ("learner", "rank")]
+
+
 def test_ranks_are_dealt_out_over_home_and_the_hosts_in_their_order(loaded: Loaded, with_keys: str) -> None:
     t = loaded("", *OVER, with_keys, 'process.learner.devices=["0", "1"]', "model.device=cuda")
-    places = {host: [(one.name, one.devices) for one in of_host(t, host).processes() if one.role in ("learner", "rank")]
-              for host in t.host_names}
-    at_home = [(one.name, one.devices) for one in t.processes() if one.role in ("learner", "rank")]
+    places = {host: ranks_of(of_host(t, host)) for host in t.host_names}
+    at_home = ranks_of(t)
     assert at_home == [("learner", "0"), ("rank/1", "1")] and t.rank_hosts == ("gpu-1", "gpu-0")
     assert places == {"gpu-1": [("rank/2", "0"), ("rank/3", "1")], "gpu-0": [("rank/4", "0"), ("rank/5", "1")]}
-    assert not [one for one in of_host(t, "gpu-0").processes() if one.role in ("rollout", "reward", "scheduler")]
+    assert not {"rollout", "reward", "scheduler"} & {process.role for process in of_host(t, "gpu-0").processes()}
     team = TeamSettings.of(t, RunPaths.of("/nowhere"), torch.device("cpu"), lambda _: "the same")
     assert [team.host_of(rank) for rank in range(6)] == ["", "", "gpu-1", "gpu-1", "gpu-0", "gpu-0"]
     there = TeamSettings.of(of_host(t, "gpu-0"), RunPaths.of("/elsewhere"), torch.device("cpu"), lambda _: "the same")

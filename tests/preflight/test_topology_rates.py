@@ -56,13 +56,13 @@ def test_a_missing_learning_rate_is_asked_for_with_advice(
 def test_a_far_learning_rate_is_warned_of_by_number(here: Path, loaded: Loaded) -> None:
     give_shape(here, HALF_A_BILLION)
     topology = loaded("", "learner.lr=3e-4")
-    (found,) = topology.derived.warnings
-    assert "learner.lr = 0.0003: 100 times what is usual for all weights of 494 M parameters" in found
-    assert found in report(topology)
+    (warning,) = topology.derived.warnings
+    assert "learner.lr = 0.0003: 100 times what is usual for all weights of 494 M parameters" in warning
+    assert warning in report(topology)
     assert not loaded("", "learner.lr=3e-6").derived.warnings
     assert not loaded("", "learner.lr=3e-4", "lora.rank=8").derived.warnings
-    (found,) = loaded("", "learner.lr=3e-3", "lora.rank=8").derived.warnings
-    assert "100 times what is usual for a LoRA adapter" in found
+    (warning,) = loaded("", "learner.lr=3e-3", "lora.rank=8").derived.warnings
+    assert "100 times what is usual for a LoRA adapter" in warning
 
 
 def test_a_toy_may_have_any_learning_rate(loaded: Loaded) -> None:

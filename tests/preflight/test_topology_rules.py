@@ -56,8 +56,8 @@ def test_every_accepted_run_keeps_the_bound_and_can_fire(loaded: Loaded, n_min: 
 
 
 def test_too_few_slots_show_the_sum_and_an_accepted_number(loaded: Loaded, refused: Refused) -> None:
-    (found,) = refused("[ring]\nslots = 599\n")
-    assert found == (
+    (problem,) = refused("[ring]\nslots = 599\n")
+    assert problem == (
         "t.toml:12: ring.slots = 599: fewer than the groups in flight need: "
         'G x B + validation reserve = 8 x 75 + 0 = 600; set it to 600 or more, or "auto"'
     )
@@ -106,8 +106,8 @@ def test_an_impossible_combination_is_refused_with_a_reason(
 ) -> None:
     if "max_message_bytes" in text:
         (here / "train.jsonl").write_text('{"prompt": "' + "x" * 4000 + '", "answer": "y"}\n')
-    (found,) = refused(text + "\n")
-    assert found.startswith(f"t.toml:{line}: ") and message in found
+    (problem,) = refused(text + "\n")
+    assert problem.startswith(f"t.toml:{line}: ") and message in problem
 
 
 NO_ROUNDS = '[validation]\ndata = "tiny:sort"\nat_start = false\nat_end = false'
@@ -142,8 +142,8 @@ def test_decoupled_is_allowed_where_its_clip_can_act(loaded: Loaded) -> None:
 
 
 def test_a_rule_is_not_reported_for_a_key_that_is_wrong_itself(refused: Refused) -> None:
-    (found,) = refused('[weights]\nmode = "synchronous"\n[experiments]\nforced_age = 2\n')
-    assert 'weights.mode = "synchronous"' in found
+    (problem,) = refused('[weights]\nmode = "synchronous"\n[experiments]\nforced_age = 2\n')
+    assert 'weights.mode = "synchronous"' in problem
 
 
 def test_roles_that_join_from_outside_are_declared_with_count_zero(loaded: Loaded) -> None:
@@ -155,10 +155,10 @@ def test_a_foreign_program_gets_run_and_name_relative_to_the_file(loaded: Loaded
     (here / "judge").write_text("#!/bin/sh\n")
     (here / "judge").chmod(0o755)
     topology = loaded('[[process]]\nrole = "reward"\ncommand = ["{here}/judge", "{run_dir}", "as={name}", "{}"]\n')
-    process = next(one for one in topology.processes() if one.name == "reward/1")
+    process = next(process for process in topology.processes() if process.name == "reward/1")
     assert process.spec.command == (f"{here}/judge", "{run_dir}", "as={name}", "{}")
-    made = command_of(process, RunPaths.of(here / "run"))
-    assert made == [f"{here}/judge", f"{here}/run", "as=reward/1", "{}"]
+    command = command_of(process, RunPaths.of(here / "run"))
+    assert command == [f"{here}/judge", f"{here}/run", "as=reward/1", "{}"]
 
 
 def test_check_says_which_prompts_the_run_will_leave_out(loaded: Loaded) -> None:

@@ -48,25 +48,25 @@ REFUSED = [
 def test_settings_that_cannot_work_are_refused_with_rule_and_remedy(
     refused: Refused, text: str, message: str
 ) -> None:
-    (found,) = refused(f"[segments]\n{text}\n")
-    assert found.startswith("t.toml:1") and message in found
+    (problem,) = refused(f"[segments]\n{text}\n")
+    assert problem.startswith("t.toml:1") and message in problem
 
 
 def test_two_limits_of_one_answer_are_refused_and_either_alone_is_taken(loaded: Loaded, refused: Refused) -> None:
-    given = "[segments]\nlength = 30\nglobal_max_length = 90\n"
-    (found,) = refused(f"[generation]\nmax_new_tokens = 64\n{given}")
-    assert "an answer has one limit, and both are given; remove one of them" in found
-    alone = loaded(given)
+    text = "[segments]\nlength = 30\nglobal_max_length = 90\n"
+    (problem,) = refused(f"[generation]\nmax_new_tokens = 64\n{text}")
+    assert "an answer has one limit, and both are given; remove one of them" in problem
+    alone = loaded(text)
     assert alone.generation.max_new_tokens == 90  # so every part of the run goes by it
     assert Topology.from_json(alone.to_json()) == alone
-    assert loaded("[generation]\nmax_new_tokens = 90\n" + given).generation.max_new_tokens == 90
+    assert loaded("[generation]\nmax_new_tokens = 90\n" + text).generation.max_new_tokens == 90
     assert loaded("[generation]\nmax_new_tokens = 90\n[segments]\nlength = 30\n").generation.max_new_tokens == 90
 
 
 def test_a_slot_has_room_for_the_tensors_of_every_segment(loaded: Loaded) -> None:
-    one = loaded().derived.slot_bytes
+    whole_answer = loaded().derived.slot_bytes
     eight = loaded("[segments]\nlength = 8\n").derived
-    assert one < eight.slot_bytes <= one + 3 * 7 * ALIGN + 256
+    assert whole_answer < eight.slot_bytes <= whole_answer + 3 * 7 * ALIGN + 256
     assert any("64 tokens in at most 8 of 8 tokens; loss = behaviour" in line for line in eight.explain)
     auto = loaded('[segments]\nlength = "auto"\nmax_segments = 4\n').derived
     assert any("at most 4 of 16 or more" in line for line in auto.explain)

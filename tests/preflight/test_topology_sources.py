@@ -34,10 +34,10 @@ def two(here: Path) -> Path:
 def test_several_sources_become_one_file_with_a_share_of_the_draws_each(two: Path, loaded: Loaded) -> None:
     text = sources('path = "easy.jsonl"\nweight = 3', 'path = "hard.jsonl"\nwhere = "rate >= 0.5"\ntag = "h"')
     topology = loaded(base=text)
-    rows = [(one.name, one.start, one.count, one.share) for one in topology.derived.sources]
+    rows = [(source.name, source.start, source.count, source.share) for source in topology.derived.sources]
     assert rows == [("easy", 0, 30, 750), ("h", 30, 5, 250)] and topology.derived.train_prompts == 35
-    made = Path(topology.data.train).read_text().splitlines()
-    assert json.loads(made[30]) == {"answer": "5", "prompt": "hard 5", "rate": 0.5, "tag": "h"}
+    lines = Path(topology.data.train).read_text().splitlines()
+    assert json.loads(lines[30]) == {"answer": "5", "prompt": "hard 5", "rate": 0.5, "tag": "h"}
     page = report(topology)
     assert "h: 25 % of the draws, 5 of 10 rows, 5 left out by where" in page
     assert Topology.from_json(topology.to_json()) == topology
@@ -54,8 +54,8 @@ def test_functions_are_relative_to_the_topology_and_run_in_another_process(two: 
         "def odd(record):\n    return record['prompt'][-1] in '13579'\n"
     )
     topology = loaded(base=sources('function = "mine.py:rows"\nfilter = "mine.py:odd"'))
-    (one,) = topology.derived.sources
-    assert (one.name, one.count, one.text) == ("rows", 4, "4 of 9 rows, 5 left out by filter")
+    (source,) = topology.derived.sources
+    assert (source.name, source.count, source.text) == ("rows", 4, "4 of 9 rows, 5 left out by filter")
 
 
 REFUSED = {
@@ -82,17 +82,17 @@ def test_what_is_wrong_with_a_source_is_told_at_its_line(two: Path, refused: Ref
     if table.startswith('path = "."'):
         for path in two.glob("*.jsonl"):
             path.rename(path.with_suffix(".txt"))
-    found = refused(base=sources(table))
-    assert any(re.search(REFUSED[table], one, re.DOTALL) for one in found), found
+    problems = refused(base=sources(table))
+    assert any(re.search(REFUSED[table], problem, re.DOTALL) for problem in problems), problems
 
 
 def test_a_file_excludes_sources_and_a_tiny_share_is_refused(two: Path, refused: Refused) -> None:
-    (found,) = refused(base=sources('path = "easy.jsonl"') + '[data]\ntrain = "train.jsonl"\n')
-    assert "prompts come from one file, or from sources; remove it" in found
-    (found,) = refused(base=sources('path = "easy.jsonl"\nweight = 1e5', 'path = "hard.jsonl"'))
-    assert "less than 1 in 1000: no prompt of it would be drawn" in found
-    (found,) = refused(base=MODEL + '[data.source]\npath = "easy.jsonl"\n')
-    assert "is an array of tables; write [[data.source]], twice bracketed" in found
+    (problem,) = refused(base=sources('path = "easy.jsonl"') + '[data]\ntrain = "train.jsonl"\n')
+    assert "prompts come from one file, or from sources; remove it" in problem
+    (problem,) = refused(base=sources('path = "easy.jsonl"\nweight = 1e5', 'path = "hard.jsonl"'))
+    assert "less than 1 in 1000: no prompt of it would be drawn" in problem
+    (problem,) = refused(base=MODEL + '[data.source]\npath = "easy.jsonl"\n')
+    assert "is an array of tables; write [[data.source]], twice bracketed" in problem
 
 
 def test_a_function_that_hangs_is_named_with_the_row_before(
@@ -102,18 +102,18 @@ def test_a_function_that_hangs_is_named_with_the_row_before(
 
     monkeypatch.setattr(making, "SILENT_S", 2.0)
     (two / "slow.py").write_text("import time\ndef odd(record):\n    time.sleep(60)\n")
-    (found,) = refused(base=sources('path = "easy.jsonl"\nfilter = "slow.py:odd"'))
-    assert "no row for 2 s at easy: opening it: it hangs" in found
+    (problem,) = refused(base=sources('path = "easy.jsonl"\nfilter = "slow.py:odd"'))
+    assert "no row for 2 s at easy: opening it: it hangs" in problem
 
 
 def test_tools_and_arguments_of_the_template_are_plain_values(loaded: Loaded, refused: Refused) -> None:
     chat = '[data]\ntrain = "train.jsonl"\ntemplate_arguments = '
-    (found,) = refused(base=MODEL + chat + '{ enable_thinking = { a = 2020-01-01 } }\n')
-    assert "expected a table of strings, finite numbers" in found
-    (found,) = refused(base=MODEL + chat + "{ enable_thinking = false }\n")
-    assert "a prompt as plain text has no template" in found
-    (found,) = refused(base=MODEL + chat.replace("template_arguments", "chat_template_kwargs") + "{}\n")
-    assert "data.template_arguments" in found
+    (problem,) = refused(base=MODEL + chat + '{ enable_thinking = { a = 2020-01-01 } }\n')
+    assert "expected a table of strings, finite numbers" in problem
+    (problem,) = refused(base=MODEL + chat + "{ enable_thinking = false }\n")
+    assert "a prompt as plain text has no template" in problem
+    (problem,) = refused(base=MODEL + chat.replace("template_arguments", "chat_template_kwargs") + "{}\n")
+    assert "data.template_arguments" in problem
 
 
 def test_prompts_are_made_again_only_where_file_or_key_changed(two: Path) -> None:
@@ -157,7 +157,7 @@ def test_validation_reads_what_training_can_and_keeps_jsonl_as_is(two: Path, loa
     gsm = topology.validation.set[0]
     rows = [json.loads(line) for line in Path(gsm.data).read_text().splitlines()]
     assert [row["prompt"] for row in rows] == [f"test {n}?" for n in range(5)] and rows[0]["tag"] == "gsm"
-    assert [(one.lines, one.prompts, Path(one.data).suffix) for one in topology.sets] == [
+    assert [(asked_set.lines, asked_set.prompts, Path(asked_set.data).suffix) for asked_set in topology.sets] == [
         (10, 512, ".jsonl"), (5, 5, ".jsonl"), (3, 512, ".jsonl")]
     page = report(topology)
     assert "gsm: 5 of 5 rows" in page and "easy: 3 of 30 rows, 27 left out by where" in page
@@ -178,17 +178,17 @@ def test_validation_reads_what_training_can_and_keeps_jsonl_as_is(two: Path, loa
 def test_what_is_wrong_with_a_set_is_told_once_at_its_line(
     two: Path, refused: Refused, keys: str, told: str
 ) -> None:
-    found = refused(base=MODEL + HELD + f'[[validation.set]]\nname = "one"\n{keys}\n')
-    assert re.search(told, found[0], re.DOTALL), found
-    assert len(found) == 1, found
+    problems = refused(base=MODEL + HELD + f'[[validation.set]]\nname = "one"\n{keys}\n')
+    assert re.search(told, problems[0], re.DOTALL), problems
+    assert len(problems) == 1, problems
 
 
 def test_tasks_that_are_held_out_are_none_that_any_training_has(two: Path, loaded: Loaded) -> None:
     pytest.importorskip("reasoning_gym")
     tasks = 'tasks = { chain_sum = 1.0 }\nsize = 40\n'
     topologies = [loaded("", f"run.seed={seed}", base=sources(tasks) + "[validation]\n" + tasks) for seed in (0, 7)]
-    train = [set(Path(one.data.train).read_text().splitlines()) for one in topologies]
-    held = [Path(one.validation.data).read_text().splitlines() for one in topologies]
+    train = [set(Path(topology.data.train).read_text().splitlines()) for topology in topologies]
+    held = [Path(topology.validation.data).read_text().splitlines() for topology in topologies]
     assert len(held[0]) == 40 and held[0] == held[1], "runs that differ in run.seed are measured on the same prompts"
     assert train[0] != train[1] and not (train[0] | train[1]) & set(held[0])
 

@@ -25,8 +25,8 @@ def a_checkpoint(here: Path, **meta: object) -> Path:
 
 
 def test_a_run_can_begin_with_a_whole_checkpoint_of_its_model(here: Path, loaded: Loaded) -> None:
-    found = loaded("", f"learner.start_from={a_checkpoint(here)}")
-    assert found.learner.start_from.endswith("global_step_4") and found.learner.start_optimizer
+    topology = loaded("", f"learner.start_from={a_checkpoint(here)}")
+    assert topology.learner.start_from.endswith("global_step_4") and topology.learner.start_optimizer
 
 
 def test_a_first_checkpoint_that_differs_is_refused_with_both_values(
@@ -55,5 +55,5 @@ def test_a_checkpoint_in_shards_is_refused_with_its_export(here: Path, refused: 
     (folder / "shards").mkdir()
     for path in (folder / "model").glob("*.safetensors"):
         path.unlink()
-    (found,) = refused("", f"model.path={folder}")
-    assert "weights in shards" in found and "busrl export" in found
+    (problem,) = refused("", f"model.path={folder}")
+    assert "weights in shards" in problem and "busrl export" in problem

@@ -28,7 +28,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
 
 def test_one_key_turns_the_quickstart_to_vllm(installed) -> None:
     topology = load(QUICK, [ENGINE])
-    assert [one.spec.engine for one in topology.processes() if one.role == "rollout"] == ["vllm"]
+    assert [process.spec.engine for process in topology.processes() if process.role == "rollout"] == ["vllm"]
     assert load(QUICK).vllm == topology.vllm
 
 
@@ -58,7 +58,8 @@ def test_another_version_or_none_is_refused_with_both_named(installed, package: 
 def test_an_engine_elsewhere_needs_no_vllm_here(installed) -> None:
     installed("", "")
     topology = load(QUICK, [ENGINE, 'process.rollout.command=["node", "rollout.mjs"]'])
-    assert [one.spec.command for one in topology.processes() if one.role == "rollout"] == [("node", "rollout.mjs")]
+    commands = [process.spec.command for process in topology.processes() if process.role == "rollout"]
+    assert commands == [("node", "rollout.mjs")]
 
 
 @pytest.mark.parametrize(
@@ -122,16 +123,16 @@ def test_a_deterministic_run_is_told_that_it_is_not(installed) -> None:
 
 def test_an_engine_shares_out_its_model_over_devices_that_it_sees(installed) -> None:
     installed("vllm", "0.32.0")
-    given = [ENGINE, "model.device=cuda", 'process.rollout.devices=["0,1"]']
+    settings = [ENGINE, "model.device=cuda", 'process.rollout.devices=["0,1"]']
     with pytest.raises(TopologyError, match="over 4 devices, and '0,1' names 2; items of 4 devices each, or tensor_p"):
-        load(QUICK, [*given, "vllm.tensor_parallel=4"])
-    load(QUICK, [*given, "vllm.tensor_parallel=2", "vllm.block_size=48"])
+        load(QUICK, [*settings, "vllm.tensor_parallel=4"])
+    load(QUICK, [*settings, "vllm.tensor_parallel=2", "vllm.block_size=48"])
 
 
 def test_other_arguments_of_vllms_engine_are_passed_on(installed) -> None:
     topology = load(QUICK, [ENGINE, 'vllm.extra={ max_num_batched_tokens = "96" }'])
-    given = _arguments(Start.of(topology), cpu=False)
-    assert given["max_num_batched_tokens"] == 96
+    arguments = _arguments(Start.of(topology), cpu=False)
+    assert arguments["max_num_batched_tokens"] == 96
 
 
 def test_every_argument_that_is_set_is_one_that_nobody_else_may_set(installed) -> None:

@@ -15,6 +15,7 @@ import pytest
 from busrl.errors import DiskFull
 from busrl.preflight import engine_rules, machine
 from busrl.preflight.explain import report
+from busrl.preflight.findings import Finding
 from busrl.topology import Topology
 from busrl.topology.plugins import TransportKind
 from busrl.topology.schema import Lora
@@ -105,18 +106,23 @@ def test_what_a_transport_reads_is_not_warned_of(with_layers: Path, loaded: Load
         assert not [line for line in loaded(text).derived.warnings if "weights." in line]
 
 
+def transport_findings(topology: Topology) -> list[Finding]:
+    findings = (finding for check in engine_rules.CHECKS for finding in check(topology))
+    return [finding for finding in findings if "this transport gives weights to" in finding.rule]
+
+
 def test_a_transport_that_an_engine_cannot_take_is_refused(loaded: Loaded) -> None:
     plain = loaded()
     entry = next(entry for entry in plain.process if entry.role == "rollout")
     vllm = dataclasses.replace(entry, engine="vllm")
     both = dataclasses.replace(plain, process=(vllm, *plain.process[1:]))
-    assert list(engine_rules._engines(both)) == []
+    assert not transport_findings(both)
     tables = {**engine_rules.TRANSPORTS, "shm": TransportKind("weights.shm", ("torch",))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_rules, "TRANSPORTS", tables)
-        (found,) = engine_rules._engines(both)
-    assert found.rule == "this transport gives weights to torch only"
-    assert "broadcast" in found.remedy and "shm" not in found.remedy
+        (finding,) = transport_findings(both)
+    assert finding.rule == "this transport gives weights to torch only"
+    assert "broadcast" in finding.remedy and "shm" not in finding.remedy
 
 
 def test_a_run_without_peft_is_refused_at_the_key(
@@ -148,10 +154,10 @@ def test_a_broadcast_costs_blocks_at_both_ends(with_layers: Path, loaded: Loaded
 
 def test_an_adapter_costs_its_matrices_and_as_many_versions_as_may_live(with_layers: Path, loaded: Loaded) -> None:
     swap = loaded('\n[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\nmax_staleness = 3\n')
-    found = machine.weight_cost(swap, with_layers)
-    assert found is not None
-    assert found.version - machine.SMALL_FILES == 4 * 4 * 2 * (16 + 8), "two layers, neither embedding nor head"
-    assert (found.kept, found.most) == (4, 4 + 1 + 4)
+    cost = machine.weight_cost(swap, with_layers)
+    assert cost is not None
+    assert cost.version - machine.SMALL_FILES == 4 * 4 * 2 * (16 + 8), "two layers, neither embedding nor head"
+    assert (cost.kept, cost.most) == (4, 4 + 1 + 4)
     page = report(swap)
     assert "published versions (in /dev/shm)" in page and "4 are kept" in page and "adapters: " in page
     chosen = loaded('\n[lora]\nrank = 4\ntargets = ["fc"]\n[weights]\ntransport = "lora_restart"\n')
@@ -164,10 +170,10 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_with_the_sum(
     with_layers: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     whole = loaded('\n[weights]\ntransport = "checkpoint_restart"\n')
-    found = machine.weight_cost(whole, with_layers)
-    assert found is not None and found.version == 4 * (24 + 256 + 8 + 24) and found.most == 4
+    cost = machine.weight_cost(whole, with_layers)
+    assert cost is not None and cost.version == 4 * (24 + 256 + 8 + 24) and cost.most == 4
     machine.require_disk(whole, with_layers, tmp_path / "runs" / "new")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=found.total - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=cost.total - 1))
     with pytest.raises(DiskFull, match="checkpoint_restart needs 4 versions"):
         machine.require_disk(whole, with_layers, tmp_path / "runs" / "new")
     machine.require_disk(loaded(), with_layers, tmp_path)

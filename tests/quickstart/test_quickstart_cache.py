@@ -68,23 +68,23 @@ def left_in(folder: Path) -> list[str]:
 
 def test_paths_is_none_until_a_folder_is_complete(own_cache: Path) -> None:
     assert cache.paths(NAME) is None
-    made = cache.make_once(find(NAME), complete)
-    assert cache.paths(NAME) == made
-    assert made.model == own_cache / Recipe().folder / "model"
+    paths = cache.make_once(find(NAME), complete)
+    assert cache.paths(NAME) == paths
+    assert paths.model == own_cache / Recipe().folder / "model"
 
 
 def test_a_complete_folder_is_not_made_again_unless_forced() -> None:
-    made: list[Path] = []
+    folders: list[Path] = []
 
     def fill(folder: Path) -> None:
-        made.append(folder)
+        folders.append(folder)
         complete(folder)
 
     cache.make_once(find(NAME), fill)
     cache.make_once(find(NAME), fill)
-    assert len(made) == 1
+    assert len(folders) == 1
     cache.make_once(find(NAME), fill, force=True)
-    assert len(made) == 2
+    assert len(folders) == 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -99,14 +99,14 @@ def test_an_interrupted_making_leaves_no_folder(own_cache: Path, error: type[Bas
 
 
 def test_a_forced_making_that_fails_keeps_the_old_folder() -> None:
-    made = cache.make_once(find(NAME), complete)
+    paths = cache.make_once(find(NAME), complete)
 
     def fill(folder: Path) -> None:
         raise OSError("no space")
 
     with pytest.raises(OSError):
         cache.make_once(find(NAME), fill, force=True)
-    assert cache.paths(NAME) == made
+    assert cache.paths(NAME) == paths
 
 
 def test_leftovers_of_a_killed_maker_stay_invisible_until_the_next_clears_them(own_cache: Path, tmp_path: Path) -> None:

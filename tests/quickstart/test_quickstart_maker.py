@@ -25,29 +25,29 @@ SHORT = replace(
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> cache.Paths:
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> cache.Paths:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(RECIPES, SHORT.name, SHORT)
     return maker.make(SHORT.name)
 
 
-def test_the_made_folder_is_an_ordinary_hugging_face_model_with_data(made: cache.Paths) -> None:
+def test_the_made_folder_is_an_ordinary_hugging_face_model_with_data(paths: cache.Paths) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(made.model)
-    tokenizer = AutoTokenizer.from_pretrained(made.model)
+    model = AutoModelForCausalLM.from_pretrained(paths.model)
+    tokenizer = AutoTokenizer.from_pretrained(paths.model)
     assert model.config.model_type == "qwen3" and {p.dtype for p in model.parameters()} == {torch.float32}
-    assert (made.model / "model.safetensors").is_file()
-    assert GenerationConfig.from_pretrained(made.model).eos_token_id == tokenizer.eos_token_id
+    assert (paths.model / "model.safetensors").is_file()
+    assert GenerationConfig.from_pretrained(paths.model).eos_token_id == tokenizer.eos_token_id
     text = "..|0123<eos>"
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len("..|0123") + 1 and ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_the_data_files_hold_prompts_with_their_answers(made: cache.Paths) -> None:
-    for path, count in ((made.train, 64), (made.validation, 16)):
+def test_the_data_files_hold_prompts_with_their_answers(paths: cache.Paths) -> None:
+    for path, count in ((paths.train, 64), (paths.validation, 16)):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(records) == count
         for record in records:

@@ -26,13 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     from busrl.quickstart.maker import new_model, new_tokenizer, save
 
-    made = tmp_path_factory.mktemp("rival")
-    save(made / "model", Recipe(), new_tokenizer(Recipe()), new_model(Recipe()))
+    root = tmp_path_factory.mktemp("rival")
+    save(root / "model", Recipe(), new_tokenizer(Recipe()), new_model(Recipe()))
     lines = [
         json.dumps({"prompt": prompt, "answer": task.answer_of(prompt)}) for prompt in ("312=", "9081726354=")
     ]
-    (made / "train.jsonl").write_text("\n".join(lines) + "\n")
-    return made
+    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return root
 
 
 def vocabulary_of(folder: Path) -> dict[str, int]:
@@ -99,6 +99,6 @@ def test_its_reward_is_that_of_the_extract_pattern(loop: ModuleType, folder: Pat
     judged = run.judge(rollout, [[vocabulary[digit] for digit in "123"]])[0].tolist()
     expected = []
     for text, end in zip(texts, ends, strict=True):
-        found = re.search(task.EXTRACT, "".join(text) + ("<eos>" if end else ""))
-        expected.append(float(found is not None and found[1] == "123"))
+        match = re.search(task.EXTRACT, "".join(text) + ("<eos>" if end else ""))
+        expected.append(float(match is not None and match[1] == "123"))
     assert judged == expected == [1.0, 0.0, 0.0, 1.0]

@@ -33,8 +33,8 @@ def test_a_right_completion_is_judged_right_and_fits_max_new_tokens(seed: int) -
     rng = random.Random(seed)
     prompt = task.draw_prompt(RECIPE, rng)
     completion = task.draw_completion(RECIPE, prompt, 0.0, rng)
-    found = re.search(task.EXTRACT, completion + task.END_TOKEN)
-    assert found is not None and found[1] == task.answer_of(prompt)
+    match = re.search(task.EXTRACT, completion + task.END_TOKEN)
+    assert match is not None and match[1] == task.answer_of(prompt)
     assert len(completion) + 1 <= RECIPE.max_new_tokens and len(prompt) <= RECIPE.max_prompt_tokens
 
 

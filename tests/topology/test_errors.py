@@ -12,7 +12,8 @@ from topologies import BASE
 from busrl.errors import TopologyError
 from busrl.preflight.load import load
 from busrl.topology import Topology, names
-from tools.reference import topology_page
+from busrl.topology.declare import items, tables
+from busrl.topology.reader import SECTIONS
 
 Refused = Callable[..., list[str]]
 Loaded = Callable[..., Topology]
@@ -55,25 +56,26 @@ CASES = [
 def test_a_wrong_key_has_its_line_rule_and_remedy(
     refused: Refused, text: str, message: str, line: int
 ) -> None:
-    (found,) = refused(text)
-    assert found.startswith(f"t.toml:{LINES + line}: ")
-    assert message in found
+    (problem,) = refused(text)
+    assert problem.startswith(f"t.toml:{LINES + line}: ")
+    assert message in problem
 
 
 def test_all_problems_of_a_file_come_together_in_its_order(refused: Refused) -> None:
-    found = refused("[run]\nseed = -1\nmax_steps = 0\n[ring]\nslotz = 3\n", "learner.lr=abc")
-    places = [message.split(": ")[0] for message in found]
+    problems = refused("[run]\nseed = -1\nmax_steps = 0\n[ring]\nslotz = 3\n", "learner.lr=abc")
+    places = [message.split(": ")[0] for message in problems]
     assert places == [f"t.toml:{LINES + 2}", f"t.toml:{LINES + 3}", f"t.toml:{LINES + 5}", "--set learner.lr"]
 
 
 def test_a_text_that_is_no_toml_is_refused_with_its_line(refused: Refused) -> None:
-    (found,) = refused("[run]\nname = quickstart\n")
-    assert found.startswith(f"t.toml:{LINES + 2}: name = quickstart: not TOML: ")
+    (problem,) = refused("[run]\nname = quickstart\n")
+    assert problem.startswith(f"t.toml:{LINES + 2}: name = quickstart: not TOML: ")
 
 
 def test_a_key_that_stands_twice_is_refused_with_its_line(refused: Refused) -> None:
-    (found,) = refused("[run]\nseed = 1\nseed = 2\n")
-    assert found.startswith(f"t.toml:{LINES + 3}: seed = 2: seed appears twice, first on line {LINES + 2}; remove one")
+    (problem,) = refused("[run]\nseed = 1\nseed = 2\n")
+    twice = f"seed appears twice, first on line {LINES + 2}; remove one"
+    assert problem.startswith(f"t.toml:{LINES + 3}: seed = 2: {twice}")
 
 
 @pytest.mark.parametrize(("text", "told"), [
@@ -84,18 +86,18 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(refused: Refused) -> N
      "2: name = \u201cmine\u201d: not TOML: \u201c is a typographic quote; write a straight one"),
 ])
 def test_slips_of_toml_are_told_in_words(refused: Refused, text: str, told: str) -> None:
-    (found,) = refused(text)
+    (problem,) = refused(text)
     line, _, rest = told.partition(":")
-    assert found.startswith(f"t.toml:{LINES + int(line)}:{rest}")
+    assert problem.startswith(f"t.toml:{LINES + int(line)}:{rest}")
 
 
 def test_two_tables_of_processes_with_single_brackets_are_told_in_words(refused: Refused) -> None:
     base = "[model]\npath = 'model'\n[data]\ntrain = 'train.jsonl'\n[process]\nrole = 'rollout'\n[process]\ncount = 2\n"
-    (found,) = refused(base=base)
-    assert found.startswith("t.toml:7: [process]: processes are an array of tables")
+    (problem,) = refused(base=base)
+    assert problem.startswith("t.toml:7: [process]: processes are an array of tables")
     once = base.partition("[process]\ncount")[0]
-    (found,) = refused(base=once)
-    assert "processes are an array of tables; write [[process]], twice bracketed" in found
+    (problem,) = refused(base=once)
+    assert "processes are an array of tables; write [[process]], twice bracketed" in problem
 
 
 @pytest.mark.parametrize(("key", "told"), [
@@ -113,38 +115,38 @@ def test_two_tables_of_processes_with_single_brackets_are_told_in_words(refused:
     ("actor_rollout_ref.model.path", "unknown section; tables are [model]"),
 ])
 def test_names_of_other_trainers_are_told_what_they_are_called_here(refused: Refused, key: str, told: str) -> None:
-    (found,) = refused("", f"{key}=1")
-    assert told in found
+    (problem,) = refused("", f"{key}=1")
+    assert told in problem
 
 
 def test_a_key_outside_of_any_table_is_told_where_it_belongs(refused: Refused) -> None:
-    (found,) = refused(base="learning_rate = 1e-6\n" + BASE)
-    assert found.startswith("t.toml:1: learning_rate: a key outside of any table; did you mean learner.lr?")
-    (found,) = refused(base="max_steps = 7\n" + BASE)
-    assert found.startswith("t.toml:1: max_steps: a key outside of any table; it belongs to [run]")
-    (found,) = refused("", "learning_rate=1")
-    assert "an override is section.key=value; did you mean learner.lr?" in found
+    (problem,) = refused(base="learning_rate = 1e-6\n" + BASE)
+    assert problem.startswith("t.toml:1: learning_rate: a key outside of any table; did you mean learner.lr?")
+    (problem,) = refused(base="max_steps = 7\n" + BASE)
+    assert problem.startswith("t.toml:1: max_steps: a key outside of any table; it belongs to [run]")
+    (problem,) = refused("", "learning_rate=1")
+    assert "an override is section.key=value; did you mean learner.lr?" in problem
 
 
 def test_every_key_that_is_named_to_people_of_other_trainers_is_one() -> None:
-    known = {key for table, cls in topology_page._tables() for key, _ in topology_page._lines(table, cls)}
-    named = {one for keys in names._KEYS for one in keys.split(" and ")}
-    assert named <= known
+    sections = (table for section, cls in SECTIONS.items() for table in tables(section, cls))
+    declared = {f"{name}.{key}" for name, cls in sections for key in items(cls)}
+    assert {key for keys in names.KEYS for key in keys.split(" and ")} <= declared
 
 
 def test_a_reward_function_needs_no_kind(loaded: Loaded, refused: Refused, here: Path) -> None:
     (here / "judge.py").write_text("def score(record, completion, token_ids):\n    return 1.0\n")
     assert loaded('[reward]\nfunction = "judge.py:score"\n').reward.kind == "python"
-    (found,) = refused('[reward]\nkind = "exact_match"\nfunction = "judge.py:score"\n')
-    assert "exact_match calls no function" in found
+    (problem,) = refused('[reward]\nkind = "exact_match"\nfunction = "judge.py:score"\n')
+    assert "exact_match calls no function" in problem
 
 
 def test_a_problem_of_the_reward_stands_beside_those_of_data(refused: Refused, here: Path) -> None:
     (here / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(9500)))
-    (found,) = refused('[reward]\nkind = "exact_match"\nfunction = "judge.py:score"\n')
-    assert "exact_match calls no function" in found
-    (found,) = refused('[reward]\nfunction = "judge.py:score"\n')
-    assert "there is no file" in found
+    (problem,) = refused('[reward]\nkind = "exact_match"\nfunction = "judge.py:score"\n')
+    assert "exact_match calls no function" in problem
+    (problem,) = refused('[reward]\nfunction = "judge.py:score"\n')
+    assert "there is no file" in problem
 
 
 def test_a_file_that_is_not_there_suggests_a_near_name(here: Path) -> None:
@@ -154,8 +156,9 @@ def test_a_file_that_is_not_there_suggests_a_near_name(here: Path) -> None:
 
 
 def test_required_keys_are_asked_for_by_name(refused: Refused) -> None:
-    found = refused(base="[[process]]\nrole = 'rollout'\n[[process]]\nrole = 'learner'\n[[process]]\nrole='reward'\n")
-    told = [message.split(";")[0] for message in found]
+    entries = (f"[[process]]\nrole = '{role}'\n" for role in ("rollout", "learner", "reward"))
+    problems = refused(base="".join(entries))
+    told = [message.split(";")[0] for message in problems]
     assert told == ["t.toml: model.path is missing", "t.toml: data.train is missing"]
 
 
@@ -174,10 +177,10 @@ def test_one_process_of_each_role_is_implied_and_an_entry_says_otherwise(loaded:
 
 def test_a_validator_follows_from_validation_prompts(loaded: Loaded) -> None:
     measured = loaded('[validation]\ndata = "tiny:sort"\n')
-    assert measured.validates and [one.name for one in measured.processes()][-1] == "validator"
+    assert measured.validates and [process.name for process in measured.processes()][-1] == "validator"
     assert not loaded("[validation]\nsamples = 7\n").validates
     threads = loaded('[validation]\ndata = "tiny:sort"\n[[process]]\nrole = "validator"\nthreads = 2\n')
-    assert [one.spec.threads for one in threads.processes() if one.role == "validator"] == [2]
+    assert [process.spec.threads for process in threads.processes() if process.role == "validator"] == [2]
 
 
 # --------------------------------------------------------------------------------------------------------- --set
@@ -202,7 +205,7 @@ def test_an_override_of_a_process_goes_by_its_role(loaded: Loaded) -> None:
     assert [p.name for p in topology.processes() if p.role in ("rollout", "validator")] == [
         "rollout/0", "rollout/1", "rollout/2", "validator",
     ]
-    specs = {one.name: one.spec for one in topology.processes()}
+    specs = {process.name: process.spec for process in topology.processes()}
     assert specs["rollout/1"].env == {"A": "b"} and specs["validator"].threads == 2
 
 
@@ -219,8 +222,8 @@ def test_an_override_of_a_process_goes_by_its_role(loaded: Loaded) -> None:
     ],
 )
 def test_a_wrong_override_is_named_as_it_was_typed(refused: Refused, override: str, message: str) -> None:
-    (found,) = refused("", override)
-    assert message in found and found.startswith("--set ")
+    (problem,) = refused("", override)
+    assert message in problem and problem.startswith("--set ")
 
 
 def test_paths_are_relative_to_the_file_or_to_the_command(

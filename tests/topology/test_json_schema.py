@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def keys(cls: type, name: str = "") -> dict[str, Item]:
-    found: dict[str, Item] = {}
+    items_by_key: dict[str, Item] = {}
     for item in items(cls).values():
         inner = item.table or item.row
-        found |= keys(inner, f"{name}{item.name}.") if inner else {f"{name}{item.name}": item}
-    return found
+        items_by_key |= keys(inner, f"{name}{item.name}.") if inner else {f"{name}{item.name}": item}
+    return items_by_key
 
 
 KEYS = {name: item for name, item in keys(Topology).items() if not name.startswith("derived.")}
@@ -52,20 +52,20 @@ def test_every_topology_that_busrl_brings_fits(file: Path) -> None:
 def test_a_value_fits_where_the_reader_takes_it(name: str, data: st.DataObject) -> None:
     item = KEYS[name]
     known = st.sampled_from([*item.rule.choices, *item.rule.words, "my.module:name", "file.py:name"])
-    given = data.draw(st.one_of(ANY, known))
+    drawn = data.draw(st.one_of(ANY, known))
     try:
-        convert(item.hint, item.rule, given)
+        convert(item.hint, item.rule, drawn)
         taken = True
     except Wrong:
         taken = False
-    assert jsonschema.Draft202012Validator(value(item.hint, item.rule)).is_valid(given) == taken
+    assert jsonschema.Draft202012Validator(value(item.hint, item.rule)).is_valid(drawn) == taken
 
 
 def test_a_key_that_there_is_not_and_a_missing_one_are_found() -> None:
     checker = jsonschema.Draft202012Validator(schema())
     wrong: dict[str, Any] = {"run": {"steps": 3}, "process": [{"count": 1}]}
-    found = " ".join(error.message for error in checker.iter_errors(wrong))
-    assert "'steps' was unexpected" in found and "'role' is a required property" in found
+    messages = " ".join(error.message for error in checker.iter_errors(wrong))
+    assert "'steps' was unexpected" in messages and "'role' is a required property" in messages
 
 
 def test_the_command_prints_it_as_a_sound_schema(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,5 +74,5 @@ def test_the_command_prints_it_as_a_sound_schema(capsys: pytest.CaptureFixture[s
     assert "Infinity" not in text  # Python would read it, an editor not
     printed = json.loads(text)
     jsonschema.Draft202012Validator.check_schema(printed)
-    assert {"run", "process"} < set(printed["properties"]) < {one.name for one in dataclasses.fields(Topology)}
+    assert {"run", "process"} < set(printed["properties"]) < {field.name for field in dataclasses.fields(Topology)}
     assert printed["properties"]["learner"]["properties"]["lr"]["description"]

@@ -43,7 +43,7 @@ role = 'reward'
 
 def test_keys_are_found_in_every_form_that_toml_has() -> None:
     tomllib.loads(TEXT)  # the text is one
-    found = positions(TEXT)
+    lines = positions(TEXT)
     expected = {
         ("run",): 2, ("run", "name"): 3, ("run", "seed"): 4, ("learner",): 6, ("learner", "lr"): 7,
         ("learner", "betas"): 8, ("learner", "betas", 1): 10, ("learner", "trigger"): 12,
@@ -53,8 +53,8 @@ def test_keys_are_found_in_every_form_that_toml_has() -> None:
         ("process", 0, "env", "A"): 25, ("process", 1): 27, ("process", 1, "role"): 28,
         ("process", 1, "env", "B"): 30,
     }
-    assert {path: found.get(path) for path in expected} == expected
-    assert ("learner", "key") not in found
+    assert {path: lines.get(path) for path in expected} == expected
+    assert ("learner", "key") not in lines
 
 
 def test_windows_line_ends_count_once() -> None:
@@ -97,8 +97,8 @@ def test_every_key_of_an_accepted_text_has_its_line(tables: dict[str, dict[str, 
             lines += f"{key} = {value}  # '".split("\n")
     text = "\n".join(lines)
     tomllib.loads(text)
-    found = positions(text)
-    assert {path: found.get(path) for path in expected} == expected
+    line_of = positions(text)
+    assert {path: line_of.get(path) for path in expected} == expected
 
 
 @given(st.text(max_size=20))
