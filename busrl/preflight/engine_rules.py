@@ -1,10 +1,10 @@
-"""Rules about what runs the model, and where: weight transports, engines, vLLM, devices, cores, other hosts.
+"""Rules about what generates, and how it gets weights: transports, adapters, endpoints, vLLM, devices of a broadcast.
 
 A new transport adds a function to CHECKS, and rows to the tables. Reads the metadata of installed packages and never
 imports vLLM, which takes seconds. docs/weights.md and docs/engines.md have the tables for readers.
 
 - A combination that cannot work is refused here, before anything starts; a transport or an engine may rely on it.
-- A vLLM outside of `OLDEST` to `BEFORE` is refused: what busrl relies on was read or run in these versions alone.
+- `engines.supported` has the versions of vLLM that busrl was tried with; others are refused.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ def _teacher(t: Topology, kind: str) -> int:
     return count * pretrained.BYTES_OF[t.model.dtype] // (1 if kind == "cpu" else t.ranks)
 
 
-def there(kind: str) -> int:
+def memory_of(kind: str) -> int:
     """Bytes of memory that a device of that kind has on this machine; 0 if that is not known."""
     return host_memory() if kind == "cpu" else device.memory(kind)
 
@@ -357,7 +357,7 @@ def lines(t: Topology) -> list[str]:
     if not parts:
         return ["learner memory: unknown, config.json does not say how large the model is"]
     work = work_of(t)
-    limit = there(work.kind)
+    limit = memory_of(work.kind)
     of = f" of {_gib(limit)}" if limit else f"; how much this machine's {work.kind} has is not known here"
     several = f", {_at_home(t, work)} ranks together" if work.kind == "cpu" else ", each rank"
     ranks, size, host = several if work.ranks > 1 else "", _gib(sum(parts.values())), of_host(t)
@@ -376,7 +376,7 @@ def of_ranks(t: Topology) -> str:
 
 def require(t: Topology) -> None:
     work, parts, host = work_of(t), of_topology(t), of_host(t)
-    limit, needed = there(work.kind), sum(parts.values())
+    limit, needed = memory_of(work.kind), sum(parts.values())
     if limit and needed > limit:
         raise UserError(
             f"the learner needs about {_gib(needed)} of memory, its {work.kind} has {_gib(limit)}: "

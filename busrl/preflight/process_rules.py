@@ -209,15 +209,15 @@ def _faults(t: Topology) -> Iterator[Finding]:
     roles = {process.name: process.role for process in t.processes() if not process.spec.command}
     for index, crash in enumerate(t.faults.crash):
         at = f"faults.crash.{index}"
-        yield from _named(f"{at}.process", (crash.process,), names, "process of this topology")
-        yield from _named(f"{at}.point", (crash.point,), CRASH_POINTS, "crash point")
+        yield from _misnamed(f"{at}.process", (crash.process,), names, "process of this topology")
+        yield from _misnamed(f"{at}.point", (crash.point,), CRASH_POINTS, "crash point")
         yield from _passes(f"{at}.point", roles.get(crash.process, ""), crash.point)
     for line in faults.describe(t.faults):
         yield Finding(("faults",), f"FAULTS ARE ON: {line}", "remove [faults] for real training", True, "[faults]")
 
 
 def _passes(key: str, role: str, point: str) -> Iterator[Finding]:
-    """A program of busrl must pass the point; what another program passes is not known."""
+    """Require that a program of busrl passes the point; of other programs that is unknown."""
     passed_by = faults.PASSED_BY.get(point, ())
     if role and passed_by and role not in passed_by:
         near = [other for other, roles in faults.PASSED_BY.items() if role in roles]
@@ -228,16 +228,16 @@ def _passes(key: str, role: str, point: str) -> Iterator[Finding]:
 
 
 def _bus_fault(at: str, entry: BusFault) -> Iterator[Finding]:
-    yield from _named(f"{at}.types", entry.types, faults.MESSAGES, "message")
-    yield from _named(f"{at}.roles", entry.roles, faults.ENDS, "role with an end on the bus")
+    yield from _misnamed(f"{at}.types", entry.types, faults.MESSAGES, "message")
+    yield from _misnamed(f"{at}.roles", entry.roles, faults.ENDS, "role with an end on the bus")
     if entry.at == faults.SENDER and (entry.duplicate or entry.delay_s or entry.reorder):
         yield Finding((f"{at}.at",), "a sender can only lose messages", 'use at = "receiver" for anything but drop')
     if not (entry.drop or entry.duplicate or entry.delay_s or entry.reorder):
         yield Finding((f"{at}.drop",), "this entry has no effect", "set drop, duplicate, delay_s or reorder")
 
 
-def _named(key: str, names: Iterable[str], allowed: Sequence[str], what: str) -> Iterator[Finding]:
-    """Every name must be known; a near one is suggested."""
+def _misnamed(key: str, names: Iterable[str], allowed: Sequence[str], what: str) -> Iterator[Finding]:
+    """Report each name that is not allowed, with the nearest one that is."""
     for name in names:
         if name not in allowed:
             near = difflib.get_close_matches(name, allowed, n=1)

@@ -146,7 +146,7 @@ def _validation(t: Topology) -> Iterator[Finding]:
         if data == t.data.train and not data.startswith(TINY):
             yield Finding((key,), "these are the training prompts", "give it its own", warning=True)
     for index in range(-bool(t.validation.data), len(t.validation.set)):
-        yield from _one_set(t, index)
+        yield from _set(t, index)
     yield from _dedicated(t)
 
 
@@ -156,12 +156,12 @@ def named_prompts(t: Topology) -> dict[str, str]:
     return {key: path for key, path in {"validation.data": t.validation.data, **sets}.items() if path}
 
 
-def _one_set(t: Topology, index: int) -> Iterator[Finding]:
+def _set(t: Topology, index: int) -> Iterator[Finding]:
     at = f"validation.set.{index}" if index >= 0 else "validation"
     table = t.validation.set[index] if index >= 0 else t.validation
 
     def settled(name: str) -> tuple[str, Any]:
-        """The key that says it, and its value: that of [validation] where the set leaves it out."""
+        """The key in force and its value: those of [validation] where the set leaves the key out."""
         value = getattr(table, name)
         return (f"validation.{name}", getattr(t.validation, name)) if value == "auto" else (f"{at}.{name}", value)
 

@@ -55,7 +55,7 @@ CLASSIFIER = "ForSequenceClassification"
 BOX_S = 20.0  # of a call that judges code, besides the code's own time
 
 
-def _one(t: Topology) -> Iterator[Finding]:
+def _without_parts(t: Topology) -> Iterator[Finding]:
     if t.reward.kind == "python" and not t.reward.part:
         keys = ("reward.function", "reward.kind")
         yield from by_path(keys, t.reward.function, _example("function"), 'kind = "python"')
@@ -127,8 +127,8 @@ def _groups(text: str) -> int:
         return 1  # reported as what it is
 
 
-def _around(t: Topology) -> Iterator[Finding]:
-    """Check what parts need outside of the topology: packages, keys of the environment, model folders."""
+def _surroundings(t: Topology) -> Iterator[Finding]:
+    """Report what parts lack outside of the topology: packages, variables of the environment, model folders."""
     for index, part in enumerate(t.reward.part):
         at = f"reward.part.{index}"
         kind = PART_KINDS.get(part.kind)
@@ -164,4 +164,4 @@ def _classifier(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
             yield Finding((f"{at}.path",), rule, remedy, warning=True)
 
 
-CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _one, _parts, _around)
+CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _without_parts, _parts, _surroundings)

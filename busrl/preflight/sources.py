@@ -168,7 +168,7 @@ def _train_faults(t: Topology) -> Iterator[Finding]:
 def _source_faults(source: DataSource, at: str, target: Target, topology: str) -> Iterator[Finding]:
     kind, path = format_of(source.path, source.format, source.function, source.tasks), target.path
     origins = [name for name in ("path", "function", "tasks") if getattr(source, name)]
-    needed = GIVES.get(kind, "path")
+    needed = GIVES.get(kind, "path")  # the only one of them that this format reads
     if origins != [needed]:
         words = {"path": path, "function": "function", "tasks": "tasks"}
         have = f"has {' and '.join(words[name] for name in origins)}"
@@ -176,7 +176,15 @@ def _source_faults(source: DataSource, at: str, target: Target, topology: str) -
         yield Finding((f"{at}.{words[needed]}",), f"a source of format {kind} has {words[needed]}, and this one {have}",
                       f"give {words[needed]} and no other")
         return
-    if needed == "path" and kind != "environment" and not Path(source.path).exists():
+    yield from _origin_faults(source, at, target, topology)
+    yield from _row_faults(source, at)
+
+
+def _origin_faults(source: DataSource, at: str, target: Target, topology: str) -> Iterator[Finding]:
+    """Findings about the place that rows come from: a file, a folder's split, tasks or a function."""
+    kind, path = format_of(source.path, source.format, source.function, source.tasks), target.path
+    from_files = bool(source.path) and kind != "environment"
+    if from_files and not Path(source.path).exists():
         hub = pretrained.of_hub(topology, source.path, pretrained.DATA_SET)
         remedy = hub or "give a path relative to this topology"
         yield Finding((f"{at}.{path}",), "no such file or folder", remedy)
@@ -189,6 +197,10 @@ def _source_faults(source: DataSource, at: str, target: Target, topology: str) -
         yield Finding((f"{at}.size",), "tasks are made: say how many", "for example size = 10000")
     for name in sorted(source.task_options.keys() - source.tasks.keys()):
         yield Finding((f"{at}.task_options",), f"{name!r} is no task of this source", f"name it in {at}.tasks too")
+
+
+def _row_faults(source: DataSource, at: str) -> Iterator[Finding]:
+    """Findings about the functions of a source, and about the keys that choose its rows."""
     for name in ("function", "filter"):
         if text := getattr(source, name):
             yield from by_path((f"{at}.{name}",), text, f'for example {name} = "prompts.py:{name}"')
