@@ -1,14 +1,14 @@
-"""The learner's side of the controller: measures its inputs, keeps its log and its probe set, and moves the trigger.
+"""The learner's side of the controller: measures its inputs, keeps its log and its probe set, and sets the trigger.
 
 Talks to `busrl.predict.controller` (which decides), to the training step (which scores the probe) and to
 `decisions.jsonl`. Knows nothing of how a decision comes about.
 
-- One line per step: the inputs as they were given, and the decision if one was due. A line with step s takes the place
-  of all earlier lines with a step >= s, as in the train log.
-- A restart loads the state of the checkpoint and gives the controller the inputs of the lines after it, so it decides
-  as before. A step that is in the log of training but has no line (its learner was killed in between) is measured
-  again from the replay, and its line is written then.
-- Nothing here stops training: a full disk costs lines, and with them the memory of a controller that is killed.
+- One line per step: the inputs, and the decision if one was due. A line with step s replaces all earlier lines with a
+  step >= s, as in the train log.
+- A restart loads the state of the checkpoint, then observes the inputs of the lines after it, so it decides as before.
+  A step that is in the train log but has no line (its learner was killed in between) is measured again in the replay,
+  and its line is written then.
+- Nothing here stops training: a full disk costs lines, and with them the history of a controller that is restarted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def control_settings(topology: Topology) -> ControlSettings | None:
 
 
 class Control(StepObserver):
-    """Without a controller (mode `off`) every call does nothing."""
+    """The controller as an observer of steps. In mode `off` it has no controller, and every call does nothing."""
 
     def __init__(self, path: Path, topology: Topology, training: TrainingStep, plan: LearnerPlan) -> None:
         settings = control_settings(topology)
@@ -65,7 +65,7 @@ class Control(StepObserver):
     # -- checkpoints and replay ---------------------------------------------------------------------------------
 
     def load(self, meta: Mapping[str, Any], folder: Path) -> None:
-        """Continue from a checkpoint; with one of other rules, or without a controller, start from the beginning."""
+        """Continue from a checkpoint; start from the beginning if its state is of other rules."""
         if self.controller is None:
             return
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -82,7 +82,7 @@ class Control(StepObserver):
             (folder / PROBE_FILE).write_bytes(msgspec.msgpack.encode(self.probe))
 
     def start(self) -> None:
-        """After the replay: put in force what was decided so far."""
+        """Apply the decisions so far, after the replay."""
         self._logged = {}
         self._apply()
 
@@ -95,11 +95,12 @@ class Control(StepObserver):
         self._observe(step.record, step.stats, row)
 
     def replayed(self, record: Record, stats: StepStats) -> None:
-        """A step of the log that is trained again has no row: its logged inputs lead to the decision of then."""
+        """Observe a step of the log that is trained again: without a row, but its logged inputs give the same decision.
+        """
         self._observe(record, stats, {})
 
     def _observe(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> None:
-        """After a step and before the next: give its numbers to the controller, and apply the decision."""
+        """Give the numbers of a step to the controller, and apply its decision before the next step."""
         if self.controller is None:
             return
         self._choose_probe(record)
@@ -121,16 +122,17 @@ class Control(StepObserver):
     # -- inputs -------------------------------------------------------------------------------------------------
 
     def _inputs(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> Inputs:
-        """From the line of metrics.jsonl; a replay has none, and takes them from record and training."""
-        found = stats.diagnostics
-        return Inputs.made(
+        """The inputs from the line of metrics.jsonl; in a replay, without a line, from the record and the training."""
+        diagnostics = stats.diagnostics
+        return Inputs.measured(
             record.step, len(record.groups),
             reward=row.get("reward", fmean(sample.reward for sample in record.samples)),
-            probe=self._score(record.step), clip=found.clip_low + found.clip_high, ess=found.ess,
+            probe=self._score(record.step), clip=diagnostics.clip_low + diagnostics.clip_high, ess=diagnostics.ess,
         )
 
     def _choose_probe(self, record: Record) -> None:
-        """The first step's first groups, whole, until there are enough samples: the same after any restart."""
+        """Take the first groups of the first step, each whole, until there are enough samples: the same set after any
+        restart."""
         if self.probe or self.controller is None:
             return
         for sample in record.samples:
@@ -167,18 +169,18 @@ class Control(StepObserver):
 
 
 def observers(parts: LearnerParts) -> list[StepObserver]:
-    """Observers that this part of busrl adds to a learner's."""
+    """The observers that this capability adds to a learner's."""
     return [Control(parts.paths.decisions, parts.topology, parts.training, parts.plan)]
 
 
 def read_lines(path: Path) -> dict[int, dict[str, Any]]:
-    """The line of every step that is still valid; damage is left out, as these lines are no ledger."""
-    found: list[tuple[int, dict[str, Any]]] = []
+    """The valid line of every step; damaged lines are skipped, as these lines are no ledger."""
+    rows: list[tuple[int, dict[str, Any]]] = []
     for line in json_lines(path):
         step = line.get("step")
         if not isinstance(step, int):
             continue
-        while found and found[-1][0] >= step:
-            found.pop()
-        found.append((step, line))
-    return dict(found)
+        while rows and rows[-1][0] >= step:
+            rows.pop()
+        rows.append((step, line))
+    return dict(rows)

@@ -1,8 +1,8 @@
 """The controller of the learner's trigger: the size of a step follows the entropy of the policy.
 
-High entropy asks for small, frequent steps, low entropy for large, rare ones; between the two the topology's own
-settings hold. One `Inputs` per step goes in, at most one `Decision` comes out. Pure: no clock, no file, no chance. Fed
-by the learner role, or from the lines of `decisions.jsonl`; knows nothing of how the inputs were measured.
+High entropy calls for small, frequent steps, low entropy for large, rare ones; between the two the topology's own
+settings hold. One `Inputs` per step goes in, at most one `Decision` comes out. Pure: no clock, no file, no randomness.
+The inputs come from the learner role, or from the lines of `decisions.jsonl`; knows nothing of how they were measured.
 
 - The same inputs give the same decisions, whether they come from a run or from its log.
 - One knob moves, the trigger (n_min with t_max). It moves at most once in `cooldown` steps and n_min stays within
@@ -11,7 +11,7 @@ by the learner role, or from the lines of `decisions.jsonl`; knows nothing of ho
 - Rising entropy with falling reward, a clip fraction far above its baseline, or few effective samples veto a lower
   n_min: less data per step makes each of them worse.
 - t_max moves with n_min where the topology has steps by time; where it has none (inf), it stays so.
-- In mode `advise` everything happens but `applied` is False: the knobs are what `act` would have set.
+- In mode `advise` the knobs move in the same way, but `applied` is False: the learner does not follow them.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class Knobs:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Knobs:
-        """The counterpart. Older runs have more knobs, which are left out."""
+        """The inverse of `to_dict`. Older runs have more knobs, which are left out."""
         return cls(data["n_min"], math.inf if data["t_max_ms"] is None else float(data["t_max_ms"]))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A step as measured: shares and clip fractions in [0, 1], entropies in nats. None means not measured in this
-    step: it changes no mean and fires no rule. What else a step had stands in its line of metrics.jsonl.
+    """The measured numbers of a step: shares and clip fractions in [0, 1], entropies in nats. A number that is None was
+    not measured in this step: it changes no mean and fires no rule. Other numbers of a step are in metrics.jsonl.
     """
 
     step: int
@@ -103,20 +103,20 @@ class Inputs:
     ess: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data without what is missing."""
+        """Plain data, without the numbers that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Inputs:
-        """The counterpart. Unknown names are left out: a newer or an older program may have written them."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
+        """The inverse of `to_dict`. Unknown names are left out: a newer or an older program may have written them."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in names})
 
     @classmethod
-    def made(cls, step: int, groups: int, **numbers: float | None) -> Inputs:
-        """From measured numbers, whatever they are: one that is not finite was not measured."""
-        known = {name: float(value) for name, value in numbers.items() if value is not None and math.isfinite(value)}
-        return cls(step=step, groups=groups, **known)
+    def measured(cls, step: int, groups: int, **numbers: float | None) -> Inputs:
+        """Inputs from any numbers: one that is not finite counts as not measured."""
+        finite = {name: float(value) for name, value in numbers.items() if value is not None and math.isfinite(value)}
+        return cls(step=step, groups=groups, **finite)
 
 
 # -- the memory of the steps --------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ SMOOTHED = ("reward", "clip", "ess")
 
 
 class Signals:
-    """Smoothed numbers, and baselines of the first `reference_steps` steps. `add` takes in a step.
+    """Smoothed numbers, and baselines of the first `reference_steps` steps. `add` counts a step.
 
-    A mean is exponential over steps and corrected for its start. The probe is not scored in every step, so its mean
-    forgets by the steps that passed, and its speed does not depend on how often it is scored.
+    A mean is exponential over steps and corrected for its start. The probe is not scored in every step; its mean decays
+    by the steps that have passed, so that its speed does not depend on how often it is scored.
     """
 
     def __init__(self, settings: ControlSettings) -> None:
@@ -162,7 +162,7 @@ class Signals:
         return total / weight if weight > 0 else None
 
     def first(self, name: str) -> float | None:
-        """The baseline, None until the reference steps are over or if nothing was measured in them."""
+        """The baseline; None until the reference steps are over, and if nothing was measured in them."""
         total, count = self._first.get(name, (0.0, 0))
         return total / count if count and self.steps >= self._reference else None
 
@@ -190,7 +190,7 @@ class Signals:
 
 
 class Band(str, Enum):
-    """The band of H / H_ref: normal <-> high, normal <-> low; from one end to the other in one go if it jumped."""
+    """The band of H / H_ref: normal <-> high, normal <-> low; a jump leads from one end to the other at once."""
 
     HIGH = "high"
     NORMAL = "normal"
@@ -199,17 +199,17 @@ class Band(str, Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision, also one that changes nothing. `old` and `new` hold all knobs; equal if none moved."""
+    """A decision, including one that changes nothing. `old` and `new` hold all knobs; equal if none moved."""
 
     step: int
     rule: str
-    knob: str  # "" if no rule wanted to move one
+    knob: str  # the one that a rule moves, or would move; "" for none
     old: dict[str, Any]
     new: dict[str, Any]
     reason: str
     vetoes: tuple[str, ...]
     applied: bool  # the knobs are in force: mode `act`, and something moved
-    seen: dict[str, float]  # the smoothed numbers that were looked at
+    seen: dict[str, float]  # the smoothed numbers on which it rests
 
     @property
     def moved(self) -> bool:
@@ -220,7 +220,8 @@ class Decision:
 
 
 class Controller:
-    """`observe` after every step. `knobs` are what the rules say; the learner follows them in mode `act` alone."""
+    """The rules; call `observe` after every step. `knobs` are the settings by the rules, which the learner follows in
+    mode `act` alone."""
 
     def __init__(self, settings: ControlSettings) -> None:
         self.settings = settings
@@ -236,12 +237,12 @@ class Controller:
         return self.settings.mode == "act"
 
     def probe_is_due(self, step: int) -> bool:
-        """Tell whether the probe set is to be scored after this step: the first one, and every `probe_every` after it.
+        """Tell whether the probe set is to be scored after this step: the first, and every `probe_every`-th after it.
         """
         return (step - 1) % self.settings.probe_every == 0
 
     def observe(self, inputs: Inputs) -> Decision | None:
-        """Take in a step. Returns the decision if one was due after it."""
+        """Count a step; returns the decision if one is due after it."""
         self.signals.add(inputs)
         return None if inputs.step % self.settings.every else self._decide(inputs.step)
 
@@ -277,11 +278,12 @@ class Controller:
         return Knobs(n_min, t_max if math.isfinite(s.t_max_ms) else math.inf)
 
     def _vetoes(self) -> Iterator[str]:
-        """Reasons against a lower n_min now. Near 0 a multiple of the clip baseline means nothing, hence its floor."""
+        """Reasons against a lower n_min now. The clip baseline has a floor, as multiples of a value near 0 mean
+        nothing."""
         s, signals, (ratio_before, reward_before) = self.settings, self.signals, self._before
         ratio, reward = signals.ratio, signals.mean("reward")
-        known = None not in (ratio, reward, ratio_before, reward_before)
-        if known and ratio > ratio_before and reward < reward_before:  # type: ignore[operator]
+        complete = None not in (ratio, reward, ratio_before, reward_before)
+        if complete and ratio > ratio_before and reward < reward_before:  # type: ignore[operator]
             entropy, rewards = f"{ratio_before:.3f} to {ratio:.3f}", f"{reward_before:.3f} to {reward:.3f}"
             yield f"entropy rises ({entropy}) while reward falls ({rewards})"
         clip, first = signals.mean("clip"), signals.first("clip")
@@ -307,7 +309,7 @@ class Controller:
         return {name: value for name, value in numbers.items() if value is not None}
 
     def state(self) -> dict[str, Any]:
-        """Plain data for a checkpoint; `load` of an equally set controller continues from it."""
+        """Plain data for a checkpoint; the `load` of a controller with equal settings continues from it."""
         ratio, reward = self._before
         return {
             "version": STATE_VERSION, "rules": NAME, "knobs": self.knobs.to_dict(), "moves": self.moves,
@@ -316,12 +318,12 @@ class Controller:
         }
 
     def load(self, state: Mapping[str, Any]) -> bool:
-        """False, and nothing changed, if it is the state of other rules or of another version of them."""
+        """Continue from a `state`; False, and nothing changed, if it is of other rules or of another version."""
         if state.get("version") != STATE_VERSION or state.get("rules") != NAME:
             return False
         self.signals.load(state["signals"])
-        own, s, knobs = state["rule_state"], self.settings, Knobs.from_dict(state["knobs"])
-        self.band, self._before = Band(own["band"]), (own["ratio"], own["reward"])
+        rules, s, knobs = state["rule_state"], self.settings, Knobs.from_dict(state["knobs"])
+        self.band, self._before = Band(rules["band"]), (rules["ratio"], rules["reward"])
         self.knobs = Knobs(min(max(knobs.n_min, s.n_lo), s.n_hi), knobs.t_max_ms)  # the bounds may be others now
         self.moves, self._rest_until = int(state["moves"]), int(state["rest_until"])
         return True

@@ -1,12 +1,12 @@
-"""The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz`.
+"""The length predictor of a run: built as the topology states, guarded, and saved in `predictor.npz`.
 
 Talks to files: the run's own state, the copy in each checkpoint, the user's table of keywords. Used by the scheduler
-(makes, restores, saves) and by the learner (`copy_into` a checkpoint). Knows nothing of policies or slots.
+(builds, restores, saves) and by the learner (`copy_into` a checkpoint). Knows nothing of policies or slots.
 
-- Losing the state costs order, never a sample: an unusable file causes a warning, and a save that fails is tried again
-  later. A file is whole or the old one.
-- A checkpoint finds a recent state: it is saved with the first answers, before each step that may end in a checkpoint,
-  and every few seconds, so seldom that saving takes at most a hundredth of the scheduler's time.
+- A lost state costs order, never a sample: an unusable file causes a warning, and a failed save is tried again later. A
+  save replaces the file as a whole.
+- The state in a checkpoint is recent: it is saved with the first answers, before each step that may end in a
+  checkpoint, and every few seconds, so seldom that saving takes at most a hundredth of the scheduler's time.
 - A start takes the run's own file, or else that of the newest checkpoint that has one.
 """
 
@@ -35,15 +35,15 @@ from busrl.system.files import replacing
 from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
-SAVE_EVERY_S, SAVE_COSTS = 5.0, 100.0  # seconds between two saves, and times that one took: whichever is more
-MOST_COSTS = 2.0  # where every step may end in a checkpoint: no more often than this allows
+SAVE_EVERY_S, SAVE_COSTS = 5.0, 100.0  # between two saves: seconds, or multiples of a save's time, whichever is more
+MOST_COSTS = 2.0  # between two saves before steps that may end in a checkpoint: multiples of a save's time
 Warn = Callable[[str], None]
 ARRAY, TEXT = "$array", "data"
 
 
 def save_plain(path: Path, data: Mapping[str, Any]) -> None:
     """Write numbers, strings, lists, dicts with string keys, and arrays among them as a NumPy archive without pickle:
-    the arrays under numbers, and a JSON text that says where each belongs. OSError if the disk refuses."""
+    the arrays under numbers, and a JSON text with the place of each. OSError if the disk refuses."""
     arrays: list[npt.NDArray[Any]] = []
 
     def place(value: Any) -> Any:
@@ -62,11 +62,11 @@ def load_plain(path: Path) -> dict[str, Any] | None:
     """The data of a file, tuples as lists; None if there is no file. ValueError if it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            found: dict[str, Any] = json.loads(
+            data: dict[str, Any] = json.loads(
                 archive[TEXT].tobytes(),
-                object_hook=lambda one: archive[f"a{one[ARRAY]}"] if one.keys() == {ARRAY} else one,
+                object_hook=lambda entry: archive[f"a{entry[ARRAY]}"] if entry.keys() == {ARRAY} else entry,
             )
-            return found
+            return data
     except FileNotFoundError:
         return None
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as problem:
@@ -74,19 +74,19 @@ def load_plain(path: Path) -> dict[str, Any] | None:
 
 
 class PredictorState:
-    """The predictor to be asked, and its file; `warn` gets what goes wrong."""
+    """The predictor of a run, and its file; `warn` gets the problems in words."""
 
     def __init__(self, topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Warn) -> None:
         self.paths, self._warn = paths, warn
         words = _keywords(topology, warn)
         inner = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
         self.predictor = Guard(inner, RulesPredictor(words), clock=time.perf_counter, report=warn)
-        self._saved_at = 0  # answers that the saved state knows
+        self._saved_at = 0  # answers in the saved state
         self._last_save, self._cost_s = -math.inf, 0.0
-        self._before = -1  # the step for whose checkpoint was saved last
+        self._before = -1  # the step before whose checkpoint the last save was
 
     def restore(self) -> bool:
-        """Load what an earlier scheduler learned; False if there was nothing usable."""
+        """Load the state of an earlier scheduler; False if there is no usable one."""
         for path in _candidates(self.paths):
             try:
                 state = load_plain(path)
@@ -99,7 +99,8 @@ class PredictorState:
         return False
 
     def keep(self, now: float, before: int | None = None) -> None:
-        """Save if answers came in: from time to time, and once for each step `before` which may end in a checkpoint."""
+        """Save if there are new answers: from time to time, and once for each step `before` which may end in a
+        checkpoint."""
         due = before is not None and before != self._before
         wait = MOST_COSTS * self._cost_s if due else max(SAVE_EVERY_S, SAVE_COSTS * self._cost_s)
         if self.predictor.answers == self._saved_at or now < self._last_save + wait:
@@ -121,14 +122,14 @@ class PredictorState:
     def close(self) -> None:
         self.save()
         if self.predictor.answers or self.predictor.fallbacks:
-            found = self.predictor.metrics().items()
-            shown = ", ".join(f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in found)
+            figures = self.predictor.metrics().items()
+            shown = ", ".join(f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in figures)
             log.info("predictor %s: %s", self.predictor.name, shown)
 
 
 def unkept(topology: Topology, lengths_of: LengthsOf, oracle: bool) -> Guard:
-    """The predictor of a simulated run, `oracle` in the place of the topology's own. UserError for a table of keywords
-    that has a fault."""
+    """The predictor of a simulated run: the topology's, or with `oracle` that one. UserError for a table of keywords
+    with a fault."""
     words, path = None, topology.scheduler.keywords
     if path:
         words, problems = read_keywords(path)
@@ -139,32 +140,33 @@ def unkept(topology: Topology, lengths_of: LengthsOf, oracle: bool) -> Guard:
 
 
 def copy_into(checkpoint: Path, paths: RunPaths) -> None:
-    """Put what is saved into a checkpoint that is being written. OSError if the disk refuses."""
+    """Copy the saved state into a checkpoint that is being written. OSError if the disk refuses."""
     try:
         shutil.copyfile(paths.predictor, checkpoint / paths.predictor.name)
     except FileNotFoundError:
-        pass  # rules learn nothing, and a run begins without
+        pass  # `rules` has no state, and a new run has none yet
 
 
 def _candidates(paths: RunPaths) -> Iterator[Path]:
     """Files to restore from, best first."""
     yield paths.predictor
-    found = paths.checkpoints.glob(f"{CHECKPOINT}*/{paths.predictor.name}")
-    yield from sorted(found, key=lambda path: path.parent.stat().st_mtime, reverse=True)
+    copies = paths.checkpoints.glob(f"{CHECKPOINT}*/{paths.predictor.name}")
+    yield from sorted(copies, key=lambda path: path.parent.stat().st_mtime, reverse=True)
 
 
 def _keywords(topology: Topology, warn: Warn) -> Keywords | None:
-    """The user's table; None for the shipped one. `launch` has checked it: a problem here arose since then."""
+    """The user's table; None for the shipped one. `launch` has checked it: a problem here is newer than that."""
     if not topology.scheduler.keywords:
         return None
-    found, problems = read_keywords(topology.scheduler.keywords)
+    keywords, problems = read_keywords(topology.scheduler.keywords)
     for problem in problems:
         warn(f"{topology.scheduler.keywords}: {problem}; left out")
-    return found if found.words or found.tags else None
+    return keywords if keywords.words or keywords.tags else None
 
 
 def _lengths(topology: Topology, stream: JsonlStream) -> LengthsOf | None:
-    """The knowledge of the oracle: the lengths of a draw's members, from the trace that is `data.train`."""
+    """The lengths of a draw's members, from the trace that is `data.train`; None unless the predictor is the oracle."""
+
     if topology.scheduler.predictor != "oracle":
         return None
 

@@ -183,7 +183,7 @@ def test_a_state_written_by_an_older_program_loads_without_removed_parts() -> No
 
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:
-    assert Inputs.made(3, 8, reward=math.nan, clip=0.5, probe=math.inf, ess=None) == Inputs(3, 8, clip=0.5)
+    assert Inputs.measured(3, 8, reward=math.nan, clip=0.5, probe=math.inf, ess=None) == Inputs(3, 8, clip=0.5)
 
 
 def test_a_controller_joining_late_makes_its_reference_from_then_on() -> None:

@@ -16,7 +16,7 @@ __all__ = [
 
 
 def make_predictor(name: str, *, keywords: Keywords | None = None, lengths_of: LengthsOf | None = None) -> Predictor:
-    """The predictor that `scheduler.predictor` names; `lengths_of` is what the oracle knows."""
+    """The predictor that `scheduler.predictor` names; `lengths_of` gives the oracle its lengths."""
     if name == "oracle":
         if lengths_of is None:
             raise ValueError("predictor = 'oracle': nobody knows the lengths of answers beforehand; use blend")

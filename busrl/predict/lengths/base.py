@@ -32,7 +32,7 @@ def limited(tokens: Floats, candidates: Sequence[Candidate]) -> Floats:
 
 
 class Kept:
-    """Something learned whose state is the attributes named in `KEPT`: arrays and numbers."""
+    """A learner whose state is the attributes that `KEPT` names: arrays and numbers."""
 
     KEPT: ClassVar[tuple[str, ...]] = ()
 
@@ -40,28 +40,28 @@ class Kept:
         return {name: copy(getattr(self, name)) for name in self.KEPT}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave; ValueError for other shapes and for numbers that are not finite."""
+        """Continue from a `state`; ValueError for other shapes and for numbers that are not finite."""
         self.__dict__.update(self._read(state))
 
     def _read(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        found = {}
+        values = {}
         for name in self.KEPT:
-            own = np.asarray(getattr(self, name))
-            value = np.array(state[name], own.dtype)
-            if value.ndim != own.ndim or value.shape[1:] != own.shape[1:] or not np.isfinite(value).all():
+            present = np.asarray(getattr(self, name))
+            value = np.array(state[name], present.dtype)
+            if value.ndim != present.ndim or value.shape[1:] != present.shape[1:] or not np.isfinite(value).all():
                 raise ValueError(f"{name} of a {type(self).__name__}: another shape, or not finite")
-            found[name] = value if own.ndim else value.item()
-        if not self._fits(found):
+            values[name] = value if present.ndim else value.item()
+        if not self._fits(values):
             raise ValueError(f"not the state of a {type(self).__name__}: sizes do not match")
-        return found
+        return values
 
-    def _fits(self, found: Mapping[str, Any]) -> bool:
+    def _fits(self, values: Mapping[str, Any]) -> bool:
         return True
 
 
 class Table(Kept):
-    """Columns (arrays named in `KEPT`) of `capacity` rows, one per key in column `KEYS`; when all are used, the row
-    made longest ago goes. `PLACE` is what the state calls the row that is used next."""
+    """Columns (arrays named in `KEPT`) of `capacity` rows, one per key in column `KEYS`; when all are used, the oldest
+    row goes. `PLACE`: the name of the next row's number in the state."""
 
     KEYS: ClassVar[str]
     PLACE: ClassVar[str]
@@ -94,17 +94,17 @@ class Table(Kept):
         return {**{name: getattr(self, name)[: len(self)].copy() for name in self.KEPT}, self.PLACE: self._next}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        found, place = self._read(state), int(state[self.PLACE])
-        used = len(found[self.KEYS])
+        columns, place = self._read(state), int(state[self.PLACE])
+        used = len(columns[self.KEYS])
         if not 0 <= place <= used:
             raise ValueError(f"{self.PLACE} = {place} lies outside of the table")
-        for name, column in found.items():
+        for name, column in columns.items():
             getattr(self, name)[:used] = column
         self._next = (place if used == self.capacity else used) % self.capacity
-        self._row = {key: row for row, key in enumerate(found[self.KEYS].tolist())}
+        self._row = {key: row for row, key in enumerate(columns[self.KEYS].tolist())}
 
-    def _fits(self, found: Mapping[str, Any]) -> bool:
-        sizes = {len(column) for column in found.values()}
+    def _fits(self, columns: Mapping[str, Any]) -> bool:
+        sizes = {len(column) for column in columns.values()}
         return len(sizes) == 1 and max(sizes) <= self.capacity
 
 
@@ -122,9 +122,9 @@ def key_of(candidate: Candidate) -> int:
 class PromptTable(Table):
     """Running means by prompt.
 
-    Answers of the newest draw of a prompt are its siblings, counted apart from all earlier ones; of those the newest
-    `MEMORY` count, so that a prompt whose answers grow is followed. `count` and `mean` are of the newest draw,
-    `old_count` and `old_mean` of those before.
+    The answers of a prompt's newest draw are siblings, and counted apart from earlier answers. Of the earlier ones
+    about the newest `MEMORY` count, so that the mean follows a prompt whose answers grow. `count` and `mean` are of the
+    newest draw, `old_count` and `old_mean` of the draws before.
     """
 
     KEPT = ("key", "draw", "count", "mean", "old_count", "old_mean")
@@ -160,9 +160,9 @@ class PromptTable(Table):
 
     def _add_old(self, row: int, count: float, mean: float) -> None:
         if count > 0:
-            kept = min(self.old_count[row], max(0.0, MEMORY - count))
-            self.old_mean[row] = (kept * self.old_mean[row] + count * mean) / (kept + count)
-            self.old_count[row] = kept + count
+            remembered = min(self.old_count[row], max(0.0, MEMORY - count))
+            self.old_mean[row] = (remembered * self.old_mean[row] + count * mean) / (remembered + count)
+            self.old_count[row] = remembered + count
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "oldest": self._next if len(self) == self.capacity else 0}
@@ -186,16 +186,16 @@ class Level(Kept):
 
     @property
     def value(self) -> float:
-        """Distance by which the mean of the log has moved."""
+        """The distance by which the mean of the log has moved."""
         return self.mean - self.base if self.answers > SETTLED else 0.0
 
     @property
     def typical(self) -> float:
-        """Mean of the log, around the level: what a prompt has of which nothing is known."""
+        """The mean of the log, around the level: the expectation for a prompt without any evidence."""
         return self.mean - self.value if self.answers else math.log(256)
 
     def relative(self, tokens: int) -> float:
-        """Count an answer; its log, around the level."""
+        """Count an answer; returns the log of its length, around the level."""
         log = math.log(max(1, tokens))
         self.answers += 1
         self.mean += (log - self.mean) / min(self.answers, SETTLED)
@@ -206,10 +206,10 @@ class Level(Kept):
 
 # -- evidence ------------------------------------------------------------------------------------------------
 
-LOOK_BACK = 400  # surprises that a variance is the mean of
-AT_FIRST = 20  # surprises that the first guess of a variance is worth
+LOOK_BACK = 400  # surprises in the mean of a variance
+AT_FIRST = 20  # surprises; the weight of the first guess of a variance
 LEAST = 0.02
-OUTLIER = 2.5  # standard deviations; an answer that is further off counts as if it were so far off
+OUTLIER = 2.5  # standard deviations; a larger surprise counts as this one
 
 
 class Variance:
@@ -219,7 +219,7 @@ class Variance:
         self.mean, self.seen = guess, float(AT_FIRST)
 
     def add(self, square: float, beside: float = 0.0) -> None:
-        """A squared surprise, of which `beside` is expected from another cause."""
+        """Count a squared surprise, of which `beside` is the expected share of another cause."""
         self.seen = min(self.seen + 1, LOOK_BACK)
         bounded = min(square, OUTLIER**2 * (self.value + beside))
         self.mean += (bounded - beside - self.mean) / self.seen
@@ -230,12 +230,12 @@ class Variance:
 
 
 class Evidence(Kept):
-    """Evidence of a prompt's own answers, put together with what was expected without them.
+    """The evidence of a prompt's own answers, combined with the expectation without them.
 
-    Normal distributions of the log of a length (relative to a level that the caller keeps): an expectation with its
-    variance, the mean of earlier answers to the prompt, the mean of finished siblings, each weighed by how sure it is.
-    The three variances are learned from surprises. Without answers of its own a prompt gets its expectation unchanged;
-    the more siblings have finished, the less the expectation counts (shrinkage).
+    Three normal distributions of the log of a length (relative to a level that the caller keeps): the expectation, the
+    mean of earlier answers to the prompt, and the mean of finished siblings, each weighted by its inverse variance. The
+    three variances are learned from surprises. Without answers of its own a prompt gets its expectation unchanged; the
+    more siblings have finished, the less the expectation counts (shrinkage).
     """
 
     def __init__(self, table: PromptTable) -> None:
@@ -246,30 +246,31 @@ class Evidence(Kept):
         self.variances = {"answer": self.answer, "expected": self.expected, "drift": self.drift}
 
     def combine(self, candidates: Sequence[Candidate], keys: Sequence[int], expected: Floats) -> Floats:
-        """The expectation, corrected by what is known of each prompt itself."""
+        """The expectation, corrected by the answers to each prompt itself."""
         rows = self.table.rows(keys)
         if not (rows >= 0).any():
             return expected
-        rows, known = np.maximum(rows, 0), rows >= 0
+        rows, present = np.maximum(rows, 0), rows >= 0
         draws = np.fromiter((c.draw for c in candidates), np.int64, len(candidates))
-        same = known & (self.table.draw[rows] == draws)
-        earlier = known & (self.table.draw[rows] < draws)  # then all its answers are earlier ones
+        same = present & (self.table.draw[rows] == draws)
+        earlier = present & (self.table.draw[rows] < draws)  # then all its answers are earlier ones
         count, mean = self.table.overall(rows)
         own_count, own_mean = np.where(same, self.table.count[rows], 0.0), self.table.mean[rows]
         old_count = np.where(same, self.table.old_count[rows], np.where(earlier, count, 0.0))
         old_mean = np.where(same, self.table.old_mean[rows], mean)
         noise = self.answer.value
-        own = own_count / noise
-        old = np.where(old_count > 0, 1 / (self.drift.value + noise / np.maximum(old_count, 1)), 0.0)
+        of_siblings = own_count / noise
+        of_earlier = np.where(old_count > 0, 1 / (self.drift.value + noise / np.maximum(old_count, 1)), 0.0)
         prior = 1 / self.expected.value
-        # One answer may be an outlier; several that agree are none.
+        # One answer may be an outlier; several answers that agree are not.
         far = OUTLIER * np.sqrt(self.expected.value + noise) * np.maximum(own_count, 1)
         surprise = np.clip(own_mean - expected, -far, far)
-        together: Floats = expected + (own * surprise + old * (old_mean - expected)) / (prior + own + old)
+        weighted = of_siblings * surprise + of_earlier * (old_mean - expected)
+        together: Floats = expected + weighted / (prior + of_siblings + of_earlier)
         return together
 
     def add(self, candidate: Candidate, value: float) -> bool:
-        """An answer; True if it is the first one of its draw."""
+        """Count an answer; True if it is the first of its draw."""
         table = self.table
         row = table.row(key_of(candidate))
         siblings = table.count[row] if table.draw[row] == candidate.draw else 0.0
@@ -287,7 +288,7 @@ class Evidence(Kept):
             self.drift.add((value - float(mean[0])) ** 2, self.answer.value * (1 + 1 / float(count[0])))
 
     def surprised(self, surprises: Floats) -> None:
-        """First answers of draws, minus what was expected of them."""
+        """Learn from the first answers of draws, minus their expectations."""
         noise = self.answer.value
         for square in (surprises**2).tolist():
             self.expected.add(square, noise)
@@ -310,7 +311,7 @@ LengthsOf = Callable[[int], Sequence[int]]
 
 
 class OraclePredictor(Predictor):
-    """The mean length of a group's answers, each cut at the limit, known beforehand from `lengths_of`.
+    """The mean length of a group's answers, each cut at the limit, which `lengths_of` gives beforehand.
 
     For simulations and runs of the scripted engine only; the topology of a run with a real model is refused.
     """

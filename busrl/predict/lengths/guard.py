@@ -1,11 +1,12 @@
-"""Stands between a predictor and its user: faults are counted and replaced, predictions are scored by Kendall's tau.
+"""A guard between a predictor and its user: counts and replaces faults, and scores predictions by Kendall's tau.
 
-Wraps any predictor; talks to nothing else but the clock that it may be handed. Knows nothing of where the numbers go.
+Wraps any predictor; talks to nothing else but the clock that its constructor gets. Knows nothing of the use of its
+numbers.
 
-- `predict` and `observe` never raise, and predictions are always within 1 and the limit. A prediction that raises or is
-  no usable number is made by `rules` instead, for that batch.
+- `predict` and `observe` never raise, and predictions are always within 1 and the limit. When a prediction raises, or
+  is no usable number, `rules` predicts that batch instead.
 - An answer is scored against the newest prediction for its draw: a dispatched draw gets no new one.
-- Each kind of fault is reported once, counted always.
+- Each kind of fault is reported once, and counted always.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ def kendall_tau(predicted: Sequence[float] | npt.ArrayLike, actual: Sequence[flo
 
 
 def _signs(values: Floats) -> npt.NDArray[np.int8]:
-    """Order of all against all: 1 above, -1 below, 0 equal."""
+    """The order of each value against each: 1 above, -1 below, 0 equal."""
     return (values[:, None] > values).astype(np.int8) - (values[:, None] < values).astype(np.int8)
 
 
-WINDOW = 512  # pairs that tau is computed of
-EVERY = 64  # answers after which it is recomputed, when asked for
-LEAST_PAIRS = 16  # before that many, tau says nothing
+WINDOW = 512  # pairs from which tau is computed
+EVERY = 64  # answers after which reading tau computes it again
+LEAST_PAIRS = 16  # with fewer pairs tau is NaN
 REMEMBERED = 1 << 17  # predictions waiting for their answers; as many prompts may be waiting to be dispatched
 FADE_PROMPTS = 4096  # costs are means over about so many
 
 
 class Guard(Predictor):
-    """A predictor that can be relied on. `report(text)` is called once per kind of fault; `clock()` gives seconds."""
+    """A predictor that never fails. `report(text)` is called once per kind of fault; `clock()` gives seconds."""
 
     def __init__(
         self, predictor: Predictor, rules: RulesPredictor | None = None, *, clock: Callable[[], float] = lambda: 0.0,
@@ -53,9 +54,9 @@ class Guard(Predictor):
         self.name = predictor.name
         self._clock, self._report = clock, report
         self.faults: Counter[str] = Counter()  # by kind
-        self.fallbacks = 0  # prompts that rules predicted in its place
+        self.fallbacks = 0  # prompts that `rules` predicted instead
         self.answers = 0
-        self._said: dict[int, float] = {}  # draw -> newest prediction
+        self._newest: dict[int, float] = {}  # draw -> newest prediction
         self._pairs: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._tau = math.nan
         self._tau_at = -EVERY
@@ -66,25 +67,25 @@ class Guard(Predictor):
         if not candidates:
             return np.zeros(0)
         begun = self._clock()
-        found = self._asked(candidates)
-        if found is None:
+        tokens = self._checked(candidates)
+        if tokens is None:
             self.fallbacks += len(candidates)
-            found = self.rules.predict(candidates)
+            tokens = self.rules.predict(candidates)
         self._asking.add(self._clock() - begun, len(candidates))
-        for candidate, tokens in zip(candidates, found.tolist()):
-            self._said.pop(candidate.draw, None)  # the newest stand last
-            self._said[candidate.draw] = tokens
-        while len(self._said) > REMEMBERED:
-            del self._said[next(iter(self._said))]
-        return found
+        for candidate, number in zip(candidates, tokens.tolist()):
+            self._newest.pop(candidate.draw, None)  # so that the newest are last
+            self._newest[candidate.draw] = number
+        while len(self._newest) > REMEMBERED:
+            del self._newest[next(iter(self._newest))]
+        return tokens
 
     def observe(self, finished: Sequence[Observation]) -> None:
         if not finished:
             return
         for candidate, tokens in finished:
-            said = self._said.get(candidate.draw)
-            if said is not None:
-                self._pairs.append((said, tokens))
+            predicted = self._newest.get(candidate.draw)
+            if predicted is not None:
+                self._pairs.append((predicted, tokens))
         self.answers += len(finished)
         begun = self._clock()
         try:
@@ -97,21 +98,21 @@ class Guard(Predictor):
         return {"name": self.name, "inner": self.inner.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """ValueError if the state is another predictor's or does not fit; nothing is changed then."""
+        """Continue from a `state`; ValueError, and nothing changed, if it is another predictor's or does not fit."""
         if state["name"] != self.name:
             raise ValueError(f"it is of the predictor {state['name']!r}, not {self.name!r}")
         self.inner.load(state["inner"])
 
     @property
     def tau(self) -> float:
-        """Kendall's tau of the last predictions with what came out; NaN before there is enough."""
+        """Kendall's tau of the last predictions with the actual lengths; NaN with fewer than LEAST_PAIRS."""
         if len(self._pairs) >= LEAST_PAIRS and self.answers - self._tau_at >= EVERY:
             self._tau_at = self.answers
             self._tau = kendall_tau(*zip(*self._pairs))
         return self._tau
 
     def metrics(self) -> dict[str, float]:
-        """For the metrics: ranking quality, pairs it is of, microseconds per prompt and answer, what went wrong."""
+        """Numbers for the metrics: ranking quality and its pairs, microseconds per prompt and answer, faults."""
         return {
             "predictor_tau": self.tau,
             "predictor_pairs": float(len(self._pairs)),
@@ -121,21 +122,21 @@ class Guard(Predictor):
             "predictor_faults": float(self.faults.total()),
         }
 
-    def _asked(self, candidates: Sequence[Candidate]) -> Floats | None:
-        """Ask the predictor; None if the answer cannot be used."""
+    def _checked(self, candidates: Sequence[Candidate]) -> Floats | None:
+        """The prediction of the wrapped predictor; None if it cannot be used."""
         try:
-            found = np.asarray(self.inner.predict(candidates), np.float64)
+            tokens = np.asarray(self.inner.predict(candidates), np.float64)
         except Exception as problem:
             self._fault(f"predict raised {type(problem).__name__}", str(problem))
             return None
-        if found.shape != (len(candidates),):
-            self._fault("wrong shape", f"{found.shape} for {len(candidates)} prompts")
-        elif not np.isfinite(found).all():
-            self._fault("not finite", f"{int((~np.isfinite(found)).sum())} of {len(found)} predictions")
-        elif (found < 0).any():
-            self._fault("negative", f"{found.min():g} tokens")
+        if tokens.shape != (len(candidates),):
+            self._fault("wrong shape", f"{tokens.shape} for {len(candidates)} prompts")
+        elif not np.isfinite(tokens).all():
+            self._fault("not finite", f"{int((~np.isfinite(tokens)).sum())} of {len(tokens)} predictions")
+        elif (tokens < 0).any():
+            self._fault("negative", f"{tokens.min():g} tokens")
         else:
-            return limited(found, candidates)
+            return limited(tokens, candidates)
         return None
 
     def _fault(self, kind: str, text: str) -> None:
@@ -145,7 +146,7 @@ class Guard(Predictor):
 
 
 class _Cost:
-    """Seconds per thing, over the last ones."""
+    """Mean seconds per prompt or answer, over about the last FADE_PROMPTS."""
 
     def __init__(self) -> None:
         self.seconds = self.things = 0.0

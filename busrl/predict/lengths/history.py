@@ -1,8 +1,8 @@
-"""`history` and `blend`: what other answers came to, alone or with rules and text, each trusted as far as it was right.
+"""`history` and `blend`: predictions from the lengths of other answers, alone or mixed with rules and text.
 
-`history`: near prompts say what to expect of one that has no answers yet; its own answers then correct that, siblings
-most. `blend`: what to expect is a fitted mixture of the rules, the linear model and the neighbours (rules alone while
-there is nothing else), corrected in the same way. Knows nothing of how rules and models of text work.
+`history`: the expectation for a prompt without answers comes from near prompts; its own answers then correct it,
+siblings most. `blend`: the expectation is a fitted mixture of the rules, the linear model and the neighbours (rules
+alone while there is no data), corrected in the same way. Knows nothing of how rules and models of text work.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ LEAST = 1e-12  # weight below which nothing is near
 
 
 class Neighbours(Table):
-    """Prompts whose text is near: an index of at most `capacity` unit vectors (the oldest go) over a table of prompts.
+    """Prompts with similar texts: an index of at most `capacity` unit vectors (the oldest go) over a table of prompts.
 
-    Every vector is compared (one matrix product for a whole batch); a neighbour weighs its similarity to the power of
-    16, so only near ones count. A prompt is no neighbour of itself. `known`: its row in the table of prompts.
+    Every vector is compared (one matrix product for a whole batch). The weight of a neighbour is its similarity to the
+    power of 16, so that only near ones count. A prompt is no neighbour of itself. `prompt_rows`: by vector, the row in
+    the table of prompts.
     """
 
     KEPT = ("vectors", "keys")
@@ -39,18 +40,18 @@ class Neighbours(Table):
         super().__init__(capacity)
         self.table = table
         self.vectors = np.zeros((capacity, DIMENSIONS), np.float32)
-        self.keys, self.known = np.zeros((2, capacity), np.int64)
+        self.keys, self.prompt_rows = np.zeros((2, capacity), np.int64)
 
     def add(self, keys: Sequence[int], rows: Ints, f: Features) -> None:
-        """Prompts with their rows in the table; one that is known already stays where it is."""
+        """Add prompts with their rows in the table; a prompt that has a vector keeps it."""
         vectors = f.dense(DIMENSIONS)
         for i, key in enumerate(keys):
             if key not in self._row:
                 row = self.new(key)
-                self.vectors[row], self.known[row] = vectors[i], rows[i]
+                self.vectors[row], self.prompt_rows[row] = vectors[i], rows[i]
 
     def predict(self, f: Features, keys: Sequence[int], typical: float) -> Floats:
-        """Weighted mean per row of `f`; `typical` where nothing is near."""
+        """The weighted mean of the neighbours of each row of `f`; `typical` where nothing is near."""
         used = len(self)
         if not used:
             return np.full(f.rows, typical)
@@ -58,32 +59,33 @@ class Neighbours(Table):
         np.maximum(weights, 0, out=weights)
         for _ in range(SQUARINGS):
             np.multiply(weights, weights, out=weights)
-        own = self.rows(keys)
-        weights[np.flatnonzero(own >= 0), own[own >= 0]] = 0
+        itself = self.rows(keys)
+        weights[np.flatnonzero(itself >= 0), itself[itself >= 0]] = 0
         value, sure = self._values(used, typical)
         total = weights @ sure
-        found = (weights @ (sure * value)) / np.maximum(total, LEAST)
-        return typical + np.where(total > LEAST, found, 0.0).astype(np.float64)
+        mean = (weights @ (sure * value)) / np.maximum(total, LEAST)
+        return typical + np.where(total > LEAST, mean, 0.0).astype(np.float64)
 
     def _values(self, used: int, typical: float) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Mean of the answers of each neighbour (around `typical`), and how sure that is, 0 to 1."""
-        rows = self.known[:used]
+        """The mean of the answers of each neighbour (around `typical`), and its weight, 0 to 1."""
+        rows = self.prompt_rows[:used]
         count, mean = self.table.overall(rows)
         sure = np.where(self.table.key[rows] == self.keys[:used], count / (count + 1), 0.0)
         return (mean - typical).astype(np.float32), sure.astype(np.float32)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """After the table, in which it looks up its rows: a key that has gone is seen in `_values`."""
+        """Continue from a state, after the table has: the rows are looked up there. `_values` gives a prompt that the
+        table has lost the weight 0."""
         super().load(state)
-        self.known = np.maximum(self.table.rows(self.keys.tolist()), 0)
+        self.prompt_rows = np.maximum(self.table.rows(self.keys.tolist()), 0)
 
 
-PROMPTS = 1 << 16  # prompts remembered, about 200 bytes each
-VECTORS = 4096  # texts compared with
+PROMPTS = 1 << 16  # prompts in the table, about 200 bytes each
+VECTORS = 4096  # texts in the index
 
 
 class HistoryPredictor(Learning):
-    """Length from the lengths of other answers."""
+    """The predictor `history`: length from the lengths of other answers."""
 
     name = "history"
 
@@ -102,9 +104,9 @@ class HistoryPredictor(Learning):
         return not self.evidence.add(candidate, value)
 
     def _learn(self, fresh: Sequence[Fresh]) -> None:
-        keys, f = keyed([one.candidate for one in fresh])
+        keys, f = keyed([prompt.candidate for prompt in fresh])
         near = self.neighbours.predict(f, keys, self.level.typical)
-        self.evidence.surprised(np.array([one.first for one in fresh]) - near)
+        self.evidence.surprised(np.array([prompt.first for prompt in fresh]) - near)
         self.neighbours.add(keys, self.table.rows(keys), f)
 
 
@@ -119,11 +121,11 @@ PENALTY = 8.0  # weight of the first guess, in prompts per unit of variance of a
 
 
 class Stack(Kept):
-    """A linear mixture of `sources` predictions, fitted to how they did lately.
+    """A linear mixture of `sources` predictions, fitted to their recent success.
 
-    Remembers what each source said of the last prompts before it learned from them; what came out is given at each fit,
-    since more answers of a prompt may have come. Until there is data the first source is followed alone. No source
-    counts negatively. Newer prompts weigh more, as the sources are learning themselves.
+    Remembers each source's predictions (`said`) for the last prompts, made before the source learned from them. The
+    actual lengths come with each fit, since more answers of a prompt may have arrived. Without data the mixture is the
+    first source alone. No source has a negative weight. Newer prompts count more, as the sources learn meanwhile.
     """
 
     KEPT = ("said", "keys", "weights")
@@ -145,14 +147,14 @@ class Stack(Kept):
         return mixed
 
     def remember(self, keys: Sequence[int], inputs: Floats) -> None:
-        """Keep what each source says of new prompts, [n, sources]."""
+        """Keep the sources' predictions for new prompts, [n, sources]."""
         self.keys = np.append(self.keys, np.array(keys, np.int64))[-LOOK_BACK:]
         self.said = np.vstack((self.said, inputs))[-LOOK_BACK:]
 
     def fit(self, real: Floats, sure: Floats, centre: float) -> None:
-        """Learn from what came out for each of `keys`, and how sure that is, 0 to 1; all is seen from `centre`.
+        """Fit the weights to the actual values `real` of `keys`, each of weight `sure` (0 to 1), relative to `centre`.
 
-        Least squares near the first guess; a source that would count negatively is left out, the worst one first.
+        Least squares near the first guess; sources with a negative weight are left out, the most negative first.
         """
         weight = sure * np.arange(1, len(sure) + 1) / max(1, len(sure)) * 2
         full = np.column_stack((self.said - centre, np.ones(len(real))))
@@ -170,15 +172,15 @@ class Stack(Kept):
             used[worst] = False
         self.weights = weights
 
-    def _fits(self, found: Mapping[str, Any]) -> bool:
-        return len(found["said"]) == len(found["keys"]) <= LOOK_BACK and len(found["weights"]) == len(self.weights)
+    def _fits(self, values: Mapping[str, Any]) -> bool:
+        return len(values["said"]) == len(values["keys"]) <= LOOK_BACK and len(values["weights"]) == len(self.weights)
 
 
 SOURCES = 3
 
 
 class BlendPredictor(HistoryPredictor):
-    """Length from everything that is known."""
+    """The predictor `blend`: length from rules, text and other answers."""
 
     name = "blend"
 
@@ -195,7 +197,7 @@ class BlendPredictor(HistoryPredictor):
         return self.evidence.combine(candidates, keys, mixed)
 
     def _sources(self, candidates: Sequence[Candidate], keys: Sequence[int], f: Features, typical: float) -> Floats:
-        """[n, SOURCES]: what each part expects, as logs around the typical length."""
+        """[n, SOURCES]: the expectation of each source, as logs around the typical length."""
         rules = np.log(self.rules.predict(candidates)) - typical
         text = self.ridge.predict(f) - typical if len(self.ridge) else np.zeros(f.rows)
         near = self.neighbours.predict(f, keys, typical) - typical
@@ -206,20 +208,20 @@ class BlendPredictor(HistoryPredictor):
         return super()._answer(candidate, value)
 
     def _learn(self, fresh: Sequence[Fresh]) -> None:
-        candidates = [one.candidate for one in fresh]
+        candidates = [prompt.candidate for prompt in fresh]
         keys, f = keyed(candidates)
-        typical, first = self.level.typical, np.array([one.first for one in fresh])
-        sources = self._sources(candidates, keys, f, typical)  # before they learn: what they would have said
-        said = self.stack.mix(sources)
+        typical, first = self.level.typical, np.array([prompt.first for prompt in fresh])
+        sources = self._sources(candidates, keys, f, typical)  # before they learn from these prompts
+        mixed = self.stack.mix(sources)
         self.stack.remember(keys, sources + typical)
         self._fit(typical)
-        # At the very first the rules' scale is not known yet, which says nothing about how well they rank.
-        self.evidence.surprised(first - typical - (said if self.prompts > len(fresh) else self.stack.mix(sources)))
+        # At the very first the scale of the rules is not fitted yet; that would count as a surprise.
+        self.evidence.surprised(first - typical - (mixed if self.prompts > len(fresh) else self.stack.mix(sources)))
         add_to(self.ridge, fresh, f)
         self.neighbours.add(keys, self.table.rows(keys), f)
 
     def _fit(self, typical: float) -> None:
-        """Fit the mixture to what the prompts that it remembers came to; one that the table forgot counts nothing."""
+        """Fit the mixture to the mean lengths of its prompts; a prompt that the table has lost has weight 0."""
         rows = self.table.rows(self.stack.keys.tolist())
         count, mean = self.table.overall(np.maximum(rows, 0))
         self.stack.fit(mean, np.where(rows >= 0, count / (count + 1), 0.0), typical)

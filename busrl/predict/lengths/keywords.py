@@ -1,7 +1,7 @@
-"""Reads a user's table of keywords (`scheduler.keywords`), and places what is wrong in it by file and line.
+"""The user's table of keywords (`scheduler.keywords`), read from its file, with the faults in it by file and line.
 
-Used by the preflight, which reports the problems, and by the predictors of a run and of a simulation, which use the
-words. What makes a table sound is said by `lengths.rules`.
+Used by the preflight, which reports the faults, and by the predictors of a run and of a simulation, which use the
+words. The rules for a table are those of `lengths.rules`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from busrl.topology import reader
 
 
 def read_keywords(path: str | Path) -> tuple[Keywords, list[Problem]]:
-    """The table of a file without what is wrong in it, and all that is wrong. A problem without a place is the
-    file's as a whole."""
+    """The sound entries of a file's table, and the problems of the others. A problem without a place concerns the whole
+    file."""
     nothing = Keywords({}, {})
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -34,7 +34,7 @@ def read_keywords(path: str | Path) -> tuple[Keywords, list[Problem]]:
 
 
 def problems_of(path: str) -> list[Problem]:
-    """Problems of a table of keywords, for `busrl check`."""
+    """The problems of a table of keywords, for `busrl check`."""
     return read_keywords(path)[1]
 
 

@@ -1,4 +1,4 @@
-"""`learned`: the order of prompts by their text, from a linear model of hashed features that is fitted as answers come.
+"""`learned`: lengths from the text alone, by a linear model of hashed features that is fitted as answers come.
 
 Knows nothing of siblings. It ranks better and learns sooner than scikit-learn's online linear models and LightGBM
 (docs/predictors.md). `Learning` is the base of all predictors that learn online.
@@ -22,13 +22,13 @@ from busrl.scheduling.predictor import Candidate, Floats, Observation, Predictor
 
 Hashes = npt.NDArray[np.uint64]
 
-HEAD, TAIL = 600, 200  # characters looked at
+HEAD, TAIL = 600, 200  # characters that features come from
 COUNTS = 6  # dense columns, see `_counts`
 GAP, LETTER, DIGIT, IDEOGRAPH = 0, 1, 2, 3
 BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
-TAG = "\x01"  # begins a tag, so that it is no word of the text
+TAG = "\x01"  # begins a tag, so that a tag differs from every word of a text
 
-# Code points from (a) to (b) and what they are; everything else above ASCII is a letter.
+# Ranges of code points, and their kinds; everything else above ASCII is a letter.
 _RANGES = (
     (0x0, 0x30, GAP), (0x30, 0x3A, DIGIT), (0x3A, 0x41, GAP), (0x41, 0x5B, LETTER), (0x5B, 0x61, GAP),
     (0x61, 0x7B, LETTER), (0x7B, 0xAA, GAP), (0x2000, 0x2070, GAP), (0x2E80, 0x3000, IDEOGRAPH), (0x3000, 0x3040, GAP),
@@ -53,11 +53,11 @@ class Features:
     counts: Floats
 
     def times(self, weights: Floats) -> Floats:
-        """Hashed features times one weight per column: a number per row."""
+        """The product of the hashed features with a weight per column: a number per row."""
         return np.bincount(self.row, self.value * weights[self.column], self.rows).astype(np.float64, copy=False)
 
     def dense(self, size: int) -> npt.NDArray[np.float32]:
-        """Unit vectors [rows, size] whose products are near those of the hashed features (signed hashing)."""
+        """Unit vectors [rows, size] whose dot products approximate those of the hashed features (signed hashing)."""
         mixed = _mix(self.column.astype(np.uint64) + np.uint64(1))
         place = (mixed % np.uint64(size)).astype(np.int64)
         sign = np.where(mixed >> np.uint64(63), 1.0, -1.0)
@@ -71,8 +71,8 @@ def features(candidates: Sequence[Candidate], bits: int) -> Features:
     """The features of some prompts, in their order: hashed words, pairs of words, and a few counts.
 
     One pass over the characters of all prompts, so that a prompt costs microseconds. Works for any script: an ideograph
-    is a word of its own, digits are all alike. Columns are hashes below `1 << bits`, the same in every process and
-    version. A prompt's features depend on its text and tag alone; of a very long text both ends are looked at.
+    is a word of its own, and all digits are equal. Columns are hashes below `1 << bits`, the same in every process and
+    version. A prompt's features depend on its text and tag alone; those of a very long text on both its ends.
     """
     rows = len(candidates)
     if not rows:
@@ -119,7 +119,7 @@ def _words(texts: Sequence[str]) -> _Words:
 
 
 def _hash(codes: npt.NDArray[np.uint32], first: Ints, last: Ints) -> Hashes:
-    """A hash per word from sums over all its characters' hashes by place in the word."""
+    """A hash per word: the sum of the hashes of its characters, each with its place in the word."""
     place = np.arange(len(codes), dtype=np.int64)
     word = np.searchsorted(first, place, side="right") - 1
     inside = np.where(word >= 0, place - first[word], 0).astype(np.uint64)
@@ -129,7 +129,7 @@ def _hash(codes: npt.NDArray[np.uint32], first: Ints, last: Ints) -> Hashes:
 
 
 def _mix(x: Hashes) -> Hashes:
-    """Spreads every bit over all bits (the finaliser of splitmix64)."""
+    """Spread every bit over all bits (the finaliser of splitmix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Hashes = x ^ (x >> np.uint64(31))
@@ -155,15 +155,15 @@ ROWS, ENTRIES = 4096, 1 << 18
 PENALTY = 30.0  # on hashed columns; measured from 1 to 100
 ROUNDS = 3  # steps of conjugate gradients per fit
 REFIT = 32  # fit again when the window has grown by 1 / REFIT of its entries
-CENTRE = np.array([0.0, 3.5, 2.0, 1.0, 0.5, 0.0])  # of the counts: keeps the intercept apart from them
+CENTRE = np.array([0.0, 3.5, 2.0, 1.0, 0.5, 0.0])  # of the counts, so that the intercept hardly depends on them
 
 
 class Ridge(Kept):
     """A linear model of hashed text features, kept at the optimum of a sliding window of prompts.
 
-    Ridge regression by conjugate gradients that start from the last solution: a few products per round are as good as
-    solving it again, with no learning rate to choose. At most ROWS prompts and ENTRIES features, the oldest go. A
-    prompt has one row, whatever the number of its answers; its target is the mean of those.
+    Ridge regression by conjugate gradients from the last solution: a few products per fit are as good as an exact
+    solution, and need no learning rate. At most ROWS prompts and ENTRIES features; the oldest go. A prompt has one row,
+    whatever the number of its answers; its target is their mean.
     """
 
     ROWS = ("size", "counts", "keys", "answers", "target")
@@ -185,8 +185,8 @@ class Ridge(Kept):
         return len(self.keys)
 
     def predict(self, f: Features) -> Floats:
-        found: Floats = f.times(self.weights[:HASHED]) + (f.counts - CENTRE) @ self.weights[HASHED:] + self.offset
-        return found
+        logs: Floats = f.times(self.weights[:HASHED]) + (f.counts - CENTRE) @ self.weights[HASHED:] + self.offset
+        return logs
 
     def update(self, key: int, target: float) -> bool:
         """Learn from one more answer of a prompt; False if the prompt is not in the window."""
@@ -229,10 +229,10 @@ class Ridge(Kept):
         self._first += over
 
     def fit(self) -> None:
-        """Some rounds of conjugate gradients towards the optimum of the window, from where the weights are."""
+        """Improve the weights by ROUNDS rounds of conjugate gradients towards the optimum of the window."""
         self.fresh = 0
         problem = _Problem(self)
-        # Rows with more answers are surer: variance of a prompt plus that of an answer over their number.
+        # Rows with more answers count more: their variance is a prompt's, plus an answer's over the number of answers.
         self.offset = float(np.average(self.target, weights=problem.sure))
         self.weights = problem.improved(self.weights, self.target - self.offset)
 
@@ -240,12 +240,12 @@ class Ridge(Kept):
         super().load(state)
         self._first, self._at = 0, {key: row for row, key in enumerate(self.keys.tolist())}
 
-    def _fits(self, found: Mapping[str, Any]) -> bool:
-        column, size = found["column"], found["size"]
+    def _fits(self, values: Mapping[str, Any]) -> bool:
+        column, size = values["column"], values["size"]
         return (
-            len(found["weights"]) == HASHED + COUNTS
-            and len(column) == len(found["value"]) == size.sum()
-            and len({len(found[name]) for name in self.ROWS}) == 1
+            len(values["weights"]) == HASHED + COUNTS
+            and len(column) == len(values["value"]) == size.sum()
+            and len({len(values[name]) for name in self.ROWS}) == 1
             and not np.any((column < 0) | (column >= HASHED))
         )
 
@@ -271,13 +271,13 @@ class _Problem:
         return hashed + self.counts @ weights[HASHED:]
 
     def back(self, errors: Floats) -> Floats:
-        """Sums of errors per column."""
+        """The sum of the weighted errors per column."""
         errors = errors * self.sure
         hashed = np.bincount(self.column, self.value * errors[self.row], HASHED)
         return np.concatenate((hashed, self.counts.T @ errors))
 
     def improved(self, weights: Floats, targets: Floats) -> Floats:
-        """`weights` after some rounds; they never get worse."""
+        """`weights` after at most ROUNDS rounds; the error never grows."""
         rest = self.back(targets - self.forward(weights)) - self.penalty * weights
         along = scaled = self.inverse * rest
         size = float(rest @ scaled)
@@ -302,7 +302,7 @@ HIGHEST_LOG = 40.0
 
 @dataclass
 class Fresh:
-    """A prompt whose text is still to be learned: its first answer, and the mean of all so far (logs)."""
+    """A prompt whose text is not learned yet: its first answer, and the mean of all so far (logs)."""
 
     candidate: Candidate
     first: float
@@ -315,18 +315,18 @@ class Fresh:
 
 
 class Learning(Predictor, ABC):
-    """Base of the predictors that learn online, from logs of lengths: twice as long is as far off as half as long.
+    """The base of predictors that learn online, from logs of lengths: twice the length is as wrong as half of it.
 
-    An answer counts at once for its prompt; the text of a new prompt is learned when `WORTH` of them have come (at the
-    start sooner), since a batch costs hardly more than one. Predicting changes nothing.
+    An answer counts at once for its prompt. The texts of new prompts are learned in batches of `WORTH` (at the start
+    smaller), since a batch costs hardly more than one prompt. Predicting changes nothing.
     """
 
     name = ""
 
     def __init__(self) -> None:
         self.level = Level()
-        self.prompts = 0  # whose text was learned
-        self.parts: Mapping[str, Kept] = {}  # what a subclass learns with, by name in the state
+        self.prompts = 0  # prompts whose text was learned
+        self.parts: Mapping[str, Kept] = {}  # of a subclass, by name in the state
         self._fresh: dict[int, Fresh] = {}  # by draw
 
     def predict(self, candidates: Sequence[Candidate]) -> Floats:
@@ -338,11 +338,11 @@ class Learning(Predictor, ABC):
     def observe(self, finished: Sequence[Observation]) -> None:
         for candidate, tokens in finished:
             value = self.level.relative(tokens)
-            known = self._answer(candidate, value)
+            learned = self._answer(candidate, value)
             waiting = self._fresh.get(candidate.draw)
             if waiting is not None:
                 waiting.add(value)
-            elif not known:
+            elif not learned:
                 self._fresh[candidate.draw] = Fresh(candidate, value, value)
         if self._fresh and len(self._fresh) >= min(WORTH, 1 + self.prompts // 4):
             fresh, self._fresh = list(self._fresh.values()), {}
@@ -351,15 +351,15 @@ class Learning(Predictor, ABC):
 
     def state(self) -> dict[str, Any]:
         parts = {name: part.state() for name, part in self.parts.items()}
-        waiting = [asdict(one) for one in self._fresh.values()]
+        waiting = [asdict(prompt) for prompt in self._fresh.values()]
         return {"level": self.level.state(), "prompts": self.prompts, "fresh": waiting, **parts}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        other = deepcopy(self)  # filled first: a state that does not fit changes nothing
+        other = deepcopy(self)  # so that a state that does not fit changes nothing
         other.level.load(state["level"])
         other.prompts, other._fresh = int(state["prompts"]), {}
-        for one in state["fresh"]:
-            fresh = Fresh(**{**one, "candidate": Candidate(**one["candidate"])})
+        for entry in state["fresh"]:
+            fresh = Fresh(**{**entry, "candidate": Candidate(**entry["candidate"])})
             other._fresh[fresh.candidate.draw] = fresh
         for name, part in other.parts.items():
             part.load(state[name])
@@ -371,15 +371,15 @@ class Learning(Predictor, ABC):
 
     @abstractmethod
     def _answer(self, candidate: Candidate, value: float) -> bool:
-        """An answer, as a log around the level; False if the text of its prompt is still to be learned."""
+        """Count an answer, as a log around the level; False if the text of its prompt is not learned yet."""
 
     @abstractmethod
     def _learn(self, fresh: Sequence[Fresh]) -> None:
-        """New prompts."""
+        """Learn the texts of new prompts."""
 
 
 class LearnedPredictor(Learning):
-    """Length from the text alone."""
+    """The predictor `learned`: length from the text alone."""
 
     name = "learned"
 
@@ -397,10 +397,10 @@ class LearnedPredictor(Learning):
         return self.ridge.update(candidate.draw, value)
 
     def _learn(self, fresh: Sequence[Fresh]) -> None:
-        add_to(self.ridge, fresh, features([one.candidate for one in fresh], BITS))
+        add_to(self.ridge, fresh, features([prompt.candidate for prompt in fresh], BITS))
 
 
 def add_to(ridge: Ridge, fresh: Sequence[Fresh], f: Features) -> None:
-    """Rows of new prompts, `f` their features."""
-    draws, means = [one.candidate.draw for one in fresh], np.array([one.mean for one in fresh])
-    ridge.add(draws, f, means, np.array([one.answers for one in fresh], np.float64))
+    """Add the rows of new prompts with their features `f`."""
+    draws, means = [prompt.candidate.draw for prompt in fresh], np.array([prompt.mean for prompt in fresh])
+    ridge.add(draws, f, means, np.array([prompt.answers for prompt in fresh], np.float64))

@@ -1,10 +1,11 @@
 """`rules`: prompt length, digits, weighted words, the task's tag and the limit. Needs no data and learns nothing.
 
-Its words come from a user's table, which `check` reads and finds the faults of, or from the package's `keywords.toml`.
+The words come from a user's table, which `check` checks, or from the package's `keywords.toml`.
 
-- A weight is a finite number of tokens of at most LARGEST either way; no word is blank, or there twice in two cases.
-- A word counts once, however often it is said; one that stands in the prompt only as part of a longer one does not
-  count beside it. Of a very long prompt the beginning and the end are searched.
+- A weight is a finite number of tokens, at most LARGEST in either direction. No word is blank; words that differ only
+  in case are the same word.
+- A word counts once, however often the prompt has it; a word does not count beside a longer one that contains it. Of a
+  very long prompt the beginning and the end are searched.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Fault(NamedTuple):
 
 
 def check(tables: Mapping[str, Any]) -> tuple[Keywords, list[Fault]]:
-    """The table that a parsed TOML text holds, without what is wrong in it, and all that is wrong."""
+    """The sound entries of a parsed table of keywords, and the faults of the others."""
     rule, remedy = "a table of keywords has [words] and [tags], nothing else", "remove it, or correct its name"
     faults = [Fault((name,), name, rule, remedy) for name in tables if name not in TABLES]
     words, tags = (_weights(name, tables.get(name, {}), faults) for name in TABLES)
@@ -61,25 +62,26 @@ def check(tables: Mapping[str, Any]) -> tuple[Keywords, list[Fault]]:
     return Keywords(words, tags), faults
 
 
-def _weights(table: str, given: Any, faults: list[Fault]) -> dict[str, float]:
-    if not isinstance(given, Mapping):
-        faults.append(Fault((table,), f"{table} = {given!r}", "must be a table", f"write [{table}] and lines below it"))
+def _weights(table: str, values: Any, faults: list[Fault]) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        remedy = f"write [{table}] and lines below it"
+        faults.append(Fault((table,), f"{table} = {values!r}", "must be a table", remedy))
         return {}
-    found: dict[str, float] = {}
-    for word, weight in given.items():
-        fault = _fault(table, word, weight, found)
+    weights: dict[str, float] = {}
+    for word, weight in values.items():
+        fault = _fault(table, word, weight, weights)
         if fault is None:
-            found[word.strip().lower()] = float(weight)
+            weights[word.strip().lower()] = float(weight)
         else:
             faults.append(fault)
-    return found
+    return weights
 
 
-def _fault(table: str, word: str, weight: Any, found: Mapping[str, float]) -> Fault | None:
+def _fault(table: str, word: str, weight: Any, weights: Mapping[str, float]) -> Fault | None:
     path, shown = (table, word), f"{word!r} = {repr(weight)[:40]}"
     if not word.strip():
         return Fault(path, shown, "an empty word is in every prompt", "remove the line")
-    if word.strip().lower() in found:
+    if word.strip().lower() in weights:
         return Fault(path, shown, "the same word is there already (case does not matter)", "remove one of the two")
     if isinstance(weight, Mapping):
         return Fault(path, repr(word), "must be a number of tokens, not a table", "put a word with a dot in quotes")
@@ -105,11 +107,11 @@ BASE, PER_CHARACTER, PER_DIGIT = 16.0, 0.3, 1.0  # tokens
 PER_LIMIT = 0.02  # tokens per token of the limit: a longer limit expects longer answers
 HEAD, TAIL = 2000, 1000  # characters searched for words
 DIGITS = "0123456789"
-_WORD = re.compile("[a-z0-9_]+")  # other scripts have no spaces to go by: their words match anywhere
+_WORD = re.compile("[a-z0-9_]+")  # words of other scripts match anywhere, as those have no spaces between words
 
 
 class RulesPredictor(Predictor):
-    """A weighted sum of what a prompt shows."""
+    """A weighted sum of the visible features of a prompt."""
 
     name = "rules"
 
@@ -121,8 +123,8 @@ class RulesPredictor(Predictor):
         for word in words:
             if word.isascii() and word not in self._single:
                 first = (_WORD.findall(word) or [""])[0]
-                whole = re.compile(rf"(?<![a-z0-9_]){re.escape(word)}(?![a-z0-9_])")
-                self._phrases.setdefault(first, []).append((word, whole))
+                pattern = re.compile(rf"(?<![a-z0-9_]){re.escape(word)}(?![a-z0-9_])")
+                self._phrases.setdefault(first, []).append((word, pattern))
         self._others: dict[str, list[str]] = {}  # by their first character
         for word in words:
             if not word.isascii():
@@ -135,19 +137,19 @@ class RulesPredictor(Predictor):
     def _score(self, candidate: Candidate) -> float:
         prompt = candidate.prompt
         digits = sum(map(prompt.count, DIGITS))
-        found = self._found(prompt if len(prompt) <= HEAD + TAIL else f"{prompt[:HEAD]} {prompt[-TAIL:]}")
-        weight = sum(self.keywords.words[word] for word in found) + self.keywords.tags.get(candidate.tag.lower(), 0.0)
+        words = self._words_in(prompt if len(prompt) <= HEAD + TAIL else f"{prompt[:HEAD]} {prompt[-TAIL:]}")
+        weight = sum(self.keywords.words[word] for word in words) + self.keywords.tags.get(candidate.tag.lower(), 0.0)
         return BASE + PER_CHARACTER * len(prompt) + PER_DIGIT * digits + PER_LIMIT * candidate.max_new_tokens + weight
 
-    def _found(self, prompt: str) -> list[str]:
+    def _words_in(self, prompt: str) -> list[str]:
         text = prompt.lower()
         latin = {*_WORD.findall(text), ""}
-        found = list(self._single & latin)
+        words = list(self._single & latin)
         for first in self._phrases.keys() & latin:
-            found += [phrase for phrase, whole in self._phrases[first] if whole.search(text)]
+            words += [phrase for phrase, pattern in self._phrases[first] if pattern.search(text)]
         if not text.isascii():
             for first in self._others.keys() & set(text):
-                found += [word for word in self._others[first] if word in text]
-        if len(found) > 1:
-            found = [word for word in found if not any(longer in found for longer in self._longer[word])]
-        return found
+                words += [word for word in self._others[first] if word in text]
+        if len(words) > 1:
+            words = [word for word in words if not any(longer in words for longer in self._longer[word])]
+        return words
