@@ -196,7 +196,7 @@ class Process:
         except BaseException as problem:  # of an exception, say, whose own text raises another
             ended = Ended("raised", text=f"its end could not be told: {type(problem).__name__}")
         del self._episodes[begin.key]
-        pipes.printed.left = pipes.PRINTED_BYTES
+        pipes.printed.begin()
         self._write(Over(begin.key, ended))
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:

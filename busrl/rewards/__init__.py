@@ -1,5 +1,5 @@
-"""Rewards: what users extend most. A function judges one completion; a pool runs it in children that may be killed.
+"""Rewards, the part that users extend most: a function judges a completion, and a pool runs it in child processes.
 
-`pool.RewardPool` is for the reward role; `base` is what runs inside a child. Knows nothing of the ring, groups or the
-bus. No module of it imports NumPy or torch but `model`, which runs in a child.
+The reward role uses `pool.RewardPool`; the other modules run inside a child. Knows nothing of the ring, groups or the
+bus. Only `model`, which runs in a child, imports NumPy or torch.
 """

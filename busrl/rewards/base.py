@@ -1,15 +1,15 @@
-"""Reward functions: their form, how they are found by name or by kind, and what their result must be.
+"""Reward functions: their three forms, the setup of one, and the rules for its result.
 
     def judge(record: dict, completion: str, token_ids: list[int]) -> float | dict[str, float]: ...
     async def judge(record, completion, token_ids): ...  # many calls at the same time
     def judge(records: list, completions: list, token_ids: list) -> list: ...  # batch = true
 
-`record` is the whole JSONL line of the prompt. A function that has an argument named `episode` gets what is known of an
-episode of several turns there (None for one answer; a list of them with batch = true). Knows nothing of processes.
+`record` is the whole JSONL line of the prompt. A function with an argument named `episode` gets the facts of an episode
+of several turns there (None for a single answer; a list with batch = true). Knows nothing of processes.
 
 - A result is a finite number, or a map of named finite numbers whose sum is the reward. Everything else is malformed,
   NaN and infinity included.
-- A function that cannot be loaded is a `RewardNotLoaded` with the import path and the cause, before any sample.
+- A function that cannot be loaded raises `RewardNotLoaded` with the import path and the cause, before any sample.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ RewardFunction = Callable[..., Any]  # one of the three forms above
 
 
 class Answer:
-    """The answer in a completion, as the regular expression `extract` finds it; `named` is the key that holds it.
+    """The answer in a completion, as the regular expression `extract` finds it; `key` is that of the topology.
 
     Empty: the whole completion is the answer. With a group: group 1 of its last match. Without a group: the text after
     the last match that is not empty.
     """
 
-    def __init__(self, extract: str = "", named: str = "reward.extract") -> None:
-        self.pattern = compiled(extract, named) if extract else None
+    def __init__(self, extract: str = "", key: str = "reward.extract") -> None:
+        self.pattern = compiled(extract, key) if extract else None
 
     def find(self, completion: str) -> str | None:
         """The answer in a completion, stripped; None if there is none."""
@@ -52,23 +52,23 @@ class Answer:
         return completion[last.end() :].strip()
 
 
-def compiled(pattern: str, named: str) -> re.Pattern[str]:
+def compiled(pattern: str, key: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as problem:
-        raise RewardNotLoaded(f"{named} = {pattern!r}: not a regular expression ({problem})") from None
+        raise RewardNotLoaded(f"{key} = {pattern!r}: not a regular expression ({problem})") from None
 
 
 class ExactMatch(Answer):
     """The reward function `exact_match`: 1 if the answer in a completion equals the record's answer, else 0.
 
-    - No match of `extract` is a wrong answer, not a broken reward.
-    - Text is compared as text, without surrounding space. A right answer that is not a string counts as JSON writes it
-      (72, 0.5, true); a whole number with a decimal point also without.
+    - A completion in which `extract` matches nothing is a wrong answer, not a broken reward.
+    - Text is compared as text, without surrounding space. A right answer that is no string is compared as JSON writes
+      it (72, 0.5, true); 72.0 also as 72.
     """
 
-    def __init__(self, extract: str = "", answer_key: str = "answer", named: str = "reward.extract") -> None:
-        super().__init__(extract, named)
+    def __init__(self, extract: str = "", answer_key: str = "answer", key: str = "reward.extract") -> None:
+        super().__init__(extract, key)
         self.answer_key = answer_key
 
     def __call__(self, record: dict[str, Any], completion: str, token_ids: list[int]) -> float:
@@ -86,18 +86,18 @@ def spellings(answer: object) -> tuple[str, ...]:
 
 
 class MalformedReward(ValueError):
-    """A result that is no finite number; the sample ends with fate M."""
+    """A result that is not a finite number; the sample ends with fate M."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The function that judges: fields of [reward] or of one [[reward.part]] (docs/rewards.md says what they mean),
-    `place` by which messages name it, and the folder of the topology."""
+    """The setup of a function that judges: fields of [reward] or of one [[reward.part]] (see docs/rewards.md), `place`
+    by which messages name it, and the folder of the topology."""
 
     kind: str
     function: str = ""
     extract: str = ""
     answer_key: str = ""
-    base_dir: str = "."  # of kinds that load code of the user's
+    base_dir: str = "."  # the topology's, for kinds that load the user's code
     place: str = "reward"
     batch: bool = False
     pattern: str = ""
@@ -128,23 +128,23 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 def adapter(function: RewardFunction, setup: Setup) -> tuple[str, str]:
-    """The trainer whose signature a foreign function has, and a line that calls it as a reward of busrl; empty for any
-    other. In the same places those trainers give other things, by which it would judge."""
+    """The trainer for which a function was written, by its signature, and a line that adapts it to busrl; empty for any
+    other function. Those trainers pass other values at the same positions, so that it would judge by wrong ones."""
     try:
-        known = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a builtin
         return "", ""
     name, waits = setup.function.rpartition(":")[2], inspect.iscoroutinefunction(function)
-    of_three = sum(parameter.kind <= parameter.POSITIONAL_OR_KEYWORD for parameter in known.values()) >= 3
-    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    first = next(iter(known), "")
-    if "completions" in known and (more or first in ("prompts", "completions")) and not (setup.batch and of_three):
-        whose, call, last = "TRL", _as_trl(name, known, more), "[0]"
-    elif {"data_source", "solution_str", "ground_truth"} & known.keys():
+    of_three = sum(parameter.kind <= parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values()) >= 3
+    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    first = next(iter(parameters), "")
+    if "completions" in parameters and (more or first in ("prompts", "completions")) and not (setup.batch and of_three):
+        whose, call, last = "TRL", _as_trl(name, parameters, more), "[0]"
+    elif {"data_source", "solution_str", "ground_truth"} & parameters.keys():
         arguments = {"data_source": '"busrl"', "solution_str": "completion", "ground_truth": 'record["answer"]'}
         whose, last = "verl", ""
-        call = f"{name}({', '.join(f'{key}={text}' for key, text in arguments.items() if key in known)})"
-    elif list(known)[:3] == ["queries", "prompts", "labels"]:
+        call = f"{name}({', '.join(f'{key}={text}' for key, text in arguments.items() if key in parameters)})"
+    elif list(parameters)[:3] == ["queries", "prompts", "labels"]:
         whose, last = "OpenRLHF", "[0]"
         call = f'{name}([record["prompt"] + completion], [record["prompt"]], [record["answer"]])'
     else:
@@ -153,14 +153,15 @@ def adapter(function: RewardFunction, setup: Setup) -> tuple[str, str]:
     return whose, f"{begins} score(record, completion, token_ids): return float({called}{last})"
 
 
-def _as_trl(name: str, known: Iterable[str], more: bool) -> str:
-    """The call with lists of one, by keywords: of a function of any `more` columns, or of those that it names."""
+def _as_trl(name: str, parameters: Iterable[str], more: bool) -> str:
+    """The call of a TRL function, with lists of one item as keyword arguments: all columns where it takes `more`, or
+    else those that its parameters name."""
     columns = {"prompts": '[record["prompt"]]', "completions": "[completion]", "completion_ids": "[token_ids]"}
-    words = [f"{column}={text}" for column, text in columns.items() if column in known]
+    words = [f"{column}={text}" for column, text in columns.items() if column in parameters]
     if more:
         words.append('**{key: [value] for key, value in record.items() if key != "prompt"}')
     else:
-        words += [f'{key}=[record["{key}"]]' for key in known if key not in columns]
+        words += [f'{key}=[record["{key}"]]' for key in parameters if key not in columns]
     return f"{name}({', '.join(words)})"
 
 

@@ -33,12 +33,12 @@ import msgspec
 from busrl.rewards.box_launcher import MOUNTED
 
 LAUNCHER, CALLS = Path(__file__).with_name("box_launcher.py"), Path(__file__).with_name("box_calls.py")
-START_S = 20.0  # what making a box may take beside the time of its code, on a busy machine
+START_S = 20.0  # for making a box, on a busy machine; the time of its code begins afterwards
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 class BoxRefused(RuntimeError):
-    """The kernel does not allow a part of the box, or did not make it in time; the code did not run to its end."""
+    """The kernel refuses a part of the box, or did not make it in time; the code did not run to its end."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"this machine makes no box for code: {why}")
@@ -56,7 +56,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The end of the code. `code` is its exit code, negative where a signal ended it, None where `wall_s` did."""
+    """The end of a run. `code` is the exit code, negative where a signal ended it, None where `wall_s` did."""
 
     code: int | None
     stdout: str
@@ -66,10 +66,10 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def run(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = False) -> Result:
-    """Run Python code in a box of its own; BoxRefused with the cause where there can be none.
+    """Run Python code in a box of its own; BoxRefused with the cause where no box can be made.
 
-    The code has the standard library, stdin, and a folder that is empty but for itself. Its output and its exit code
-    are its own words: they prove nothing that the code could not have said without doing it.
+    The code has the standard library, stdin, and a folder that is empty except for its own file. Output and exit code
+    prove nothing: code can print a result without computing it.
     """
     limits = limits or Limits()
     with tempfile.TemporaryFile() as entered:
@@ -80,33 +80,34 @@ def run(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = 
 
 
 async def run_async(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = False) -> Result:
-    """Run code from a coroutine, for example a tool of an agent; what is cancelled runs to its limits."""
+    """Run code from a coroutine, for example in a tool of an agent; after a cancellation the code runs to its limits.
+    """
     return await asyncio.to_thread(run, code, stdin, limits, trust)
 
 
 def run_tests(
     code: str, tests: Mapping[str, Any], limits: Limits | None = None, trust: bool = False
 ) -> tuple[list[dict[str, Any]], Result]:
-    """Run `tests` (as `busrl.rewards.box_calls` has them) in one box on the functions of `code` in another; what the
-    first said, line by line, and how it ended.
+    """Run `tests` (in the form of `busrl.rewards.box_calls`) in one box on the functions of `code` in another; returns
+    the lines of the tests' program, and its end.
 
-    The code serves calls over a socket and has nothing else of the tests: values come out of its box as plain data, and
-    what is said here is said by the tests.
+    The code serves calls over a socket and has no other access to the tests: values leave its box as plain data, and
+    all lines come from the box of the tests.
     """
     limits, program = limits or Limits(), {"box_calls.py": CALLS.read_text()}
-    answers, told = program | {"answer.py": code}, program | {"tests.json": json.dumps(tests)}
+    answer_files, tester_files = program | {"answer.py": code}, program | {"tests.json": json.dumps(tests)}
     ours, theirs = socket.socketpair()
     with (
         ours, theirs,
-        Box(answers, ["box_calls.py", "answer"], theirs.fileno(), limits, trust, quiet=True) as answer,
-        Box(told, ["box_calls.py", "tests"], ours.fileno(), limits, trust) as tester,
+        Box(answer_files, ["box_calls.py", "answer"], theirs.fileno(), limits, trust, quiet=True) as answer,
+        Box(tester_files, ["box_calls.py", "tests"], ours.fileno(), limits, trust) as tester,
     ):  # fmt: skip
         ours.close()
-        theirs.close()  # so that the end of one box is seen in the other
+        theirs.close()  # so that the end of one box closes the socket of the other
         answer.await_start()
         result = tester.result()
-    said = [json.loads(line) for line in result.stdout.splitlines(keepends=True) if line.endswith("\n")]
-    return said, result
+    lines = [json.loads(line) for line in result.stdout.splitlines(keepends=True) if line.endswith("\n")]
+    return lines, result
 
 
 def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trust: str) -> list[str]:
@@ -118,9 +119,9 @@ def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trus
         "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 256, "RLIMIT_MSGQUEUE": 0,
         **({} if trust else {"RLIMIT_NPROC": limits.processes}),
     }  # fmt: skip
-    # A Python that was moved for the box would find its library no more, or that of another Python.
+    # A Python that is bound to another path for the box would find no library there, or that of another Python.
     shared = home == MOUNTED and any(Path(sys.base_prefix, "lib").glob("libpython*.so*"))
-    told: dict[str, list[Any]] = {
+    words_by_name: dict[str, list[Any]] = {
         "library": [f"{home}/lib"] if shared else [""],
         "python_home": [sys.base_prefix], "trust": [trust], "folder_files": [limits.folder_files],
         "folder_bytes": [limits.folder_bytes + 2 * sum(map(len, files.values()))],
@@ -129,11 +130,11 @@ def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trus
         "limit": [f"{name}={value}" for name, value in most.items()],
         "file": [f"{name}={len(content)}" for name, content in files.items()],
     }  # fmt: skip
-    return [f"{name}={value}" for name, values in told.items() for value in values]
+    return [f"{name}={value}" for name, values in words_by_name.items() for value in values]
 
 
 def refusal() -> str:
-    """The reason why this machine can make no box; empty where it can. Makes one."""
+    """The reason why this machine can make no box; empty where it can. Makes a box to try it."""
     try:
         result = run("print(6 * 7)", limits=Limits(wall_s=START_S))
     except BoxRefused as problem:
@@ -142,14 +143,14 @@ def refusal() -> str:
 
 
 def parts() -> str:
-    """Each part of a box, and whether this kernel has it for this user."""
+    """Each part of a box, and whether this kernel grants it to this user."""
     done = subprocess.run([sys.executable, "-I", "-S", str(LAUNCHER), "parts"], capture_output=True, timeout=START_S,
                           check=True, env={}, text=True)
     return done.stdout.rstrip()
 
 
 class Box:
-    """A box that is being made around one command. Use it with `with`, whose end ends all of the box."""
+    """A box around one command. A context manager, whose end ends every process of the box."""
 
     def __init__(
         self, files: Mapping[str, str], words: list[str], stdin: int, limits: Limits, trust: bool = False,
@@ -159,18 +160,18 @@ class Box:
         self._folder = tempfile.TemporaryDirectory(prefix="busrl-code-", ignore_cleanup_errors=True) if trust else None
         output = subprocess.DEVNULL if quiet else subprocess.PIPE
         read, write = os.pipe()
-        self._told: IO[bytes] = os.fdopen(read, "rb", buffering=0)
+        self._status_pipe: IO[bytes] = os.fdopen(read, "rb", buffering=0)
         try:
-            with tempfile.TemporaryFile() as held:
+            with tempfile.TemporaryFile() as file:
                 contents = {name: text.encode(errors="replace") for name, text in files.items()}
-                held.write(b"".join(contents.values()))
-                held.seek(0)
-                told = described(contents, words, limits, self._folder.name if self._folder else "")
-                launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(held.fileno()), str(write), str(os.getpid())]
+                file.write(b"".join(contents.values()))
+                file.seek(0)
+                instructions = described(contents, words, limits, self._folder.name if self._folder else "")
+                launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(file.fileno()), str(write), str(os.getpid())]
                 self._process = subprocess.Popen(
-                    [*launcher, *told], stdin=stdin, stdout=output, stderr=output, env={}, start_new_session=True,
-                    pass_fds=(held.fileno(), write),
-                )  # fmt: skip
+                    [*launcher, *instructions], stdin=stdin, stdout=output, stderr=output, env={},
+                    start_new_session=True, pass_fds=(file.fileno(), write),
+                )
         finally:
             os.close(write)
 
@@ -179,8 +180,8 @@ class Box:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the launcher and process 1, and by it all of the box
-        with self._process, self._told:
+            os.killpg(self._process.pid, signal.SIGKILL)  # the launcher and process 1, whose end ends all of the box
+        with self._process, self._status_pipe:
             pass
         if self._folder:
             self._folder.cleanup()
@@ -190,11 +191,11 @@ class Box:
         while b"\n" not in self._status:
             left = self._begun + START_S - time.monotonic()
             with selectors.DefaultSelector() as ready:
-                ready.register(self._told, selectors.EVENT_READ)
-                found = ready.select(max(0.0, left))
-            if not found:
+                ready.register(self._status_pipe, selectors.EVENT_READ)
+                events = ready.select(max(0.0, left))
+            if not events:
                 raise BoxRefused(f"it was not there after {START_S:g} s")
-            if not (data := self._told.read(4096)):
+            if not (data := self._status_pipe.read(4096)):
                 raise BoxRefused(self._last_words())
             self._status += data
         if self._status.splitlines()[0] != b"started":
@@ -202,12 +203,12 @@ class Box:
         self._begun = time.monotonic()
 
     def result(self) -> Result:
-        """Wait for the command's end, at most for its time, and say how it ended."""
+        """Wait for the command's end, at most `wall_s`, and return how it ended."""
         self.await_start()
         out, err, ended = self._read(self._begun + self.limits.wall_s)
         seconds, code = time.monotonic() - self._begun, None
         if ended:
-            self._status += self._told.read()
+            self._status += self._status_pipe.read()
             how, _, number = self._status.splitlines()[-1].partition(b" ")
             if how != b"code":
                 raise BoxRefused(self._refused() or "its process 1 was ended from outside")
@@ -217,30 +218,30 @@ class Box:
         return Result(code, printed, complained, max(len(out), len(err)) > most, seconds)
 
     def _refused(self) -> str:
-        """The reason why the launcher, or process 1, went no further; empty if it said nothing of the kind."""
+        """The reason for which the launcher, or process 1, stopped; empty if it wrote none."""
         word, _, why = self._status.splitlines()[-1].partition(b" ")
         return why.decode(errors="replace") if word == b"refused" else ""
 
     def _last_words(self) -> str:
         if not self._process.stderr:
             return "no word of it"
-        said = self._process.stderr.read()[-500:].decode(errors="replace")
-        return f"the launcher of a box ended without a word: {said}"
+        text = self._process.stderr.read()[-500:].decode(errors="replace")
+        return f"the launcher of a box ended without a word: {text}"
 
     def _read(self, deadline: float) -> tuple[bytes, bytes, bool]:
-        """The bytes that it wrote to stdout and stderr, at most one byte more of each than is kept, and whether it
-        ended in time."""
+        """The bytes of stdout and stderr, of each at most one more than `output_bytes`, and whether both were closed in
+        time."""
         out, err = bytearray(), bytearray()
         with selectors.DefaultSelector() as ready:
-            for stream, kept in ((self._process.stdout, out), (self._process.stderr, err)):
+            for stream, buffer in ((self._process.stdout, out), (self._process.stderr, err)):
                 assert stream
-                ready.register(stream, selectors.EVENT_READ, kept)
+                ready.register(stream, selectors.EVENT_READ, buffer)
             while ready.get_map() and (left := deadline - time.monotonic()) > 0:
-                for found, _ in ready.select(left):
-                    data = os.read(found.fd, 1 << 16)
-                    found.data.extend(data[: self.limits.output_bytes + 1 - len(found.data)])
+                for key, _ in ready.select(left):
+                    data = os.read(key.fd, 1 << 16)
+                    key.data.extend(data[: self.limits.output_bytes + 1 - len(key.data)])
                     if not data:
-                        ready.unregister(found.fileobj)
+                        ready.unregister(key.fileobj)
             ended = not ready.get_map()
         return bytes(out), bytes(err), ended
 

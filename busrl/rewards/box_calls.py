@@ -6,11 +6,12 @@ and serves calls; the second runs the tests of tests.json and prints a line of J
 `{"passed": bool, "why": text}` after each, or `{"unfit": text}` where the tests themselves are wrong).
 
 - No object of the answer reaches the tests: values are copied as plain data (JSON, read back as Python's own types), so
-  `==` is that of the tests. What is no plain data stays there, and the tests hold a `Remote`: it can be called,
-  iterated and looked into, is equal to nothing but itself, and is neither true nor false.
-- A name that the tests do not define is Python's own, then a module of the standard library, then the answer's.
-- After a broken frame, or none, nothing passes any more: `AnswerGone` cannot be caught by `except Exception`.
-- A list, dict or set that a call changes is changed for the tests only where the call returns None.
+  `==` is that of the tests. An object that is no plain data stays on the answer's side, and the tests hold a `Remote`:
+  it can be called and iterated and has attributes and items, is equal to itself alone, and is neither true nor false.
+- A name that the tests do not define is looked up among Python's own, then the modules of the standard library, then
+  the answer's.
+- After a broken frame, or the end of the other side, no test passes: `except Exception` does not catch `AnswerGone`.
+- A list, dict or set that a call changes in place is changed for the tests only if the call returns None.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BUILDERS = {"t": tuple, "s": set, "z": frozenset}
 
 
 class AnswerGone(BaseException):
-    """The other end sent what is no frame, or has ended."""
+    """The other end sent no valid frame, or has ended."""
 
 
 class AnswerError(Exception):
@@ -45,17 +46,17 @@ class NotCarried(TypeError):
 
 
 class Link:
-    """Frames of JSON both ways over one socket, and the objects of this side that the other side knows by number."""
+    """Frames of JSON both ways over one socket, and the objects of this side that the other side names by number."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.broken = fd, False
-        self.kept: list[Any] = []
+        self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
 
     def number(self, value: Any) -> int:
         if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.kept)
-            self.kept.append(value)
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
         return self.numbers[id(value)]
 
     def send(self, message: Any) -> None:
@@ -91,7 +92,7 @@ class Link:
 
 
 def pack(value: Any, other: Any) -> Any:
-    """Plain data as JSON; subclasses of plain types as those. `other` packs what is none."""
+    """Plain data as JSON; a subclass of a plain type as that type. `other` packs any other object."""
     if isinstance(value, PLAIN) and type(value) in PLAIN:
         return value
     if isinstance(value, int):
@@ -99,12 +100,12 @@ def pack(value: Any, other: Any) -> Any:
     if isinstance(value, (str, float)):
         return str.__str__(value) if isinstance(value, str) else float(value)
     if isinstance(value, list):
-        return [pack(one, other) for one in value]
+        return [pack(item, other) for item in value]
     if isinstance(value, dict):
-        return {"d": [[pack(name, other), pack(one, other)] for name, one in value.items()]}
+        return {"d": [[pack(name, other), pack(item, other)] for name, item in value.items()]}
     for letter, kind in BUILDERS.items():
         if isinstance(value, kind):
-            return {letter: [pack(one, other) for one in value]}
+            return {letter: [pack(item, other) for item in value]}
     if isinstance(value, (bytes, bytearray)):
         return {"b" if isinstance(value, bytes) else "y": value.hex()}
     if isinstance(value, complex):
@@ -117,35 +118,36 @@ def pack(value: Any, other: Any) -> Any:
 
 
 def unpack(data: Any, other: Any) -> Any:
-    """The value of `pack`: of Python's own types only; `other` makes the rest from its letter and number."""
+    """The value that `pack` packed, of Python's own types; `other` makes any other object from its letter and number.
+    """
     if isinstance(data, list):
-        return [unpack(one, other) for one in data]
+        return [unpack(item, other) for item in data]
     if not isinstance(data, dict):
         return data
-    ((letter, held),) = data.items()
+    ((letter, value),) = data.items()
     if letter == "d":
-        return {unpack(name, other): unpack(one, other) for name, one in held}
+        return {unpack(name, other): unpack(item, other) for name, item in value}
     if letter in BUILDERS:
-        return BUILDERS[letter](unpack(one, other) for one in held)
+        return BUILDERS[letter](unpack(item, other) for item in value)
     if letter == "i":
-        return int(held, 16)
+        return int(value, 16)
     if letter in ("b", "y"):
-        return (bytes if letter == "b" else bytearray).fromhex(held)
+        return (bytes if letter == "b" else bytearray).fromhex(value)
     if letter == "c":
-        return complex(*held)
+        return complex(*value)
     if letter == "r":
-        return range(*held)
+        return range(*value)
     if letter == "n":
         kinds = {"Decimal": "decimal", "Fraction": "fractions"}
-        return getattr(__import__(kinds[held[0]]), held[0])(held[1])
-    return other(letter, held)
+        return getattr(__import__(kinds[value[0]]), value[0])(value[1])
+    return other(letter, value)
 
 
 # -- the answer's side ------------------------------------
 
 
 OPERATIONS: dict[str, Any] = {
-    "name": lambda space, name: space[name], "call": lambda on, *args, **named: on(*args, **named),
+    "name": lambda space, name: space[name], "call": lambda on, *args, **keywords: on(*args, **keywords),
     "attribute": getattr, "set": setattr, "item": lambda on, key: on[key],
     "set_item": lambda on, key, value: on.__setitem__(key, value), "size": len, "iterate": iter, "next": next,
     "text": str, "shown": repr,
@@ -153,21 +155,22 @@ OPERATIONS: dict[str, Any] = {
 
 
 class Server:
-    """The answer's program: loads it, then does what the tests ask."""
+    """The answer's side: performs the operations that the tests request."""
 
     def __init__(self, link: Link, space: dict[str, Any]) -> None:
         self.link, self.space = link, space
 
     def serve(self, problem: str) -> None:
-        """Until the tests end. `problem`: why the answer could not be loaded, which every request is told."""
+        """Serve requests until the tests end. `problem`: the reason why the answer could not be loaded, which is then
+        the reply to every request."""
         while True:
             self.answer(self.link.receive(), problem)
 
-    def answer(self, asked: Any, problem: str = "") -> None:
+    def answer(self, request: Any, problem: str = "") -> None:
         try:
             if problem:
                 raise RuntimeError(problem)
-            reply = self.act(asked)
+            reply = self.act(request)
             json.dumps(reply)
         except AnswerGone:
             raise
@@ -175,21 +178,22 @@ class Server:
             reply = {"raised": type(raised).__name__, "text": str(raised)[:SHOWN]}
         self.link.send(reply)
 
-    def act(self, asked: Any) -> Any:
-        on = self.space if asked["on"] is None else self.link.kept[asked["on"]]
-        args, named = unpack(asked["args"], self.value), {k: unpack(v, self.value) for k, v in asked["named"].items()}
-        value = OPERATIONS[asked["do"]](on, *args, **named)
+    def act(self, request: Any) -> Any:
+        on = self.space if request["on"] is None else self.link.objects[request["on"]]
+        args = unpack(request["args"], self.value)
+        keywords = {name: unpack(value, self.value) for name, value in request["named"].items()}
+        value = OPERATIONS[request["do"]](on, *args, **keywords)
         reply = {"value": pack(value, self.other)}
         if value is None:
-            again = [pack(one, self.other) for one in args]
-            reply["args"] = {str(n): one for n, one in enumerate(again) if one != asked["args"][n]}
+            after = [pack(argument, self.other) for argument in args]
+            reply["args"] = {str(at): data for at, data in enumerate(after) if data != request["args"][at]}
         return reply
 
     def other(self, value: Any) -> Any:
         return {"back": value.number} if type(value) is Callback else {"object": self.link.number(value)}
 
     def value(self, letter: str, number: int) -> Any:
-        return self.link.kept[number] if letter == "back" else Callback(self, number)
+        return self.link.objects[number] if letter == "back" else Callback(self, number)
 
 
 class Callback:
@@ -204,11 +208,11 @@ class Callback:
         while "do" in (reply := server.link.receive()):
             server.answer(reply)
         if "raised" in reply:
-            raise own_exception(reply)
+            raise exception_of(reply)
         return unpack(reply["value"], server.value)
 
 
-def own_exception(reply: Any) -> Exception:
+def exception_of(reply: Any) -> Exception:
     kind = getattr(builtins, str(reply["raised"]), None)
     text = str(reply.get("text", ""))
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
@@ -243,8 +247,8 @@ class Remote:
         object.__setattr__(self, "_ask", ask)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._ask("call", self._number, args, named)
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._ask("call", self._number, args, keywords)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -280,7 +284,7 @@ class Remote:
 
 
 class Space(dict):  # type: ignore[type-arg]
-    """The names that tests see."""
+    """The global names of the tests."""
 
     def __init__(self, tests: Tests) -> None:
         super().__init__(__name__="tests")
@@ -295,33 +299,35 @@ class Space(dict):  # type: ignore[type-arg]
 
 
 class Tests:
-    def __init__(self, link: Link, said: int, stop: bool) -> None:
-        self.link, self.said, self.stop = link, said, stop
+    def __init__(self, link: Link, out: int, stop: bool) -> None:
+        self.link, self.out, self.stop = link, out, stop
         self.remotes: dict[int, Remote] = {}
 
-    def ask(self, do: str, on: int | None, args: Any = (), named: Any = None) -> Any:
-        told = [pack(one, self.other) for one in args]
-        more = {name: pack(one, self.other) for name, one in (named or {}).items()}
-        self.link.send({"do": do, "on": on, "args": told, "named": more})
+    def ask(self, do: str, on: int | None, args: Any = (), keywords: Any = None) -> Any:
+        """Let the answer's side perform an operation, and serve its calls of functions until the value is there."""
+        packed = [pack(argument, self.other) for argument in args]
+        by_name = {name: pack(argument, self.other) for name, argument in (keywords or {}).items()}
+        self.link.send({"do": do, "on": on, "args": packed, "named": by_name})
         while "callback" in (reply := self.frame()):
             self.called(reply)
         if "raised" in reply:
-            raised = own_exception(reply)
+            raised = exception_of(reply)
             raised.answers = True  # type: ignore[attr-defined]
             raise raised
         value = self.unpacked(reply["value"])
-        for place, changed in reply.get("args", {}).items() if value is None else ():
-            replace(args[int(place)], self.unpacked(changed))
+        if value is None:
+            for place, changed in reply.get("args", {}).items():
+                replace(args[int(place)], self.unpacked(changed))
         return value
 
     def frame(self) -> Any:
         reply = self.link.receive()
-        known = isinstance(reply, dict) and {"value", "raised", "callback"} & set(reply)
-        return reply if known and isinstance(reply.get("args", {}), (dict, list)) else self.link.gone("a wrong frame")
+        whole = isinstance(reply, dict) and {"value", "raised", "callback"} & set(reply)
+        return reply if whole and isinstance(reply.get("args", {}), (dict, list)) else self.link.gone("a wrong frame")
 
-    def called(self, asked: Any) -> None:
-        """The answer calls a function that the tests gave it."""
-        function, args = self.value("back", asked["callback"]), self.unpacked(asked.get("args"))
+    def called(self, request: Any) -> None:
+        """Serve a call of the answer: of a function that was an argument of the tests."""
+        function, args = self.value("back", request["callback"]), self.unpacked(request.get("args"))
         try:
             reply = {"value": pack(function(*args), self.other)}
         except Exception as problem:
@@ -345,42 +351,42 @@ class Tests:
         if type(number) is not int or number < 0:
             self.link.gone("a wrong number")
         if letter == "back":
-            return self.link.kept[number] if number < len(self.link.kept) else self.link.gone("a wrong number")
+            return self.link.objects[number] if number < len(self.link.objects) else self.link.gone("a wrong number")
         return self.remotes.setdefault(number, Remote(self.ask, number))
 
     def say(self, **what: Any) -> None:
-        os.write(self.said, json.dumps(what).encode() + b"\n")
+        os.write(self.out, json.dumps(what).encode() + b"\n")
 
     def run(self, tree: ast.Module, name: str) -> None:
-        """The tests of a source: its statements with an assert, its functions test...(), and check(candidate)."""
+        """Run the tests of a source: its statements with an assert, its functions test...(), and check(candidate)."""
         space, tests = Space(self), units(tree, name)
         self.say(tests=sum(asserts for _, asserts in tests))
         for code, asserts in tests:
-            why = self.one(lambda code=code: exec(code, space))
+            why = self.attempt(lambda code=code: exec(code, space))
             if asserts:
                 self.say(passed=not why, why=why)
             if why and (self.stop or not asserts or self.link.broken):
                 return
 
     def pairs(self, name: str, inputs: list[Any], outputs: list[Any]) -> None:
-        """Calls of one function with given results."""
+        """Run the tests of one function: calls with their right results."""
         self.say(tests=len(inputs))
-        for given, wanted in zip(inputs, outputs):
-            why = self.one(lambda given=given, wanted=wanted: self.pair(name, given, wanted))
+        for arguments, wanted in zip(inputs, outputs):
+            why = self.attempt(lambda arguments=arguments, wanted=wanted: self.pair(name, arguments, wanted))
             self.say(passed=not why, why=why)
             if why and (self.stop or self.link.broken):
                 return
 
-    def pair(self, name: str, given: Any, wanted: Any) -> None:
+    def pair(self, name: str, arguments: Any, wanted: Any) -> None:
         try:
             function = self.ask("name", None, (name,))
         except KeyError:
             function = getattr(self.ask("name", None, ("Solution",))(), name)
-        found = as_lists(function(*given))
-        assert found in (wanted, [wanted]) or [found] == wanted, f"{found!r:.{SHOWN}} for {wanted!r:.{SHOWN}}"
+        result = as_lists(function(*arguments))
+        assert result in (wanted, [wanted]) or [result] == wanted, f"{result!r:.{SHOWN}} for {wanted!r:.{SHOWN}}"
 
-    def one(self, act: Any) -> str:
-        """The reason why it did not pass; empty where it did."""
+    def attempt(self, act: Any) -> str:
+        """Perform one test; returns the reason why it did not pass, empty where it did."""
         try:
             act()
             return "the answer's process is gone" if self.link.broken else ""
@@ -396,22 +402,22 @@ class Tests:
 
 
 def units(tree: ast.Module, name: str) -> list[tuple[Any, bool]]:
-    """Code of each statement, and whether it is a test; a test function is called after it is defined."""
+    """The code of each statement, and whether it is a test; the call of a test function follows its definition."""
     import ast
 
-    found: list[tuple[Any, bool]] = []
+    codes: list[tuple[Any, bool]] = []
     for node in tree.body:
         defines = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-        tests = not defines and any(isinstance(one, ast.Assert) for one in ast.walk(node))
-        found.append((compile(ast.Module([node], []), "tests", "exec"), tests))
+        tests = not defines and any(isinstance(part, ast.Assert) for part in ast.walk(node))
+        codes.append((compile(ast.Module([node], []), "tests", "exec"), tests))
         if isinstance(node, ast.FunctionDef) and (node.name == "check" or node.name.startswith("test")):
             called = f"{node.name}({name if node.args.args else ''})"
-            found.append((compile(called, "tests", "exec"), True))
-    return found
+            codes.append((compile(called, "tests", "exec"), True))
+    return codes
 
 
 def replace(old: Any, new: Any) -> None:
-    """Give a list, dict, set or bytearray of the tests what a call made of it."""
+    """Give a list, dict, set or bytearray of the tests the contents that a call left in it."""
     if type(old) not in CHANGED or type(new) is not type(old):
         return
     if isinstance(old, (list, bytearray)):
@@ -424,25 +430,25 @@ def replace(old: Any, new: Any) -> None:
 def as_lists(value: Any) -> Any:
     """Tuples as lists, as JSON has them."""
     if isinstance(value, (list, tuple)):
-        return [as_lists(one) for one in value]
-    return {name: as_lists(one) for name, one in value.items()} if isinstance(value, dict) else value
+        return [as_lists(item) for item in value]
+    return {name: as_lists(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def run_tests() -> None:
     import ast
 
-    said = os.dup(1)
+    out = os.dup(1)
     os.dup2(2, 1)
     with open("tests.json", encoding="utf-8") as file:
-        told = json.load(file)
-    tests = Tests(Link(os.dup(0)), said, told["stop"])
+        tests = json.load(file)
+    runner = Tests(Link(os.dup(0)), out, tests["stop"])
     try:
-        if "source" in told:
-            tests.run(ast.parse(told["source"]), told["name"])
+        if "source" in tests:
+            runner.run(ast.parse(tests["source"]), tests["name"])
         else:
-            tests.pairs(told["name"], told["inputs"], told["outputs"])
+            runner.pairs(tests["name"], tests["inputs"], tests["outputs"])
     except (SyntaxError, ValueError) as problem:
-        tests.say(unfit=f"{type(problem).__name__}: {problem}"[:SHOWN])
+        runner.say(unfit=f"{type(problem).__name__}: {problem}"[:SHOWN])
     os._exit(0)
 
 

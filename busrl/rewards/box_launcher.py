@@ -1,16 +1,16 @@
 """The program that makes a box and runs one command in it:
 `python -I -S box_launcher.py FILES_FD STATUS_FD PARENT_PID NAME=VALUE...`
 
-Started by `busrl.rewards.box` alone, which describes the box. Stands alone: it imports nothing of busrl, and of the
-standard library only what is quick: `json` or `signal` would take as long as Python's own start. Three processes: this
-one outside, process 1 of the new namespace, and the command below it. With the word `parts` alone it prints what of a
-box this kernel has. Machines: x86-64 and aarch64, little-endian.
+Started by `busrl.rewards.box` alone, which describes the box. Imports nothing of busrl, and of the standard library
+only modules that load fast: `json` or `signal` would take as long as Python's own start. Three processes: this one
+outside, process 1 of the new namespace, and the command below it. With the single word `parts` it prints which parts of
+a box this kernel grants. Machines: x86-64 and aarch64, little-endian.
 
-- FILES_FD holds the files of the command, one behind the other; `file=NAME=BYTES` says which they are.
+- FILES_FD holds the files of the command, one behind the other; `file=NAME=BYTES` gives their names and sizes.
 - STATUS_FD is closed before the command begins: the command cannot write how it ended. Lines go there: `started` when
-  the command begins, `code N` when it has ended, or `refused` and why.
+  the command begins, `code N` when it has ended, or `refused` and the reason.
 - A step that the kernel refuses ends the launcher with that line; the command is then never started.
-- A spec with `trust` has a folder for the command and limits on its resources, and nothing else of a box.
+- A box with `trust` has a folder for the command and limits on its resources, and no other part.
 """
 
 from __future__ import annotations
@@ -95,15 +95,17 @@ def main() -> int:
 
 
 def described(words: list[str], files_fd: int) -> dict[str, Any]:
-    given: dict[str, list[str]] = {}
+    """The box that the NAME=VALUE words describe, with the contents of its files."""
+    values: dict[str, list[str]] = {}
     for word in words:
         name, _, value = word.partition("=")
-        given.setdefault(name, []).append(value)
-    limits, files = (dict(one.split("=") for one in given[name]) for name in ("limit", "file"))
+        values.setdefault(name, []).append(value)
+    limits, files = (dict(value.split("=") for value in values[name]) for name in ("limit", "file"))
     with open(files_fd, "rb") as file:
-        held = {name: file.read(int(size)) for name, size in files.items()}
-    single = {name: given[name][0] for name in ("python_home", "library", "trust", "folder_bytes", "folder_files")}
-    return {**single, "command": given["command"], "readable": given["readable"], "limits": limits, "files": held}
+        contents = {name: file.read(int(size)) for name, size in files.items()}
+    single = {name: values[name][0] for name in ("python_home", "library", "trust", "folder_bytes", "folder_files")}
+    more = {"command": values["command"], "readable": values["readable"], "limits": limits, "files": contents}
+    return {**single, **more}
 
 
 def tell(status_fd: int, what: str) -> None:
@@ -111,19 +113,19 @@ def tell(status_fd: int, what: str) -> None:
 
 
 def parts() -> dict[str, str]:
-    """Each part of a box, and what the kernel says to this user about it: `yes`, a version, or the refusal."""
+    """Each part of a box, and the kernel's answer for this user: `yes`, a version, or the refusal."""
     kinds = {"user": NEW_USER, "PID": NEW_PID, "mount": NEW_MOUNT, "network": NEW_NET, "IPC": NEW_IPC}
-    found = {f"{name} namespace": _tried(NEW_USER | flag) for name, flag in kinds.items()}
+    answers = {f"{name} namespace": _tried(NEW_USER | flag) for name, flag in kinds.items()}
     version = libc.syscall(RULESET, None, 0, 1)
-    found["Landlock"] = f"version {version}" if version > 0 else f"no ({os.strerror(ctypes.get_errno())})"
+    answers["Landlock"] = f"version {version}" if version > 0 else f"no ({os.strerror(ctypes.get_errno())})"
     if version < LEAST_LANDLOCK:
-        found["Landlock"] += f", version {LEAST_LANDLOCK} (Linux 6.12) is needed"
-    found["seccomp"] = no_filter() or "yes"
-    return found
+        answers["Landlock"] += f", version {LEAST_LANDLOCK} (Linux 6.12) is needed"
+    answers["seccomp"] = no_filter() or "yes"
+    return answers
 
 
 def no_filter() -> str:
-    """The reason why there can be no filter of system calls; empty where there can."""
+    """The reason why system calls cannot be filtered; empty where they can."""
     if (machine := os.uname().machine) not in MACHINES:
         return f"no (the numbers of system calls are known for {' and '.join(MACHINES)}; this is {machine})"
     libc.prctl(SET_SECCOMP, BY_FILTER, None, 0, 0)  # a kernel that has filters misses this one's address
@@ -131,7 +133,7 @@ def no_filter() -> str:
 
 
 def _tried(flags: int) -> str:
-    """The outcome of making such namespaces, tried in a process of its own."""
+    """The outcome of making such namespaces, in a process of its own."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -144,15 +146,15 @@ def _tried(flags: int) -> str:
         finally:
             os._exit(0)
     os.close(write)
-    with open(read, "rb") as said:
-        text = said.read().decode()
+    with open(read, "rb") as outcome:
+        text = outcome.read().decode()
     os.waitpid(pid, 0)
     return text or "no"
 
 
 def leave_root(python_home: str) -> None:
-    """The kernel does not count the processes of root, and root owns /etc/shadow. Python may lie where only root may
-    look: MOUNTED shows it to the box, in a mount namespace that ends with it."""
+    """Become NOBODY if this is root: the kernel does not count root's processes, and root owns /etc/shadow. Python may
+    lie where only root may read, so MOUNTED shows it to the box, in a mount namespace that ends with the box."""
     if os.getuid() == 0:
         checked(libc.unshare(NEW_MOUNT), "mount namespace")
         checked(libc.mount(None, b"/", None, RECURSIVE | PRIVATE, None), "private mounts")
@@ -205,7 +207,8 @@ def first_process(spec: dict[str, Any], status_fd: int) -> None:
 def run_command(spec: dict[str, Any], problems: int) -> None:
     """Become the command; what the kernel refuses goes to `problems`, which exec closes. Never returns."""
     try:
-        if not spec["trust"]:  # which has no other end than that of its group
+        if not spec["trust"]:  # a trusted command stays in the launcher's group, by which it is ended
+
             os.setsid()
         folder = spec["trust"] or FOLDER
         os.chdir(folder)
@@ -243,13 +246,13 @@ def hold_files(readable: list[str]) -> None:
 
 
 def hold_calls() -> None:
-    """seccomp, last of all: from here on the calls above are refused to this process and whatever it starts."""
+    """seccomp, last of all: from here on the kernel refuses the calls above to this process and its children."""
     if refused := no_filter():
         raise OSError(f"seccomp: {refused}")
     program = filter_of_calls(*MACHINES[os.uname().machine])
-    held = ctypes.create_string_buffer(program, len(program))
-    told = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
-    checked(libc.prctl(SET_SECCOMP, BY_FILTER, told, 0, 0), "seccomp")
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    checked(libc.prctl(SET_SECCOMP, BY_FILTER, header, 0, 0), "seccomp")
 
 
 def filter_of_calls(machine: int, column: int) -> bytes:
@@ -260,8 +263,8 @@ def filter_of_calls(machine: int, column: int) -> bytes:
     steps = [kind, pack_step(0x15, machine, 1, 0), end, number, pack_step(0x25, NEWEST_CALL, 0, 1), refuse[ENOSYS]]
     for code, text in REFUSED.items():
         for call in text.split(","):
-            if (known := call.split()[1 + column]) != "-":
-                steps += [pack_step(0x15, int(known), 0, 1), refuse[code]]
+            if (listed := call.split()[1 + column]) != "-":
+                steps += [pack_step(0x15, int(listed), 0, 1), refuse[code]]
     steps += [pack_step(0x15, CLONE[column], 0, 4), first, pack_step(0x45, NAMESPACES, 0, 1), refuse[EPERM], allow]
     steps += [pack_step(0x15, FCNTL[column], 0, 4), second, pack_step(0x15, SET_PIPE_SIZE, 0, 1), refuse[EPERM], allow]
     steps += [pack_step(0x15, SOCKETPAIR[column], 0, 7), first, pack_step(0x15, UNIX, 0, 4), second]
@@ -271,7 +274,8 @@ def filter_of_calls(machine: int, column: int) -> bytes:
 
 
 def pack_step(code: int, value: int, where_true: int = 0, where_false: int = 0) -> bytes:
-    """An instruction: 0x20 loads, 0x54 masks, 0x06 returns; 0x15, 0x25 and 0x45 skip so many if equal, greater, set."""
+    """An instruction: 0x20 loads, 0x54 masks, 0x06 returns; 0x15, 0x25 and 0x45 skip `where_true` or `where_false`
+    instructions, by whether the loaded value is equal to `value`, is greater, or has its bits."""
     return struct.pack("=HBBI", code, where_true, where_false, value)
 
 

@@ -1,14 +1,13 @@
 """The process in which a reward function runs: `python -m busrl.rewards.child PARENT_PID`.
 
 Talks to its parent over `busrl.system.pipes` only (lines as `busrl.rewards.pool` describes them): the pool, or the
-trial before a run (`busrl.preflight.trial`). The user's code may raise, hang, crash or call exit: the parent sees that
-and continues. Knows nothing of rings or groups. The library of a kind of reward is imported where that kind is built,
-and nowhere else.
+trial before a run (`busrl.preflight.trial`). The user's code may raise, hang, crash or call exit: the parent detects
+that and continues. Knows nothing of rings or groups. A library of a kind of reward is imported for that kind alone.
 
-- Outcomes are written in the order of the items. A function that judges one at a time has written each before the next
-  begins: when the process dies, the first item without one is the one that it was judging.
-- Of a function that judges many at a time, as lists or as coroutines, READY tells the parent so.
-- Where the machine's memory ends it dies first.
+- Outcomes are written in the order of the items. With a function that judges one item at a time, each outcome is
+  written before the next item begins: when the process dies, it was judging the first item without an outcome.
+- With a function that judges many items at a time, as lists or as coroutines, READY carries that fact.
+- When the machine runs out of memory, the kernel ends this process first.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def build(setup: Setup) -> RewardFunction:
         function = imports.load(f"{setup.place}.function", setup.function, RewardNotLoaded, setup.base_dir)
         whose, line = adapter(function, setup)
         if whose:
-            named, alone = f"{setup.place}.function = {setup.function!r}", ", with batch = false" if setup.batch else ""
-            raise RewardNotLoaded(f"{named}: it takes what {whose} gives a reward; name `{line}` instead{alone}")
+            key, alone = f"{setup.place}.function = {setup.function!r}", ", with batch = false" if setup.batch else ""
+            raise RewardNotLoaded(f"{key}: it takes what {whose} gives a reward; name `{line}` instead{alone}")
         return function
     if setup.kind == "model":
         from busrl.rewards.model import Scorer
@@ -90,8 +89,8 @@ def build(setup: Setup) -> RewardFunction:
 
 
 def way_of(function: RewardFunction, setup: Setup) -> str:
-    """The way in which a function is called: for many at the same time (async), for many as lists (batch), for one
-    after the other ("")."""
+    """The way to call a function: many calls at the same time (async), lists of items (batch), or one item after the
+    other ("")."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return "async"
     return "batch" if setup.batch or setup.kind == "model" else ""
@@ -115,11 +114,11 @@ def judge(function: RewardFunction, item: Item) -> Outcome:
 
 def called(function: RewardFunction, item: Item) -> Any:
     record: dict[str, Any] = msgspec.json.decode(item.record_line)
-    return function(record, item.completion, item.token_ids, **asked(function, item.episode))
+    return function(record, item.completion, item.token_ids, **episode_of(function, item.episode))
 
 
-def asked(function: RewardFunction, episode: Any) -> dict[str, Any]:
-    """The argument `episode`, where the function has one; looked up once."""
+def episode_of(function: RewardFunction, episode: Any) -> dict[str, Any]:
+    """The argument `episode`, if the function has it; each function is inspected once."""
     if id(function) not in _takes:
         try:
             _takes[id(function)] = "episode" in inspect.signature(function).parameters
@@ -128,7 +127,7 @@ def asked(function: RewardFunction, episode: Any) -> dict[str, Any]:
     return {"episode": episode} if _takes[id(function)] else {}
 
 
-_takes: dict[int, bool] = {}  # by function, of which a process has one
+_takes: dict[int, bool] = {}  # by function: whether it has an argument `episode`
 
 
 def settled(item: Item, result: Any) -> Outcome:
@@ -136,7 +135,7 @@ def settled(item: Item, result: Any) -> Outcome:
 
 
 def failed(item: Item, problem: BaseException) -> Outcome:
-    """Call it where the exception is handled."""
+    """The outcome of an item whose judgement raised; only for use in the handler of that exception."""
     if isinstance(problem, (MalformedReward, msgspec.DecodeError)):
         return Outcome(item.key, error="malformed", text=str(problem)[-TEXT_LIMIT:])
     # The cause stands first: messages that show one line show that.
@@ -148,7 +147,8 @@ def failed(item: Item, problem: BaseException) -> Outcome:
 
 
 def by_lists(function: Any, items: Sequence[Item], answers: int, clock: ImportClock) -> None:
-    """Calls with at most AT_ONCE answers each. Where one raises, each answer of it is judged by a call of its own."""
+    """Call the function with at most AT_ONCE answers at a time. When a call raises, each of its answers is judged by a
+    call of its own."""
     for begin in range(0, len(items), AT_ONCE):
         some, begun = items[begin : begin + AT_ONCE], clock.now()
         outcomes = of_list(function, some)
@@ -163,7 +163,7 @@ def by_lists(function: Any, items: Sequence[Item], answers: int, clock: ImportCl
 def of_list(function: Any, items: Sequence[Item]) -> list[Outcome]:
     try:
         records = [msgspec.json.decode(item.record_line) for item in items]
-        more = asked(function, [item.episode for item in items])
+        more = episode_of(function, [item.episode for item in items])
         completions, token_ids = [item.completion for item in items], [item.token_ids for item in items]
         results = list(function(records, completions, token_ids, **more))
         if len(results) != len(items):
@@ -180,8 +180,8 @@ def of_list(function: Any, items: Sequence[Item]) -> list[Outcome]:
 
 
 class Concurrent:
-    """Calls of a coroutine function, at most `at_once` (an attribute of it, or AT_ONCE) at the same time; each may take
-    `longest_s`. Items begin and are answered in their order."""
+    """Calls of a coroutine function: at most `at_once` (its attribute, or AT_ONCE) at the same time, each for at most
+    `longest_s`. Items begin in their order, and outcomes are written in that order."""
 
     def __init__(self, function: Any, answers: int, longest_s: float, clock: ImportClock) -> None:
         self.function, self.answers, self.longest_s, self.clock = function, answers, longest_s, clock
@@ -190,7 +190,7 @@ class Concurrent:
         self.arrived = asyncio.Event()
 
     async def serve(self, requests: pipes.Requests, rows: Sequence[bytes]) -> None:
-        """Judge what has been read, and what comes, until the parent closes the pipe."""
+        """Judge the items of `rows`, and those that arrive, until the parent closes the pipe."""
         os.set_blocking(requests.fd, False)
         loop, last = asyncio.get_running_loop(), self.clock.now()
         self._take(rows)
@@ -234,7 +234,7 @@ class Concurrent:
 
 
 def keep_apart(setup: Setup) -> None:
-    """Let the kernel end this process first where memory ends; `memory_mb` bounds what it may ask for."""
+    """Let the kernel end this process first when memory runs out; `memory_mb` limits its address space."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     if setup.memory_mb:
@@ -242,12 +242,12 @@ def keep_apart(setup: Setup) -> None:
 
 
 def tell_import(fd: int, begins: bool) -> None:
-    """The deadline of a call stands still while it imports."""
+    """Report the begin or end of an import: the deadline of a call is stopped meanwhile."""
     pipes.write(fd, pipes.line_of(Outcome(IMPORTING, text="begins" if begins else "")))
 
 
 def write(fd: int, outcome: Outcome) -> None:
-    pipes.printed.left = pipes.PRINTED_BYTES
+    pipes.printed.begin()
     pipes.write(fd, pipes.line_of(outcome))
 
 

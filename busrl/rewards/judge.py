@@ -1,11 +1,11 @@
-"""A part of kind `judge`: another model, behind an OpenAI-compatible endpoint, is asked what an answer is worth.
+"""A part of kind `judge`: another model, behind an OpenAI-compatible endpoint, grades an answer.
 
 Runs on the event loop of a child (`busrl.rewards.child`). Talks HTTP (aiohttp). Knows nothing of other parts, groups or
-of how often a sample is drawn again.
+re-rolls of samples.
 
-- A verdict that was given is a number; everything else is an accident, never a 0: a try that fails is repeated after a
-  growing pause with jitter, and after the last one the call raises what was wrong.
-- What was asked once is not asked again (up to KEPT answers), also while the first request is under way.
+- A verdict is a number; a request without a verdict is an accident, never a 0: it is repeated after a growing pause
+  with jitter, and after the last try the call raises the cause.
+- Equal questions are sent once (up to KEPT verdicts are remembered), also while the first request is under way.
 - Text of the policy is put into the template in one pass: it cannot fill in a placeholder.
 """
 
@@ -49,10 +49,10 @@ VERDICT = r"(?i)verdict\W*:\W*([\w.+-]+)"
 WORTH = {"yes": 1.0, "true": 1.0, "correct": 1.0, "right": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0, "wrong": 0.0}
 PLACE = re.compile(r"\{(\w+)\}")
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 15.0  # between tries
-BODY_BYTES, READ_BYTES = 1 << 20, 1 << 16  # an answer that is longer is none
+BODY_BYTES, READ_BYTES = 1 << 20, 1 << 16  # a longer body is a failed try
 SHOWN = 200  # characters of an answer in a message
 KEPT = 100_000
-SPARE_S = 1.0  # the time of a try is over before that of the call
+SPARE_S = 1.0  # so that a try ends before the call does
 
 
 class JudgeFailed(Exception):
@@ -60,7 +60,7 @@ class JudgeFailed(Exception):
 
 
 class TryFailed(Exception):
-    """A try that failed; `wait_s` is what the server asks for."""
+    """A failed try. `again`: whether another may succeed; `wait_s`: the pause that the server requests."""
 
     def __init__(self, why: str, again: bool = True, wait_s: float = 0.0) -> None:
         super().__init__(why)
@@ -68,7 +68,7 @@ class TryFailed(Exception):
 
 
 class Judge:
-    """`at_once` calls run at the same time, and each ends within `longest_s`."""
+    """The requests to a judge: `at_once` calls run at the same time, and each ends within `longest_s`."""
 
     def __init__(self, setup: Setup) -> None:
         self.url = setup.base_url.rstrip("/") + "/chat/completions"
@@ -85,23 +85,23 @@ class Judge:
                 raise RewardNotLoaded(f"{setup.place}: api_key_env names ${setup.api_key_env}, which is not set")
             self.headers = {"Authorization": f"Bearer {secret}"}
         self._session: aiohttp.ClientSession | None = None
-        self._known: dict[bytes, asyncio.Future[float]] = {}
+        self._verdicts: dict[bytes, asyncio.Future[float]] = {}
 
     async def __call__(self, record: dict[str, Any], completion: str, token_ids: list[int]) -> float:
         text = self.question(record, completion)
         key = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()  # 32 bits would collide
-        if key not in self._known:
-            if len(self._known) >= KEPT:
-                del self._known[next(iter(self._known))]
-            self._known[key] = asyncio.ensure_future(self._asked(text))
+        if key not in self._verdicts:
+            if len(self._verdicts) >= KEPT:
+                del self._verdicts[next(iter(self._verdicts))]
+            self._verdicts[key] = asyncio.ensure_future(self._ask(text))
         try:
-            return await asyncio.shield(self._known[key])
+            return await asyncio.shield(self._verdicts[key])
         except BaseException:
-            self._known.pop(key, None)
+            self._verdicts.pop(key, None)
             raise
 
     def question(self, record: Mapping[str, Any], completion: str) -> str:
-        """The template with what its placeholders name; one that names nothing stays as it is."""
+        """The template with its placeholders filled in; an unknown placeholder stays as it is."""
         values = {name: plain_text(value) for name, value in record.items()}
         values["prompt"] = plain_text(record.get(self.prompt_key, ""))
         values["answer"] = plain_text(record.get(self.answer_key, "(none is given)"))
@@ -112,16 +112,16 @@ class Judge:
         if self._session is not None:
             await self._session.close()
 
-    async def _asked(self, text: str) -> float:
-        """The verdict, after as many tries as are allowed."""
+    async def _ask(self, text: str) -> float:
+        """The verdict; `JudgeFailed` after the last try."""
         for number in range(1, self.tries + 1):
             try:
                 return self.read(await self._answer(text))
             except TryFailed as problem:
                 why = problem
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
-                said = str(problem) or f"no answer within {self.timeout.total:g} s"
-                why = TryFailed(f"{type(problem).__name__}: {said}{named(self.proxy)}")
+                reason = str(problem) or f"no answer within {self.timeout.total:g} s"
+                why = TryFailed(f"{type(problem).__name__}: {reason}{named(self.proxy)}")
             if number == self.tries or not why.again:
                 raise JudgeFailed(f"{self.url}: {why} (try {number} of {self.tries})")
             await asyncio.sleep(pause(number, why.wait_s))
@@ -163,7 +163,8 @@ class Judge:
 
 
 def pause(number: int, asked_s: float = 0.0) -> float:
-    """Seconds after failed try `number`: doubled each time, half of it by chance, no less than the server asks for."""
+    """Seconds to wait after failed try `number`: doubled each time, half of it random, and at least `asked_s`, which
+    the server requests."""
     wait: float = min(MOST_WAIT_S, FIRST_WAIT_S * (1 << min(number - 1, 10)))
     chance = 0.5 + random.random() / 2
     return min(MOST_WAIT_S, max(asked_s, wait * chance))

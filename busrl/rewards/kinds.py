@@ -1,16 +1,16 @@
 """Kinds of rewards that need no code of a user: numbers, regular expressions, mathematics, tasks of reasoning-gym, and
 programs that are run in boxes against the tests of their line.
 
-Each is made from a `Setup` and called as a user's function is, in a child (`Code` on its event loop, the others in its
-main thread). Talks to math-verify and reasoning-gym, which are imported where they are asked for, and to the `box`.
-Knows nothing of processes, weights or other parts.
+Each is made from a `Setup` and called like a user's function, in a child (`Code` on its event loop, the others in its
+main thread). Talks to math-verify and reasoning-gym, each imported by the kind that uses it, and to the `box`. Knows
+nothing of processes, weights or other parts.
 
-- A completion is what a policy wrote: whatever it is, it is worth a number. A record that cannot be judged by raises.
-- math-verify limits its own time by SIGALRM, which only the main thread may use; what it does not end, the deadline of
-  the child does.
-- The verdict on a program is made where its code cannot write: printed output is compared in this process, and asserts
-  run in a box of their own that gets plain values from the answer's. A limit that it hits is a test that failed; a box
-  that could not be made, or tests that cannot be run, are no 0: the call raises.
+- Every completion gets a number, whatever the policy wrote. A record that cannot be judged by raises.
+- math-verify limits its own time by SIGALRM, which only the main thread may use; the deadline of the child ends a call
+  that this limit does not end.
+- The verdict on a program is made where the program's code cannot write: printed output is compared in this process,
+  and asserts run in a box of their own that gets plain values from the answer's box. A program that hits a limit fails
+  the test. Without a box, or with tests that cannot be run, the call raises: that is no reward of 0.
 """
 
 from __future__ import annotations
@@ -64,18 +64,17 @@ class Numeric(Answer):
 
 
 def finder(kind: str, extract: str) -> Callable[[str], str | None]:
-    """A function that finds the answer which a part of this kind judges, as a text that is the same for equal
-    answers."""
+    """A function that finds the answer that a part of this kind judges; equal answers give the same text."""
     if kind == "gym":
         return gym_finder(extract)
     inside = Answer(extract).find
 
-    def number(completion: str) -> str | None:
+    def spelling(completion: str) -> str | None:
         text = inside(completion)
-        found = None if text is None else last_number(text)
-        return None if found is None else f"{found:.12g}"
+        number = None if text is None else last_number(text)
+        return None if number is None else f"{number:.12g}"
 
-    return number if kind == "numeric" else inside
+    return spelling if kind == "numeric" else inside
 
 
 class Regex:
@@ -92,15 +91,15 @@ WRAPPED = re.compile(r"\$|\\boxed|\\\(|\\\[|\\begin")  # marks by which math-ver
 
 
 def as_math(reference: str) -> str:
-    """A reference as math-verify reads it: plain text between dollars, else (1,2) would be no pair."""
+    """A reference as math-verify reads it: plain text between dollars, as (1,2) without them would be no pair."""
     return reference if WRAPPED.search(reference) else f"${reference}$"
 
 
 class Math(Answer):
     """1 if math-verify finds the answer equal to the record's, else 0.
 
-    The library stops by itself after whole seconds for each of the three things that it does; all of them fit into
-    `timeout_s`. What it cannot decide in that time counts as unequal, as the library has it.
+    The library has a limit in whole seconds for each of its three steps; all of them fit into `timeout_s`. Answers that
+    it cannot compare in that time count as unequal: that is the library's own rule.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -128,14 +127,14 @@ class Math(Answer):
 
 def plain_number(value: object) -> str:
     """A number of a JSON line as text: 3.0 as 3."""
-    whole = isinstance(value, float) and value.is_integer()
-    return str(int(value)) if whole and isinstance(value, float) else str(value)
+    integral = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if integral and isinstance(value, float) else str(value)
 
 
-def gym_finder(extract: str, named: str = "reward.extract") -> Callable[[str], str | None]:
-    """A function that finds what stands last between <answer> and </answer>, else the whole completion; or what
-    `extract` finds."""
-    inside = Answer(extract or r"(?s)<answer>\s?(.*?)\s?</answer>", named).find
+def gym_finder(extract: str, key: str = "reward.extract") -> Callable[[str], str | None]:
+    """A function that finds the text between the last <answer> and </answer>, or else the whole completion; with an
+    `extract`, the match of that."""
+    inside = Answer(extract or r"(?s)<answer>\s?(.*?)\s?</answer>", key).find
 
     def find(completion: str) -> str | None:
         answer = inside(completion)
@@ -148,7 +147,7 @@ class Gym:
     """The score of reasoning-gym's own `score_answer`. The record holds the entry's `metadata` (with `source_dataset`,
     the name of the task), its answer, and its question under the key of prompts or as `question`.
 
-    The answer is what stands last between <answer> and </answer>, else the whole completion; or as `extract` says.
+    `gym_finder` finds the answer in a completion.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -168,7 +167,7 @@ class Gym:
 
 
 class Returned:
-    """The reward that the sample's episode itself returned; one that returned nothing cannot be judged."""
+    """The reward that the sample's episode itself returned; an episode that returned none cannot be judged."""
 
     def __init__(self, setup: Setup) -> None:
         self.place = setup.place
@@ -200,7 +199,8 @@ class UnfitTests(ValueError):
 
 
 class Code:
-    """`at_once` answers are judged at the same time."""
+    """1 if the program in the answer passes the tests of its line, else 0, or the share of tests that pass. `at_once`
+    answers are judged at the same time."""
 
     def __init__(self, setup: Setup) -> None:
         why = "" if setup.trust else box.refusal()
@@ -220,7 +220,7 @@ class Code:
         return await asyncio.get_running_loop().run_in_executor(self.threads, self.judge, record, completion)
 
     def judge(self, record: dict[str, Any], completion: str) -> float:
-        """1 where all tests passed, else 0; or the share that did."""
+        """The reward of a completion: 1 if all tests passed, else 0; with `share` the share of tests that passed."""
         tests, code = read_tests(record, self.tests_key, self.name_key), self.find(completion)
         if not code:
             return 0.0
@@ -228,15 +228,15 @@ class Code:
         return passed / count if self.share else float(passed == count)
 
     def printed(self, code: str, tests: Tests) -> tuple[int, int]:
-        """The number of inputs that gave their output, word by word. Each has a box; those that no time is left for
-        failed."""
+        """The number of inputs that gave their output, compared word by word, and the number of all. Each input has a
+        box of its own; inputs for which no time is left failed."""
         passed, left_s = 0, self.total_s
-        for given, wanted in zip(tests["inputs"], tests["outputs"]):
+        for entered, wanted in zip(tests["inputs"], tests["outputs"]):
             if left_s <= 0:
                 break
             most, wall_s = len(wanted.encode()) + (64 << 10), min(self.limits.wall_s, left_s)
             limits = msgspec.structs.replace(self.limits, wall_s=wall_s, output_bytes=most)
-            result = box.run(code, given, limits, self.trust)
+            result = box.run(code, entered, limits, self.trust)
             left_s -= result.seconds
             if result.code == 0 and not result.cut and result.stdout.split() == wanted.split():
                 passed += 1
@@ -245,54 +245,55 @@ class Code:
         return passed, len(tests["inputs"])
 
     def called(self, code: str, tests: Tests) -> tuple[int, int]:
-        """The number of tests that call functions of the answer and passed; what was not said to have passed failed."""
+        """The number of passed tests, and of all, of tests that call functions of the answer. A test without a line
+        that it passed has failed."""
         limits = msgspec.structs.replace(self.limits, output_bytes=VERDICT_BYTES)
-        said, result = box.run_tests(code, {**tests, "stop": not self.share}, limits, self.trust)
-        for line in said:
+        lines, result = box.run_tests(code, {**tests, "stop": not self.share}, limits, self.trust)
+        for line in lines:
             if "unfit" in line:
                 raise UnfitTests(f"{self.tests_key} of the record cannot be run: {line['unfit']}")
-        if not said and result.code is not None:
+        if not lines and result.code is not None:
             raise UnfitTests(f"the program of the tests ended with {result.code}: {result.stderr[-500:]}")
-        count = said[0]["tests"] if said else 1
+        count = lines[0]["tests"] if lines else 1
         if not count:
             raise UnfitTests(f"{self.tests_key} of the record has no assert and no function check or test...")
-        return sum(line.get("passed") is True for line in said[1:]), count
+        return sum(line.get("passed") is True for line in lines[1:]), count
 
 
 def read_tests(record: dict[str, Any], key: str, name_key: str) -> Tests:
     """The tests of a line in one form: `inputs` and `outputs`, with `name` those of a function; or `source` and `name`.
 
-    They stand as a list of asserts, as Python source, or as {"inputs": [...], "outputs": [...]} with an optional
+    A line has them as a list of asserts, as Python source, or as {"inputs": [...], "outputs": [...]} with an optional
     "fn_name" (APPS, TACO), in JSON or as a text of JSON. Inputs of a function are lists of arguments, or texts with an
     argument of JSON in each line. A list of asserts may have its imports beside it: {"setup": "...", "asserts": [...]}.
     """
-    held, name = record[key], str(record.get(name_key) or "candidate")
-    if isinstance(held, str) and held.lstrip()[:1] == "{":
+    tests, name = record[key], str(record.get(name_key) or "candidate")
+    if isinstance(tests, str) and tests.lstrip()[:1] == "{":
         try:
-            held = json.loads(held)
+            tests = json.loads(tests)
         except ValueError:
-            raise UnfitTests(f"{key} = {held[:80]!r} of the record is neither Python nor JSON") from None
-    if isinstance(held, dict) and "asserts" in held:
-        held = [str(held.get("setup", "")), *held["asserts"]]
-    if isinstance(held, list):
-        held = "\n".join(map(str, held))
-    if isinstance(held, str):
-        return {"source": held, "name": name}
-    if not isinstance(held, dict) or not held.get("inputs") or len(held["inputs"]) != len(held.get("outputs", ())):
+            raise UnfitTests(f"{key} = {tests[:80]!r} of the record is neither Python nor JSON") from None
+    if isinstance(tests, dict) and "asserts" in tests:
+        tests = [str(tests.get("setup", "")), *tests["asserts"]]
+    if isinstance(tests, list):
+        tests = "\n".join(map(str, tests))
+    if isinstance(tests, str):
+        return {"source": tests, "name": name}
+    if not isinstance(tests, dict) or not tests.get("inputs") or len(tests["inputs"]) != len(tests.get("outputs", ())):
         raise UnfitTests(f"{key} of the record holds neither asserts nor as many inputs as outputs")
-    if named := str(held.get("fn_name") or ""):
-        inputs, outputs = held["inputs"], held["outputs"]
+    if function := str(tests.get("fn_name") or ""):
+        inputs, outputs = tests["inputs"], tests["outputs"]
         if all(isinstance(entry, str) for entry in inputs):
             inputs = [[json.loads(line) for line in entry.splitlines()] for entry in inputs]
             outputs = [json.loads(entry) for entry in outputs]
         inputs = [entry if isinstance(entry, list) else [entry] for entry in inputs]
-        return {"name": named, "inputs": inputs, "outputs": outputs}
-    return {side: [text(entry) for entry in held[side]] for side in ("inputs", "outputs")}
+        return {"name": function, "inputs": inputs, "outputs": outputs}
+    return {side: [text(entry) for entry in tests[side]] for side in ("inputs", "outputs")}
 
 
-def text(one: Any) -> str:
+def text(value: Any) -> str:
     """Standard input or output: a text, or its lines."""
-    return "\n".join(map(str, one)) if isinstance(one, list) else str(one)
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 KINDS: dict[str, Callable[[Setup], RewardFunction]] = {

@@ -1,12 +1,12 @@
-"""A part of kind `model`: a sequence classifier of transformers says what an answer is worth, as its first output.
+"""A part of kind `model`: the first output of a sequence classifier of transformers is the reward of an answer.
 
-Runs in a child of its own (`busrl.rewards.child`), the one place of rewards that imports torch. Talks to transformers
-and to the device that the reward process was given. Knows nothing of other parts.
+Runs in a child of its own (`busrl.rewards.child`); no other module of rewards imports torch. Talks to transformers and
+to the device of the reward process. Knows nothing of other parts.
 
-- Prompt and answer are written by the classifier's own chat template; without one they stand one after the other.
+- Prompt and answer are written by the classifier's own chat template; without one they are concatenated.
 - Rows are padded at the right, and a forward pass has at most `batch_tokens` tokens, padding included. So a score does
-  not depend on what it is computed beside, up to rounding.
-- Of a text that is longer than the model takes, the end is what it sees.
+  not depend on the other rows of its batch, up to rounding.
+- A text that is longer than the classifier's context loses its beginning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from busrl.data.prompts import asked, plain_text
+from busrl.data.prompts import normalised, plain_text
 from busrl.errors import RewardNotLoaded
 from busrl.rewards.base import Setup
 from busrl.system import device
@@ -26,7 +26,8 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
 class Scorer:
-    """Called with lists: records, completions and their token ids, which are the policy's and not looked at."""
+    """The classifier, called with lists of records, completions and token ids. It ignores the ids: they are those of
+    the policy's tokenizer."""
 
     def __init__(self, setup: Setup) -> None:
         self.prompt_key, self.batch_tokens = setup.prompt_key, setup.batch_tokens
@@ -38,16 +39,16 @@ class Scorer:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
             dtype = torch.bfloat16 if device.has_bfloat16(self.device.type) else torch.float32
             load = AutoModelForSequenceClassification.from_pretrained
-            model, told = load(path, local_files_only=True, dtype=dtype, output_loading_info=True)
+            model, info = load(path, local_files_only=True, dtype=dtype, output_loading_info=True)
         except Exception as problem:
             raise RewardNotLoaded(f"{setup.place}.path = {setup.path!r}: {type(problem).__name__}: {problem}") from None
-        if missing := sorted(told["missing_keys"]):
-            # Else the score would be that of random weights.
+        if missing := sorted(info["missing_keys"]):
+            # Otherwise random weights would give the score.
             raise RewardNotLoaded(f"{setup.place}.path = {setup.path!r}: it has no weights {', '.join(missing[:5])}")
         self.model: Any = model.to(self.device).eval()
         self.pad = _padding(self.model.config, self.tokenizer)
         self.model.config.pad_token_id = self.pad
-        self.context = next((found for name in CONTEXT if (found := getattr(self.model.config, name, 0))), 0)
+        self.context = next((length for name in CONTEXT if (length := getattr(self.model.config, name, 0))), 0)
 
     def __call__(self, records: list[Any], completions: list[str], token_ids: list[list[int]]) -> list[float]:
         rows = [self.ids(record, text) for record, text in zip(records, completions)]
@@ -58,10 +59,10 @@ class Scorer:
         return scores
 
     def ids(self, record: dict[str, Any], completion: str) -> list[int]:
-        """Prompt and answer as the classifier reads them; the end of what is too long."""
+        """Prompt and answer as the classifier reads them, cut at the beginning to fit its context."""
         prompt = record.get(self.prompt_key, "")
         if self.tokenizer.chat_template:
-            prompt = asked(prompt) if isinstance(prompt, list) else plain_text(prompt)
+            prompt = normalised(prompt) if isinstance(prompt, list) else plain_text(prompt)
             messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             messages = [*messages, {"role": "assistant", "content": completion}]
             ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
@@ -82,20 +83,20 @@ class Scorer:
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Positions in batches of like lengths, whose rows, padded to the longest, have at most `tokens` tokens; a row that
-    is longer is alone."""
-    own: list[int] = []
+    """Positions in batches of similar lengths. The rows of a batch, padded to the longest, have at most `tokens`
+    tokens; a row that is longer than that is alone."""
+    batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: lengths[place]):
-        if own and lengths[place] * (len(own) + 1) > tokens:  # it is the longest so far
-            yield own
-            own = []
-        own.append(place)
-    if own:
-        yield own
+        if batch and lengths[place] * (len(batch) + 1) > tokens:  # it is the longest so far
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
 
 
 def _padding(config: Any, tokenizer: Any) -> int:
-    """The id that rows are padded with. The model looks for the last one that is another, so that an end token will do
-    only where there is nothing else."""
-    known = (tokenizer.pad_token_id, config.pad_token_id, tokenizer.eos_token_id)
-    return int(next((one for one in known if one is not None), 0))
+    """The id that rows are padded with. The model scores at the last token with another id, so the end token is the
+    last choice."""
+    ids = (tokenizer.pad_token_id, config.pad_token_id, tokenizer.eos_token_id)
+    return int(next((token for token in ids if token is not None), 0))

@@ -1,19 +1,19 @@
-"""Judging completions with the user's reward function in child processes: the pool, and its children.
+"""The pool of child processes that judge completions with the user's reward function.
 
     parent -> child, lines of JSON: first a Setup, then batches: arrays of Item
-    child -> parent, lines of JSON: one Outcome when set up (key READY; `text`: async or batch where it judges many at a
-                                    time, `seconds`: how long its own deadline is), then one per item, in order;
-                                    between them those with the key IMPORTING: a call imports a module (`text`), or has
-                                    imported it ("")
+    child -> parent, lines of JSON: one Outcome when set up (key READY; `text`: async or batch where the child judges
+                                    many items at a time, `seconds`: the child's own deadline, 0 for none), then one
+                                    per item, in order; between them those with the key IMPORTING: a call begins to
+                                    import modules (`text`), or ends it ("")
 
 Each part of a reward has children of its own, so that a part that hangs or dies is named, and costs the others nothing.
 Talks to the operating system and to its children. Knows nothing of slots, fates or the bus.
 
-- Every item that was submitted comes back exactly once: with a value, or as raised, hung or malformed.
+- Every submitted item comes back exactly once: with a value, or as raised, hung or malformed.
 - An item that raises, hangs or crashes its process costs no other item more than time.
-- The deadline is per item and counted while this process looks, but for the time in which the child imports modules,
-  which may take as long as its start; of a time during which it did not, LATENESS_S counts
-  at most, so a stopped parent does not end a child.
+- The deadline is per item. The time in which the child imports modules does not count; it has a limit of its own, that
+  of the start.
+- Time counts only while this process polls: of a longer gap at most LATENESS_S, so a stopped parent ends no child.
 - Nothing waits, except `poll` for as long as it is allowed and `close` for the end of a process that it has killed.
 - The child leads its own session; killing takes its process group, and with it what user code has started. A child is
   killed only by its pool, and ends with it.
@@ -45,18 +45,18 @@ from busrl.system.imports import IMPORTING, interpreter
 if TYPE_CHECKING:
     from busrl.topology.schema import Reward
 
-READY = -1  # key of the outcome that says whether the function was loaded
-ONE_CHILD = ("model", "judge", "code")  # kinds that hold a model, or many requests at a time
-WITH_IDS = {"python", "agent"}  # kinds that look at more than the text: token ids, and the episode
+READY = -1  # key of the outcome of loading the function
+ONE_CHILD = ("model", "judge", "code")  # kinds with a model, or with many requests at a time: one child is enough
+WITH_IDS = {"python", "agent"}  # kinds that read more than the text: token ids, and the episode
 PIPE_BYTES, READ_BYTES = 1 << 20, 1 << 18
 MAX_FAILURES, LATENESS_S = 3, 1.0
-OWN_GRACE_S = 5.0  # for a child that keeps deadlines itself
+OWN_GRACE_S = 5.0  # beyond the deadline of a child that has its own
 END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
 
 
 class Item(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A completion to be judged. `key` is the caller's own, not negative, and comes back with the outcome. Of an
-    episode of several turns it is the last one's text, and `episode` what a function may ask for by that name."""
+    """A completion to be judged. `key` is the caller's own, not negative, and comes back with the outcome. For an
+    episode of several turns `completion` is the text of the last turn, and `episode` has the facts of all."""
 
     key: int
     record_line: bytes
@@ -96,7 +96,7 @@ class ChildProcess:
             with contextlib.suppress(OSError):  # a limit on pipe memory costs speed only
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._pending = bytearray()
-        self._rest = b""  # of what it wrote: a line that is not whole yet
+        self._rest = b""  # the beginning of a line of which the child has not written the end yet
         self._writing = False
         self.ended, self.fault = False, ""
         poller.register(self._out, select.EPOLLIN)
@@ -130,21 +130,21 @@ class ChildProcess:
                 self._rest += data
                 self.ended = not data
         *lines, self._rest = self._rest.split(b"\n")
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         try:
             for line in lines:
-                found.append(_outcomes.decode(line))
+                outcomes.append(_outcomes.decode(line))
         except msgspec.MsgspecError:
             self.spoilt("it wrote to the pipe of its answers")
-        return found
+        return outcomes
 
     def spoilt(self, fault: str) -> None:
-        """Believe nothing more that the child writes."""
+        """Treat the child as ended, for this fault: nothing that it writes from now on can be trusted."""
         self.ended, self.fault = True, fault
 
     def close(self, grace_s: float = 0.0) -> str:
-        """End it and its children, and say how it ended. `grace_s`: time to end by itself first, after what it is
-        doing: it sees the end of its input."""
+        """End the child and what it started, and return how it ended. `grace_s`: time for the child to end by itself at
+        the end of its input."""
         self._want_write(False)
         self._in.close()
         if grace_s:
@@ -175,15 +175,15 @@ class ChildProcess:
 
 
 class JudgeProcess:
-    """A child and the samples given to it. `elapsed_s`: how long the child has been judging the head of `sent`, or
-    starting (until it is `serving`), as far as this process saw it.
+    """A child with its items. `elapsed_s`: the time that the child has spent on the head of `sent`, or on its start
+    (until it is `serving`), as far as this process has polled.
 
-    - Every sample comes out exactly once, as an outcome, whatever the child does.
-    - The child judges the head of `sent`: outcomes come in order, each before the next sample begins, unless it judges
+    - Every item comes out exactly once, as an outcome, whatever the child does.
+    - The child judges the head of `sent`: outcomes come in order, each before the next item begins, unless it judges
       many at a time (`together`).
-    - Over the deadline: the head is `hung`, at once. The child died: the head is judged again, alone; if the child dies
-      on it again the head is `raised`. All others are sent to the next child.
-    - Of those that are judged together none can be blamed: each of them is judged again, alone.
+    - When the deadline passes, the head is `hung`, at once. When the child dies, the head is judged again, alone; if
+      the child dies again, the head is `raised`. All other items go to the next child.
+    - Of items that are judged together none can be blamed: each of them is judged again, alone.
     - A child that ends before it has judged anything, MAX_FAILURES times in a row, ends the pool with an error.
     """
 
@@ -197,13 +197,13 @@ class JudgeProcess:
         self.elapsed_s, self._seen = 0.0, now
         self.importing, self._imported_s = False, 0.0  # now, and how long in this call
         self.together = False
-        self._suspects = 0  # samples that are next, each of them alone
+        self._suspects = 0  # items at the head that are judged one by one, as one of them ended a child
         self._failures = 0
-        self._judged_s = 0.0  # spent in the function for samples that came out
+        self._judged_s = 0.0  # spent in the function for items that came out
         self._child = ChildProcess(setup, poller)
 
     def __len__(self) -> int:
-        """Samples without an outcome."""
+        """Items without an outcome."""
         return len(self.waiting) + len(self.sent)
 
     @property
@@ -212,11 +212,11 @@ class JudgeProcess:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in the function. It may decrease a little when the present sample is answered."""
+        """Seconds in the function. It may decrease a little when the present item is judged."""
         return self._judged_s + (self.elapsed_s if self.serving and self.sent else 0.0)
 
     def remaining_s(self) -> float:
-        """Time until the child is overdue, inf while it has nothing to do."""
+        """Time until the child is overdue; inf while it has no item."""
         if not self.serving:
             return max(0.0, self.ready_s - self.elapsed_s)
         if self.importing:
@@ -228,7 +228,7 @@ class JudgeProcess:
         self._send(now)
 
     def collect(self, now: float, at_most_s: float) -> list[Outcome]:
-        """Outcomes that have come up; at most `at_most_s` of the time since the last call counts. Never waits."""
+        """New outcomes; at most `at_most_s` of the time since the last call counts. Never waits."""
         self._child.flush()
         answers = self._child.read()
         self._count(min(now - self._seen, at_most_s))
@@ -249,11 +249,11 @@ class JudgeProcess:
             self.elapsed_s += passed_s
 
     def close(self) -> None:
-        """End the child: at once if it is judging, else it may end by itself."""
+        """End the child: at once if it is judging, otherwise with time to end by itself."""
         self._child.close(0.0 if self.sent or not self.serving else 0.5)
 
     def _restart(self) -> None:
-        """Put everything unanswered back in front and start a new child."""
+        """Put all items without an outcome back in front, and start a new child."""
         self.waiting.extendleft(reversed(self.sent))
         self.sent.clear()
         self.serving, self.elapsed_s, self.importing, self._imported_s = False, 0.0, False, 0.0
@@ -261,7 +261,7 @@ class JudgeProcess:
         self._child = ChildProcess(self._setup, self._poller)
 
     def _send(self, now: float) -> None:
-        """Give the child all that waits; a suspect is alone with it."""
+        """Send all waiting items to the child; a suspect alone."""
         if not self.serving or not self.waiting or (self._suspects and self.sent):
             return
         if not self.sent:
@@ -306,7 +306,7 @@ class JudgeProcess:
 
     def _overdue(self) -> list[Outcome]:
         how = halted(self.pid)
-        held = f"; its process was {how}" if how else ""
+        state = f"; its process was {how}" if how else ""
         self._child.close()
         if self.serving and self.together and len(self.sent) > 1:
             self._suspects = len(self.sent)
@@ -315,9 +315,9 @@ class JudgeProcess:
         if self.serving:
             key = f"{self._setup.place}.timeout_s" if self._setup.place == "reward" else "its timeout_s"
             if self.importing:
-                return self._blame("hung", f"it imports modules for {self.ready_s:g} s and more{held}")
-            return self._blame("hung", f"no result after {self.timeout_s:g} s ({key}){held}")
-        self._failed(f"was not ready after {self.ready_s:g} s; it was importing the reward function{held}")
+                return self._blame("hung", f"it imports modules for {self.ready_s:g} s and more{state}")
+            return self._blame("hung", f"no result after {self.timeout_s:g} s ({key}){state}")
+        self._failed(f"was not ready after {self.ready_s:g} s; it was importing the reward function{state}")
         self._restart()
         return []
 
@@ -346,7 +346,7 @@ class Stage:
     def submit(self, items: Sequence[Item], now: float) -> None:
         """Hand items to the children, fewest waiting first."""
         if not self._ids:
-            items = [Item(one.key, one.record_line, one.completion, []) for one in items]
+            items = [Item(item.key, item.record_line, item.completion, []) for item in items]
         share = -(-len(items) // len(self.processes))
         for number, process in enumerate(sorted(self.processes, key=len)):
             process.submit(items[number * share : (number + 1) * share], now)
@@ -357,8 +357,8 @@ class Stage:
 
 
 def weighted_sum(outcomes: Sequence[tuple[Stage, Outcome]]) -> Outcome:
-    """The outcome of an item from what all parts say of it, in their order: of several that fail the first decides.
-    Its parts are without weights; what a part's function named stands below the part's name."""
+    """The outcome of an item from the outcomes of all parts, in their order: the first that fails decides. The values
+    of the parts are unweighted; numbers that a part's function named get the name PART/NAME."""
     key, seconds = outcomes[0][1].key, max(outcome.seconds for _, outcome in outcomes)
     for stage, outcome in outcomes:
         if outcome.error:
@@ -391,7 +391,8 @@ def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> lis
 
 
 class RewardPool:
-    """Make it in the main thread: the children die with the thread that made them. `counts`: outcomes by `error`."""
+    """The children of all parts. Make it in the main thread: the children die with the thread that made them.
+    `counts`: outcomes by `error`."""
 
     def __init__(
         self, settings: Reward, *, base_dir: str | Path, ready_s: float = 120.0, prompt_key: str = "prompt",
@@ -401,7 +402,7 @@ class RewardPool:
         self.stages: list[Stage] = []
         self._poller = select.epoll()
         self._outcomes: list[Outcome] = []
-        self._open: dict[int, dict[str, Outcome]] = {}  # items without an outcome: what parts said of them
+        self._open: dict[int, dict[str, Outcome]] = {}  # by item without a total: the outcomes so far, by part
         try:
             for setup, name, weight in setups(settings, str(Path(base_dir).resolve()), prompt_key, device):
                 self.stages.append(Stage(setup, name, weight))
@@ -430,7 +431,7 @@ class RewardPool:
             stage.submit(items, now)
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
-        """Outcomes since the last call; waits at most `timeout_s` for the first one, not at all with nothing pending.
+        """Outcomes since the last call; waits at most `timeout_s` for the first, and not at all without pending items.
         `RewardNotLoaded` if the function cannot be imported."""
         self._collect_until(lambda: bool(self._outcomes) or not len(self), timeout_s)
         outcomes, self._outcomes = self._outcomes, []
@@ -446,11 +447,11 @@ class RewardPool:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in the function, per child, of the part that took most."""
+        """Seconds in the function, per child, of the busiest part."""
         return max((stage.busy_s for stage in self.stages), default=0.0)
 
     def longest(self) -> tuple[str, float]:
-        """The call of the child that has given no answer for longest, and its seconds; "" and 0 where all are idle."""
+        """The longest call under way, in words, and its seconds; "" and 0 where all children are idle."""
         waits = (
             ((f"part {stage.name}" if stage.name else "the function") if process.serving else "the start of a child",
              process.elapsed_s)
@@ -474,8 +475,8 @@ class RewardPool:
         self.close()
 
     def _collect_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Sleep until a child answers or is overdue, and again until `done`. The time asked for counts in full,
-        lateness does not."""
+        """Sleep until a child answers or is overdue, and again until `done`. Of each sleep at most the intended time
+        counts for deadlines."""
         now = self._collect(LATENESS_S)
         ends = now + timeout_s
         while not done() and now < ends:
@@ -485,7 +486,8 @@ class RewardPool:
         return done()
 
     def _collect(self, at_most_s: float) -> float:
-        """Gather what has come up; returns the clock value it was done at."""
+        """Collect new outcomes; returns the clock value of that."""
+
         now = time.monotonic()
         for stage in self.stages:
             for process in stage.processes:
@@ -494,10 +496,10 @@ class RewardPool:
         return now
 
     def _answered(self, stage: Stage, outcome: Outcome) -> None:
-        said = self._open[outcome.key]
-        said[stage.name] = outcome
-        if len(said) == len(self.stages):
+        by_part = self._open[outcome.key]
+        by_part[stage.name] = outcome
+        if len(by_part) == len(self.stages):
             del self._open[outcome.key]
-            whole = weighted_sum([(one, said[one.name]) for one in self.stages]) if stage.name else outcome
-            self.counts[whole.error] += 1
-            self._outcomes.append(whole)
+            total = weighted_sum([(part, by_part[part.name]) for part in self.stages]) if stage.name else outcome
+            self.counts[total.error] += 1
+            self._outcomes.append(total)

@@ -52,9 +52,13 @@ def private_pipes() -> tuple[Requests, int]:
 
 
 class Printed(io.FileIO):
-    """Output of user code: so much of it until the next outcome, the rest is dropped."""
+    """Output of user code, at most PRINTED_BYTES of it for each outcome; the rest is dropped."""
 
     left = PRINTED_BYTES
+
+    def begin(self) -> None:
+        """Give the next outcome its whole share."""
+        self.left = PRINTED_BYTES
 
     def write(self, data: Any, /) -> int:
         whole, taken = len(data), memoryview(data)[: max(0, self.left)]

@@ -23,11 +23,11 @@ PATIENT = Limits(wall_s=60.0)
 
 def left(mark):
     """Processes of this machine with a word in their command line."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            found += [path.parent.name] * (mark.encode() in path.read_bytes())
-    return found
+            pids += [path.parent.name] * (mark.encode() in path.read_bytes())
+    return pids
 
 
 @needs_box
@@ -95,8 +95,8 @@ def test_output_beyond_its_bound_is_dropped():
 def test_the_code_has_no_environment_and_no_descriptors_of_the_launcher(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "secret")
     writes = "for n in range(3, 64):\n  try: os.write(n, b'{}'); print(n)\n  except OSError: pass"
-    said = run(f"import os\nprint(sorted({{*os.environ}} - {{'LD_LIBRARY_PATH'}}))\n{writes}", "", PATIENT).stdout
-    assert said == "['HOME', 'LC_ALL', 'PATH']\n"
+    printed = run(f"import os\nprint(sorted({{*os.environ}} - {{'LD_LIBRARY_PATH'}}))\n{writes}", "", PATIENT).stdout
+    assert printed == "['HOME', 'LC_ALL', 'PATH']\n"
 
 
 @needs_box

@@ -21,10 +21,10 @@ RIGHT = "def f(x): return x * 2"
 
 def worth(code, tests, **more):
     """What an answer with this program is worth."""
-    told = {"run_s": 60.0, "total_s": 120.0, "at_once": 1, "trust": True, **more}
-    made = Code(Setup("code", place="reward.part 'code'", **told))
-    made.trust = more.get("trust", False)  # one refusal per module is enough
-    return made.judge({"tests": tests, "entry_point": "f"}, f"So:\n```python\n{code}\n```\nDone.")
+    settings = {"run_s": 60.0, "total_s": 120.0, "at_once": 1, "trust": True, **more}
+    part = Code(Setup("code", place="reward.part 'code'", **settings))
+    part.trust = more.get("trust", False)  # one refusal per module is enough
+    return part.judge({"tests": tests, "entry_point": "f"}, f"So:\n```python\n{code}\n```\nDone.")
 
 
 @needs_box
@@ -187,11 +187,11 @@ def test_tests_that_cannot_be_run_are_no_zero(tests):
 
 
 def test_the_last_block_is_the_answer_and_none_is_worth_nothing():
-    made = Code(Setup("code", place="p", trust=True, run_s=60.0, total_s=60.0))
-    judge = lambda text: made.judge({"tests": ASSERTS}, text)  # noqa: E731
+    part = Code(Setup("code", place="p", trust=True, run_s=60.0, total_s=60.0))
+    judge = lambda text: part.judge({"tests": ASSERTS}, text)  # noqa: E731
     assert judge(f"```python\nx\n```\nno:\n```py\n{RIGHT}\n```") == 1.0
     assert judge(RIGHT) == 0.0 == judge(f"```python\n{RIGHT}") == judge("")
-    made = Code(Setup("code", place="p", trust=True, run_s=60.0, total_s=60.0, extract=r"(?s)\A(.*)"))
+    part = Code(Setup("code", place="p", trust=True, run_s=60.0, total_s=60.0, extract=r"(?s)\A(.*)"))
     assert judge(RIGHT) == 1.0
 
 
@@ -199,8 +199,8 @@ def test_a_machine_without_boxes_is_refused_unless_it_is_trusted(monkeypatch):
     monkeypatch.setattr(box, "refusal", lambda: "this machine makes no box for code: landlock: version 4")
     with pytest.raises(RewardNotLoaded, match=r"landlock: version 4 .*PID namespace: .*set trust = true"):
         Code(Setup("code", place="reward.part 'code'"))
-    made = Code(Setup("code", place="p", trust=True, run_s=60.0, total_s=60.0))
-    assert made.judge({"tests": {"inputs": ["3"], "outputs": ["3"]}}, "```\nprint(input())\n```") == 1.0
+    part = Code(Setup("code", place="p", trust=True, run_s=60.0, total_s=60.0))
+    assert part.judge({"tests": {"inputs": ["3"], "outputs": ["3"]}}, "```\nprint(input())\n```") == 1.0
 
 
 def test_a_box_that_is_not_made_raises(monkeypatch, tmp_path):
@@ -222,11 +222,12 @@ def test_a_weighted_part_loses_a_broken_lines_sample_alone():
     lines = [json.dumps({"tests": tests}).encode() for tests in (ASSERTS[:2], ASSERTS[:2], "assert f(")]
     with RewardPool(Reward(part=parts), base_dir=".") as pool:
         pool.submit([Item(n, line, text, []) for n, (line, text) in enumerate(zip(lines, (right, half, right)))])
-        found = {}
-        while len(found) < 3:
-            found |= {outcome.key: outcome for outcome in pool.poll(60.0)}
-    assert [found[n].value for n in (0, 1)] == [2.5, 1.5] and found[1].parts == {"code": 0.5, "style": 1.0}
-    assert found[2].error == "raised" and "part code: UnfitTests: tests of the record cannot be run" in found[2].text
+        outcomes = {}
+        while len(outcomes) < 3:
+            outcomes |= {outcome.key: outcome for outcome in pool.poll(60.0)}
+    assert [outcomes[n].value for n in (0, 1)] == [2.5, 1.5] and outcomes[1].parts == {"code": 0.5, "style": 1.0}
+    assert outcomes[2].error == "raised"
+    assert "part code: UnfitTests: tests of the record cannot be run" in outcomes[2].text
 
 
 @needs_box
@@ -234,7 +235,7 @@ def test_a_coroutine_runs_code_in_boxes_side_by_side():
     async def both():
         return await asyncio.gather(*(box.run_async(f"print({n})", "", box.Limits(wall_s=60.0)) for n in range(3)))
 
-    assert [one.stdout for one in asyncio.run(both())] == ["0\n", "1\n", "2\n"]
+    assert [result.stdout for result in asyncio.run(both())] == ["0\n", "1\n", "2\n"]
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_a_function_is_found_in_a_file_and_a_module_beside_it(tmp_path: Path) ->
 
 
 def test_functions_of_a_file_share_state_and_files_of_one_name_not(tmp_path: Path) -> None:
-    own = "seen = []\ndef add(r, c, t): seen.append(c)\ndef count(r, c, t): return len(seen)\n"
+    module = "seen = []\ndef add(r, c, t): seen.append(c)\ndef count(r, c, t): return len(seen)\n"
     for place in ("one", "two"):
-        write(tmp_path / place / "own.py", own)
+        write(tmp_path / place / "own.py", module)
     load("own.py:add", tmp_path / "one")({}, "abc", [])
     assert load("own.py:count", tmp_path / "one")({}, "", []) == 1
     assert load("own.py:count", tmp_path / "two")({}, "", []) == 0
@@ -121,9 +121,9 @@ def _raised(score: Callable[[], object]) -> BaseException:
 def test_a_cause_goes_from_what_was_raised_to_the_users_line(tmp_path: Path) -> None:
     write(tmp_path / "own.py", "import json\ndef f(r, c, t):\n    return json.loads(c) + r['answer']\n")
     judge = load("own.py:f", tmp_path)
-    told = [cause(_raised(lambda text=text: judge({}, text, []))) for text in ("1", "{")]
-    assert told[0] == f"KeyError: 'answer' ({tmp_path}/own.py:3, in f)"
-    assert told[1].startswith("JSONDecodeError: Expecting") and told[1].endswith(f"({tmp_path}/own.py:3, in f)")
+    causes = [cause(_raised(lambda text=text: judge({}, text, []))) for text in ("1", "{")]
+    assert causes[0] == f"KeyError: 'answer' ({tmp_path}/own.py:3, in f)"
+    assert causes[1].startswith("JSONDecodeError: Expecting") and causes[1].endswith(f"({tmp_path}/own.py:3, in f)")
     assert cause(RewardNotLoaded("what to do\nabout it")) == "what to do about it"
     assert cause(SystemExit()) == "SystemExit"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ JUDGE = """def judge(record, completion, token_ids):
 
 
 def batch(records, completions, token_ids):
-    return [judge(None, one, None) for one in completions]
+    return [judge(None, text, None) for text in completions]
 
 
 async def waits(record, completion, token_ids):
@@ -72,16 +74,16 @@ class Lane:
 
 @pytest.fixture
 def lane(folder: Path) -> Iterator[Callable[..., Lane]]:
-    made: list[Lane] = []
+    lanes: list[Lane] = []
 
     def build(function: str = "judge", **settings: Any) -> Lane:
-        made.append(Lane(folder, function=f"judge.py:{function}", **settings))
-        return made[-1]
+        lanes.append(Lane(folder, function=f"judge.py:{function}", **settings))
+        return lanes[-1]
 
     yield build
-    for one in made:
-        one.process.close()
-        one.poller.close()
+    for entry in lanes:
+        entry.process.close()
+        entry.poller.close()
 
 
 @pytest.mark.parametrize(("function", "settings", "asks"), [
@@ -90,33 +92,33 @@ def lane(folder: Path) -> Iterator[Callable[..., Lane]]:
 def test_an_import_within_a_call_does_not_count_against_it(
     lane: Callable[..., Lane], folder: Path, function: str, settings: dict[str, Any], asks: str
 ) -> None:
-    one = lane(function, **settings)
-    one.process.submit([Item(1, b"{}", asks, [])], one.now)
-    assert one.until(lambda: one.process.importing) == []
-    assert one.passes(20 * LANE_S) == [] and one.process.remaining_s() == READY_S - 20 * LANE_S
+    child = lane(function, **settings)
+    child.process.submit([Item(1, b"{}", asks, [])], child.now)
+    assert child.until(lambda: child.process.importing) == []
+    assert child.passes(20 * LANE_S) == [] and child.process.remaining_s() == READY_S - 20 * LANE_S
     (folder / "go").touch()
-    (outcome,) = one.until(lambda: False)
+    (outcome,) = child.until(lambda: False)
     assert (outcome.value, outcome.error) == (0.5, "")
 
 
 def test_an_import_that_does_not_end_is_named_as_one(lane: Callable[..., Lane]) -> None:
-    one = lane()
-    one.process.submit([Item(1, b"{}", "", [])], one.now)
-    one.until(lambda: one.process.importing)
-    (outcome,) = one.passes(READY_S)
+    child = lane()
+    child.process.submit([Item(1, b"{}", "", [])], child.now)
+    child.until(lambda: child.process.importing)
+    (outcome,) = child.passes(READY_S)
     assert (outcome.error, outcome.text) == ("hung", "it imports modules for 120 s and more")
 
 
 def test_time_after_an_import_counts_again(lane: Callable[..., Lane], folder: Path) -> None:
     (folder / "judge.py").write_text(JUDGE + "\n\ndef hangs(record, completion, token_ids):\n"
                                      "    import slow_module, time\n    time.sleep(3600)\n")
-    one = lane("hangs")
-    one.process.submit([Item(1, b"{}", "", [])], one.now)
-    one.until(lambda: one.process.importing)
-    assert one.passes(READY_S - 1) == []
+    child = lane("hangs")
+    child.process.submit([Item(1, b"{}", "", [])], child.now)
+    child.until(lambda: child.process.importing)
+    assert child.passes(READY_S - 1) == []
     (folder / "go").touch()
-    one.until(lambda: not one.process.importing)
-    (outcome,) = one.passes(LANE_S)
+    child.until(lambda: not child.process.importing)
+    (outcome,) = child.passes(LANE_S)
     assert outcome.error == "hung" and "no result after 5 s" in outcome.text
 
 
@@ -124,8 +126,8 @@ def test_the_time_of_imports_is_in_no_measure_of_the_function(folder: Path) -> N
     (folder / "go").touch()
     (folder / "slow_module.py").write_text("import time\nbegun = time.monotonic()\n"
                                            "while time.monotonic() < begun + 0.5: pass\nWORTH = 0.5\n")
-    own = Reward(kind="python", function="judge.py:judge", timeout_s=0.4)
-    with RewardPool(own, base_dir=folder) as pool:
+    settings = Reward(kind="python", function="judge.py:judge", timeout_s=0.4)
+    with RewardPool(settings, base_dir=folder) as pool:
         pool.submit([Item(1, b"{}", "", [])])
         (outcome,) = pool.poll(60.0)
     assert (outcome.value, outcome.error) == (0.5, "") and outcome.seconds < 0.5
@@ -165,10 +167,14 @@ def test_the_clock_tells_of_outermost_imports_of_the_main_thread_alone(tmp_path:
 
 def test_the_clock_stands_still_while_something_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     now, seen = [100.0], []
-    bootstrap: Any = imports.importlib._bootstrap  # type: ignore[attr-defined]
-    monkeypatch.setattr(bootstrap, "_find_and_load", lambda name, importer: now.__setitem__(0, now[0] + 30.0) or sys)
+
+    def takes_30_s(name: str, importer: object) -> ModuleType:
+        now[0] += 30.0
+        return sys
+
+    monkeypatch.setattr("importlib._bootstrap._find_and_load", takes_30_s)
     clock = imports.ImportClock(lambda begins: seen.append((begins, clock.now())))
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock._loading("a_module", __import__)
+    importlib.import_module("a_module")
     now[0] += 2.0
     assert clock.spent_s == 30.0 and clock.now() == 102.0 and seen == [(True, 100.0), (False, 100.0)]

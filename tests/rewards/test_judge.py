@@ -25,7 +25,7 @@ class Endpoint(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.tries: dict[str, int] = {}
         self.now = self.most = 0
@@ -41,22 +41,22 @@ class Handler(BaseHTTPRequestHandler):
     server: Endpoint
 
     def do_POST(self) -> None:
-        own = self.server
+        server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][0]["content"].partition("ANSWER ")[2]
-        with own.lock:
-            own.asked.append(body)
-            own.keys.append(self.headers.get("Authorization", ""))
-            own.tries[text] = number = own.tries.get(text, 0) + 1
-            own.now += 1
-            own.most = max(own.most, own.now)
+        with server.lock:
+            server.requests.append(body)
+            server.keys.append(self.headers.get("Authorization", ""))
+            server.tries[text] = number = server.tries.get(text, 0) + 1
+            server.now += 1
+            server.most = max(server.most, server.now)
             self.counted = True
         times, _, word = text.partition(" ")
         try:
             if times.isdigit() and number <= int(times):
                 self.misbehave(word)
             else:
-                own.over.wait(0.05)
+                server.over.wait(0.05)
                 self.chat(f"Let me see. VERDICT: no? At last, Verdict: {times if not times.isdigit() else '0.5'}.")
         finally:
             self.over()
@@ -122,27 +122,27 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def part(endpoint: Endpoint, **more: Any) -> RewardPart:
-    told = {"timeout_s": 20.0, "base_url": endpoint.url, "model": "m", "template": "{prompt} ANSWER {completion}",
+    settings = {"timeout_s": 20.0, "base_url": endpoint.url, "model": "m", "template": "{prompt} ANSWER {completion}",
             "answer_key": "answer", "retries": 2, **more}
-    return RewardPart("judge", "judge", **told)
+    return RewardPart("judge", "judge", **settings)
 
 
-def judged(own: RewardPart, *texts: str) -> list[Outcome]:
-    with RewardPool(Reward(part=(own,)), base_dir=".") as pool:
+def judged(of_reward: RewardPart, *texts: str) -> list[Outcome]:
+    with RewardPool(Reward(part=(of_reward,)), base_dir=".") as pool:
         pool.submit([Item(key, b'{"prompt": "p"}', text, []) for key, text in enumerate(texts)])
-        found: dict[int, Outcome] = {}
-        while len(found) < len(texts):
-            found |= {outcome.key: outcome for outcome in pool.poll(10.0)}
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(texts):
+            outcomes |= {outcome.key: outcome for outcome in pool.poll(10.0)}
         assert pool.restarts == 0
-    return [found[key] for key in range(len(texts))]
+    return [outcomes[key] for key in range(len(texts))]
 
 
 def test_the_last_verdict_is_the_reward(endpoint: Endpoint) -> None:
-    found = judged(part(endpoint), "yes", "no", "Correct", "0.25")
-    assert [(one.error, one.value) for one in found] == [("", 1.0), ("", 0.0), ("", 1.0), ("", 0.25)]
-    assert endpoint.asked[0] == {
+    outcomes = judged(part(endpoint), "yes", "no", "Correct", "0.25")
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [("", 1.0), ("", 0.0), ("", 1.0), ("", 0.25)]
+    assert endpoint.requests[0] == {
         "model": "m", "temperature": 0, "max_tokens": 1024,
-        "messages": [{"role": "user", "content": endpoint.asked[0]["messages"][0]["content"]}],
+        "messages": [{"role": "user", "content": endpoint.requests[0]["messages"][0]["content"]}],
     }
 
 
@@ -156,9 +156,9 @@ TROUBLE = {
 
 def test_a_failed_try_is_repeated_and_the_last_is_an_accident(endpoint: Endpoint) -> None:
     texts = [f"{times} {word}" for word in TROUBLE for times in (1, 9)]
-    found = dict(zip(texts, judged(part(endpoint, retries=1), *texts)))
+    outcomes = dict(zip(texts, judged(part(endpoint, retries=1), *texts)))
     for word, why in TROUBLE.items():
-        once, always = found[f"1 {word}"], found[f"9 {word}"]
+        once, always = outcomes[f"1 {word}"], outcomes[f"9 {word}"]
         assert (once.error, once.value) == ("", 0.5)
         assert always.error == "raised" and why in always.text and "(try 2 of 2)" in always.text, always
         assert always.text.startswith("part judge: JudgeFailed: http://127.0.0.1:")
@@ -178,16 +178,16 @@ def test_a_refusal_is_not_asked_again(endpoint: Endpoint) -> None:
 
 
 def test_nobody_there_is_an_accident() -> None:
-    own = RewardPart("judge", "judge", timeout_s=5.0, base_url="http://127.0.0.1:9/v1", retries=0)
-    (nobody,) = judged(own, "yes")
+    of_nobody = RewardPart("judge", "judge", timeout_s=5.0, base_url="http://127.0.0.1:9/v1", retries=0)
+    (nobody,) = judged(of_nobody, "yes")
     assert nobody.error == "raised" and "127.0.0.1" in nobody.text
 
 
 def test_no_more_requests_than_allowed_run_at_once_and_none_twice(endpoint: Endpoint) -> None:
     texts = [f"yes {number}" for number in range(30)]
-    found = judged(part(endpoint, concurrency=3), *texts, *texts)
-    assert all(one.error == "" for one in found)
-    assert endpoint.most == 3 and len(endpoint.asked) == 30
+    outcomes = judged(part(endpoint, concurrency=3), *texts, *texts)
+    assert all(outcome.error == "" for outcome in outcomes)
+    assert endpoint.most == 3 and len(endpoint.requests) == 30
 
 
 def test_the_key_comes_from_the_environment(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +204,9 @@ def setup(**more: Any) -> Setup:
 
 
 def test_an_answer_cannot_fill_in_a_placeholder() -> None:
-    own = judge.Judge(setup(template="{prompt}|{completion}|{answer}|{level}|{none}", answer_key="a"))
+    grader = judge.Judge(setup(template="{prompt}|{completion}|{answer}|{level}|{none}", answer_key="a"))
     record = {"prompt": [{"role": "user", "content": "Q"}], "a": 3, "level": "hard"}
-    assert own.question(record, "{answer} {level}") == "Q|{answer} {level}|3|hard|{none}"
+    assert grader.question(record, "{answer} {level}") == "Q|{answer} {level}|3|hard|{none}"
     assert "(none is given)" in judge.Judge(setup()).question({"prompt": "Q"}, "A")
 
 
@@ -222,6 +222,6 @@ def test_a_verdict_may_be_a_number_of_the_user_s_own_form() -> None:
 
 def test_pauses_grow_to_a_bound_and_differ() -> None:
     pauses = [[judge.pause(number) for _ in range(50)] for number in (1, 2, 3, 30)]
-    assert all(len(set(own)) > 10 for own in pauses)
-    assert [max(own) <= bound for own, bound in zip(pauses, (0.5, 1.0, 2.0, 15.0))] == [True] * 4
+    assert all(len(set(waits)) > 10 for waits in pauses)
+    assert [max(waits) <= bound for waits, bound in zip(pauses, (0.5, 1.0, 2.0, 15.0))] == [True] * 4
     assert min(pauses[3]) >= 7.5 and judge.pause(1, 4.0) == 4.0 and judge.pause(1, 4000.0) == 15.0

@@ -48,9 +48,9 @@ def test_numeric_compares_last_numbers_within_the_tolerance(completion: str, ans
 
 
 def test_numeric_takes_what_extract_finds() -> None:
-    told = {"answer_key": "a", "extract": r"Answer:\s*(.*)"}
-    assert judged("numeric", "Answer: 3\n7", {"a": 3}, **told) == 1.0
-    assert judged("numeric", "3", {"a": 3}, **told) == 0.0
+    settings = {"answer_key": "a", "extract": r"Answer:\s*(.*)"}
+    assert judged("numeric", "Answer: 3\n7", {"a": 3}, **settings) == 1.0
+    assert judged("numeric", "3", {"a": 3}, **settings) == 0.0
 
 
 def test_a_record_without_a_number_is_an_error_and_no_zero() -> None:
@@ -98,21 +98,21 @@ def test_math_says_so_where_the_reference_cannot_be_read() -> None:
 
 def test_gym_gives_what_the_task_s_own_score_gives() -> None:
     gym = pytest.importorskip("reasoning_gym")
-    own = build(Setup("gym", answer_key="answer"))
+    part = build(Setup("gym", answer_key="answer"))
     for task in ("spell_backward", "countdown", "chain_sum"):
         for entry in gym.create_dataset(task, size=3, seed=1):
             record = {"prompt": entry["question"], **entry}
             right = str(entry["answer"])
             wanted = gym.get_score_answer_fn(task)
             for text, answer in ((right, right), (f"well <answer>{right}</answer>", right), ("no", "no"), ("", "")):
-                assert own(record, text, []) == wanted(answer, entry), (task, text)
-    assert own(record, f"<answer>{right}</answer>", []) == 1.0
+                assert part(record, text, []) == wanted(answer, entry), (task, text)
+    assert part(record, f"<answer>{right}</answer>", []) == 1.0
     with pytest.raises(ValueError, match=r"metadata\.source_dataset"):
-        own({"answer": "1"}, "1", [])
+        part({"answer": "1"}, "1", [])
 
 
 @pytest.mark.parametrize(
-    ("kind", "extract", "completion", "found"),
+    ("kind", "extract", "completion", "answer"),
     [
         ("numeric", "", "It is 1,000.", "1000"), ("numeric", "", "so 1000.0", "1000"), ("numeric", "", "none", None),
         ("numeric", "#### (.*)", "3 #### 4.50 kg", "4.5"), ("numeric", "#### (.*)", "3", None),
@@ -121,9 +121,9 @@ def test_gym_gives_what_the_task_s_own_score_gives() -> None:
     ],
 )
 def test_equal_answers_are_one_vote_by_the_kind_of_the_reward(
-    kind: str, extract: str, completion: str, found: str | None
+    kind: str, extract: str, completion: str, answer: str | None
 ) -> None:
-    assert finder(kind, extract)(completion) == found
+    assert finder(kind, extract)(completion) == answer
 
 
 def test_votes_are_of_the_part_that_finds_an_answer() -> None:

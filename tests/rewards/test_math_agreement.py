@@ -43,8 +43,8 @@ def power(chance: random.Random) -> list[str]:
 
 
 def pair(chance: random.Random) -> list[str]:
-    one, two = chance.randrange(9), chance.randrange(9)
-    return [f"({one},{two})", f"({one}, {two})", rf"\left({one}, {two}\right)"]
+    first, second = chance.randrange(9), chance.randrange(9)
+    return [f"({first},{second})", f"({first}, {second})", rf"\left({first}, {second}\right)"]
 
 
 def choice(chance: random.Random) -> list[str]:
@@ -65,18 +65,18 @@ def interval(chance: random.Random) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_part_agrees_with_the_library_on_2000_pairs() -> None:
-    asked = list(pairs())
+    questions = list(pairs())
     with RewardPool(Reward(part=(RewardPart("math", "math", 1.0, 60.0),), workers=2), base_dir=".") as pool:
         pool.submit([
-            Item(key, json.dumps({"answer": right}).encode(), text, []) for key, (right, text) in enumerate(asked)
+            Item(key, json.dumps({"answer": right}).encode(), text, []) for key, (right, text) in enumerate(questions)
         ])
-        found: dict[int, float] = {}
-        while len(found) < len(asked):
+        worths: dict[int, float] = {}
+        while len(worths) < len(questions):
             for outcome in pool.poll(10.0):
-                assert outcome.error == "", (asked[outcome.key], outcome)
-                found[outcome.key] = outcome.value
+                assert outcome.error == "", (questions[outcome.key], outcome)
+                worths[outcome.key] = outcome.value
     parse, verify = math_verify.parse, math_verify.verify
-    wanted = [float(verify(parse(f"${right}$"), parse(text))) for right, text in asked]
-    differ = [(asked[key], found[key]) for key in range(len(asked)) if found[key] != wanted[key]]
+    wanted = [float(verify(parse(f"${right}$"), parse(text))) for right, text in questions]
+    differ = [(questions[key], worths[key]) for key in range(len(questions)) if worths[key] != wanted[key]]
     assert not differ, (len(differ), differ[:5])
     assert 0.3 < sum(wanted) / len(wanted) < 0.9, "both verdicts are common"

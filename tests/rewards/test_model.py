@@ -25,7 +25,7 @@ def write(folder: Path, template: str = "", context: int = 128) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     letters = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz<>"]
-    core = Tokenizer(models.WordLevel({one: number for number, one in enumerate(letters)}, unk_token="<unk>"))
+    core = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(letters)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=template or None
@@ -44,10 +44,10 @@ def judged(folder: Path, texts: list[str], **more: Any) -> list[Outcome]:
     part = RewardPart("model", "model", path=str(folder), timeout_s=120.0, **more)
     with RewardPool(Reward(part=(part,)), base_dir=".", device="cpu") as pool:
         pool.submit([Item(key, b'{"prompt": "abc"}', text, []) for key, text in enumerate(texts)])
-        found: dict[int, Outcome] = {}
-        while len(found) < len(texts):
-            found |= {outcome.key: outcome for outcome in pool.poll(10.0)}
-    return [found[key] for key in range(len(texts))]
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(texts):
+            outcomes |= {outcome.key: outcome for outcome in pool.poll(10.0)}
+    return [outcomes[key] for key in range(len(texts))]
 
 
 def alone(folder: Path, text: str) -> float:
@@ -65,18 +65,19 @@ def test_a_score_is_that_of_the_text_alone(tmp_path: Path) -> None:
 
     folder = write(tmp_path / "model")
     scorer = Scorer(Setup("model", path=str(folder), device="cpu", batch_tokens=64))
-    found = scorer([{"prompt": "abc"}] * len(TEXTS), TEXTS, [[]] * len(TEXTS))
-    assert found == pytest.approx([alone(folder, f"abc{text}") for text in TEXTS[:6]] + found[6:], abs=1e-5)
-    assert len({round(one, 6) for one in found}) > 10
+    scores = scorer([{"prompt": "abc"}] * len(TEXTS), TEXTS, [[]] * len(TEXTS))
+    assert scores == pytest.approx([alone(folder, f"abc{text}") for text in TEXTS[:6]] + scores[6:], abs=1e-5)
+    assert len({round(score, 6) for score in scores}) > 10
 
 
 @pytest.mark.slow
 def test_in_its_child_it_scores_every_text_as_alone(tmp_path: Path) -> None:
     folder = write(tmp_path / "model")
-    found = judged(folder, TEXTS, batch_tokens=64)
-    assert all(one.error == "" for one in found)
-    assert [one.value for one in found] == pytest.approx([alone(folder, f"abc{text}") for text in TEXTS], abs=1e-5)
-    assert len({round(one.value, 6) for one in found}) > 10
+    outcomes = judged(folder, TEXTS, batch_tokens=64)
+    assert all(outcome.error == "" for outcome in outcomes)
+    scores = [outcome.value for outcome in outcomes]
+    assert scores == pytest.approx([alone(folder, f"abc{text}") for text in TEXTS], abs=1e-5)
+    assert len({round(score, 6) for score in scores}) > 10
 
 
 @pytest.mark.slow
@@ -99,6 +100,6 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200))
 def test_batches_hold_every_row_once_and_keep_to_their_tokens(lengths: list[int], tokens: int) -> None:
     batches = pytest.importorskip("busrl.rewards.model").batches
-    found = list(batches(lengths, tokens))
-    assert sorted(place for own in found for place in own) == list(range(len(lengths)))
-    assert all(len(own) == 1 or max(lengths[place] for place in own) * len(own) <= tokens for own in found)
+    drawn = list(batches(lengths, tokens))
+    assert sorted(place for batch in drawn for place in batch) == list(range(len(lengths)))
+    assert all(len(batch) == 1 or max(lengths[place] for place in batch) * len(batch) <= tokens for batch in drawn)

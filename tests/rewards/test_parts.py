@@ -40,7 +40,7 @@ def lists(records, completions, token_ids):
     if "die" in completions: os._exit(3)
     if "hang" in completions: time.sleep(600)
     if "few" in completions: return [1.0]
-    if "inf" in completions: return [float("inf") if one == "inf" else 2.0 for one in completions]
+    if "inf" in completions: return [float("inf") if text == "inf" else 2.0 for text in completions]
     return [float(len(ids)) for ids in token_ids]
 def size(records, completions, token_ids):
     return [float(len(records))] * len(records)
@@ -49,7 +49,7 @@ def turns(record, completion, token_ids, episode):
 async def slow_turns(record, completion, token_ids, *, episode=None):
     return 10.0 * turns(record, completion, token_ids, episode)
 def list_of_turns(records, completions, token_ids, episode):
-    return [100.0 * turns(None, None, None, one) for one in episode]
+    return [100.0 * turns(None, None, None, each) for each in episode]
 '''
 HOSTILE = RewardPart("regex", "hostile", 0.5, 1.5, pattern=r"^(a+)+$")
 MakePool = Callable[..., RewardPool]
@@ -72,18 +72,18 @@ def make(tmp_path: Path) -> Iterator[MakePool]:
 def judged(pool: RewardPool, *texts: str, line: bytes = b'{"answer": 3}') -> list[Outcome]:
     """The outcome of each text; the test's own watchdog ends a pool that never answers."""
     pool.submit([Item(key, line, text, [1, 2]) for key, text in enumerate(texts)])
-    found: dict[int, Outcome] = {}
-    while len(found) < len(texts):
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(texts):
         for outcome in pool.poll(10.0):
-            assert outcome.key not in found
-            found[outcome.key] = outcome
+            assert outcome.key not in outcomes
+            outcomes[outcome.key] = outcome
     assert len(pool) == 0
-    return [found[key] for key in range(len(texts))]
+    return [outcomes[key] for key in range(len(texts))]
 
 
 def python(name: str, function: str, **more: Any) -> RewardPart:
-    told = {"timeout_s": 60.0, "function": f"own.py:{function}", **more}
-    return RewardPart("python", name, **told)
+    settings = {"timeout_s": 60.0, "function": f"own.py:{function}", **more}
+    return RewardPart("python", name, **settings)
 
 
 def test_the_reward_is_the_weighted_sum_and_parts_are_shown_without_weight(make: MakePool) -> None:
@@ -107,7 +107,7 @@ def test_a_hostile_expression_is_ended_at_its_deadline_and_named(make: MakePool)
 
 def test_a_part_that_is_not_finite_is_malformed_and_named(make: MakePool) -> None:
     pool = make(python("own", "score"), RewardPart("numeric", "right", 1.0, 60.0))
-    assert [(one.error, one.text) for one in judged(pool, "nan")] == [
+    assert [(outcome.error, outcome.text) for outcome in judged(pool, "nan")] == [
         ("malformed", "part own: the reward is nan: must be finite")]
 
 
@@ -129,7 +129,7 @@ def test_a_huge_text_is_no_reward_and_its_message_is_short(
 def test_coroutines_run_at_the_same_time_and_are_answered_in_order(make: MakePool) -> None:
     pool, count = make(python("slow", "slow")), 40
     assert pool.wait_ready(60)
-    values = [one.value for one in judged(pool, *map(str, range(count)))]
+    values = [outcome.value for outcome in judged(pool, *map(str, range(count)))]
     assert max(values) > 10 and values == sorted(values)
 
 
@@ -143,9 +143,9 @@ def test_a_coroutine_that_fails_costs_its_own_sample(make: MakePool) -> None:
 
 def test_a_coroutine_that_kills_its_process_is_found_among_others(make: MakePool) -> None:
     pool = make(python("slow", "slow"))
-    found = judged(pool, "a", "b", "die", "c", "d")
-    assert [one.error for one in found] == ["", "", "raised", "", ""]
-    assert "died on this sample twice" in found[2].text
+    outcomes = judged(pool, "a", "b", "die", "c", "d")
+    assert [outcome.error for outcome in outcomes] == ["", "", "raised", "", ""]
+    assert "died on this sample twice" in outcomes[2].text
 
 
 @pytest.mark.parametrize(
@@ -159,22 +159,22 @@ def test_a_sample_that_breaks_a_batch_is_found_and_others_are_judged(
     make: MakePool, word: str, error: str, text: str
 ) -> None:
     pool = make(python("many", "lists", batch=True, timeout_s=1.0))
-    found = judged(pool, "a", "b", word, "c", "d")
-    assert [one.error for one in found] == ["", "", error, "", ""] and text in found[2].text
-    assert {one.value for one in found if not one.error} == {2.0}
+    outcomes = judged(pool, "a", "b", word, "c", "d")
+    assert [outcome.error for outcome in outcomes] == ["", "", error, "", ""] and text in outcomes[2].text
+    assert {outcome.value for outcome in outcomes if not outcome.error} == {2.0}
 
 
 def test_a_list_of_another_length_is_malformed(make: MakePool) -> None:
     pool = make(python("many", "lists", batch=True))
     pool.wait_ready(60)
-    found = judged(pool, "few", "a")
-    assert found[0].error == "" and found[0].value == 1.0, "alone it gives one reward for one answer"
+    outcomes = judged(pool, "few", "a")
+    assert outcomes[0].error == "" and outcomes[0].value == 1.0, "alone it gives one reward for one answer"
 
 
 def test_lists_hold_what_has_come_up_meanwhile(make: MakePool) -> None:
     pool = make(python("many", "size", batch=True))
     pool.wait_ready(60)
-    assert max(one.value for one in judged(pool, *map(str, range(200)))) == 64.0
+    assert max(outcome.value for outcome in judged(pool, *map(str, range(200)))) == 64.0
 
 
 def test_a_function_of_each_kind_may_ask_for_the_episode_by_name(
@@ -183,10 +183,10 @@ def test_a_function_of_each_kind_may_ask_for_the_episode_by_name(
     pool = make(python("own", "turns"), python("slow", "slow_turns"), python("many", "list_of_turns", batch=True),
                 python("plain", "score", weight=0.0), RewardPart("regex", "style", 0.0, 60.0, pattern="x"))
     pool.submit([Item(0, b"{}", "x", [1], {"turns": [{}, {}, {}]}), Item(1, b"{}", "x", [1])])
-    found: dict[int, Outcome] = {}
-    while len(found) < 2:
-        found |= {outcome.key: outcome for outcome in pool.poll(10.0)}
-    assert (found[0].error, found[0].value, found[1].error, found[1].value) == ("", 333.0, "", -111.0)
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < 2:
+        outcomes |= {outcome.key: outcome for outcome in pool.poll(10.0)}
+    assert (outcomes[0].error, outcomes[0].value, outcomes[1].error, outcomes[1].value) == ("", 333.0, "", -111.0)
 
 
 def test_a_part_that_cannot_be_loaded_is_named(make: MakePool) -> None:
@@ -199,7 +199,8 @@ def test_math_keeps_to_the_time_of_its_child_in_the_main_thread(make: MakePool) 
     pytest.importorskip("math_verify")
     pool = make(RewardPart("math", "math", 1.0, 60.0), RewardPart("numeric", "number", 0.5, 60.0))
     line = rb'{"answer": "3"}'
-    assert [one.value for one in judged(pool, r"\boxed{3}", "4", r"\boxed{\frac{6}{2}}", line=line)] == [1.5, 0.0, 1.0]
+    outcomes = judged(pool, r"\boxed{3}", "4", r"\boxed{\frac{6}{2}}", line=line)
+    assert [outcome.value for outcome in outcomes] == [1.5, 0.0, 1.0]
 
 
 @pytest.mark.slow
@@ -215,5 +216,5 @@ def test_what_math_verify_cannot_decide_ends_within_the_deadline(make: MakePool)
 
 def test_parts_stand_and_are_added_in_their_order_whoever_answers_first(make: MakePool) -> None:
     pool = make(python("late", "slow"), RewardPart("regex", "soon", 0.1, 60.0, pattern="a"), python("own", "score"))
-    found = judged(pool, *(f"a {n}" for n in range(8)))
-    assert all(list(one.parts) == ["late", "soon", "own", "own/words", "own/ids"] for one in found)
+    outcomes = judged(pool, *(f"a {n}" for n in range(8)))
+    assert all(list(outcome.parts) == ["late", "soon", "own", "own/words", "own/ids"] for outcome in outcomes)

@@ -92,77 +92,79 @@ def item(key: int, completion: str = "", line: bytes = b"{}", tokens: int = 3) -
 def judge_all(pool: RewardPool, items: list[Item]) -> dict[int, Outcome]:
     """All outcomes by key; the test's own watchdog ends a pool that never answers."""
     pool.submit(items)
-    found: dict[int, Outcome] = {}
-    while len(found) < len(items):
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(items):
         for outcome in pool.poll(10.0):
-            assert outcome.key not in found
-            found[outcome.key] = outcome
+            assert outcome.key not in outcomes
+            outcomes[outcome.key] = outcome
     assert len(pool) == 0 and pool.poll(10.0) == []
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_item_comes_back_once_with_its_value(make: MakePool, workers: int) -> None:
     pool = make(workers=workers)
     items = [item(key, line=b'{"extra": 0.5}', tokens=key % 40) for key in range(2000)]
-    found = judge_all(pool, items)
-    assert all(found[k].value == k % 40 + 0.5 and found[k].error == "" for k in range(2000))
-    assert found[9].parts == {"n": 9.0, "extra": 0.5}
+    outcomes = judge_all(pool, items)
+    assert all(outcomes[k].value == k % 40 + 0.5 and outcomes[k].error == "" for k in range(2000))
+    assert outcomes[9].parts == {"n": 9.0, "extra": 0.5}
     assert (pool.counts[""], len(pool), pool.restarts) == (2000, 0, 0)
 
 
 def test_large_items_pass_through_pipes_that_are_full_on_both_sides(make: MakePool) -> None:
-    found = judge_all(make(), [item(key, "x" * 100_000, tokens=5000) for key in range(60)])
-    assert [found[k].value for k in range(60)] == [5000.0] * 60
+    outcomes = judge_all(make(), [item(key, "x" * 100_000, tokens=5000) for key in range(60)])
+    assert [outcomes[k].value for k in range(60)] == [5000.0] * 60
 
 
 @pytest.mark.parametrize("word", ["raise", "exit"])
 def test_a_function_that_raises_costs_only_its_own_sample(make: MakePool, word: str) -> None:
     pool = make()
-    found = judge_all(pool, [item(k, word if k == 3 else "") for k in range(8)])
-    assert [k for k in found if found[k].error] == [3]
-    assert found[3].error == "raised" and "judge.py" in found[3].text.split("\n")[0], "what was raised stands first"
-    assert "Traceback" not in found[3].text.split("\n")[0] and "Traceback" in found[3].text
+    outcomes = judge_all(pool, [item(k, word if k == 3 else "") for k in range(8)])
+    assert [k for k in outcomes if outcomes[k].error] == [3]
+    first_line, _, rest = outcomes[3].text.partition("\n")
+    assert outcomes[3].error == "raised" and "judge.py" in first_line, "the exception stands first"
+    assert "Traceback" not in first_line and "Traceback" in rest
+
     assert pool.restarts == 0
 
 
 def test_half_a_character_of_an_error_is_sent_by_its_number(make: MakePool) -> None:
     pool = make()
-    found = judge_all(pool, [item(0, "half"), item(1, "halfpart"), item(2)])
-    assert found[0].error == "raised" and r"ValueError: \ud800" in found[0].text and found[1].value == 1.0
-    assert found[2].error == "" and pool.restarts == 0
+    outcomes = judge_all(pool, [item(0, "half"), item(1, "halfpart"), item(2)])
+    assert outcomes[0].error == "raised" and r"ValueError: \ud800" in outcomes[0].text and outcomes[1].value == 1.0
+    assert outcomes[2].error == "" and pool.restarts == 0
 
 
 def test_a_function_that_forks_is_answered_once(make: MakePool) -> None:
     pool = make()
-    found = judge_all(pool, [item(k, "fork") for k in range(20)])
-    assert [found[k].value for k in range(20)] == [3.0] * 20 and pool.restarts == 0
+    outcomes = judge_all(pool, [item(k, "fork") for k in range(20)])
+    assert [outcomes[k].value for k in range(20)] == [3.0] * 20 and pool.restarts == 0
 
 
 @pytest.mark.parametrize("what", ["write", "write forged"])
 def test_user_code_that_writes_into_the_pipe_costs_its_own_sample(make: MakePool, what: str) -> None:
-    found = judge_all(make(), [item(k, what if k == 3 else "") for k in range(6)])
-    assert [k for k in found if found[k].error] == [3]
-    assert "died on this sample twice (it " in found[3].text
+    outcomes = judge_all(make(), [item(k, what if k == 3 else "") for k in range(6)])
+    assert [k for k in outcomes if outcomes[k].error] == [3]
+    assert "died on this sample twice (it " in outcomes[3].text
 
 
 def test_memory_is_bounded_where_asked_for_and_ends_here_first(make: MakePool) -> None:
-    found = judge_all(make(memory_mb=1024), [item(0), item(1, "eat"), item(2, "last")])
-    assert found[1].error == "raised" and found[1].text.startswith("MemoryError")
-    assert not found[0].error and found[2].value == 1000, "the kernel ends it before the learner"
+    outcomes = judge_all(make(memory_mb=1024), [item(0), item(1, "eat"), item(2, "last")])
+    assert outcomes[1].error == "raised" and outcomes[1].text.startswith("MemoryError")
+    assert not outcomes[0].error and outcomes[2].value == 1000, "the kernel ends it before the learner"
 
 
 def test_of_what_a_call_prints_the_beginning_is_kept(make: MakePool, capfd: pytest.CaptureFixture[str]) -> None:
-    found = judge_all(make(), [item(0, "print"), item(1, "spoken")])
-    said = capfd.readouterr().err
-    assert not found[0].error and (1 << 20) <= len(said) < (1 << 20) + 1000
-    assert "the rest of what this call prints is dropped" in said and "noise on stdout spoken" in said
+    outcomes = judge_all(make(), [item(0, "print"), item(1, "spoken")])
+    printed = capfd.readouterr().err
+    assert not outcomes[0].error and (1 << 20) <= len(printed) < (1 << 20) + 1000
+    assert "the rest of what this call prints is dropped" in printed and "noise on stdout spoken" in printed
 
 
 def test_results_without_numbers_and_lines_without_json_are_malformed(make: MakePool) -> None:
-    found = judge_all(make(), [item(0, "nan"), item(1, line=b"{broken"), item(2)])
-    assert [found[k].error for k in range(3)] == ["malformed", "malformed", ""]
-    assert "must be finite" in found[0].text
+    outcomes = judge_all(make(), [item(0, "nan"), item(1, line=b"{broken"), item(2)])
+    assert [outcomes[k].error for k in range(3)] == ["malformed", "malformed", ""]
+    assert "must be finite" in outcomes[0].text
 
 
 def test_user_code_has_an_empty_stdin_and_may_print(make: MakePool) -> None:
@@ -172,24 +174,24 @@ def test_user_code_has_an_empty_stdin_and_may_print(make: MakePool) -> None:
 @pytest.mark.parametrize("word", ["die", "segv"])
 def test_a_sample_that_kills_two_processes_is_raised_and_others_are_judged(make: MakePool, word: str) -> None:
     pool = make()
-    found = judge_all(pool, [item(k, word if k in (0, 5) else "") for k in range(10)])
-    assert sorted(k for k in found if found[k].error) == [0, 5]
-    assert found[5].error == "raised" and "twice" in found[5].text
+    outcomes = judge_all(pool, [item(k, word if k in (0, 5) else "") for k in range(10)])
+    assert sorted(k for k in outcomes if outcomes[k].error) == [0, 5]
+    assert outcomes[5].error == "raised" and "twice" in outcomes[5].text
     assert pool.restarts == 4
 
 
 def test_a_sample_beside_a_death_is_judged_again(make: MakePool, tmp_path: Path) -> None:
     pool = make()
-    found = judge_all(pool, [item(0), item(1, f"once {tmp_path}/flag"), item(2)])
-    assert [found[k].error for k in range(3)] == [""] * 3
+    outcomes = judge_all(pool, [item(0), item(1, f"once {tmp_path}/flag"), item(2)])
+    assert [outcomes[k].error for k in range(3)] == [""] * 3
     assert pool.restarts == 1
 
 
 def test_a_sample_over_its_deadline_is_hung_and_the_others_are_judged(make: MakePool) -> None:
     pool = make(timeout_s=1.5, workers=2)
-    found = judge_all(pool, [item(k, "hang" if k in (0, 30) else "") for k in range(40)])
-    assert sorted(k for k in found if found[k].error) == [0, 30]
-    assert all(found[k].error == "hung" and "1.5 s" in found[k].text for k in (0, 30))
+    outcomes = judge_all(pool, [item(k, "hang" if k in (0, 30) else "") for k in range(40)])
+    assert sorted(k for k in outcomes if outcomes[k].error) == [0, 30]
+    assert all(outcomes[k].error == "hung" and "1.5 s" in outcomes[k].text for k in (0, 30))
 
 
 def test_a_killed_child_is_replaced_and_nothing_is_lost(make: MakePool) -> None:
@@ -197,8 +199,8 @@ def test_a_killed_child_is_replaced_and_nothing_is_lost(make: MakePool) -> None:
     assert pool.wait_ready(60)
     for round_number in range(3):
         os.kill(pool.processes[0].pid, signal.SIGKILL)
-        found = judge_all(pool, [item(k) for k in range(round_number, round_number + 50)])
-        assert all(outcome.error == "" for outcome in found.values())
+        outcomes = judge_all(pool, [item(k) for k in range(round_number, round_number + 50)])
+        assert all(outcome.error == "" for outcome in outcomes.values())
 
 
 def test_a_pools_descriptor_becomes_readable_and_lasts_over_restarts(make: MakePool) -> None:
@@ -246,8 +248,8 @@ def process(tmp_path: Path) -> Iterator[LaneAt]:
         return processes[-1]
 
     yield build
-    for made in processes:
-        made.close()
+    for built in processes:
+        built.close()
     poller.close()
 
 
@@ -305,9 +307,9 @@ import time
 sys.path.insert(0, {root!r})
 from types import SimpleNamespace
 from busrl.rewards.pool import Item, RewardPool
-own = dict(kind="python", function="judge.py:judge", extract="", answer_key="", timeout_s=600, workers=1, part=())
-own["memory_mb"] = 0
-s = SimpleNamespace(**own)
+fields = dict(kind="python", function="judge.py:judge", extract="", answer_key="", timeout_s=600, workers=1, part=())
+fields["memory_mb"] = 0
+s = SimpleNamespace(**fields)
 pool = RewardPool(s, base_dir={base!r})
 pool.wait_ready(60)
 pool.submit([Item(0, b"{{}}", "hang", [])])
