@@ -497,7 +497,7 @@ class Evaluation:
                 row.error = "the engine gave it up" if gave_up else "its prompt leaves no room to answer"
                 continue
             if len(wrong := self._known.foreign(one.token_ids)):  # its text is not what was drawn
-                row.error = self._known.told(wrong)
+                row.error = self._known.describe(wrong)
                 continue
             row.completion = one.text if one.text is not None else engine.decode(ids, one.finish == Finish.EOS)
             row.answer = self.find(row.completion) if self.find is not None else None

@@ -1,4 +1,4 @@
-"""Prompts: the seeded endless stream over a JSONL file, its check, and the text or chat that an engine is given.
+"""Prompts: the seeded endless stream over a JSONL file, its check, and the text or chat for an engine.
 
 Knows nothing of the ring, groups or tokenizers: a draw number goes in, the raw bytes of one line come out.
 """

@@ -11,8 +11,8 @@
 | turn_rewards | float32 [T]  | optional                                                                           |
 | reward       | float64 [1+] | optional: what the episode returned, and the parts of it                           |
 | messages     | uint8        | optional, JSON: the messages of each sequence                                      |
-| context      | uint64 [5]   | optional, CONTEXT: ids that its calls read, how many of those were computed, calls |
-|              |              | of tools that are none, calls with other sampling than the run's, refused calls    |
+| context      | uint64 [5]   | optional, CONTEXT: ids that its calls read, ids of those that were computed, calls |
+|              |              | of unknown tools, calls with other sampling than the run's, refused calls          |
 | text         | uint8        | the last turn's text                                                               |
 
 Pure: talks to nothing, and knows nothing of slots, engines, templates or clients.
@@ -93,7 +93,8 @@ class EpisodeArrays:
 
 
 def fault_of(episode: EpisodeArrays) -> str:
-    """The rule that an episode breaks; "" if none. The learner, who knows the vocabulary, compares ids with it."""
+    """The rule that an episode breaks; "" if none. The learner checks the ids against the vocabulary."""
+
     ids, seqs, turns = episode.ids, episode.seqs.astype(np.int64), episode.turns.astype(np.int64)
     if not len(seqs) or not len(turns) or turns.shape[1] != len(COLUMNS):
         return f"{len(seqs)} sequences, turns {list(turns.shape)}: at least one of each, turns of 8 numbers"

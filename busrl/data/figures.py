@@ -1,7 +1,7 @@
 """Figures of the answers to a set of prompts: means over prompts, pass@k, maj@k, and how sure each figure is.
 
-Used by a round of validation and by `busrl evaluate`, so that both say the same of the same answers. Talks to nothing;
-knows nothing of engines, rewards, rounds or files.
+Used by a round of validation and by `busrl evaluate`, so that both give the same figures for the same answers. Talks to
+nothing; knows nothing of engines, rewards, rounds or files.
 
 - Every prompt has the same weight, however many answers to it were judged; one without a judged answer is left out.
 - pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), over prompts with k judged answers.
@@ -28,8 +28,8 @@ TAG_LENGTH = 64
 
 @dataclass(frozen=True)
 class Judged:
-    """A judged answer. `line`: its prompt; `asking`: which time of asking that prompt k answers it belongs to;
-    `answer`: what a reward that compares answers took from it, None if it found none."""
+    """A judged answer to the prompt of `line`. `asking`: the number of the request for k answers to which it belongs.
+    `answer`: the part of the text that the reward compares, None if there is none."""
 
     line: int
     asking: int
@@ -64,7 +64,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def majority(votes: Iterable[tuple[str | None, bool]]) -> float:
     """1 if the commonest answer is right, 0 if it is wrong or there is none; with a tie the share of right ones among
-    the commonest. An answer that nobody could find has no vote; one that was judged both ways is right by its share."""
+    the commonest. A completion without an answer has no vote; an answer that was judged both right and wrong counts by
+    the share of its right judgements."""
     count: Counter[str] = Counter()
     right: Counter[str] = Counter()
     for answer, is_right in votes:
@@ -92,13 +93,14 @@ def figure(of_prompt: Sequence[float], answers: int) -> Figure | None:
 
 
 def standard_error(of_prompt: Sequence[float]) -> float | None:
-    """An interval of the mean, as if the prompts had been drawn from many more; None with fewer than two."""
+    """The standard error of the mean, as if the prompts had been drawn from many more; None with fewer than two."""
     return float(np.std(of_prompt, ddof=1) / math.sqrt(len(of_prompt))) if len(of_prompt) > 1 else None
 
 
 def _wilson(values: npt.NDArray[np.float64], answers: int) -> tuple[float, float]:
-    """Wilson's score interval (1927) for values within [0, 1], with the number of prompts that would have this variance
-    if each were right or wrong: all answers at most, and all prompts where no value differs."""
+    """Wilson's score interval (1927) for values within [0, 1]. Its sample size is the number of prompts that would have
+    this variance if each were right or wrong: at most the number of answers; where all values are equal, the number of
+    prompts."""
     mean, variance = float(values.mean()), float(values.var(ddof=1)) if len(values) > 1 else 0.0
     size = float(len(values))
     if variance > 0:
@@ -109,7 +111,7 @@ def _wilson(values: npt.NDArray[np.float64], answers: int) -> tuple[float, float
 
 
 def _bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """The 2.5th and 97.5th percentile of the means of prompts drawn again (Efron 1979), from a fixed seed."""
+    """The 2.5th and 97.5th percentile of the means of resampled prompts (Efron 1979), from a fixed seed."""
     chance, rows = np.random.Generator(np.random.PCG64(BOOTSTRAP_SEED)), max(1, AT_ONCE // len(values))
     means: list[npt.NDArray[np.float64]] = []
     for begun in range(0, BOOTSTRAP, rows):
@@ -121,8 +123,8 @@ def _bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Figures:
-    """Everything that is known of a set of answers, `k` to each asking of a prompt. `solved`: the least reward of a
-    right one; `votes`: whether the reward takes an answer from a completion."""
+    """The figures of a set of judged answers, `k` to each request. `solved`: the least reward of a right answer;
+    `votes`: whether the reward takes an answer from a completion."""
 
     judged: Sequence[Judged]
     k: int = 1
@@ -131,67 +133,68 @@ class Figures:
 
     def of_prompt(self, value: str = "reward") -> list[float]:
         """The mean of a field over the answers to each prompt."""
-        return _means((one.line, float(getattr(one, value))) for one in self.judged)
+        return _means((answer.line, float(getattr(answer, value))) for answer in self.judged)
 
     def mean(self, value: str = "reward") -> float | None:
-        """Over prompts; None without any, for what measured nothing is not 0."""
-        return float(np.mean(found)) if (found := self.of_prompt(value)) else None
+        """The mean over prompts; None without any: a set of no answers has no mean, and not the mean 0."""
+        return float(np.mean(means)) if (means := self.of_prompt(value)) else None
 
     def parts(self) -> dict[str, float]:
-        names = dict.fromkeys(name for one in self.judged for name in one.parts)
+        names = dict.fromkeys(name for answer in self.judged for name in answer.parts)
         return {
-            name: float(np.mean(_means((one.line, one.parts[name]) for one in self.judged if name in one.parts)))
+            name: float(np.mean(_means((at.line, at.parts[name]) for at in self.judged if name in at.parts)))
             for name in names
         }
 
     def by_name(self) -> dict[str, Figure]:
         """reward, avg@k (the same, under the name it has where k > 1), pass@1, pass@2, ..., pass@k, maj@k."""
-        made = {"reward": figure(self.of_prompt(), len(self.judged))}
+        figures = {"reward": figure(self.of_prompt(), len(self.judged))}
         if self.k > 1:
-            made[f"avg@{self.k}"] = made["reward"]
-        made |= {f"pass@{k}": figure(self._passed(k), len(self.judged)) for k in powers(self.k)}
+            figures[f"avg@{self.k}"] = figures["reward"]
+        figures |= {f"pass@{k}": figure(self._passed(k), len(self.judged)) for k in powers(self.k)}
         if self.k > 1 and self.votes:
-            made[f"maj@{self.k}"] = figure(self._majorities(), len(self.judged))
-        return {name: one for name, one in made.items() if one is not None}
+            figures[f"maj@{self.k}"] = figure(self._majorities(), len(self.judged))
+        return {name: entry for name, entry in figures.items() if entry is not None}
 
     def among(self, lines: frozenset[int]) -> Figures:
-        return Figures([one for one in self.judged if one.line in lines], self.k, self.solved, self.votes)
+        return Figures([answer for answer in self.judged if answer.line in lines], self.k, self.solved, self.votes)
 
     def record(self) -> dict[str, Any]:
-        """The keys of a line of validation.jsonl that say all this."""
-        named = self.by_name()
-        values = {f"val/{name}": one.value for name, one in named.items() if name != "reward"}
+        """The figures as the keys of a line of validation.jsonl."""
+        figures = self.by_name()
+        values = {f"val/{name}": entry.value for name, entry in figures.items() if name != "reward"}
         return {
             "val/reward": self.mean(), **values, "prompts": len(self.of_prompt()), "samples": len(self.judged),
-            "intervals": {name: one.interval for name, one in named.items()},
+            "intervals": {name: entry.interval for name, entry in figures.items()},
         }
 
     def _passed(self, k: int) -> list[float]:
         """pass@k of each prompt with at least k judged answers."""
-        asked: dict[int, list[bool]] = defaultdict(list)
-        for one in self.judged:
-            asked[one.line].append(one.reward >= self.solved)
-        return [pass_at_k(len(right), sum(right), k) for right in asked.values() if len(right) >= k]
+        by_line: dict[int, list[bool]] = defaultdict(list)
+        for answer in self.judged:
+            by_line[answer.line].append(answer.reward >= self.solved)
+        return [pass_at_k(len(right), sum(right), k) for right in by_line.values() if len(right) >= k]
 
     def _majorities(self) -> list[float]:
-        """The vote of each asking of k answers, its mean over the askings of a prompt."""
+        """The mean of the votes of a prompt, one vote for each request for k answers."""
         votes: dict[tuple[int, int], list[tuple[str | None, bool]]] = defaultdict(list)
-        for one in self.judged:
-            votes[one.line, one.asking].append((one.answer, one.reward >= self.solved))
-        return _means((line, majority(found)) for (line, _), found in votes.items())
+        for entry in self.judged:
+            votes[entry.line, entry.asking].append((entry.answer, entry.reward >= self.solved))
+        return _means((line, majority(ballots)) for (line, _), ballots in votes.items())
 
 
 def _means(values: Iterable[tuple[int, float]]) -> list[float]:
     of_prompt: dict[int, list[float]] = defaultdict(list)
     for line, value in values:
         of_prompt[line].append(value)
-    return [float(np.mean(found)) for found in of_prompt.values()]
+    return [float(np.mean(numbers)) for numbers in of_prompt.values()]
 
 
 def tag_of(record: Mapping[str, Any], key: str) -> str:
-    """The tag of a prompt: the value of `key` in its line, without one of `source` or `tag`; "" if it has none."""
-    found = next((record[name] for name in ([key] if key else TAG_KEYS) if name in record), None)
-    return str(found)[:TAG_LENGTH] if isinstance(found, (str, int, float)) else ""
+    """The tag of a prompt: the value of `key` in its line; without a key, that of `source` or `tag`; "" if it has
+    none."""
+    value = next((record[name] for name in ([key] if key else TAG_KEYS) if name in record), None)
+    return str(value)[:TAG_LENGTH] if isinstance(value, (str, int, float)) else ""
 
 
 def tags_of(records: Mapping[int, Mapping[str, Any]], key: str) -> dict[int, str]:
@@ -199,10 +202,10 @@ def tags_of(records: Mapping[int, Mapping[str, Any]], key: str) -> dict[int, str
 
 
 def by_tag(figures: Figures, tags: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """The figures of each tag, the commonest tags first, `MOST_TAGS` at most; `tags`: of each line that has one."""
+    """The figures of each tag, the commonest tags first, `MOST_TAGS` at most. `tags`: the tags by line."""
     of_tag: dict[str, set[int]] = defaultdict(set)
-    for line in {one.line for one in figures.judged}:
+    for line in {answer.line for answer in figures.judged}:
         if tags.get(line):
             of_tag[tags[line]].add(line)
-    kept = sorted(of_tag, key=lambda tag: (-len(of_tag[tag]), tag))[:MOST_TAGS]
-    return {tag: figures.among(frozenset(of_tag[tag])).record() for tag in kept}
+    commonest = sorted(of_tag, key=lambda tag: (-len(of_tag[tag]), tag))[:MOST_TAGS]
+    return {tag: figures.among(frozenset(of_tag[tag])).record() for tag in commonest}

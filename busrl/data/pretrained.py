@@ -1,9 +1,10 @@
 """Facts of a pretrained model's folder, read without torch: sizes, token ids, whether its files are whole.
 
-Reads config.json, tokenizer.json and the headers of safetensors files. Knows nothing of topologies or of what a run
-needs for the model.
+Reads config.json, tokenizer.json and the headers of safetensors files. Knows nothing of topologies, nor of what a run
+needs beside the model.
 
-- Sizes are 0 where the folder does not state them: weights that are no safetensors, a tiny model not yet made.
+- A size is 0 where the folder does not state it: weights in another format, a tiny model not yet made.
+
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ MAKER = "busrl.quickstart"  # the module that makes what a name beginning with T
 
 
 def maker() -> Any:
-    """The module, loaded when the first such name is met: its RECIPES by name, `paths` of one, None if it is not made
-    yet, and `ensure`, which makes one that is not there."""
+    """The module, imported at the first such name. It has RECIPES by name; `paths` of a task, None before it is made;
+    and `ensure`, which makes a task that is not there."""
     return importlib.import_module(MAKER)
 
 
-def made(name: str) -> Any:
+def _paths_of_task(name: str) -> Any:
     """Paths of the model folder and the two prompt files of a task; None if it is not made yet, or unknown."""
     return maker().paths(name) if name in maker().RECIPES else None
 
 
 def model_at(path: str) -> Path | None:
-    """The folder of `model.path`; None for a task's that is not made yet."""
+    """The folder of `model.path`; None for the model of a task that is not made yet."""
     if not path.startswith(TINY):
         return Path(path)
-    there = made(path)
+    there = _paths_of_task(path)
     return Path(there.model) if there else None
 
 
 def task_prompts(path: str) -> Path | None:
     """The prompt file of the task that `data.train` names; None for a path, or if it is not made yet."""
-    there = made(path) if path.startswith(TINY) else None
+    there = _paths_of_task(path) if path.startswith(TINY) else None
     return Path(there.train) if there else None
 
 
@@ -82,21 +83,21 @@ class ModelFacts:
 
 
 def model_facts(folder: Path | None) -> ModelFacts:
-    """Read config.json and the headers of the weights; nothing of a task's that is not made yet."""
+    """Read config.json and the headers of the weights; `folder` None, for a task that is not made yet, has no facts."""
     if folder is None:
         return ModelFacts("", 0, 0, 0, 0, 0)
     config = read_config(folder)
     text = language_of(config)
     kinds = config.get("architectures") or [config.get("model_type", "unknown")]
-    hidden, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
+    hidden, layers = size_in(text, "hidden_size", "n_embd", "d_model"), size_in(text, *LAYERS)
     return ModelFacts(
-        str(kinds[0]), hidden, layers, whole(text, "vocab_size"), context_of(config), count_of(tensor_shapes(folder))
+        str(kinds[0]), hidden, layers, size_in(text, "vocab_size"), context_of(config),
+        count_of(tensor_shapes(folder)),
     )
 
 
 def parameters(path: str) -> int:
-    """The number of a model's parameters: from its weights, or else from the widths of config.json; 0 where neither
-    says."""
+    """The number of a model's parameters: from its weights, or else from the widths of config.json; 0 without both."""
     if path.startswith(TINY):
         return TINY_PARAMETERS
     folder = Path(path)  # its weights may be elsewhere, or only a part of them here
@@ -106,18 +107,18 @@ def parameters(path: str) -> int:
 def estimate(config: dict[str, Any]) -> int:
     """A decoder's parameters from its widths: embeddings, attention and a gated feed-forward of each layer."""
     text = language_of(config)
-    width, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
-    inner = whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * width
-    heads, shared = whole(text, "num_attention_heads", "n_head"), whole(text, "num_key_value_heads")
-    queries = heads * whole(text, "head_dim") or width
+    width, layers = size_in(text, "hidden_size", "n_embd", "d_model"), size_in(text, *LAYERS)
+    inner = size_in(text, "intermediate_size", "n_inner", "d_ff") or 4 * width
+    heads, shared = size_in(text, "num_attention_heads", "n_head"), size_in(text, "num_key_value_heads")
+    queries = heads * size_in(text, "head_dim") or width
     attention = 2 * width * queries * (1 + (shared / heads if heads and shared else 1))
     feed = (3 if "intermediate_size" in text else 2) * width * inner
-    embeddings = whole(text, "vocab_size") * width * (1 if config.get("tie_word_embeddings", True) else 2)
+    embeddings = size_in(text, "vocab_size") * width * (1 if config.get("tie_word_embeddings", True) else 2)
     return int(embeddings + layers * (attention + feed))
 
 
 def context_of(config: dict[str, Any]) -> int:
-    """The longest sequence that a model takes, 0 if its config does not say."""
+    """The longest sequence that a model takes; 0 if its config does not state it."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length")
     values = (part.get(name) for part in (config, language_of(config)) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
@@ -136,7 +137,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return read_map(folder / name)
 
 
-def whole(config: Any, *names: str) -> int:
+def size_in(config: Any, *names: str) -> int:
     """The first of these keys that holds a whole number; 0 if none does."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
 
@@ -149,14 +150,14 @@ _OF_FILES = (".jsonl", ".json", ".parquet", ".pq", ".csv", ".toml", ".gz")
 
 
 def of_hub(topology: str, path: str, what: str = MODEL) -> str:
-    """Say what to do about a missing path that reads like a name of the hub; empty for any other. `topology`: the
-    file that named it, relative to itself; an override is relative to the current directory."""
+    """The remedy for a missing path that reads like a name of the hub; empty for any other. A path in the file
+    `topology` is relative to that file, an override to the current directory."""
     for base in (os.path.dirname(topology), os.getcwd()):
-        found = _OF_HUB.fullmatch(os.path.relpath(path, base))
-        if found and not path.endswith(_OF_FILES) and not os.path.isdir(os.path.join(base, found[1].partition("/")[0])):
-            short = found[1].rpartition("/")[2]
+        name = _OF_HUB.fullmatch(os.path.relpath(path, base))
+        if name and not path.endswith(_OF_FILES) and not os.path.isdir(os.path.join(base, name[1].partition("/")[0])):
+            short = name[1].rpartition("/")[2]
             kind, where = (" --repo-type dataset", "as path of a [[data.source]]") if what == DATA_SET else ("", "here")
-            fetch = f"`hf download {found[1]}{kind} --local-dir {short}`"
+            fetch = f"`hf download {name[1]}{kind} --local-dir {short}`"
             return f"a {what} of the hub is downloaded first: {fetch}; then name the folder {where}"
     return ""
 
@@ -173,40 +174,41 @@ class Vocabulary:
 
 
 def vocabulary(folder: Path) -> Vocabulary | None:
-    """From config.json, generation_config.json and the tokenizer; None where they do not say how many ids there are, or
-    which one ends."""
+    """From config.json, generation_config.json and the tokenizer; None where they do not state the number of ids, or
+    the id that ends a sequence."""
     ends, rows = named_ids(folder, "eos_token_id"), token_rows(folder)
     special = {*named_ids(folder, *SPECIAL), *rows.left_out()}
-    plain = tuple(one for one in range(rows.rows) if one not in special)
+    plain = tuple(token for token in range(rows.rows) if token not in special)
     return Vocabulary(ends[0], plain) if ends and ends[0] < rows.rows and plain else None
 
 
-def other_tokens(own: Path, other: Path) -> str | None:
-    """The first token for which the tokenizers of two model folders have other ids; "" if there is none, None where one
-    of them has no tokenizer.json to be compared."""
-    ids, others = ({**known, **added} for known, added in map(pieces, (own, other)))
+def other_tokens(ours: Path, theirs: Path) -> str | None:
+    """The first token for which the tokenizers of two model folders have different ids, as a sentence about `theirs`;
+    "" if there is none, None where one of the folders has no tokenizer.json."""
+    ids, others = ({**vocabulary, **added} for vocabulary, added in map(pieces, (ours, theirs)))
     if not ids or not others:
         return None
     apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
     if not apart:
         return ""
     first = min(apart, key=lambda token: (min(ids.get(token, 1 << 40), others.get(token, 1 << 40)), token))
-    told = [f"{found[first]}" if first in found else "no token" for found in (others, ids)]
-    return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {told[0]}, in model.path {told[1]}"
+    its_id, our_id = (f"{table[first]}" if first in table else "no token" for table in (others, ids))
+    return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {its_id}, in model.path {our_id}"
+
 
 
 def token_bytes(folder: Path) -> int:
-    """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
-    known, added = pieces(folder)
-    return max(4, max(len(token.encode()) for token in (*known, *added))) if known else DEFAULT_TOKEN_BYTES
+    """Bytes of the longest token of tokenizer.json (at least 4); a safe guess where it cannot be read."""
+    vocabulary, added = pieces(folder)
+    return max(4, max(len(token.encode()) for token in (*vocabulary, *added))) if vocabulary else DEFAULT_TOKEN_BYTES
 
 
 # -- whole files, or not -----
 
 
 def weight_fault(folder: Path) -> tuple[str, str, str] | None:
-    """File, rule and remedy of weights that no model can be made of: cut files, parts that are not there, and others
-    than config.json describes. Reads headers only; None for whole ones, and for what is no safetensors file."""
+    """File, rule and remedy of weights that no model can be made of: cut files, missing files, and weights of another
+    model than that of config.json. Reads headers only; None for good weights, and without safetensors files."""
     for path in sorted(folder.glob("*.safetensors")):
         if fault := _cut(path):
             return str(path), fault, "the download or the copy did not finish: copy the file again"
@@ -218,11 +220,12 @@ def weight_fault(folder: Path) -> tuple[str, str, str] | None:
         return index, f"it names {gone[0]}{more}, which is not there", "copy the missing files too"
     config = read_config(folder)
     text = language_of(config)
-    said = whole(text, "vocab_size"), whole(text, "embedding_size", "word_embed_proj_dim", "hidden_size", "n_embd")
-    there = {name: one for name, one in tensor_shapes(folder).items() if name.split(".")[-2:-1] in EMBEDDINGS}
-    if all(said) and there and said not in there.values():
-        name, shape = max(there.items(), key=lambda one: math.prod(one[1]))
-        sizes = [" x ".join(map(str, one)) for one in (said, shape)]
+    width = size_in(text, "embedding_size", "word_embed_proj_dim", "hidden_size", "n_embd")
+    stated = size_in(text, "vocab_size"), width
+    embeddings = {name: shape for name, shape in tensor_shapes(folder).items() if name.split(".")[-2:-1] in EMBEDDINGS}
+    if all(stated) and embeddings and stated not in embeddings.values():
+        name = max(embeddings, key=lambda name: math.prod(embeddings[name]))
+        sizes = [" x ".join(map(str, shape)) for shape in (stated, embeddings[name])]
         rule = f"vocabulary and width are {sizes[0]}, and those of the weights ({name}) {sizes[1]}"
         return str(folder / "config.json"), rule, "put the config.json of these weights there, or its own weights"
     return None
@@ -235,13 +238,13 @@ OTHER_HEADS = (  # ends of architectures that give no next token
     "ForNextSentencePrediction", "ForImageClassification", "ForPreTraining", "ForRewardModel",
 )
 PLAIN = "give the folder of a causal language model in bfloat16 or float32"
-IN_PLACE_OF_CONFIG = (  # what stands in a folder without config.json: a file, what the folder is, and the remedy
+IN_PLACE_OF_CONFIG = (  # for a folder without config.json: a file in it, what the folder is, and the remedy
     ("*.gguf", "a GGUF file, which is quantised or in another layout", "give the safetensors that it was made of"),
     ("params.json", "a model in its maker's own layout", "give the same model in the layout of transformers"),
     ("model_index.json", "a pipeline of several models (diffusers)", PLAIN),
     ("modules.json", "a sentence-transformers folder", PLAIN),
 )
-OTHER_WEIGHTS = (  # the same of one without safetensors
+OTHER_WEIGHTS = (  # for a folder without safetensors: a file in it, what its weights are, and the remedy
     ("*.gguf", "its weights are a GGUF file, which is quantised or in another layout",
      "give the safetensors that it was made of"),
     ("*.h5", "its weights are TensorFlow's", "give its safetensors"),
@@ -258,35 +261,36 @@ def without_config(folder: Path) -> tuple[str, str]:
         merged = "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)"
         rule = f"an adapter of {base} (adapter_config.json), and no model"
         return rule, f"give the base, or merge both: peft's {merged}"
-    found = (one[1:] for one in IN_PLACE_OF_CONFIG if any(folder.glob(one[0])))
-    rule, remedy = next(found, ("", "give a Hugging Face model folder"))
+    kinds = (kind[1:] for kind in IN_PLACE_OF_CONFIG if any(folder.glob(kind[0])))
+    rule, remedy = next(kinds, ("", "give a Hugging Face model folder"))
     return "no config.json in this folder" + (f": it holds {rule}" if rule else ""), remedy
 
 
 def without_weights(folder: Path) -> tuple[str, str]:
     """The problem and remedy of a folder without weights that are read."""
-    found = (one[1:] for one in OTHER_WEIGHTS if any(folder.glob(one[0])))
-    return next(found, ("no weights (*.safetensors) in this folder", "the download may not have finished"))
+    kinds = (kind[1:] for kind in OTHER_WEIGHTS if any(folder.glob(kind[0])))
+    return next(kinds, ("no weights (*.safetensors) in this folder", "the download may not have finished"))
 
 
 def kind_fault(folder: Path) -> tuple[str, str] | None:
-    """Rule and remedy for a model that config.json says is none that busrl trains; None for any other."""
+    """Rule and remedy for a model that busrl does not train, by its config.json; None for any other."""
     config = read_config(folder)
     language, kind = language_of(config), str(config.get("model_type", ""))
-    named = [str(one) for one in config.get("architectures") or ()]
+    architectures = [str(name) for name in config.get("architectures") or ()]
     for part in (config, language):
         for name in ("quantization_config", "compression_config"):
-            if (found := part.get(name)) is not None:
-                how = as_map(found).get("quant_method") or "in fewer bits"
+            if (settings := part.get(name)) is not None:
+                how = as_map(settings).get("quant_method") or "in fewer bits"
                 return f"a quantised checkpoint ({name}: {how}), which cannot be trained", f"{PLAIN}, such as its base"
     if kind and own_code(config, kind):
         rule = f"model_type {kind!r} is code in this folder (auto_map), and busrl runs none from a model folder"
         return rule, "give a model that transformers has itself, or convert it (docs/from-a-folder.md)"
     seen = [name for name in ("vision_config", "audio_config") if config.get(name)]
     if seen and kind and not trains(kind):
-        return f"{named[0] if named else kind} reads more than text ({seen[0]})", f"{PLAIN}, such as its text part"
-    if named and named[0].endswith(OTHER_HEADS):
-        return f"{named[0]} has no head that gives the next token", PLAIN
+        model = architectures[0] if architectures else kind
+        return f"{model} reads more than text ({seen[0]})", f"{PLAIN}, such as its text part"
+    if architectures and architectures[0].endswith(OTHER_HEADS):
+        return f"{architectures[0]} has no head that gives the next token", PLAIN
     if kind in _mapped("MASKED_LM") and not config.get("is_decoder"):
         return f"{kind} is an encoder, whose tokens see those that follow", PLAIN
     if kind and not trains(kind):
@@ -296,35 +300,35 @@ def kind_fault(folder: Path) -> tuple[str, str] | None:
 
 
 def own_code(config: Mapping[str, Any], kind: str) -> bool:
-    """Tell whether the model is code of its folder alone: transformers' own classes need none of it."""
+    """Tell whether the model needs code of its folder: transformers has no class of its own for it."""
     mapped = as_map(config.get("auto_map"))
     return bool(mapped.keys() & {"AutoConfig", "AutoModelForCausalLM", "AutoModel"}) and not trains(kind)
 
 
 def trains(kind: str) -> bool:
     """Tell whether transformers has a causal language model of this model_type; True where that cannot be told."""
-    known = _mapped("CAUSAL_LM")
-    return not known or kind in known
+    kinds = _mapped("CAUSAL_LM")
+    return not kinds or kind in kinds
 
 
 @cache
 def _mapped(head: str) -> frozenset[str]:
-    """Every model_type that transformers has with this head, read from its source: importing it takes seconds. Empty
-    where it cannot be read."""
+    """Every model_type that transformers has with this head, read from its source, as importing it takes seconds.
+    Empty where the source cannot be read."""
     spec = importlib.util.find_spec("transformers")
     places = spec.submodule_search_locations or [] if spec else []
     for place in places:
         with contextlib.suppress(OSError):
             text = (Path(place) / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-            found = re.search(rf"^MODEL_FOR_{head}_MAPPING_NAMES\b.*?^\)", text, re.M | re.S)
-            return frozenset(re.findall(r'\(\s*"([^"]+)",', found[0])) if found else frozenset()
+            table = re.search(rf"^MODEL_FOR_{head}_MAPPING_NAMES\b.*?^\)", text, re.M | re.S)
+            return frozenset(re.findall(r'\(\s*"([^"]+)",', table[0])) if table else frozenset()
     return frozenset()
 
 
 @cache
 def has_plan(kind: str, name: str) -> bool | None:
-    """Tell whether transformers has a plan of that name for models of this model_type, by which layers are cut or
-    experts dealt out; None where its source does not tell."""
+    """Tell whether transformers has a plan of that name (how layers are cut, or experts dealt out) for models of this
+    model_type; None where its source cannot be read."""
     spec = importlib.util.find_spec("transformers")
     for place in (spec.submodule_search_locations or [] if spec else []):
         for path in sorted((Path(place) / "models" / kind.replace("-", "_")).glob("configuration_*.py")):
@@ -334,7 +338,8 @@ def has_plan(kind: str, name: str) -> bool | None:
 
 
 def _headless(folder: Path, config: dict[str, Any]) -> tuple[str, str] | None:
-    """Weights without an output head, of a model whose head is not its embedding: it would begin at random."""
+    """Rule and remedy for weights without an output head, where the head is not the embedding: it would begin at
+    random."""
     shapes = tensor_shapes(folder)
     rows = {shape[0] for name, shape in shapes.items() if name.split(".")[-2:-1] in EMBEDDINGS and len(shape) == 2}
     as_long = sum(len(shape) == 2 and shape[0] in rows for shape in shapes.values())  # the embedding is one of them
@@ -345,24 +350,24 @@ def _headless(folder: Path, config: dict[str, Any]) -> tuple[str, str] | None:
 
 def tied(config: Mapping[str, Any]) -> bool | None:
     """Tell whether the output head is the embedding itself; None where the config leaves it to the model's class."""
-    said = config.get("tie_word_embeddings", language_of(config).get("tie_word_embeddings"))
-    return said if isinstance(said, bool) else None
+    value = config.get("tie_word_embeddings", language_of(config).get("tie_word_embeddings"))
+    return value if isinstance(value, bool) else None
 
 
 # -- what the learner finds in the model, before it starts -----
 
 NUMBERED = re.compile(r"\.\d+\.")  # a layer's number, in the name of a parameter
-LAYERED = re.compile(r"(\w+\.)?layers\.\d+\.")  # names that begin so have layers where ranks and the compiler look
-CONVOLVED = ("gpt2", "openai-gpt")  # whose layers are no nn.Linear, which adapters are put on
+LAYERED = re.compile(r"(\w+\.)?layers\.\d+\.")  # parameters of layers at the place where ranks and the compiler look
+CONVOLVED = ("gpt2", "openai-gpt")  # their layers are no nn.Linear, and adapters need nn.Linear
 TINY_PARTS = (
-    "input_layernorm", "post_attention_layernorm", *(f"self_attn.{one}_proj" for one in "qkvo"), "self_attn.q_norm",
-    "self_attn.k_norm", *(f"mlp.{one}_proj" for one in ("gate", "up", "down")),
+    "input_layernorm", "post_attention_layernorm", *(f"self_attn.{letter}_proj" for letter in "qkvo"),
+    "self_attn.q_norm", "self_attn.k_norm", *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
 )
 
 
 def trainable(path: str) -> tuple[list[str], int]:
-    """Names of the parameters of a model that learner.train_layers chooses from, each once (none where the folder does
-    not tell), and the number of its layers."""
+    """Names of the parameters that learner.train_layers chooses from, each once (none where the folder has no weights),
+    and the number of layers."""
     if path.startswith(TINY):
         recipe = maker().RECIPES.get(path)
         count = recipe.layers if recipe else 0
@@ -376,7 +381,8 @@ def trainable(path: str) -> tuple[list[str], int]:
 
 
 def has_own_head(path: str) -> bool:
-    """Tell whether the output head is a parameter of its own, as far as the folder tells."""
+    """Tell whether the output head is a parameter of its own; True unless the folder states that it is the embedding.
+    """
     return not path.startswith(TINY) and tied(read_config(Path(path))) is not True
 
 
@@ -386,10 +392,10 @@ def is_head(name: str) -> bool:
 
 
 def _cut(path: Path) -> str:
-    """The fault of a safetensors file's length; "" if nothing is."""
+    """The fault in a safetensors file's length; "" if there is none."""
     begin, header = _header(path)
     try:
-        ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
         size = path.stat().st_size
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return "not a whole safetensors file: its header cannot be read"
@@ -398,13 +404,13 @@ def _cut(path: Path) -> str:
 
 
 def token_fault(folder: Path) -> str:
-    """A rule that tokenizer and model break together: ids that the model has no row for. "" for none, and where it is
-    not known. Added tokens are left out: many a tokenizer has some that no text contains."""
-    size, (known, _) = vocabulary_size(folder), pieces(folder)
+    """The rule that a tokenizer breaks with ids for which the model has no row; "" for none, and where the number of
+    rows is not known. Added tokens are left out: many tokenizers have some that no text contains."""
+    size, (vocabulary, _) = vocabulary_size(folder), pieces(folder)
     name = "tokenizer.json"
-    if not known and (folder / name).is_file() and read_config(folder, name).get("model") is None:
+    if not vocabulary and (folder / name).is_file() and read_config(folder, name).get("model") is None:
         return f"{name} is no JSON object with a model: it was cut, or is another file"
-    highest = max((one for one in known.values() if isinstance(one, int)), default=0)
+    highest = max((number for number in vocabulary.values() if isinstance(number, int)), default=0)
     if not size or highest < size:
         return ""
     return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"
@@ -416,13 +422,13 @@ def token_fault(folder: Path) -> str:
 def tensor_shapes(folder: Path) -> Shapes:
     """Shape of every tensor in the safetensors of a folder, by name; empty where there are none to be read."""
     headers = [as_map(_header(path)[1]) for path in sorted(folder.glob("*.safetensors"))]
-    entries = [(name, one) for header in headers for name, one in header.items() if isinstance(one, dict)]
-    return {name: tuple(one["shape"]) for name, one in entries if "shape" in one}
+    entries = [(name, entry) for header in headers for name, entry in header.items() if isinstance(entry, dict)]
+    return {name: tuple(entry["shape"]) for name, entry in entries if "shape" in entry}
 
 
 def _header(path: Path) -> tuple[int, Any]:
-    """The begin of the values of a safetensors file, and its header, a JSON map behind a length of 8 bytes; None where
-    it cannot be read."""
+    """The offset of the values in a safetensors file, and its header (JSON behind a length of 8 bytes), None where it
+    cannot be read."""
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -437,22 +443,22 @@ def count_of(shapes: Shapes) -> int:
 
 
 def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Shapes of the weights that get an adapter, as far as names and shapes tell."""
+    """Shapes of the weights that get an adapter, by names and shapes alone."""
     return [shape for layer, shape in _matrices(shapes) if (layer in targets if targets else not _outer(layer))]
 
 
 def weight_layers(shapes: Shapes) -> set[str]:
-    """Last names of the layers that may get an adapter, as far as names and shapes tell: matrices, but no embeddings
-    and no output head."""
+    """Last names of the layers that may get an adapter, by names and shapes alone: matrices, except embeddings and the
+    output head."""
     inner = {name: shape for name, shape in shapes.items() if not is_head(name)}
     return {layer for layer, _ in _matrices(inner) if layer in HEADS or not _outer(layer)}
 
 
 def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Last name of the layer, and shape."""
+    """The last name of each matrix's layer, and the shape."""
     return ((n.split(".")[-2], shape) for n, shape in shapes.items() if len(shape) == 2 and n.endswith(".weight"))
 
 
 def _outer(layer: str) -> bool:
-    """Embeddings and output heads, which get no adapter unless they are named."""
+    """Tell whether a layer is an embedding or an output head, which get no adapter unless they are named."""
     return layer in HEADS or "embed" in layer or layer in ("wte", "wpe")

@@ -1,13 +1,14 @@
-"""The prompts of a run: what one line of a JSONL file must be, its draws, and what a model is asked with it.
+"""The prompts of a run: the rules for a line of a JSONL file, the order of the draws, and the prompt that a line gives.
 
 Talks to one file, which it never changes. Knows nothing of the ring, groups, fates or token ids; messages become text
 and ids by the tokenizer's own chat template (`busrl.engines.base` in an engine, `chat` where there is no torch).
 
-- `prompt_of` alone decides what a model is asked: rollouts, `busrl check` and whatever shows a prompt call it.
+- `prompt_of` alone makes the prompt of a line: rollouts, `busrl check` and whatever shows a prompt call it.
 - The bytes of a line, without its newline, are the task: their crc32 identifies the prompt in the ledger and the log.
 - Empty lines at the end of a file and a byte order mark at its beginning are no part of any line.
-- Every finding names file:line, the value, the rule and the remedy; those after the first few are counted by rule.
-- Draw number -> line needs no saved position, whatever the mixture of sources: a resume goes on at the exact item.
+- Every problem names file:line, the value, the rule and the remedy; those after the first few are counted by rule.
+- The line of a draw follows from the draw's number alone, whatever the mixture of sources: a resume needs no saved
+  position, and goes on at the exact item.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
     from busrl.topology.prompts import SourceLines
     from busrl.topology.schema import Topology
 
-# -- what a model is asked -----------------------------------
+# -- the prompt of a line ------------------------------------
 
 
 Message = dict[str, Any]
 
 
 class Chat(TypedDict):
-    """Messages with what else the model's chat template is given: tools, and arguments of its own."""
+    """Messages, with the tools and the arguments for the model's chat template."""
 
     messages: list[Message]
     tools: list[Any]
@@ -56,7 +57,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 class Settings(Protocol):
-    """The keys of [data] that say what a model is asked."""
+    """The keys of [data] by which a line becomes a prompt."""
 
     @property
     def prompt_key(self) -> str: ...
@@ -71,14 +72,16 @@ class Settings(Protocol):
 
 
 def prompt_of(record: dict[str, Any], settings: Settings) -> Prompt:
-    """A text to be encoded as it stands, or the messages for the model's chat template; DataError otherwise.
+    """The prompt of a line: a text to be encoded as it stands, or messages for the model's chat template.
+
+    DataError for a line that gives neither.
 
     A text under `template = "chat"` is one user turn; a list of messages is a chat already and needs that template.
     `data.system` begins every chat that has no system message of its own. With tools of its line, or arguments of the
     template, a prompt is a `Chat`.
     """
     try:
-        value = asked(record.get(settings.prompt_key))
+        value = normalised(record.get(settings.prompt_key))
     except ValueError as rule:
         shown = _short(repr(record.get(settings.prompt_key)).encode())
         raise DataError(f"{settings.prompt_key} = {shown}: {rule}; correct the data file") from None
@@ -114,15 +117,15 @@ def _tools(value: object, key: str) -> list[Any]:
 def fault(value: object) -> str:
     """The rule that a prompt breaks, "" for a good one."""
     try:
-        asked(value)
+        normalised(value)
     except ValueError as rule:
         return str(rule)
     return ""
 
 
-def asked(value: object) -> str | list[Message]:
-    """A prompt with the parts of its contents joined to texts; ValueError says the rule that it breaks. Parts without
-    a message around them are one text."""
+def normalised(value: object) -> str | list[Message]:
+    """A prompt with the parts of its contents joined to texts; ValueError has the rule that it breaks. Parts without a
+    message around them are one text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -151,8 +154,7 @@ TEXTS = ("text", "input_text", "output_text")  # kinds of content parts that are
 
 
 def joined(parts: Sequence[object]) -> str:
-    """The text of content parts, one behind the other as chat templates write them; ValueError names a part of another
-    kind."""
+    """The text of content parts, concatenated as chat templates do it; ValueError names a part that is no text."""
     if not parts:
         raise ValueError("its content has no part: write a text")
     return "".join(map(_part, parts))
@@ -169,10 +171,10 @@ def _part(part: object) -> str:
 
 
 def plain_text(value: object) -> str:
-    """A prompt as text without a template, for predictors and people: what stands in its messages, line by line."""
+    """A prompt as text without a template, for predictors and people: the contents of its messages, line by line."""
     if isinstance(value, list):
-        with suppress(ValueError):  # whatever else it is: no model is asked this
-            value = asked(value)
+        with suppress(ValueError):  # a broken prompt is shown as it is: no model gets it
+            value = normalised(value)
     if isinstance(value, list):
         return "\n".join(str(message.get("content") or "") for message in value if isinstance(message, dict))
     return str(value)
@@ -182,14 +184,14 @@ def plain_text(value: object) -> str:
 
 
 BOM = b"\xef\xbb\xbf"  # a byte order mark, which some editors put before the first line
-SHOWN = 5  # findings that a scan keeps; the rest is only counted
+SHOWN = 5  # problems that a scan keeps; the others are only counted
 _decoder = msgspec.json.Decoder()
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The content of a prompt file. `broken` counts all bad lines, `problems` has the first few, `more` says how many
-    of the others break which rule. `starts`, `sizes`: per line its offset, and the bytes of its prompt."""
+    """The content of a prompt file. `broken`: the number of bad lines; `problems`: those of the first few; `more`: how
+    many of the other lines break which rule. `starts`, `sizes`: per line its offset, and the bytes of its prompt."""
 
     path: Path
     count: int
@@ -201,12 +203,12 @@ class Scan:
     more: tuple[tuple[str, int], ...] = ()
     starts: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[int] = field(default_factory=lambda: array("q"))
-    absent: dict[str, str] = field(default_factory=dict)  # by the key of [data] that names it: a key that no line has
+    absent: dict[str, str] = field(default_factory=dict)  # keys that no line has, by the key of [data] that names them
     keys: tuple[str, ...] = ()  # of the first line
 
 
 def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> Scan:
-    """Read every line of a prompt file. `DataError` if there is no such file; what is wrong in it comes back."""
+    """Read every line of a prompt file. `DataError` if there is no such file; problems in it are returned."""
     path = Path(path)
     count = longest_line = chats = 0
     starts, sizes = array("q"), array("q")
@@ -220,17 +222,17 @@ def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> 
             if absent:
                 there = _keys_of(line)
                 keys = keys or there
-                absent = {named: key for named, key in absent.items() if there and key not in there}
+                absent = {setting: key for setting, key in absent.items() if there and key not in there}
             longest_line = max(longest_line, len(line))
-            found = parse_line(line, f"{path}:{count}", prompt_key, answer_key)
+            record = parse_line(line, f"{path}:{count}", prompt_key, answer_key)
             size = 0
-            if not isinstance(found, Problem):
-                chats += isinstance(found[prompt_key], list) and isinstance(asked(found[prompt_key]), list)
-                size = len(plain_text(found[prompt_key]).encode())
+            if not isinstance(record, Problem):
+                chats += isinstance(record[prompt_key], list) and isinstance(normalised(record[prompt_key]), list)
+                size = len(plain_text(record[prompt_key]).encode())
             elif len(problems) < SHOWN:
-                problems.append(found)
+                problems.append(record)
             else:
-                more[found.rule.partition(" (")[0]] += 1
+                more[record.rule.partition(" (")[0]] += 1
             starts.append(start)
             sizes.append(size)
     broken = len(problems) + more.total()
@@ -246,7 +248,7 @@ def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> 
 
 
 def _keys_of(line: bytes) -> tuple[str, ...]:
-    """The keys of a line, none of what is no object."""
+    """The keys of a line's object; none if the line is no object."""
     try:
         record = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -271,16 +273,16 @@ def prompt_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def decode_line(line: bytes, place: str, prompt_key: str) -> dict[str, object]:
-    """The object of one line; `DataError` that starts with `place` for what is none with a prompt."""
-    found = parse_line(line, place, prompt_key)
-    if isinstance(found, Problem):
-        raise DataError(str(found))
-    return found
+    """The object of one line; `DataError` that starts with `place` for a line that is no object with a prompt."""
+    record = parse_line(line, place, prompt_key)
+    if isinstance(record, Problem):
+        raise DataError(str(record))
+    return record
 
 
 def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -> dict[str, object] | Problem:
-    """The object of one line, or what is wrong with it. Its prompt is a string or a list of messages, its answer a
-    string, a number, true or false; each where a key names one."""
+    """The object of one line, or the problem with it. With a `prompt_key` its value must be a string or a list of
+    messages; with an `answer_key` its value must be a string, a number, true or false."""
     if not line.strip():
         return Problem(place, "empty line", "every line must be a JSON object", "delete the line")
     try:
@@ -298,7 +300,7 @@ def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -
 
 
 def _no_json(line: bytes) -> tuple[str, str] | None:
-    """Name a line that looks like JSON, and the remedy; None for one that is cut, or anything else."""
+    """Rule and remedy for a line that is almost JSON; None for a cut line, or anything else."""
     try:
         text = line.decode()
     except UnicodeDecodeError as problem:
@@ -309,9 +311,9 @@ def _no_json(line: bytes) -> tuple[str, str] | None:
         if numbers:
             rule = f"not JSON, which knows no {numbers[0]}: Python's json.dumps writes it all the same"
             return rule, "write null or a text, or leave the key out; allow_nan=False finds such rows"
-        if found := re.search("[\x00-\x1f]", text.strip()):
-            mark = escaped(found[0])
-            return f"not JSON: {mark} stands in a text as it is", f"write \\u{ord(found[0]):04x}, as json.dumps does"
+        if control := re.search("[\x00-\x1f]", text.strip()):
+            mark = escaped(control[0])
+            return f"not JSON: {mark} stands in a text as it is", f"write \\u{ord(control[0]):04x}, as json.dumps does"
         return None
     except (ValueError, RecursionError):
         pass
@@ -336,21 +338,21 @@ def open_file(path: Path) -> int:
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """The file to be read from its beginning; a `DataError` too for one that is no lines of JSON at all."""
+    """A prompt file, opened at its beginning; a `DataError` for a file of another kind, too."""
     file = os.fdopen(open_file(path), "rb")
     try:
-        found = _other_kind(file.read(HEAD), path)
+        other = _other_kind(file.read(HEAD), path)
         file.seek(0)
     except OSError as problem:
         file.close()
         raise DataError(f"{path}: cannot be read ({problem.strerror}): give the path of a JSONL file") from None
-    if found:
+    if other:
         file.close()
-        raise DataError(f"{path}: {found[0]}, and prompts are lines of JSON objects: {found[1]}")
+        raise DataError(f"{path}: {other[0]}, and prompts are lines of JSON objects: {other[1]}")
     return file
 
 
-# Beginnings of files that are no lines of JSON, what they are, and the remedy. FILE is the path, as a shell reads it.
+# First bytes of other kinds of files, the kind, and the remedy. FILE stands for the path, quoted for a shell.
 HEAD = 1 << 16
 SOURCE = "name it as a [[data.source]] with format = "
 BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (
@@ -373,7 +375,7 @@ COLUMNS = re.compile(rb'"?[\w.-]+"?(?:[,;\t]"?[\w.-]+"?)+\s*')  # the names of a
 
 
 def _other_kind(head: bytes, path: Path) -> tuple[str, str] | None:
-    """Name the kind of a file and what to do about it, by how it begins; None for lines of JSON, good or bad."""
+    """The kind of a file, by its beginning, and the remedy; None for lines of JSON, good or bad."""
     for begins, what, remedy in BEGINNINGS:
         if head.startswith(begins):
             return f"is {what}", remedy.replace("FILE", shlex.quote(str(path)))
@@ -434,26 +436,25 @@ class PromptLine:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a draw: its source (0 where there is one), how often that source was gone through before, its
-    line."""
+    """The place of a draw: its source (0 where there is one), the epoch in that source, and its line."""
 
     source: int
     epoch: int
     line: int
 
 
-BLOCK = 1000  # draws in which every source has its share
+BLOCK = 1000  # draws; every source has its exact share of a block
 
 
 def shares(weights: Sequence[float], total: int = BLOCK) -> list[int]:
-    """Shares of each source in a block of draws: `total` divided by weights, rounded by the largest remainder (of equal
-    ones the earlier first)."""
+    """Shares of each source in a block of draws: `total` divided by weights, rounded by the largest remainder; of equal
+    remainders the earlier source first."""
     exact = [weight / sum(weights) * total for weight in weights]
-    whole = [int(one) for one in exact]
-    by_rest = sorted(range(len(exact)), key=lambda at: (whole[at] - exact[at], at))
-    for at in by_rest[: total - sum(whole)]:
-        whole[at] += 1
-    return whole
+    rounded = [int(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda at: (rounded[at] - exact[at], at))
+    for at in by_rest[: total - sum(rounded)]:
+        rounded[at] += 1
+    return rounded
 
 
 class JsonlStream:
@@ -461,8 +462,8 @@ class JsonlStream:
 
     Draw d is line d mod N of epoch d div N; an epoch's order depends on (seed, epoch) alone. With several sections each
     block of draws is a permutation of their shares that depends on (seed, block) alone, and each section has epochs of
-    its own. Building it reads the file once; a line is one `pread`. A file that changes under a run is refused as soon
-    as it shows.
+    its own. The constructor reads the file once; a line is one `pread`. A file that changes under a run raises
+    `DataError` at the first line that shows it.
     """
 
     def __init__(
@@ -479,7 +480,7 @@ class JsonlStream:
             for start, line in prompt_lines(file):
                 self._starts.append(start)
                 self._ends.append(start + len(line))
-        if not self._starts or any(one.start + one.count > len(self) for one in self.sections):
+        if not self._starts or any(section.start + section.count > len(self) for section in self.sections):
             self.close()
             what = "is empty: it must hold one JSON object per line; write some" if not self._starts else (
                 "has fewer lines than its sources had: it was changed; put the old file back, or start a new run")
@@ -502,20 +503,20 @@ class JsonlStream:
         return Place(0, epoch, int(self._order((epoch,), len(self))[position]) if self.shuffle else position)
 
     def epochs(self, draw: int) -> list[int]:
-        """For each source the epoch that it is in when the block of this draw ends; -1 if it has no share of draws."""
+        """The epoch of each source at the end of this draw's block; -1 for a source without a share of the draws."""
         if not self.sections:
             return [draw // len(self)]
         blocks = draw // BLOCK + 1
-        return [(blocks * one.share - 1) // one.count if one.share else -1 for one in self.sections]
+        return [(blocks * section.share - 1) // section.count if section.share else -1 for section in self.sections]
 
     def _mixed(self, draw: int) -> Place:
         block, position = divmod(draw, BLOCK)
-        ends = np.cumsum([one.share for one in self.sections])
+        ends = np.cumsum([section.share for section in self.sections])
         sources = np.searchsorted(ends, self._order((block,), BLOCK)[: position + 1], "right")
         source = int(sources[-1])
-        own, before = self.sections[source], int(np.count_nonzero(sources[:-1] == source))
-        epoch, item = divmod(block * own.share + before, own.count)
-        line = own.start + (int(self._order((epoch, source + 1), own.count)[item]) if self.shuffle else item)
+        section, before = self.sections[source], int(np.count_nonzero(sources[:-1] == source))
+        epoch, item = divmod(block * section.share + before, section.count)
+        line = section.start + (int(self._order((epoch, source + 1), section.count)[item]) if self.shuffle else item)
         return Place(source, epoch, line)
 
     def at(self, index: int) -> PromptLine:
@@ -529,7 +530,7 @@ class JsonlStream:
         return PromptLine(index, line, zlib.crc32(line))
 
     def record(self, item: PromptLine) -> dict[str, object]:
-        """The parsed line, checked; `DataError` with file:line if it is not what the topology says."""
+        """The parsed line, checked; `DataError` with file:line if it has no prompt under `prompt_key`."""
         return decode_line(item.line, f"{self.path}:{item.index + 1}", self.prompt_key)
 
     def records(self, indices: Iterable[int]) -> dict[int, dict[str, object]]:
@@ -548,18 +549,18 @@ class JsonlStream:
         self.close()
 
     def _permutation(self, words: tuple[int, ...], size: int) -> npt.NDArray[np.int64]:
-        """A permutation of `size` numbers, as seed and `words` give it."""
+        """The permutation of `size` numbers that follows from the seed and `words`."""
         return np.random.Generator(np.random.PCG64([self.seed, *words])).permutation(size)
 
 
 def training_stream(topology: Topology) -> JsonlStream:
-    """The prompts of a run in the order of its draws. Answers are not checked: a reward may need none."""
+    """The prompts of a run in the order of its draws. Answers are not checked, as a reward may need none."""
     data = topology.data
     return JsonlStream(data.train, topology.run.seed, data.shuffle, data.prompt_key, sections=topology.derived.sources)
 
 
 def limit_in_words(topology: Topology) -> str:
-    """The limit on a prompt's tokens, by what the user wrote, after a number of tokens that is above it."""
+    """The limit on a prompt's tokens, in the words of the topology, for a message about a prompt that exceeds it."""
     limit = topology.generation.max_prompt_tokens
     if isinstance(limit, int):
         return f"generation.max_prompt_tokens is {limit}"
@@ -573,9 +574,11 @@ SUBSET_SEED = 0  # runs that differ in run.seed are compared on the same prompts
 
 
 def lines_of(samples: int, lines: int, k: int = 1) -> npt.NDArray[np.int64]:
-    """The line of the file that each answer of a round is to, `k` in a row to one prompt: a line drawn from each of
-    `samples` equal stretches of a longer file (the same for every round and seed of a run), a shorter file from its
-    beginning, again and again."""
+    """The line of the prompt for each answer of a round, `k` answers in a row to one prompt.
+
+    From a file of more lines: one line drawn from each of `samples` equal stretches, the same for every round and every
+    seed. From a shorter file: its lines in order, again and again.
+    """
     places = np.arange(samples, dtype=np.int64)
     if samples >= lines:
         return np.repeat(places % lines, k)

@@ -1,16 +1,16 @@
 """Sources of prompts' rows, and the program that makes them into one file of prompt lines.
 
 Rows come from files (JSONL, Parquet), folders of data sets, functions, tasks of reasoning-gym, and seeds of
-environments. `python -m busrl.data.sources`, started by `busrl.preflight`, gets a job as a line of JSON on stdin and
-tells events as lines on stdout: a process of its own, since functions of the user run in it, and libraries that take
-seconds to import. Talks to files, and there to pyarrow and reasoning-gym. Knows nothing of draws, weights or run
-directories.
+environments. `python -m busrl.data.sources`, started by `busrl.preflight`, reads a job as a line of JSON from stdin and
+writes events as lines to stdout. It is a process of its own, since it runs functions of the user and imports libraries
+that take seconds. Talks to files, pyarrow and reasoning-gym. Knows nothing of draws, weights or run directories.
 
-- A row is its place, for people, and a map of its columns, or what is wrong with it; rows come in the order of their
+- A row is its place, in words for people, and a map of its columns, or a `Problem`. Rows come in the order of their
   file, the same each time. The lines of a source stand together, with sorted keys: the same rows give the same bytes.
-- What cannot be read is a `Refused` with place, rule and remedy; a row that a rule leaves out is counted under it.
-- Conditions have a grammar of their own: nothing that a topology says is evaluated as code.
-- Between two events there is one row at most, or one import: a parent that hears nothing knows what hangs.
+- A source that cannot be read raises `Refused` with place, rule and remedy; rows that a rule leaves out are counted by
+  rule.
+- Conditions have a grammar of their own: no text of a topology is evaluated as code.
+- Between two events there is one row at most, or one import: the last event names what hangs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import IO, Any
 import msgspec
 
 from busrl.data.chat import LightTokenizer
-from busrl.data.prompts import SHOWN, Prompt, asked, fault, open_lines, parse_line, prompt_lines, prompt_of, shares
+from busrl.data.prompts import SHOWN, Prompt, fault, normalised, open_lines, parse_line, prompt_lines, prompt_of, shares
 from busrl.errors import DataError, Problem, UserError, cause
 from busrl.states import ENVIRONMENT
 from busrl.system.files import read_map
@@ -43,9 +43,9 @@ Record = dict[str, Any]
 Rows = Iterator[tuple[str, "Record | Problem"]]
 BATCH = 1_000
 INDEX = "index"  # key of a line: the seed of an environment, or the number of a task
-INDICES, HIGHEST_FIRST = 1024, 1 << 30  # of an environment where no number is given; servers may take 32 bits
+INDICES, HIGHEST_FIRST = 1024, 1 << 30  # of an environment without a size; its server may take 32 bits
 PARQUET = (".parquet", ".pq")
-OTHERS = (".csv", ".tsv", ".json", ".gz", ".zst", ".zip")  # that have rows too; as path one says how it is converted
+OTHERS = (".csv", ".tsv", ".json", ".gz", ".zst", ".zip")  # have rows too; given as path, the error says how to convert
 TAG, PLACE = "tag", re.compile(r"\{([^{}]+)\}")
 EVENT_S = 0.5
 BESIDE = "a file is relative to the topology, and a module lies beside it or is installed"
@@ -77,7 +77,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of lines to make, with the keys of [data] that say what a line asks."""
+    """The file of lines to make, and the keys of [data] by which a line becomes a prompt."""
 
     sources: list[Source]
     out: str
@@ -91,11 +91,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tools_key: str
     template_arguments: dict[str, Any]
     base_dir: str  # of the topology, for code of the user's
-    without: str = ""  # a file of prompt lines, none of whose prompts is taken
+    without: str = ""  # a file of prompt lines; rows with one of its prompts are left out
 
 
 class Made(msgspec.Struct):
-    """The lines made of a source: `count` lines from line `start`, of `read` rows; the others by reason."""
+    """The lines made of a source: `count` lines from line `start`, of `read` rows; `left_out` counts the others by
+    reason."""
 
     name: str
     start: int
@@ -106,8 +107,7 @@ class Made(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """A report of the work; the last one has either what was made, or what is wrong (source, place, value, rule,
-    remedy)."""
+    """A report of the work. The last one has either `made`, or `problems` (source, place, value, rule, remedy)."""
 
     at: str = ""
     made: list[Made] = []
@@ -123,10 +123,10 @@ class Refused(Exception):
         self.problem = Problem(place, value, rule, remedy)
 
 
-def format_of(path: str, given: str = "auto", function: str = "", tasks: Mapping[str, float] | None = None) -> str:
-    """Tell the format of a source by its keys and the name of its path."""
-    if given != "auto":
-        return given
+def format_of(path: str, form: str = "auto", function: str = "", tasks: Mapping[str, float] | None = None) -> str:
+    """The format of a source: `form`, or for "auto" the one that its keys and the name of its path imply."""
+    if form != "auto":
+        return form
     if ENVIRONMENT.fullmatch(path):
         return "environment"
     if function or tasks:
@@ -146,7 +146,7 @@ def rows_of(source: Source, seed: int, base_dir: str) -> Rows:
         return _indices(source, seed)
     path, readers = Path(source.path), {"parquet": _parquet_rows, "arrow": _arrow_rows, "jsonl": _jsonl_rows}
     files = files_of(path, source.split) if source.format == "hf" else [(path, source.format)]
-    return (row for one, kind in files for row in readers[kind](one))
+    return (row for file, kind in files for row in readers[kind](file))
 
 
 # -- files -----
@@ -174,19 +174,18 @@ def _arrow(path: Path) -> Any:
         raise Refused(str(path), what, "pip install 'busrl[data]'") from None
 
 
-def _said(problem: Exception) -> str:
-    """The message of pyarrow, without the place within pyarrow."""
+def _in_words(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}"
 
 
 def _parquet_rows(path: Path) -> Rows:
-    """Group of rows by group, so that a damaged one is named by its rows."""
+    """Read one row group after the other, so that the message names the rows of a damaged group."""
     arrow = _arrow(path)
     try:
         file = arrow.parquet.ParquetFile(path)
     except (OSError, arrow.ArrowException) as problem:
         remedy = "give a Parquet file, or its format; a download may not have finished"
-        raise Refused(str(path), f"not a Parquet file: {_said(problem)}", remedy) from None
+        raise Refused(str(path), f"not a Parquet file: {_in_words(problem)}", remedy) from None
     first = 1
     with file:
         for group in range(file.num_row_groups):
@@ -197,7 +196,7 @@ def _parquet_rows(path: Path) -> Rows:
                         yield f"{path}: row {number}", record
                         number += 1
             except (OSError, arrow.ArrowException, UnicodeDecodeError) as problem:
-                rule = f"rows {number} to {last} cannot be read: {_said(problem)}"
+                rule = f"rows {number} to {last} cannot be read: {_in_words(problem)}"
                 remedy = "copy the file again, or write it again without them"
                 raise Refused(f"{path}: row {number}", rule, remedy) from None
             first = last + 1
@@ -212,15 +211,15 @@ def _arrow_rows(path: Path) -> Rows:
             try:
                 batches = iter(arrow.ipc.open_stream(file))
             except arrow.ArrowInvalid:
-                whole = arrow.ipc.open_file(file)
-                batches = (whole.get_batch(at) for at in range(whole.num_record_batches))
+                file_of_batches = arrow.ipc.open_file(file)
+                batches = (file_of_batches.get_batch(at) for at in range(file_of_batches.num_record_batches))
             for batch in batches:
                 for begin in range(0, batch.num_rows, BATCH):
                     for record in batch.slice(begin, BATCH).to_pylist():
                         yield f"{path}: row {number}", record
                         number += 1
     except (OSError, arrow.ArrowException, UnicodeDecodeError) as problem:
-        rule = f"cannot be read from row {number} on: {_said(problem)}"
+        rule = f"cannot be read from row {number} on: {_in_words(problem)}"
         raise Refused(f"{path}: row {number}", rule, "save the data set again, or copy it again") from None
 
 
@@ -236,14 +235,14 @@ def files_of(folder: Path, split: str) -> list[tuple[Path, str]]:
         folder = folder / split
     saved = read_map(folder / "state.json").get("_data_files")
     if isinstance(saved, list):
-        return [(folder / str(one["filename"]), "arrow") for one in saved]
-    found = sorted(path for path in folder.rglob("*") if path.name.endswith((*PARQUET, ".jsonl")))
-    parts = [path for path in found if split in re.split(r"[^A-Za-z0-9]+", str(path.relative_to(folder)))]
-    if not parts and found and not any(re.search(r"\b(train|test|validation)\b", _words(one, folder)) for one in found):
-        parts = found  # files without the names of splits are one split
+        return [(folder / str(entry["filename"]), "arrow") for entry in saved]
+    paths = sorted(path for path in folder.rglob("*") if path.name.endswith((*PARQUET, ".jsonl")))
+    parts = [path for path in paths if split in re.split(r"[^A-Za-z0-9]+", str(path.relative_to(folder)))]
+    if not parts and not any(re.search(r"\b(train|test|validation)\b", _words(path, folder)) for path in paths):
+        parts = paths  # files without the names of splits are one split
     if not parts:
-        there = ", ".join(str(path.relative_to(folder)) for path in found[:8]) or "none"
-        others = sorted(path.name for path in folder.rglob("*") if not found and path.suffix in OTHERS)
+        there = ", ".join(str(path.relative_to(folder)) for path in paths[:8]) or "none"
+        others = sorted(path.name for path in folder.rglob("*") if not paths and path.suffix in OTHERS)
         more = f", of other kinds {', '.join(others[:8])}" if others else ""
         rule = f"no Parquet or JSONL file of split {split!r} in this folder; such files in it: {there}{more}"
         raise Refused(str(folder), rule, "set split, or give one of the files as path")
@@ -258,7 +257,7 @@ def _words(path: Path, folder: Path) -> str:
 
 
 def _indices(source: Source, seed: int) -> Rows:
-    """Seeds of an environment, numbered on from `seed`; what it shows for each is known when an agent plays it."""
+    """Seeds of an environment, from `seed` on; the environment shows the prompt of a seed when an agent plays it."""
     first = min(seed, HIGHEST_FIRST)
     for number in range(first, first + (source.size or INDICES)):
         yield f"{source.path}: index {number}", {"prompt": str(number), INDEX: number}
@@ -281,7 +280,7 @@ def _function_rows(source: Source, base_dir: str) -> Rows:
 
 
 def _gym_rows(source: Source, seed: int) -> Rows:
-    """Questions of reasoning-gym, their number shared out by the weights of the tasks."""
+    """Questions of reasoning-gym; the weights of the tasks share out their number."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError:
@@ -296,27 +295,27 @@ def _gym_rows(source: Source, seed: int) -> Rows:
     for (name, _), count in zip(tasks.items(), shares(list(tasks.values()), source.size)):
         if not count:
             continue
-        made = _gym_task(source, name, {"size": count, "seed": seed})
-        for number, entry in enumerate(made, 1):
+        entries = _gym_task(source, name, {"size": count, "seed": seed})
+        for number, entry in enumerate(entries, 1):
             row = {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
             yield f"{name}: item {number}", row | {"tag": source.tag or name}
 
 
-def _gym_task(source: Source, name: str, own: Record) -> Iterable[Record]:
-    """A task with the options of its source; the library checks them as it makes it, by assertions too."""
+def _gym_task(source: Source, name: str, required: Record) -> Iterable[Record]:
+    """The entries of a task with the options of its source; the library checks the options, by assertions too."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    given = dict(source.task_options.get(name, {}))
-    there = sorted({one.name for one in dataclasses.fields(DATASETS[name][1])} - own.keys())
-    if wrong := [option for option in given if option not in there]:
+    options = dict(source.task_options.get(name, {}))
+    there = sorted({option.name for option in dataclasses.fields(DATASETS[name][1])} - required.keys())
+    if wrong := [option for option in options if option not in there]:
         rule = f"task {name!r} of reasoning-gym has no option {wrong[0]!r}; it has {', '.join(there)}"
         raise Refused(source.name, rule, f"name one of them in task_options.{name}")
     try:
-        made: Iterable[Record] = create_dataset(name, **given, **own)
+        entries: Iterable[Record] = create_dataset(name, **options, **required)
     except Exception as problem:
-        rule = f"task {name!r} of reasoning-gym refuses {given}: {cause(problem)}"
+        rule = f"task {name!r} of reasoning-gym refuses {options}: {cause(problem)}"
         raise Refused(source.name, rule, f"correct task_options.{name}") from None
-    return made
+    return entries
 
 
 # -- conditions on columns -----
@@ -349,8 +348,8 @@ class Condition:
 
 
 def parse_where(text: str) -> list[Condition]:
-    """The conditions of `where`; ValueError says what is not understood, and the grammar."""
-    found: list[Condition] = []
+    """The conditions of `where`; ValueError names the part that does not parse, and the grammar."""
+    conditions: list[Condition] = []
     at = 0
     while text.strip():
         match = CONDITION.match(text, at)
@@ -360,18 +359,18 @@ def parse_where(text: str) -> list[Condition]:
         value = raw[1:-1] if raw[0] == "'" else msgspec.json.decode(raw.removesuffix("."))
         if value is None and match["test"] not in ("==", "!="):
             raise ValueError(f"{match[0].strip()!r}: nothing is above or below null: {GRAMMAR}")
-        found.append(Condition(match["column"].strip("`"), match["test"], value))
+        conditions.append(Condition(match["column"].strip("`"), match["test"], value))
         if at == len(text):
             break
         joined = re.compile(r"and\b").match(text, at)
         if joined is None:
             raise ValueError(f"{text[at : at + 40]!r} is not understood: {GRAMMAR}")
         at = joined.end()
-    return found
+    return conditions
 
 
 def column(record: Record, name: str) -> Any:
-    """A column, or by dots what is within one; KeyError names the columns that there are."""
+    """The value of a column, or, by a name with dots, of a field in it; KeyError has the name of a missing one."""
     value: Any = record
     for part in (name,) if name in record else name.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -384,76 +383,76 @@ def column(record: Record, name: str) -> Any:
 
 
 class Stopped(Exception):
-    """Enough problems were found."""
+    """The source has SHOWN problems, and no further row is read."""
 
 
 class Conversion:
-    """A job; `run` yields what it is doing, and gives the last event."""
+    """A job under way; `run` yields its events, the result last."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.made: list[Made] = []
         self.problems: list[tuple[int, str, str, str, str]] = []
         self._seen: set[bytes] = set()
-        self._known = _prompts_of(Path(job.without), job.prompt_key) if job.without else frozenset()
+        self._of_training = _prompts_of(Path(job.without), job.prompt_key) if job.without else frozenset()
         self._crc = self._lines = 0
 
     def run(self) -> Iterator[Event]:
         with open(self.job.out, "wb", buffering=1 << 20) as file:
             for number, source in enumerate(self.job.sources):
-                made = Made(source.name, self._lines)
+                lines = Made(source.name, self._lines)
                 yield Event(f"{source.name}: opening it")
                 try:
-                    rules = Rules(self.job, source, self._seen, self._known)
-                    yield from self._source(rules, source, made, file, number)
+                    rules = Rules(self.job, source, self._seen, self._of_training)
+                    yield from self._source(rules, source, lines, file, number)
                 except Refused as refused:
                     self._problem(number, refused.problem)
                 except Stopped:
                     pass
-                self._lines += made.count
-                self.made.append(made)
+                self._lines += lines.count
+                self.made.append(lines)
         yield Event(made=self.made, crc=self._crc, problems=self.problems)
 
-    def _source(self, rules: Rules, source: Source, made: Made, file: IO[bytes], number: int) -> Iterator[Event]:
+    def _source(self, rules: Rules, source: Source, lines: Made, file: IO[bytes], number: int) -> Iterator[Event]:
         left_out: Counter[str] = Counter()
-        told = time.monotonic()
+        reported = time.monotonic()
         for place, record in rows_of(source, self.job.seed, self.job.base_dir):
-            made.read += 1
-            if time.monotonic() - told > EVENT_S:
+            lines.read += 1
+            if time.monotonic() - reported > EVENT_S:
                 yield Event(place)
-                told = time.monotonic()
-            found = record if isinstance(record, Problem) else rules.line(place, record)
-            if isinstance(found, Problem):
-                self._problem(number, found)
-                if rules.lacks and made.read == 1:
+                reported = time.monotonic()
+            line = record if isinstance(record, Problem) else rules.line(place, record)
+            if isinstance(line, Problem):
+                self._problem(number, line)
+                if rules.lacks and lines.read == 1:
                     return  # the other rows have no such column either
-            elif isinstance(found, str):
-                left_out[found] += 1
+            elif isinstance(line, str):
+                left_out[line] += 1
             else:
-                file.write(found)
-                self._crc = zlib.crc32(found, self._crc)
-                made.count += 1
-                if made.count == source.size:
+                file.write(line)
+                self._crc = zlib.crc32(line, self._crc)
+                lines.count += 1
+                if lines.count == source.size:
                     break
-        made.left_out, made.shortened = dict(left_out.most_common()), rules.shortened
-        if not made.count and not any(one[0] == number for one in self.problems):
-            why = ", ".join(f"{count} {reason}" for reason, count in made.left_out.items())
-            rule = f"none of its {made.read} rows is left: {why}" if made.read else "it has no row"
+        lines.left_out, lines.shortened = dict(left_out.most_common()), rules.shortened
+        if not lines.count and not any(problem[0] == number for problem in self.problems):
+            why = ", ".join(f"{count} {reason}" for reason, count in lines.left_out.items())
+            rule = f"none of its {lines.read} rows is left: {why}" if lines.read else "it has no row"
             self._problem(number, Problem(source.name, "", rule, "give rows, or conditions that some of them keep"))
 
     def _problem(self, number: int, problem: Problem) -> None:
         self.problems.append((number, problem.place, problem.value, problem.rule, problem.remedy))
-        if sum(one[0] == number for one in self.problems) >= SHOWN:
+        if sum(entry[0] == number for entry in self.problems) >= SHOWN:
             rule = f"no row after the {SHOWN} broken ones is looked at"
             self.problems.append((number, self.job.sources[number].name, "", rule, "correct those first"))
             raise Stopped
 
 
 class Rules:
-    """Apply a source's keys to a row."""
+    """The keys of a source, applied to its rows one by one."""
 
-    def __init__(self, job: Job, source: Source, seen: set[bytes], known: frozenset[bytes] = frozenset()) -> None:
-        self.job, self.source, self.seen, self.known = job, source, seen, known
+    def __init__(self, job: Job, source: Source, seen: set[bytes], of_training: frozenset[bytes] = frozenset()) -> None:
+        self.job, self.source, self.seen, self.of_training = job, source, seen, of_training
         self.shortened = 0
         self.lacks = ""  # a column that a row should have had
         self._where: list[Condition] = parse_where(source.where)
@@ -471,9 +470,9 @@ class Rules:
                 raise Refused(source.name, rule, "remove min_prompt_tokens and max_prompt_tokens, or save that file")
 
     def line(self, place: str, record: Record) -> bytes | str | Problem:
-        """The line of a row with its newline, the reason to leave it out, or what is wrong with it."""
+        """The line of a row with its newline, the reason to leave the row out (a string), or the problem in it."""
         try:
-            if not all(one.holds(column(record, one.column)) for one in self._where):
+            if not all(condition.holds(column(record, condition.column)) for condition in self._where):
                 return "by where"
             record = self._record(record)
             reason = self._refusal(place, record)
@@ -492,26 +491,26 @@ class Rules:
             return Problem(place, "", f"cannot be JSON: {cause(problem)}", "leave out that column, or make it text")
 
     def _record(self, record: Record) -> Record:
-        """The row with prompt, answer and tag under the names that the run knows them by."""
-        own, job = self.source, self.job
-        made = dict(record)
-        if own.prompt_text:
-            made[job.prompt_key] = PLACE.sub(lambda match: str(column(record, match[1])), own.prompt_text)
-        elif own.prompt_key != job.prompt_key:
-            made[job.prompt_key] = made.pop(own.prompt_key)
-        if own.answer_key != job.answer_key:
-            made[job.answer_key] = made.pop(own.answer_key)
-        elif job.answers and job.answer_key not in made:
+        """The row with prompt, answer and tag under the keys of [data]."""
+        source, job = self.source, self.job
+        row = dict(record)
+        if source.prompt_text:
+            row[job.prompt_key] = PLACE.sub(lambda match: str(column(record, match[1])), source.prompt_text)
+        elif source.prompt_key != job.prompt_key:
+            row[job.prompt_key] = row.pop(source.prompt_key)
+        if source.answer_key != job.answer_key:
+            row[job.answer_key] = row.pop(source.answer_key)
+        elif job.answers and job.answer_key not in row:
             raise KeyError(job.answer_key)
-        prompt = made[job.prompt_key]
+        prompt = row[job.prompt_key]
         if isinstance(prompt, list):  # columns have a place for every field, empty ones too
             prompt = [_without_nulls(message) for message in prompt]
-            made[job.prompt_key] = prompt if fault(prompt) else asked(prompt)
-        made.setdefault(TAG, own.tag)
-        return made
+            row[job.prompt_key] = prompt if fault(prompt) else normalised(prompt)
+        row.setdefault(TAG, source.tag)
+        return row
 
     def _refusal(self, place: str, record: Record) -> str:
-        """The reason why the row is left out, "" if it is not; `Refused` for one that can be no prompt."""
+        """The reason to leave the row out, "" for none; `Refused` for a row that can be no prompt."""
         prompt = record[self.job.prompt_key]
         if rule := fault(prompt):
             shown = repr(prompt)[:60]
@@ -521,9 +520,9 @@ class Rules:
             shown = f"{self.source.answer_key} = {answer!r}"
             remedy = _remedy(self.source.answer_key, answer)
             raise Refused(place, "must be a string, a number, true or false", remedy, shown)
-        if not self._kept(place, record):
+        if not self._passes_filter(place, record):
             return "by filter"
-        if self.known and _digest(prompt) in self.known:
+        if self.of_training and _digest(prompt) in self.of_training:
             return "as prompts of training"
         if self.source.dedupe:
             digest = _digest(prompt)
@@ -532,7 +531,7 @@ class Rules:
             self.seen.add(digest)
         return self._by_tokens(place, record) if self._tokens is not None else ""
 
-    def _kept(self, place: str, record: Record) -> bool:
+    def _passes_filter(self, place: str, record: Record) -> bool:
         try:
             return bool(self._filter(record))
         except BaseException as problem:  # foreign code
@@ -542,16 +541,16 @@ class Rules:
     # -- tokens -----
 
     def _by_tokens(self, place: str, record: Record) -> str:
-        own = self.source
+        source = self.source
         tokens = self._count(place, record)
-        if tokens < own.min_prompt_tokens:
-            return f"shorter than {own.min_prompt_tokens} tokens"
-        if not own.max_prompt_tokens or tokens <= own.max_prompt_tokens:
+        if tokens < source.min_prompt_tokens:
+            return f"shorter than {source.min_prompt_tokens} tokens"
+        if not source.max_prompt_tokens or tokens <= source.max_prompt_tokens:
             return ""
-        if own.too_long in (LEFT, RIGHT) and self._shorten(place, record, tokens):
+        if source.too_long in (LEFT, RIGHT) and self._shorten(place, record, tokens):
             self.shortened += 1
             return ""
-        return f"longer than {own.max_prompt_tokens} tokens"
+        return f"longer than {source.max_prompt_tokens} tokens"
 
     def _count(self, place: str, record: Record) -> int:
         assert self._tokens is not None
@@ -584,17 +583,17 @@ def _digest(prompt: Any) -> bytes:
 
 
 def _prompts_of(path: Path, prompt_key: str) -> frozenset[bytes]:
-    """The prompts of a file of lines, by their digests; broken lines have a message elsewhere."""
+    """The digests of the prompts in a file of lines; broken lines are skipped, as the check of that file names them."""
     try:
         with open(path, "rb") as file:
-            found = (parse_line(line, "", prompt_key) for _, line in prompt_lines(file))
-            return frozenset(_digest(one[prompt_key]) for one in found if not isinstance(one, Problem))
+            records = (parse_line(line, "", prompt_key) for _, line in prompt_lines(file))
+            return frozenset(_digest(record[prompt_key]) for record in records if not isinstance(record, Problem))
     except OSError:
         return frozenset()
 
 
 def _remedy(name: str, value: Any) -> str:
-    """The remedy for a value that can be no prompt, or no answer."""
+    """The remedy for a value that cannot be a prompt, or an answer."""
     if value is None:
         return f'correct it, or leave it out: where = "{name} != null"'
     if isinstance(value, (int, float)) and value == value:
@@ -610,11 +609,13 @@ def _no_column(place: str, record: Record, name: str) -> Problem:
 
 
 def _without_nulls(message: Any) -> Any:
-    return {name: one for name, one in message.items() if one is not None} if isinstance(message, dict) else message
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def main() -> int:
-    """The job of stdin; what user code prints goes to stderr."""
+    """Run the job of stdin; what user code prints goes to stderr."""
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr

@@ -1,12 +1,12 @@
-"""Traces: prompts with the lengths that their answers really had, or that a generator made up.
+"""Traces: prompts with the lengths of their answers, recorded or generated.
 
-Talks to one file. A trace is a prompt file (`prompts`) whose lines also say how long each answer of the group was, so
-the same file can be simulated, and be run by the scripted engine. Knows nothing of groups' fates or schedules.
+Talks to one file. A trace is a prompt file (`prompts`) whose lines also have the length of each answer of the group, so
+the simulator and the scripted engine both run it. Knows nothing of groups' fates or schedules.
 
 - Line: {"prompt": str, "answer": str, "tag": str, "lengths": [int, ...]} and, where known, "rewards" (one per length)
   and "arrival_s" (seconds since the start of an open stream). Other keys are ignored.
-- An episode has "turns" instead of lengths: [[tokens, tool_s], ...], each a model call and the seconds that tools take
-  after it, for all members, or a list of such lists. Its length is the sum of its calls.
+- An episode has "turns" instead of lengths: a list [[tokens, tool_s], ...] for all members, or a list of such lists.
+  Each entry is a model call, and the seconds that tools take after it. An episode is as long as its calls together.
 - Lengths are in tokens, the end-of-sequence token included; all are >= 1. Member m of a group has lengths[m mod n].
 """
 
@@ -43,11 +43,11 @@ class TracedPrompt:
         return self.lengths[member % len(self.lengths)]
 
     def turns_of(self, member: int) -> Turns:
-        """The calls of that member's episode; none where its answer is one call."""
+        """The calls of a member's episode; none where its answer is one call."""
         return self.turns[member % len(self.turns)] if self.turns else ()
 
     def reward(self, member: int) -> float | None:
-        """Reward of that answer, None where the trace has none."""
+        """The reward of a member, None where the trace has none."""
         return self.rewards[member % len(self.rewards)] if self.rewards else None
 
 
@@ -70,7 +70,7 @@ def parse(line: bytes, place: str, prompt_key: str = "prompt") -> TracedPrompt:
     turns = turns_in(record, place)
     if turns and "lengths" in record:
         raise DataError(f"{place}: an episode has turns, or an answer lengths, not both; remove one of them")
-    lengths = [sum(tokens for tokens, _ in one) for one in turns] or _numbers(record, "lengths", place)
+    lengths = [sum(tokens for tokens, _ in calls) for calls in turns] or _numbers(record, "lengths", place)
     if not lengths or not all(isinstance(n, int) and 1 <= n <= MAX_TOKENS for n in lengths):
         rule = "must be a list of whole numbers of tokens >= 1, one per answer"
         raise DataError(f"{place}: lengths = {_short(lengths)}: {rule}; correct the line")
@@ -91,16 +91,16 @@ def turns_in(record: Mapping[str, Any], place: str) -> tuple[Turns, ...]:
     """The episodes of a line; () where it has none."""
     if "turns" not in record:
         return ()
-    given: Any = record["turns"]
+    listed: Any = record["turns"]
     try:
-        found = given if isinstance(given[0][0], list) else [given]
-        turns = tuple(tuple((int(tokens), float(tool_s)) for tokens, tool_s in one) for one in found)
-        sound = all(1 <= tokens <= MAX_TOKENS and 0 <= tool_s < math.inf for one in turns for tokens, tool_s in one)
+        episodes = listed if isinstance(listed[0][0], list) else [listed]
+        turns = tuple(tuple((int(tokens), float(tool_s)) for tokens, tool_s in calls) for calls in episodes)
+        sound = all(1 <= tokens <= MAX_TOKENS and 0 <= tool_s < math.inf for calls in turns for tokens, tool_s in calls)
     except (TypeError, ValueError, IndexError, KeyError, OverflowError):
         sound, turns = False, ()
     if not sound or not all(turns):
         rule = "must be [[tokens, tool_s], ...] with tokens >= 1 and seconds >= 0, or a list of such lists"
-        raise DataError(f"{place}: turns = {_short(given)}: {rule}; correct the line")
+        raise DataError(f"{place}: turns = {_short(listed)}: {rule}; correct the line")
     return turns
 
 
@@ -116,13 +116,13 @@ def write(path: str | Path, tasks: Sequence[TracedPrompt]) -> None:
 
 def _numbers(record: dict[str, object], name: str, place: str) -> list[Any]:
     """The list of finite numbers under `name`."""
-    found = record.get(name)
-    if not isinstance(found, list):
-        raise DataError(f"{place}: {name} = {_short(found)}: must be a list of numbers; correct the line")
-    for value in found:
+    numbers = record.get(name)
+    if not isinstance(numbers, list):
+        raise DataError(f"{place}: {name} = {_short(numbers)}: must be a list of numbers; correct the line")
+    for value in numbers:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise DataError(f"{place}: {name} holds {_short(value)}: must be a finite number; correct the line")
-    return found
+    return numbers
 
 
 def _short(value: object) -> str:
@@ -135,8 +135,8 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviations of the natural log of a length, and the tail: `share` of the answers, `factor` times longer
-    at most (uniform from 2 up)."""
+    """Standard deviations of the natural log of a length, and the tail: `tail_share` of the answers are longer by a
+    factor between 2 and `tail_factor`."""
 
     text: float = 0.65
     prompt: float = 0.40
@@ -147,7 +147,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Shape:
-    """Describe a trace: median length and cut in tokens, answers per prompt, arrivals per second (0 = none)."""
+    """The shape of a trace: median length and limit in tokens, answers per prompt, arrivals per second (0 = none)."""
 
     group_size: int = 8
     median: float = 400.0
@@ -167,17 +167,17 @@ KINDS: tuple[tuple[str, float, float, tuple[str, ...]], ...] = (
 # A remark after the prompt, its share, and its effect.
 REMARKS = (("", 0.6, 0.0), (" Think step by step.", 0.2, 0.5), (" Answer briefly.", 0.2, -0.5))
 SIZES = 8  # a prompt holds 1 to SIZES numbers
-NUMBER = re.compile(r"[0-9]+")  # the last of a prompt stands for its answer: rewards need one that is not empty
+NUMBER = re.compile(r"[0-9]+")  # the last number of a prompt stands for its answer, as rewards need one
 PER_SIZE = 0.12  # natural log per number
 
 
 def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[TracedPrompt]:
-    """Long-tailed lengths whose prompts tell something about them, but not all; the same arguments give the same tasks.
+    """Long-tailed lengths that depend in part on their prompts; the same arguments give the same tasks.
 
     The natural log of a length is the sum of three parts, and a few answers are much longer still:
-      text    what the prompt says: its kind of task, the size of its numbers, words like "step by step" or "briefly"
-      prompt  what all answers to a prompt share, though the prompt does not show it
-      member  what one answer has of its own
+      text    visible in the prompt: its kind of task, the size of its numbers, words like "step by step" or "briefly"
+      prompt  common to all answers to a prompt, but not visible in it
+      member  different for each answer
     With the default spreads (0.65, 0.40, 0.40) the text explains 57 % of the variance and the prompt 78 %. A predictor
     that read the text perfectly would reach Kendall tau 0.55; trained rankers were measured at 0.52 to 0.64 on two
     public chat data sets (arXiv:2408.15792). One finished sibling is worth 0.57, many are worth 0.69.
@@ -209,7 +209,7 @@ def _lengths(random: np.random.Generator, shape: Shape, text: float) -> tuple[in
 
 
 def _prompt(random: np.random.Generator) -> tuple[str, str, float]:
-    """Kind, text, and what the text says about the length (see `_effects`)."""
+    """Kind, text, and the effect of the text on the length (see `_effects`)."""
     kind, _, effect, forms = KINDS[_pick(random, [share for _, share, _, _ in KINDS])]
     remark, _, more = REMARKS[_pick(random, [share for _, share, _ in REMARKS])]
     size = int(random.integers(1, SIZES + 1))

@@ -1,13 +1,14 @@
 """Token ids of a model folder: those of its tokenizer, those that end a sequence, and rows that stand for no token.
 
-Many a model has more rows of logits than its tokenizer has tokens, padded for speed. An id of such a row has no text: a
-reward would judge what was not written. So no engine draws one, and the learner's softmax has none: both ask
-`token_rows`, the only place that decides. Reads JSON files, and asks transformers, in a process of its own, for the
-tokenizer that engines have. Knows nothing of topologies, requests or weights.
+Many models have more rows of logits than their tokenizer has tokens, padded for speed. An id of such a row has no text,
+so a reward would judge a text that the policy did not write. No engine samples such an id, and the learner's softmax
+leaves these rows out; `token_rows` alone decides which rows they are. Reads JSON files, and starts a process that loads
+the tokenizer as transformers makes it, which is the engines' tokenizer. Knows nothing of topologies, requests or
+weights.
 
-- Engine and learner leave out the same rows, or the ratio of their probabilities is wrong.
+- Engine and learner leave out the same rows; otherwise the ratio of their probabilities is wrong.
 - An id that config.json or generation_config.json names as an end stays, with or without a text: it ends answers.
-- Where nothing says which tokens there are, every row stands for one.
+- Without a tokenizer in the folder every row stands for a token.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ NO_END = 1 << 31  # more than any id
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The rows of a model's logits that stand for a token: those below `end`, but for the `holes`. `rows`: how many
-    there are; 0 = not known."""
+    """The rows of a model's logits that stand for a token: those below `end`, except the `holes`. `rows`: the number of
+    all rows; 0 = not known."""
 
     end: int = NO_END
     holes: tuple[int, ...] = ()
@@ -67,12 +68,13 @@ class TokenRows:
         wrong: Ids = ids[ids >= self.end] if not self.holes else ids[(ids >= self.end) | np.isin(ids, self.holes)]
         return wrong
 
-    def told(self, wrong: Ids) -> str:
-        """Ids of an answer that `foreign` gave, in words."""
+    def describe(self, wrong: Ids) -> str:
+        """The fault of an answer with these `foreign` ids, in words."""
+
         return f"{len(wrong)} of its ids stand for no token of the tokenizer, the first is {wrong[0]}"
 
     def mask(self, logits: Any) -> Any:
-        """Logits [..., rows] of a tensor that nobody else reads: in place, -inf in every row without a token."""
+        """Set the logits [..., rows] of every row without a token to -inf, in place: the caller owns the tensor."""
         if self.end < logits.shape[-1]:  # mostly the last rows alone: a fill, which costs nothing beside a softmax
             logits[..., self.end :] = -math.inf
         if self.holes:
@@ -86,12 +88,12 @@ ALL_ROWS = TokenRows()
 def token_rows(folder: Path) -> TokenRows:
     """The rows of that folder's model that stand for a token."""
     rows = vocabulary_size(folder)
-    known = _ids_of_files(folder)
-    if not known:
+    ids = _ids_of_files(folder)
+    if not ids:
         return TokenRows(rows=rows)
-    known |= {one for one in end_ids(folder) if one < rows}
-    end = min(max(known) + 1, rows or NO_END)
-    return TokenRows(end, tuple(one for one in range(end) if one not in known), rows)
+    ids |= {token for token in end_ids(folder) if token < rows}
+    end = min(max(ids) + 1, rows or NO_END)
+    return TokenRows(end, tuple(token for token in range(end) if token not in ids), rows)
 
 
 def _ids_of_files(folder: Path) -> set[int]:
@@ -99,21 +101,20 @@ def _ids_of_files(folder: Path) -> set[int]:
     empty without either."""
     text = "" if (folder / FILES[0]).is_file() else library_tokenizer(folder)
     data = as_map(json.loads(text)) if text else read_map(folder / "tokenizer.json")
-    known, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
-    found = set(range(len(known))) if isinstance(known, list) else set(_ids(list(as_map(known).values())))
-    if not found:
-        return found
+    vocabulary, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
+    ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set(_ids(list(as_map(vocabulary).values())))
+    if not ids:
+        return ids
     if isinstance(added, list):
-        found |= {token for one in added if isinstance(one, dict) for token in _ids(one.get("id"))}
+        ids |= {token for entry in added if isinstance(entry, dict) for token in _ids(entry.get("id"))}
     later = as_map(read_map(folder / "tokenizer_config.json").get("added_tokens_decoder"))
-    return found | {int(one) for one in later if one.isdecimal()} | set(
+    return ids | {int(number) for number in later if number.isdecimal()} | set(
         _ids(list(read_map(folder / "added_tokens.json").values())))
 
 
 # -- the tokenizer that engines have -----
 
-# Run in a process of its own, which takes transformers' tokenizers for all that it has: torch alone takes longer to
-# import than all the rest.
+# Runs in a process of its own, from which torch is hidden: importing torch takes longer than everything else.
 ASK_LIBRARY = """
 import importlib.util, sys
 known = importlib.util.find_spec
@@ -131,17 +132,19 @@ def library_tokenizer(folder: Path) -> str:
     """The tokenizer that transformers makes of a folder, as the text of a tokenizer.json; "" without transformers, and
     for a tokenizer that has no such form."""
     there = [path for name in (*FILES, *BESIDE) if (path := folder / name).is_file()]
-    known = any(path.name in FILES for path in there)
-    return _asked(folder.resolve(), tuple(path.stat().st_mtime_ns for path in there)) if known else ""
+    has_tokenizer = any(path.name in FILES for path in there)
+    if not has_tokenizer:
+        return ""
+    return _library_tokenizer(folder.resolve(), tuple(path.stat().st_mtime_ns for path in there))
 
 
 @lru_cache(maxsize=4)
-def _asked(folder: Path, times: tuple[int, ...]) -> str:
+def _library_tokenizer(folder: Path, times: tuple[int, ...]) -> str:
     if (library := sys.modules.get("transformers")) is not None:
         try:
-            made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            return str(made.backend_tokenizer.to_str())
-        except Exception:  # as below
+            tokenizer = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            return str(tokenizer.backend_tokenizer.to_str())
+        except Exception:  # then the caller falls back to tokenizer.json
             return ""
     if importlib.util.find_spec("transformers") is None:
         return ""
@@ -150,7 +153,7 @@ def _asked(folder: Path, times: tuple[int, ...]) -> str:
         done = subprocess.run([sys.executable, "-c", ASK_LIBRARY, str(folder)], stdin=subprocess.DEVNULL, cwd="/",
                               capture_output=True, timeout=ASK_S, env={**os.environ, **quiet}, check=True)
         return done.stdout.decode()
-    except (OSError, subprocess.SubprocessError, UnicodeError):  # then that of tokenizer.json has to do
+    except (OSError, subprocess.SubprocessError, UnicodeError):  # then the caller falls back to tokenizer.json
         return ""
 
 
@@ -158,7 +161,7 @@ def _asked(folder: Path, times: tuple[int, ...]) -> str:
 
 
 def vocabulary_size(folder: Path) -> int:
-    """The number of the model's token ids by its config.json; 0 if it does not say."""
+    """The number of the model's token ids by its config.json; 0 without one."""
     return next((part["vocab_size"] for part in id_places(folder) if isinstance(part.get("vocab_size"), int)), 0)
 
 
@@ -168,8 +171,8 @@ def end_ids(folder: Path) -> frozenset[int]:
 
 
 def named_ids(folder: Path, *names: str) -> list[int]:
-    """The ids that these keys of config.json and generation_config.json name, the first place first."""
-    return [one for part in id_places(folder) for name in names for one in _ids(part.get(name))]
+    """The ids that these keys of config.json and generation_config.json name, in the order of `id_places`."""
+    return [token for part in id_places(folder) for name in names for token in _ids(part.get(name))]
 
 
 def id_places(folder: Path) -> list[Mapping[str, Any]]:
@@ -179,20 +182,20 @@ def id_places(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def language_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the language model: of several in one, or all of it."""
+    """The part of a config that describes the language model: a table of its own, or else the whole config."""
     return as_map(config.get("text_config")) or config
 
 
 def pieces(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Ids of the tokens of tokenizer.json, and of those that were added."""
     data = read_map(folder / "tokenizer.json")
-    known, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
-    if isinstance(known, list):  # of a unigram model: [token, score]
-        known = {str(row[0]): i for i, row in enumerate(known) if isinstance(row, list) and row}
-    rows = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
-    return as_map(known), {str(one.get("content")): one.get("id", -1) for one in rows}
+    vocabulary, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
+    if isinstance(vocabulary, list):  # of a unigram model: [token, score]
+        vocabulary = {str(row[0]): i for i, row in enumerate(vocabulary) if isinstance(row, list) and row}
+    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+    return as_map(vocabulary), {str(entry.get("content")): entry.get("id", -1) for entry in entries}
 
 
 def _ids(value: Any) -> list[int]:
     listed = value if isinstance(value, list) else [value]
-    return [one for one in listed if isinstance(one, int) and one >= 0]
+    return [token for token in listed if isinstance(token, int) and token >= 0]

@@ -63,10 +63,10 @@ def require_axes(t: Topology) -> None:
     parallel, folder = t.learner.parallel, pretrained.model_at(t.model.path)
     config = pretrained.read_config(folder) if folder and t.ranks > 1 else {}
     text = language_of(config)
-    experts = pretrained.whole(text, "num_experts", "num_local_experts", "n_routed_experts")
+    experts = pretrained.size_in(text, "num_experts", "num_local_experts", "n_routed_experts")
     for key, over, what, count in (
-        ("tensor", parallel.tensor, "num_attention_heads", pretrained.whole(text, "num_attention_heads")),
-        ("tensor", parallel.tensor, "num_key_value_heads", pretrained.whole(text, "num_key_value_heads")),
+        ("tensor", parallel.tensor, "num_attention_heads", pretrained.size_in(text, "num_attention_heads")),
+        ("tensor", parallel.tensor, "num_key_value_heads", pretrained.size_in(text, "num_key_value_heads")),
         ("expert", parallel.expert, "num_experts", experts),
     ):
         if text and over > 1 and (count % over or (key == "expert" and not count)):

@@ -89,20 +89,20 @@ class Widths:
     def of(cls, config: Mapping[str, Any], parameters: int = 0) -> Widths:
         """`parameters`: how many there are, if that is known better than from the widths."""
         text = language_of(config)
-        hidden = pretrained.whole(text, "hidden_size", "n_embd", "d_model")
-        heads = pretrained.whole(text, "num_attention_heads", "n_head") or 1
-        size = pretrained.whole(text, "head_dim") or hidden // heads
-        keys = (pretrained.whole(text, "num_key_value_heads") or heads) * size
-        experts, kind = pretrained.whole(text, "num_experts_per_tok"), str(text.get("model_type", ""))
-        inner = experts * pretrained.whole(text, "moe_intermediate_size", "intermediate_size")
-        dealt = pretrained.whole(text, "num_experts", "num_local_experts", "n_routed_experts")
-        dealt *= 3 * hidden * pretrained.whole(text, "moe_intermediate_size", "intermediate_size")
+        hidden = pretrained.size_in(text, "hidden_size", "n_embd", "d_model")
+        heads = pretrained.size_in(text, "num_attention_heads", "n_head") or 1
+        size = pretrained.size_in(text, "head_dim") or hidden // heads
+        keys = (pretrained.size_in(text, "num_key_value_heads") or heads) * size
+        experts, kind = pretrained.size_in(text, "num_experts_per_tok"), str(text.get("model_type", ""))
+        inner = experts * pretrained.size_in(text, "moe_intermediate_size", "intermediate_size")
+        dealt = pretrained.size_in(text, "num_experts", "num_local_experts", "n_routed_experts")
+        dealt *= 3 * hidden * pretrained.size_in(text, "moe_intermediate_size", "intermediate_size")
         return cls(
-            hidden, inner or pretrained.whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * hidden,
-            pretrained.whole(text, *pretrained.LAYERS), heads * size, keys, pretrained.whole(text, "vocab_size"),
+            hidden, inner or pretrained.size_in(text, "intermediate_size", "n_inner", "d_ff") or 4 * hidden,
+            pretrained.size_in(text, *pretrained.LAYERS), heads * size, keys, pretrained.size_in(text, "vocab_size"),
             bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
             kind.startswith(("qwen3", "gemma3")), 2 if kind.startswith(("gemma2", "gemma3")) else 1,
-            parameters or pretrained.estimate(dict(config)), dealt * pretrained.whole(text, *pretrained.LAYERS),
+            parameters or pretrained.estimate(dict(config)), dealt * pretrained.size_in(text, *pretrained.LAYERS),
         )
 
     @property
@@ -273,7 +273,7 @@ def _known(t: Topology) -> bool:
     config = _config(t)
     text = language_of(config)
     learns = any(process.role == "learner" and not process.spec.command for process in t.processes())
-    widths = pretrained.whole(text, "hidden_size", "n_embd", "d_model"), pretrained.whole(text, *pretrained.LAYERS)
+    widths = pretrained.size_in(text, "hidden_size", "n_embd", "d_model"), pretrained.size_in(text, *pretrained.LAYERS)
     return learns and all(widths)
 
 

@@ -108,7 +108,7 @@ class Intake(ABC):
             why = f"its {self.asked} no room in the engine's {self.engine.max_length} tokens"
             self._drop(slot, task.word, Fate.LONG, why)
         elif len(wrong := self._known.foreign(answer.token_ids[np.isfinite(answer.logprobs)])):
-            self._drop(slot, task.word, Fate.MALFORMED, f"{self._known.told(wrong)} ({self._drawn_by} drew them)")
+            self._drop(slot, task.word, Fate.MALFORMED, f"{self._known.describe(wrong)} ({self._drawn_by} drew them)")
         else:
             try:
                 return self._write(slot, task, answer)

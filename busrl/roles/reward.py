@@ -179,7 +179,7 @@ class Reward(Actor):
         has written it. Calls of episodes were answered by rollouts."""
         with contextlib.suppress(*UNREADABLE):
             if len(wrong := self.known.foreign(read_generated(self.ring, slot, "tokens", segments_of(word)))):
-                self._drop(slot, "malformed", f"is dropped: {self.known.told(wrong)}")
+                self._drop(slot, "malformed", f"is dropped: {self.known.describe(wrong)}")
                 return False
         return True
 

@@ -155,7 +155,7 @@ def first_fault(samples: Sequence[Sample], known: TokenRows) -> tuple[int, str] 
     if known.without and len(known.foreign(ids)):
         for position, sample in enumerate(samples):
             if len(wrong := known.foreign(sample.targets())):
-                return position, known.told(wrong)
+                return position, known.describe(wrong)
     return None
 
 

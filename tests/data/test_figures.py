@@ -45,10 +45,10 @@ def test_pass_at_k_refuses_what_cannot_be(case: tuple[int, int, int]) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), max_size=7))
 def test_the_majority_is_the_mean_over_all_ways_to_break_its_ties(votes: list[tuple[str | None, bool]]) -> None:
-    counts = {name: sum(one == name for one, _ in votes) for name in ("a", "b", "c")}
+    counts = {name: sum(vote == name for vote, _ in votes) for name in ("a", "b", "c")}
     most = max(counts.values())
     best = [name for name, count in counts.items() if count == most]
-    shares = [sum(good for one, good in votes if one == name) / most for name in best] if most else [0.0]
+    shares = [sum(good for vote, good in votes if vote == name) / most for name in best] if most else [0.0]
     assert majority(votes) == pytest.approx(sum(shares) / len(shares))
 
 
@@ -63,9 +63,9 @@ def test_every_power_of_two_up_to_k_and_k_itself_are_told() -> None:
 
 def test_a_prompt_with_few_answers_counts_in_lower_figures_only() -> None:
     judged = [Judged(0, 0, 1.0), *[Judged(1, 1, 0.0)] * 4]
-    named = Figures(judged, k=4).by_name()
-    assert named["pass@1"].value == 0.5 and named["pass@1"].prompts == 2
-    assert named["pass@4"].value == 0.0 and named["pass@4"].prompts == 1
+    figures = Figures(judged, k=4).by_name()
+    assert figures["pass@1"].value == 0.5 and figures["pass@1"].prompts == 2
+    assert figures["pass@4"].value == 0.0 and figures["pass@4"].prompts == 1
 
 
 def test_a_prompt_that_is_asked_again_votes_again() -> None:
@@ -85,36 +85,36 @@ def test_an_answer_is_right_from_the_reward_on_that_solves_its_prompt() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 8))
 def test_an_interval_holds_the_mean_and_stays_within_0_and_1(values: list[float], k: int) -> None:
-    found = figure(values, k * len(values))
-    assert found is not None and 0 <= found.low <= found.value <= found.high <= 1
-    assert found.high - found.low > 0, "even where all are alike: there are not infinitely many"
+    mean = figure(values, k * len(values))
+    assert mean is not None and 0 <= mean.low <= mean.value <= mean.high <= 1
+    assert mean.high - mean.low > 0, "even where all are alike: there are not infinitely many"
 
 
 def test_the_interval_of_right_and_wrong_is_wilsons() -> None:
     """8 of 10, z = 1.96: 0.490 to 0.943 (Wilson 1927); ours counts one degree of freedom less."""
-    found = figure([1.0] * 8 + [0.0] * 2, 10)
-    assert found is not None
-    assert found.low == pytest.approx(0.490, abs=0.03) and found.high == pytest.approx(0.943, abs=0.01)
+    mean = figure([1.0] * 8 + [0.0] * 2, 10)
+    assert mean is not None
+    assert mean.low == pytest.approx(0.490, abs=0.03) and mean.high == pytest.approx(0.943, abs=0.01)
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_intervals_hold_the_true_share_in_about_95_of_100_rounds(k: int) -> None:
-    chance, held, rounds = np.random.default_rng(0), 0, 400
+    chance, hits, rounds = np.random.default_rng(0), 0, 400
     for _ in range(rounds):
         hard = chance.beta(2, 2, 60)  # the share of right answers differs between prompts; its mean is 0.5
-        found = figure((chance.random((60, k)) < hard[:, None]).mean(axis=1).tolist(), 60 * k)
-        assert found is not None
-        held += found.low <= 0.5 <= found.high
-    assert 0.91 <= held / rounds <= 0.99, held / rounds
+        mean = figure((chance.random((60, k)) < hard[:, None]).mean(axis=1).tolist(), 60 * k)
+        assert mean is not None
+        hits += mean.low <= 0.5 <= mean.high
+    assert 0.91 <= hits / rounds <= 0.99, hits / rounds
 
 
 def test_rewards_beyond_0_and_1_have_a_fixed_bootstrapped_interval() -> None:
     values = np.random.default_rng(1).normal(3, 2, 200).tolist()
-    found = figure(values, 200)
-    assert found is not None and found == figure(values, 200) and BOOTSTRAP >= 1000
+    mean = figure(values, 200)
+    assert mean is not None and mean == figure(values, 200) and BOOTSTRAP >= 1000
     half = 1.96 * float(np.std(values, ddof=1)) / 200**0.5
-    assert found.low == pytest.approx(found.value - half, abs=0.15 * half)
-    assert found.high == pytest.approx(found.value + half, abs=0.15 * half)
+    assert mean.low == pytest.approx(mean.value - half, abs=0.15 * half)
+    assert mean.high == pytest.approx(mean.value + half, abs=0.15 * half)
 
 
 def test_nothing_judged_has_no_figures() -> None:
@@ -129,5 +129,5 @@ def test_a_tag_is_the_named_key_or_source_or_tag() -> None:
 
 def test_the_commonest_tags_alone_have_figures() -> None:
     judged = [Judged(line, 0, 1.0) for line in range(100)]
-    found = by_tag(Figures(judged), {line: "big" if line < 10 else f"own {line}" for line in range(100)})
-    assert len(found) == MOST_TAGS and next(iter(found)) == "big" and found["big"]["prompts"] == 10
+    figures = by_tag(Figures(judged), {line: "big" if line < 10 else f"own {line}" for line in range(100)})
+    assert len(figures) == MOST_TAGS and next(iter(figures)) == "big" and figures["big"]["prompts"] == 10

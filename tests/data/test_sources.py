@@ -42,9 +42,9 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "out.jsonl").read_text().splitlines()]
 
 
-def told(event: Event) -> list[str]:
+def problems_of(event: Event) -> list[str]:
     """The problems as people read them."""
-    return [": ".join(part for part in one[1:4] if part) + f"; {one[4]}" for one in event.problems]
+    return [": ".join(part for part in problem[1:4] if part) + f"; {problem[4]}" for problem in event.problems]
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -111,18 +111,18 @@ def test_a_damaged_row_group_is_named_by_its_rows(tmp_path: Path) -> None:
     begin = group.dictionary_page_offset or group.data_page_offset
     data[begin : begin + 24] = bytes(range(200, 224))
     path.write_bytes(data)
-    (problem,) = told(convert(tmp_path, source(path, format="parquet")))
+    (problem,) = problems_of(convert(tmp_path, source(path, format="parquet")))
     assert "p.parquet: row 5: rows 5 to 8 cannot be read" in problem and "copy the file again" in problem
 
 
 def test_a_file_that_is_no_parquet_file_says_so(tmp_path: Path) -> None:
-    (problem,) = told(convert(tmp_path, source(write(tmp_path / "p.parquet", ROWS), format="parquet")))
+    (problem,) = problems_of(convert(tmp_path, source(write(tmp_path / "p.parquet", ROWS), format="parquet")))
     assert "p.parquet: not a Parquet file" in problem
 
 
 def test_a_row_that_is_no_prompt_has_place_and_remedy(tmp_path: Path) -> None:
     path = parquet(tmp_path / "p.parquet", [{"prompt": None if n == 6 else f"{n}", "answer": "1"} for n in range(9)])
-    (problem,) = told(convert(tmp_path, source(path, format="parquet")))
+    (problem,) = problems_of(convert(tmp_path, source(path, format="parquet")))
     assert "p.parquet: row 7: prompt = None: must be a string, or a list of messages" in problem
     assert problem.endswith('where = "prompt != null"')
     assert convert(tmp_path, source(path, format="parquet", where="prompt != null")).made[0].count == 8
@@ -134,8 +134,8 @@ def test_a_row_that_is_no_prompt_has_place_and_remedy(tmp_path: Path) -> None:
 )
 def test_a_column_of_another_type_says_what_makes_a_prompt_of_it(tmp_path: Path, value: Any, remedy: str) -> None:
     path = parquet(tmp_path / "p.parquet", [{"prompt": value, "answer": "1"}] * 3)
-    problems = told(convert(tmp_path, source(path, format="parquet")))
-    assert len(problems) == 3 and all(one.endswith(remedy) for one in problems)
+    problems = problems_of(convert(tmp_path, source(path, format="parquet")))
+    assert len(problems) == 3 and all(problem.endswith(remedy) for problem in problems)
     if value == 7:
         event = convert(tmp_path, source(path, format="parquet", prompt_text="{prompt}"))
         assert not event.problems and lines(tmp_path)[0]["prompt"] == "7"
@@ -144,7 +144,7 @@ def test_a_column_of_another_type_says_what_makes_a_prompt_of_it(tmp_path: Path,
 def test_a_null_answer_is_refused_where_answers_are_needed(tmp_path: Path) -> None:
     path = parquet(tmp_path / "p.parquet", [{"prompt": "a", "answer": None if n == 1 else "1"} for n in range(4)])
     assert not convert(tmp_path, source(path, format="parquet")).problems
-    (problem,) = told(convert(tmp_path, source(path, format="parquet"), answers=True))
+    (problem,) = problems_of(convert(tmp_path, source(path, format="parquet"), answers=True))
     assert "p.parquet: row 2: answer = None" in problem and problem.endswith('where = "answer != null"')
     keys: dict[str, Any] = {"format": "parquet", "where": "answer != null"}
     assert convert(tmp_path, source(path, **keys), answers=True).made[0].count == 3
@@ -154,7 +154,7 @@ def test_a_null_answer_is_refused_where_answers_are_needed(tmp_path: Path) -> No
 def test_a_parquet_file_that_was_cut_says_so_in_one_line(tmp_path: Path, left: int) -> None:
     path = parquet(tmp_path / "p.parquet", ROWS)
     path.write_bytes(path.read_bytes()[:left])
-    (problem,) = told(convert(tmp_path, source(path, format="parquet")))
+    (problem,) = problems_of(convert(tmp_path, source(path, format="parquet")))
     assert problem.startswith(f"{path}: not a Parquet file: ArrowInvalid: Parquet ") and ".pxi" not in problem
     assert problem.endswith("a download may not have finished")
 
@@ -162,7 +162,7 @@ def test_a_parquet_file_that_was_cut_says_so_in_one_line(tmp_path: Path, left: i
 def test_a_parquet_file_without_rows_and_values_that_json_lacks(tmp_path: Path) -> None:
     empty = tmp_path / "empty.parquet"
     pyarrow.parquet.write_table(arrow.table({"prompt": arrow.array([], arrow.string())}), empty)
-    (problem,) = told(convert(tmp_path, source(empty, format="parquet")))
+    (problem,) = problems_of(convert(tmp_path, source(empty, format="parquet")))
     assert problem.startswith("empty: it has no row")
     row = {"prompt": "a", "when": datetime.datetime(2026, 1, 2), "raw": b"\xff", "not": float("nan")}
     assert not convert(tmp_path, source(parquet(tmp_path / "p.parquet", [row]), format="parquet")).problems
@@ -175,7 +175,7 @@ def test_a_column_that_does_not_exist_lists_those_that_do(tmp_path: Path) -> Non
         {}, {"prompt_key": "question", "where": "pass_rate > 0"}, {"prompt_key": "question", "answer_key": "right"},
         {"prompt_text": "{text}?"},
     ):
-        problems = told(convert(tmp_path, source(path, **keys)))
+        problems = problems_of(convert(tmp_path, source(path, **keys)))
         assert "no column" in problems[0] and "the columns are answer, question, rate" in problems[0], keys
         assert len(problems) == 1, problems
 
@@ -183,14 +183,14 @@ def test_a_column_that_does_not_exist_lists_those_that_do(tmp_path: Path) -> Non
 def test_broken_lines_of_a_jsonl_source_have_their_places(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": \n["b"]\n{"prompt": "c"}\n')
-    assert [one.split(": ")[0].rpartition("/")[2] for one in told(convert(tmp_path, source(path)))] == [
+    assert [problem.split(": ")[0].rpartition("/")[2] for problem in problems_of(convert(tmp_path, source(path)))] == [
         "p.jsonl:2", "p.jsonl:3"
     ]
 
 
 def test_an_empty_source_and_one_of_which_nothing_is_left_are_refused(tmp_path: Path) -> None:
     empty, full = write(tmp_path / "empty.jsonl", []), write(tmp_path / "full.jsonl", [{"prompt": "a", "r": 0}])
-    first, second = told(convert(tmp_path, source(empty), source(full, where="r > 0")))
+    first, second = problems_of(convert(tmp_path, source(empty), source(full, where="r > 0")))
     assert first.startswith("empty: it has no row")
     assert second.startswith("full: none of its 1 rows is left: 1 by where")
 
@@ -201,9 +201,9 @@ def test_conditions_functions_duplicates_and_sizes_are_counted_by_reason(tmp_pat
     path = write(tmp_path / "p.jsonl", [*ROWS, *ROWS])
     keys: dict[str, Any] = {"prompt_key": "question", "where": "rate >= 0.3 and rate < 0.9", "dedupe": True}
     event = convert(tmp_path, source(path, filter=f"{code}:keep", **keys))
-    (made,) = event.made
-    assert (made.read, made.count) == (20, 5)
-    assert made.left_out == {"by where": 8, "as duplicates": 5, "by filter": 2}
+    (lines_made,) = event.made
+    assert (lines_made.read, lines_made.count) == (20, 5)
+    assert lines_made.left_out == {"by where": 8, "as duplicates": 5, "by filter": 2}
     assert convert(tmp_path, source(path, size=3, **keys)).made[0].count == 3
 
 
@@ -211,7 +211,7 @@ def test_a_filter_that_raises_is_named_with_the_row(tmp_path: Path) -> None:
     code = tmp_path / "keep.py"
     code.write_text("def keep(record):\n    return record['nothing'] > 1\n")
     path = write(tmp_path / "p.jsonl", [{"prompt": "a"}])
-    (problem,) = told(convert(tmp_path, source(path, filter=f"{code}:keep")))
+    (problem,) = problems_of(convert(tmp_path, source(path, filter=f"{code}:keep")))
     assert "p.jsonl:1: the filter raised KeyError: 'nothing' (" in problem and "keep.py:2, in keep)" in problem
 
 
@@ -223,9 +223,9 @@ def test_a_function_as_a_source_and_what_it_may_not_yield(tmp_path: Path) -> Non
         "def raises():\n    yield {'prompt': 'a'}\n    raise ValueError('no more')\n"
     )
     assert convert(tmp_path, source(format="function", function=f"{code}:rows")).made[0].count == 3
-    (wrong,) = told(convert(tmp_path, source(format="function", function=f"{code}:wrong")))
+    (wrong,) = problems_of(convert(tmp_path, source(format="function", function=f"{code}:wrong")))
     assert "row 2: yields list, not a map" in wrong
-    (raised,) = told(convert(tmp_path, source(format="function", function=f"{code}:raises")))
+    (raised,) = problems_of(convert(tmp_path, source(format="function", function=f"{code}:raises")))
     assert "it raised ValueError: no more (" in raised and "rows.py:9, in raises)" in raised
 
 
@@ -254,14 +254,15 @@ def test_a_prompt_that_is_too_long_is_dropped_or_cut_to_fit(
     model, frame = str(chat_folder()), len("|user\n|\n|assistant\n") if template == "chat" else 1
     limit = 40 + frame
     keys: dict[str, Any] = {"max_prompt_tokens": limit, "min_prompt_tokens": 10 + frame, "too_long": rule}
-    (made,) = convert(tmp_path, source(path, **keys), model=model, template=template).made
-    kept = [line["prompt"] for line in lines(tmp_path)]
-    assert made.left_out[f"shorter than {10 + frame} tokens"] == 1
+    (lines_made,) = convert(tmp_path, source(path, **keys), model=model, template=template).made
+    prompts = [line["prompt"] for line in lines(tmp_path)]
+    assert lines_made.left_out[f"shorter than {10 + frame} tokens"] == 1
     if rule == "drop":
-        assert [len(one) for one in kept] == [16, 24, 32, 40] and made.left_out[f"longer than {limit} tokens"] == 6
+        assert [len(prompt) for prompt in prompts] == [16, 24, 32, 40]
+        assert lines_made.left_out[f"longer than {limit} tokens"] == 6
         return
-    assert (made.count, made.shortened) == (10, 6) and {len(one) for one in kept[4:]} == {40}
-    assert all(one == "abcdefgh" * 5 for one in kept[4:])
+    assert (lines_made.count, lines_made.shortened) == (10, 6) and {len(prompt) for prompt in prompts[4:]} == {40}
+    assert all(prompt == "abcdefgh" * 5 for prompt in prompts[4:])
 
 
 def test_the_last_message_of_a_chat_is_cut_or_dropped(
@@ -272,15 +273,15 @@ def test_the_last_message_of_a_chat_is_cut_or_dropped(
 
     path = write(tmp_path / "p.jsonl", [chat("short", "0123456789" * 4), chat("long" * 20, "0123456789" * 4)])
     keys: dict[str, Any] = {"max_prompt_tokens": 60, "too_long": "truncate_left"}
-    (made,) = convert(tmp_path, source(path, **keys), model=str(chat_folder()), template="chat").made
+    (lines_made,) = convert(tmp_path, source(path, **keys), model=str(chat_folder()), template="chat").made
     (line,) = lines(tmp_path)
     assert line["prompt"][0]["content"] == "short" and ("0123456789" * 4).endswith(line["prompt"][1]["content"])
-    assert made.left_out == {"longer than 60 tokens": 1}
+    assert lines_made.left_out == {"longer than 60 tokens": 1}
 
 
 def test_without_a_tokenizer_nothing_is_guessed(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "a"}])
-    (problem,) = told(convert(tmp_path, source(path, max_prompt_tokens=5), model=str(tmp_path)))
+    (problem,) = problems_of(convert(tmp_path, source(path, max_prompt_tokens=5), model=str(tmp_path)))
     assert "tokens cannot be counted: the model folder has no tokenizer.json" in problem
 
 
@@ -288,8 +289,8 @@ def test_without_a_tokenizer_nothing_is_guessed(tmp_path: Path) -> None:
 
 
 def test_conditions_are_read_by_a_grammar_of_their_own() -> None:
-    found = parse_where("rate >= 0.25 and level != \"a and b\" and `two words` == true and meta.n < -1e3 and x == null")
-    assert found == [
+    text = "rate >= 0.25 and level != \"a and b\" and `two words` == true and meta.n < -1e3 and x == null"
+    assert parse_where(text) == [
         Condition("rate", ">=", 0.25), Condition("level", "!=", "a and b"), Condition("two words", "==", True),
         Condition("meta.n", "<", -1000.0), Condition("x", "==", None),
     ]
@@ -320,7 +321,7 @@ def test_no_text_does_more_than_parse_or_be_refused(text: str) -> None:
 
 def test_values_of_different_kinds_are_not_compared(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "a", "rate": "high"}])
-    (problem,) = told(convert(tmp_path, source(path, where="rate > 0.5")))
+    (problem,) = problems_of(convert(tmp_path, source(path, where="rate > 0.5")))
     assert "where compares different kinds: str > float" in problem
 
 
@@ -337,14 +338,14 @@ def test_questions_have_the_tag_of_their_source_or_their_task(tmp_path: Path) ->
 
 def test_options_of_a_task_of_reasoning_gym_say_what_is_asked(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
-    given = {"chain_sum": {"min_terms": 3, "max_terms": 3, "max_digits": 1}}
-    assert not convert(tmp_path, gym(task_options=given)).problems
+    options = {"chain_sum": {"min_terms": 3, "max_terms": 3, "max_digits": 1}}
+    assert not convert(tmp_path, gym(task_options=options)).problems
     for line in lines(tmp_path):
         assert (line["metadata"]["num_terms"], line["metadata"]["num_digits"]) == (3, 1)
 
 
 @pytest.mark.parametrize(
-    ("given", "told_of"),
+    ("options", "reason"),
     [
         ({"terms": 3}, "sums: task 'chain_sum' of reasoning-gym has no option 'terms'; it has allow_negation, "),
         ({"seed": 3}, "sums: task 'chain_sum' of reasoning-gym has no option 'seed'"),
@@ -353,8 +354,8 @@ def test_options_of_a_task_of_reasoning_gym_say_what_is_asked(tmp_path: Path) ->
     ],
 )
 def test_an_option_that_a_task_does_not_have_or_take_is_refused(
-    tmp_path: Path, given: dict[str, Any], told_of: str
+    tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     pytest.importorskip("reasoning_gym")
-    (problem,) = told(convert(tmp_path, gym(task_options={"chain_sum": given})))
-    assert problem.startswith(told_of) and "task_options.chain_sum" in problem
+    (problem,) = problems_of(convert(tmp_path, gym(task_options={"chain_sum": options})))
+    assert problem.startswith(reason) and "task_options.chain_sum" in problem

@@ -112,15 +112,15 @@ def test_a_file_that_changes_under_the_run_is_refused(prompts: Path) -> None:
 def test_a_scan_counts_measures_and_keeps_the_first_five_findings(tmp_path: Path) -> None:
     good: list[object] = [{"prompt": "é" * n, "answer": "1"} for n in (1, 9, 3)]
     path = write(tmp_path / "p.jsonl", [*good, *({"prompt": n} for n in range(8))])
-    found = scan(path, "prompt", "answer")
-    assert (found.count, found.longest_prompt, found.broken, len(found.problems)) == (11, 18, 8, 5)
-    assert [p.place for p in found.problems] == [f"{path}:{n}" for n in range(4, 9)]
+    content = scan(path, "prompt", "answer")
+    assert (content.count, content.longest_prompt, content.broken, len(content.problems)) == (11, 18, 8, 5)
+    assert [p.place for p in content.problems] == [f"{path}:{n}" for n in range(4, 9)]
 
 
 def test_a_clean_scan_finds_nothing_and_an_empty_file_is_a_finding(tmp_path: Path) -> None:
     assert scan(write(tmp_path / "a.jsonl", [{"prompt": "x"}])).problems == ()
-    [found] = scan(write(tmp_path / "b.jsonl", [])).problems
-    assert "empty" in str(found)
+    [problem] = scan(write(tmp_path / "b.jsonl", [])).problems
+    assert "empty" in str(problem)
 
 
 class Plain:
@@ -153,8 +153,8 @@ def test_the_system_prompt_begins_every_chat_that_has_none_of_its_own() -> None:
     system = {"role": "system", "content": "Be short."}
     assert prompt_of({"q": "hi"}, Instructed()) == [system, {"role": "user", "content": "hi"}]
     assert prompt_of({"q": CONVERSATION}, Instructed()) == [system, *CONVERSATION]
-    own = [{"role": "system", "content": "Be long."}, *CONVERSATION]
-    assert prompt_of({"q": own}, Instructed()) == own
+    with_system = [{"role": "system", "content": "Be long."}, *CONVERSATION]
+    assert prompt_of({"q": with_system}, Instructed()) == with_system
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,9 @@ def test_the_system_prompt_begins_every_chat_that_has_none_of_its_own() -> None:
 def test_a_prompt_that_is_neither_says_why(value: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
         prompt_of({"q": value}, Chat())
-    (found,) = scan(write(tmp_path / "p.jsonl", [{"q": value}]), "q").problems
-    assert words in found.rule
+    (problem,) = scan(write(tmp_path / "p.jsonl", [{"q": value}]), "q").problems
+    assert words in problem.rule
+
 
 
 def test_messages_without_a_chat_template_are_refused_with_the_key_to_set() -> None:
@@ -191,15 +192,15 @@ def written_by_people(path: Path) -> Path:
 
 def test_files_are_read_as_people_write_them(tmp_path: Path) -> None:
     path = written_by_people(tmp_path / "p.jsonl")
-    found = scan(path, "q", "a")
-    assert (found.count, found.broken, found.problems, found.chats) == (4, 0, (), 1)
-    assert list(found.sizes) == [2, 5, 1, 1]
+    content = scan(path, "q", "a")
+    assert (content.count, content.broken, content.problems, content.chats) == (4, 0, (), 1)
+    assert list(content.sizes) == [2, 5, 1, 1]
     stream = JsonlStream(path, 0, False, "q")
     assert len(stream) == 4
     assert [stream.record(stream.item(i))["a"] for i in range(4)] == [72, 0.5, True, "t"]
     assert [plain_text(stream.record(stream.item(i))["q"]) for i in range(2)] == ["é", "a\nb\nc"]
     data = path.read_bytes()
-    for index, start in enumerate(found.starts):
+    for index, start in enumerate(content.starts):
         line = stream.at(index).line
         assert data[start : start + len(line)] == line
 
@@ -214,17 +215,17 @@ def test_the_audit_reads_the_same_lines_by_itself(tmp_path: Path) -> None:
 def test_an_empty_line_in_the_middle_is_an_error_at_its_place(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n\n')
-    found = scan(path)
-    assert found.count == 3 and [str(one.place) for one in found.problems] == [f"{path}:2"]
+    content = scan(path)
+    assert content.count == 3 and [str(problem.place) for problem in content.problems] == [f"{path}:2"]
 
 
 def test_broken_lines_beyond_the_first_few_are_counted_by_what_is_wrong(tmp_path: Path) -> None:
     records: list[object] = [*({"prompt": 1} for _ in range(6)), *({"text": "a"} for _ in range(9)), [1]]
     path = write(tmp_path / "p.jsonl", records)
     path.write_text(path.read_text() + "nonsense\n" * 3)
-    found = scan(path)
-    assert found.broken == 19 and sum(n for _, n in found.more) == 14
-    assert dict(found.more) == {
+    content = scan(path)
+    assert content.broken == 19 and sum(n for _, n in content.more) == 14
+    assert dict(content.more) == {
         "must be a string, or a list of messages": 1, "the key 'prompt' is missing": 9, "not JSON": 3,
         "every line must be a JSON object": 1,
     }
@@ -245,7 +246,7 @@ def mixtures(draw: st.DrawFn) -> list[Part]:
     counts = draw(st.lists(st.integers(1, 40), min_size=2, max_size=5))
     weights = draw(st.lists(st.floats(0.05, 10), min_size=len(counts), max_size=len(counts)))
     starts = [sum(counts[:at]) for at in range(len(counts))]
-    return [Part(*one) for one in zip(starts, counts, shares(weights))]
+    return [Part(*part) for part in zip(starts, counts, shares(weights))]
 
 
 def mixed(parts: list[Part], seed: int, shuffle: bool = True) -> JsonlStream:
@@ -257,9 +258,9 @@ def mixed(parts: list[Part], seed: int, shuffle: bool = True) -> JsonlStream:
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12))
 def test_shares_fill_a_block_and_none_is_off_by_a_whole_draw(weights: list[float]) -> None:
-    found = shares(weights)
-    assert sum(found) == BLOCK
-    assert all(abs(share - weight / sum(weights) * BLOCK) < 1 for share, weight in zip(found, weights))
+    counts = shares(weights)
+    assert sum(counts) == BLOCK
+    assert all(abs(share - weight / sum(weights) * BLOCK) < 1 for share, weight in zip(counts, weights))
 
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.integers(0, 50), st.booleans())
@@ -270,13 +271,13 @@ def test_blocks_of_a_mixture_have_their_shares_and_sources_whole_epochs(
     with mixed(parts, seed, shuffle) as stream:
         lines = [stream.item(draw).index for draw in range(block * BLOCK, (block + 2) * BLOCK)]
     for part in parts:
-        own = [line - part.start for line in lines if part.start <= line < part.start + part.count]
+        drawn = [line - part.start for line in lines if part.start <= line < part.start + part.count]
         firsts = sum(part.start <= line < part.start + part.count for line in lines[:BLOCK])
-        assert (firsts, len(own)) == (part.share, 2 * part.share)
+        assert (firsts, len(drawn)) == (part.share, 2 * part.share)
         begun = -(block * part.share) % part.count  # the first of these draws that begins an epoch
-        for start in range(begun, len(own) - part.count + 1, part.count):
-            assert sorted(own[start : start + part.count]) == list(range(part.count))
-            assert shuffle or own[start : start + part.count] == list(range(part.count))
+        for start in range(begun, len(drawn) - part.count + 1, part.count):
+            assert sorted(drawn[start : start + part.count]) == list(range(part.count))
+            assert shuffle or drawn[start : start + part.count] == list(range(part.count))
 
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.integers(0, 50))
@@ -290,9 +291,9 @@ def test_a_place_names_its_source_line_and_epoch(
         assert all(stream.item(draw).index == place.line for draw, place in zip(draws[::50], places[::50]))
         last = stream.epochs(draws[7])
     for number, part in enumerate(parts):
-        own = [place for place in places if place.source == number]
-        assert all(part.start <= place.line < part.start + part.count for place in own)
-        assert max((place.epoch for place in own), default=-1) == last[number]
+        of_source = [place for place in places if place.source == number]
+        assert all(part.start <= place.line < part.start + part.count for place in of_source)
+        assert max((place.epoch for place in of_source), default=-1) == last[number]
 
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
@@ -300,20 +301,20 @@ def test_a_place_names_its_source_line_and_epoch(
 def test_a_draw_of_a_mixture_is_the_same_after_any_restart(
     parts: list[Part], seed: int, draws: list[int]
 ) -> None:
-    with mixed(parts, seed) as one, mixed(parts, seed) as other:
-        found = [one.item(draw) for draw in draws]
-        assert found == [other.item(draw) for draw in reversed(draws)][::-1]
+    with mixed(parts, seed) as stream, mixed(parts, seed) as other:
+        items = [stream.item(draw) for draw in draws]
+        assert items == [other.item(draw) for draw in reversed(draws)][::-1]
     with tempfile.NamedTemporaryFile("w") as file:
         file.writelines(f'{{"prompt": "p{n}"}}\n' for n in range(sum(part.count for part in parts)))
         file.flush()
         audited = Prompts(Path(file.name), seed, True, [(part.start, part.count, part.share) for part in parts])
-        assert audited.crcs(np.array(draws)).tolist() == [item.crc for item in found]
+        assert audited.crcs(np.array(draws)).tolist() == [item.crc for item in items]
 
 
 def test_one_source_is_drawn_like_a_file() -> None:
-    with mixed([Part(0, 7, BLOCK)], 3) as one:
+    with mixed([Part(0, 7, BLOCK)], 3) as stream:
         order = np.random.Generator(np.random.PCG64([3, 1])).permutation(7)
-        assert [one.item(7 + n).index for n in range(7)] == order.tolist()
+        assert [stream.item(7 + n).index for n in range(7)] == order.tolist()
 
 
 def test_a_file_with_fewer_lines_than_its_sources_is_refused() -> None:

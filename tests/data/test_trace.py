@@ -51,11 +51,11 @@ def test_a_line_that_is_no_task_is_refused_with_its_place(line: dict[str, object
 
 
 def test_an_episode_is_as_long_as_its_calls(tmp_path: Path) -> None:
-    one, other = ((3, 0.5), (4, 0.0)), ((9, 2.0),)
-    for number, (given, lengths) in enumerate((([[3, 0.5], [4, 0]], (7,)), ([[[3, 0.5], [4, 0]], [[9, 2.0]]], (7, 9)))):
-        task = parse(json.dumps({"prompt": "p", "turns": given}).encode(), "t.jsonl:1")
-        assert task.lengths == lengths and task.turns_of(0) == task.turns_of(2) == one
-        assert task.turns_of(1) == (other if number else one)
+    first, second = ((3, 0.5), (4, 0.0)), ((9, 2.0),)
+    for number, (turns, lengths) in enumerate((([[3, 0.5], [4, 0]], (7,)), ([[[3, 0.5], [4, 0]], [[9, 2.0]]], (7, 9)))):
+        task = parse(json.dumps({"prompt": "p", "turns": turns}).encode(), "t.jsonl:1")
+        assert task.lengths == lengths and task.turns_of(0) == task.turns_of(2) == first
+        assert task.turns_of(1) == (second if number else first)
         write(tmp_path / "t.jsonl", [task])
         assert read(tmp_path / "t.jsonl") == [task]
 
@@ -79,6 +79,6 @@ def test_a_seed_makes_one_trace_whose_lengths_have_a_tail() -> None:
 
 def test_siblings_tell_more_about_a_length_the_more_of_them_there_are() -> None:
     lengths = np.array([task.lengths for task in make_trace(1500, seed=5)])
-    one = kendall_tau(lengths[:, 0].tolist(), lengths[:, 1].tolist())
+    single = kendall_tau(lengths[:, 0].tolist(), lengths[:, 1].tolist())
     many = kendall_tau(lengths[:, 0].tolist(), np.log(lengths[:, 1:]).mean(1).tolist())
-    assert 0.45 < one < 0.62 < many < 0.72
+    assert 0.45 < single < 0.62 < many < 0.72

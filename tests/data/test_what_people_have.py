@@ -52,22 +52,22 @@ def test_a_joined_prompt_reads_as_one_written_as_text(tmp_path: Path) -> None:
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
     (tmp_path / "chat_template.jinja").write_text(template)
     light = LightTokenizer(tmp_path, None)
-    texts = [light.text(prompt_of({"prompt": [one]}, Chat()))
-             for one in ({"role": "user", "content": "a b"}, says("user", part("a "), part("b")))]
+    texts = [light.text(prompt_of({"prompt": [message]}, Chat()))
+             for message in ({"role": "user", "content": "a b"}, says("user", part("a "), part("b")))]
     assert texts == ["<user>a b<assistant>"] * 2
 
 
 def test_parts_without_a_message_are_one_text(tmp_path: Path) -> None:
     assert prompt_of({"prompt": [part("a"), part("b")]}, Plain()) == "ab"
     assert prompt_of({"prompt": [part("a")]}, Chat()) == [{"role": "user", "content": "a"}]
-    found = scan(written(tmp_path / "p.jsonl", {"prompt": [part("a"), part("b")]}))
-    assert (found.problems, found.chats, found.longest_prompt) == ((), 0, 2)
+    content = scan(written(tmp_path / "p.jsonl", {"prompt": [part("a"), part("b")]}))
+    assert (content.problems, content.chats, content.longest_prompt) == ((), 0, 2)
 
 
 def test_a_turn_that_calls_tools_may_have_no_content() -> None:
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    found = prompt_of({"prompt": [says("user", part("a")), calls, says("tool", part("b"))]}, Chat())
-    assert isinstance(found, list) and found[1] == calls and found[2] == {"role": "tool", "content": "b"}
+    prompt = prompt_of({"prompt": [says("user", part("a")), calls, says("tool", part("b"))]}, Chat())
+    assert isinstance(prompt, list) and prompt[1] == calls and prompt[2] == {"role": "tool", "content": "b"}
 
 
 @pytest.mark.parametrize(("content", "kind"), [
@@ -93,8 +93,8 @@ def test_rows_of_a_source_come_out_with_their_parts_joined(tmp_path: Path) -> No
     rows = [{"prompt": [{**says("user", {**part("a"), "image": None}, part("b")), "name": None}]},
             {"prompt": [{"role": "user", "content": "ab"}]}]
     path = written(tmp_path / "rows.jsonl", *rows)
-    made = converted(path, tmp_path / "out", dedupe=True)
-    assert not made.problems and made.made[0].left_out == {"as duplicates": 1}
+    last = converted(path, tmp_path / "out", dedupe=True)
+    assert not last.problems and last.made[0].left_out == {"as duplicates": 1}
     (line,) = (tmp_path / "out").read_text().splitlines()
     assert json.loads(line)["prompt"] == [{"role": "user", "content": "ab"}]
 
@@ -147,7 +147,7 @@ def test_a_file_of_another_kind_is_named_and_its_conversion_works(
     assert f"is {what}" in problem[3]
     command = re.findall(r"`(.*)`", str(caught.value))[0].replace("python3", shlex.quote(sys.executable))
     subprocess.run(command, shell=True, check=True, timeout=60, cwd=tmp_path)
-    (new,) = (one for one in tmp_path.iterdir() if one not in (path, tmp_path / "out"))
+    (new,) = (file for file in tmp_path.iterdir() if file not in (path, tmp_path / "out"))
     rows = [json.loads(line) for line in new.read_text(encoding="utf-8-sig").splitlines()]
     assert [{name.removeprefix("\ufeff"): value for name, value in row.items()} for row in rows] == ROWS
 
@@ -188,8 +188,8 @@ def test_lines_of_json_stay_what_they_are(data: bytes, tmp_path: Path) -> None:
 
 
 def test_lists_on_lines_and_words_are_no_files_of_another_kind(tmp_path: Path) -> None:
-    assert [one.place[-1] for one in lines(tmp_path, b"[1]\n[2]\n").problems] == ["1", "2"]
-    assert [one.place[-1] for one in lines(tmp_path, b"hello, world\nnext\n").problems] == ["1", "2"]
+    assert [problem.place[-1] for problem in lines(tmp_path, b"[1]\n[2]\n").problems] == ["1", "2"]
+    assert [problem.place[-1] for problem in lines(tmp_path, b"hello, world\nnext\n").problems] == ["1", "2"]
 
 
 # -- what a terminal gets ------------------------------------
@@ -202,8 +202,8 @@ ATTACK = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e"
     json.dumps([ATTACK]) + "\n[]", f"{{'prompt': '{ATTACK}'}}",
 ])
 def test_no_message_about_a_file_has_bytes_that_a_terminal_obeys(line: str, tmp_path: Path) -> None:
-    found = lines(tmp_path, line.encode() + b"\n").problems
-    assert found and not any(COMMANDS.search(str(one)) for one in found)
+    problems = lines(tmp_path, line.encode() + b"\n").problems
+    assert problems and not any(COMMANDS.search(str(problem)) for problem in problems)
     assert escaped(ATTACK) == r"\x1b]0;mine\x07\x1b[2J\x9b31m\u202e"
 
 
