@@ -391,7 +391,7 @@ MUTANTS = (
            "self.wal.records(after=self.step)", "self.wal.records(after=self.step - 1)", AGAIN),
     # -- prompts
     Mutant("every block of a mixture begins its sources again", "busrl/data/prompts.py",
-           "divmod(block * own.share + before, own.count)", "divmod(before, own.count)",
+           "divmod(block * section.share + before, section.count)", "divmod(before, section.count)",
            ("tests/data/test_stream.py::"
             "test_blocks_of_a_mixture_have_their_shares_and_sources_whole_epochs",)),
     Mutant("validation is given the tasks that training has", "busrl/preflight/sources.py",
@@ -423,7 +423,7 @@ MUTANTS = (
            "temperature=asked.temperature", "temperature=self.topology.generation.temperature", RUN),
     Mutant("validation is greedy", VALIDATOR, "temperature=asked.temperature", "temperature=0.0", RUN),
     Mutant("samples of a prompt weigh more the more there are", FIGURES,
-           "return [float(np.mean(found)) for found in of_prompt.values()]", "return sum(of_prompt.values(), [])",
+           "return [float(np.mean(numbers)) for numbers in of_prompt.values()]", "return sum(of_prompt.values(), [])",
            ("tests/roles/test_validation_rounds.py",)),
     Mutant("pass@k draws an answer twice", FIGURES,
            "1.0 - math.prod((n - c - i) / (n - i) for i in range(k))", "1.0 - (1.0 - c / n) ** k",

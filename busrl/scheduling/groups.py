@@ -155,6 +155,10 @@ class GroupScanner:
         self._skip_ended()
         self._raise_high(max(LOOKAHEAD, horizon))
 
+    def read_from(self, fates: Bytes) -> None:
+        """Read the fates from this array from now on: the array has grown, or is mapped anew."""
+        self.fates = fates.view(np.ndarray)
+
     def _skip_ended(self) -> None:
         """Raise low over the groups at the beginning that ended long ago, some at a time: in a long run they are
         millions, and to look at all of them closely takes a gigabyte. One that still has a line comes back by it."""

@@ -1,6 +1,6 @@
-"""Actors of a simulated run, all that takes time beside the learner: service times, rollout processes, reward workers.
+"""The rollout processes and reward workers of a simulated run, and the service times of all its parts.
 
-Clock values come in with every call. Each class keeps the rules of its live counterpart; the event queue is `world`'s.
+Every call has the time as an argument; `world` has the event queue. Each class keeps the rules of its live counterpart.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from busrl.topology.schema import Simulate
 
 Floats = npt.NDArray[np.float64]
 STATED = "assumed"
-TIMES = tuple(one.name for one in fields(Simulate) if one.name.endswith(("_s", "_spread")))
+TIMES = tuple(key.name for key in fields(Simulate) if key.name.endswith(("_s", "_spread")))
 
 
 class Times(Simulate):
-    """The times of [simulate] (docs/simulate.md) with a note where each came from: stated there, fitted, or assumed.
+    """The times of [simulate] (docs/simulate.md), each with its source: stated there, fitted, or assumed.
 
-    In seconds, but for spreads, which are standard deviations of a natural log and change no mean. `busy_share`: of an
-    actor's own time, what its counters call busy (the rest is its loop).
+    In seconds, except spreads, which are standard deviations of a natural log and change no mean. `busy_share`: the
+    share of an actor's working time that its counters call busy (the rest is its loop).
     """
 
     busy_share: float = 1.0
@@ -56,7 +56,7 @@ class Times(Simulate):
 
 # -- rollout and reward --------------------------------------------------------------------------------------
 
-PACE_S = 0.25  # an actor keeps its pace for so long: the interval over which a fit measures it
+PACE_S = 0.25  # the time for which an actor keeps its pace: the interval over which a fit measures it
 
 
 def noise(spread: float, seed: Sequence[int], *, by_time: bool = False) -> Iterator[float]:
@@ -70,28 +70,27 @@ def noise(spread: float, seed: Sequence[int], *, by_time: bool = False) -> Itera
 
 
 def delays(mean_s: float, seed: Sequence[int]) -> Iterator[float]:
-    """Uniform between 0 and twice the mean: what waiting for the next of regular doorbells is like."""
+    """Uniform between 0 and twice the mean: the wait for the next of regular doorbells."""
     return drawn(lambda random: random.uniform(0.0, 2.0 * mean_s, 4096), seed)
 
 
 def drawn(draw: Callable[[np.random.Generator], Floats], seed: Sequence[int]) -> Iterator[float]:
-    """Numbers without end, of which `draw` gives many at a time."""
+    """An endless stream of numbers, of which `draw` makes many at a time."""
     random = np.random.default_rng(list(seed))
     while True:
         yield from reversed(draw(random).tolist())
 
 
 class RewardWorkers:
-    """Workers of the reward processes: each makes one call after the other, and the one free first takes the next
-    answer. Given a clock value with every call."""
+    """Workers of the reward processes: each makes one call after the other, and the first free worker takes the next
+    answer."""
 
     def __init__(self, count: int, call_s: float) -> None:
         self.call_s, self._free = call_s, [0.0] * max(1, count)
         self._busy_s = 0.0
 
     def done(self, ready: float) -> float:
-        """Time at which an answer that may be judged from `ready` on has its reward; those asked for earlier go first.
-        """
+        """The time at which an answer that may be judged from `ready` on has its reward; earlier calls go first."""
         if not self.call_s:
             return ready
         ends = max(ready, self._free[0]) + self.call_s
@@ -100,19 +99,20 @@ class RewardWorkers:
         return ends
 
     def busy_s(self, now: float) -> float:
-        """Mean seconds that they have worked up to `now`."""
+        """Mean seconds of work of a worker up to `now`."""
         ahead = sum(max(0.0, free - now) for free in self._free)  # calls that are not over, or not begun
         return (self._busy_s - ahead) / len(self._free)
 
 
 def reward_workers(topology: Topology) -> int:
-    """Count the calls of the reward that go on at once in a run of that topology."""
-    return topology.reward.workers * max(1, sum(one.role == "reward" for one in topology.processes()))
+    """The number of reward calls that run at once in a run of that topology."""
+    return topology.reward.workers * max(1, sum(process.role == "reward" for process in topology.processes()))
 
 
 @dataclass
 class Actor:
-    """`at`: time up to which `steps` is counted; `pace`: factor on all its times now, `speed` on average."""
+    """A rollout process. `at`: time up to which `steps` is counted; `pace`: factor on all its times now, `speed` on
+    average."""
 
     speed: float = 1.0
     pace: float = 1.0
@@ -121,19 +121,19 @@ class Actor:
     steps: int = 0
     active: int = 0
     ends: list[tuple[int, int]] = field(default_factory=list)  # heap of (step, slot)
-    seen: int = 0  # publications that it was stalled by, or was idle for
-    stamp: int = 0  # of its one event that counts
+    seen: int = 0  # publications that have stalled it, or found it idle
+    stamp: int = 0  # of its one valid event
     busy_s: float = 0.0
     stalled_s: float = 0.0
 
 
 class Actors:
-    """All rollout processes of a run: continuous batching in rows, with steps whose length grows with what is running.
+    """All rollout processes of a run: continuous batching in rows; a step takes longer the more sequences run.
 
-    An actor's time is kept in decoding steps, not in tokens: between two events its step time is constant. A sequence
-    of n tokens that joins at step k ends at step k + n; the next event is the smallest such end. New weights
-    interrupt every running actor once, for weights_s; that is settled when the actor is next looked at, with the same
-    times as at once. Busy time, stalls and idle time add up to the time that has passed.
+    An actor's time is counted in decoding steps, not in tokens: between two events its step time is constant. A
+    sequence of n tokens that joins at step k ends at step k + n; the next event is the smallest such end. New weights
+    interrupt every running actor once, for weights_s; that is applied at the actor's next event, with the same times as
+    if at once. Busy time, stalls and idle time add up to the time that has passed.
     """
 
     def __init__(self, count: int, rows: int, times: Times, seed: int) -> None:
@@ -150,7 +150,7 @@ class Actors:
         self.partly: OrderedDict[int, None] = OrderedDict()  # those that run some, and have room
 
     def add(self, index: int, now: float, joining: list[tuple[int, int]], prefill_tokens: int) -> float:
-        """Let (slot, tokens) join at the end of the present step; the time of the next event."""
+        """Let (slot, tokens) join at the end of the present step; returns the time of the next event."""
         actor, times = self.all[index], self.times
         if not actor.active:
             actor.at, actor.seen = now, len(self.published)
@@ -167,9 +167,9 @@ class Actors:
         return self.next_event(index)
 
     def finish(self, index: int, now: float) -> list[int] | None:
-        """The slots whose sequences end now; None if weights have come in between, so that they end later.
+        """The slots whose sequences end now; None if new weights came in between, so that they end later.
 
-        Call `add` or `sort_in` afterwards: it has room now.
+        Call `add` or `sort_in` afterwards: the actor has room now.
         """
         actor = self.all[index]
         if self._stall(actor):
@@ -184,7 +184,7 @@ class Actors:
         return done
 
     def next_event(self, index: int) -> float:
-        """Time at which its next sequence ends, and a new stamp for that event; infinity if nothing runs."""
+        """The time at which its next sequence ends, inf if none runs; sets a new stamp for that event."""
         actor = self.all[index]
         actor.stamp += 1
         if not actor.ends:
@@ -192,7 +192,7 @@ class Actors:
         return actor.at + (actor.ends[0][0] - actor.steps) * self.step_time[actor.active] * actor.pace
 
     def waiting(self) -> int | None:
-        """An actor that has room, the longest idle first; None if there is none."""
+        """An actor with room, the longest idle first; None if there is none."""
         return next(iter(self.idle or self.partly), None)
 
     def sort_in(self, index: int) -> None:
@@ -204,26 +204,26 @@ class Actors:
                 actors.pop(index, None)
 
     def settle(self, now: float) -> None:
-        """Count everything up to `now`, for the figures; the run is over."""
+        """Count everything up to `now`, the end of the run, for the figures."""
         for actor in self.all:
             if not actor.active:
                 continue
             stalled = actor.stalled_s
             self._stall(actor)
-            whole = (now - actor.at) / (self.step_time[actor.active] * actor.pace)
-            self._advance(actor, max(0, math.floor(whole)))
+            steps = (now - actor.at) / (self.step_time[actor.active] * actor.pace)
+            self._advance(actor, max(0, math.floor(steps)))
             over = max(0.0, actor.at - now)  # a stall or a prefill that reaches beyond the end
             late = min(over, actor.stalled_s - stalled)
             actor.stalled_s -= late
             actor.busy_s -= over - late
 
     def _draw_pace(self, actor: Actor) -> None:
-        """A new pace every PACE_S. Only when everything is counted up to `at`: what is past keeps the old one."""
+        """Draw a new pace every PACE_S; only when all steps up to `at` are counted, as they had the old pace."""
         if self.times.step_spread and actor.at >= actor.paced + PACE_S:
             actor.paced, actor.pace = actor.at, actor.speed * next(self.paces)
 
     def _stall(self, actor: Actor) -> bool:
-        """Take the time of publications that came while it ran; whether there were any."""
+        """Count the stalls by publications since the last event; returns whether they cost time."""
         new = len(self.published) - actor.seen
         if new <= 0:
             return False
@@ -234,7 +234,7 @@ class Actors:
         return lost > 0
 
     def _catch_up(self, actor: Actor, now: float) -> None:
-        """Count the steps up to the end of the one under way at `now`."""
+        """Count the steps up to the end of the step under way at `now`."""
         self._stall(actor)
         duration = self.step_time[actor.active] * actor.pace
         passed = math.ceil((now - actor.at) / duration - 1e-9)

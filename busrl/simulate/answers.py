@@ -1,8 +1,8 @@
-"""Answers to the draws of a simulated run: their lengths and rewards, from a trace, from a recorded run, or made up.
+"""Answers to the draws of a simulated run: their lengths and rewards, from a trace, a recorded run, or a generator.
 
-Same arguments, same answers. Knows nothing of time, slots or policies.
+The same arguments give the same answers. Knows nothing of time, slots or policies.
 
-- A draw's answers do not depend on when they are asked for, but for a recorded run, where they follow the learner's
+- A draw's answers do not depend on the time of the draw, except those of a recorded run, which follow the learner's
   step: a policy that learns gives shorter answers and more groups without a signal.
 - A length is at least 1 and at most the limit of the topology.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from busrl.data.trace import TracedPrompt, Turns
 from busrl.topology import Topology
 
-WINDOW_STEPS = 5  # a recorded group stands for the steps this close to its own
+WINDOW_STEPS = 5  # a recorded group is used for steps within this distance of its own
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Answer:
 
 class TraceAnswers:
     """The lines of a trace in the order in which a run would draw them. `endless`: again and again, each draw at the
-    time that `arrival` gives (None: at once); otherwise once, at the times of the lines."""
+    time of `arrival` (None: at once); otherwise once, at the times of the lines."""
 
     def __init__(
         self, tasks: Sequence[TracedPrompt], group_size: int, limit: int, *, order: Callable[[int], int] | None = None,
@@ -42,7 +42,7 @@ class TraceAnswers:
         self.order = order or (lambda draw: draw % len(tasks))
         self.arrival = arrival
         self.flat_share, self.seed, self.endless = flat_share, seed, endless
-        self._known: dict[int, Answer] = {}  # task -> its answers, with rewards as if the group were not flat
+        self._answers: dict[int, Answer] = {}  # task -> its answers, with rewards as if the group were not flat
 
     def prompt(self, draw: int) -> TracedPrompt | None:
         """Prompt, tag and arrival of a draw; None after the last one."""
@@ -57,28 +57,28 @@ class TraceAnswers:
     def answer(self, draw: int, step: int) -> Answer:
         """Lengths and rewards of the group of a draw that is opened after `step` optimiser steps."""
         index = self.order(draw)
-        found = self._known.get(index) or self._known.setdefault(index, self._make(self.tasks[index]))
+        answer = self._answers.get(index) or self._answers.setdefault(index, self._make(self.tasks[index]))
         if self.tasks[index].rewards or chance(self.seed, draw) >= self.flat_share:
-            return found
-        return replace(found, rewards=(1.0,) * self.size)
+            return answer
+        return replace(answer, rewards=(1.0,) * self.size)
 
     def _make(self, task: TracedPrompt) -> Answer:
         members = range(self.size)
         turns = tuple(tuple((min(n, self.limit), s) for n, s in task.turns_of(m)) for m in members if task.turns)
-        calls = [[n for n, _ in one] for one in turns] or [[min(task.length(m), self.limit)] for m in members]
+        calls = [[n for n, _ in episode] for episode in turns] or [[min(task.length(m), self.limit)] for m in members]
         lengths = tuple(map(sum, calls))
         rewards = (task.reward(m) or 0.0 for m in members) if task.rewards else (float(m % 2) for m in members)
         return Answer(lengths, tuple(rewards), turns)
 
 
 def chance(seed: int, draw: int) -> float:
-    """A number in [0, 1) that depends on both alone; a generator for each draw would cost as much as the rest."""
+    """A number in [0, 1) from seed and draw alone; a generator for each draw would cost as much as all the rest."""
     return zlib.crc32(b"%d %d" % (draw, seed)) / 2**32
 
 
 @dataclass
 class Recorded:
-    """A group of a recorded run, as it stands in groups.jsonl. `step`: of the weights that it was admitted with."""
+    """A group of a recorded run, from groups.jsonl. `step`: of the weights at its admission."""
 
     step: int
     line: int
@@ -87,8 +87,8 @@ class Recorded:
 
 
 class RecordedAnswers:
-    """Groups of a recorded run. A draw gets the group of the same prompt if one was seen at about that step, else any
-    group of about that step: lengths and rewards move on with training as they did there."""
+    """The groups of a recorded run. A draw gets a group of the same prompt from about the same step, or else any group
+    from about that step: lengths and rewards change with training as they did in that run."""
 
     name = "recorded run"
 

@@ -1,6 +1,6 @@
-"""`busrl simulate`: how would this topology run, on how many actors you like, in seconds.
+"""`busrl simulate`: the figures of a run of a topology, with any number of actors, within seconds.
 
-Arguments, files and what is printed; the simulation itself is `busrl.simulate`. Starts no process and loads no torch.
+Arguments, files and printed text; the simulation itself is `busrl.simulate.world`. Starts no process, loads no torch.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ def simulate(options: argparse.Namespace) -> int:
     if options.actors is not None and any(key == "simulate.actors" for key, _ in axes):
         raise UserError("--actors and --sweep simulate.actors contradict each other; remove --actors")
     fitted = fit(options.fit) if options.fit else None
-    asked = {name: getattr(options, name) for name in ("trace", "actors", "steps", "seed")}
-    found = points(options.topology, options.overrides, axes)
-    settings = [(point, make(point.topology, fitted, point.written, **asked)) for point in found]
+    chosen = {name: getattr(options, name) for name in ("trace", "actors", "steps", "seed")}
+    checked = points(options.topology, options.overrides, axes)
+    settings = [(point, make(point.topology, fitted, point.written, **chosen)) for point in checked]
     if not axes:
-        return _one(*settings[0], fitted, options.json)
+        return _single(*settings[0], fitted, options.json)
     return _sweep(settings, axes, fitted, options)
 
 
 def _refuse_mixed(options: argparse.Namespace) -> None:
-    given = [name for name in GENERATING if getattr(options, name) is not None]
+    generating = [name for name in GENERATING if getattr(options, name) is not None]
     if options.generate is None:
-        if given:
-            raise UserError(f"{_option(given[0])} belongs to --generate FILE, which writes a trace; remove it")
+        if generating:
+            raise UserError(f"{_option(generating[0])} belongs to --generate FILE, which writes a trace; remove it")
         return
     others = [name for name in SIMULATING if getattr(options, name)]
     if options.actors is not None or options.steps is not None:
@@ -119,7 +119,7 @@ def _generate_trace(options: argparse.Namespace) -> int:
 
 
 def _progress(world: World, name: str, begun: float) -> str:
-    """`name`: of the point of a sweep; `begun`: by the clock here."""
+    """A line about a simulation under way. `name`: of the point of a sweep; `begun`: by the real clock."""
     return (
         f"{name}step {world.learner.step} of {world.steps} after {time.monotonic() - begun:.0f} s here and "
         f"{world.now:.0f} s of virtual time: {world.counts.ended} answers, {sum(world.counts.aside.values())} groups "
@@ -136,16 +136,16 @@ def _play(point: Point, setting: Setting) -> Figures:
     return world.run(progress(lambda world: _progress(world, name, begun), PATIENCE_S))
 
 
-def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -> int:
+def _single(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -> int:
     begun = time.perf_counter()
-    found = _play(point, setting)
+    figures = _play(point, setting)
     took = time.perf_counter() - begun
     if as_json:
-        print(json.dumps(_plain(point, setting, found), indent=2))
+        print(json.dumps(_plain(point, setting, figures), indent=2))
         return 0
-    print(report.page(point.topology, setting, found, took, len(machine.cores())), end="")
+    print(report.page(point.topology, setting, figures, took, len(machine.cores())), end="")
     if fitted is not None:
-        for note in (*fitted.notes, *_beyond(fitted, [((), found)])):
+        for note in (*fitted.notes, *_beyond(fitted, [((), figures)])):
             print(f"  {note}")
     return 0
 
@@ -153,11 +153,11 @@ def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -
 def _beyond(fitted: Fitted | None, rows: Rows) -> list[str]:
     if fitted is None:
         return []
-    found = [(" ".join(values), report.outside(fitted.seen, figures)) for values, figures in rows]
+    beyond = [(" ".join(values), report.outside(fitted.seen, figures)) for values, figures in rows]
     return [
         f"WARNING: {name + ': ' if name else ''}{what}: beyond what the fitted run showed, so its times are a guess "
         "there; fit a run of that size"
-        for name, what in found
+        for name, what in beyond
         if what
     ]
 
@@ -171,10 +171,10 @@ def _sweep(
         done.append((point, setting, _play(point, setting)))
         if not options.json:
             print(f"{' '.join(point.values)}: {done[-1][2].samples_per_s:.4g} samples/s", flush=True)
-    rows = [(point.values, found) for point, _, found in done]
+    rows = [(point.values, figures) for point, _, figures in done]
     written = _write(options.out or Path("simulated") / settings[0][0].topology.run.name, keys, rows)
     if options.json:
-        print(json.dumps([_plain(*one) for one in done], indent=2))
+        print(json.dumps([_plain(*entry) for entry in done], indent=2))
         return 0
     print("\n".join(["", *report.warning(settings[0][1])]))
     origins = notes((" ".join(point.values), setting.answers_note) for point, setting in settings)
@@ -195,9 +195,9 @@ def _write(folder: Path, keys: Sequence[str], rows: Rows) -> list[Path]:
     return [folder / f"sweep.{ending}" for ending in texts]
 
 
-def _plain(point: Point, setting: Setting, found: Figures) -> dict[str, Any]:
+def _plain(point: Point, setting: Setting, figures: Figures) -> dict[str, Any]:
     times = {name: {"value": value, "source": source} for name, value, source in setting.times.notes()}
     return {
         "name": point.topology.run.name, "set": list(point.topology.overrides), "actors": setting.actors,
-        "seed": setting.seed, "answers": setting.answers_note, "times": times, "figures": found.to_json(),
+        "seed": setting.seed, "answers": setting.answers_note, "times": times, "figures": figures.to_json(),
     }

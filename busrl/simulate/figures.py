@@ -1,6 +1,6 @@
-"""Figures of a simulated run: counted while it runs, put together at the end.
+"""Figures of a simulated run: counts while it runs, and the figures at its end.
 
-Times are in seconds of the virtual clock, lengths in tokens, ages in learner steps. Knows nothing of causes.
+Times are in seconds of the virtual clock, lengths in tokens, ages in learner steps. Knows nothing of events.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepRow:
-    """An optimiser step; `time_s` is its end."""
+    """An optimiser step; `time_s` is its end (its beginning until it ends)."""
 
     step: int
     time_s: float
@@ -28,13 +28,14 @@ class StepRow:
 
 @dataclass
 class Counts:
+    """The counts of a run under way."""
+
     rows: list[StepRow] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
     aside: Counter[str] = field(default_factory=Counter)
-    # Seconds of the learner by what it waited for.
+    # Seconds of the learner, by the reason of its wait.
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     learner_busy_s: float = 0.0
-    reward_busy_s: float = 0.0  # of a worker of the reward, on average
     starved_s: float = 0.0  # of the scheduler: it could open groups, and no prompt had arrived
     generated: int = 0
     ended: int = 0  # samples with a reward
@@ -46,14 +47,15 @@ class Counts:
 
 
 class Figures:
-    """The answer to "how would this run go" after `seconds`; shares are of that time.
+    """The figures of a run after `seconds`; shares are of that time. Its attributes are the keys of --json.
 
-    `busy`, `stalled`: seconds of each actor; `decoded`: decoding steps of all; `told`: metrics of policy and predictor.
+    `busy`, `stalled`: seconds of each actor; `decoded`: decoding steps of all; `reward_busy_s`: the mean of a worker of
+    the reward; `metrics`: those of policy and predictor.
     """
 
     def __init__(
-        self, counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float], decoded: int,
-        told: Mapping[str, float],
+        self, counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float], decoded: int, *,
+        reward_busy_s: float, metrics: Mapping[str, float],
     ) -> None:
         rows, span, shares = counts.rows, max(seconds, 1e-12), np.asarray(busy) / max(seconds, 1e-12)
         self.seconds = seconds
@@ -71,8 +73,8 @@ class Figures:
         self.actors_busy_most = float(shares.max())
         self.actors_stalled = float(np.mean(stalled)) / span
         self.rows_running = counts.generated / max(1, decoded)  # sequences that an actor runs while it is busy
-        self.reward_busy = counts.reward_busy_s / span  # of a worker of the reward
-        self.starved = counts.starved_s / span  # more prompts could be taken than had arrived
+        self.reward_busy = reward_busy_s / span
+        self.starved = counts.starved_s / span  # more groups could be opened than prompts had arrived
         ages = np.repeat(list(counts.ages), list(counts.ages.values())) if counts.ages else np.zeros(1)
         self.ages = {int(age): counts.ages[age] / len(ages) for age in sorted(counts.ages)}  # share of the groups
         self.age_mean = float(ages.mean())
@@ -85,7 +87,7 @@ class Figures:
         self.length_drawn, self.length_consumed = _mean(counts.drawn), _mean(counts.consumed)
         self.length_drawn_p95, self.length_consumed_p95 = _at(counts.drawn, 95), _at(counts.consumed, 95)
         self.tasks = counts.ended  # samples that got a reward
-        self.told = dict(told)
+        self.told = dict(metrics)
         self.rows = tuple(rows)
 
     @property
@@ -94,9 +96,9 @@ class Figures:
         return self.length_consumed / self.length_drawn if self.length_drawn else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data without the rows: what --json prints."""
-        found = {name: value for name, value in vars(self).items() if name != "rows"}
-        return {**found, "ages": {str(age): share for age, share in self.ages.items()}, "skew": self.skew}
+        """Plain data without the rows, as --json prints it."""
+        data = {name: value for name, value in vars(self).items() if name != "rows"}
+        return {**data, "ages": {str(age): share for age, share in self.ages.items()}, "skew": self.skew}
 
 
 def _at(values: Sequence[float], percent: float) -> float:

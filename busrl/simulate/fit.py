@@ -1,17 +1,17 @@
-"""Fitted service times and answers of a topology: from a finished run, from a fit file, or assumed.
+"""Service times and answers of a topology: fitted to a finished run, from a fit file, or assumed.
 
 Reads the files of a run directory, and the fit file beside a topology. Knows nothing of events or tables.
 
-- `simulate.*` keys of the topology go first, then --fit, `[mock]` (scripted engines), the fit file, and last the
-  defaults of [simulate], which are assumed. Every number carries its source.
-- Actors: wall time without waits, over intervals of a quarter second ~ step_s x steps + row_s x tokens + sequence_s x
+- Each time comes from the first source that has it: `simulate.*` keys of the topology, --fit, `[mock]` (scripted
+  engines), the fit file, and the defaults of [simulate], which are assumed. Every number carries its source.
+- Actors: wall time without waits, over intervals of a quarter second, ~ step_s x steps + row_s x tokens + sequence_s x
   joined, by least squares without negative numbers.
-- Learner: learner_token_s is the seconds in forward and backward over the tokens trained (steps of one size show no
-  slope by themselves); the rest of a step without its waits ~ learner_step_s + learner_group_s x groups set aside. A
-  token takes at least `mock.learner_s_per_token`, as in a real run.
+- Learner: learner_token_s is the seconds in forward and backward over the tokens trained, as steps of one size have no
+  slope. The rest of a step, without its waits, ~ learner_step_s + learner_group_s x groups set aside. A token takes at
+  least `mock.learner_s_per_token`, as in a real run.
 - Rewards, by Little's law: mean slots in GENERATED and REWARDING over the samples that passed through per second.
-- Spreads over the time stay 0: what single intervals are off is mostly what a straight line leaves out, not chance.
-  Taken as chance it made foretold throughput worse (on a busy machine 7 % off against 1 %).
+- Spreads over time stay 0: the residuals of intervals come mostly from the straight line, not from chance. Fitted as
+  chance they made predicted throughput worse (on a busy machine 7 % off against 1 %).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ GROUP_KEYS = ("draws", "born", "lengths", "rewards")
 
 @dataclass(frozen=True)
 class Line:
-    """A least-squares fit: the numbers, what they give for each observation, and their mean error over the mean."""
+    """A least-squares fit: its coefficients, the expectation for each observation, and mean error over mean."""
 
     values: tuple[float, ...]
     expected: Floats
@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Seen:
-    """Ranges of what the run showed: tokens of a step, and running sequences of a rollout process."""
+    """The ranges in a run: tokens of a step, and running sequences of a rollout process."""
 
     tokens: tuple[float, float]
     rows: tuple[float, float]
@@ -73,7 +73,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The lessons of a run. `notes`: what was fitted from what, with its error, for people."""
+    """The times and answers of a run. `notes`: each fit with its data and its error, for people."""
 
     run_dir: Path
     topology: Topology
@@ -84,9 +84,9 @@ class Fitted:
 
     def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
         """The recorded groups, for the draws of `topology`."""
-        own, data = self.topology.data.train, topology.data
-        same = data.train in (own, "") or data.train.startswith(TINY)  # "": made of sources, which a run has done
-        path, sections = own if same else data.train, self.topology.derived.sources if same else ()
+        trained, data = self.topology.data.train, topology.data
+        same = data.train in (trained, "") or data.train.startswith(TINY)  # "": made of sources, which a run has done
+        path, sections = trained if same else data.train, self.topology.derived.sources if same else ()
         stream = JsonlStream(path, topology.run.seed, data.shuffle, data.prompt_key, sections=sections)
 
         def text_of(draw: int) -> TracedPrompt:
@@ -98,7 +98,7 @@ class Fitted:
 
 
 def fit(run_dir: str | Path) -> Fitted:
-    """Everything that a run teaches; `UserError` names the file that is missing or too short."""
+    """Fit the times and answers of a run; `UserError` names a file that is missing or too short."""
     paths = RunPaths.of(run_dir)
     if not paths.topology.is_file():
         raise NoSuchRun(f"{run_dir}: not a run directory (no topology.json); give the --run-dir of a finished run")
@@ -119,12 +119,12 @@ def fit(run_dir: str | Path) -> Fitted:
 
 
 def _paces(paths: RunPaths) -> list[tuple[str, dict[str, Any]]]:
-    """Read what the rollout processes wrote of their pace: which of them, and an interval."""
+    """The intervals of pace that the rollout processes wrote, each with the name of its process."""
     return [(path.stem, row) for path in sorted(paths.pace.glob("*.jsonl")) for row in _rows(path, PACE_KEYS)]
 
 
 def _steps(paths: RunPaths) -> list[dict[str, Any]]:
-    """The steps of the learner that say something of its times: not the first one, and none replayed from a log."""
+    """The steps of the learner that count for its times: neither the first, nor those replayed from a log."""
     rows = _rows(paths.metrics, STEP_KEYS)
     return [row for row in rows if not row.get("replayed") and row["step"] > 1]
 
@@ -135,8 +135,8 @@ def _actors(paths: RunPaths, paces: Sequence[tuple[str, dict[str, Any]]]) -> tup
         raise _missing(paths.pace, f"{len(rows)} intervals with decoding steps, at least {LEAST_INTERVALS} are needed")
     at_work = np.array([row["wall_s"] - row["idle_s"] - row["weights_s"] for row in rows])
     line = nonnegative(np.array([[row["steps"], row["tokens"], row["joined"]] for row in rows], np.float64), at_work)
-    own = [np.array(names) == name for name in dict.fromkeys(names)]  # the intervals of each process
-    factors = [at_work[one].sum() / max(1e-12, line.expected[one].sum()) for one in own]
+    masks = [np.array(names) == name for name in dict.fromkeys(names)]  # the intervals of each process
+    factors = [at_work[mask].sum() / max(1e-12, line.expected[mask].sum()) for mask in masks]
     values = {
         "step_s": line.values[0], "row_s": line.values[1], "sequence_s": line.values[2], "prefill_token_s": 0.0,
         "weights_s": sum(row["weights_s"] for _, row in paces) / max(1, sum(row["updates"] for _, row in paces)),
@@ -153,7 +153,7 @@ def _actors(paths: RunPaths, paces: Sequence[tuple[str, dict[str, Any]]]) -> tup
 
 
 def _learner(paths: RunPaths, rows: Sequence[dict[str, Any]], floor_s: float) -> tuple[dict[str, float], str]:
-    """`floor_s`: what [mock] makes a token take at least."""
+    """Times of the learner, and a note. `floor_s`: the least seconds of a token by [mock]."""
     if len(rows) < LEAST_STEPS:
         raise _missing(paths.metrics, f"{len(rows)} steps after the first, at least {LEAST_STEPS} are needed")
     of = {key: np.array([row[key] for row in rows], np.float64) for key in STEP_KEYS if key != "wait_s"}
@@ -178,8 +178,8 @@ def _learner(paths: RunPaths, rows: Sequence[dict[str, Any]], floor_s: float) ->
 
 
 def _rewards(paths: RunPaths, workers: int) -> tuple[dict[str, float], str]:
-    """Times that answers wait to be looked at, and what a call takes: the share that the workers were busy, over what
-    went through them. What is left of an answer's stay, without its queueing, is the wait."""
+    """Times of the reward, and a note. A call takes the busy share of the workers over their throughput; the wait of an
+    answer is its stay without call and queueing."""
     if not paths.summary.is_file():
         raise _missing(paths.summary, "there is no such file: it is written when a run ends in order")
     try:
@@ -199,9 +199,10 @@ def _rewards(paths: RunPaths, workers: int) -> tuple[dict[str, float], str]:
 
 
 def _reward_share(summary: dict[str, Any]) -> float:
-    shares = [one.get("busy_share") for name, one in summary.get("processes", {}).items() if name.startswith("reward")]
-    known = [float(share) for share in shares if share is not None]
-    return sum(known) / len(known) if known else 0.0
+    processes = summary.get("processes", {}).items()
+    shares = [process.get("busy_share") for name, process in processes if name.startswith("reward")]
+    measured = [float(share) for share in shares if share is not None]
+    return sum(measured) / len(measured) if measured else 0.0
 
 
 def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
@@ -220,11 +221,11 @@ def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
 
 
 def nonnegative(sums: Floats, seconds: Floats) -> Line:
-    """Least squares with all numbers >= 0: the best over all subsets of the columns, then scaled so that the total is
-    that of the observations, on which throughput hangs. `sums` [n, k], k small."""
+    """Least squares with coefficients >= 0: the best fit over all subsets of the columns, scaled so that the total is
+    that of the observations, as throughput depends on the total. `sums` [n, k], k small."""
     count, least = sums.shape[1], math.inf
     best, scale = np.zeros(count), np.maximum(sums.max(axis=0), 1e-12)
-    for chosen in (list(one) for size in range(1, count + 1) for one in combinations(range(count), size)):
+    for chosen in (list(columns) for size in range(1, count + 1) for columns in combinations(range(count), size)):
         part = sums[:, chosen] / scale[chosen]
         solved = np.linalg.lstsq(part, seconds, rcond=None)[0]
         left = float(((part @ solved - seconds) ** 2).sum())
@@ -238,9 +239,9 @@ def nonnegative(sums: Floats, seconds: Floats) -> Line:
 
 
 def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The whole lines of a file that grew, each with these keys, without those about groups that had no step."""
-    found = []
-    for number, line in enumerate((one for one in whole_file(path) if one.endswith(b"\n") and one.strip()), 1):
+    """The whole lines of a growing file, each with these keys, except those about groups that had no step."""
+    rows = []
+    for number, line in enumerate((line for line in whole_file(path) if line.endswith(b"\n") and line.strip()), 1):
         try:
             row = msgspec.json.decode(line)
         except msgspec.DecodeError as error:
@@ -250,8 +251,8 @@ def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
         if missing := [key for key in keys if key not in as_map(row)]:
             what = f"no {', '.join(missing)} in this line: it was edited, or made by another busrl"
             raise UserError(f"{path}:{number}: {what}; fit another run")
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _missing(path: Path, what: str) -> UserError:
@@ -263,7 +264,7 @@ def _missing(path: Path, what: str) -> UserError:
 
 @dataclass(frozen=True)
 class FitFile:
-    """Measured values that lie beside a topology: times by name, and groups with their prompts.
+    """The measured values beside a topology: times by name, and groups with their prompts.
 
     The file is `NAME.fit.jsonl` beside `NAME.toml`; `benchmarks/fit_file.py` makes one from a finished run. First
     line: {"source": text, "model": path, "data": path, "times": {name: seconds}}. Every further line is a group:
@@ -276,7 +277,9 @@ class FitFile:
     groups: tuple[Recorded, ...]
 
     def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
-        """A draw is one of the prompts by chance, with the answers of a prompt of its kind at about the same step."""
+        """Answers for the draws of a topology: each draw is a random prompt of the file, with answers to a prompt of
+        its kind at about the same step."""
+
 
         def prompt_of(draw: int) -> str:
             return self.prompts[int(chance(topology.run.seed, draw) * len(self.prompts))]
@@ -296,7 +299,7 @@ def fit_file(topology: Topology) -> FitFile | None:
         if (head["model"], head["data"]) != (topology.model.path, topology.data.train):
             return None
         groups = tuple(
-            Recorded(int(step), _kind_of(prompt), tuple(lengths), tuple(float(one) for one in rewards))
+            Recorded(int(step), _kind_of(prompt), tuple(lengths), tuple(float(reward) for reward in rewards))
             for step, prompt, lengths, rewards in rows
         )
         prompts = tuple(dict.fromkeys(str(row[1]) for row in rows))
@@ -309,7 +312,8 @@ def fit_file(topology: Topology) -> FitFile | None:
 
 
 def _kind_of(prompt: str) -> int:
-    """Prompts of one kind have answers of about one length; of digits to sort: the first one and their number."""
+    """The kind of a prompt, within which answers have similar lengths: by the first digit, and the number of digits to
+    sort."""
     return 1000 * ord(prompt[0]) + len(prompt)
 
 
@@ -323,18 +327,19 @@ def times_of(
     topology: Topology, written: Collection[str] = (), fitted: Times | None = None, measured: FitFile | None = None
 ) -> Times:
     """The times of one simulated run. `written`: dotted keys that topology file and overrides give."""
-    own, default = topology.simulate, Simulate()
-    known: list[tuple[str, Mapping[str, float]]] = [(STATED, {name: float(getattr(own, name)) for name in TIMES})]
+    stated, default = topology.simulate, Simulate()
+    by_rank: list[tuple[str, Mapping[str, float]]] = [(STATED, {name: float(getattr(stated, name)) for name in TIMES})]
     if fitted is not None:
-        known.append((next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}))
+        by_rank.append((next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}))
     elif topology.scripted:
-        known.append((MOCK, scripted(topology)))
+        by_rank.append((MOCK, scripted(topology)))
     elif measured is not None:
-        known.append((measured.source, measured.times))
-    changed = (name for name in TIMES if f"simulate.{name}" in written or getattr(own, name) != getattr(default, name))
-    known.append((SET, {name: float(getattr(own, name)) for name in changed}))
+        by_rank.append((measured.source, measured.times))
+    changed = {name for name in TIMES if getattr(stated, name) != getattr(default, name)}
+    chosen = (name for name in TIMES if name in changed or f"simulate.{name}" in written)
+    by_rank.append((SET, {name: float(getattr(stated, name)) for name in chosen}))
     values, sources = dict[str, float](), dict[str, str]()
-    for source, times in known:  # what counts more comes later
+    for source, times in by_rank:  # a later source replaces an earlier one
         values.update(times)
         sources.update(dict.fromkeys(times, source))
     floor = topology.mock.learner_s_per_token
@@ -346,8 +351,8 @@ def times_of(
 
 
 def scripted(topology: Topology) -> dict[str, float]:
-    """Times of engines as [mock] states them. A scripted engine counts its deadlines on, so joining and new weights
-    cost it nothing; its jitter evens out over the interval for which a simulated actor keeps its pace."""
+    """The times of engines by [mock]. Joining and new weights do not delay the deadlines of a scripted engine, so they
+    cost nothing; its jitter averages out over the interval for which a simulated actor keeps its pace."""
     mock = topology.mock
     return {
         "step_s": mock.token_s, "row_s": mock.per_sequence_s, "prefill_token_s": mock.prefill_s_per_token,

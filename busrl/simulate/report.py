@@ -1,6 +1,6 @@
 """The figures of simulated runs for people: a page for one run, a table for a sweep.
 
-Loads and checks every topology of a sweep before the first run, so that a wrong key costs nothing. Otherwise pure:
+Loads and checks every topology of a sweep before the first run, so that a wrong key costs no run. Otherwise pure:
 figures in, text out.
 """
 
@@ -40,10 +40,10 @@ class Point:
 
 def axis(text: str) -> Axis:
     key, equals, values = text.partition("=")
-    found = tuple(value.strip() for value in values.split(","))
-    if not equals or not key.strip() or not all(found):
+    listed = tuple(value.strip() for value in values.split(","))
+    if not equals or not key.strip() or not all(listed):
         raise UserError(f"--sweep {text}: must be key=a,b,c, for example --sweep learner.trigger.n_min=16,32,64")
-    return key.strip(), found
+    return key.strip(), listed
 
 
 def points(file: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[Point]:
@@ -63,9 +63,9 @@ def _load(file: Path, overrides: Sequence[str], keys: Sequence[str], values: tup
         return Point(values, *load_for_simulation(file, [*overrides, *chosen]))
     except TopologyError as error:
         raise TopologyError(
-            dataclasses.replace(one, place=one.place.replace("--set", "--sweep", 1))
-            if any(key in one.place for key in keys) else one
-            for one in error.problems
+            dataclasses.replace(problem, place=problem.place.replace("--set", "--sweep", 1))
+            if any(key in problem.place for key in keys) else problem
+            for problem in error.problems
         ) from None
 
 
@@ -85,18 +85,18 @@ COLUMNS = {  # of a sweep's table: how each figure is written
 }
 
 
-def page(topology: Topology, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
-    """Everything about one run. `cores`: those of this machine."""
-    lines = [*warning(setting), *_head(topology, setting, found, took_s), ""]
-    lines += [*_body(topology, setting, found), ""]
+def page(topology: Topology, setting: Setting, figures: Figures, took_s: float, cores: int) -> str:
+    """The page of one run. `cores`: the number of this machine's."""
+    lines = [*warning(setting), *_head(topology, setting, figures, took_s), ""]
+    lines += [*_body(topology, setting, figures), ""]
     if not assumed(setting):
-        lines += [*(f"  {line}" for line in advice(topology, setting, found, cores)), ""]
+        lines += [*(f"  {line}" for line in advice(topology, setting, figures, cores)), ""]
     lines += _origin(setting)
     return "\n".join(lines) + "\n"
 
 
 def assumed(setting: Setting) -> list[str]:
-    """Names of the decisive times that were neither measured nor stated; with any, nothing is advised."""
+    """Names of the decisive times that were neither measured nor stated; with any of them, there is no advice."""
     return [name for name, _, source in setting.times.notes() if source == STATED and name in DECISIVE]
 
 
@@ -109,102 +109,105 @@ def warning(setting: Setting) -> list[str]:
     return [text, ""] if assumed(setting) else []
 
 
-def _head(topology: Topology, setting: Setting, found: Figures, took_s: float) -> list[str]:
+def _head(topology: Topology, setting: Setting, figures: Figures, took_s: float) -> list[str]:
     rows, limits = topology.generation.max_batch, topology.derived.limits
-    of = f"of {topology.run.max_steps} " if found.steps < topology.run.max_steps else ""
+    of = f"of {topology.run.max_steps} " if figures.steps < topology.run.max_steps else ""
     return [
         f"{topology.run.name}, simulated: {setting.actors} rollout x {rows} rows, {limits.mode}, "
         f"B = {limits.B} groups of {limits.group_size}, n_min = {limits.n_min}, policy {topology.scheduler.policy}",
-        f"{found.steps} {of}steps and {found.tasks} samples in {_seconds(found.seconds)} of virtual time "
+        f"{figures.steps} {of}steps and {figures.tasks} samples in {_seconds(figures.seconds)} of virtual time "
         f"({took_s:.1f} s here, seed {setting.seed})",
     ]
 
 
-def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
-    waits = sorted(found.learner_waited.items(), key=lambda item: -item[1])
+def _body(topology: Topology, setting: Setting, figures: Figures) -> list[str]:
+    waits = sorted(figures.learner_waited.items(), key=lambda item: -item[1])
     waited = ", ".join(f"{reason} {share:.0%}" for reason, share in waits if share >= 0.005) or "nothing"
-    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.ages.items())
-    aside = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in found.set_aside.items()) or "none"
-    causes = ", ".join(f"{cause} {count}" for cause, count in found.causes.items())
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in figures.ages.items())
+    aside = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in figures.set_aside.items()) or "none"
+    causes = ", ".join(f"{cause} {count}" for cause, count in figures.causes.items())
     judged = (
-        f"reward      {found.reward_busy:.0%} busy: calls of {_seconds(setting.times.reward_call_s)}, "
+        f"reward      {figures.reward_busy:.0%} busy: calls of {_seconds(setting.times.reward_call_s)}, "
         f"{reward_workers(topology)} at a time"
     )
     return [
-        f"throughput  {_short(found.samples_per_s)} samples/s and {_short(found.tokens_per_s)} tokens/s trained, "
-        f"{_short(found.generated_tokens_per_s)} tokens/s generated, {_seconds(found.step_s)} per step",
-        f"learner     {found.learner_busy:.0%} busy; waits for: {waited}; steps by {causes}",
-        f"rollout     {found.actors_busy:.0%} busy (least {found.actors_busy_least:.0%}, most "
-        f"{found.actors_busy_most:.0%}); stopped by new weights {found.actors_stalled:.1%}",
+        f"throughput  {_short(figures.samples_per_s)} samples/s and {_short(figures.tokens_per_s)} tokens/s trained, "
+        f"{_short(figures.generated_tokens_per_s)} tokens/s generated, {_seconds(figures.step_s)} per step",
+        f"learner     {figures.learner_busy:.0%} busy; waits for: {waited}; steps by {causes}",
+        f"rollout     {figures.actors_busy:.0%} busy (least {figures.actors_busy_least:.0%}, most "
+        f"{figures.actors_busy_most:.0%}); stopped by new weights {figures.actors_stalled:.1%}",
         *([judged] if setting.times.reward_call_s else []),
-        f"age         {found.age_mean:.2f} steps (most {found.age_max}); groups by age: {ages}",
-        f"waiting     an answer is begun after {_seconds(found.queued_p50_s)} (p99 {_seconds(found.queued_p99_s)}), "
-        f"has its reward after {_seconds(found.completion_mean_s)} (p99 {_seconds(found.completion_p99_s)}); "
-        f"a group after {_seconds(found.group_p50_s)} (p99 {_seconds(found.group_p99_s)})",
-        f"lengths     drawn {found.length_drawn:.1f} (p95 {found.length_drawn_p95:.0f}), trained "
-        f"{found.length_consumed:.1f} (p95 {found.length_consumed_p95:.0f}); skew {found.skew:.2f}",
+        f"age         {figures.age_mean:.2f} steps (most {figures.age_max}); groups by age: {ages}",
+        f"waiting     an answer is begun after {_seconds(figures.queued_p50_s)} "
+        f"(p99 {_seconds(figures.queued_p99_s)}), "
+        f"has its reward after {_seconds(figures.completion_mean_s)} (p99 {_seconds(figures.completion_p99_s)}); "
+        f"a group after {_seconds(figures.group_p50_s)} (p99 {_seconds(figures.group_p99_s)})",
+        f"lengths     drawn {figures.length_drawn:.1f} (p95 {figures.length_drawn_p95:.0f}), trained "
+        f"{figures.length_consumed:.1f} (p95 {figures.length_consumed_p95:.0f}); skew {figures.skew:.2f}",
         f"set aside   groups: {aside}",
-        *_metrics(found),
+        *_metrics(figures),
     ]
 
 
-def _metrics(found: Figures) -> list[str]:
+def _metrics(figures: Figures) -> list[str]:
     parts: dict[str, list[str]] = {"policy": [], "predictor": []}
-    for name, value in found.told.items():
+    for name, value in figures.told.items():
         head, _, rest = name.partition("_")
         head, rest = (head, rest) if head in parts and rest else ("policy", name)
         parts[head].append(f"{rest} {_short(value)}")
-    return [f"{head:<12}{', '.join(said)}" for head, said in parts.items() if said]
+    return [f"{head:<12}{', '.join(texts)}" for head, texts in parts.items() if texts]
 
 
-def advice(topology: Topology, setting: Setting, found: Figures, cores: int) -> list[str]:
-    """Name what limits the run, and the keys that move it."""
-    said = _bottleneck(topology, setting, found, cores)
-    flat = found.set_aside.get(Fate.FLAT.letter, 0)
-    ended = sum(found.set_aside.values()) + sum(row.groups for row in found.rows)
+def advice(topology: Topology, setting: Setting, figures: Figures, cores: int) -> list[str]:
+    """Sentences that name the bottleneck of a run, and the keys that move it."""
+    sentences = _bottleneck(topology, setting, figures, cores)
+    flat = figures.set_aside.get(Fate.FLAT.letter, 0)
+    ended = sum(figures.set_aside.values()) + sum(row.groups for row in figures.rows)
     if flat > FLAT * ended:
-        said.append(
+        sentences.append(
             f"Most groups are flat ({flat / ended:.0%}): all their rewards are equal, so they cost generation and "
             "train nothing; prompts that succeed sometimes, not always or never, train more per token."
         )
-    if found.actors_stalled > STALLED:
-        said.append("New weights stop rollout processes often: raise learner.publish_every or learner.trigger.n_min.")
-    if found.skew < SKEWED:
-        said.append("Short answers are favoured: what is trained is shorter than what was drawn.")
-    if said:
-        return said
-    if max(found.learner_busy, found.actors_busy) >= IDLE:
+    if figures.actors_stalled > STALLED:
+        sentences.append(
+            "New weights stop rollout processes often: raise learner.publish_every or learner.trigger.n_min."
+        )
+    if figures.skew < SKEWED:
+        sentences.append("Short answers are favoured: what is trained is shorter than what was drawn.")
+    if sentences:
+        return sentences
+    if max(figures.learner_busy, figures.actors_busy) >= IDLE:
         return ["Nothing stands out: learner and rollout are balanced."]
-    waits = max(found.learner_waited, key=lambda reason: found.learner_waited[reason], default="groups")
+    waits = max(figures.learner_waited, key=lambda reason: figures.learner_waited[reason], default="groups")
     return [f"Neither learner nor rollout is busy, and no single key stands out; the learner waits most for: {waits}."]
 
 
-def _bottleneck(topology: Topology, setting: Setting, found: Figures, cores: int) -> list[str]:
+def _bottleneck(topology: Topology, setting: Setting, figures: Figures, cores: int) -> list[str]:
     limits = topology.derived.limits
     rows, slots = setting.actors * topology.generation.max_batch, limits.B * limits.group_size
-    if found.learner_busy >= BUSY:
+    if figures.learner_busy >= BUSY:
         return ["The learner is the bottleneck: more rollout processes would only wait."]
-    if found.reward_busy >= BUSY:
+    if figures.reward_busy >= BUSY:
         return [
             f"The reward is the bottleneck: {reward_workers(topology)} at a time, "
             f"{_seconds(setting.times.reward_call_s)} a call, and always busy; "
             "raise reward.workers or the count of reward processes, or make it faster."
         ]
-    if found.actors_busy >= BUSY:
-        return [_more_actors(topology, setting, found, cores)]
-    if found.starved >= STARVED:
+    if figures.actors_busy >= BUSY:
+        return [_more_actors(topology, setting, figures, cores)]
+    if figures.starved >= STARVED:
         return [
-            f"Too few prompts arrive: {found.starved:.0%} of the time there was room for more than had come; fewer "
+            f"Too few prompts arrive: {figures.starved:.0%} of the time there was room for more than had come; fewer "
             "rollout processes would do, or a denser stream (arrival_s)."
         ]
     if limits.sync:
         return ["Rounds: learner and rollout wait for each other; weights.mode = batch-async lets them overlap."]
-    if found.actors_busy < IDLE and rows > slots:
+    if figures.actors_busy < IDLE and rows > slots:
         return [
             f"{rows} rows share {slots} slots, so some stay empty: raise learner.trigger.n_min or "
             "weights.max_staleness, or use fewer rollout processes."
         ]
-    if found.learner_waited.get("window", 0.0) + found.learner_waited.get("staleness", 0.0) > 1 - BUSY:
+    if figures.learner_waited.get("window", 0.0) + figures.learner_waited.get("staleness", 0.0) > 1 - BUSY:
         return [
             "Late groups hold up the window: a higher weights.max_staleness widens it; segments, or a policy that "
             "begins long answers first, shorten the wait."
@@ -212,9 +215,9 @@ def _bottleneck(topology: Topology, setting: Setting, found: Figures, cores: int
     return []
 
 
-def _more_actors(topology: Topology, setting: Setting, found: Figures, cores: int) -> str:
-    """So many actors that the learner would be busy; scripted ones hardly need a core."""
-    more = max(setting.actors + 1, round(setting.actors * 0.95 / max(found.learner_busy, 0.05)))
+def _more_actors(topology: Topology, setting: Setting, figures: Figures, cores: int) -> str:
+    """The number of actors that would keep the learner busy. Scripted ones hardly need a core."""
+    more = max(setting.actors + 1, round(setting.actors * 0.95 / max(figures.learner_busy, 0.05)))
     text = f"Generation is the bottleneck; try --actors {more}."
     if topology.scripted or more < cores:
         return text
@@ -236,21 +239,21 @@ def _origin(setting: Setting) -> list[str]:
     return lines
 
 
-def outside(seen: Seen, found: Figures) -> str:
-    """In what a simulated run leaves what the fitted one showed; empty where it stays within."""
-    tokens = found.tokens_trained / max(1, found.steps)
-    said = []
+def outside(seen: Seen, figures: Figures) -> str:
+    """The figures in which a simulated run exceeds the ranges of the fitted run; empty for none."""
+    tokens = figures.tokens_trained / max(1, figures.steps)
+    texts = []
     for what, value, (least, most) in (
-        ("tokens per step", tokens, seen.tokens), ("running sequences", found.rows_running, seen.rows)
+        ("tokens per step", tokens, seen.tokens), ("running sequences", figures.rows_running, seen.rows)
     ):
-        if found.steps and not least <= value <= most:
-            said.append(f"{_short(value)} {what} (the fitted run: {_short(least)} to {_short(most)})")
-    return ", ".join(said)
+        if figures.steps and not least <= value <= most:
+            texts.append(f"{_short(value)} {what} (the fitted run: {_short(least)} to {_short(most)})")
+    return ", ".join(texts)
 
 
 def table(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]]) -> list[list[str]]:
-    """The cells of a sweep, its head first: the values of each point, and its figures."""
-    rows = [[*values, *(text.format(found) for text in COLUMNS.values())] for values, found in points]
+    """The cells of a sweep, the head first: the values of each point, and its figures."""
+    rows = [[*values, *(text.format(figures) for text in COLUMNS.values())] for values, figures in points]
     return [[*keys, *COLUMNS], *rows]
 
 

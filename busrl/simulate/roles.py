@@ -1,7 +1,7 @@
-"""The ring of a simulated run, and what its scheduler and its learner do at a look, by the rules of the live ones.
+"""The ring, the scheduler and the learner of a simulated run, by the rules of the live ones.
 
-Slots, states and fates are NumPy arrays, read by the classes of `busrl.scheduling` as they read shared memory. Clock
-values come in with every call; `world` has the event queue. Knows nothing of rollout processes, rewards or events.
+Slots, states and fates are NumPy arrays, which the classes of `busrl.scheduling` read like shared memory. Every call
+has the time as an argument; `world` has the event queue. Knows nothing of rollout processes, rewards or events.
 
 - No process dies here, so a slot has no owner, a group has no re-rolls and is never half open.
 - Admission, policy, predictor, waves and the learner's plan are the live ones, called in the live order.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -38,13 +38,13 @@ from busrl.topology import Topology
 LINE = np.dtype("u8, u8, f8, u4, u4, u1, u1", align=True)
 LINE.names = ("uid", "admission", "reward", "step", "cls", "state", "segs")
 FATES_AT_FIRST = 1 << 16
-UNFINISHED = 1 << 40  # more priority for a slot that has segments already
+UNFINISHED = 1 << 40  # added to the priority of a slot that has segments already
 
 
 class SimRing:
     """`slots` slots for training, of groups of `group_size`: the lines and fates that the group scanner reads.
 
-    `changes` counts every change of a line or a fate, so that a view is made again only when it must be. Slots wait by
+    `changes` counts every change of a line or a fate, so that a view is computed again only after one. Slots wait by
     priority: unfinished samples first, then groups in the order of their admission.
     """
 
@@ -55,8 +55,8 @@ class SimRing:
         self.state, self.reward, self.segs = self.lines["state"], self.lines["reward"], self.lines["segs"]
         self.uid, self.admission, self.step = self.lines["uid"], self.lines["admission"], self.lines["step"]
         self.free = list(range(slots - 1, -1, -1))
-        self.queue: list[tuple[int, int, int]] = []  # (less its priority, when it came, slot)
-        self.blocked: list[tuple[int, int, int]] = []  # those that are QUEUED and may not be taken yet
+        self.queue: list[tuple[int, int, int]] = []  # (minus the priority, order of arrival, slot)
+        self.blocked: list[tuple[int, int, int]] = []  # the same, of slots that are QUEUED and may not be taken yet
         self.priority = [0] * slots
         self.changes = 0
         self._order = 0
@@ -64,8 +64,8 @@ class SimRing:
     def dispatch(
         self, draw: int, members: int, admission: int, step: int, priority: int, hold: bool = False
     ) -> list[int]:
-        """The first `members` of a group go to QUEUED; their slots. The largest priority is taken first. `hold`: none
-        is taken before it is allowed."""
+        """Move the first `members` of a group to QUEUED; returns their slots. The largest priority is taken first.
+        `hold`: none is taken before `allow`."""
         first = uid_of(draw, 0, 0, self.size)
         if (lacking := first + 2 * self.size - len(self.fates)) > 0:
             self.fates = np.pad(self.fates, (0, max(lacking, len(self.fates))))
@@ -81,27 +81,27 @@ class SimRing:
         return slots
 
     def take(self, limit: int) -> list[int]:
-        """Up to `limit` slots go from QUEUED to GENERATING, the best first."""
-        taken = [heapq.heappop(self.queue)[2] for _ in range(min(limit, len(self.queue)))]
-        for slot in taken:
+        """Move up to `limit` slots from QUEUED to GENERATING, by priority."""
+        slots = [heapq.heappop(self.queue)[2] for _ in range(min(limit, len(self.queue)))]
+        for slot in slots:
             self.move(slot, GENERATING)
-        return taken
+        return slots
 
     def release(self, slot: int, hold: bool = False) -> None:
-        """The end of a segment that was not the last: back to QUEUED, before all that have none."""
+        """End a segment that was not the last: the slot is QUEUED again, before all slots without segments."""
         self.state[slot] = QUEUED
         self.segs[slot] = min(255, int(self.segs[slot]) + 1)
         self._wait(slot, UNFINISHED, hold)
         self.changes += 1
 
     def allow(self, slots: npt.NDArray[np.bool_]) -> None:
-        """Let actors take those of the slots (a mask of all) that are held."""
-        self.queue += [one for one in self.blocked if slots[one[2]]]
-        self.blocked = [one for one in self.blocked if not slots[one[2]]]
+        """Let actors take the held slots of this mask."""
+        self.queue += [entry for entry in self.blocked if slots[entry[2]]]
+        self.blocked = [entry for entry in self.blocked if not slots[entry[2]]]
         heapq.heapify(self.queue)
 
     def move(self, slots: int | Sequence[int], state: int) -> None:
-        """Slots to a state that only their owner may give them: GENERATING, GENERATED, REWARDED, TRAINING."""
+        """Move slots to a state that only their owner may set: GENERATING, GENERATED, REWARDED, TRAINING."""
         self.state[slots] = state
         self.changes += 1
 
@@ -135,7 +135,7 @@ class SimulatedGroup:
 
 @dataclass
 class Look:
-    """Results of a look: seconds of work, whether slots came free, and what it waits for if it does."""
+    """The results of a look of the learner: seconds of work, whether slots came free, and the reason of a wait."""
 
     cost_s: float = 0.0
     freed: bool = False
@@ -146,7 +146,8 @@ class Look:
 
 @dataclass
 class Learner:
-    """`groups`: the open ones by draw; it removes those that it trains or sets aside."""
+    """The learner, by the live plan. `groups`: the open ones by draw; the learner removes those that it trains or sets
+    aside."""
 
     topology: Topology
     plan: LearnerPlan
@@ -168,28 +169,27 @@ class Learner:
     def look(
         self, view: GroupView, now: float, next_admission: int, draining: bool, wave_over: bool | None = None
     ) -> Look:
-        found = Look()
+        look = Look()
         actions = self.plan.decide(
             view, list(self.claimed), step=self.step, now=now, next_admission=next_admission, draining=draining,
             aside=self.aside, wave_over=wave_over,
         )
         for action in actions:
             if isinstance(action, SetAside):
-                self._set_aside(view, action, found)
+                self._set_aside(view, action, look)
             elif isinstance(action, Claim):
                 self._claim(view, action)
             elif isinstance(action, Fire):
-                self._fire(view, action, now, found)
+                self._fire(view, action, now, look)
             else:
-                self._wait(action, found)
-        return found
+                self._wait(action, look)
+        return look
 
     def finish_step(self, now: float) -> bool:
-        """The step under way is done; whether its weights are published with it."""
+        """End the step under way; returns whether its weights are published with it."""
         assert self._row is not None
         self.step += 1
-        self._row.time_s = now
-        self.counts.rows.append(self._row)
+        self.counts.rows.append(replace(self._row, time_s=now))
         self._row, self.aside = None, 0
         self.plan.trigger.step_ended(now)
         published = self.step % self.topology.publish_every == 0
@@ -198,18 +198,18 @@ class Learner:
         return published
 
     def rest(self) -> Look:
-        """Do what follows some work if nothing has changed since its last look, which ended with a Wait."""
-        found = Look(reason=self._waits.reason)
-        self._wait(self._waits, found)
-        return found
+        """Continue the wait of the last look after some work, if nothing has changed since."""
+        look = Look(reason=self._waits.reason)
+        self._wait(self._waits, look)
+        return look
 
-    def _set_aside(self, view: GroupView, action: SetAside, found: Look) -> None:
+    def _set_aside(self, view: GroupView, action: SetAside, look: Look) -> None:
         self.ring.end(view.slots_of(action.draw), action.fate)
         self.counts.aside[action.fate] += 1
         del self.groups[action.draw]
         self.aside += 1
-        found.cost_s += self.times.learner_group_s
-        found.freed = True
+        look.cost_s += self.times.learner_group_s
+        look.freed = True
 
     def _claim(self, view: GroupView, action: Claim) -> None:
         for draw in action.draws:
@@ -219,7 +219,7 @@ class Learner:
             self._pending_tokens += sum(self.groups[draw].lengths)
             self._pending_samples += len(slots)
 
-    def _fire(self, view: GroupView, action: Fire, now: float, found: Look) -> None:
+    def _fire(self, view: GroupView, action: Fire, now: float, look: Look) -> None:
         old: list[int] = ages(view.oldest_step[[view.index(draw) for draw in action.draws]], self.step).tolist()
         slots = [slot for draw in action.draws for slot in self.claimed[draw]]
         lengths = [tokens for draw in action.draws for tokens in self.groups.pop(draw).lengths]
@@ -229,24 +229,24 @@ class Learner:
         self.unpublished += len(old)
         self.ring.end(slots, Fate.TRAINED.letter)
         self.claimed.clear()
-        found.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace
+        look.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace
         self.pace = next(self.paces)
-        found.fired = found.freed = True
+        look.fired = look.freed = True
         if (self.step + 1) % self.topology.publish_every == 0:
-            found.cost_s += self.times.publish_s
+            look.cost_s += self.times.publish_s
 
-    def _wait(self, action: Wait, found: Look) -> None:
-        """Use the time as the live learner does: a micro-batch, or a publication that holds up admission."""
-        self._waits, found.reason = action, action.reason
+    def _wait(self, action: Wait, look: Look) -> None:
+        """Use the time like the live learner: for a micro-batch, or a publication that admission waits for."""
+        self._waits, look.reason = action, action.reason
         few = self._pending_samples < self.topology.learner.micro_batch_min_samples
         if self.plan.streaming and self._pending_samples and not few:
-            found.cost_s += self._micro_batch()
+            look.cost_s += self._micro_batch()
         elif publication_is_due(
             self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.limits.B,
             publish_every=self.topology.publish_every,
         ):
-            found.publishes = True
-            found.cost_s += self.times.publish_s
+            look.publishes = True
+            look.cost_s += self.times.publish_s
             self.unpublished = 0
 
     def _micro_batch(self) -> float:
@@ -257,11 +257,11 @@ class Learner:
 
 # -- policy and predictor ------------------------------------------------------------------------------------
 
-CLOCKS = ("predictor_us_per_prompt", "predictor_us_per_answer")  # there is no clock here to measure them
+CLOCKS = ("predictor_us_per_prompt", "predictor_us_per_answer")  # not measured here: there is no real clock
 
 
 class Feed:
-    """The policy with its predictor, told of open groups, finished answers and the learner."""
+    """The policy with its predictor, and its inputs: open groups, finished answers, the learner's steps."""
 
     def __init__(self, topology: Topology, answers: Answers, oracle: bool) -> None:
         self.answers, self.tokens, self.step = answers, topology.generation.max_new_tokens, 0
@@ -280,7 +280,7 @@ class Feed:
             self._lengths.append(tokens)
 
     def look(self, view: GroupView, rows: int) -> None:
-        """The scheduler looks: what has finished since the last time, what is open, and how much actors can run."""
+        """Give the policy the answers since the last look, the open groups, and the rows of all actors."""
         if not self.policy.learns:
             return
         if self._draws:
@@ -294,11 +294,11 @@ class Feed:
         self.policy.feedback(entropy)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about policy and predictor; none under fifo."""
+        """The metrics of policy and predictor; none under fifo."""
         if not self.policy.learns:
             return {}
-        found = {**self.policy.metrics(), **self.predictor.metrics()}
-        return {name: value for name, value in found.items() if math.isfinite(value) and name not in CLOCKS}
+        metrics = {**self.policy.metrics(), **self.predictor.metrics()}
+        return {name: value for name, value in metrics.items() if math.isfinite(value) and name not in CLOCKS}
 
 
 # -- looks ---------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 
 
 class Scheduler:
-    """`rows`: sequences that all actors can run at once."""
+    """The scheduler, by the live rules. `rows`: sequences that all actors can run at once."""
 
     def __init__(
         self, topology: Topology, answers: Answers, ring: SimRing, counts: Counts, rows: int, *, oracle: bool
@@ -323,12 +323,16 @@ class Scheduler:
         self.to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
         self.next_admission = self.version_step = 0
         self.end: float = math.inf  # the first draw that does not exist
-        self.arrival: float = math.inf  # of the next prompt of a stream, if it was looked for in vain
+        self.arrival: float = math.inf  # of the next prompt of a stream, if the last look found it too early
         self.starved = False  # the last look could have opened more groups than prompts had arrived
         self._reserve = topology.derived.val_reserve
 
+    def published(self, step: int) -> None:
+        """From now on groups are opened under the weights of this step."""
+        self.version_step = step
+
     def look(self, view: GroupView, learner: Learner, now: float) -> int:
-        """Dispatch all that may be dispatched now; the number of samples."""
+        """Dispatch every group that may be dispatched now; returns the number of samples."""
         self.arrival, self.starved = math.inf, False
         self.feed.look(view, self.rows)
         free = len(self.ring.free) + self._reserve
@@ -342,12 +346,12 @@ class Scheduler:
         self._offer(view, room.groups, now)
         opened = list(islice(iter(self.feed.policy.next, None), room.groups))
         self.starved = len(opened) < room.groups and self.arrival < math.inf
-        for one in opened:
-            self._open(one, learner.step, now)
+        for candidate in opened:
+            self._open(candidate, learner.step, now)
         return len(opened) * self.size
 
     def wave_over(self, view: GroupView) -> bool | None:
-        """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
+        """Tell whether the wave is over and no member is still to be dispatched; None without rounds of segments."""
         if self.waves is None:
             return None
         return not view.due.any() and self.waves.over(self.ring.lines, self.next_admission)

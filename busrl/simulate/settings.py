@@ -1,11 +1,11 @@
-"""From a topology and the command line to what a simulated run needs: service times and answers, each with its origin.
+"""The setting of a simulated run, from a topology and the command line: service times and answers, with their origins.
 
 Reads traces and prompts. Knows nothing of events or tables.
 
 - Answers come from the first of these: --trace, --fit, `data.train` if its lines have lengths, the fit file beside the
   topology, and else a generated trace, whose lengths are an assumption.
-- A live run obeys the arrivals of `data.train` with `data.arrivals` only, and then goes through the file again and
-  again; a trace given with --trace is an open stream if its lines say so, and ends with the last one.
+- A live run follows the arrivals of `data.train` only with `data.arrivals`, and then goes through the file again and
+  again. A trace of --trace is an open stream if its lines have arrival times, and ends with its last line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GENERATED_PROMPTS = 2048
 def answers_of(
     topology: Topology, trace: Path | None, fitted: Fitted | None, measured: FitFile | None, seed: int
 ) -> tuple[Answers, str]:
-    """The answers, and a line for people: where they come from, and what happens to them."""
+    """The answers, and a line for people about their origin and the changes to them."""
     train, tiny = Path(topology.data.train), topology.data.train.startswith(TINY)
     groups: Sequence[Recorded | TracedPrompt]
     if trace is not None:
@@ -65,7 +65,7 @@ def _is_trace(path: Path, topology: Topology) -> bool:
 
 
 def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Sequence[TracedPrompt]]:
-    """--trace: drawn as a run would draw the lines; an open stream in its own order, once."""
+    """The answers of --trace: its lines as a run would draw them, or an open stream once, in its own order."""
     tasks = read(path, topology.data.prompt_key)
     if tasks[0].arrival_s is None:
         return _repeated(topology, path, tasks, seed), f"trace {path}", tasks
@@ -75,7 +75,7 @@ def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Se
 
 
 def _trained_on(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Sequence[TracedPrompt]]:
-    """`data.train` with lengths, as a live run draws from it."""
+    """The answers of a `data.train` with lengths, as a live run draws from it."""
     tasks = read(path, topology.data.prompt_key)
     arrivals = _arrivals(path, tasks) if topology.data.arrivals else None
     note = f"trace data.train = {path}"
@@ -97,16 +97,16 @@ def _recorded(topology: Topology, fitted: Fitted, seed: int) -> RecordedAnswers:
 
 def _arrivals(path: Path, tasks: Sequence[TracedPrompt]) -> Arrivals:
     times = [task.arrival_s for task in tasks]
-    known = [time for time in times if time is not None]
-    if len(known) < len(times):
+    listed = [time for time in times if time is not None]
+    if len(listed) < len(times):
         raise UserError(f"{path}: data.arrivals = true, and no line has arrival_s; add them, or set it to false")
-    for number, (before, time) in enumerate(pairwise(known), 2):
+    for number, (before, time) in enumerate(pairwise(listed), 2):
         if time < before:
             raise UserError(
                 f"{path}:{number}: arrival_s = {time}, after {before} on the line before: prompts arrive in the order "
                 "of their lines; sort them"
             )
-    return Arrivals(known)
+    return Arrivals(listed)
 
 
 def _repeated(
@@ -133,26 +133,26 @@ def _generated(topology: Topology, train: Path, seed: int) -> tuple[Answers, str
 
 
 def _calls(group: Recorded | TracedPrompt) -> Sequence[int]:
-    """Tokens of each answer that is cut for itself; of an episode, of its longest call."""
+    """The tokens of each answer; of an episode, those of its longest call, as each call has the limit."""
     turns = getattr(group, "turns", ())
-    return [max(tokens for tokens, _ in one) for one in turns] or group.lengths
+    return [max(tokens for tokens, _ in calls) for calls in turns] or group.lengths
 
 
 def _changes(lengths: Sequence[Sequence[int]], topology: Topology) -> str:
-    """Changes that the topology makes to answers of these lengths, one group each: cut, or repeated."""
+    """The changes that the topology makes to answers of these lengths by group, in words: cut, or repeated."""
     size, limit = topology.groups.size, topology.generation.max_new_tokens
-    cut = sum(one[member % len(one)] > limit for one in lengths for member in range(size))
-    short = sum(len(one) < size for one in lengths)
+    cut = sum(group[member % len(group)] > limit for group in lengths for member in range(size))
+    short = sum(len(group) < size for group in lengths)
     text = f"; {cut} of {size * len(lengths)} answers cut by generation.max_new_tokens = {limit}" if cut else ""
     if short:
         text += f"; {short} of {len(lengths)} groups have fewer lengths than groups.size = {size}: they repeat"
     return text
 
 
-def notes(given: Iterable[tuple[str, str]]) -> list[str]:
-    """Notes on the answers of each point of a sweep: once where it is the same for all."""
+def notes(noted: Iterable[tuple[str, str]]) -> list[str]:
+    """The notes on the answers of each point of a sweep, each note once."""
     by: dict[str, list[str]] = {}
-    for point, note in given:
+    for point, note in noted:
         by.setdefault(note, []).append(point)
     return list(by) if len(by) == 1 else [f"{', '.join(points)}: {note}" for note, points in by.items()]
 
@@ -160,12 +160,12 @@ def notes(given: Iterable[tuple[str, str]]) -> list[str]:
 # -- the setting ---------------------------------------------------------------------------------------------
 
 MAX_ACTORS = 1 << 20
-STEPS = 60  # of a run are played unless more are asked for: enough to be past its beginning, and done in seconds
+STEPS = 60  # played unless --steps is given: enough to be past the beginning of a run, and done in seconds
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that `World` takes besides the topology."""
+    """The arguments of `World` beside the topology."""
 
     times: Times
     answers: Answers
@@ -179,8 +179,8 @@ def make(
     topology: Topology, fitted: Fitted | None = None, written: Collection[str] = frozenset(), *,
     trace: Path | None = None, actors: int | None = None, steps: int | None = None, seed: int | None = None,
 ) -> Setting:
-    """The setting of one simulated run; `UserError` for what cannot be. `written`: keys that the topology gives; the
-    rest: what the command line says, None where it says nothing."""
+    """The setting of one simulated run; `UserError` for one that cannot be. `written`: the keys in the topology file.
+    The keyword arguments are options of the command line, None where they are left out."""
     if topology.learner.controller.mode == "act":
         raise UserError(
             'learner.controller.mode = "act": the controller follows the entropy of the policy, and a simulation '
@@ -197,16 +197,16 @@ def make(
     steps = min(STEPS, topology.run.max_steps) if steps is None else steps
     if steps < 1:
         raise UserError(f"--steps {steps}: must be >= 1; leave it out for the first {STEPS}")
-    known = fit.fit_file(topology)
-    times = fit.times_of(topology, written, None if fitted is None else fitted.times, known)
-    answers, note = answers_of(topology, trace, fitted, known, seed)
+    measured = fit.fit_file(topology)
+    times = fit.times_of(topology, written, None if fitted is None else fitted.times, measured)
+    answers, note = answers_of(topology, trace, fitted, measured, seed)
     return Setting(times, answers, actors_of(topology, actors), steps, seed, note)
 
 
-def actors_of(topology: Topology, asked: int | None) -> int:
-    if asked is not None:
-        if not 1 <= asked <= MAX_ACTORS:
-            raise UserError(f"--actors {asked}: must be 1 to {MAX_ACTORS}; leave it out for those of the topology")
-        return asked
+def actors_of(topology: Topology, chosen: int | None) -> int:
+    if chosen is not None:
+        if not 1 <= chosen <= MAX_ACTORS:
+            raise UserError(f"--actors {chosen}: must be 1 to {MAX_ACTORS}; leave it out for those of the topology")
+        return chosen
     counted = sum(process.count for process in topology.process if process.role == "rollout")
     return topology.simulate.actors or max(1, counted)

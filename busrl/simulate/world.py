@@ -1,10 +1,11 @@
-"""A simulated run: the event queue, the virtual clock, and which part looks when.
+"""A simulated run: the event queue, the virtual clock, and the times at which each part looks.
 
 Drives the objects of the live roles (GroupScanner, Admission, the policy, LearnerPlan) over a ring in memory. Durations
 come from `Times`, samples from `Answers`. Knows nothing of files, tables or the command line.
 
-- The clock never goes back; same arguments: same run, event for event.
-- The scheduler looks when slots came free or a version was published, the learner when a group was resolved, as live.
+- The clock never goes back; the same arguments give the same run, event for event.
+- As in a live run, the scheduler looks after slots came free or a version was published, the learner after a group was
+  resolved.
 - Rewards are delivered on a grid of `grid_s` (0: each at its own time), which bounds the looks of a large run.
 - A trace may repeat for ever, and so may groups that train nothing: too many in a row end the run with the reason.
 """
@@ -31,14 +32,14 @@ from busrl.topology import Topology
 FATES = {Fate.FLAT.letter: "flat", Fate.OLD.letter: "too old", Fate.INCOMPLETE.letter: "incomplete"}
 # Flat groups in a row, and in steps of n_min, that end a run: with 99 % flat ones it happens once in 10^8 groups.
 LEAST_FLAT, FLAT_STEPS = 2000, 50
-TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
+TICK_S = 0.03  # mean time until the scheduler's next tick, at which it sees slots that came free without a message
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
 LOOKS_PER_ANSWER = 25  # grid points in the time of a mean answer
 EVENTS_WATCHED = 4096  # between two calls of `watch`
 ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
 
-# Events, in the order in which those of one instant are handled. Plain numbers: there are millions.
+# Kinds of events, in the order in which those of one instant are handled. Plain numbers: there are millions.
 ACTOR, TOOL, REWARD, LEARNER, SCHEDULER, DEADLINE = range(6)
 
 
@@ -59,7 +60,7 @@ class World:
         rows = actors * topology.generation.max_batch
         self.scheduler = Scheduler(topology, answers, self.ring, self.counts, rows, oracle=oracle)
         self.feed, self.groups = self.scheduler.feed, self.scheduler.groups
-        plan = make_plan(topology, streamable=":" not in topology.learner.loss)  # what an own loss says is not known
+        plan = make_plan(topology, streamable=":" not in topology.learner.loss)  # a user's own loss is not loaded here
         paces = noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.groups)
         self.cuts = SegmentPlan(topology.segments.length, topology.segments.max_segments, self.limit)
@@ -69,7 +70,7 @@ class World:
         self.now = 0.0
         self._heap: list[tuple[float, int, int, int, int]] = []
         self._sequence = 0
-        self._of, self._to_make = self.scheduler.of, self.scheduler.to_make
+        self._member_of, self._to_make = self.scheduler.of, self.scheduler.to_make
         self._segment: list[int] = [0] * derived.train_slots  # slot -> tokens of the segment under way
         self._turn: list[int] = [0] * derived.train_slots  # slot -> number of the call under way
         self.in_tools = 0  # episodes between two calls
@@ -96,9 +97,9 @@ class World:
         self._learner_looks()
         while self._heap and not self._done:
             for _ in range(EVENTS_WATCHED):
-                time, kind, _, one, stamp = heapq.heappop(self._heap)
+                time, kind, _, subject, stamp = heapq.heappop(self._heap)
                 self.now = time if time > self.now else self.now
-                self._handle(kind, time, one, stamp)
+                self.handle(kind, time, subject, stamp)
                 if self._done or not self._heap:
                     break
             if watch is not None:
@@ -108,17 +109,19 @@ class World:
         self.actors.settle(self.now)
         every = self.actors.all
         steps = sum(actor.steps for actor in every)
-        self.counts.reward_busy_s = self._reward_workers.busy_s(self.now)
         busy, stalled = [actor.busy_s for actor in every], [actor.stalled_s for actor in every]
-        return Figures(self.counts, self.now, busy, stalled, steps, self.feed.metrics())
+        return Figures(
+            self.counts, self.now, busy, stalled, steps, reward_busy_s=self._reward_workers.busy_s(self.now),
+            metrics=self.feed.metrics(),
+        )
 
-    def _handle(self, kind: int, time: float, one: int, stamp: int) -> None:
+    def handle(self, kind: int, time: float, subject: int, stamp: int) -> None:
         if kind == ACTOR:
-            self._actor(one, stamp)
+            self._actor(subject, stamp)
         elif kind == REWARD:
             self._reward(time)
         elif kind == TOOL:
-            self._tool_done(one)
+            self._tool_done(subject)
         elif kind == LEARNER:
             self._learner_done()
         elif kind == SCHEDULER:
@@ -129,21 +132,21 @@ class World:
             self._deadline = math.inf
             self._learner_looks()
 
-    def _push(self, time: float, kind: int, one: int = 0, stamp: int = 0) -> None:
+    def _push(self, time: float, kind: int, subject: int = 0, stamp: int = 0) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (time, kind, self._sequence, one, stamp))
+        heapq.heappush(self._heap, (time, kind, self._sequence, subject, stamp))
 
     def view(self) -> GroupView:
-        """The open groups now; made again only if something has changed."""
+        """The open groups now; computed again only after a change."""
         if self._view is None or self._view_of != self.ring.changes:
-            self.scanner.fates = self.ring.fates
+            self.scanner.read_from(self.ring.fates)
             self._view, self._view_of = self.scanner.scan(self.ring.lines), self.ring.changes
         return self._view
 
     # -- scheduler ----------------------------------------------------------------------------------------------
 
     def _schedule_look(self, time: float) -> None:
-        """A look of the scheduler at that time, unless one comes earlier."""
+        """Let the scheduler look at that time, unless it looks earlier."""
         if time < self._next_look:
             self._next_look = time
             self._push(time, SCHEDULER)
@@ -162,12 +165,12 @@ class World:
     # -- rounds of segments -------------------------------------------------------------------------------------
 
     def _begin_wave(self) -> None:
-        """Let actors take what this wave gives a segment, once its round is whole."""
+        """Let actors take the slots that get a segment in this wave, once its round is whole."""
         if (waves := self.scheduler.waves) is not None:
             self.ring.allow(waves.claimable(self.ring.lines, self.scheduler.next_admission))
 
     def _end_wave(self) -> None:
-        """The last segment of a wave has ended: scheduler and learner look."""
+        """Let scheduler and learner look if the last segment of a wave has ended."""
         waves = self.scheduler.waves
         if waves is None or self._running or self._due:
             return
@@ -181,15 +184,15 @@ class World:
     # -- actors -------------------------------------------------------------------------------------------------
 
     def _feed_actors(self) -> None:
-        """Let actors with room take what is queued, those first that have been idle longest."""
+        """Let actors with room take queued slots, the longest idle first."""
         while self.ring.queue and (index := self.actors.waiting()) is not None:
             self._take(index)
 
     def _take(self, index: int) -> None:
-        taken = self.ring.take(self.actors.rows - self.actors.all[index].active)
-        joining, prefill, known, queued = [], 0, set[int](), self.counts.queued
-        for slot in taken:
-            draw, member = self._of[slot]
+        slots = self.ring.take(self.actors.rows - self.actors.all[index].active)
+        joining, prefill, drawn, queued = [], 0, set[int](), self.counts.queued
+        for slot in slots:
+            draw, member = self._member_of[slot]
             group, left = self.groups[draw], self._to_make[slot]
             before = group.lengths[member] - left
             if not before:
@@ -200,15 +203,15 @@ class World:
                 self._segment[slot] = group.turns[member][turn][0]
                 if before and group.turns[member][turn - 1][1] <= self._kept_s:
                     before = -group.prompt_tokens  # its engine still has all of it
-            prefill += before + (group.prompt_tokens if before or draw not in known else 0)
-            known.add(draw)
+            prefill += before + (group.prompt_tokens if before or draw not in drawn else 0)
+            drawn.add(draw)
             if not group.turns:
                 cut = self.cuts.next(int(self.ring.segs[slot]), self.limit - before)
                 self._segment[slot] = min(cut.tokens, left)
             joining.append((slot, self._segment[slot]))
         self._running += len(joining)
         self._next(index, self.actors.add(index, self.now, joining, prefill))
-        if taken and self.scheduler.ahead:
+        if slots and self.scheduler.ahead:
             self._schedule_look(self.now + max(TICK_S, self._grid))
 
     def _next(self, index: int, time: float) -> None:
@@ -216,7 +219,7 @@ class World:
             self._push(time, ACTOR, index, self.actors.all[index].stamp)
 
     def _actor(self, index: int, stamp: int) -> None:
-        """Some sequences of an actor have ended, unless something came in between."""
+        """End the sequences of an actor that end now, unless new weights or new sequences came in between."""
         if stamp != self.actors.all[index].stamp:
             return
         done = self.actors.finish(index, self.now)
@@ -233,9 +236,9 @@ class World:
             self._end_wave()
 
     def _ended(self, slot: int) -> None:
-        made, (draw, member) = self._segment[slot], self._of[slot]
-        self._to_make[slot] -= made
-        self.counts.generated += made
+        tokens, (draw, member) = self._segment[slot], self._member_of[slot]
+        self._to_make[slot] -= tokens
+        self.counts.generated += tokens
         if turns := self.groups[draw].turns:
             self.in_tools += 1
             self._push(self.now + turns[member][self._turn[slot]][1], TOOL, slot)
@@ -245,7 +248,7 @@ class World:
             self._answered(slot)
 
     def _tool_done(self, slot: int) -> None:
-        """The tools of a turn have ended; the slot was its agent's all the time."""
+        """Continue an episode after the tools of a turn; its agent has held the slot meanwhile."""
         self.in_tools -= 1
         if self._to_make[slot]:
             self.ring.release(slot)
@@ -255,7 +258,7 @@ class World:
 
     def _answered(self, slot: int) -> None:
         self.ring.move(slot, GENERATED)
-        self._whole(*self._of[slot])
+        self._complete(*self._member_of[slot])
         due = self._reward_workers.done(self.now + next(self._delays))
         due = math.ceil(due / self._grid) * self._grid if self._grid else due
         if due not in self._due:
@@ -263,8 +266,8 @@ class World:
             self._push(due, REWARD)
         self._due[due].append(slot)
 
-    def _whole(self, draw: int, member: int) -> None:
-        """An answer has its last token: policy and segments learn its length."""
+    def _complete(self, draw: int, member: int) -> None:
+        """Give the length of a complete answer to policy and segments."""
         tokens = self.groups[draw].lengths[member]
         self.feed.finished(draw, tokens)
         if (auto := self.cuts.auto) is not None:
@@ -278,7 +281,7 @@ class World:
         slots = self._due.pop(time)
         rewards = []
         for slot in slots:
-            draw, member = self._of[slot]
+            draw, member = self._member_of[slot]
             group = self.groups[draw]
             rewards.append(group.rewards[member])
             self.counts.completed.append(self.now - group.since)
@@ -298,7 +301,7 @@ class World:
     # -- learner ------------------------------------------------------------------------------------------------
 
     def _learner_looks(self) -> None:
-        """Let the learner look; a look that came to some work is followed by another when the work is done."""
+        """Let the learner look; a look with work is followed by another when the work is done."""
         reason, since = self._looked_for
         self.counts.waited[reason] += self.now - since
         self._resolved = False
@@ -307,22 +310,22 @@ class World:
             view, self.now, scheduler.next_admission, self._draining(), scheduler.wave_over(view)
         ))
 
-    def _act(self, found: Look) -> None:
-        """Let the time pass that a look costs."""
-        self._looked_for = (found.reason, self.now)
-        self.counts.learner_busy_s += found.cost_s
-        if found.freed:
+    def _act(self, look: Look) -> None:
+        """Apply the results of a look, and let the time of its work pass."""
+        self._looked_for = (look.reason, self.now)
+        self.counts.learner_busy_s += look.cost_s
+        if look.freed:
             self._schedule_look(self.now + max(TICK_S, self._grid))
-        if found.publishes:
+        if look.publishes:
             self._publish()
-        if found.fired or found.cost_s:
-            self._busy, self._fired = True, found.fired
-            self._push(self.now + found.cost_s, LEARNER)
+        if look.fired or look.cost_s:
+            self._busy, self._fired = True, look.fired
+            self._push(self.now + look.cost_s, LEARNER)
         else:
             self._watch_deadline()
 
     def _draining(self) -> bool:
-        """A stream has come to its end: every prompt was opened."""
+        """Tell whether a stream has come to its end: every prompt was opened."""
         return self.scheduler.next_admission >= self.scheduler.end
 
     def _watch_deadline(self) -> None:
@@ -332,7 +335,7 @@ class World:
             self._push(self._deadline, DEADLINE)
 
     def _learner_done(self) -> None:
-        """Note that the learner is done with a piece of work: a step, a micro-batch, a publication."""
+        """End a piece of the learner's work: a step, a micro-batch, or a publication."""
         self._busy = False
         if self._fired:
             self._fired = False
@@ -353,7 +356,7 @@ class World:
             self._act(self.learner.rest())
 
     def _checkpoint(self) -> bool:
-        """Begin a checkpoint if one is due after this step; the learner is busy with it then."""
+        """Begin a checkpoint if one is due after this step; returns whether the learner is busy with it."""
         groups = self.counts.rows[-1].groups
         self._trained += groups
         due = checkpoint_is_due(self.topology, self.learner.step, self._trained, groups)
@@ -365,7 +368,7 @@ class World:
         return True
 
     def _publish(self) -> None:
-        self.scheduler.version_step = self.learner.step
+        self.scheduler.published(self.learner.step)
         self.actors.published.append(self.now)
         self._schedule_look(self.now)
 

@@ -147,7 +147,8 @@ class RingLook:
         if self._scanner is None:
             self._scanner = GroupScanner(self._fates.view(), self._group_size)
         elif len(self._fates) != len(self._scanner.fates):
-            self._scanner.fates = self._fates.view()
+            self._scanner.read_from(self._fates.view())
+
         return self._scanner
 
 

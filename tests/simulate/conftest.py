@@ -18,7 +18,7 @@ def checked() -> Callable[..., Any]:
     """Makes a `Checked` world: topology, times, answers, and what `World` takes besides."""
     from worlds import Checked
 
-    def make(made: Any, times: Any, given: Any, **named: Any) -> Checked:
-        return Checked(made, times, given, **{"actors": 1, "steps": 5, **named})
+    def make(loaded: Any, times: Any, drawn: Any, **more: Any) -> Checked:
+        return Checked(loaded, times, drawn, **{"actors": 1, "steps": 5, **more})
 
     return make

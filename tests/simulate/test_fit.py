@@ -30,8 +30,8 @@ def recorded(tmp_path: Path) -> Path:
     """A run directory with 2 rollout processes whose steps take 5 ms + 0.1 ms per row, and 2 ms per sequence."""
     prompts = tmp_path / "prompts.jsonl"
     write(prompts, [TracedPrompt(f"p{i}", (10 + i,), answer="1") for i in range(20)])
-    given = [f"data.train={prompts}", "groups.size=4", "run.max_steps=40"]
-    topology = load(ROOT / "configs" / "quickstart.toml", given)
+    overrides = [f"data.train={prompts}", "groups.size=4", "run.max_steps=40"]
+    topology = load(ROOT / "configs" / "quickstart.toml", overrides)
     run = tmp_path / "run"
     run.mkdir()
     (run / "topology.json").write_text(topology.to_json())
@@ -83,9 +83,9 @@ def test_a_fit_finds_the_times_that_the_files_were_written_with(recorded: Path) 
 
 @pytest.mark.parametrize(("busy", "workers", "call_s"), [(0.5, 1, 0.02), (0.5, 4, 0.08), (0.99, 1, 0.0396)])
 def test_a_fit_finds_what_a_call_of_the_reward_takes(recorded: Path, busy: float, workers: int, call_s: float) -> None:
-    told = json.loads((recorded / "topology.json").read_text())
-    told["reward"]["workers"] = workers
-    (recorded / "topology.json").write_text(json.dumps(told))
+    fields = json.loads((recorded / "topology.json").read_text())
+    fields["reward"]["workers"] = workers
+    (recorded / "topology.json").write_text(json.dumps(fields))
     slots = {"generated": {"stay_s": 0.02}, "rewarding": {"stay_s": 0.1, "per_s": 25.0}}
     processes = {"reward/0": {"busy_share": busy}, "learner": {"busy_share": 0.1}}
     (recorded / "summary.json").write_text(json.dumps({"slots": slots, "processes": processes}))
@@ -113,9 +113,9 @@ def test_a_fitted_run_can_be_simulated_with_other_settings(recorded: Path) -> No
     topology = load(ROOT / "configs" / "quickstart.toml", ["learner.trigger.n_min=8", "groups.size=4",
                                                            f"data.train={fitted.topology.data.train}"])
     setting = make(topology, fitted, steps=10, actors=3)
-    found = World(topology, setting.times, setting.answers, actors=3, steps=10, seed=0).run()
-    assert found.steps == 10
-    assert 1 <= found.length_drawn <= 40
+    figures = World(topology, setting.times, setting.answers, actors=3, steps=10, seed=0).run()
+    assert figures.steps == 10
+    assert 1 <= figures.length_drawn <= 40
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_keys_that_are_set_override_the_fit_and_no_others(recorded: Path) -> Non
 def test_a_sweep_that_leaves_what_the_run_showed_says_so(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--fit", str(recorded), "--steps", "6", "--set", "groups.size=4", "--out", str(tmp_path / "out")]
+    options = ["--fit", str(recorded), "--steps", "6", "--set", "groups.size=4", "--out", str(tmp_path / "out")]
     sweep = ["--sweep", "learner.trigger.n_min=2,8"]
-    assert main(["simulate", str(ROOT / "configs" / "quickstart.toml"), *given, *sweep]) == 0
+    assert main(["simulate", str(ROOT / "configs" / "quickstart.toml"), *options, *sweep]) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
     assert any(line.startswith("WARNING: 2: ") and "tokens per step (the fitted run: 5" in line for line in warnings)
 

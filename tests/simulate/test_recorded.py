@@ -23,9 +23,9 @@ def test_stays_follow_littles_law() -> None:
     for i in range(9):
         # 10 slots are in it, 4 come in per second: each stays 2.5 s. Before the first step nothing counts.
         stays.look({"GENERATED": 10, "FREE": 3}, {"GENERATED": 4 * i, "FREE": 0}, step=min(1, i), now=float(i))
-    found = stays.summary()
-    assert found["generated"] == {"mean": 10.0, "per_s": 4.0, "stay_s": 2.5}
-    assert found["free"]["stay_s"] == 0.0
+    summary = stays.summary()
+    assert summary["generated"] == {"mean": 10.0, "per_s": 4.0, "stay_s": 2.5}
+    assert summary["free"]["stay_s"] == 0.0
     assert ResidenceTimes().summary() == {}
 
 
@@ -40,23 +40,25 @@ def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
     counted.stepped(4, 12, (time.monotonic() - begun) / 2)
     counted.write_when_due()
     counted.close()
-    one, two = (json.loads(line) for line in (tmp_path / "pace" / "rollout-0.jsonl").read_text().splitlines())
-    assert (one["steps"], one["tokens"], one["joined"], one["updates"]) == (3, 12, 3, 1)
-    assert one["step_s"] + one["idle_s"] <= one["wall_s"]
-    assert (two["steps"], two["tokens"], two["joined"]) == (0, 0, 0)
+    first, last = (json.loads(line) for line in (tmp_path / "pace" / "rollout-0.jsonl").read_text().splitlines())
+    assert (first["steps"], first["tokens"], first["joined"], first["updates"]) == (3, 12, 3, 1)
+    assert first["step_s"] + first["idle_s"] <= first["wall_s"]
+    assert (last["steps"], last["tokens"], last["joined"]) == (0, 0, 0)
 
 
 def test_each_pace_line_ends_with_the_report_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout, "PACE_EVERY_S", 0.0)
-    told = iter([Statistics(4, 0, False, 0), Statistics(4, 1, False, 7, errors=2)])
-    counted = rollout.Pace(tmp_path / "pace", "rollout-0", lambda: next(told))
+    reports = iter([Statistics(4, 0, False, 0), Statistics(4, 1, False, 7, errors=2)])
+    counted = rollout.Pace(tmp_path / "pace", "rollout-0", lambda: next(reports))
     counted.stepped(4, 4, 1e-9)
     counted.write_when_due()
     counted.close()
-    one, two = (json.loads(line)["engine"] for line in (tmp_path / "pace" / "rollout-0.jsonl").read_text().splitlines())
-    assert (one["errors"], two["errors"], two["waiting"], two["version"]) == (0, 2, 1, 7)
+    lines = (tmp_path / "pace" / "rollout-0.jsonl").read_text().splitlines()
+    first, last = (json.loads(line)["engine"] for line in lines)
+
+    assert (first["errors"], last["errors"], last["waiting"], last["version"]) == (0, 2, 1, 7)
 
 
 @pytest.mark.long
@@ -74,8 +76,8 @@ def test_a_real_run_can_be_fitted_and_simulated(tmp_path: Path) -> None:
     assert 0 < fitted.times.step_s + fitted.times.row_s < 1
     assert 0 < fitted.times.reward_s < 5
     setting = make(fitted.topology, fitted)
-    found = World(fitted.topology, setting.times, setting.answers, actors=1, steps=12).run()
+    figures = World(fitted.topology, setting.times, setting.answers, actors=1, steps=12).run()
     # No figure of speed is compared here: the machine is busy with other tests. Lengths must be those of the run.
     measured = sum(row["length_ended"] * row["samples_ended"] for row in rows) / trained
-    assert found.steps == 12
-    assert found.length_drawn == pytest.approx(measured, rel=0.25)
+    assert figures.steps == 12
+    assert figures.length_drawn == pytest.approx(measured, rel=0.25)

@@ -36,20 +36,20 @@ def long_tailed(seed: int, groups: int = 60, members: int = 4) -> list[tuple[int
 def test_no_schedule_loses_a_sample_or_breaks_a_limit(
     checked: Make, seed: int, policy: str, mode: str, ahead: int, rows: int, predictor: str
 ) -> None:
-    made = topology(
+    loaded = topology(
         "groups.size=4", "learner.trigger.n_min=3", f"weights.mode={mode}", f"generation.max_batch={rows}",
         f"scheduler.policy={policy}", f"scheduler.predictor={predictor}",
         f"scheduler.ahead={ahead if mode != 'sync' else 0}", "learner.micro_batch_min_samples=4",
     )
-    world = checked(made, Times(), answers(long_tailed(seed), 0.2, seed=seed), actors=2, steps=6, seed=seed)
-    found = world.run()
+    world = checked(loaded, Times(), answers(long_tailed(seed), 0.2, seed=seed), actors=2, steps=6, seed=seed)
+    figures = world.run()
     fates = world.ring.fates
     still = int((world.ring.state != 0).sum())
-    assert found.steps == 6
+    assert figures.steps == 6
     assert int((fates == DISPATCHED).sum()) == still
-    assert int((fates != 0).sum()) == still + found.samples_trained + 4 * sum(found.set_aside.values())
+    assert int((fates != 0).sum()) == still + figures.samples_trained + 4 * sum(figures.set_aside.values())
     if world.limits.max_staleness is not None:
-        assert found.age_max <= world.limits.max_staleness
+        assert figures.age_max <= world.limits.max_staleness
 
 
 def test_late_dispatch_leaves_prompts_to_the_policy_until_an_engine_is_free(checked: Make) -> None:
@@ -61,39 +61,39 @@ def test_late_dispatch_leaves_prompts_to_the_policy_until_an_engine_is_free(chec
     first = []
     for ahead in (0, 4):
         given_answers = answers(lengths)
-        made = topology(*common, f"scheduler.ahead={ahead}")
-        world = checked(made, FREE_TIMES, given_answers, steps=3, oracle=True)
-        found = world.run()
-        first.append(found.completion_mean_s)
+        loaded = topology(*common, f"scheduler.ahead={ahead}")
+        world = checked(loaded, FREE_TIMES, given_answers, steps=3, oracle=True)
+        figures = world.run()
+        first.append(figures.completion_mean_s)
         waiting = max(0, int((world.ring.state == 2).sum()))
         assert not ahead or waiting < ahead + 4
     assert first[1] < first[0], "chosen late, a group waits less in the ring"
 
 
 def test_a_learning_predictor_hears_every_answer_once_and_its_tau_appears(checked: Make) -> None:
-    made = topology("groups.size=4", "learner.trigger.n_min=4", "generation.max_batch=4", "scheduler.policy=sjf",
-                    "scheduler.predictor=history", "learner.checkpoint_every=0")
-    world = checked(made, FREE_TIMES, answers(long_tailed(3)), steps=60)
-    told: list[int] = []
+    loaded = topology("groups.size=4", "learner.trigger.n_min=4", "generation.max_batch=4", "scheduler.policy=sjf",
+                      "scheduler.predictor=history", "learner.checkpoint_every=0")
+    world = checked(loaded, FREE_TIMES, answers(long_tailed(3)), steps=60)
+    draws: list[int] = []
     observe = world.feed.predictor.observe
 
     def watched(finished: Any) -> None:
-        told.extend(candidate.draw for candidate, _ in finished)
+        draws.extend(candidate.draw for candidate, _ in finished)
         observe(finished)
 
     world.feed.predictor.observe = watched
-    found = world.run()
-    assert max(np.bincount(told)) <= 4
-    assert found.tasks - 4 * 64 <= len(told) <= found.tasks + 16  # those still in flight are told at the next look
-    assert found.told["predictor_tau"] > 0.5, "the same prompts come again"
-    assert found.told["predictor_faults"] == 0
-    assert not any("us_per" in name for name in found.told)
+    figures = world.run()
+    assert max(np.bincount(draws)) <= 4
+    assert figures.tasks - 4 * 64 <= len(draws) <= figures.tasks + 16  # those still in flight are told at the next look
+    assert figures.told["predictor_tau"] > 0.5, "the same prompts come again"
+    assert figures.told["predictor_faults"] == 0
+    assert not any("us_per" in name for name in figures.told)
 
 
 def test_a_segment_length_of_auto_follows_the_answers(checked: Make) -> None:
-    made = topology("groups.size=4", "learner.trigger.n_min=4", "generation.max_batch=16", "segments.length=auto",
-                    "segments.max_segments=8", "learner.checkpoint_every=0")
-    world = checked(made, FREE_TIMES, answers([(60, 70, 80, 500)]), steps=20)
+    loaded = topology("groups.size=4", "learner.trigger.n_min=4", "generation.max_batch=16", "segments.length=auto",
+                      "segments.max_segments=8", "learner.checkpoint_every=0")
+    world = checked(loaded, FREE_TIMES, answers([(60, 70, 80, 500)]), steps=20)
     assert world.cuts.length == 512
     assert world.run().steps == 20
     assert world.cuts.length < 512

@@ -21,11 +21,11 @@ def test_the_quickstart_is_near_its_real_run_and_assumes_nothing(capsys: pytest.
     # The first 60 steps of the quickstart, measured on a quiet machine of two cores (simulator_accuracy.json in
     # benchmarks/experiments/results): 1,640 samples/s, 37k tokens/s, learner busy for 65 %.
     assert main(["simulate", QUICKSTART, "--steps", "60", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["figures"]["samples_per_s"] == pytest.approx(1640, rel=0.15)
-    assert found["figures"]["generated_tokens_per_s"] == pytest.approx(37e3, rel=0.15)
-    assert found["figures"]["learner_busy"] == pytest.approx(0.65, abs=0.1)
-    assert {time["source"] for time in found["times"].values()} == {"measured, quickstart on two cores"}
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["figures"]["samples_per_s"] == pytest.approx(1640, rel=0.15)
+    assert shown["figures"]["generated_tokens_per_s"] == pytest.approx(37e3, rel=0.15)
+    assert shown["figures"]["learner_busy"] == pytest.approx(0.65, abs=0.1)
+    assert {time["source"] for time in shown["times"].values()} == {"measured, quickstart on two cores"}
 
 
 def test_a_missing_model_is_simulated_and_its_assumptions_are_named(
@@ -59,8 +59,8 @@ def test_advice_is_given_where_the_decisive_times_are_known(capsys: pytest.Captu
 
 
 def test_scripted_engines_have_the_pace_that_is_written_for_them(capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["--set", "simulate.row_s=0.001", "--set", "mock.learner_s_per_token=0.0005"]
-    assert main(["simulate", SCRIPTED, "--steps", "4", "--json", *own]) == 0
+    options = ["--set", "simulate.row_s=0.001", "--set", "mock.learner_s_per_token=0.0005"]
+    assert main(["simulate", SCRIPTED, "--steps", "4", "--json", *options]) == 0
     times = json.loads(capsys.readouterr().out)["times"]
     assert times["step_s"] == {"value": 0.008, "source": "stated in [mock]"}
     assert times["prefill_token_s"] == {"value": 0.0002, "source": "stated in [mock]"}
@@ -73,8 +73,8 @@ def test_a_trace_that_is_cut_or_repeated_is_named_for_each_point(
 ) -> None:
     path = tmp_path / "t.jsonl"
     write(path, [TracedPrompt("a", (30, 70)), TracedPrompt("b", (50,) * 8)])
-    given = ["--trace", str(path), "--steps", "2", "--out", str(tmp_path / "out")]
-    assert main(["simulate", QUICKSTART, *given, "--sweep", "generation.max_new_tokens=64,128"]) == 0
+    options = ["--trace", str(path), "--steps", "2", "--out", str(tmp_path / "out")]
+    assert main(["simulate", QUICKSTART, *options, "--sweep", "generation.max_new_tokens=64,128"]) == 0
     text = capsys.readouterr().out
     assert "answers: 64: trace" in text and "4 of 16 answers cut by generation.max_new_tokens = 64" in text
     assert "1 of 2 groups have fewer lengths than groups.size = 8: they repeat" in text
@@ -103,15 +103,15 @@ def test_prompts_arrive_as_in_a_live_run(tmp_path: Path, arrivals: bool, capsys:
     path = tmp_path / "stream.jsonl"
     rewards = (0.0, 1.0, 0.0, 1.0)
     write(path, [TracedPrompt(f"p{i}", (10, 20, 30, 40), "1", rewards=rewards, arrival_s=float(i)) for i in range(8)])
-    own = [f"data.train={path}", f"data.arrivals={str(arrivals).lower()}", "learner.trigger.n_min=4"]
-    given = [part for one in own for part in ("--set", one)]
-    assert main(["simulate", SCRIPTED, "--steps", "3", "--json", *given]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert ("arrivals obeyed" in found["answers"]) == arrivals
-    assert (found["figures"]["seconds"] > 11.0) == arrivals
+    overrides = [f"data.train={path}", f"data.arrivals={str(arrivals).lower()}", "learner.trigger.n_min=4"]
+    options = [part for override in overrides for part in ("--set", override)]
+    assert main(["simulate", SCRIPTED, "--steps", "3", "--json", *options]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert ("arrivals obeyed" in shown["answers"]) == arrivals
+    assert (shown["figures"]["seconds"] > 11.0) == arrivals
     for name in ("reward_call_s", "learner_step_s", "learner_token_s"):  # what is assumed is no ground for advice
-        given += ["--set", f"simulate.{name}=0.00001"]
-    assert main(["simulate", SCRIPTED, "--steps", "3", *given]) == 0
+        options += ["--set", f"simulate.{name}=0.00001"]
+    assert main(["simulate", SCRIPTED, "--steps", "3", *options]) == 0
     assert ("Too few prompts arrive" in capsys.readouterr().out) == arrivals
 
 
@@ -119,19 +119,19 @@ def test_arrivals_that_are_missing_or_out_of_order_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "stream.jsonl"
-    given = ["--set", f"data.train={path}", "--set", "data.arrivals=true"]
+    options = ["--set", f"data.train={path}", "--set", "data.arrivals=true"]
     for times, message in (((2.0, 1.0), ":2: arrival_s = 1.0, after 2.0"), ((None, None), "no line has arrival_s")):
         write(path, [TracedPrompt("p", (5,), arrival_s=time) for time in times])
-        assert main(["simulate", SCRIPTED, *given]) == 2
+        assert main(["simulate", SCRIPTED, *options]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_json_holds_every_figure_and_where_each_time_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", QUICKSTART, "--steps", "5", "--json", "--seed", "7", "--actors", "2"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["actors"] == 2 and found["seed"] == 7 and found["figures"]["steps"] == 5
-    assert sum(found["figures"]["ages"].values()) == pytest.approx(1.0)
-    assert found["times"]["step_s"]["source"].startswith("measured")
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["actors"] == 2 and shown["seed"] == 7 and shown["figures"]["steps"] == 5
+    assert sum(shown["figures"]["ages"].values()) == pytest.approx(1.0)
+    assert shown["times"]["step_s"]["source"].startswith("measured")
 
 
 def test_a_sweep_writes_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,14 +145,14 @@ def test_a_sweep_writes_a_table_and_a_page(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_generated_trace_simulates_and_is_equal_for_equal_seeds(tmp_path: Path) -> None:
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    for path in (one, two):
+    first, second = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    for path in (first, second):
         assert main(["simulate", "--generate", str(path), "--prompts", "40", "--group-size", "4", "--seed", "3",
                      "--median", "20", "--limit", "60", "--arrivals", "50"]) == 0
-    assert one.read_bytes() == two.read_bytes()
-    tasks = trace.read(one)
+    assert first.read_bytes() == second.read_bytes()
+    tasks = trace.read(first)
     assert len(tasks) == 40 and all(len(task.lengths) == 4 and max(task.lengths) <= 60 for task in tasks)
-    assert main(["simulate", QUICKSTART, "--trace", str(one), "--set", "groups.size=4"]) == 0
+    assert main(["simulate", QUICKSTART, "--trace", str(first), "--set", "groups.size=4"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_a_topology_without_a_file_asks_for_one(capsys: pytest.CaptureFixture[st
 
 
 def test_a_controller_that_would_act_is_refused_before_anything_is_played(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--set", "weights.max_staleness=5", "--sweep", "learner.controller.mode=off,act"]
-    assert main(["simulate", str(QUICKSTART), "--steps", "2", *given]) == 2
+    options = ["--set", "weights.max_staleness=5", "--sweep", "learner.controller.mode=off,act"]
+    assert main(["simulate", str(QUICKSTART), "--steps", "2", *options]) == 2
     out, err = capsys.readouterr()
     assert "a simulation trains none" in err and "learner.controller.mode=off" in err and "samples/s" not in out
 

@@ -38,7 +38,7 @@ def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
     checked: Make, seed: int, actors: int, rows: int, n_min: int, staleness: int, mode: str, over_age: str,
     flat: float, segment: int, policy: str, grid: float | None, t_max: str,
 ) -> None:
-    made = topology(
+    loaded = topology(
         f"learner.trigger.n_min={n_min}", f"weights.mode={mode}", f"weights.max_staleness={staleness}",
         f"weights.over_age={over_age}", f"generation.max_batch={rows}", f"scheduler.policy={policy}", "groups.size=4",
         "learner.micro_batch_min_samples=4", f"learner.trigger.t_max_s={'inf' if mode == 'sync' else t_max}",
@@ -54,115 +54,117 @@ def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
             for task in drawn.tasks
         ]
     world = checked(
-        made, times, drawn, actors=actors, steps=6, seed=seed, grid_s=grid,
+        loaded, times, drawn, actors=actors, steps=6, seed=seed, grid_s=grid,
     )
-    found = world.run()
-    assert found.steps == 6
+    figures = world.run()
+    assert figures.steps == 6
     if world.limits.max_staleness is not None:
-        assert found.age_max <= world.limits.max_staleness
-    assert all(actor.busy_s + actor.stalled_s <= found.seconds + 1e-6 for actor in world.actors.all)
-    assert found.learner_busy + sum(found.learner_waited.values()) == pytest.approx(1.0, abs=1e-6)
+        assert figures.age_max <= world.limits.max_staleness
+    assert all(actor.busy_s + actor.stalled_s <= figures.seconds + 1e-6 for actor in world.actors.all)
+    assert figures.learner_busy + sum(figures.learner_waited.values()) == pytest.approx(1.0, abs=1e-6)
     # The ledger: every dispatched sample is open, trained, or set aside by a rule; nothing else has a fate.
     fates = world.ring.fates
     still = int((world.ring.state != 0).sum())
     assert int((fates == DISPATCHED).sum()) == still
-    assert int((fates == ord("T")).sum()) == found.samples_trained
+    assert int((fates == ord("T")).sum()) == figures.samples_trained
     assert not np.isin(fates, list(ACCIDENTS)).any()
-    ended = found.samples_trained + 4 * sum(found.set_aside.values())
+    ended = figures.samples_trained + 4 * sum(figures.set_aside.values())
     assert int((fates != 0).sum()) == still + ended
     lacking = sum(sum(group.lengths) for group in world.groups.values()) - _unmade(world)
-    assert world.counts.generated == lacking + _made(world)
+    assert world.counts.generated == lacking + _generated(world)
 
 
 def _unmade(world: Any) -> int:
     """Tokens that the open groups still lack (those of running sequences count at their end)."""
-    return sum(world._to_make[slot] for slot in np.flatnonzero(world.ring.state).tolist())
+    return sum(world.scheduler.to_make[slot] for slot in np.flatnonzero(world.ring.state).tolist())
 
 
-def _made(world: Any) -> int:
+def _generated(world: Any) -> int:
     """Tokens of all groups that ended."""
     return int(sum(world.counts.drawn)) - sum(sum(group.lengths) for group in world.groups.values())
 
 
 def test_one_actor_and_fixed_lengths_give_the_closed_form(checked: Make) -> None:
     # sync: 2 groups of 4 in 8 rows, each of 50 tokens: 50 steps of 10 ms + 8 x 1 ms, then 8 x 50 tokens of training.
-    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
-                    "learner.checkpoint_every=0")
+    loaded = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
+                      "learner.checkpoint_every=0")
     times = replace(FREE_TIMES, row_s=0.001, learner_step_s=0.1, learner_token_s=0.001, publish_s=0.05, sequence_s=0.01)
-    found = checked(made, times, answers([(50, 50, 50, 50)]), steps=10).run()
+    figures = checked(loaded, times, answers([(50, 50, 50, 50)]), steps=10).run()
     generating, training = 8 * 0.01 + 50 * (0.01 + 8 * 0.001), 0.1 + 400 * 0.001 + 0.05
-    assert found.seconds == pytest.approx(10 * (generating + training))
-    assert found.actors_busy == pytest.approx(generating / (generating + training))
-    assert found.learner_busy == pytest.approx(training / (generating + training))
-    assert found.ages == {0: 1.0}
+    assert figures.seconds == pytest.approx(10 * (generating + training))
+    assert figures.actors_busy == pytest.approx(generating / (generating + training))
+    assert figures.learner_busy == pytest.approx(training / (generating + training))
+    assert figures.ages == {0: 1.0}
 
 
 def test_rows_that_are_too_few_are_used_one_after_the_other(checked: Make) -> None:
-    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=1",
-                    "learner.checkpoint_every=0")
-    found = checked(made, FREE_TIMES, answers([(10, 20, 30, 40)]), steps=3, actors=2).run()
+    loaded = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=1",
+                      "learner.checkpoint_every=0")
+    figures = checked(loaded, FREE_TIMES, answers([(10, 20, 30, 40)]), steps=3, actors=2).run()
     # 200 tokens over two actors, the longest first come first served: 10+30+10+30+... ends at 1.1 s of at least 1.0.
-    assert 3 * 1.0 <= found.seconds <= 3 * 1.2
-    assert found.actors_busy > 0.85
+    assert 3 * 1.0 <= figures.seconds <= 3 * 1.2
+    assert figures.actors_busy > 0.85
 
 
 def test_new_weights_stop_every_running_actor_once(checked: Make) -> None:
-    made = topology("groups.size=4", "learner.trigger.n_min=1", "generation.max_batch=4", "learner.checkpoint_every=0")
-    without = checked(made, FREE_TIMES, answers([(50, 50, 50, 50)]), steps=40).run()
-    with_stalls = checked(made, replace(FREE_TIMES, weights_s=0.1), answers([(50, 50, 50, 50)]), steps=40).run()
+    loaded = topology(
+        "groups.size=4", "learner.trigger.n_min=1", "generation.max_batch=4", "learner.checkpoint_every=0"
+    )
+    without = checked(loaded, FREE_TIMES, answers([(50, 50, 50, 50)]), steps=40).run()
+    with_stalls = checked(loaded, replace(FREE_TIMES, weights_s=0.1), answers([(50, 50, 50, 50)]), steps=40).run()
     assert with_stalls.seconds == pytest.approx(without.seconds + 40 * 0.1, rel=0.06)
     assert with_stalls.actors_stalled == pytest.approx(40 * 0.1 / with_stalls.seconds, rel=0.1)
 
 
 def test_a_fast_learner_never_slows_generation_and_a_slow_one_limits_it(checked: Make) -> None:
-    made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0")
+    loaded = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0")
     given_answers = answers([(50, 60, 70, 80, 50, 60, 70, 80)])
-    slow = checked(made, replace(FREE_TIMES, learner_step_s=5.0), given_answers, steps=20).run()
+    slow = checked(loaded, replace(FREE_TIMES, learner_step_s=5.0), given_answers, steps=20).run()
     assert slow.learner_busy > 0.85
     assert slow.step_s == pytest.approx(5.0, rel=0.1)
 
 
 def test_a_reward_is_a_server_with_a_rate_and_shared_queue(checked: Make) -> None:
-    made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0")
+    loaded = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0")
     given_answers = answers([(50, 60, 70, 80, 50, 60, 70, 80)])
     slow = replace(FREE_TIMES, reward_call_s=0.5)
-    one = checked(made, slow, given_answers, steps=20).run()
+    single = checked(loaded, slow, given_answers, steps=20).run()
     # 32 answers a step, half a second each: a delay of half a second would cost a step next to nothing.
-    assert one.step_s == pytest.approx(16.0, rel=0.05) and one.reward_busy == pytest.approx(1.0, abs=0.02)
-    assert one.actors_busy < 0.2 and one.completion_mean_s > 16.0
-    made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0",
-                    "reward.workers=4")
-    four = checked(made, slow, given_answers, steps=20).run()
+    assert single.step_s == pytest.approx(16.0, rel=0.05) and single.reward_busy == pytest.approx(1.0, abs=0.02)
+    assert single.actors_busy < 0.2 and single.completion_mean_s > 16.0
+    loaded = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0",
+                      "reward.workers=4")
+    four = checked(loaded, slow, given_answers, steps=20).run()
     assert four.step_s == pytest.approx(4.0, rel=0.05) and four.reward_busy > 0.95
-    quick = checked(made, replace(FREE_TIMES, reward_call_s=0.001), given_answers, steps=20).run()
+    quick = checked(loaded, replace(FREE_TIMES, reward_call_s=0.001), given_answers, steps=20).run()
     assert 0 < quick.reward_busy < 0.05 and quick.step_s < 1.5
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not(checked: Make) -> None:
-    made = topology("learner.trigger.n_min=4", "scheduler.policy=sjf")
+    loaded = topology("learner.trigger.n_min=4", "scheduler.policy=sjf")
     random = np.random.default_rng(0)
     lengths = [tuple(random.integers(1, 200, 8).tolist()) for _ in range(50)]
     times = Times(speed_spread=0.2)
-    one, two, other = (
-        checked(made, times, answers(lengths, 0.2, seed=seed), actors=3, steps=10, seed=seed).run()
+    first, second, other = (
+        checked(loaded, times, answers(lengths, 0.2, seed=seed), actors=3, steps=10, seed=seed).run()
         for seed in (1, 1, 2)
     )
-    assert one.to_json() == two.to_json()
-    assert one.rows == two.rows
-    assert one.to_json() != other.to_json()
+    assert first.to_json() == second.to_json()
+    assert first.rows == second.rows
+    assert first.to_json() != other.to_json()
 
 
 def test_an_answer_in_segments_continues_first_and_pays_prefill_again(checked: Make) -> None:
-    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
-                    "learner.checkpoint_every=0")
+    loaded = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
+                      "learner.checkpoint_every=0")
     times = replace(FREE_TIMES, prefill_token_s=0.001)
-    whole = checked(made, times, answers([(40, 40, 40, 40)]), steps=4).run()
-    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
-                    "learner.checkpoint_every=0", "segments.length=10", "segments.max_segments=4",
-                    "generation.max_new_tokens=40")
-    cut = checked(made, times, answers([(40, 40, 40, 40)]), steps=4).run()
+    uncut = checked(loaded, times, answers([(40, 40, 40, 40)]), steps=4).run()
+    loaded = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
+                      "learner.checkpoint_every=0", "segments.length=10", "segments.max_segments=4",
+                      "generation.max_new_tokens=40")
+    cut = checked(loaded, times, answers([(40, 40, 40, 40)]), steps=4).run()
     prefill = 8 * (10 + 20 + 30 + 3 * (1 + len("prompt 0") // 4)) * 0.001
-    assert cut.seconds == pytest.approx(whole.seconds + 4 * prefill, rel=1e-3)
+    assert cut.seconds == pytest.approx(uncut.seconds + 4 * prefill, rel=1e-3)
 
 
 def test_episodes_leave_rows_during_tools_and_reread_unkept_paths_afterwards(checked: Make) -> None:
@@ -180,29 +182,29 @@ def test_episodes_leave_rows_during_tools_and_reread_unkept_paths_afterwards(che
     reading = replace(FREE_TIMES, prefill_token_s=0.001)
     again = seconds(reading)
     assert again > plain + 2 * 4 * 20 * 0.001
-    kept, lost = (seconds(reading, f"generation.prefix_keep_s={limit}") for limit in (10, 0.1))
-    assert lost == pytest.approx(again) and kept == pytest.approx(again - 2 * 4 * (20 + 3) * 0.001, abs=1e-6)
+    keeping, losing = (seconds(reading, f"generation.prefix_keep_s={limit}") for limit in (10, 0.1))
+    assert losing == pytest.approx(again) and keeping == pytest.approx(again - 2 * 4 * (20 + 3) * 0.001, abs=1e-6)
 
 
 def test_an_open_stream_ends_when_its_last_prompt_is_trained(checked: Make) -> None:
-    made = topology("groups.size=4", "learner.trigger.n_min=3", "generation.max_batch=8")
+    loaded = topology("groups.size=4", "learner.trigger.n_min=3", "generation.max_batch=8")
     given_answers = answers([(20, 30, 20, 30)] * 10, endless=False)
     tasks = [replace(task, arrival_s=0.5 * i) for i, task in enumerate(given_answers.tasks)]
     given_answers.tasks = tasks
-    found = checked(made, FREE_TIMES, given_answers, steps=1000).run()
-    assert found.samples_trained == 40
-    assert found.seconds == pytest.approx(9 * 0.5 + 0.3, abs=0.1)
-    assert found.completion_mean_s == pytest.approx(0.25, abs=0.05)
-    assert found.causes == {"count": 3, "drain": 1}
+    figures = checked(loaded, FREE_TIMES, given_answers, steps=1000).run()
+    assert figures.samples_trained == 40
+    assert figures.seconds == pytest.approx(9 * 0.5 + 0.3, abs=0.1)
+    assert figures.completion_mean_s == pytest.approx(0.25, abs=0.05)
+    assert figures.causes == {"count": 3, "drain": 1}
 
 
 def test_a_run_of_flat_groups_says_what_it_stands_still_for(checked: Make) -> None:
-    made = topology("learner.trigger.n_min=2", "weights.mode=sync")
+    loaded = topology("learner.trigger.n_min=2", "weights.mode=sync")
     given_answers = answers([(5,) * 8] * 40, endless=False)
     given_answers.tasks = [replace(task, rewards=(1.0,) * 8) for task in given_answers.tasks]
-    found = checked(made, FREE_TIMES, given_answers, steps=5).run()
-    assert found.steps == 0
-    assert found.set_aside == {"f": 40}
+    figures = checked(loaded, FREE_TIMES, given_answers, steps=5).run()
+    assert figures.steps == 0
+    assert figures.set_aside == {"f": 40}
 
 
 def test_no_actor_is_refused() -> None:
@@ -217,39 +219,40 @@ def test_no_actor_is_refused() -> None:
 
 def test_rounds_of_segments_train_what_is_whole_and_carry_the_rest_over(checked: Make) -> None:
     # Groups of 30 and of 10 tokens by turns, rounds of 2 groups, segments of 10: waves of 10 decoding steps each.
-    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
-                    "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
-                    "segments.max_segments=3", "segments.rounds=segments")
-    world = checked(made, FREE_TIMES, answers([(30,) * 4, (10,) * 4]), steps=8)
-    found = world.run()
-    assert [row.groups for row in found.rows[:4]] == [1, 1, 2, 2]  # the first long ones are whole after three waves
-    assert found.seconds == pytest.approx(8 * 0.1, abs=0.08)
-    assert found.age_max == 2 and found.age_max <= world.limits.max_age
+    loaded = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
+                      "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
+                      "segments.max_segments=3", "segments.rounds=segments")
+    world = checked(loaded, FREE_TIMES, answers([(30,) * 4, (10,) * 4]), steps=8)
+    figures = world.run()
+    assert [row.groups for row in figures.rows[:4]] == [1, 1, 2, 2]  # the first long ones are whole after three waves
+    assert figures.seconds == pytest.approx(8 * 0.1, abs=0.08)
+    assert figures.age_max == 2 and figures.age_max <= world.limits.max_age
 
 
 def test_a_segment_round_is_admitted_whole_and_begins_when_it_is(checked: Make) -> None:
-    given = ("groups.size=4", "learner.trigger.n_min=8", "weights.mode=sync", "generation.max_batch=8",
+    overrides = ("groups.size=4", "learner.trigger.n_min=8", "weights.mode=sync", "generation.max_batch=8",
              "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
              "segments.max_segments=3", "segments.rounds=segments")
     lengths = answers([(30,) * 4, (10,) * 4])
-    world = checked(topology(*given, "scheduler.ahead=32"), FREE_TIMES, lengths, steps=6)
-    takes = world._take
+    world = checked(topology(*overrides, "scheduler.ahead=32"), FREE_TIMES, lengths, steps=6)
+    take = world.ring.take
 
-    def watched(index: int) -> None:
+    def watched(limit: int) -> list[int]:
         allowed = world.scheduler.waves.claimable(world.ring.lines, world.scheduler.next_admission)
         assert all(allowed[slot] for _, _, slot in world.ring.queue)
-        takes(index)
+        return take(limit)
 
-    world._take = watched
-    assert world.run().rows == checked(topology(*given), FREE_TIMES, lengths, steps=6).run().rows
+    world.ring.take = watched
+
+    assert world.run().rows == checked(topology(*overrides), FREE_TIMES, lengths, steps=6).run().rows
 
 
 def test_rounds_of_segments_go_on_when_a_wave_completes_nothing(checked: Make) -> None:
-    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
-                    "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
-                    "segments.max_segments=3", "segments.rounds=segments")
-    found = checked(made, FREE_TIMES, answers([(25,) * 4]), steps=3).run()
-    assert found.steps == 3 and all(row.groups == 2 for row in found.rows)
+    loaded = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
+                      "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
+                      "segments.max_segments=3", "segments.rounds=segments")
+    figures = checked(loaded, FREE_TIMES, answers([(25,) * 4]), steps=3).run()
+    assert figures.steps == 3 and all(row.groups == 2 for row in figures.rows)
 
 
 def test_the_actor_that_has_been_idle_longest_is_fed_first() -> None:

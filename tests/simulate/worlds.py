@@ -25,23 +25,23 @@ def topology(*overrides: str) -> Topology:
 
 
 def answers(lengths: list[tuple[int, ...]], flat_share: float = 0.0, **more: Any) -> TraceAnswers:
-    tasks = [TracedPrompt(f"prompt {i}", one, tag="a") for i, one in enumerate(lengths)]
+    tasks = [TracedPrompt(f"prompt {i}", group, tag="a") for i, group in enumerate(lengths)]
     return TraceAnswers(tasks, len(lengths[0]), 512, flat_share=flat_share, **more)
 
 
 class Checked(World):
     """Checks after every event what must never be broken."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.trained: list[int] = []
         self.last = 0.0
         self.most_in_flight = 0
 
-    def _handle(self, kind: int, time: float, one: int, stamp: int) -> None:
+    def handle(self, kind: int, time: float, subject: int, stamp: int) -> None:
         assert self.now >= self.last, "the clock went back"
         self.last = self.now
-        super()._handle(kind, time, one, stamp)
+        super().handle(kind, time, subject, stamp)
         in_flight = len(self.groups) + self.learner.unpublished
         self.most_in_flight = max(self.most_in_flight, in_flight)
         assert in_flight <= self.limits.B, "more groups in flight than admitted"
