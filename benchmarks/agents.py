@@ -62,7 +62,7 @@ class Episode:
             text = (words * 100)[: 4 * ids // turns // 2]
             drawn = np.array([*chat.tokenizer.encode(f"{turn} {text}")[: ids // turns // 2], 1], np.int32)
             asked = self.ask([json.dumps(one).encode() for one in self.messages])
-            said, end = chat.said(drawn)
+            said, end = chat.text_and_end(drawn)
             message = {"role": "assistant", "content": said}
             self.tree.answer(asked, drawn, -np.ones(len(drawn), np.float32), np.ones(len(drawn), np.uint32), 1, message,
                              said, end).delivered = True

@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -125,7 +125,7 @@ def _tokenizer() -> str:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train(files, trainers.BpeTrainer(vocab_size=2000, special_tokens=SPECIAL, initial_alphabet=alphabet,
                                           show_progress=False))
-    core.add_tokens([AddedToken(one, normalized=False) for one in MARKS])
+    core.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
     return str(core.to_str())
 
 
@@ -143,7 +143,7 @@ def renderer(path: Path, template: str, history: Any = "extend") -> Renderer:
     assert text is not None
     special = text.special_ids()
     ends = ("<|im_end|>", "<|endoftext|>", "</s>", "<|user|>", "<|observation|>")
-    return Renderer(text, frozenset(special[one] for one in ends), history)
+    return Renderer(text, frozenset(special[name] for name in ends), history)
 
 
 @dataclass
@@ -167,22 +167,22 @@ class World:
     def ask(self, messages: Sequence[Any], tools: Any = None, wanted: int = 4096, arguments: Any = None) -> Any:
         """A call under way: (asked, what the renderer said)."""
         history = self.tree.read(messages, tools, arguments)
-        found = self.chat.prompt(self.tree, history, tools, arguments)
-        asked = self.tree.ask(found.parent, found.new, wanted, history, found.text)
-        self.streams.append(asked.stream)
-        return asked, tools or []
+        prompted = self.chat.prompt(self.tree, history, tools, arguments)
+        call = self.tree.ask(prompted.parent, prompted.new, wanted, history, prompted.text)
+        self.streams.append(call.stream)
+        return call, tools or []
 
     def answer(self, call: Any, text: str, end: str | None = None, deliver: bool = True) -> Turn:
-        asked, tools = call
-        prompt = tuple(asked.prompt.tolist())
+        under_way, tools = call
+        prompt = tuple(under_way.prompt.tolist())
         ids = [*self.split(text), self.chat.special_ids[end or self.end_of(text)]]
-        finish = Finish.EOS if len(ids) <= asked.room else Finish.LENGTH
-        ids = ids[: asked.room]
+        finish = Finish.EOS if len(ids) <= under_way.room else Finish.LENGTH
+        ids = ids[: under_way.room]
         scores = tuple(float(np.float32(-self.random.random())) for _ in ids)
-        said, ended = self.chat.said(ids)
-        message, _ = self.maker.message(said, asked.text or "", tools, asked.number)
+        words, ended = self.chat.text_and_end(ids)
+        message, _ = self.maker.message(words, under_way.text or "", tools, under_way.number)
         version = len(self.log)
-        turn = self.tree.answer(asked, ids, scores, [version] * len(ids), finish, message, said, ended)
+        turn = self.tree.answer(under_way, ids, scores, [version] * len(ids), finish, message, words, ended)
         turn.delivered = deliver
         self.log.append((prompt, tuple(ids), scores))
         return turn
@@ -202,9 +202,9 @@ class World:
         """Ids of `text` that the tokenizer would not choose; a special token stays one."""
         ids: list[int] = []
         while text:
-            whole = next((one for one in (*SPECIAL, *MARKS) if text.startswith(one)), "")
-            piece = whole or text[: self.random.randint(1, 6)]
-            if not whole and "<" in piece[1:]:
+            special = next((token for token in (*SPECIAL, *MARKS) if text.startswith(token)), "")
+            piece = special or text[: self.random.randint(1, 6)]
+            if not special and "<" in piece[1:]:
                 piece = piece[: piece.index("<", 1)]
             ids += self.chat.tokenizer.encode(piece)
             text = text[len(piece):]
@@ -212,31 +212,31 @@ class World:
 
     def exact(self) -> tuple[int, int, int, int]:
         """Turns that are wrong, lost or doubled in the arrays for training, and those that were left out."""
-        found = self.tree.trajectory()
-        if found is None:
+        trajectory = self.tree.trajectory()
+        if trajectory is None:
             return 0, 0, 0, len(self.log)
-        log, seen = Counter(self.log), Counter(kept(found))
-        lost = (log - seen).total() - found.undelivered
-        doubled = sum(count > log[one] for one, count in seen.items() if one in log)
-        wrong = sum(count for one, count in seen.items() if one not in log)
-        return wrong, lost, doubled, found.undelivered
+        log, seen = Counter(self.log), Counter(turns_of(trajectory))
+        lost = (log - seen).total() - trajectory.undelivered
+        doubled = sum(count > log[turn] for turn, count in seen.items() if turn in log)
+        wrong = sum(count for turn, count in seen.items() if turn not in log)
+        return wrong, lost, doubled, trajectory.undelivered
 
 
-def kept(found: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
+def turns_of(trajectory: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
     """(what was read, what was drawn, its log-probabilities) of each turn, from the arrays alone; their rules hold."""
-    starts = np.concatenate([[0], np.cumsum(found.seqs)])
-    assert starts[-1] == len(found.ids) and len(found.seqs) >= 1 and len(found.turns) >= 1
+    starts = np.concatenate([[0], np.cumsum(trajectory.seqs)])
+    assert starts[-1] == len(trajectory.ids) and len(trajectory.seqs) >= 1 and len(trajectory.turns) >= 1
     turns, at, place = [], 0, (-1, 0)
-    for sequence, begin, end, *_ in found.turns.tolist():
-        assert 1 <= begin < end <= found.seqs[sequence] and (sequence, begin) >= place
+    for sequence, begin, end, *_ in trajectory.turns.tolist():
+        assert 1 <= begin < end <= trajectory.seqs[sequence] and (sequence, begin) >= place
         place = (sequence, end)
-        ids = found.ids[starts[sequence] : starts[sequence + 1]].tolist()
-        scores = found.logprobs[at : at + end - begin]
+        ids = trajectory.ids[starts[sequence] : starts[sequence + 1]].tolist()
+        scores = trajectory.logprobs[at : at + end - begin]
         assert np.isfinite(scores).all() and (scores <= 0).all()
-        assert len(set(found.versions[at : at + end - begin].tolist())) == 1
+        assert len(set(trajectory.versions[at : at + end - begin].tolist())) == 1
         turns.append((tuple(ids[:begin]), tuple(ids[begin:end]), tuple(map(float, scores))))
         at += end - begin
-    assert at == len(found.logprobs) == len(found.versions)
+    assert at == len(trajectory.logprobs) == len(trajectory.versions)
     return turns
 
 
@@ -250,21 +250,21 @@ def calling(template: str, *pairs: tuple[int, int], text: str = "", gap: str = "
     if template == "glm":
         values = "<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>b</arg_key>\n<arg_value>{}</arg_value>\n"
         bodies = ["add\n" + values.format(*pair) for pair in pairs]
-        return text + "".join(f"\n<tool_call>{one}</tool_call>" for one in bodies)
-    return (f"{text}\n" if text else "") + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in bodies)
+        return text + "".join(f"\n<tool_call>{body}</tool_call>" for body in bodies)
+    return (f"{text}\n" if text else "") + "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
 def rebuilt(message: dict[str, Any]) -> dict[str, Any]:
     """A message as frameworks write it back: stripped, JSON re-spelt, other ids, reasoning gone."""
-    made: dict[str, Any] = {"content": (message["content"] or "").strip() or None, "role": message["role"]}
+    echo: dict[str, Any] = {"content": (message["content"] or "").strip() or None, "role": message["role"]}
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [
+        echo["tool_calls"] = [
             {"type": "function", "id": f"x{place}", "function": {
                 "arguments": json.dumps(dict(reversed(json.loads(call["function"]["arguments"]).items())), indent=1),
                 "name": call["function"]["name"]}}
             for place, call in enumerate(calls)
         ]
-    return made
+    return echo
 
 
 def dumped(message: dict[str, Any]) -> dict[str, Any]:
@@ -273,9 +273,9 @@ def dumped(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class Engine:
-    """Draws the given texts in turn, its own word when they are used up, after any number of other things; keeps what
-    it read and drew. `closed`: answers nothing until it is set open. Who listens is told every id, all but the last of
-    them before `ending` is set."""
+    """Draws the texts in turn, and "Word N." when they are used up, after any number of steps of the loop; logs what it
+    read and drew. Answers nothing until `open` is set. A listener gets all ids but the last before `ending` is set.
+    `instead` answers calls in its place."""
 
     def __init__(self, chat: Renderer, texts: Iterator[str] | None = None) -> None:
         self.world = World(chat, random.Random(4))
@@ -286,8 +286,11 @@ class Engine:
         self.open.set()
         self.ending.set()
         self.fails = 0
+        self.instead: Callable[[Call], Awaitable[EngineAnswer]] | None = None
 
     async def __call__(self, call: Call) -> EngineAnswer:
+        if self.instead is not None:
+            return await self.instead(call)
         self.calls += 1
         number, self.running = self.calls, self.running + 1
         self.most, prompt = max(self.most, self.running), tuple(call.prompt.tolist())
@@ -306,8 +309,8 @@ class Engine:
         finish = Finish.EOS if len(ids) <= call.max_new_tokens else Finish.LENGTH
         ids = ids[: call.max_new_tokens]
         if call.on_ids is not None:
-            for one in ids[:-1]:
-                call.on_ids([one])
+            for token in ids[:-1]:
+                call.on_ids([token])
             await self.ending.wait()
             call.on_ids(ids[-1:])
         scores = np.array([-self.world.random.random() for _ in ids], np.float32)

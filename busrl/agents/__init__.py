@@ -1,7 +1,9 @@
-"""Episodes of many model calls, in exact token ids: the tree of turns, messages as ids, text as messages.
+"""Episodes of many model calls, in exact token ids: the tree of turns, messages as ids, and text as messages.
 
-The role `agent` (`busrl.agents.roles.agent`) plays the user's functions with it, in children (`pool`).
-`Episode.answer_once` waits for its user: a role that answers clients over HTTP, which may ask again.
+Three roles stand on it (`busrl.agents.roles`): `agent` plays the user's functions and programs in processes of their
+own (`pool`), `serve` lets clients claim samples over HTTP (`http`), and `atropos` takes groups that environments scored
+(`scored_groups`).
 
-Knows nothing of slots, the bus or engines: a role gives it a function that answers a call, and takes the trajectory.
+All but `roles`, `samples` and `trials` knows nothing of slots, the bus or engines: a role passes in a function that
+answers a model call, and takes the trajectory.
 """

@@ -1,11 +1,12 @@
-"""Environments of other libraries as episodes: `load` gives what `busrl.agents.child` plays instead of a function.
+"""Environments of other libraries as episodes: `load` makes the adapter that `busrl.agents.child` plays.
 
-Talks to gymnasium, textarena and verifiers, which are imported where they are used, and to OpenEnv's servers by their
+Talks to gymnasium, textarena and verifiers, which are imported where they are used, and to OpenEnv's servers over their
 WebSocket. Knows nothing of slots, rings or topologies.
 
 - `index` of the data's line is the seed of an environment, or the number of a task: the same line is the same episode.
-- What an environment shows is a turn of the user; its step's reward is that of the turn, the last one's the return.
-- Steps run in threads. An environment belongs to one episode at a time, and is thrown away where a step raises.
+- What an environment shows is a message of the user. The reward of a step belongs to the turn with the action; that of
+  the last step is the episode's.
+- Steps run in threads. An environment belongs to one episode at a time; if a step raises it is not used again.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from busrl.data.sources import INDEX, INDICES
 from busrl.errors import AgentNotLoaded, CallRefused, cause
 from busrl.states import ENVIRONMENT
 
-THREADS = 1024  # environments that step at the same time
+THREADS = 1024  # at most so many environments step at once
 REPLY_S = 120.0  # an OpenEnv server answers within this time
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-USED_UP = "context_length_exceeded"  # of a call
-DIGITS = 4  # of the numbers in an observation
+USED_UP = "context_length_exceeded"  # the code of a call without room
+DIGITS = 4  # after the point, of the numbers in an observation
 
 
 class NoAction(Exception):
-    """The answer holds no action that the environment takes."""
+    """The answer holds no valid action of the environment."""
 
 
 class Shown(NamedTuple):
-    """The text that an environment shows. `seat`: of the player whose turn is next."""
+    """The text that an environment shows. `seat`: that of the player whose turn is next."""
 
     text: str
     reward: float = 0.0
@@ -50,45 +51,45 @@ class Shown(NamedTuple):
 
 
 class Game(ABC):
-    """An episode of an environment; the model that is trained has seat `own`, the others are played untrained."""
+    """An episode of an environment. The trained model has the `trained_seat`; all others are played untrained."""
 
-    own = 0
+    trained_seat = 0
 
     @abstractmethod
     async def reset(self) -> Shown: ...
 
     @abstractmethod
     async def step(self, answer: str) -> Shown:
-        """`NoAction` where the answer is none."""
+        """Take the action in an answer; `NoAction` if it holds none."""
 
 
 class Adapter(ABC):
-    """Plays episodes of one environment; `options` make the environment. `beside`: the folder of the topology."""
+    """Plays episodes of one environment, which `options` configure. `beside`: the folder of the topology."""
 
-    package, remedy, beside = "", "", "."
+    package, remedy = "", ""
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self.name, self.options = name, dict(options)
+    def __init__(self, name: str, options: Mapping[str, Any], beside: str = ".") -> None:
+        self.name, self.options, self.beside = name, dict(options), beside
 
     async def setup(self) -> None:
-        """Import and make what every episode needs."""
+        """Import and make what the episodes share."""
 
     async def trial(self) -> None:
-        """Begin one episode, as a check, where that needs no model."""
+        """Begin an episode as a check, where that needs no model."""
 
     @abstractmethod
     async def episode(self, task: dict[str, Any], llm: Llm) -> float:
-        """Play one to its end; its return."""
+        """Play an episode to its end; returns its reward."""
 
     async def close(self) -> None:
-        """Let go of what `setup` made."""
+        """Close what `setup` made."""
 
 
 class Games(Adapter):
-    """Plays an environment turn by turn. It takes its own options; the others make the environment."""
+    """Plays an environment turn by turn. Takes its own keys from the options; the others configure the environment."""
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        super().__init__(name, options)
+    def __init__(self, name: str, options: Mapping[str, Any], beside: str = ".") -> None:
+        super().__init__(name, options, beside)
         self._system = str(self.options.pop("system", ""))
         self._chat = bool(self.options.pop("chat", True))
         self._action = re.compile(str(self.options.pop("action", "")))
@@ -111,19 +112,19 @@ class Games(Adapter):
             first = [{"role": "system", "content": self._system}] if self._system else []
             messages: dict[int, list[Any]] = {}
             while not shown.over:
-                mine = shown.seat == game.own
-                model = llm if mine else llm.untrained()
+                trained = shown.seat == game.trained_seat
+                model = llm if trained else llm.untrained()
                 answer = await self._ask(model, messages.setdefault(shown.seat, list(first)), shown.text)
                 try:
-                    shown = await game.step(self._found(answer))
+                    shown = await game.step(self._action_in(answer))
                 except NoAction as problem:
-                    raise Failed(self._no_action if mine else 0.0, str(problem)) from None
-                if mine and shown.reward and not shown.over:
+                    raise Failed(self._no_action if trained else 0.0, str(problem)) from None
+                if trained and shown.reward and not shown.over:
                     await llm.reward(shown.reward)
             return shown.reward
 
     async def _ask(self, llm: Llm, messages: list[Any], text: str) -> str:
-        """The model's answer: to the conversation, or without `chat` to the text as it stands."""
+        """The model's answer to the conversation, or without `chat` to the bare text."""
         if not self._chat:
             return str((await llm.complete(self._system + text)).text)
         messages.append({"role": "user", "content": text})
@@ -131,17 +132,17 @@ class Games(Adapter):
         messages.append(reply)
         return str(reply.get("content") or "")
 
-    def _found(self, answer: str) -> str:
-        """The last match of `action` (its first group, if it has one); without one the whole answer."""
+    def _action_in(self, answer: str) -> str:
+        """The last match of `action` (its first group, if it has one); the whole answer if `action` is empty."""
         if not self._action.pattern:
             return answer.strip()
         if not (matches := list(self._action.finditer(answer))):
             raise NoAction(f"nothing in the answer matches action = {self._action.pattern!r}")
-        found = matches[-1]
-        return str(found[1] if found.re.groups else found[0])
+        match = matches[-1]
+        return str(match[1] if match.re.groups else match[0])
 
-    async def _run(self, function: Callable[..., Any], *given: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *given)
+    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
 
 # -- gymnasium --------------------------------------------
@@ -150,9 +151,9 @@ class Games(Adapter):
 class Gymnasium(Games):
     package, remedy = "gymnasium", "pip install gymnasium"
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        super().__init__(name, options)
-        self._free: list[Any] = []  # environments that no episode has
+    def __init__(self, name: str, options: Mapping[str, Any], beside: str = ".") -> None:
+        super().__init__(name, options, beside)
+        self._free: list[Any] = []  # environments without an episode
 
     async def setup(self) -> None:
         import gymnasium
@@ -162,20 +163,20 @@ class Gymnasium(Games):
 
     @asynccontextmanager
     async def game(self, index: int) -> AsyncIterator[Game]:
-        made = self._free.pop() if self._free else await self._run(self._make)
+        environment = self._free.pop() if self._free else await self._run(self._make)
         try:
-            yield _GymnasiumGame(made, index, self._run)
+            yield _GymnasiumGame(environment, index, self._run)
         except Failed:  # an answer was no action
-            self._free.append(made)  # the next episode resets it
+            self._free.append(environment)  # the next episode resets it
             raise
         except BaseException:
-            made.close()
+            environment.close()
             raise
-        self._free.append(made)
+        self._free.append(environment)
 
     async def close(self) -> None:
-        for made in self._free:
-            made.close()
+        for environment in self._free:
+            environment.close()
         await super().close()
 
 
@@ -193,13 +194,13 @@ class _GymnasiumGame(Game):
         return Shown(self._text(observation), float(reward), bool(terminated or truncated))
 
     def _text(self, observation: Any) -> str:
-        """The rendering of a game that renders text, else the observation."""
+        """The rendering of an environment that renders text, else the observation."""
         return str(self._environment.render() if self._environment.render_mode == "ansi" else text_of(observation))
 
 
 def gymnasium_action(space: Any, answer: str) -> Any:
-    """The action in an answer: its text, its last whole number, or as many numbers as the space has; NoAction if it
-    has none."""
+    """The action in an answer, by the kind of space: the text, the last whole number, or as many numbers as the space
+    has. NoAction if the answer holds none."""
     kind = type(space).__name__
     numbers = NUMBER.findall(answer)
     if kind == "Text":
@@ -217,7 +218,7 @@ def gymnasium_action(space: Any, answer: str) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """An observation: a text as it is, all else as JSON."""
+    """The text of an observation: a text as it is, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False)
 
 
@@ -236,11 +237,11 @@ def _plain(value: Any) -> Any:
 
 
 class TextArena(Games):
-    """Games of one or more players: the trained one's seat is the index modulo `players`, the untrained model has the
-    others."""
+    """Games of one or more players: the trained seat is the index modulo `players`; the untrained model has all other
+    seats."""
 
     package, remedy = "textarena", "pip install textarena"
-    _lock = threading.Lock()  # games draw from the one generator of the process
+    _lock = threading.Lock()  # all games draw from the random generator of the process
 
     async def setup(self) -> None:
         import textarena
@@ -252,18 +253,18 @@ class TextArena(Games):
     async def game(self, index: int) -> AsyncIterator[Game]:
         yield _TextArenaGame(self, index, await self._run(self._alone, self._make))
 
-    def _alone(self, function: Callable[..., Any], *given: Any) -> Any:
+    def _alone(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with self._lock:
-            return function(*given)
+            return function(*arguments)
 
-    async def play(self, game: _TextArenaGame, function: Callable[..., Any], *given: Any) -> Any:
-        """Run a part of a game with its own state of the generator."""
+    async def play(self, game: _TextArenaGame, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a part of a game with the generator in that game's state."""
         def run() -> Any:
             others = random.getstate()
             if game.state is not None:
                 random.setstate(game.state)
             try:
-                return function(*given)
+                return function(*arguments)
             finally:
                 game.state = random.getstate()
                 random.setstate(others)
@@ -272,11 +273,11 @@ class TextArena(Games):
 
 
 class _TextArenaGame(Game):
-    state: Any = None  # of the generator, after its newest part
+    state: Any = None  # of the generator, after the newest part of the game
 
     def __init__(self, adapter: TextArena, index: int, environment: Any) -> None:
         self._adapter, self._index, self._environment = adapter, index, environment
-        self.own = index % adapter.players
+        self.trained_seat = index % adapter.players
 
     async def reset(self) -> Shown:
         return await self._adapter.play(self, self._reset)  # type: ignore[no-any-return]
@@ -293,12 +294,12 @@ class _TextArenaGame(Game):
         if not over:
             return self._shown()
         rewards, _ = self._environment.close()
-        return Shown("", float((rewards or {}).get(self.own, 0.0)), True)
+        return Shown("", float((rewards or {}).get(self.trained_seat, 0.0)), True)
 
     def _shown(self) -> Shown:
         seat, observation = self._environment.get_observation()
-        if not isinstance(observation, str):  # without wrappers: (from whom, text, kind) of each that is new
-            observation = "\n".join(str(one[1]) for one in observation if one[0] != seat)
+        if not isinstance(observation, str):  # without wrappers: (sender, text, kind) of each new message
+            observation = "\n".join(str(message[1]) for message in observation if message[0] != seat)
         return Shown(observation, seat=int(seat))
 
 
@@ -306,12 +307,12 @@ class _TextArenaGame(Game):
 
 
 class Full(Exception):
-    """The server has no room for one more session."""
+    """The server has no room for another session."""
 
 
 class OpenEnv(Games):
-    """Sessions of a server, one for each episode. `field` of the action is the answer's text, and `observation` the
-    field that is shown; an answer that is a JSON object is the whole action."""
+    """Sessions of a server, one for each episode. The answer's text is the action's field `field`, unless the answer is
+    a JSON object, which is the whole action. `observation`: the field that is shown. `sessions`: open ones."""
 
     package, remedy = "aiohttp", "pip install 'busrl[openai]'"
     _client: Any = None
@@ -322,15 +323,15 @@ class OpenEnv(Games):
         self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REPLY_S))
         self._url = re.sub(r"^ws", "http", self.name.rstrip("/").removesuffix("/ws"))
         self._shown, field = str(self.options.pop("observation", "")), str(self.options.pop("field", ""))
-        self._open, self._ended = 0, asyncio.Event()
-        async with self._client.get(f"{self._url}/schema") as found:
-            found.raise_for_status()
-            schema = (await found.json())["action"]
+        self.sessions, self._ended = 0, asyncio.Event()
+        async with self._client.get(f"{self._url}/schema") as response:
+            response.raise_for_status()
+            schema = (await response.json())["action"]
         self._properties = dict(schema.get("properties", {}))
         self._field = field or self._only(schema)
 
     def _only(self, schema: dict[str, Any]) -> str:
-        """The one field that an action has to have."""
+        """The only field that an action needs."""
         needed = schema.get("required") or [name for name in self._properties if name != "metadata"]
         if len(needed) != 1:
             raise AgentNotLoaded(f"its actions have the fields {', '.join(self._properties)}: name that of the answer "
@@ -347,19 +348,19 @@ class OpenEnv(Games):
             self._tell_end()
 
     async def _begun(self, index: int) -> _OpenEnvGame:
-        """A session. One that the server has no room for waits until another one of this process ends."""
+        """Begin a session. If the server has no room, wait until another session of this process ends."""
         while True:
             ended = self._ended
             socket = await self._client.ws_connect(f"{self._url}/ws", max_msg_size=0, heartbeat=20.0)
-            self._open += 1
+            self.sessions += 1
             try:
                 game = _OpenEnvGame(socket, self, index)
                 await game.begin()
                 return game
             except Full:
                 await socket.close()
-                self._open -= 1
-                if not self._open and not ended.is_set():
+                self.sessions -= 1
+                if not self.sessions and not ended.is_set():
                     raise
             except BaseException:
                 self._tell_end()
@@ -368,7 +369,7 @@ class OpenEnv(Games):
             await ended.wait()
 
     def _tell_end(self) -> None:
-        self._open -= 1
+        self.sessions -= 1
         self._ended.set()
         self._ended = asyncio.Event()
 
@@ -379,8 +380,8 @@ class OpenEnv(Games):
 
     def action_of(self, answer: str) -> dict[str, Any]:
         try:
-            if isinstance(whole := json.loads(answer), dict):
-                return whole
+            if isinstance(action := json.loads(answer), dict):
+                return action
         except json.JSONDecodeError:
             pass
         kind = str(self._properties.get(self._field, {}).get("type", "string"))
@@ -391,11 +392,14 @@ class OpenEnv(Games):
         return {self._field: int(float(numbers[-1])) if kind == "integer" else float(numbers[-1])}
 
     def shown(self, data: dict[str, Any]) -> Shown:
-        found = data.get("observation") or {}
-        if self._shown and self._shown not in found:
-            raise KeyError(f"observation = {self._shown!r}: the observation has the fields {', '.join(found)}")
-        found = found[self._shown] if self._shown else {k: v for k, v in found.items() if k != "metadata"}
-        return Shown(text_of(found), float(data.get("reward") or 0.0), bool(data.get("done")))
+        observation = data.get("observation") or {}
+        if self._shown and self._shown not in observation:
+            raise KeyError(f"observation = {self._shown!r}: the observation has the fields {', '.join(observation)}")
+        if self._shown:
+            content = observation[self._shown]
+        else:
+            content = {name: value for name, value in observation.items() if name != "metadata"}
+        return Shown(text_of(content), float(data.get("reward") or 0.0), bool(data.get("done")))
 
 
 class _OpenEnvGame(Game):
@@ -403,7 +407,7 @@ class _OpenEnvGame(Game):
         self._socket, self._adapter, self._index = socket, adapter, index
 
     async def begin(self) -> None:
-        """The server says that it is full before it answers anything."""
+        """Reset the environment. A full server says so before it answers this."""
         self._first = await self._say("reset", {"seed": self._index})
 
     async def reset(self) -> Shown:
@@ -413,20 +417,20 @@ class _OpenEnvGame(Game):
         return self._adapter.shown(await self._say("step", self._adapter.action_of(answer)))
 
     async def leave(self) -> None:
-        """The server has let go of the session when it closes the connection."""
+        """Close the session, which is over for the server when it closes the connection."""
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             await self._socket.send_json({"type": "close"})
             await self._socket.receive(timeout=REPLY_S)
         await self._socket.close()
 
     async def _say(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(OSError):  # closed: what it said before is still to be read
+        with contextlib.suppress(OSError):  # closed: its last message is still to be read
             await self._socket.send_json({"type": kind, "data": data})
         answer = await self._socket.receive_json(timeout=REPLY_S)
-        found: dict[str, Any] = answer.get("data") or {}
+        reply: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") == "observation":
-            return found
-        code, text = found.get("code"), str(found.get("message", answer))
+            return reply
+        code, text = reply.get("code"), str(reply.get("message", answer))
         if code == "CAPACITY_REACHED":
             raise Full(f"the server has no room for one more session: {text}")
         if code == "VALIDATION_ERROR" and kind == "step":
@@ -438,15 +442,15 @@ class _OpenEnvGame(Game):
 
 
 class Verifiers(Adapter):
-    """Environments that play an episode by themselves, with a client of their own for the model; the index is that of a
-    task. The options are the environment's configuration, as verifiers has it; `client` is the client's: verifiers' one
-    for evaluation, which sends messages, or with `type = "train"` the one that renders them itself and sends ids."""
+    """Environments of verifiers, which play an episode by themselves with a client for the model; `index` is the number
+    of a task. The options are verifiers' configuration of the environment, but for `client`, the configuration of the
+    client: that for evaluation, which sends messages, or with `type = "train"` one that renders them and sends ids."""
 
     package, remedy = "verifiers", "make agents-env, and python = \"...\" with the Python of that environment"
     _serving: Any = None
 
     def _client_config(self, vf: Any, settings: dict[str, Any]) -> Any:
-        """The configuration of every episode's client, but for its address and its key."""
+        """The configuration of the episodes' clients, without address and key."""
         settings["api_key_var"] = ""
         if settings.get("type") != "train":
             return vf.EvalClientConfig(**settings)
@@ -461,41 +465,41 @@ class Verifiers(Adapter):
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        asked = self.options.pop("client", {})
-        if not isinstance(asked, dict):
-            raise AgentNotLoaded(f'client = {asked!r}: expected a table, for example {{ type = "train" }}')
-        self._client = self._client_config(vf, dict(asked))
-        own = {"taskset": {"id": self.name}, "agent": {"runtime": {"type": "subprocess"}}}
-        self._vf, self._environment = vf, load_environment(resolve_env_config(_merged(own, self.options)))
+        client = self.options.pop("client", {})
+        if not isinstance(client, dict):
+            raise AgentNotLoaded(f'client = {client!r}: expected a table, for example {{ type = "train" }}')
+        self._client = self._client_config(vf, dict(client))
+        defaults = {"taskset": {"id": self.name}, "agent": {"runtime": {"type": "subprocess"}}}
+        self._vf, self._environment = vf, load_environment(resolve_env_config(_merged(defaults, self.options)))
         self._tasks = list(islice(iter(self._environment.taskset), INDICES))
         if not self._tasks:
             raise AgentNotLoaded("it has no task")
-        _share_tls()
+        share_tls()
         self._serving = self._environment.serving()
         await self._serving.__aenter__()
 
     async def episode(self, task: dict[str, Any], llm: Llm) -> float:
-        given = llm.openai
-        headers = {**self._client.headers, "x-busrl-episode": given["api_key"]}
-        client = self._client.model_copy(update={"base_url": given["base_url"], "headers": headers})
+        access = llm.openai
+        headers = {**self._client.headers, "x-busrl-episode": access["api_key"]}
+        client = self._client.model_copy(update={"base_url": access["base_url"], "headers": headers})
         context = self._vf.ModelContext(model="policy", client=client)
-        found = await self._environment.run_episode(self._tasks[int(task[INDEX]) % len(self._tasks)], context)
-        if not found.ok:
-            errors = [*found.errors, *(one for trace in found.traces for one in trace.errors)]
-            text = "; ".join(str(one.message) for one in errors)[:1000]
+        episode = await self._environment.run_episode(self._tasks[int(task[INDEX]) % len(self._tasks)], context)
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            text = "; ".join(str(error.message) for error in errors)[:1000]
             if USED_UP in text:
                 raise CallRefused(USED_UP, text)
             raise RuntimeError(f"verifiers: {text}")
-        return float(sum(trace.reward for trace in found.traces))
+        return float(sum(trace.reward for trace in episode.traces))
 
     async def close(self) -> None:
         if self._serving is not None:
             await self._serving.__aexit__(None, None, None)
 
 
-def _share_tls() -> None:
-    """Let all clients of verifiers have one TLS context. It makes a client for each episode, as each has a key of its
-    own, and a context takes 20 to 50 ms of CPU time."""
+def share_tls() -> None:
+    """Make all clients of verifiers share a TLS context. verifiers makes a client for each episode, since each has its
+    own key, and a context takes 20 to 50 ms of CPU time."""
     import httpx
     from verifiers.v1.clients import base
     from verifiers.v1.clients import eval as evaluating
@@ -509,11 +513,11 @@ def _share_tls() -> None:
     base.build_async_httpx = evaluating.build_async_httpx = client_of
 
 
-def _merged(own: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables; what is given goes before."""
-    both = {name: _merged(own[name], value) for name, value in given.items()
-            if isinstance(value, Mapping) and isinstance(own.get(name), dict)}
-    return {**own, **given, **both}
+def _merged(defaults: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested tables; the options win."""
+    both = {name: _merged(defaults[name], value) for name, value in options.items()
+            if isinstance(value, Mapping) and isinstance(defaults.get(name), dict)}
+    return {**defaults, **options, **both}
 
 
 ADAPTERS: dict[str, type[Adapter]] = {
@@ -522,23 +526,22 @@ ADAPTERS: dict[str, type[Adapter]] = {
 
 
 async def load(environment: str, options: Mapping[str, Any], trial: bool = False, beside: str = ".") -> Adapter:
-    """The adapter of `kind:name`, set up; with `trial` an episode was begun. AgentNotLoaded says what is missing."""
-    named = f"environment = {environment!r}"
+    """The adapter of `kind:name`, set up; with `trial` it has begun an episode. AgentNotLoaded says what is missing."""
+    setting = f"environment = {environment!r}"
     match = ENVIRONMENT.fullmatch(environment)
     if match is None:
-        raise AgentNotLoaded(f"{named}: must be one of {', '.join(ADAPTERS)}, a colon, and a name")
+        raise AgentNotLoaded(f"{setting}: must be one of {', '.join(ADAPTERS)}, a colon, and a name")
     kind = ADAPTERS[match[1]]
     try:
-        made = kind(match[2], options)
-        made.beside = beside
+        adapter = kind(match[2], options, beside)
         async with AsyncExitStack() as failed:
-            failed.push_async_callback(made.close)
-            await made.setup()
+            failed.push_async_callback(adapter.close)
+            await adapter.setup()
             if trial:
-                await made.trial()
+                await adapter.trial()
             failed.pop_all()
-        return made
+        return adapter
     except Exception as problem:
         missing = isinstance(problem, ModuleNotFoundError) and (problem.name or "").partition(".")[0] == kind.package
         why = f"the package {kind.package} is not installed: {kind.remedy}" if missing else cause(problem)
-        raise AgentNotLoaded(f"{named}: {why}") from problem
+        raise AgentNotLoaded(f"{setting}: {why}") from problem

@@ -1,11 +1,11 @@
 """The process in which the code of episodes runs: `python -m busrl.agents.child PARENT_PID`.
 
-Talks to its parent over `busrl.system.pipes` only, in lines of JSON (`busrl.agents.pool` has the parent's side): first
-an EpisodeSetup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. Knows nothing of ids, trees or
-slots.
+Talks to its parent alone, in lines of JSON over `busrl.system.pipes` (`busrl.agents.pool` has the parent's side): it
+reads an EpisodeSetup, then Begin, Answered and Cancel, and writes Ready, Beat, Asked and Over. Knows nothing of ids,
+trees or slots.
 
-- Episodes run beside each other on one loop; a function that does not await runs in a thread for each episode.
-- A thread of its own beats, and says for how long the loop has stood still, and where: user code may block it.
+- Episodes run concurrently on one loop; a function that does not await gets a thread for each episode.
+- User code may block the loop, so a separate thread sends the beats, with how long and where the loop stands still.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -29,14 +30,14 @@ from busrl.errors import AgentNotLoaded, cause
 from busrl.system import imports, pipes
 
 BEAT_S = 0.5
-LINE_BYTES = 1 << 31  # of a frame, far more than any has
-MOST_THREADS = 1 << 14  # as many as there are episodes: one that had to wait for a thread would pass for hung
-STANDS_S = 2.0  # without a step the loop is said to stand still
+LINE_BYTES = 1 << 31  # of a frame: far more than any needs
+MOST_THREADS = 1 << 14  # more than there are episodes: one that waited for a thread would be taken for hung
+STANDS_S = 2.0  # after this time without a step the loop stands still
 
 
 class EpisodeSetup(msgspec.Struct, tag="setup"):
-    """The function of episodes, or the class that has it, by its import path; or an environment with its options.
-    `trial`: begin an episode of it at once. `python`: the interpreter of the child, where it is another."""
+    """The function of episodes, or its class, by its import path; or an environment with its options. `trial`: begin an
+    episode of the environment at once. `python`: the interpreter of the child, where it is another."""
 
     function: str
     base_dir: str
@@ -61,19 +62,19 @@ class Answered(msgspec.Struct, tag="answered"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """End an episode. One that runs in a thread goes on until it asks for something."""
+    """Cancel an episode. A thread cannot be cancelled: its code runs on until its next request."""
 
     key: int
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The function is loaded and set up; `error` says why not."""
+    """The function is loaded and set up; with `error` it is not."""
 
     error: str = ""
 
 
 class Beat(msgspec.Struct, tag="beat"):
-    """The process is alive; the loop has not stepped for `stood_s`, at `where`, where that is long."""
+    """The process is alive. If the loop stands still: for how long (`stood_s`), and at which line (`where`)."""
 
     stood_s: float = 0.0
     where: str = ""
@@ -104,7 +105,7 @@ def main() -> int:
 
 
 class Process:
-    """The episodes of this process. The parent closes the pipe to end it."""
+    """The episodes of this process, which ends when the parent closes the pipe."""
 
     def __init__(self, requests: pipes.Requests, answers: int) -> None:
         self._requests, self._fd, self._lock = requests, answers, threading.Lock()
@@ -139,11 +140,11 @@ class Process:
         return 0
 
     async def _load(self, setup: EpisodeSetup) -> None:
-        """A class is made once, and keeps state: `setup()` before the first episode, `close()` after the last."""
+        """Load the function. A class is made once, and may keep state: `setup()` runs first, `close()` last."""
         if setup.environment:
             beside = os.path.realpath(setup.base_dir)
             imports.search_beside(Path(beside))
-            # Of programs that an environment starts, too: verifiers runs a tool server as a module.
+            # For programs that an environment starts: verifiers runs a tool server as a module.
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [beside, os.environ.get("PYTHONPATH")]))
             adapter = await adapters.load(setup.environment, setup.options, setup.trial, beside)
             self._function, self._close = adapter.episode, adapter.close
@@ -162,7 +163,7 @@ class Process:
             await _awaited(begin())
 
     def _write(self, frame: FromChild) -> None:
-        """Write a frame as one whole line; any thread may."""
+        """Write a frame as a line at once; any thread may."""
         pipes.write(self._fd, pipes.line_of(frame), self._lock)
 
     def _take(self, frame: ToChild) -> None:
@@ -179,7 +180,7 @@ class Process:
         async def ask(request: Request) -> Response:
             self._calls += 1
             call, future = self._calls, asyncio.get_running_loop().create_future()
-            line = msgspec.json.encode(Asked(begin.key, call, request)) + b"\n"  # raises what no frame can hold
+            line = msgspec.json.encode(Asked(begin.key, call, request)) + b"\n"  # raises if no frame can hold it
             self._waiting[call] = future
             try:
                 pipes.write(self._fd, line, self._lock)
@@ -193,7 +194,7 @@ class Process:
             ended = await play(self._function, task, llm, self._threads)
         except asyncio.CancelledError:
             ended = Ended("raised", text="cancelled")
-        except BaseException as problem:  # of an exception, say, whose own text raises another
+        except BaseException as problem:  # such as that of an exception whose text raises another
             ended = Ended("raised", text=f"its end could not be told: {type(problem).__name__}")
         del self._episodes[begin.key]
         pipes.printed.begin()
@@ -210,18 +211,23 @@ class Process:
             time.sleep(BEAT_S)
 
     def _where(self) -> str:
-        """The innermost line on the loop's stack of a user's file, or of the package that the function is in."""
-        frame, place, package = sys._current_frames().get(self._main), "", self._package
-        while frame is not None:
-            module = frame.f_globals.get("__name__") or ""
-            users = module.startswith("busrl_user_") or (package != "" and f"{module}.".startswith(f"{package}."))
-            if users or not place:
-                name = os.path.basename(frame.f_code.co_filename)
-                place = f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
-            if users:
-                break
-            frame = frame.f_back
-        return place
+        return user_line(sys._current_frames().get(self._main), self._package)
+
+
+def user_line(frame: FrameType | None, package: str) -> str:
+    """The innermost line of user code on a stack: of a user's file, or of the `package` of the function; without any
+    the innermost line of all."""
+    place = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        users = module.startswith("busrl_user_") or (package != "" and f"{module}.".startswith(f"{package}."))
+        if users or not place:
+            name = os.path.basename(frame.f_code.co_filename)
+            place = f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        if users:
+            break
+        frame = frame.f_back
+    return place
 
 
 async def _awaited(value: Any) -> None:

@@ -1,16 +1,15 @@
-"""The model calls of an episode: from messages to ids, to an engine, and back to messages, with all of them in the
-tree.
+"""The model calls of an episode: messages become ids, an engine answers, and the answers become messages and turns.
 
-Talks to a function that answers a call (token ids in; ids, log-probabilities and versions out) and to asyncio. Knows
-nothing of slots, pipes or HTTP: a role wires it to them.
+Talks to a function that answers a call (token ids in; ids, log-probabilities and versions out), to the renderer, and to
+the tree of turns. Knows nothing of slots, pipes or HTTP: a role wires it to them.
 
-- A call's parent is fixed when its request arrives; a long one is made ids beside the loop first. Calls of an episode
-  run beside each other, at most `parallel`.
-- A call that could have more room when others have ended waits for them; one that has none then is refused.
+- The parent of a call is fixed once its request is rendered. Long requests are rendered in a thread. At most `parallel`
+  calls of an episode run at once.
+- A call that could get more room when others end waits for them. One that still has none is refused.
 - A call that is cancelled, or whose engine fails, leaves nothing in the tree.
-- A request that is repeated by its client, as the same one, joins the first; one whose clients have all gone runs on
-  for `linger_s`, in case one comes back.
-- Own time is time in which no call of the episode waits or generates.
+- A request that its client marks as a retry joins the first one with the same body. A request whose clients have all
+  gone runs on for `linger_s`, for a client that comes back.
+- The episode's own time is the time in which none of its calls waits or generates.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
 MOST_ANSWERS = 8  # of one request
-ID_BYTES = 512  # more than an id of any vocabulary stands for, on average
-LONG_BYTES = 1 << 14  # from here on a body, or what it asks, is worked on beside the loop
+ID_BYTES = 512  # more than the average text of an id, in any vocabulary
+LONG_BYTES = 1 << 14  # a body or request of this size or more is worked on in a thread
 LONG_AT_ONCE = 2
 T = TypeVar("T")
 _threads = ThreadPoolExecutor(LONG_AT_ONCE, "long request")
@@ -50,8 +49,8 @@ _threads = ThreadPoolExecutor(LONG_AT_ONCE, "long request")
 @dataclass(frozen=True)
 class Call:
     """A question to an engine: at most `max_new_tokens` ids behind `prompt`. `stream` (64 bits) names the random
-    numbers; `near` is the engine that answered the turn before, where the prefix may still be; `on_ids` gets the ids as
-    they are drawn, from engines that send them before the answer."""
+    numbers; `near`: the engine that answered the parent, and may still hold the prefix; `on_ids` gets the ids as they
+    are drawn, from engines that send them before the answer."""
 
     uid: int
     stream: int
@@ -63,8 +62,8 @@ class Call:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """The ids that an engine drew, at least one. `finish` is a code of `Finish`; `engine` is the engine's number;
-    `step` is the learner's that made the oldest of the versions."""
+    """The ids that an engine drew, at least one. `finish`: a code of `Finish`; `engine`: the engine's number; `step`:
+    the learner's step that made the oldest of the versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -77,12 +76,12 @@ class EngineAnswer:
 
 
 Engine = Callable[[Call], Awaitable[EngineAnswer]]
-OnDraft = Callable[[int, dict[str, str]], None]  # the number of an answer, and what is new in the parts of its message
+OnDraft = Callable[[int, dict[str, str]], None]  # the number of an answer, and the new text in the parts of its message
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The keys of [agents] and [generation] that an episode is subject to."""
+    """The keys of [agents] and [generation] that bind an episode."""
 
     max_new_tokens: int
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
@@ -93,7 +92,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Question:
-    """A request as ids: those that are `new` behind `parent`, and what its answers are made messages with."""
+    """A request as ids: the `new` ones behind `parent`, and what is needed to make messages of its answers."""
 
     request: ChatRequest | CompleteRequest
     parent: Turn | None
@@ -105,7 +104,7 @@ class Question:
 
 @dataclass
 class Delivery:
-    """The answers to one request. Whoever has handed them over says so; otherwise they are not trained."""
+    """The answers to one request. Whoever hands them over calls `delivered`; otherwise they are not trained."""
 
     turns: list[Turn]
 
@@ -114,13 +113,13 @@ class Delivery:
             turn.delivered = True
 
 
-# -- requests that come twice -----------------------------
+# -- retries of requests ----------------------------------
 
 
 @dataclass(eq=False)
 class Exchange:
-    """A request and its answer, which is made or kept. `waiting`: clients that wait for it; `delivered_at`: when one
-    of them got it last, None before."""
+    """A request, and its answer once that is there. `waiting`: clients that wait for it; `delivered_at`: when a client
+    last got it, None before."""
 
     key: bytes
     answer: asyncio.Future[tuple[Delivery, Response]]
@@ -129,41 +128,46 @@ class Exchange:
     giving_up: asyncio.TimerHandle | None = None  # since the last of its clients has gone
 
     def useful(self, since: float) -> bool:
-        """True if the request did not fail, and nobody got its answer before that time."""
+        """True if the request did not fail, and its answer was not delivered before `since`."""
         failed = self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
         return not failed and (self.delivered_at is None or self.delivered_at >= since)
 
 
 class Retries:
-    """Finds the requests that are copies of earlier ones: those with the same body, whose client says that it asks
-    again. An answer that was delivered is kept for `keep_s`, one that nobody got until it fails."""
+    """Finds the earlier request that a client's retry repeats: one with the same body. An answer is kept for `keep_s`
+    after its delivery; one that nobody got is kept until it fails."""
 
     def __init__(self, keep_s: float = 600.0) -> None:
         self._keep_s = keep_s
-        self._known: list[Exchange] = []
+        self._exchanges: list[Exchange] = []
 
     def first(self, key: bytes, answer: asyncio.Future[tuple[Delivery, Response]]) -> Exchange:
-        """A new request. The same body may be asked several times at once on purpose, and then each has an answer."""
-        self._known.append(Exchange(key, answer))
-        return self._known[-1]
+        """Add a request that is no retry. The same body may come several times on purpose: each gets its own answer."""
+        self._exchanges.append(Exchange(key, answer))
+        return self._exchanges[-1]
 
     def again(self, key: bytes, now: float) -> Exchange | None:
-        """The request that is asked for again: one whose clients have gone, else one that nobody got yet, else the
-        newest; None if there is none."""
-        self._known = [exchange for exchange in self._known if exchange.useful(now - self._keep_s)]
-        known = [exchange for exchange in self._known if exchange.key == key]
-        undelivered = [exchange for exchange in known if exchange.delivered_at is None]
-        candidates = [*(exchange for exchange in undelivered if not exchange.waiting), *undelivered, *known[-1:]]
+        """The request that a retry repeats: one whose clients have gone, else one that nobody got yet, else the newest;
+        None if there is none."""
+        self._exchanges = [exchange for exchange in self._exchanges if exchange.useful(now - self._keep_s)]
+        copies = [exchange for exchange in self._exchanges if exchange.key == key]
+        undelivered = [exchange for exchange in copies if exchange.delivered_at is None]
+        candidates = [*(exchange for exchange in undelivered if not exchange.waiting), *undelivered, *copies[-1:]]
         return candidates[0] if candidates else None
 
+    @property
+    def waiting(self) -> int:
+        """The number of clients that wait for answers."""
+        return sum(exchange.waiting for exchange in self._exchanges)
+
     def remove(self, request: Exchange) -> None:
-        """Forget a request that came to nothing: the same body is then a new one."""
-        self._known.remove(request)
+        """Forget a request without an answer: a retry of it is a new request."""
+        self._exchanges.remove(request)
 
 
 class Episode:
-    """The calls of one episode. `counts`: unparsed tool calls, refused requests, and those that joined an earlier one
-    (`joined`)."""
+    """The calls of one episode. `counts`: tool calls that were not parsed (`unparsed`), requests that were `refused`,
+    and those that `joined` an earlier one."""
 
     def __init__(self, uid: int, engine: Engine, renderer: Renderer, maker: MessageMaker, settings: Settings,
                  clock: Callable[[], float] = time.monotonic) -> None:
@@ -181,11 +185,11 @@ class Episode:
         self._on_unanswered: Callable[[CallUnanswered], None] = lambda problem: None
 
     def reached_by(self, openai: dict[str, str], on_close: Callable[[], None]) -> None:
-        """Clients reach it by this `base_url` and `api_key`, until it is closed."""
+        """Set the `base_url` and `api_key` by which clients reach the episode until it is closed."""
         self.openai, self._on_close = openai, on_close
 
     def on_unanswered(self, listener: Callable[[CallUnanswered], None]) -> None:
-        """Let whoever plays it know where engines leave a call unanswered."""
+        """Set the function that is called when engines leave a call unanswered."""
         self._on_unanswered = listener
 
     def unanswered(self, problem: CallUnanswered) -> None:
@@ -194,8 +198,8 @@ class Episode:
     # -- requests -----
 
     async def answer(self, request: Request, on_draft: OnDraft | None = None) -> tuple[Delivery, Response]:
-        """Answer a request; a refusal is a response too. The caller says when it was delivered. `on_draft` gets what is
-        drawn meanwhile, where no tools are offered; the message in the answer counts."""
+        """Answer a request; a refusal is a response too. The caller calls `delivered` on the delivery. `on_draft` gets
+        the text as it is drawn, where no tools are offered; the message in the answer counts."""
         try:
             if isinstance(request, RewardRequest):
                 self.reward(request)
@@ -209,8 +213,8 @@ class Episode:
 
     async def answer_once(self, body: bytes, retried: bool, request: Request,
                           on_draft: OnDraft | None = None) -> tuple[Delivery, Response]:
-        """`answer`, for clients that may ask again: with `retried` the same `body` gets the answer of the request that
-        it repeats, if there is one, and no draft of it. Cancelled: the client went away. For clients over HTTP."""
+        """Answer a request of a client over HTTP, which may ask again: with `retried` the same `body` gets the answer
+        to the request that it repeats, if there is one, without a draft. A client that goes away cancels this call."""
         key = hashlib.blake2b(body, digest_size=16).digest()
         exchange = self._retries.again(key, self._clock()) if retried else None
         self.counts["joined"] += exchange is not None
@@ -230,7 +234,7 @@ class Episode:
         return delivery, response
 
     def close(self) -> None:
-        """Cancel what is under way; the tree keeps what has been answered."""
+        """Cancel the calls under way; the tree keeps the answered ones."""
         if not self.closed:
             self.closed = True
             self._on_close()
@@ -241,8 +245,13 @@ class Episode:
     def busy(self) -> bool:
         return self._busy > 0
 
+    @property
+    def waiting(self) -> int:
+        """The number of clients over HTTP that wait for answers."""
+        return self._retries.waiting
+
     def own_s(self) -> float:
-        """Seconds that were the episode's own: none of its calls was waiting or generating."""
+        """Seconds in which none of the episode's calls waited or generated."""
         return self._own_s + (0.0 if self._busy else self._clock() - self._since)
 
     def _give_up(self, exchange: Exchange) -> None:
@@ -258,7 +267,7 @@ class Episode:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Inside, time is not the episode's own."""
+        """Count the time inside as that of a call, not as the episode's own."""
         if not self._busy:
             self._own_s += self._clock() - self._since
         self._busy += 1
@@ -309,7 +318,7 @@ class Episode:
         if most < 0:
             raise CallRefused("invalid", f"max_tokens = {most}: must be at least 1", "max_tokens")
         wanted = min(most or self._settings.max_new_tokens, self._settings.max_new_tokens)
-        if count > 1:  # all come back, or none is asked
+        if count > 1:  # there is room for all, or none is begun
             await self._room(question, wanted, count)
             wanted = self.tree.room(question.parent, len(question.new), wanted, count)
             if wanted < 1:
@@ -342,19 +351,19 @@ class Episode:
                 freed.set()
 
     def _listener(self, question: Question, on_draft: OnDraft, place: int) -> Callable[[list[int]], None]:
-        """A listener for the ids of an answer that is still drawn."""
+        """A listener for the ids of an answer that is not complete."""
         ids: list[int] = []
         draft = Draft(self._maker, question.history is not None, question.text or "", question.request.stop)
 
         def listen(more: list[int]) -> None:
             ids.extend(more)
-            if new := draft.more(self._renderer.said(ids)[0]):
+            if new := draft.more(self._renderer.text_and_end(ids)[0]):
                 on_draft(place, new)
 
         return listen
 
     async def _room(self, question: Question, wanted: int, n: int = 1) -> None:
-        """Wait while calls under way hold room that these would get when they have ended."""
+        """Wait while calls under way hold room that this question could use after them."""
         parent, new = question.parent, len(question.new)
         full = min(wanted, self._settings.limits.context - new - (parent.end if parent else 0))
         while self.tree.open and 0 < full > self.tree.room(parent, new, wanted, n):
@@ -362,13 +371,13 @@ class Episode:
 
     def _settle(self, question: Question, call: OpenCall, answer: EngineAnswer) -> Turn:
         stops = question.request.stop
-        said, end = self._renderer.said(answer.ids)
-        if stopped := any(stop in said for stop in stops):
-            answer, said, end = self._until(answer, stops)
-        message, unparsed = {"role": "assistant", "content": said}, 0
+        text, end = self._renderer.text_and_end(answer.ids)
+        if stopped := any(stop in text for stop in stops):
+            answer, text, end = self._until(answer, stops)
+        message, unparsed = {"role": "assistant", "content": text}, 0
         if question.history is not None:
-            message, unparsed = self._maker.message(said, question.text or "", question.tools, call.number)
-        turn = self.tree.answer(call, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
+            message, unparsed = self._maker.message(text, question.text or "", question.tools, call.number)
+        turn = self.tree.answer(call, answer.ids, answer.logprobs, answer.versions, answer.finish, message, text, end,
                                 answer.waited_ms, answer.generated_ms, answer.step)
         turn.stopped = stopped
         self.counts["unparsed"] += unparsed
@@ -376,23 +385,23 @@ class Episode:
         return turn
 
     def _until(self, answer: EngineAnswer, stops: Sequence[str]) -> tuple[EngineAnswer, str, str]:
-        """The answer up to the id that completes one of the texts, and what was said before that text. A client's
-        rule ended it there, as a limit does: what was drawn behind it never was."""
+        """The answer up to the id that completes a stop text, the text before that, and no end. The client's rule cuts
+        the answer as a limit does: ids behind it are not part of the turn."""
         def text(count: int) -> str:
-            return self._renderer.said(answer.ids[:count])[0]
+            return self._renderer.text_and_end(answer.ids[:count])[0]
 
         def ended(count: int) -> bool:
             return any(stop in text(count) for stop in stops)
 
         count = bisect.bisect_left(range(len(answer.ids)), True, 1, key=ended)
-        said = text(count)
-        said = said[: min(said.find(stop) for stop in stops if stop in said)]
-        kept = replace(answer, ids=answer.ids[:count], logprobs=answer.logprobs[:count],
+        drawn = text(count)
+        before = drawn[: min(drawn.find(stop) for stop in stops if stop in drawn)]
+        cut = replace(answer, ids=answer.ids[:count], logprobs=answer.logprobs[:count],
                        versions=answer.versions[:count], finish=int(Finish.LENGTH))
-        return kept, said, ""
+        return cut, before, ""
 
     def reward(self, request: RewardRequest) -> None:
-        """Add a reward to a turn; CallRefused if it is none."""
+        """Add a reward to a turn; CallRefused if the episode has no such turn."""
         turn = next((turn for turn in self.tree.turns if turn.number == request.turn), None)
         if turn is None:
             raise CallRefused("invalid", f"turn {request.turn}: this episode has no such turn", "turn")
@@ -400,8 +409,8 @@ class Episode:
 
 
 async def beside(size: int, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function and return its result: for a large `size` of its input in a thread, few at the same time, so
-    that nobody else's request waits for it."""
+    """Call a function and return its result. For input of a large `size` it runs in one of few threads, so that the
+    loop goes on with the requests of others."""
     if size < LONG_BYTES:
         return function(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_threads, function, *arguments)
@@ -415,15 +424,15 @@ def choice_of(turn: Turn) -> Choice:
 
 
 def finish_reason(turn: Turn) -> str:
-    """The reason as OpenAI names it; a turn that a limit cut ends by "length" even with whole calls in it."""
+    """OpenAI's name for the end of a turn. A limit that cut it counts as "length", even behind complete tool calls."""
     if turn.finish != Finish.EOS and not turn.stopped:
         return "length"
     return "tool_calls" if turn.message.get("tool_calls") else "stop"
 
 
 def require_some_fit(context: int, parts: int, size: int) -> None:
-    """CallRefused for what is far too long, before a template or tokenizer works on it for seconds: `parts`, each an
-    id or more, of `size` bytes in all."""
+    """Refuse what is far too long before a template or tokenizer works on it for seconds: `parts`, each at least one
+    id, of `size` bytes in all."""
     if parts > context or size > context * ID_BYTES:
         raise CallRefused("context_length_exceeded", f"This model's maximum context length is {context} tokens; "
                           f"{parts} parts of {size} bytes do not fit (agents.context)", "messages")

@@ -1,14 +1,14 @@
-"""Episodes over HTTP: OpenAI's and vLLM's routes, and those by which a client claims and ends an episode.
+"""Episodes over HTTP: OpenAI's and vLLM's routes, and the routes by which a client claims and ends an episode.
 
-Talks to clients (aiohttp), to `Episode`s by their keys, and to a `ClaimDesk` where clients may claim samples. Bodies
-are those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
+Talks to clients (aiohttp), to `Episode`s by their keys, and to a `ClaimDesk` where clients may claim samples. The
+bodies are those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
 
-- The key of a request names its episode: a wrong or old one is 401, never another episode.
-- An answer is delivered once it was written; a client that went away before has not got it, and may ask again.
-- Waiting for an engine is no error: the connection stays, and a stream says so every few seconds.
-- A body is as long as its context allows, and comes within a time that follows from its length; what is long is worked
-  on beside the loop. A client without a key has one request for each connection (`busrl.system.listener`).
-- 409 and 429 are asked again by OpenAI's clients: the first is for `/end` alone, the second is never used.
+- The key of a request names its episode: a wrong or old key is 401, never another episode.
+- An answer is delivered once it is written. A client that goes away before that may ask again.
+- Waiting for an engine is no error: the connection stays open, and a stream sends a comment every few seconds.
+- The context limits the length of a body, and the length limits the time in which it may come. Long bodies are worked
+  on in a thread. A client without a key gets one request per connection (`busrl.system.listener`).
+- OpenAI's clients repeat a request after 409 and 429: 409 is for `/end` alone, 429 is never used.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ try:
 except ImportError as missing:
     raise UserError('episodes over HTTP need aiohttp, which is not installed: pip install "busrl[agents]"') from missing
 
-TOKEN_BYTES = 64  # of a body for each token of the context: several times what text, escapes and ids take
-ROOM_BYTES = 1 << 20  # of a body besides: for tools, and for what a template leaves out
+TOKEN_BYTES = 64  # of a body, per token of the context: several times the size of text, escapes and ids
+ROOM_BYTES = 1 << 20  # of a body, besides: for tools, and for parts that a template leaves out
 BODY_S, BODY_BYTES_PER_S = 10.0, 1 << 16  # the time for a body
-KEPT_S = 120.0  # that the connection of a client with a key may stay without a request
-STATUS = {"invalid_api_key": 401, "too_slow": 408, "ended": 409, "too_large": 413}  # of what is refused; others: 400
+KEPT_S = 120.0  # for which the connection of a client with a key may stay open without a request
+STATUS = {"invalid_api_key": 401, "too_slow": 408, "ended": 409, "too_large": 413}  # of refusals; others: 400
 WAIT_S = 5.0  # between two signs of life in a stream
 MOST_CLAIMS, LONGEST_WAIT_S = 256, 30.0
-CALLS = {  # of a path: what it takes, and the shape of what it answers
+CALLS = {  # path: its body, and the shape of its answer (a method of `openai.Answers`)
     "/v1/chat/completions": (openai.ChatBody, "chat"), "/v1/completions": (openai.CompletionBody, "completion"),
     "/generate": (openai.CompletionBody, "native"), "/inference/v1/generate": (openai.GenerateBody, "generated"),
 }
@@ -64,7 +64,7 @@ class ClaimBody(msgspec.Struct):
 
 
 class EndBody(msgspec.Struct):
-    """`POST /busrl/v1/episodes/{id}/end`. `turn_rewards`: by call number, or one for each call from 0."""
+    """`POST /busrl/v1/episodes/{id}/end`. `turn_rewards`: a map by call number, or a list from call 0 on."""
 
     reward: float | None = None
     parts: dict[str, float] = {}
@@ -75,7 +75,7 @@ class EndBody(msgspec.Struct):
 
 
 class ClaimDesk(Protocol):
-    """A desk that gives episodes to clients. `CallRefused` with the code `ended` for one that is theirs no longer."""
+    """Gives episodes to clients. Raises `CallRefused` with the code `ended` for an episode that its client has lost."""
 
     async def claim(self, body: ClaimBody) -> list[dict[str, Any]]: ...
     def end(self, name: str, body: EndBody) -> dict[str, Any]: ...
@@ -88,20 +88,20 @@ class ClaimDesk(Protocol):
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-# -- who asks, and with what -----
+# -- keys and bodies of requests -----
 
 
 class EpisodeKeys:
-    """The episodes that clients may reach, by their keys. `run_key`: of the run, "" where it has none; `desk`: whose
-    leases last as long as their clients are heard."""
+    """The episodes that clients may reach, by their keys. `run_key`: the key of the run, "" where it has none; `desk`:
+    renews the lease of an episode with each request of its client."""
 
     def __init__(self, run_key: str = "", desk: ClaimDesk | None = None) -> None:
         self._run_key, self._desk = run_key, desk
-        self._episodes: dict[bytes, Episode] = {}  # by a digest of the key: a look-up tells nothing of a key's bytes
+        self._episodes: dict[bytes, Episode] = {}  # by a digest: the time of a look-up reveals no byte of a key
         self._sampling: dict[Episode, tuple[float, float]] = {}
 
     def open(self, episode: Episode, base_url: str, temperature: float, top_p: float) -> None:
-        """Let an episode be reached, by the key in its `openai`, until it is closed."""
+        """Let clients reach an episode by a new key (in its `openai`) until it is closed."""
         key = secrets.token_hex(16)
         digest = _digest(key)
         self._episodes[digest], self._sampling[episode] = episode, (temperature, top_p)
@@ -113,17 +113,17 @@ class EpisodeKeys:
         episode.reached_by({"base_url": base_url, "api_key": key}, close)
 
     def sampling_of(self, episode: Episode) -> tuple[float, float]:
-        """Temperature and top-p of its sample."""
+        """Temperature and top-p of the episode's sample."""
         return self._sampling.get(episode, (1.0, 1.0))
 
     def key_of(self, request: web.Request) -> str:
-        """The key of a request, as clients have it: the first that is there counts."""
+        """The key of a request: that of the first of three headers that is there."""
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         bearer = key.strip() if kind.lower() == "bearer" else ""
         return request.headers.get("x-busrl-episode", "") or bearer or request.headers.get("x-api-key", "")
 
     def episode_of(self, request: web.Request) -> Episode:
-        """The episode whose key the request has, and whose client is no longer silent; CallRefused if there is none."""
+        """The episode whose key the request has; renews its lease. CallRefused if there is none."""
         episode = self._episodes.get(_digest(self.key_of(request)))
         if episode is None:
             raise CallRefused("invalid_api_key", "no episode has this key: it is over, or the key is wrong")
@@ -139,7 +139,7 @@ class EpisodeKeys:
         return same_key(self.key_of(request), self._run_key)
 
     def is_known(self, request: web.Request) -> bool:
-        """True if the client has a key of this server."""
+        """True if the request has a key of this server."""
         return self.is_the_runs(request) or _digest(self.key_of(request)) in self._episodes
 
     def require_known(self, request: web.Request) -> None:
@@ -152,13 +152,13 @@ class EpisodeKeys:
 
 
 class BodyReader:
-    """Reads bodies as long as a `context` of so many ids allows, in a time that follows from their length."""
+    """Reads bodies: at most as long as a `context` of so many ids allows, in a time that follows from the length."""
 
     def __init__(self, context: int, keys: EpisodeKeys) -> None:
         self._context, self._most, self._keys = context, ROOM_BYTES + TOKEN_BYTES * context, keys
 
     async def whole(self, request: web.Request, most: int = 0) -> bytes:
-        """Read the whole of a body, of at most so many bytes. CallRefused: it is too long, or too slow."""
+        """Read a body of at most `most` bytes (0: as the context allows). CallRefused if it is too long or too slow."""
         most, length = most or self._most, request.content_length
         if length is not None and length > most:
             raise self._too_large(most)
@@ -170,12 +170,12 @@ class BodyReader:
             raise CallRefused("too_slow", f"the body was not whole after {limit_s:.0f} s") from None
 
     async def read(self, request: web.Request, kind: type[Any], instead: bytes = b"") -> Any:
-        """Read a body by its type; `instead` of an empty one."""
+        """Read a body as this type; an empty one is read as `instead`."""
         raw = await self.whole(request) or instead
         return await beside(len(raw), openai.read, raw, kind)
 
     async def _pieces(self, request: web.Request, most: int) -> bytes:
-        """Read a body as it comes. An episode's own client is not silent meanwhile."""
+        """Read a body as it comes; each piece renews the lease of its client's episode."""
         body = bytearray()
         while piece := await request.content.readany():
             body += piece
@@ -193,9 +193,9 @@ class BodyReader:
 
 
 class EpisodeServer:
-    """A listener, and the episodes that may be reached through it. Use `async with`. `context`: ids of the longest
-    call; `sampling`: the rule of agents.sampling; `desk`: where clients may claim samples, with the `key` of the run;
-    `tell` takes lines about connections of strangers."""
+    """A listener, and the episodes that clients reach through it. Use `async with`. `context`: the number of ids of the
+    longest call; `sampling`: the rule of agents.sampling; `desk`: where clients with the `key` of the run may claim
+    samples; `tell` takes lines about connections of strangers."""
 
     def __init__(self, context: int, renderer: Renderer, sampling: str, host: str = "127.0.0.1", port: int = 0,
                  model: str = "policy", desk: ClaimDesk | None = None, key: str = "",
@@ -208,7 +208,7 @@ class EpisodeServer:
     async def __aenter__(self) -> EpisodeServer:
         app = web.Application(middlewares=[self._guard])
         app.add_routes(self.routes())
-        # A client that goes away cancels its handler: what nobody gets is not trained.
+        # A client that goes away cancels its handler: an answer that nobody gets is not trained.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
                                      keepalive_timeout=KEPT_S)
         await self._runner.setup()
@@ -232,7 +232,7 @@ class EpisodeServer:
         return f"http://{host}:{self._port}/v1"
 
     def open(self, episode: Episode, temperature: float = 1.0, top_p: float = 1.0) -> None:
-        """Let an episode be reached, by the key in its `openai`, until it is closed."""
+        """Let clients reach an episode by a new key (in its `openai`) until it is closed."""
         self.keys.open(episode, self.base_url, temperature, top_p)
 
     def routes(self) -> list[web.RouteDef]:
@@ -241,11 +241,11 @@ class EpisodeServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer every refusal as OpenAI does. A stranger's connection ends with its answer."""
-        connection, known = request.protocol, self.keys.is_known(request)
+        """Answer refusals in OpenAI's shape. A stranger's connection ends with its answer."""
+        connection, stranger = request.protocol, not self.keys.is_known(request)
         self._listener.heard(connection)
         response = await self._answered(request, handler)
-        if not known:
+        if stranger:
             response.force_close()
             self._listener.answered(connection)
         return response
@@ -261,7 +261,7 @@ class EpisodeServer:
 
 
 class CallRoutes:
-    """Routes of model calls, and of what clients ask about the model."""
+    """Routes of model calls, and of questions about the model."""
 
     def __init__(self, context: int, renderer: Renderer, rule: str, model: str, keys: EpisodeKeys,
                  bodies: BodyReader) -> None:
@@ -283,7 +283,7 @@ class CallRoutes:
         episode, raw = self._keys.episode_of(request), await self._bodies.whole(request)
         sampling = (self._rule, *self._keys.sampling_of(episode))
         with episode.at_work():
-            body, call, changed = await beside(len(raw), _asked, raw, kind, shape, sampling)
+            body, call, changed = await beside(len(raw), _read_call, raw, kind, shape, sampling)
         episode.counts["overridden"] += changed
         answers = openai.Answers([], body, self._model, next(self._numbers), self._renderer.decode)
         stream = Stream(request, answers, shape) if body.stream else None
@@ -305,7 +305,7 @@ class CallRoutes:
 
     async def _played(self, request: web.Request, episode: Episode, raw: bytes, call: Request,
                       stream: Stream | None) -> Delivery:
-        """Wait for the answer; a stream brings meanwhile what is drawn."""
+        """Wait for the answer; a stream brings the text as it is drawn."""
         retried = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         on_draft = stream.on_draft if stream is not None else None
         work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, call, on_draft))
@@ -391,8 +391,8 @@ class ClaimRoutes:
         return answer_of(self._desk.look(self._owned(request)))
 
     def _owned(self, request: web.Request) -> str:
-        """The name of the episode in the address. CallRefused unless the client has the run's key, or that of the
-        episode, which lasts as long as its answers are kept."""
+        """The name of the episode in the address. CallRefused unless the client has the run's key or the episode's,
+        which is valid as long as the answer to its `/end` is kept."""
         name = request.match_info["name"]
         key = self._keys.key_of(request)
         if not self._keys.is_the_runs(request) and not same_key(key, self._desk.key_of(name)):
@@ -401,18 +401,18 @@ class ClaimRoutes:
 
 
 class Stream:
-    """A response of events, begun with the first of them. It brings what is drawn, then what is left of the answer."""
+    """A response of events. It brings the text as it is drawn, then the rest of the answer."""
 
     def __init__(self, request: web.Request, answers: openai.Answers, shape: str) -> None:
         self._request, self._answers, self._chat = request, answers, shape == "chat"
         self._response = web.StreamResponse(headers=EVENT_STREAM)
         self._news: asyncio.Queue[tuple[int, dict[str, str]] | None] = asyncio.Queue()
-        self._given: dict[int, dict[str, str]] = {}
+        self._sent: dict[int, dict[str, str]] = {}
         self.begun = False
         self.on_draft = None if openai.wants_numbers(answers.body) else self._put
 
     async def follow(self, work: asyncio.Future[Any]) -> None:
-        """Write what is drawn until the work is done, and signs of life while there is nothing."""
+        """Write the text as it is drawn until the work is done, and a comment when nothing came for `WAIT_S`."""
         work.add_done_callback(lambda _: self._news.put_nowait(None))
         while True:
             try:
@@ -423,20 +423,20 @@ class Stream:
             if news is None:
                 return
             place, new = news
-            before = self._given.setdefault(place, {})
+            before = self._sent.setdefault(place, {})
             await self._event(self._answers.piece(place, new, not before, self._chat))
             before.update({name: before.get(name, "") + text for name, text in new.items()})
 
     async def ended(self, answers: openai.Answers) -> web.StreamResponse:
-        """Write the rest of the answer, and the end."""
-        for chunk in (answers.chunks if self._chat else answers.completion_chunks)(self._given):
+        """Write the rest of the answer, and the end of the stream."""
+        for chunk in (answers.chunks if self._chat else answers.completion_chunks)(self._sent):
             await self._event(chunk)
         await self._write(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
 
     async def refused(self, refused: CallRefused) -> web.StreamResponse:
-        """Write the end of a stream without an answer."""
+        """Write a refusal as the end of the stream."""
         await self._event(openai.error(str(refused), refused.code, refused.param))
         await self._response.write_eof()
         return self._response
@@ -454,7 +454,7 @@ class Stream:
         await self._response.write(data)
 
 
-def _asked(raw: bytes, kind: type[Any], shape: str, sampling: openai.Sampling) -> tuple[Any, Request, bool]:
+def _read_call(raw: bytes, kind: type[Any], shape: str, sampling: openai.Sampling) -> tuple[Any, Request, bool]:
     """The body of a call, its request, and whether sampling parameters were overridden."""
     body = openai.read(raw, kind)
     if isinstance(body, openai.GenerateBody):

@@ -1,13 +1,14 @@
-"""The model as the code of an episode sees it, and the ends that such code may come to.
+"""The model as the code of an episode sees it, and the ways in which an episode ends.
 
     async def episode(task: dict, llm: Llm) -> float | dict[str, float]: ...
 
-Requests and replies are plain structures, so that they may go over a pipe: `Llm` turns calls into requests for whoever
-serves them (`busrl.agents.episode`, in this process or in another). Knows nothing of ids, trees, slots or processes.
+`Llm` turns calls into requests for `busrl.agents.episode`, in this process or in another: requests and replies are
+plain structures that fit through a pipe. Knows nothing of trees, slots or processes.
 
-- A reply is an OpenAI message, to be appended to the messages as it is.
-- A call that gets no answer raises `CallRefused`; what the episode does then is its own affair.
-- An episode ends with a reward as a reward function returns it, or as `Failed`, `Again`, used up or raised.
+- A reply is an OpenAI message, ready to be appended to the messages.
+- A call that is not answered raises `CallRefused`, which the episode may handle.
+- An episode ends with a reward as a reward function returns it, by `Failed` or `Again`, used up, or by another
+  exception.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TEXT_LIMIT = 2000
 
 
 class Failed(Exception):
-    """Raised by an episode: it is over, with this reward, and is trained like any other."""
+    """Raised by an episode to end with this reward; it is trained like any other."""
 
     def __init__(self, reward: float | Mapping[str, float], why: str = "") -> None:
         self.reward = reward
@@ -37,10 +38,10 @@ class Failed(Exception):
 
 
 class Again(Exception):
-    """Raised by an episode: what it did is worth nothing, through no fault of the model. It is begun again."""
+    """Raised by an episode that failed through no fault of the model. It begins again from the start."""
 
 
-# -- what goes between an episode and whoever answers it --
+# -- requests and responses -------------------------------
 
 
 class ChatRequest(msgspec.Struct, tag="chat"):
@@ -52,11 +53,11 @@ class ChatRequest(msgspec.Struct, tag="chat"):
     n: int = 1
     max_tokens: int = 0
     trained: bool = True
-    stop: list[str] = []  # texts that end an answer; what was drawn behind one is thrown away
+    stop: list[str] = []  # texts that end an answer; ids drawn behind one are thrown away
 
 
 class CompleteRequest(msgspec.Struct, tag="complete"):
-    """A text, or token ids, as they stand."""
+    """A text or token ids, to be continued without a template."""
 
     prompt: str | list[int]
     n: int = 1
@@ -74,7 +75,7 @@ Request = ChatRequest | CompleteRequest | RewardRequest
 
 
 class Choice(msgspec.Struct):
-    """An answer: an OpenAI message as JSON, its text without its end, its ids, and how it ended."""
+    """An answer: an OpenAI message as JSON, its text without its end token, its ids, and how it ended."""
 
     message: msgspec.Raw
     text: str
@@ -94,7 +95,7 @@ class Refusal(msgspec.Struct, tag="refusal"):
 
 
 class Choices(msgspec.Struct, tag="choices"):
-    """The answers to a request, in no case fewer than it asked for."""
+    """The answers to a request: as many as it asked for."""
 
     choices: list[Choice]
 
@@ -107,7 +108,7 @@ Ask = Callable[[Request], Awaitable[Response]]
 
 
 class Reply(dict[str, Any]):
-    """A message of the model, with what is known of its turn."""
+    """A message of the model, with the data of its turn."""
 
     finish_reason: str = ""  # stop, tool_calls, length
     turn: int = -1  # number of the call in its episode
@@ -117,8 +118,8 @@ class Reply(dict[str, Any]):
 
 
 class Llm:
-    """The model of the run, for one episode. `task` is the line of the data, `uid` the number of the sample; `version`
-    that of the newest answer."""
+    """The model of the run, for one episode. `task`: the line of the data; `uid`: the number of the sample; `version`:
+    the policy version of the newest answer."""
 
     def __init__(self, ask: Ask, task: dict[str, Any], trained: bool = True, uid: int = 0,
                  openai: Mapping[str, str] | None = None) -> None:
@@ -128,8 +129,8 @@ class Llm:
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, n: int = 1,
                    max_tokens: int = 0, template_arguments: Mapping[str, Any] | None = None,
                    stop: Sequence[str] = ()) -> Any:
-        """The model's answer to messages as OpenAI has them, a `Reply`; with `n` above 1 a list of them. A text of
-        `stop` ends it, and is left out."""
+        """The model's answer to OpenAI's messages, a `Reply`; with `n` above 1 a list of them. A text of `stop` ends
+        the answer, and is left out."""
         raw = [_json(message, "messages") for message in messages]
         around = (_json(tools or None, "tools"), _json(template_arguments or None, "template_arguments"))
         choices = await self._choices(ChatRequest(raw, *around, n, max_tokens, self._trained, list(stop)))
@@ -144,7 +145,7 @@ class Llm:
         return choices if n > 1 else choices[0]
 
     async def reward(self, value: float, turn: int | None = None) -> None:
-        """A reward for the newest turn, or for the one of that number, which a `Reply` has; several are added."""
+        """Add a reward to the newest turn, or to the turn of this number (`Reply.turn`)."""
         number, _ = settle(value)
         await self._choices(RewardRequest(self._newest if turn is None else turn, number))
 
@@ -156,7 +157,7 @@ class Llm:
         return dict(self._openai)
 
     def untrained(self) -> Llm:
-        """A view of this model for turns that are not trained: those of a judge or an opponent, say."""
+        """A view of this model for turns that are not trained, such as those of a judge or an opponent."""
         return Llm(self._ask, self.task, False, self.uid, self._openai)
 
     async def _choices(self, request: Request) -> list[Choice]:
@@ -170,7 +171,7 @@ class Llm:
 
 
 def _json(value: Any, param: str) -> msgspec.Raw:
-    """Objects of clients' libraries, nested ones too, are written as their `model_dump` has them."""
+    """Write a value as JSON; objects of clients' libraries, nested ones too, as their `model_dump` has them."""
     try:
         return msgspec.Raw(msgspec.json.encode(value, enc_hook=_dumped))
     except (TypeError, ValueError, OverflowError, RecursionError) as problem:
@@ -204,8 +205,9 @@ How = Literal["returned", "failed", "again", "used_up", "raised", "malformed", "
 
 
 class Ended(msgspec.Struct):
-    """The end of an episode. `reward` and its `parts` where it judged itself (returned, failed); `text`: the reason of
-    all other ends. `busrl.agents.pool` finds the last two: the episode took too long, or its process died."""
+    """The end of an episode. `reward` and its `parts` count where the episode judged itself (returned, failed); `text`:
+    the reason of all other ends. The pool decides on the last two: the episode took too long (hung), or its process
+    died (crashed)."""
 
     how: How
     reward: float = 0.0
@@ -214,9 +216,9 @@ class Ended(msgspec.Struct):
 
 
 async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, threads: Executor | None = None) -> Ended:
-    """Run an episode to its end. One that is no coroutine runs in one of the `threads` (None: the loop's own, which
-    are few), where `llm` is a `Blocking`. Cancelling this cancels the episode; whatever else it raises, SystemExit
-    included, is its end."""
+    """Run an episode to its end. A function that does not await runs in one of the `threads` (None: the few of the
+    loop), with a `Blocking` as its `llm`. Cancelling this call cancels the episode; any other exception, SystemExit
+    included, is the episode's end."""
     try:
         if blocking(function):
             loop = asyncio.get_running_loop()
@@ -241,13 +243,13 @@ async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, thr
 
 
 def blocking(function: Callable[..., Any]) -> bool:
-    """True for a function that does not await, and so has to run in a thread."""
+    """True for a function that does not await, and so needs a thread."""
     awaits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return not awaits
 
 
 def judged(how: How, reward: Any, why: str = "") -> Ended:
-    """An end with this reward; malformed if it is none."""
+    """An end with this reward; malformed if it is no reward."""
     try:
         return Ended(how, *settle(reward), why[:TEXT_LIMIT])
     except MalformedReward as problem:
@@ -264,11 +266,11 @@ class Blocking:
         """`task`, `uid`, `version` and `openai`."""
         return getattr(self._llm, name)
 
-    def chat(self, *arguments: Any, **named: Any) -> Any:
-        return self._wait(self._llm.chat(*arguments, **named))
+    def chat(self, *arguments: Any, **options: Any) -> Any:
+        return self._wait(self._llm.chat(*arguments, **options))
 
-    def complete(self, *arguments: Any, **named: Any) -> Any:
-        return self._wait(self._llm.complete(*arguments, **named))
+    def complete(self, *arguments: Any, **options: Any) -> Any:
+        return self._wait(self._llm.complete(*arguments, **options))
 
     def reward(self, value: float, turn: int | None = None) -> None:
         self._wait(self._llm.reward(value, turn))

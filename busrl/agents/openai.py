@@ -1,11 +1,11 @@
-"""Bodies of OpenAI's and vLLM's routes as requests of an episode, and its turns as their answers. Pure.
+"""Bodies of OpenAI's and vLLM's routes as requests of an episode, and turns as their answers. Pure.
 
 Talks to nothing. Knows nothing of HTTP, keys or episodes: `busrl.agents.http` carries these bodies.
 
 - A request for another sampling distribution than the sample's is refused, or overridden and counted
-  (`agents.sampling`), since the learner divides by the sample's.
-- A field that is not known is ignored, as OpenAI's servers do; one of the wrong type is refused with its name.
-- `usage` counts what the model read and wrote: the whole path, which is what clients compact their histories by.
+  (`agents.sampling`): the learner's ratios hold for the sample's distribution.
+- Unknown fields are ignored, as OpenAI's servers do; a field of the wrong type is refused by its name.
+- `usage` counts the whole path that the model read, and what it wrote: clients compact their histories by it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from busrl.agents.tree import Turn
 from busrl.errors import CallRefused
 
 MOST_STOPS, LONGEST_STOP = 16, 256
-Given = Mapping[int, Mapping[str, str]]  # by choice: what a stream has brought of the parts of its message
+Sent = Mapping[int, Mapping[str, str]]  # by choice: the text of each part of its message that a stream has sent
 Sampling = tuple[str, float, float]  # a rule of agents.sampling, temperature and top-p of the sample
 
 
 class Body(msgspec.Struct):
-    """The fields that all routes of calls have."""
+    """The fields of all routes of calls."""
 
     model: str = ""
     n: int | None = None
@@ -93,7 +93,7 @@ class GenerateBody(msgspec.Struct):
     model: str = ""
 
     def completion(self) -> CompletionBody:
-        """The body of the other routes that asks for this; it is not streamed."""
+        """The body of `/v1/completions` with the same meaning, not streamed."""
         return msgspec.structs.replace(self.sampling_params, prompt=self.token_ids, stream=None)
 
 
@@ -113,7 +113,7 @@ class DetokenizeBody(msgspec.Struct):
 
 
 def read(body: bytes, kind: type[Any]) -> Any:
-    """A body by its type; CallRefused names the field that is wrong."""
+    """Read a body as this type; CallRefused names the field that is wrong."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as problem:
@@ -130,7 +130,7 @@ def read(body: bytes, kind: type[Any]) -> Any:
 
 
 def chat_request(body: ChatBody, sampling: Sampling) -> tuple[ChatRequest, bool]:
-    """Make the request of a body. The second value: sampling parameters were overridden."""
+    """The request of a body, and whether its sampling parameters were overridden."""
     for name, allowed in (("functions", None), ("function_call", None), ("modalities", ["text"])):
         if getattr(body, name) not in (None, allowed):
             raise CallRefused("unsupported", f"{name} is not supported here: use tools, and text", name)
@@ -146,7 +146,7 @@ def chat_request(body: ChatBody, sampling: Sampling) -> tuple[ChatRequest, bool]
 
 
 def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[CompleteRequest, bool]:
-    """Make a request of a text or token ids, as `chat_request` does of messages."""
+    """The request of a body with a text or token ids, as `chat_request` for messages."""
     for name in ("echo", "suffix", "best_of"):
         if getattr(body, name) not in (None, False, "", 1):
             raise CallRefused("unsupported", f"{name} is not supported", name)
@@ -155,12 +155,12 @@ def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[Complete
 
 
 def wants_numbers(body: Body) -> bool:
-    """True if an answer has more than its text for each token: then a stream brings it whole."""
+    """True if the answer carries data for each token: a stream then brings it whole."""
     return bool(body.return_token_ids) or getattr(body, "logprobs", None) not in (None, False)
 
 
 def _prompt(prompt: Any) -> str | list[int]:
-    """A text or token ids, perhaps as the only one of a list."""
+    """A text or token ids, from themselves or from a list with nothing else."""
     if isinstance(prompt, PromptIds):
         return prompt.prompt_token_ids
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -174,7 +174,7 @@ def _prompt(prompt: Any) -> str | list[int]:
 
 
 def _common(body: Body) -> dict[str, Any]:
-    """The fields that requests of both kinds have."""
+    """The fields of requests of both kinds."""
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if wanted is not None and wanted < 1:
         raise CallRefused("invalid", f"max_tokens = {wanted}: must be at least 1", "max_tokens")
@@ -185,7 +185,7 @@ def _common(body: Body) -> dict[str, Any]:
 
 
 def _sampling(body: Body, sampling: Sampling) -> bool:
-    """True if the request wants another distribution than the sample's; CallRefused where that cannot be."""
+    """True if the request wants another distribution than the sample's; CallRefused where the rule forbids that."""
     rule, temperature, top_p = sampling
     for name in ("response_format", "guided_json", "guided_regex", "structured_outputs"):
         wanted = getattr(body, name)
@@ -207,7 +207,7 @@ def _sampling(body: Body, sampling: Sampling) -> bool:
 
 @dataclass(frozen=True)
 class Answers:
-    """The turns of one request, to be written in the shapes of its route. `text_of` gives the text of ids."""
+    """The turns of one request, in the shapes of its routes. `text_of` returns the text of ids."""
 
     turns: Sequence[Turn]
     body: Body
@@ -230,7 +230,7 @@ class Answers:
                 "busrl": self.about(self.turns[-1])}
 
     def piece(self, place: int, new: Mapping[str, str], first: bool, chat: bool) -> dict[str, Any]:
-        """A chunk of what was drawn before the answer was there."""
+        """A chunk with text that was drawn before the answer was complete."""
         if not chat:
             choice = {"index": place, "text": new["content"], "finish_reason": None, "logprobs": None}
             return {**self.head("text_completion", "cmpl"), "choices": [choice]}
@@ -238,13 +238,13 @@ class Answers:
         head = self.head("chat.completion.chunk", "chatcmpl")
         return {**head, "choices": [{"index": place, "delta": delta, "finish_reason": None, "logprobs": None}]}
 
-    def chunks(self, given: Given) -> Iterator[dict[str, Any]]:
-        """An answer as chunks of a stream: one for each choice, with what was not given before."""
+    def chunks(self, sent: Sent) -> Iterator[dict[str, Any]]:
+        """An answer as chunks of a stream: for each choice the text that was not sent before, then its end."""
         head = self.head("chat.completion.chunk", "chatcmpl")
         for place, turn in enumerate(self.turns):
             calls = [{**call, "index": at} for at, call in enumerate(turn.message.get("tool_calls") or [])]
             delta = {**turn.message, "tool_calls": calls} if calls else turn.message
-            if before := given.get(place):
+            if before := sent.get(place):
                 delta = {name: text[len(before.get(name, "")) :] for name, text in delta.items() if name != "role"}
             more = self._more(turn)
             reason = more.pop("finish_reason")
@@ -257,10 +257,10 @@ class Answers:
         return {**self.head("text_completion", "cmpl"), "choices": [*self._texts()], "usage": self.usage(),
                 **self._ids(), "busrl": self.about(self.turns[-1])}
 
-    def completion_chunks(self, given: Given) -> Iterator[dict[str, Any]]:
+    def completion_chunks(self, sent: Sent) -> Iterator[dict[str, Any]]:
         head = self.head("text_completion", "cmpl")
         for choice in self._texts():
-            before = given.get(choice["index"], {}).get("content", "")
+            before = sent.get(choice["index"], {}).get("content", "")
             yield {**head, "choices": [{**choice, "text": choice["text"][len(before) :]}]}
         yield from self._usage_chunk(head)
 
@@ -271,7 +271,7 @@ class Answers:
                 "busrl": self.about(self.turns[-1])}
 
     def native(self) -> dict[str, Any]:
-        """A list of the answers' texts, one of their ends, and for each of their tokens `[{id: log-probability}]`."""
+        """The texts and the ends of the answers, and for each token `[{id: log-probability}]`."""
         pairs = [zip(turn.ids.tolist(), turn.logprobs.tolist(), strict=True) for turn in self.turns]
         return {"text": [turn.message["content"] for turn in self.turns],
                 "finish_reasons": [finish_reason(turn) for turn in self.turns],
@@ -280,15 +280,15 @@ class Answers:
                 "busrl": self.about(self.turns[-1])}
 
     def about(self, turn: Turn) -> dict[str, int]:
-        """The fields that busrl adds: the policy version of the last token, and the number of the call."""
+        """The fields that busrl adds: the policy version of the last token, and the call's number."""
         return {"version": int(turn.versions[-1]), "turn": turn.number}
 
     def _more(self, turn: Turn) -> dict[str, Any]:
         as_ids = bool(self.body.return_tokens_as_token_ids)
         wanted = bool(getattr(self.body, "logprobs", None))
-        found: dict[str, Any] = {"finish_reason": finish_reason(turn),
+        fields: dict[str, Any] = {"finish_reason": finish_reason(turn),
                                  "logprobs": {"content": self._logprobs(turn, as_ids)} if wanted else None}
-        return {**found, "token_ids": turn.ids.tolist()} if self.body.return_token_ids else found
+        return {**fields, "token_ids": turn.ids.tolist()} if self.body.return_token_ids else fields
 
     def _texts(self) -> Iterator[dict[str, Any]]:
         for place, turn in enumerate(self.turns):
@@ -319,7 +319,7 @@ def error(text: str, code: str, param: str = "") -> dict[str, Any]:
 
 
 def written(value: Mapping[str, Any]) -> bytes:
-    """JSON, whatever text a model wrote: halves of characters are written as escapes."""
+    """JSON of a value; halves of characters, which a model may write, as escapes."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:

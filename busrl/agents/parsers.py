@@ -1,12 +1,12 @@
-"""The text of a sampled turn as a message: reasoning, tool calls, and what is left of the text.
+"""The text of a sampled turn as a message: reasoning, tool calls, and the rest of the text.
 
-Talks to nothing, except to the file of a parser of the user's own. Knows nothing of ids, renderings or engines.
+Talks to nothing but the file of a user's parser. Knows nothing of ids, renderings or engines.
 
-- What is no call of the format stays in the text, as it is, and is counted: the model has to learn from its mistakes.
-- Names that no tool has are passed on. Arguments come out as JSON of an object, with the model's own order of keys.
-- What the model wrote is read once: the time of a parser grows with the length of the text, whatever stands in it.
-- A parser never raises, whatever the model wrote; one of the user's that does leaves the text alone, and is counted.
-- Calls are looked for where tools were offered, and nowhere else.
+- A malformed call stays in the text as it is, and is counted: the model has to learn from its mistakes.
+- Names that no tool has are passed on. Arguments are JSON of an object, with the model's order of keys.
+- A parser reads the text once: its time grows linearly with the length, whatever the model wrote.
+- A parser never raises, whatever the model wrote. If a user's parser does, the text stays as it is, and is counted.
+- Text is searched for calls only where tools were offered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _decoder = json.JSONDecoder(parse_constant=_no_number)
 
 @dataclass
 class Parsed:
-    """A turn's text without its calls; each call is (name, arguments as JSON); `unparsed`: calls that are none."""
+    """A turn's text without its calls; each call is (name, arguments as JSON). `unparsed`: how many are malformed."""
 
     text: str
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Parsed:
 Parser = Callable[[str, Tools], Parsed]
 
 
-# -- what the formats share -------------------------------
+# -- common to the formats --------------------------------
 
 
 def _object(text: str) -> dict[str, Any] | None:
@@ -53,18 +53,19 @@ def _object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _named(value: object, *keys: str) -> tuple[str, str] | None:
-    """A call from {"name": ..., "arguments": {...}}; the arguments may be JSON in a text, and be missing."""
+def _call_of(value: object, *keys: str) -> tuple[str, str] | None:
+    """The call of {"name": ..., "arguments": {...}}, or with another of `keys` for the arguments, which may be missing,
+    or JSON in a text."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _can_be_sent(value["name"]):
         return None
     arguments: Any = next((value[key] for key in keys if key in value), {})
     if isinstance(arguments, str):
         arguments = _object(arguments)
-    return _made(value["name"], arguments) if isinstance(arguments, dict) else None
+    return _call(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _made(name: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
-    """A call, None where it has a number or half of a character in it that JSON can name but nobody can send."""
+def _call(name: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
+    """A call; None where its JSON holds what cannot be sent: an infinite number, or half of a character."""
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # 1e999 is read as infinite; deep values can be read but not written
@@ -73,7 +74,7 @@ def _made(name: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _can_be_sent(text: str) -> bool:
-    """True for a text that is not empty, and no half of a character."""
+    """True for a text that is not empty, and has no half of a character."""
     try:
         return bool(text.encode())
     except UnicodeEncodeError:
@@ -85,7 +86,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def _blocks(text: str, read: Callable[[str], tuple[str, str] | None]) -> Parsed:
-    """Calls that stand in blocks of their own: those that can be read are taken out of the text."""
+    """Parse calls that stand in blocks of their own; blocks that `read` understands are removed from the text."""
     calls: list[tuple[str, str]] = []
     parts, last = [], 0
     for begin, end, body in _between(text, _OPENING, _CLOSING):
@@ -99,7 +100,7 @@ def _blocks(text: str, read: Callable[[str], tuple[str, str] | None]) -> Parsed:
 
 
 def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
-    """Begin and end of each block, and the text between its marks."""
+    """Yield the begin and end of each block, and the text between its marks."""
     end = 0
     while (begin := text.find(opening, end)) >= 0:
         inner = begin + len(opening)
@@ -111,7 +112,7 @@ def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, 
 
 
 def _block_at(text: str, place: int, opening: str, closing: str) -> tuple[str, int] | None:
-    """The text between the marks of a block that begins there, after space, and the end of the block."""
+    """The text between the marks of the block that begins at `place`, after space, and where the block ends."""
     begin = _after_space(text, place)
     close = text.find(closing, begin) if text.startswith(opening, begin) else -1
     return (text[begin + len(opening) : close], close + len(closing)) if close >= 0 else None
@@ -123,10 +124,10 @@ def _after_space(text: str, place: int) -> int:
 
 
 def _of_types(name: str, texts: dict[str, str], tools: Tools) -> tuple[str, str] | None:
-    """A call whose arguments were written without quotes: texts where the tool wants such, else JSON where it is."""
+    """A call whose arguments have no quotes: texts where the tool declares a string, else JSON if it can be read."""
     types = _types(tools, name)
     values = {key: text if types.get(key) == "string" else _json_or_text(text) for key, text in texts.items()}
-    return _made(name, values)
+    return _call(name, values)
 
 
 def _types(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -135,9 +136,9 @@ def _types(tools: Tools, name: str) -> Mapping[str, Any]:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
-            found = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            if isinstance(found, Mapping):
-                return {key: one.get("type") for key, one in found.items() if isinstance(one, Mapping)}
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            if isinstance(properties, Mapping):
+                return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
     return {}
 
 
@@ -152,7 +153,7 @@ def _json_or_text(text: str) -> Any:
 
 def hermes(text: str, tools: Tools) -> Parsed:
     """`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`: Qwen 2.5, Qwen 3, Hermes."""
-    return _blocks(text, lambda body: _named(_object(body), "arguments", "parameters"))
+    return _blocks(text, lambda body: _call_of(_object(body), "arguments", "parameters"))
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.S)
@@ -164,16 +165,16 @@ def qwen_xml(text: str, tools: Tools) -> Parsed:
 
     def read(body: str) -> tuple[str, str] | None:
         match = _FUNCTION.fullmatch(body)
-        found = _parameters(match.group(2)) if match else None
-        if match is None or found is None:
+        parameters = _parameters(match.group(2)) if match else None
+        if match is None or parameters is None:
             return None
-        return _of_types(match.group(1).strip(), found, tools)
+        return _of_types(match.group(1).strip(), parameters, tools)
 
     return _blocks(text, read)
 
 
 def _parameters(text: str) -> dict[str, str] | None:
-    """`<parameter=key>value</parameter>`, any number of them and nothing else."""
+    """Read `<parameter=key>value</parameter>`, any number of them and nothing else."""
     parameters, place = {}, 0
     while block := _block_at(text, place, "<parameter=", "</parameter>"):
         (key, closed, value), place = block[0].partition(">"), block[1]
@@ -188,23 +189,23 @@ def glm(text: str, tools: Tools) -> Parsed:
 
     def read(body: str) -> tuple[str, str] | None:
         name, mark, rest = body.partition("<arg_key>")
-        name, found = name.strip(), _arguments(mark + rest)
-        if not name or re.search(r"[\s<>{}]", name) or found is None:
+        name, arguments = name.strip(), _arguments(mark + rest)
+        if not name or re.search(r"[\s<>{}]", name) or arguments is None:
             return None
-        return _of_types(name, found, tools)
+        return _of_types(name, arguments, tools)
 
     return _blocks(text, read)
 
 
 def _arguments(text: str) -> dict[str, str] | None:
-    """Keys and their values, any number of them and nothing else."""
-    found, place = {}, 0
+    """Read keys and their values, any number of them and nothing else."""
+    arguments, place = {}, 0
     while key := _block_at(text, place, "<arg_key>", "</arg_key>"):
         value = _block_at(text, key[1], "<arg_value>", "</arg_value>")
         if value is None:
             return None
-        found[key[0].strip()], place = value
-    return found if _after_space(text, place) == len(text) else None
+        arguments[key[0].strip()], place = value
+    return arguments if _after_space(text, place) == len(text) else None
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -217,19 +218,19 @@ def llama3(text: str, tools: Tools) -> Parsed:
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
     calls, place = [], 0
     while place < len(body):
-        call, end = _value_at(body, place)
-        given = isinstance(call, dict) and not {"parameters", "arguments"}.isdisjoint(call)
-        named = _named(call, "parameters", "arguments") if given else None
-        if named is None:
+        value, end = _value_at(body, place)
+        has_arguments = isinstance(value, dict) and not {"parameters", "arguments"}.isdisjoint(value)
+        call = _call_of(value, "parameters", "arguments") if has_arguments else None
+        if call is None:
             tried = _PYTHON_TAG in text or _LOOKS_LIKE_A_CALL.match(body) is not None
             return Parsed(text, [], int(tried))
-        calls.append(named)
-        place = end + len(_SEPARATORS.match(body, end)[0])  # type: ignore[index] # it matches nothing, too
+        calls.append(call)
+        place = end + len(_SEPARATORS.match(body, end)[0])  # type: ignore[index] # it always matches
     return Parsed("", calls) if calls else Parsed(text)
 
 
 def _value_at(text: str, place: int) -> tuple[object, int]:
-    """The JSON value that begins there and where it ends; None if there is none."""
+    """The JSON value that begins at `place`, and where it ends; None if there is none."""
     try:
         value, end = _decoder.raw_decode(text, place)
     except (ValueError, RecursionError):
@@ -242,15 +243,15 @@ def mistral(text: str, tools: Tools) -> Parsed:
     before, mark, rest = text.partition("[TOOL_CALLS]")
     if not mark:
         return Parsed(text)
-    found, end = _value_at(rest, len(rest) - len(rest.lstrip()))
-    if isinstance(found, list) and not rest[end:].strip():
-        calls = [_named(one, "arguments", "parameters") for one in found]
+    values, end = _value_at(rest, len(rest) - len(rest.lstrip()))
+    if isinstance(values, list) and not rest[end:].strip():
+        calls = [_call_of(value, "arguments", "parameters") for value in values]
     else:
-        calls = [_mistral_call(one) for one in rest.split("[TOOL_CALLS]")]
-    read = [one for one in calls if one is not None]
-    if not read or len(read) < len(calls):
+        calls = [_mistral_call(part) for part in rest.split("[TOOL_CALLS]")]
+    wellformed = [call for call in calls if call is not None]
+    if not wellformed or len(wellformed) < len(calls):
         return Parsed(text, [], max(1, len(calls)))
-    return Parsed(before.strip("\n"), read)
+    return Parsed(before.strip("\n"), wellformed)
 
 
 def _mistral_call(text: str) -> tuple[str, str] | None:
@@ -259,7 +260,7 @@ def _mistral_call(text: str) -> tuple[str, str] | None:
     arguments = _object(mark + rest)
     if arguments is None or "[" in identity or re.search(r"[\s\[\]{}]", name.strip()):
         return None
-    return _made(name.strip(), arguments)
+    return _call(name.strip(), arguments)
 
 
 def none(text: str, tools: Tools) -> Parsed:
@@ -270,7 +271,7 @@ def none(text: str, tools: Tools) -> Parsed:
 PARSERS: dict[str, Parser] = {
     "hermes": hermes, "qwen_xml": qwen_xml, "llama3": llama3, "mistral": mistral, "glm": glm, "none": none,
 }
-# A mark in the source of a chat template -> the format that it teaches; the first that is there decides.
+# A mark in the source of a chat template -> the format that the template teaches; the first mark that is there decides.
 _TAUGHT = (
     ("<arg_key>", "glm"), ("<function=", "qwen_xml"), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"),
     (_PYTHON_TAG, "llama3"), ('"parameters": dictionary', "llama3"),
@@ -282,31 +283,31 @@ def kind_of(template: str) -> str:
     return next((kind for mark, kind in _TAUGHT if mark in template), "none")
 
 
-def parser_of(named: str, template: str, base_dir: str) -> Parser:
-    """The parser that `agents.tools` names: a format, "auto", or `file.py:function` of the user's, which gets a text
-    and the tools, and returns (what is left of the text, [(name, arguments), ...])."""
-    if named == "auto":
+def parser_of(setting: str, template: str, base_dir: str) -> Parser:
+    """The parser that `agents.tools` names: a format, "auto", or the user's `file.py:function`, which takes a text and
+    the tools, and returns (the rest of the text, [(name, arguments), ...])."""
+    if setting == "auto":
         return PARSERS[kind_of(template)]
-    if named in PARSERS:
-        return PARSERS[named]
-    if ":" not in named:
-        known = ", ".join(["auto", *PARSERS])
-        raise UserError(f"agents.tools = {named!r}: must be one of {known}, or file.py:function")
-    return _guarded(imports.load("agents.tools", named, UserError, base_dir))
+    if setting in PARSERS:
+        return PARSERS[setting]
+    if ":" not in setting:
+        formats = ", ".join(["auto", *PARSERS])
+        raise UserError(f"agents.tools = {setting!r}: must be one of {formats}, or file.py:function")
+    return _guarded(imports.load("agents.tools", setting, UserError, base_dir))
 
 
 def _guarded(function: Callable[..., Any]) -> Parser:
-    """A parser of the user's: what it raises, or returns in another shape, leaves the text alone."""
+    """A user's parser, guarded: where it raises, or returns another shape, the text stays as it is."""
 
     def parse(text: str, tools: Tools) -> Parsed:
         try:
-            rest, calls = function(text, tools)
-            given = [(str(name), _object(one) if isinstance(one, str) else dict(one)) for name, one in calls]
-            made = [None if arguments is None else _made(name, arguments) for name, arguments in given]
-            read = [one for one in made if one is not None]
-            if len(read) == len(made) and _can_be_sent(f"{rest}."):
-                return Parsed(str(rest), read)
-        except (Exception, SystemExit):  # it is foreign code
+            rest, pairs = function(text, tools)
+            objects = [(str(name), _object(value) if isinstance(value, str) else dict(value)) for name, value in pairs]
+            calls = [_call(name, arguments) for name, arguments in objects if arguments is not None]
+            wellformed = [call for call in calls if call is not None]
+            if len(wellformed) == len(objects) and _can_be_sent(f"{rest}."):
+                return Parsed(str(rest), wellformed)
+        except (Exception, SystemExit):  # the code is foreign
             pass
         return Parsed(text, [], 1)
 
@@ -319,8 +320,8 @@ THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 def split_reasoning(text: str, prompt: str = "") -> tuple[str | None, str]:
-    """The reasoning at the beginning of a turn (None: there is none), and the rest. The prompt may hold its opening
-    mark already; a turn that was cut before the closing one is all reasoning."""
+    """The reasoning at the beginning of a turn (None: there is none), and the rest. The opening mark may be the end of
+    the prompt; a turn that was cut before the closing mark is all reasoning."""
     for opening, closing in THINKING:
         begun = text.lstrip().startswith(opening)
         if begun or prompt.rstrip().endswith(opening):
@@ -334,14 +335,14 @@ def split_reasoning(text: str, prompt: str = "") -> tuple[str | None, str]:
 
 @dataclass(frozen=True)
 class MessageMaker:
-    """Turns of a model as messages: `reasoning` "split" moves what the model thinks to `reasoning_content`."""
+    """Makes messages of turns: `reasoning` = "split" moves a turn's reasoning to `reasoning_content`."""
 
     parse: Parser
     reasoning: str = "split"
 
     def message(self, text: str, prompt: str, tools: Tools, number: int) -> tuple[dict[str, Any], int]:
-        """The message of call `number` of an episode, and how many calls in it could not be read. `text`: what was
-        sampled, without its end; `prompt`: at least the last words before it."""
+        """The message of call `number` of an episode, and how many tool calls in it are malformed. `text`: the sampled
+        text without its end; `prompt`: at least the last words before it."""
         reasoning, rest = split_reasoning(text, prompt) if self.reasoning == "split" else (None, text)
         parsed = self.parse(rest, tools) if tools else Parsed(rest)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
@@ -357,22 +358,22 @@ class MessageMaker:
 
 
 class Draft:
-    """The text of an answer while it is drawn, where no tools were offered: as much of its message as no later text
-    changes. `message` False: the text is the message, whatever it thinks."""
+    """The parts of a message while its text is drawn, where no tools were offered: as much of them as later text cannot
+    change. `message` False: the answer is the text itself, with its reasoning."""
 
     def __init__(self, maker: MessageMaker, message: bool, prompt: str, stops: Sequence[str]) -> None:
         self._splits, self._prompt, self._stops = message and maker.reasoning == "split", prompt, stops
-        self._given: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
 
     def more(self, text: str) -> dict[str, str]:
-        """The new text in the parts of the message, of all the text so far."""
-        cut = min((place for one in self._stops if (place := text.find(one)) >= 0), default=None)
+        """The text that is new in each part of the message; `text` is all that was drawn so far."""
+        cut = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
         text = text[:cut] if cut is not None else _without_begun(text, self._stops)
         new = {}
-        for name, part in self._certain(text.rstrip("\ufffd")).items():  # the end of it may be half of a character
-            given = self._given.get(name, "")
-            if len(part) > len(given) and part.startswith(given):
-                new[name], self._given[name] = part[len(given) :], part
+        for name, part in self._certain(text.rstrip("\ufffd")).items():  # the last character may be incomplete
+            sent = self._sent.get(name, "")
+            if len(part) > len(sent) and part.startswith(sent):
+                new[name], self._sent[name] = part[len(sent) :], part
         return new
 
     def _certain(self, text: str) -> dict[str, str]:
@@ -390,11 +391,11 @@ class Draft:
 
 
 def _without_begun(text: str, marks: Sequence[str]) -> str:
-    """Without an end of it that may be the beginning of a mark."""
+    """The text without an end that may be the beginning of a mark."""
     begun = (length for mark in marks for length in range(1, len(mark)) if text.endswith(mark[:length]))
     return text[: len(text) - max(begun, default=0)]
 
 
 def call_id(number: int, place: int) -> str:
-    """Nine letters and digits, as some templates want them; the same in a repeated episode."""
+    """An id of nine letters and digits, as some templates require; the same in a repeated episode."""
     return f"c{number & 0xFFFFF:05x}{place & 0xFFF:03x}"

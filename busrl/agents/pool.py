@@ -1,17 +1,17 @@
-"""Episodes in processes of their own, which may raise, hang, crash or be killed: what becomes of them.
+"""Processes that play episodes, and may raise, hang, crash or be killed: children that share episodes, or programs.
 
-Talks to the operating system, to the children in which functions run (`busrl.agents.child`) and, for requests, to the
-`Episode`. Or starts a program for each episode, any OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY lead it to its
-episode, BUSRL_TASK names a file with the line of the data. Knows nothing of slots, fates, engines or HTTP.
+`Children` runs the user's functions in a few processes (`busrl.agents.child`), and passes their requests to the
+`Episode`. `Programs` starts a program for each episode, any OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY lead it
+to its episode, BUSRL_TASK names a file with the line of the data. Knows nothing of slots, fates, engines or HTTP.
 
-- An episode ends once. Each attempt at it has a tree of its own; that of the last attempt is trained.
-- A child that dies costs each of its episodes a new attempt, alone in a child of its own. An episode that was alone
-  with two dying children has crashed.
-- An episode that takes longer than `episode_s` of its own time is cancelled; if it does not end then, its child is
-  killed, and the others in it begin again.
-- Each child and program leads a session of its own: it is killed with its process group, and with all that user code
-  has started. It ends with this process, also where this one is killed.
-- The last line of a program is JSON with its `reward`; it has raised if that is none, or its exit status is not 0.
+- An episode ends once. Each attempt has its own tree; the tree of the last attempt is trained.
+- When a child dies, each of its episodes gets a new attempt, alone in a new child. An episode that was alone in two
+  children that died has crashed.
+- An episode that takes longer than `episode_s` of its own time is cancelled. If it does not end then its child is
+  killed, and the other episodes in it begin again.
+- Each child and program leads its own session. It is killed with its process group, and with all that user code has
+  started; it also ends when this process is killed.
+- The last line that a program prints is JSON with its `reward`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from busrl.system.imports import APART, interpreter
 
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
-DRAIN_S = 0.2  # for what a program that has ended wrote of its errors
-END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
+DRAIN_S = 0.2  # to read the rest of the errors of a program that has ended
+END_S = 5.0  # a killed process that does not end within this time is stuck in the kernel
 SILENT_S, LOOK_S = 4.0, 0.02
 NO_END = "no end after {:g} s of its own time (agents.episode_s)"
 LINE_BYTES = 256 << 20
@@ -52,7 +52,7 @@ _frames: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
 
 
 class ChildLost(Exception):
-    """The child of an episode died; `alone`: no other episode was in it."""
+    """The child of an episode died; `alone`: it played no other episode."""
 
     def __init__(self, text: str, alone: bool) -> None:
         self.alone = alone
@@ -61,7 +61,7 @@ class ChildLost(Exception):
 
 @dataclass
 class Played:
-    """The end of an episode, and the calls of the attempt that ended it. `attempts` were begun."""
+    """The end of an episode, the calls of its last attempt, and the number of attempts."""
 
     ended: Ended
     episode: Episode
@@ -74,7 +74,7 @@ def kill_group(group: int) -> None:
 
 
 async def ended_in_time(episode: Episode, episode_s: float, *ends: asyncio.Future[Any]) -> bool:
-    """Wait for the first of these ends; False if the own time of the episode was over before."""
+    """Wait for the first of these ends; False if the episode's own time was over before."""
     while not any(end.done() for end in ends):
         left = episode_s - episode.own_s()
         if left <= 0:
@@ -84,7 +84,7 @@ async def ended_in_time(episode: Episode, episode_s: float, *ends: asyncio.Futur
 
 
 def bounded(ended: Ended, again: int) -> Ended:
-    """The end of an episode that wanted to begin again so many times: too often is as if it had raised."""
+    """The end of an episode that began again `again` times: after too many times it counts as raised."""
     if ended.how == "again" and again == MAX_AGAIN:
         return Ended("raised", text=f"it wanted to begin again {again} times; {ended.text}")
     return ended
@@ -94,7 +94,7 @@ def bounded(ended: Ended, again: int) -> Ended:
 
 
 class Child:
-    """A process, and the episodes in it. `start` it; `lost` says how it ended."""
+    """A process, and the episodes in it. `start` it first; `lost`: how it ended, "" while it runs."""
 
     def __init__(self) -> None:
         self.lost, self.load = "", 0
@@ -107,7 +107,7 @@ class Child:
         self._work: set[asyncio.Task[None]] = set()
 
     async def start(self, setup: EpisodeSetup) -> None:
-        """AgentNotLoaded with the cause, if the function cannot be had; ChildLost if the process dies before."""
+        """Start the process and load the function. AgentNotLoaded if that fails; ChildLost if the process dies."""
         # From the main thread: the child is tied to the life of the thread that starts it.
         self._mark = own_mark()
         self._process = subprocess.Popen(
@@ -120,7 +120,7 @@ class Child:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout)
         self._in, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
         self._pidfd = os.pidfd_open(self._process.pid)
-        loop.add_reader(self._pidfd, self.kill)  # a copy of it may hold its pipe open
+        loop.add_reader(self._pidfd, self.kill)  # its pipe may stay open in a process that it forked
         self._reading = asyncio.ensure_future(self._read(reader))
         self._send(setup)
         try:
@@ -134,7 +134,7 @@ class Child:
         return self._process.pid
 
     def trouble(self) -> str:
-        """A line for people on what user code does to this process; "" if nothing."""
+        """A line for people on how user code blocks this process; "" if it does not."""
         silent = time.monotonic() - self._heard
         if self.lost or not silent > SILENT_S:
             return f"its loop has stood still for {self.stood_s:.0f} s, at {self.where}" if self.stood_s else ""
@@ -156,7 +156,7 @@ class Child:
                 return over.result()
             return await self._overdue(key, over, episode_s)
         finally:
-            if self._episodes.pop(key, None):  # it goes on: the caller was cancelled, or an engine failed
+            if self._episodes.pop(key, None):  # the caller was cancelled, or an engine failed: end the code, too
                 self._send(Cancel(key))
 
     async def _overdue(self, key: int, over: asyncio.Future[Ended], episode_s: float) -> Ended:
@@ -172,16 +172,16 @@ class Child:
         return Ended("hung", text="; ".join(filter(None, [NO_END.format(episode_s), why])))
 
     async def close(self) -> None:
-        """Let it end by itself where it has nothing to do, or end it."""
+        """End the process: by itself where it plays nothing, or killed."""
         self._in.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._reading), 0.0 if self._episodes else GRACE_S)
         self.kill()
         await self._reading
-        await self._swept  # what it started in sessions of their own
+        await self._swept  # of the processes that it started in other sessions
 
     def kill(self) -> None:
-        """Kill its process group. It is not reaped before, so its number belongs to no other."""
+        """Kill the process group. The child is not reaped yet, so its number belongs to no other process."""
         if not self._ended:
             self._ended = True
             asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -237,14 +237,14 @@ class Child:
             task.add_done_callback(self._work.discard)
 
     async def _answer(self, frame: Asked) -> None:
-        """Every request is answered, so that no code waits for ever: where the episode is over, with that."""
+        """Answer every request, so that no code waits for ever; a refusal where the episode is over."""
         playing, answered = self._episodes.get(frame.key), None
         if playing is not None:
             try:
                 answered = await playing[0].answer(frame.request)
             except asyncio.CancelledError:  # of its calls
                 pass
-            except CallUnanswered as problem:  # the engine's: it is not the episode that failed
+            except CallUnanswered as problem:  # the engines failed, not the episode
                 playing[0].unanswered(problem)
             except Exception as problem:
                 if not playing[1].done():
@@ -252,23 +252,23 @@ class Child:
         if answered is None or frame.key not in self._episodes:
             self._send(Answered(frame.call, Refusal("ended", "this episode is over")))
             return
-        given, response = answered
+        delivery, response = answered
         self._send(Answered(frame.call, response))
-        given.delivered()
+        delivery.delivered()
 
 
 class Children:
-    """`count` children that share the episodes, and more for those that have to be alone."""
+    """`count` children that share the episodes, and others for episodes that have to be alone."""
 
     def __init__(self, setup: EpisodeSetup, count: int, episode_s: float) -> None:
         self._setup, self._count, self._episode_s = setup, count, episode_s
         self._shared: list[Child] = []
         self._starting = asyncio.Lock()
         self._alone = asyncio.Semaphore(max(count, MOST_ALONE))
-        self._spare: list[Child] = []  # those of episodes that are alone, while they run
+        self._spare: list[Child] = []  # children with one episode each
 
     async def start(self) -> None:
-        """Start all; AgentNotLoaded if the function cannot be had."""
+        """Start the shared children; AgentNotLoaded if the function cannot be loaded."""
         async with self._starting:
             children = await asyncio.gather(*(self._started() for _ in range(self._count)), return_exceptions=True)
             self._shared = [child for child in children if isinstance(child, Child)]
@@ -282,8 +282,7 @@ class Children:
         return [*self._shared, *self._spare]
 
     async def play(self, begin: Callable[[], Episode], task: bytes) -> Played:
-        """Run an episode to its end: `begin` makes the calls of an attempt. Ends are those of `Ended`, and as `raised`:
-        one that wanted to begin again too often, or crashed two children (`crashed`), or took too long (`hung`)."""
+        """Run an episode to its end, over as many attempts as that takes; `begin` makes the `Episode` of an attempt."""
         alone, deaths, again, attempts = False, 0, 0, 0
         while True:
             attempts += 1
@@ -326,12 +325,12 @@ class Children:
                 await child.close()
 
     async def _least(self) -> Child:
-        """The shared child with the fewest episodes, after those that are gone were replaced."""
+        """The shared child with the fewest episodes; starts another if all are busy and some are gone."""
         async with self._starting:
             living = self._shared = [child for child in self._shared if not child.lost]
             if all(child.load for child in living) and len(living) < self._count:
                 living.append(await self._started())
-            return min(living, key=lambda child: child.load)  # it may be lost by now, and then says so
+            return min(living, key=lambda child: child.load)  # if it is lost by now, `play` raises that
 
     async def _started(self) -> Child:
         lost: Any = None
@@ -350,9 +349,9 @@ class Children:
 
 
 OUTPUT_BYTES = 1 << 20
-ERRORS = 2  # the descriptor of this process's own
-# Becomes the program, which then ends with this process (PR_SET_PDEATHSIG = 1 stays over exec). No import of busrl: an
-# interpreter's start is paid for each episode.
+ERRORS = 2  # the descriptor of this process's errors
+# Becomes the program, which then ends with this process (PR_SET_PDEATHSIG = 1 survives exec). It imports nothing of
+# busrl: each episode pays for the start of an interpreter.
 LAUNCHER = APART + """import ctypes, os
 ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() != int(sys.argv[1]): os._exit(1)
@@ -362,7 +361,7 @@ except OSError as problem: sys.exit(f"{sys.argv[2]}: {problem}")
 
 
 class Verdict(msgspec.Struct):
-    """The last line of a program."""
+    """The last line that a program prints."""
 
     reward: float | dict[str, float] | None = None
     failed: bool = False
@@ -371,14 +370,14 @@ class Verdict(msgspec.Struct):
 
 
 class Programs:
-    """The programs of an agent process; as many run as episodes are played."""
+    """Runs a program for each episode, in as many processes."""
 
     def __init__(self, command: Sequence[str], base_dir: str, run_dir: Path, episode_s: float) -> None:
         self._command = [part.replace("{here}", base_dir).replace("{run_dir}", str(run_dir)) for part in command]
         self._base_dir, self._episode_s = base_dir, episode_s
 
     async def play(self, begin: Callable[[], Episode], task: bytes) -> Played:
-        """Run a program to its end, again where it asks for that."""
+        """Run a program to its end, and again if its last line asks for that."""
         attempts = 0
         while True:
             attempts += 1
@@ -392,7 +391,7 @@ class Programs:
                 return Played(ended, episode, attempts)
 
     async def close(self) -> None:
-        """Do nothing: programs that run were cancelled with their episodes."""
+        """Do nothing: cancelling an episode ends its program."""
 
     async def _played(self, episode: Episode, task: bytes) -> Ended:
         wrong: asyncio.Future[CallUnanswered] = asyncio.get_running_loop().create_future()
@@ -403,9 +402,9 @@ class Programs:
             file.flush()
             names = {"OPENAI_BASE_URL": episode.openai["base_url"], "OPENAI_API_KEY": episode.openai["api_key"],
                      "BUSRL_TASK": file.name, MARK: mark}
-            errors, written = await Tail.of_a_pipe(ERRORS)
+            errors, write_end = await Tail.of_a_pipe(ERRORS)
             with contextlib.closing(errors):
-                process = await self._process(written, names)
+                process = await self._process(write_end, names)
                 assert process.stdout is not None
                 output = Tail(process.stdout)
                 try:
@@ -415,10 +414,10 @@ class Programs:
                         kill_group(process.pid)
                     output.close()
                     await process.wait()
-                    await asyncio.to_thread(end_marked, mark)  # what it started in sessions of their own
+                    await asyncio.to_thread(end_marked, mark)  # processes that it started in other sessions
 
     async def _process(self, errors: int, names: dict[str, str]) -> asyncio.subprocess.Process:
-        """Start the program; it writes its errors to a descriptor, which is closed here."""
+        """Start the program with its errors going to this descriptor, which is closed here."""
         try:
             return await asyncio.create_subprocess_exec(
                 sys.executable, "-S", "-c", LAUNCHER, str(os.getpid()), *self._command, cwd=self._base_dir,
@@ -438,14 +437,14 @@ class Programs:
                 raise wrong.result()
         finally:
             over.cancel()
-        kill_group(process.pid)  # what it left behind may hold its output open
+        kill_group(process.pid)  # processes that it left behind may hold its output open
         await output.reading
-        await asyncio.wait({errors.reading}, timeout=DRAIN_S)  # a part of it in a session of its own may hold this open
-        return verdict_of(process.returncode or 0, output.kept, errors.cause())
+        await asyncio.wait({errors.reading}, timeout=DRAIN_S)  # a process in another session may hold this open
+        return verdict_of(process.returncode or 0, output.data, errors.cause())
 
 
 def verdict_of(status: int, output: bytes, cause: str = "") -> Ended:
-    """The end of a program, by its exit status and the last of what it wrote; `cause`: what it wrote of its errors."""
+    """The end of a program by its exit status and the tail of its output; `cause`: the last line of its errors."""
     last = last_line(output)
     shown = last[:TEXT_LIMIT].decode(errors="replace")
     if status:
@@ -465,18 +464,18 @@ def verdict_of(status: int, output: bytes, cause: str = "") -> Ended:
 
 
 class Tail:
-    """The last of what a program writes, which goes on to a descriptor `to` besides."""
+    """The last bytes that a program writes; all of them are copied to the descriptor `to`, if there is one."""
 
     _pipe: asyncio.BaseTransport | None = None
 
     def __init__(self, stream: asyncio.StreamReader, to: int = -1) -> None:
-        self.kept, self._to = b"", to
+        self.data, self._to = b"", to
         self.reading = asyncio.ensure_future(self._read(stream))
 
     @classmethod
     async def of_a_pipe(cls, to: int) -> tuple[Tail, int]:
-        """The tail of a new pipe, and the end to write to. asyncio would not see a program end while something it left
-        behind holds a pipe of its own."""
+        """The tail of a new pipe, and the descriptor to write to. With a pipe of asyncio's, a program would not end
+        while a process that it left behind holds the pipe open."""
         read, write = os.pipe()
         stream = asyncio.StreamReader()
         tail = cls(stream, to)
@@ -492,15 +491,15 @@ class Tail:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         while part := await stream.read(1 << 16):
-            self.kept = (self.kept + part)[-OUTPUT_BYTES:]
+            self.data = (self.data + part)[-OUTPUT_BYTES:]
             if self._to >= 0:
                 with contextlib.suppress(OSError):  # a full disk costs the log
                     os.write(self._to, part)
 
     def cause(self) -> str:
-        """The last line, before what became of its program."""
-        said = last_line(self.kept)[:TEXT_LIMIT].decode(errors="replace").strip()
-        return f"{said}: " if said else ""
+        """The last line, to be put before the end of its program."""
+        line = last_line(self.data)[:TEXT_LIMIT].decode(errors="replace").strip()
+        return f"{line}: " if line else ""
 
 
 def last_line(output: bytes) -> bytes:

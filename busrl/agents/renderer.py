@@ -1,15 +1,19 @@
-"""Messages to token ids, the new ones alone wherever the model's chat template lets them be told apart.
+"""Messages to token ids: of the new messages alone, wherever the model's chat template allows that.
 
 Talks to the tokenizer and the template of a model folder (`busrl.data.chat`) and to the tree of turns. Knows nothing of
-slots, calls or clocks.
+slots, calls or clocks. A request becomes ids in one of three ways:
 
-- `extend`: behind the ids of the turn that a request continues come the ids of what the template writes after such a
-  turn: the difference of two renderings of a stand-in turn, without and with the new messages.
-- `splice`: where that cannot be had, or is not wanted, and the text of a path begins the whole rendering, the ids of
-  that path stay and the rest is encoded. `fresh`: the whole rendering is a root of its own.
-- Ids that were sampled are never decoded and encoded again, and the end of a turn is never dropped or doubled.
-- Text of special tokens in the contents of messages is encoded as text, where it can be told from the template's own.
-- A template is tried with seven kinds of turns before it is used: what it would render wrongly is not extended.
+- `extend`: the ids of the turn that the request continues stay, and the text that the template writes behind such a
+  turn is encoded. That text is the difference of two renderings of a stand-in turn, with and without the new messages.
+- `splice`: where extending is impossible or not wanted, and the text of a path begins the rendering of all messages,
+  the ids of that path stay and the rest of the text is encoded.
+- `fresh`: the rendering of all messages is encoded, as a new root.
+
+Invariants:
+
+- Sampled ids are never decoded and encoded again. The end of a turn is never dropped or doubled.
+- Special tokens in the contents of messages are encoded as text, wherever they can be told from the template's.
+- A template is tried with seven kinds of turns before use: kinds that it would continue wrongly are not extended.
 """
 
 from __future__ import annotations
@@ -33,14 +37,14 @@ from busrl.data.prompts import Prompt
 from busrl.errors import CallRefused, DataError
 
 How = Literal["extend", "splice", "fresh", "begin"]
-LETTERS = "abcdefghijklmnop"  # a word holds a number with these as digits
+LETTERS = "abcdefghijklmnop"  # the digits of the number in a word
 AS_LETTERS, AS_DIGITS = str.maketrans("0123456789abcdef", LETTERS), str.maketrans(LETTERS, "0123456789abcdef")
 CACHED = 1024
 
 
 @dataclass(frozen=True)
 class Prompted:
-    """The ids that a call reads: those that are `new` behind `parent` (None: from the beginning), and their text."""
+    """The ids that a call reads: the `new` ones behind `parent` (None: from the beginning), and their text."""
 
     parent: Turn | None
     new: list[int]
@@ -48,11 +52,11 @@ class Prompted:
     how: How
 
 
-# -- messages as a template expects them ------------------
+# -- messages for the template ----------------------------
 
 
 def for_template(message: Mapping[str, Any]) -> Message:
-    """Text as one string, arguments of calls as objects, and no key without a value."""
+    """A message as templates expect it: one string of text, arguments of calls as objects, no key without a value."""
     plain = {name: value for name, value in message.items() if value is not None}
     plain["content"] = text_of(message)
     if calls := plain.get("tool_calls"):
@@ -72,63 +76,63 @@ def _with_objects(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": value if isinstance(value, dict) else arguments}}
 
 
-# -- text of special tokens in contents -------------------
+# -- special tokens in contents ---------------------------
 
-Piece = tuple[str, bool]  # a text, and whether it came from a content though it reads like a special token
+Piece = tuple[str, bool]  # a text, and whether it is a content's text that reads like a special token
 
 
 class Marks:
-    """Words in place of special tokens in contents, so that they can be found again in what a template wrote."""
+    """Words that stand for the special tokens in contents, and can be found again in a rendering."""
 
     def __init__(self, special: Sequence[str]) -> None:
         self.base = "Qz" + "".join(secrets.choice(LETTERS) for _ in range(16))
-        self._special = sorted((one for one in special if len(one) > 1), key=len, reverse=True)
+        self._special = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
         self._number = {text: number for number, text in enumerate(self._special)}
         self._find = re.compile("|".join(map(re.escape, self._special))) if self._special else None
         self._word = re.compile(f"{self.base}([{LETTERS}]+)z")
 
     def masked(self, value: Any) -> tuple[Any, int]:
-        """`value` with a word for each special token in its texts, and how many there are."""
-        found = 0
+        """`value` with words in place of special tokens, and how many of them there are."""
+        count = 0
 
         def word(match: re.Match[str]) -> str:
-            nonlocal found
-            found += 1
+            nonlocal count
+            count += 1
             return self.base + f"{self._number[match.group()]:x}".translate(AS_LETTERS) + "z"
 
-        def walk(one: Any) -> Any:
-            if isinstance(one, str):
-                return self._find.sub(word, one) if self._find else one
-            if isinstance(one, list):
-                return [walk(inner) for inner in one]
-            return {walk(name): walk(inner) for name, inner in one.items()} if isinstance(one, dict) else one
+        def walk(part: Any) -> Any:
+            if isinstance(part, str):
+                return self._find.sub(word, part) if self._find else part
+            if isinstance(part, list):
+                return [walk(inner) for inner in part]
+            return {walk(name): walk(inner) for name, inner in part.items()} if isinstance(part, dict) else part
 
-        return walk(value), found
+        return walk(value), count
 
     def pieces(self, text: str) -> list[Piece]:
-        """A rendering of masked messages as the true text, in pieces."""
+        """The true text of a rendering of masked messages, in pieces."""
         parts = self._word.split(text)
-        return [(self._special[int(one.translate(AS_DIGITS), 16)] if place % 2 else one, bool(place % 2))
-                for place, one in enumerate(parts) if one]
+        return [(self._special[int(part.translate(AS_DIGITS), 16)] if place % 2 else part, bool(place % 2))
+                for place, part in enumerate(parts) if part]
 
 
 def behind(pieces: Sequence[Piece], length: int) -> list[Piece]:
     """The pieces without the first `length` characters."""
-    left, found = length, []
+    left, rest = length, []
     for text, mark in pieces:
         if len(text) > left:
-            found.append((text[left:], mark and not left))
+            rest.append((text[left:], mark and not left))
         left = max(0, left - len(text))
-    return found
+    return rest
 
 
 class Renderer:
     """The prompts of calls, for the template and tokenizer of one model folder.
 
-    `end_ids`: those that end a turn of the model. `vocabulary`: one more than the highest id. `history` = "template"
-    never extends: the model sees what the template makes of the history, and each turn that it rewrites costs a
-    sequence. `counts`: calls by `How`; special tokens of contents that were encoded as text (`neutralised`), and
-    renderings with some that could not be (`injected`).
+    `end_ids`: ids that end a turn of the model. `vocabulary`: one more than the highest id. With `history` = "template"
+    no turn is extended: the model reads the template's rendering of the history, and each turn that the template
+    rewrites costs a sequence. `counts`: calls by `How`; special tokens of contents that were encoded as text
+    (`neutralised`), and renderings in which that was impossible (`injected`).
     """
 
     def __init__(self, text: LightTokenizer, end_ids: frozenset[int],
@@ -146,7 +150,7 @@ class Renderer:
 
     def prompt(self, tree: Tree, history: Conversation, tools: Sequence[Any] | None = None,
                arguments: Mapping[str, Any] | None = None) -> Prompted:
-        """The ids that the call of a request reads; CallRefused where the template refuses its messages."""
+        """The ids that the call of a request reads; CallRefused if the template refuses its messages."""
         try:
             return self._prompt(tree, history, list(tools or ()), dict(arguments or {}))
         except RecursionError:
@@ -159,15 +163,15 @@ class Renderer:
         if parent is not None and self.history == "extend":
             turn, *tail = map(for_template, history.messages(count - 1))
             if shape_of(turn) not in self._never:
-                suffix = self._told_apart(lambda given: self.suffix(turn, given, arguments, parent.end_text), tail)
+                suffix = self._in_pieces(lambda after: self.suffix(turn, after, arguments, parent.end_text), tail)
                 if suffix:
                     self.counts["extend"] += 1
                     return Prompted(parent, self._ids(suffix), _joined(suffix), "extend")
-        return self._whole(tree, [for_template(one) for one in history.messages()], tools, arguments)
+        return self._splice_or_fresh(tree, [for_template(message) for message in history.messages()], tools, arguments)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, arguments: dict[str, Any],
                generation: bool) -> str:
-        """The text that the template writes; CallRefused says why it refuses."""
+        """The text that the template writes; CallRefused with its reason if it refuses."""
         try:
             prompt: Prompt = {"messages": list(messages), "tools": list(tools or ()), "arguments": arguments}
             text = self.tokenizer.text(prompt, generation)
@@ -176,15 +180,15 @@ class Renderer:
         text.encode()  # UnicodeError: half a character has no ids
         return text
 
-    def said(self, ids: Sequence[int] | Ids) -> tuple[str, str]:
-        """The text of sampled ids without the id that ended them, and the text of that."""
-        listed = [int(one) for one in ids]
+    def text_and_end(self, ids: Sequence[int] | Ids) -> tuple[str, str]:
+        """The text of sampled ids without the id that ended them, and the text of that id ("": a limit cut them)."""
+        listed = [int(token) for token in ids]
         if listed and listed[-1] in self.end_ids:
             return self.tokenizer.decode(listed[:-1]), self.tokenizer.decode(listed[-1:])
         return self.tokenizer.decode(listed), ""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that no template wrote, with the special tokens that the tokenizer adds to one."""
+        """The ids of a text without a template, with the special tokens that the tokenizer adds."""
         return self.tokenizer.ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -193,9 +197,9 @@ class Renderer:
     # -- extend -----
 
     def suffix(self, turn: Message, tail: Sequence[Message], arguments: dict[str, Any], end: str) -> str | None:
-        """The text that the template writes from the end of an assistant's `turn` up to the answer after `tail`, found
-        without what came before the turn and without its text; None where it cannot be told. `end`: the text of the id
-        that ended the turn, "" where a limit cut it, which then gets the template's own end."""
+        """The text that the template writes from the end of an assistant's `turn` up to the answer after `tail`; None
+        where it cannot be determined. Needs neither the messages before the turn nor its text. `end`: the text of the
+        id that ended the turn; "" where a limit cut it, and then the template's end of a turn comes first."""
         closing = self._closings(msgspec.json.encode([turn.get("tool_calls"), arguments]))
         if closing is None:
             return None
@@ -210,8 +214,8 @@ class Renderer:
         return suffix_text.removeprefix(end)
 
     def _closing_of(self, key: bytes) -> tuple[str, str] | None:
-        """The text that is rendered after a stand-in for the text of a turn with these calls and arguments of the
-        template, and what of it stands behind the turn's end."""
+        """The text that is rendered after a stand-in turn with these calls and template arguments, and the part of that
+        text behind the turn's end."""
         calls, arguments = msgspec.json.decode(key)
         turn = {"role": "assistant", "tool_calls": calls} if calls else {"role": "assistant"}
         try:
@@ -227,21 +231,21 @@ class Renderer:
         return bool(self.turn_end) and self.turn_end in closed
 
     def _behind(self, closed: str) -> str:
-        """The text that follows the end of a turn."""
+        """The text behind the end of a turn."""
         return closed.rpartition(self.turn_end)[2] if self._ends_in(closed) else closed
 
     def _after_turn(self, messages: Sequence[Message], arguments: dict[str, Any], generation: bool) -> str:
-        """The text that is rendered behind the stand-in; all of it where the template leaves out the text beside
-        calls."""
+        """The text that is rendered behind the stand-in; all of the rendering where the template leaves out the text
+        beside calls."""
         _, shown, after = (text := self.render(messages, None, arguments, generation)).rpartition(self._stand_in)
         if not shown and not messages[1].get("tool_calls"):
             raise CallRefused("invalid", "the chat template leaves out what an assistant says", "messages")
         return after if shown else text
 
     def _base(self, turn: Message) -> list[Message]:
-        """A conversation that ends with a stand-in for `turn`: calls kept, as results may name them."""
-        kept = {name: value for name, value in turn.items() if name not in REASONING}
-        return [{"role": "user", "content": "u"}, {**kept, "role": "assistant", "content": self._stand_in}]
+        """A conversation that ends with a stand-in for `turn`, with its calls: results may name them."""
+        visible = {name: value for name, value in turn.items() if name not in REASONING}
+        return [{"role": "user", "content": "u"}, {**visible, "role": "assistant", "content": self._stand_in}]
 
     def _turn_end(self) -> str:
         """The special token that the template writes at the end of an assistant's turn, "" without one."""
@@ -254,8 +258,9 @@ class Renderer:
 
     # -- splice and fresh -----
 
-    def _whole(self, tree: Tree, messages: list[Message], tools: list[Any], arguments: dict[str, Any]) -> Prompted:
-        pieces = self._told_apart(lambda given: self.render(given[0], given[1], arguments, True), [messages, tools])
+    def _splice_or_fresh(self, tree: Tree, messages: list[Message], tools: list[Any],
+                         arguments: dict[str, Any]) -> Prompted:
+        pieces = self._in_pieces(lambda parts: self.render(parts[0], parts[1], arguments, True), [messages, tools])
         assert pieces is not None
         text = _joined(pieces)
         turn, length = self._spliced(tree.roots, text)
@@ -263,38 +268,37 @@ class Renderer:
             self.counts["splice"] += 1
             rest = behind(pieces, length)
             return Prompted(turn, self._ids(rest), _joined(rest), "splice")
-        how: How = "fresh" if any(one["role"] == "assistant" for one in messages) else "begin"
+        how: How = "fresh" if any(message["role"] == "assistant" for message in messages) else "begin"
         self.counts[how] += 1
         return Prompted(None, self._ids(pieces, begins=True), text, how)
 
     def _spliced(self, level: Sequence[Turn], text: str, length: int = 0) -> tuple[Turn | None, int]:
-        """The newest of the longest turns whose path, as text, begins `text`, and how long that is."""
+        """Find the turn whose path is the longest that begins `text`, of several the newest; and the length of that."""
         best: tuple[Turn | None, int] = (None, 0)
         for turn in level:
             part = self._part(turn)
             end = length + len(part)
             if end < len(text) and text.startswith(part, length):
                 deeper = self._spliced(turn.children, text, end)
-                found = deeper if deeper[0] is not None else (turn, end)
-                best = max(best, found, key=lambda one: (one[1], one[0].number if one[0] else -1))
+                candidate = deeper if deeper[0] is not None else (turn, end)
+                best = max(best, candidate, key=lambda choice: (choice[1], choice[0].number if choice[0] else -1))
         return best
 
     def _part(self, turn: Turn) -> str:
-        asked = turn.call
-        if asked.text is None:
-            asked.text = self.tokenizer.decode(asked.new.tolist())
-        said = self.tokenizer.decode(turn.ids.tolist()) if turn.stopped else turn.text
-        return asked.text + said + turn.end_text
+        call = turn.call
+        if call.text is None:
+            call.text = self.tokenizer.decode(call.new.tolist())
+        answer = self.tokenizer.decode(turn.ids.tolist()) if turn.stopped else turn.text
+        return call.text + answer + turn.end_text
 
     # -- text to ids -----
 
-    def _told_apart(self, render: Callable[[Any], str | None], given: Any) -> list[Piece] | None:
-        """The text that `render` writes, in pieces; where contents hold special tokens these are told from the
-        template's."""
-        text = render(given)
+    def _in_pieces(self, render: Callable[[Any], str | None], contents: Any) -> list[Piece] | None:
+        """The text that `render` writes, in pieces that tell special tokens of contents from the template's."""
+        text = render(contents)
         if text is None:
             return None
-        masked, marks = self._marks.masked(given)
+        masked, marks = self._marks.masked(contents)
         if not marks:
             return [(text, False)]
         try:
@@ -308,37 +312,37 @@ class Renderer:
         return pieces
 
     def _ids(self, pieces: Sequence[Piece], begins: bool = False) -> list[int]:
-        found: list[int] = []
+        ids: list[int] = []
         for text, mark in pieces:
-            for part in (text[:1], text[1:]) if mark else (text,):  # halves of a special token are none
-                found += self.tokenizer.encode(part) if begins else self._encode_behind(part)
+            for part in (text[:1], text[1:]) if mark else (text,):  # two halves are not encoded as a special token
+                ids += self.tokenizer.encode(part) if begins else self._encode_behind(part)
                 begins = False
-        return found
+        return ids
 
     def _encode_behind(self, text: str) -> list[int]:
-        """Ids of text that does not begin a sequence, which some tokenizers would treat in another way."""
+        """The ids of text inside a sequence: some tokenizers encode the beginning of a sequence in another way."""
         if not self._anchor:
             return self.tokenizer.encode(text)
         first, *rest = self.tokenizer.encode(self._anchor + text)
         return rest if first == self.special_ids[self._anchor] else self.tokenizer.encode(text)
 
-    # -- what the template can do -----
+    # -- trials of the template -----
 
     def _probe(self, kind: Kind) -> Probe:
         turn = for_template(kind.turn)
-        before, tail = ([for_template(one) for one in some] for some in (kind.before, kind.after))
+        before, tail = ([for_template(message) for message in messages] for messages in (kind.before, kind.after))
         try:
             prompt = self.render(before, kind.tools, {}, True)
-            whole = self.render([*before, turn, *tail], kind.tools, {}, True)
+            full = self.render([*before, turn, *tail], kind.tools, {}, True)
             closed = self.render([*before, turn], kind.tools, {}, False)
         except CallRefused as problem:
             return Probe(kind.name, "refused", str(problem))
-        found = self.suffix(turn, tail, {}, self.turn_end)
-        if found and whole.endswith(found):
+        suffix = self.suffix(turn, tail, {}, self.turn_end)
+        if suffix and full.endswith(suffix):
             return Probe(kind.name, "extend")
         raw = closed.removesuffix(self._behind(closed[len(prompt):]) if self._ends_in(closed[len(prompt):]) else "")
-        splice = raw.startswith(prompt) and whole.startswith(raw) and len(raw) < len(whole)
-        return Probe(kind.name, "splice" if splice else "fresh", wrong=found is not None)
+        splice = raw.startswith(prompt) and full.startswith(raw) and len(raw) < len(full)
+        return Probe(kind.name, "splice" if splice else "fresh", wrong=suffix is not None)
 
 
 def _joined(pieces: Sequence[Piece]) -> str:
@@ -360,16 +364,16 @@ class Kind:
 
 
 def shape_of(turn: Mapping[str, Any]) -> tuple[int, bool]:
-    """The traits of a turn that a template's way with it may depend on: no, one or several calls, and calls with text
-    beside them."""
+    """The traits of a turn on which the template's rendering may depend: the number of calls (0, 1, or 2 for several),
+    and whether text stands beside calls."""
     calls = min(2, len(turn.get("tool_calls") or ()))
     return calls, bool(calls and text_of(turn).strip())
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The way in which a kind of turn is continued: extend, splice, fresh; or refused by the template, and `why`.
-    `wrong`: a suffix can be made, but it is not what the template writes."""
+    """The way to continue a kind of turn: extend, splice or fresh; or the template's refusal, and `why`. `wrong`: a
+    suffix exists, but is not what the template writes."""
 
     kind: str
     how: str
@@ -412,7 +416,7 @@ KINDS = (
 
 
 def report(probes: Sequence[Probe]) -> Iterator[str]:
-    """Lines for people: how each kind of turn is continued, and what the worse ones cost."""
+    """Yield lines for people: how each kind of turn is continued, and what `fresh` costs."""
     for probe in probes:
         yield f"{probe.kind:26}{probe.how}" + (f" ({probe.why})" if probe.why else "")
     costly = [probe.kind for probe in probes if probe.how == "fresh"]

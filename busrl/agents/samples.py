@@ -1,11 +1,12 @@
-"""The samples that a process plays as episodes: from the claim of a slot to the commit, drop or return of it.
+"""The samples that a process plays as episodes: from the claim of a slot to its commit, drop or return.
 
-Talks to the ring of samples. With reward.kind = "agent" it commits rewards too. Knows nothing of calls, of whose code
-an episode is, of engines or groups.
+Talks to the ring of samples. With reward.kind = "agent" it commits rewards too. Knows nothing of model calls, of the
+code of episodes, of engines or groups.
 
-- A slot stays GENERATING until its episode has ended; attempts accuse no episode, and suspects are taken like others.
-- An engine that dies, or new weights, cost an episode nothing but time.
-- What an episode returned lies in its slot, so any such process may commit the reward of one that died.
+- A slot stays GENERATING until its episode has ended. Slots are claimed whatever their count of attempts, suspects
+  included: a process that died is no evidence against an episode.
+- The death of an engine, or new weights, cost an episode nothing but time.
+- The reward of an episode lies in its slot, so if its process dies another one can commit it.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ FATES = REWARD_FATES | {"crashed": Fate.POISON}
 LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p", "priority", "admission",
                "group"]
 REWARDS_AT_ONCE = 256
-UNANSWERED_LIMIT = 3  # episodes of one sample that an engine left without an answer, until the sample is dropped
+UNANSWERED_LIMIT = 3  # a sample is dropped after so many episodes with a call that no engine answered
 
 
 @dataclass
 class ClaimedSample:
-    """A sample of this process: its slot, the word that owns it, and what its line said at the claim."""
+    """A sample of this process: its slot, the state word of the claim, and its line at the claim."""
 
     slot: int
     word: int
     line: dict[str, Any]
-    read: int = 0  # ids that its calls read, all of them together
-    computed: int = 0  # of them, those that no engine had kept
+    read: int = 0  # ids that its calls read, in sum
+    computed: int = 0  # those of them that no engine had in its prefix cache
 
     @property
     def uid(self) -> int:
@@ -52,7 +53,7 @@ class ClaimedSample:
 
 
 class Warn(Protocol):
-    """Logs, publishes and files a line for people; repeats of a `kind` are counted."""
+    """Logs, publishes and files a line for people; lines of one `kind` are counted."""
 
     def __call__(self, text: str, severity: str = ..., *, kind: str = ..., uids: list[int] = ..., trace: str = ...
                  ) -> None: ...
@@ -60,7 +61,7 @@ class Warn(Protocol):
 
 class EpisodeSamples:
     """Claims samples, and ends each once. `settings`: the table [agents] as it is now; `write_or_wait` calls a function
-    that writes, again once a full disk has room; False if the run stops meanwhile."""
+    that writes, again when a full disk has room, and returns False if the run stops before that."""
 
     def __init__(self, ring: Ring, settings: Callable[[], Agents], warn: Warn,
                  write_or_wait: Callable[[str, Callable[[], None]], bool]) -> None:
@@ -75,21 +76,21 @@ class EpisodeSamples:
 
     @property
     def room(self) -> int:
-        """The number of samples that it may take."""
+        """The number of samples that this process may take."""
         return self._settings().episodes - len(self.claims)
 
     def take(self, most: int) -> list[ClaimedSample]:
-        """Claim samples that nobody holds, best first."""
+        """Claim up to `most` queued samples, best first."""
         if (limit := min(most, self.room)) <= 0:
             return []
-        taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
-        lines = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist() if taken else []
-        samples = [ClaimedSample(*claim, dict(zip(LINE_FIELDS, line))) for claim, line in zip(taken, lines)]
+        claimed = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
+        lines = self.ring.lines([slot for slot, _ in claimed])[LINE_FIELDS].tolist() if claimed else []
+        samples = [ClaimedSample(*claim, dict(zip(LINE_FIELDS, line))) for claim, line in zip(claimed, lines)]
         self.claims.update({sample.slot: sample for sample in samples})
         return samples
 
     def take_together(self, slots: list[int], lines: Any) -> list[ClaimedSample]:
-        """Claim all of these slots, seen in `lines`; or none, where another process was faster."""
+        """Claim all of these slots, as `lines` show them; or none, if another process was faster."""
         samples: list[ClaimedSample] = []
         for slot in slots:
             if not (word := self.ring.claim(slot, int(lines["word"][slot]), State.GENERATING)):
@@ -102,7 +103,7 @@ class EpisodeSamples:
         return samples
 
     def task_of(self, sample: ClaimedSample) -> bytes | None:
-        """The line of the data as JSON; None: it cannot be read, and the sample is dropped."""
+        """The line of the data as JSON; None if it cannot be read, and then the sample is dropped."""
         try:
             return read_task(self.ring, sample.slot)
         except UNREADABLE as problem:
@@ -112,7 +113,7 @@ class EpisodeSamples:
     # -- ends -----
 
     def settle(self, sample: ClaimedSample, ended: Ended, episode: Episode) -> str:
-        """Commit an episode that ended; or drop its sample, and return why."""
+        """Commit an episode that ended, or drop its sample; returns the reason of a drop, else ""."""
         self.ends[ended.how] += 1
         self.counts.update(episode.counts)
         self._unanswered.pop(sample.uid, None)
@@ -130,7 +131,7 @@ class EpisodeSamples:
         return ""
 
     def commit(self, sample: ClaimedSample, trajectory: Trajectory) -> None:
-        """Commit what was written into its slot."""
+        """Commit the trajectory that was written into the slot."""
         message = commit_episode(self.ring, sample.slot, sample.word, trajectory, trajectory.step)
         del self.claims[sample.slot]
         if message is not None:
@@ -138,8 +139,8 @@ class EpisodeSamples:
             self.ring.add(samples=1)
 
     def begin_again(self, sample: ClaimedSample, problem: CallUnanswered) -> None:
-        """Give back an episode with a call that engines left unanswered, for whoever takes it; after several of them
-        drop its sample."""
+        """Give back the sample of an episode with a call that engines left unanswered, so that any process can take
+        it; after `UNANSWERED_LIMIT` of them drop it."""
         self._unanswered[sample.uid] += 1
         if problem.code == "poison":
             self.drop(sample, Fate.POISON, str(problem))
@@ -159,7 +160,7 @@ class EpisodeSamples:
             self.give_back(sample)
 
     def drop(self, sample: ClaimedSample, fate: Fate, why: str) -> str:
-        """Give up a sample for this reason; returns the line for people."""
+        """Drop a sample for this reason; returns the line for people."""
         text, _, trace = why.partition("\n")
         del self.claims[sample.slot]
         self._unanswered.pop(sample.uid, None)
@@ -177,25 +178,25 @@ class EpisodeSamples:
         write_episode(self.ring, sample.slot, sample.word, trajectory, trajectory.text, reward, transcript, context)
         try:
             write_parts(self.ring, sample.slot, sample.word, ended.parts)
-        except SlotTooSmall as problem:  # they are for people: the reward counts all the same
+        except SlotTooSmall as problem:  # the parts are for people: the reward counts without them
             self._warn(f"the parts of rewards are not kept: {problem}", kind="parts")
 
     # -- rewards -----
 
     def commit_rewards(self) -> int:
-        """Commit the rewards that lie in slots, also in those of processes that are gone; returns how many slots were
+        """Commit the rewards that lie in slots, whoever played their episodes; returns the number of slots that were
         looked at."""
-        taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=REWARDS_AT_ONCE)
-        judged = [(slot, word, value) for slot, word in taken if (value := self._returned(slot, word)) is not None]
+        claimed = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=REWARDS_AT_ONCE)
+        judged = [(slot, word, value) for slot, word in claimed if (value := self._returned(slot, word)) is not None]
         for slot, word, value in judged:
             uid = int(self.ring.line(slot)["uid"])
             self.reward_bell.add(partial(m.RewardComputed, slot_id=slot, seq=seq_of(word), uid=uid, reward=value))
         if judged:
             self.ring.commit_rewards([(slot, word) for slot, word, _ in judged], [value for *_, value in judged])
-        return len(taken)
+        return len(claimed)
 
     def _returned(self, slot: int, word: int) -> float | None:
-        """The reward of an episode in its slot; None if it holds none, and is dropped."""
+        """The reward that lies in a slot; None if there is none, and then the sample is dropped."""
         uid = int(self.ring.line(slot)["uid"])
         try:
             reward, why = reward_of(self.ring, slot), "its slot holds no reward"

@@ -1,12 +1,12 @@
-"""The trainer's side of Atropos: the routes by which its environments post scored groups, and what a group must be.
+"""The trainer's side of Atropos: the routes by which its environments post scored groups, and the rules for a group.
 
 Talks to environments (aiohttp; atroposlib 0.4.0) and to a `Trainer`, which trains what they post. OpenAI's routes are
 those of `busrl.agents.http`. Knows nothing of slots, rings or engines.
 
 - A group is G token sequences with masks (-100, or the token where it is trained), log-probabilities and scores.
-- 200 says that a group is kept; 422 that it never will be, with the field and the rule; 503 that there is no room: its
-  client posts a 5xx three times, and a 4xx never again.
-- An address holds the run's key, as these clients have no headers of their own.
+- 200: the group is kept. 422: the group breaks a rule, with the field and the rule. 503: there is no room. A client
+  repeats a post after 5xx, three times, and never after 4xx.
+- The address holds the run's key, since these clients send no headers of their own.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from busrl.data.episodes import EpisodeLimits
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
-IGNORED = -100  # of a mask: the token is not trained
+IGNORED = -100  # in a mask: the token is not trained
 MOST_GROUPS, MOST_ENVIRONMENTS, LONGEST_NAME = 256, 1024, 200
-LIST_BYTES = 64 << 20  # of a list of groups, or as many as its first group may have
-ZIPPED_BYTES = 1000  # an answer from here on is compressed, for clients that want it
+LIST_BYTES = 64 << 20  # of a list of groups; more where a group alone may be larger
+ZIPPED_BYTES = 1000  # longer answers are compressed for clients that accept that
 NOT_TRAINED = ("advantages", "images", "overrides", "group_overrides", "distill_token_ids", "distill_logprobs")
 log = logging.getLogger("busrl")
 Token = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class Group(msgspec.Struct):
-    """`POST /scored_data`; what has a field of NOT_TRAINED is refused."""
+    """`POST /scored_data`; a group with a field of NOT_TRAINED is refused."""
 
     tokens: list[list[Token]]
     masks: list[list[Token]]
@@ -56,16 +56,16 @@ class Group(msgspec.Struct):
     distill_logprobs: Any = None
 
     def digest(self) -> bytes:
-        """16 bytes that a copy has too."""
-        own = (self.env_id, self.tokens, self.masks, self.scores, self.inference_logprobs)
-        return hashlib.blake2b(msgspec.json.encode(own), digest_size=16).digest()
+        """16 bytes that are equal for copies of a group."""
+        content = (self.env_id, self.tokens, self.masks, self.scores, self.inference_logprobs)
+        return hashlib.blake2b(msgspec.json.encode(content), digest_size=16).digest()
 
 
 Posted = tuple[bytes, Group, list[Trajectory]]  # a group with its digest and its members
 
 
 class Environment(msgspec.Struct):
-    """`POST /register-env`; its shares of a batch are not used."""
+    """`POST /register-env`; the environment's shares of a batch are not used."""
 
     desired_name: str
     group_size: int
@@ -79,8 +79,8 @@ class Named(msgspec.Struct):
 
 
 class RunProgress(NamedTuple):
-    """The progress of the run: its newest step, the steps it makes, groups that wait to be trained, samples of a step,
-    the version of the weights, and the step that made it."""
+    """The progress of the run: its newest step, its last step, the groups that wait to be trained, the samples of a
+    step, the policy version, and the step that made this version."""
 
     step: int
     steps: int
@@ -91,23 +91,23 @@ class RunProgress(NamedTuple):
 
 
 class Trainer(Protocol):
-    """The trainer of groups: keeps one that is not `known` (False: no room), and lends calls that belong to no
-    sample."""
+    """Trains groups: `keep` takes one that the trainer does not have (False: no room). Lends calls that belong to no
+    sample (`unclaimed`)."""
 
     async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool: ...
-    def known(self, digest: bytes) -> bool: ...
+    def has(self, digest: bytes) -> bool: ...
     def state(self) -> RunProgress: ...
     def unclaimed(self) -> Episode: ...
 
 
-# -- what a group must be -----
+# -- the rules for a group -----
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """`size`: sequences of a group; `limits`: of each; `ends`: ids that end a turn of the model."""
+    """`size`: the sequences of a group; `limits`: of each sequence; `ends`: ids that end a turn of the model."""
 
     size: int
     vocabulary: int
@@ -115,8 +115,8 @@ class Rules:
     ends: frozenset[int]
 
     def members(self, group: Group, decode: Decode, version: int, step: int) -> list[Trajectory]:
-        """Each sequence as an episode, whose turns are what its mask trains; CallRefused names the field that is wrong,
-        and the rule. The contract has no field for versions: they are those that the run has now."""
+        """The sequences of a group as episodes, whose turns are the spans that their masks train; CallRefused names the
+        field that is wrong, and the rule. The contract has no versions, so the tokens get the version of the run."""
         for name in NOT_TRAINED:
             if _says(getattr(group, name)):
                 raise _refused(name, "cannot be used here: advantages come from the scores, tokens alone are read")
@@ -159,15 +159,15 @@ class Rules:
 
     def _episode(self, ids: Any, spans: Any, logprobs: Any, decode: Decode, version: int, step: int) -> Trajectory:
         turns = np.zeros((len(spans), 8), np.int32)
-        whole = [end < len(ids) or int(ids[end - 1]) in self.ends for _, end in spans]
+        ended = [end < len(ids) or int(ids[end - 1]) in self.ends for _, end in spans]
         turns[:, 1:3], turns[:, 4], turns[:, 7] = spans, np.arange(len(spans)), 1
-        turns[:, 3] = np.where(whole, Finish.EOS, Finish.LENGTH)
+        turns[:, 3] = np.where(ended, Finish.EOS, Finish.LENGTH)
         text, versions = decode(ids[slice(*spans[-1])].tolist()), np.full(len(logprobs), version, np.uint32)
         return Trajectory(ids, np.array([len(ids)], np.int32), turns, logprobs, versions, None, text, step, 0)
 
 
 def _says(value: Any) -> bool:
-    """True if a field holds anything: an empty map for each sequence is nothing."""
+    """True if a field holds anything; empty maps in a list are nothing."""
     return any(map(_says, value)) if isinstance(value, list) else value is not None and value != {}
 
 
@@ -181,8 +181,8 @@ Handler = Callable[[web.Request, bytes], Awaitable[Any]]
 
 
 class CallerKeys(EpisodeKeys):
-    """The run's key alone, in a header or in the address: each request with it is an episode of its own, which belongs
-    to no sample. `sampling`: temperature and top-p of all."""
+    """Accepts the run's key alone, in a header or in the address: each request with it is a new episode, which belongs
+    to no sample. `sampling`: temperature and top-p of all requests."""
 
     def __init__(self, run_key: str, trainer: Trainer, sampling: tuple[float, float]) -> None:
         super().__init__(run_key)
@@ -207,8 +207,8 @@ class CallerKeys(EpisodeKeys):
 
 
 class AtroposServer(EpisodeServer):
-    """A listener with both: the contract below `url`, and OpenAI's routes by the run's key, for calls that belong to no
-    sample. `sampling`: the rule, temperature and top-p of those. Use `async with`."""
+    """A listener with Atropos's contract below `url`, and OpenAI's routes for calls that belong to no sample. Use
+    `async with`. `sampling`: the rule, temperature and top-p of those calls."""
 
     def __init__(self, trainer: Trainer, rules: Rules, renderer: Renderer, sampling: openai.Sampling, host: str,
                  port: int, name: str, key: str, tell: Callable[[str], object] = log.warning) -> None:
@@ -222,7 +222,7 @@ class AtroposServer(EpisodeServer):
 
     @property
     def url(self) -> str:
-        """The address that an environment has as `rollout_server_url`."""
+        """The address for an environment's `rollout_server_url`."""
         return f"{self.base_url.removesuffix('/v1')}/{self._key}"
 
     def routes(self) -> list[web.RouteDef]:
@@ -231,11 +231,11 @@ class AtroposServer(EpisodeServer):
         posts = {"register": self._register, "register-env": self._register_environment,
                  "disconnect-env": self._disconnect, "scored_data": self._post, "scored_data_list": self._post}
         return [*super().routes(),
-                *(web.get(f"/{{key}}/{path}", self._told(handler)) for path, handler in gets.items()),
-                *(web.post(f"/{{key}}/{path}", self._told(handler)) for path, handler in posts.items())]
+                *(web.get(f"/{{key}}/{path}", self._answering(handler)) for path, handler in gets.items()),
+                *(web.post(f"/{{key}}/{path}", self._answering(handler)) for path, handler in posts.items())]
 
-    def _told(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Answer with what the handler returns, as JSON, or with what it refuses, as 422."""
+    def _answering(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """A handler of aiohttp that answers with JSON of what `handler` returns, or 422 for what it refuses."""
         async def tell(request: web.Request) -> web.StreamResponse:
             if not same_key(request.match_info["key"], self._key):
                 raise CallRefused("invalid_api_key", "the address must hold the run's key: atropos.json has it")
@@ -244,7 +244,7 @@ class AtroposServer(EpisodeServer):
                 response = answer_of(await handler(request, await self.bodies.whole(request, most)))
             except web.RequestPayloadError:
                 response = answer_of({"detail": "the body is not what its Content-Encoding says", "field": ""}, 422)
-                response.force_close()  # what follows on this connection cannot be told from the rest of it
+                response.force_close()  # the rest of the body would be read as the next request
             except CallRefused as refused:
                 if refused.code in STATUS:
                     raise
@@ -263,18 +263,18 @@ class AtroposServer(EpisodeServer):
         return {"status": "received", **({"groups_processed": count} if several else {})}
 
     def _members(self, body: bytes, several: bool, version: int, step: int) -> tuple[int, list[Posted]]:
-        """Count the groups of a body; the count, and the groups that are new."""
+        """The number of groups in a body, and those of them that are new."""
         groups: list[Group] = openai.read(body, list[Group]) if several else [openai.read(body, Group)]
         if len(groups) > MOST_GROUPS:
             raise _refused("the body", f"has {len(groups)} groups: at most {MOST_GROUPS}")
-        new = {digest: group for group in groups if not self._trainer.known(digest := group.digest())}
+        new = {digest: group for group in groups if not self._trainer.has(digest := group.digest())}
         decode = self._renderer.decode
         return len(groups), [(digest, group, self._rules.members(group, decode, version, step))
                              for digest, group in new.items()]
 
     async def _keep(self, posted: list[Posted]) -> None:
-        """Keep the groups of a list, none of which is malformed. Where the room ends those before it are kept, and
-        known when their client posts the list again."""
+        """Keep wellformed groups, in order, as far as there is room. If the client posts the list again, groups that
+        were kept are not kept twice."""
         for digest, group, members in posted:
             if not await self._trainer.keep(digest, members, group.scores, group.env_id):
                 raise CallRefused("no_room", "no room for a group now: post it again")
@@ -282,37 +282,37 @@ class AtroposServer(EpisodeServer):
 
     async def _about(self, request: web.Request, body: bytes) -> Any:
         state = self._trainer.state()
-        said: dict[str, Any] = {
+        answers: dict[str, Any] = {
             "status": {"current_step": state.step, "queue_size": state.waiting},
             "info": {"batch_size": state.batch, "max_token_len": self._rules.limits.context},
             "wandb_info": {"group": self._name, "project": "busrl"},
             "latest_example": self._latest or dict.fromkeys(Group.__struct_fields__[:4], ()),
         }
-        return said.get(request.path.rpartition("/")[2], {"message": "busrl, as AtroposLib API"})
+        return answers.get(request.path.rpartition("/")[2], {"message": "busrl, as AtroposLib API"})
 
     async def _status_of(self, request: web.Request, body: bytes) -> dict[str, Any]:
-        """A GET with a body. An environment that this process does not know was registered with an earlier one."""
+        """Answer a GET with a body. Any `env_id` will do: it may have been registered with an earlier process."""
         openai.read(body, Named)
-        state, connected = self._trainer.state(), sum(one.connected for one in self._environments)
+        state, connected = self._trainer.state(), sum(environment.connected for environment in self._environments)
         return {"current_step": state.step, "queue_size": state.waiting, "self_queue_size": state.waiting,
                 "unallocated_fraction": 1.0, "env_weight": 1.0 / max(1, connected),
                 "max_group_size": self._rules.size}
 
     async def _register(self, request: web.Request, body: bytes) -> dict[str, Any]:
-        """Answer another trainer with a number: this run is the trainer."""
+        """Answer another trainer with a number, which nothing uses: this run is the trainer."""
         return {"uuid": uuid.uuid4().int}
 
     async def _register_environment(self, request: web.Request, body: bytes) -> dict[str, Any]:
-        asked, state = openai.read(body, Environment), self._trainer.state()
-        if asked.group_size != self._rules.size:  # its client shows the status, and asks again
-            return {"status": f"group_size = {asked.group_size}, but this run trains groups of {self._rules.size} "
-                              "(groups.size): make them equal"}
-        if len(asked.desired_name) > LONGEST_NAME or len(self._environments) >= MOST_ENVIRONMENTS:
+        environment, state = openai.read(body, Environment), self._trainer.state()
+        if environment.group_size != self._rules.size:  # the client shows the status, and registers again
+            rule = f"but this run trains groups of {self._rules.size} (groups.size): make them equal"
+            return {"status": f"group_size = {environment.group_size}, {rule}"}
+        if len(environment.desired_name) > LONGEST_NAME or len(self._environments) >= MOST_ENVIRONMENTS:
             raise _refused("desired_name", f"at most {LONGEST_NAME} characters, and {MOST_ENVIRONMENTS} environments")
-        count = sum(one.desired_name == asked.desired_name for one in self._environments)
-        self._environments.append(asked)
+        count = sum(other.desired_name == environment.desired_name for other in self._environments)
+        self._environments.append(environment)
         return {"status": "success", "env_id": len(self._environments) - 1, "checkpoint_dir": "",
-                "wandb_name": f"{asked.desired_name}_{count}", "starting_step": state.step,
+                "wandb_name": f"{environment.desired_name}_{count}", "starting_step": state.step,
                 "checkpoint_interval": -1, "num_steps": state.steps}
 
     async def _disconnect(self, request: web.Request, body: bytes) -> dict[str, Any]:

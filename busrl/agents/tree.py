@@ -1,14 +1,15 @@
-"""An episode as a tree of turns with exact token ids, and the training sequences of it.
+"""An episode as a tree of turns with exact token ids, and its training sequences.
 
-A turn is one model call: the ids that the model read after the end of its parent, and the ids that it sampled. Its path
-is all of them from the root. Talks to nothing; knows nothing of tokenizers, templates, slots or clocks.
+A turn is one model call: the ids that the model read behind the end of its parent, and the ids that it sampled. The
+path of a turn is all ids from the root to its end. Talks to nothing; knows nothing of tokenizers, templates, slots or
+clocks.
 
 - Turns are only added. The path of a parent, and the new ids behind it, are exactly what the engine was given.
-- A training sequence is the path of a leaf. A turn's sampled ids are trained in the first of them, by the number of the
-  leaf's call, that holds the turn, and are context in all others: each once, whatever forks.
-- A turn that was neither delivered nor continued is left out, and counted.
-- A request continues the newest turn whose messages are the longest proper beginning of its own, under the same tools
-  and arguments of the template. Each spelling of a message is made canonical once.
+- A training sequence is the path of a leaf. Sampled ids are trained once, however often the tree forks: in the first
+  sequence that holds their turn, by the number of the leaf's call. In all other sequences they are context.
+- A turn that was neither delivered nor continued is in no sequence, and is counted.
+- A request continues the newest turn whose messages are the longest proper beginning of the request's, under the same
+  tools and arguments of the template. Each spelling of a message is made canonical once.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ Ids = npt.NDArray[np.int32]
 Message = dict[str, Any]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
-# -- what must survive a client's echo of a message -------
+# -- the parts of a message that a client's echo repeats --
 
 
 def canonical(message: Mapping[str, Any]) -> bytes:
-    """Role, text without surrounding space, tool calls with their arguments as JSON of one spelling, and of a result
-    the call that it answers. Reasoning, the ids of calls and null against "" are no part of it."""
+    """The role, the text without surrounding space, the tool calls with their arguments as JSON of one spelling, and
+    for a result the call that it answers. Two messages that differ in reasoning, in the ids of calls, or in null
+    against "" have the same form."""
     role = message.get("role")
     if not isinstance(role, str):
         raise CallRefused("invalid", f"a message has the role {role!r}: must be a text, such as user", "messages")
@@ -55,7 +57,7 @@ def canonical(message: Mapping[str, Any]) -> bytes:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The content of a message, parts joined; what is no text is refused."""
+    """The content of a message, its parts joined; CallRefused for what is no text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -75,7 +77,7 @@ def _call(call: object) -> list[Any]:
 
 
 def _one_spelling(arguments: object) -> str:
-    """JSON with sorted keys; 1.0 is 1, as some clients write it. What is no JSON stays as it is."""
+    """JSON with sorted keys and 1.0 as 1, since some clients write it so. What is no JSON stays as it is."""
     try:
         value = json.loads(arguments, parse_float=_number) if isinstance(arguments, str) else arguments
         return json.dumps(value, sort_keys=True)
@@ -90,27 +92,27 @@ def _number(text: str) -> float | int:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a request: as they came, and where the tree's index of beginnings stands after each of them."""
+    """The messages of a request as they came, and the index's number of the beginning that ends with each of them."""
 
     raw: tuple[bytes, ...]
     states: tuple[int, ...]  # one more than messages: the first is that of the tools and arguments alone
 
     def messages(self, begin: int = 0) -> list[Message]:
-        """The messages from number `begin` on, decoded anew."""
+        """Decode the messages from number `begin` on."""
         return [msgspec.json.decode(message) for message in self.raw[begin:]]
 
 
 class Index:
-    """Numbers for beginnings of conversations: equal numbers, equal canonical messages. Exact, not by digests. Any
-    thread may use it; the lock is held for look-ups alone, not while a message is made canonical."""
+    """Numbers beginnings of conversations: two with equal canonical messages have the same number. Compares the
+    messages themselves, not digests. Any thread may use it; the lock is not held while a message is made canonical."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._spelt: dict[bytes, int] = {}  # a message as it came -> number of its canonical form
+        self._spelt: dict[bytes, int] = {}  # a message as it came -> the number of its canonical form
         self._forms: defaultdict[bytes, int] = defaultdict(itertools.count().__next__)
         # a beginning and the next message -> the longer beginning
         self._next: defaultdict[tuple[int, int], int] = defaultdict(itertools.count(1).__next__)
-        self._last: list[tuple[bytes, int]] = []  # of the last request: most requests repeat it and add something
+        self._last: list[tuple[bytes, int]] = []  # of the request before: most requests repeat it and add something
 
     def read(self, messages: Sequence[Any], tools: Any, arguments: Any) -> Conversation:
         """Read messages, tools and arguments as objects, or as their JSON (`bytes` or `msgspec.Raw`)."""
@@ -118,8 +120,8 @@ class Index:
         tools, arguments = self._around(tools), self._around(arguments)
         for place, message in enumerate(messages):
             raw = _raw(message)
-            known = place < len(last) and last[place][0] == raw
-            here.append(last[place] if known else (raw, self._form_of(raw)))
+            repeated = place < len(last) and last[place][0] == raw
+            here.append(last[place] if repeated else (raw, self._form_of(raw)))
         with self._lock:
             states = [self._next[self._next[0, tools], arguments]]
             for _, form in here:
@@ -133,7 +135,7 @@ class Index:
             return self._next[state, form]
 
     def _around(self, value: Any) -> int:
-        """The number of what stands around messages; keys in any order."""
+        """The number of tools or template arguments, whatever the order of their keys."""
         raw = b"" if value is None else b"=" + _raw(value)
         number = self._spelt.get(raw)
         if number is None:
@@ -170,13 +172,13 @@ def _raw(value: Any) -> bytes:
 
 @dataclass(eq=False)
 class OpenCall:
-    """A call under way: `prompt` is all that the engine is given, `room` how many ids it may sample, `stream` names
-    the random numbers of the call: a function of the prompt and of how often this episode has asked just that."""
+    """A call under way. `prompt`: the ids for the engine; `room`: how many ids it may sample; `stream` names the random
+    numbers of the call, and follows from the prompt and the number of calls with that prompt in this episode."""
 
     number: int
     parent: Turn | None
-    new: Ids  # what it reads behind the parent
-    begin: int  # how long the prompt is
+    new: Ids  # that it reads behind the parent
+    begin: int  # the length of the prompt
     room: int
     stream: int
     trained: bool
@@ -191,7 +193,7 @@ class OpenCall:
 
 @dataclass(eq=False)
 class Turn:
-    """A call that was answered: `ids` are those that it sampled. In its path they stand from `begin` to `end`."""
+    """A call that was answered. `ids`: the sampled ids, which stand in the turn's path from `begin` to `end`."""
 
     call: OpenCall
     ids: Ids
@@ -203,10 +205,10 @@ class Turn:
     end_text: str  # of the id that ended them, "" where something else did
     waited_ms: int = 0
     generated_ms: int = 0
-    step: int = 0  # of the learner, that made the oldest of the versions
+    step: int = 0  # of the learner: the step that made the oldest of the versions
     reward: float | None = None
     delivered: bool = False
-    stopped: bool = False  # by a text that its client had named
+    stopped: bool = False  # by a stop text of its client
     children: list[Turn] = field(default_factory=list)
     open: int = 0  # calls under way that continue it
     continued: bool = False
@@ -238,7 +240,7 @@ class Turn:
         return self.delivered or self.continued
 
     def chain(self) -> list[Turn]:
-        """The turns of its path, the root first."""
+        """The turns of this turn's path, the root first."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -249,8 +251,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory(EpisodeArrays):
-    """An episode for training. `text` is the last turn's, without its end. `step` is that of the learner which made the
-    oldest version of a trained turn; `undelivered`: turns that were left out."""
+    """An episode for training. `text`: of the last turn, without its end; `step`: the learner's step that made the
+    oldest version of a trained turn; `undelivered`: the number of turns that were left out."""
 
     text: str
     step: int
@@ -268,26 +270,26 @@ class Tree:
         self._index = Index()
         self._ends: dict[int, list[Turn]] = {}  # a beginning -> turns that end with it
         self._drawn: Counter[bytes] = Counter()  # digest of a prompt -> calls that had it
-        self._calls = self._asked = 0  # ever, and of them those that were not cancelled
-        self._sampled = self._tokens = self._sequences = 0  # with all that calls under way may add
+        self._calls = self._begun = 0  # all calls; those of them that were not cancelled
+        self._sampled = self._tokens = self._sequences = 0  # with the most that calls under way may add
 
     # -- which turn a request continues -----
 
     def read(self, messages: Sequence[Any], tools: Any = None, arguments: Any = None) -> Conversation:
-        """The messages of a request (objects, or their JSON); CallRefused says which of them cannot be used."""
+        """Read the messages of a request (objects, or their JSON); CallRefused names what cannot be used."""
         if not messages:
             raise CallRefused("invalid", "messages is empty: at least one message is needed", "messages")
         return self._index.read(messages, tools, arguments)
 
     def match(self, history: Conversation) -> tuple[Turn | None, int]:
-        """The turn that a request continues, and how many of its messages that turn's path stands for."""
+        """Find the turn that a request continues, and how many of the request's messages stand in that turn's path."""
         for count in range(len(history.raw) - 1, 0, -1):
             if turns := self._ends.get(history.states[count]):
                 return _as_echoed(turns, history.raw[count - 1]), count
         return None, 0
 
     def match_ids(self, prompt: Ids) -> Turn | None:
-        """The newest of the longest turns whose path begins the prompt, which has to be longer."""
+        """Find the turn with the longest path that is a proper beginning of the prompt; of several the newest."""
         best, level = None, self.roots
         while level:
             fitting = [turn for turn in level if _continues(turn, prompt)]
@@ -298,22 +300,22 @@ class Tree:
     # -- calls -----
 
     def room(self, parent: Turn | None, new: int, wanted: int, n: int = 1) -> int:
-        """The number of ids that a call may sample which reads `new` ids behind `parent`: `wanted`, or fewer; below 1:
-        none. Of `n` calls beside each other: the number for each."""
+        """The number of ids that a call may sample if it reads `new` ids behind `parent`: at most `wanted`; below 1 the
+        call has no room. For `n` such calls at once: the number for each."""
         limits, begin = self.limits, (parent.end if parent else 0) + new
         more, sequences = self._adds(parent, begin)
         more, sequences = more + (n - 1) * begin, sequences + n - 1  # each but the first is a sequence of its own
-        if self._asked + n > limits.turns or self._sequences + sequences > limits.sequences:
+        if self._begun + n > limits.turns or self._sequences + sequences > limits.sequences:
             return 0
         left = ((limits.sampled - self._sampled) // n, (limits.tokens - self._tokens - more) // n)
         return min(wanted, limits.context - begin, *left)
 
     def used(self) -> dict[str, int]:
-        """The counts of each limit but the context, with all that calls under way may add."""
-        return {"turns": self._asked, "sequences": self._sequences, "sampled": self._sampled, "tokens": self._tokens}
+        """The use of each limit but the context, with the most that calls under way may add."""
+        return {"turns": self._begun, "sequences": self._sequences, "sampled": self._sampled, "tokens": self._tokens}
 
     def used_up(self, parent: Turn | None, new: int) -> CallRefused:
-        """The reason why there is no room for a call."""
+        """The refusal of a call without room, with its reason."""
         limits, begin = self.limits, (parent.end if parent else 0) + new
         if begin >= limits.context:
             why = (f"This model's maximum context length is {limits.context} tokens; the messages have {begin} "
@@ -326,7 +328,7 @@ class Tree:
 
     def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: Conversation | None = None,
             text: str | None = None, trained: bool = True) -> OpenCall:
-        """A call that reads the ids `new` (at least one) behind `parent`; CallRefused where no room is left for it."""
+        """Begin a call that reads the ids `new` (at least one) behind `parent`; CallRefused where it has no room."""
         room, begin = self.room(parent, len(new), wanted), (parent.end if parent else 0) + len(new)
         if not len(new):
             raise CallRefused("invalid", "the prompt has no token behind what the model wrote last", "messages")
@@ -334,7 +336,7 @@ class Tree:
             raise self.used_up(parent, len(new))
         more, sequences = self._adds(parent, begin)
         self._tokens, self._sequences = self._tokens + more + room, self._sequences + sequences
-        self._sampled, self._asked, self.open = self._sampled + room, self._asked + 1, self.open + 1
+        self._sampled, self._begun, self.open = self._sampled + room, self._begun + 1, self.open + 1
         self._calls += 1
         read = np.array(new, np.int32)
         hashed = parent.call.hash.copy() if parent else hashlib.blake2b(digest_size=8)
@@ -347,7 +349,7 @@ class Tree:
     def answer(self, call: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
                generated_ms: int = 0, step: int = 0) -> Turn:
-        """The turn that ends a call with the ids, log-probabilities and versions that the engine drew."""
+        """End a call with the ids, log-probabilities and versions that the engine drew; returns its turn."""
         drawn = np.array(ids, np.int32)
         scores, drawn_with = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
         if not 1 <= len(drawn) <= call.room or not len(drawn) == len(scores) == len(drawn_with):
@@ -365,7 +367,7 @@ class Tree:
 
     def cancel(self, call: OpenCall) -> None:
         self._release(call, call.room)
-        self._asked -= 1
+        self._begun -= 1
         more, sequences = self._adds(call.parent, call.begin)
         self._tokens, self._sequences = self._tokens - more, self._sequences - sequences
 
@@ -376,7 +378,7 @@ class Tree:
             call.parent.open -= 1
 
     def _adds(self, parent: Turn | None, begin: int) -> tuple[int, int]:
-        """Ids that are read and sequences which one more call adds to what is trained."""
+        """The ids that one more call reads, and the sequences that it adds to the training data."""
         if parent is None or parent.children or parent.open:
             return begin, 1
         return begin - parent.end, 0
@@ -386,25 +388,25 @@ class Tree:
         seed = prompt + self._drawn[prompt].to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
 
-    # -- what is trained -----
+    # -- the training sequences -----
 
     @property
     def undelivered(self) -> int:
         return sum(not turn.kept for turn in self.turns)
 
     def sequences(self) -> list[tuple[Turn, list[Turn]]]:
-        """The leaf of each training sequence, with the turns that are trained in it, in their order."""
-        kept = [turn for turn in self.turns if turn.kept]
-        inner, taken = {id(turn.parent) for turn in kept}, set[int]()
+        """The leaf of each training sequence, with the turns that are trained in that sequence, in order."""
+        turns = [turn for turn in self.turns if turn.kept]
+        parents, trained_already = {id(turn.parent) for turn in turns}, set[int]()
         sequences = []
-        for leaf in sorted((turn for turn in kept if id(turn) not in inner), key=lambda turn: turn.number):
-            trained = [turn for turn in leaf.chain() if id(turn) not in taken]
-            taken.update(map(id, trained))
+        for leaf in sorted((turn for turn in turns if id(turn) not in parents), key=lambda turn: turn.number):
+            trained = [turn for turn in leaf.chain() if id(turn) not in trained_already]
+            trained_already.update(map(id, trained))
             sequences.append((leaf, trained))
         return sequences
 
     def trajectory(self) -> Trajectory | None:
-        """The arrays of an episode; None where nobody got an answer."""
+        """The arrays of the episode; None if no answer was delivered."""
         sequences = self.sequences()
         if not sequences:
             return None
@@ -426,14 +428,14 @@ class Tree:
         )
 
     def transcript(self, limit: int) -> bytes:
-        """JSON for people and reward functions: the messages of each sequence. Over `limit` bytes long texts are cut,
-        and where that is not enough the oldest messages are left out."""
-        whole = [transcript_of(leaf) for leaf, _ in self.sequences()]
+        """JSON for people and reward functions: the messages of each sequence, in at most `limit` bytes. Long texts are
+        cut first; where that is not enough the oldest messages are left out."""
+        transcripts = [transcript_of(leaf) for leaf, _ in self.sequences()]
         cut = limit
-        while len(data := _as_json(whole, cut)) > limit:
+        while len(data := _as_json(transcripts, cut)) > limit:
             cut //= 2
             if cut < 64:
-                longest = max(whole, key=len, default=[])
+                longest = max(transcripts, key=len, default=[])
                 if not longest:
                     return b"[]"
                 del longest[: -(-len(longest) // 2)]
@@ -445,15 +447,15 @@ def _as_json(transcripts: list[list[Message]], cut: int) -> bytes:
 
 
 def _continues(turn: Turn, prompt: Ids) -> bool:
-    """True if what the turn read and sampled stands in the prompt, with something behind it; its parent's path does."""
+    """True if the turn's ids stand in the prompt with others behind them, for a turn whose parent's path does."""
     new, begin, end = turn.call.new, turn.begin, turn.end
-    read, said = prompt[begin - len(new) : begin], prompt[begin:end]
-    return end < len(prompt) and np.array_equal(new, read) and np.array_equal(turn.ids, said)
+    read, sampled = prompt[begin - len(new) : begin], prompt[begin:end]
+    return end < len(prompt) and np.array_equal(new, read) and np.array_equal(turn.ids, sampled)
 
 
 def _as_echoed(turns: Sequence[Turn], raw: bytes) -> Turn:
-    """The newest of turns with the same canonical message; where the client repeats the reasoning, or the ids of
-    calls, of some of them, the newest of those."""
+    """The newest of turns with the same canonical message; if the client repeats the reasoning or the call ids of some
+    of them, the newest of those."""
     newest = sorted(turns, key=lambda turn: turn.number, reverse=True)
     if len(newest) == 1:
         return newest[0]
@@ -467,7 +469,7 @@ def _own_marks(message: Message) -> list[Any]:
 
 
 def transcript_of(leaf: Turn) -> list[Message]:
-    """The messages of a path: those that its newest request had, and the answer. One that knew ids alone has a text."""
+    """The messages of a path: its newest request's and the answer. For a request of ids: the texts of the turns."""
     history = leaf.call.history
     if history is None:
         return [{"role": "assistant", "content": turn.text} for turn in leaf.chain()]
@@ -475,7 +477,7 @@ def transcript_of(leaf: Turn) -> list[Message]:
 
 
 def shortened(value: Any, most: int) -> Any:
-    """A message with texts of at most so many characters, and a word on what is missing."""
+    """A message with its texts cut to `most` characters, each with a note on how many were left out."""
     if isinstance(value, str):
         return value if len(value) <= most else f"{value[:most]}… ({len(value) - most} characters left out)"
     if isinstance(value, list):

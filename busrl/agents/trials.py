@@ -1,7 +1,7 @@
-"""Episodes tried before a run starts: how the chat template continues turns, and whether an agent can begin an episode.
+"""Trials of agents before a run starts: how the chat template continues turns, and whether an episode can begin.
 
-Talks to the programs of `busrl.agents.renderer` and `busrl.agents.child`, in processes of their own with deadlines, for
-`busrl check` (`busrl.preflight.trial`). Knows nothing of slots or model calls.
+Runs `busrl.agents.renderer` and `busrl.agents.child` as programs with deadlines, for `busrl check`
+(`busrl.preflight.trial`). Knows nothing of slots or model calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from busrl.topology.schema import AGENT, Process
 
 
 def notes_on_turns(t: Topology) -> Iterator[str]:
-    """Lines on how the chat template continues the turns of an episode; none without agents or a template."""
+    """Yield lines on how the chat template continues the turns of an episode; none without agents or a template."""
     folder = pretrained.model_at(t.model.path)
     if folder is None or not t.has_callers:
         return
@@ -37,7 +37,7 @@ def notes_on_turns(t: Topology) -> Iterator[str]:
 
 
 def try_agents(t: Topology) -> Iterator[tuple[str, str]]:
-    """(key, fault) of each agent that cannot be loaded, or cannot begin an episode."""
+    """Yield (key, fault) of each agent that cannot be loaded, or cannot begin an episode."""
     for index, entry in enumerate(t.process):
         sound = bool(ENVIRONMENT.fullmatch(entry.environment)) != bool(FUNCTION.fullmatch(entry.function))
         sound = sound and (not entry.python or os.access(entry.python, os.X_OK))

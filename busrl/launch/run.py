@@ -43,7 +43,7 @@ from busrl.ring import UID_NONE, Fates, State
 from busrl.states import RANK, HeaderWord, RunPhase
 from busrl.status.reader import RingLook, ring_record
 from busrl.status.runfiles import RunFiles, run_of_files
-from busrl.status.waits import Link, StallAlarm, chain, limit_s, said
+from busrl.status.waits import Link, StallAlarm, chain, limit_s, sentence_of
 from busrl.system.clocks import FairClock
 from busrl.system.files import bound
 from busrl.topology import Topology
@@ -128,7 +128,7 @@ class StandStill:
     def look(self, passed_s: float) -> str:
         """`passed_s` after the last look; a line to show, once for each time that the run stands still."""
         if self._alarm.look(self._progress.run, passed_s) and (waits := self._waits()):
-            return f"no step for {self._alarm.quiet_s:.0f} s, the run stands still: {said(waits)}"
+            return f"no step for {self._alarm.quiet_s:.0f} s, the run stands still: {sentence_of(waits)}"
         return ""
 
     def at_end(self) -> None:

@@ -40,7 +40,7 @@ from busrl.protocol.codec import address
 from busrl.ring import Process
 from busrl.status.runfiles import in_words
 from busrl.status.state import ProcessRow, RecentErrors, RunState
-from busrl.status.waits import Link, said
+from busrl.status.waits import Link, sentence_of
 from busrl.status.words import alike, duration, nothing, printable, rises, safe, short
 from busrl.system import files
 from busrl.system.clocks import Tally
@@ -376,7 +376,7 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     if again:
         lines.append("  restarted: " + ", ".join(f"{name} {count}×" for name, count in again.items()))
     if summary["waits"]:
-        waits = safe(said(convert(summary["waits"], list[Link])), 2000)
+        waits = safe(sentence_of(convert(summary["waits"], list[Link])), 2000)
         lines.append(f"  stood still for {duration(summary['stood_still_s'])}: {waits}")
     lines += [f"  WITH FAULTS ON PURPOSE: {line}" for line in summary["faults"]]
     lines += [f"  THIS DEATH NEVER CAME: {line}" for line in summary["faults_that_never_came"]]

@@ -1,5 +1,5 @@
-"""The state of a run, read from its ring and its files while others write them, and told in words.
+"""The state of a run, read from its ring and its files while others write them, and put into words.
 
-Part of the core: launch decides by it whether the run stands still and writes its summary from it; `busrl status`
-prints it. The monitor (`busrl.observe`) adds what only the bus shows.
+Part of the core: launch writes its summary from this state, and decides by it whether the run is stalled; `busrl
+status` prints it. The monitor (`busrl.observe`) adds what only the bus shows.
 """

@@ -1,9 +1,9 @@
-"""The ring and the files of a run, read while others write them, and folded into its `RunState`; which run is meant.
+"""The ring and the files of a run, read while others write them, and folded into its `RunState`.
 
 Maps the ring read-only and opens files for reading: takes no entry of the process table, sends nothing, holds no lock.
-Read by launch (its summary and its stall alarm), by `busrl status`, and by the monitor. Knows nothing of the bus.
+Used by launch (its summary and its stall alarm), by `busrl status`, and by the monitor. Knows nothing of the bus.
 
-- A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now.
+- The end of a run removes its ring, and a later start makes another: `look` finds the ring that is there now.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.ring.calls import open_episodes
 from busrl.scheduling.groups import GroupScanner
 from busrl.states import CALLER_ROLES, WORKING, HeaderWord, SampleClass, State
-from busrl.status.runfiles import RunFiles, whole
+from busrl.status.runfiles import RunFiles, whole_number
 from busrl.status.state import VERSIONS, Held, ProcessRecord, RingRecord, RunState
 from busrl.status.waits import reason_of
 from busrl.system.files import as_map, read_map
@@ -33,29 +33,28 @@ from busrl.system.guardian import halted
 # -- runs and their processes ------------------------------------------------------------------------------------------
 
 def newest_run(parent: Path) -> Path:
-    found = [one.parent for one in parent.glob("*/run.json")]
-    if not found:
+    runs = [run.parent for run in parent.glob("*/run.json")]
+    if not runs:
         raise NoSuchRun(f"no run under {parent.resolve()}; name a run directory")
-    return max(found, key=lambda one: (one / "run.json").stat().st_mtime)
+    return max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
 
 
 def holder_of(paths: RunPaths) -> int | None:
-    """The pid of the launch that holds the run directory, or of what it left running; looks, and takes nothing."""
+    """The pid of the launch that holds the run directory, or of a process that it left running; takes no lock."""
     lock = paths.lock("run")
     try:
         return OfdLock(str(lock)).holder() if lock.is_file() else None
-    except (OSError, RingError):  # of another user, say
+    except (OSError, RingError):  # such as a lock of another user
         return None
 
 
 def living(ring: Ring) -> list[Process]:
-    """Registered processes of this host that are not proven dead."""
+    """The registered processes of this host that are not proven dead."""
     return [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
 
 
 def files_of(pid: int) -> Iterator[Path]:
-    """Yield the files that a process has open. Its environment tells less: to set the title of a process overwrites
-    that."""
+    """Yield the files that a process has open. Its environment is no source: setting a process title overwrites it."""
     with suppress(OSError):
         for link in os.scandir(f"/proc/{pid}/fd"):
             with suppress(OSError):
@@ -64,13 +63,13 @@ def files_of(pid: int) -> Iterator[Path]:
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
 
-SILENT_S: Final = 1.0  # that a process at least is which was stopped a while ago
-HELD_PLACES: Final = (0, 4, 18, 19, 40)  # bits at which state, owner, class, group and call of a slot are told apart
+SILENT_S: Final = 1.0  # a stopped process is silent for longer than this
+HELD_PLACES: Final = (0, 4, 18, 19, 40)  # bits of the state, owner, class, group and call of a slot, packed
 COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
 
 
 class RingLook:
-    """The ring of one run directory, attached while it is there. `close` lets go of it."""
+    """The ring of one run directory, attached while it exists. `close` detaches it."""
 
     def __init__(self, paths: RunPaths, group_size: int = 0) -> None:
         self._paths, self._name, self._group_size = paths, paths.ring_name, group_size
@@ -82,22 +81,22 @@ class RingLook:
         self._scanner: GroupScanner | None = None
 
     def look(self) -> RingRecord | None:
-        """Read what the ring shows now; None if there is no ring of this run."""
+        """Read the ring; None if this run has none."""
         ring = self._attached()
         if ring is None:
             return None
         lines = ring.lines()
         record = ring_record(ring, *self._groups(lines))
-        processes = tuple(replace(one, stopped=is_stopped(one)) for one in record.processes)
+        processes = tuple(replace(process, stopped=is_stopped(process)) for process in record.processes)
         moved = {name.lower(): count for name, count in ring.stats().transitions.items()}
-        draws, more = {reason_of(one)[1] for one in record.processes}, slots_of(lines)
-        asked: dict[int, tuple[str, int]] = {}
+        draws, more = {reason_of(process)[1] for process in record.processes}, slots_of(lines)
+        callees: dict[int, tuple[str, int]] = {}
         with suppress(RingError), closing(Ring.attach(self._calls, read_only=True, calls=True)) as calls:
             states, called = calls.stats().occupancy, calls.lines()
             more["calls"] = {name.lower(): count for name, count in states.items() if count}
             more["episodes"] = open_episodes(lines, called, time.monotonic_ns())
-            asked = calls_by_uid(called, calls.processes())
-        more["held"] = held(lines, ring.processes(), draws, asked)
+            callees = calls_by_uid(called, calls.processes())
+        more["held"] = held_slots(lines, ring.processes(), draws, callees)
         return replace(record, processes=processes, moved=moved, **more)
 
     def close(self) -> None:
@@ -119,7 +118,7 @@ class RingLook:
             self.close()
             try:
                 self._ring = Ring.attach(self._name, read_only=True)
-            except RingNotFound:  # it went away just now
+            except RingNotFound:  # it was removed just now
                 return None
             except RingError as error:
                 self.damage = str(error)
@@ -128,7 +127,7 @@ class RingLook:
         return self._ring
 
     def _groups(self, lines: np.ndarray) -> tuple[int, int]:
-        """Open groups, and of these the ones that a step could take; -1 where the fates cannot be read."""
+        """The number of open groups, and of those that a step could take; -1 where the fates cannot be read."""
         scanner = self._scanner_of(lines)
         if scanner is None:
             return -1, -1
@@ -143,7 +142,7 @@ class RingLook:
             return None
         trains = lines[(lines["state"] > State.RESERVED) & (lines["cls"] == SampleClass.TRAIN)]
         if len(trains) and int(trains["uid"].max()) >= self._fates.capacity:
-            return None  # no uid of this run: the lines are damaged, and the scanner would believe them
+            return None  # no uid of this run: the lines are damaged, and the scanner does not check them
         if self._scanner is None:
             self._scanner = GroupScanner(self._fates.view(), self._group_size)
         elif len(self._fates) != len(self._scanner.fates):
@@ -153,7 +152,7 @@ class RingLook:
 
 
 def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
-    """Read what a ring shows now; `opened` and `ready`: groups, as far as somebody has counted them."""
+    """Read a ring; `opened` and `ready`: the numbers of groups, -1 where they were not counted."""
     stats = ring.stats()
     return RingRecord(
         slots=ring.n_slots,
@@ -176,63 +175,63 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
 
 
 def slots_of(lines: np.ndarray) -> dict[str, Any]:
-    """Count how long slots have been in their states, and with which versions their answers were begun."""
+    """The ages of slots in their states, and the numbers of slots by the version that began their answer."""
     ages: dict[str, tuple[float, ...]] = {}
     now, states = time.monotonic_ns(), lines["state"]
     for state in State:
         if len(since := lines["changed_ns"][states == state]):
             passed = np.sort(np.maximum(0.0, (now - since.astype(np.int64)) / 1e9)).tolist()
-            median = (passed[(len(passed) - 1) // 2] + passed[len(passed) // 2]) / 2  # numpy's costs a look
+            median = (passed[(len(passed) - 1) // 2] + passed[len(passed) // 2]) / 2  # numpy's is slow
             ages[state.name.lower()] = (passed[0], median, passed[-1])
     begun = lines["version"][(states >= State.GENERATING) & (states < State.DROPPED)]
-    found, counts = np.unique(begun, return_counts=True)
-    newest = list(zip(found.tolist(), counts.tolist()))[-VERSIONS:]
+    versions, counts = np.unique(begun, return_counts=True)
+    newest = list(zip(versions.tolist(), counts.tolist()))[-VERSIONS:]
     return {"ages": ages, "versions": {str(version): count for version, count in newest}}
 
 
-def held(
+def held_slots(
     lines: np.ndarray, processes: list[Process], draws: Collection[int], calls: Mapping[int, tuple[str, int]]
 ) -> tuple[Held, ...]:
-    """The slots of a ring that are not free, by what they have in common; of `draws` each group by itself. `calls`: of
-    an episode's sample who has its call, and since when."""
-    names = {one.index: one.label for one in processes}
-    plays = [one.index for one in processes if one.role in CALLER_ROLES]
-    taken = lines[lines["state"] != State.FREE]
-    changed, whose = taken["changed_ns"].astype(np.int64), np.zeros(len(taken), np.int64)
+    """The slots of a ring that are not free, in classes of like ones; each group of `draws` has classes of its own.
+    `calls`: for an episode's sample, where its call is, and since when."""
+    names = {process.index: process.label for process in processes}
+    plays = [process.index for process in processes if process.role in CALLER_ROLES]
+    used = lines[lines["state"] != State.FREE]
+    changed, whose = used["changed_ns"].astype(np.int64), np.zeros(len(used), np.int64)
     callees = sorted({name for name, _ in calls.values()} | {""})
-    for at in np.flatnonzero((taken["state"] == State.GENERATING) & np.isin(taken["owner"], plays)).tolist():
-        name, since = calls.get(int(taken["uid"][at]), ("", 0))
+    for at in np.flatnonzero((used["state"] == State.GENERATING) & np.isin(used["owner"], plays)).tolist():
+        name, since = calls.get(int(used["uid"][at]), ("", 0))
         whose[at], changed[at] = callees.index(name), max(int(changed[at]), since)
     order = sorted(draws)
-    group = sum((n * (taken["group"] == draw) for n, draw in enumerate(order, 1) if draw >= 0), np.zeros_like(whose))
-    owner = np.where(np.isin(taken["state"], WORKING), taken["owner"], 0)
-    kind = (taken["state"], owner, taken["cls"] == SampleClass.VALIDATE, group, whose)
+    group = sum((n * (used["group"] == draw) for n, draw in enumerate(order, 1) if draw >= 0), np.zeros_like(whose))
+    owner = np.where(np.isin(used["state"], WORKING), used["owner"], 0)
+    kind = (used["state"], owner, used["cls"] == SampleClass.VALIDATE, group, whose)
     packed = sum((part.astype(np.int64) << place for part, place in zip(kind, HELD_PLACES)), np.zeros_like(whose))
     _, example, of, counts = np.unique(packed, return_index=True, return_inverse=True, return_counts=True)
     oldest = np.full(len(counts), np.iinfo(np.int64).max)
     np.minimum.at(oldest, of, changed)
-    now, found = time.monotonic_ns(), []
+    now, rows = time.monotonic_ns(), []
     for state, owned, validates, n, who, count, first in zip(
         *(part[example].tolist() for part in kind), counts.tolist(), oldest.tolist()
     ):
         name = names.get(owned, f"process {owned}") if state in WORKING else ""
         age, draw = max(0, now - first) / 1e9, order[n - 1] if n else -1
-        found.append(Held(State(state).name.lower(), name, count, age, validates, draw, callees[who]))
-    return tuple(found)
+        rows.append(Held(State(state).name.lower(), name, count, age, validates, draw, callees[who]))
+    return tuple(rows)
 
 
 def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple[str, int]]:
-    """Find for each sample that made a call who has its newest one ("queued", an engine, "" once it was answered), and
-    since when. A slot of a call that is over tells of it until the next one comes."""
-    names = {one.index: one.label for one in processes}
-    found: dict[int, tuple[str, int]] = {}
+    """Find for each sample that made a call where the newest is ("queued", an engine, "" once it was answered), and
+    since when. The slot of an answered call shows it until the slot is used again."""
+    names = {process.index: process.label for process in processes}
+    newest: dict[int, tuple[str, int]] = {}
     for state, owner, uid, changed in zip(*(lines[name].tolist() for name in ("state", "owner", "uid", "changed_ns"))):
         whose = names.get(owner, "") if state == State.GENERATING else "queued" if state == State.QUEUED else ""
-        before = found.get(uid)
-        # One under way counts before those that are over.
+        before = newest.get(uid)
+        # A call under way counts before those that are over.
         if before is None or (bool(whose), changed) > (bool(before[0]), before[1]):
-            found[uid] = whose, changed
-    return found
+            newest[uid] = whose, changed
+    return newest
 
 
 def is_stopped(process: ProcessRecord) -> bool:
@@ -244,7 +243,7 @@ def is_stopped(process: ProcessRecord) -> bool:
 # -- ring and files together ------------------------------------------------------------------------------------------
 
 class RunReader:
-    """Ring and files of one run directory, folded into `run`: `refresh` from time to time, `close` at the end."""
+    """Folds ring and files of one run directory into `run`: `refresh` from time to time, `close` at the end."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths, self.files = paths, RunFiles(paths)
@@ -256,15 +255,15 @@ class RunReader:
         run, had = self.run, self.run.ring is not None
         run.look(self._look.look(), now, self._look.damage)
         hosts = read_map(self._paths.hosts_now) if run.ring is not None else {}
-        run.hosts = {name: as_map(one) for name, one in hosts.items()}
+        run.hosts = {name: as_map(host) for name, host in hosts.items()}
         if run.ring is None:
             summary = read_map(self._paths.summary)
             run.ended = f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""
-            run.ended_step, run.ended_version = whole(summary.get("steps")), whole(summary.get("version"))
+            run.ended_step, run.ended_version = whole_number(summary.get("steps")), whole_number(summary.get("version"))
         elif not had:
             run.facts = self.files.facts()  # a later start may have other goals
         ended: float | None = now
-        if self._first:  # what stands there ended when the file was last written; a run that is over has no such clock
+        if self._first:  # the newest step ended when its file was last written; a run without a ring is over
             age = self.files.step_age_s() if run.ring is not None else None
             ended, self._first = None if age is None else now - age, False
         self.files.fold_into(run, ended)

@@ -1,10 +1,10 @@
 """The files of a run, read while the run writes them: facts once, and lines as they come.
 
-Opens files for reading only, and keeps none open. Knows nothing of the bus, the ring or of what is shown.
+Opens files for reading only, and keeps none open. Knows nothing of the bus, of the ring or of views.
 
-- A line counts once it has its end; a torn last one is read later. A damaged or foreign line is left out.
-- At first only the end of a long file is read, so attaching to an old run takes no longer than to a young one.
-- What others wrote into a file may be anything: a number that is none is not known.
+- A line counts once it has its end; an incomplete last line is read later. A damaged or foreign line is skipped.
+- The first read takes the end of a long file only, so attaching to an old run takes no longer than to a young one.
+- A file may hold anything: a value that should be a number and is none counts as missing.
 """
 
 from __future__ import annotations
@@ -59,57 +59,57 @@ T = TypeVar("T")
 
 
 class RunFiles:
-    """The files of one run directory. `samples`: the newest lines of samples.jsonl that hold one, the newest last."""
+    """The files of one run directory. `samples`: the newest samples of samples.jsonl, the newest last."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._metrics, self._errors = LineFollower(paths.metrics), LineFollower(paths.errors)
-        self._rounds = LineFollower(paths.validation, ROUNDS_BYTES)  # the first round is to be among them
+        self._rounds = LineFollower(paths.validation, ROUNDS_BYTES)  # enough to hold the first round
         self._samples = LineFollower(paths.samples, SAMPLE_BYTES)
         self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
-        self._controls = 0  # bytes of control.jsonl that the state has
+        self._controls = 0  # bytes of control.jsonl that were folded into the state
 
     @property
     def newest_sample(self) -> dict[str, Any]:
         return self.samples[-1] if self.samples else {}
 
     def facts(self) -> Facts:
-        """Facts of run.json and topology.json; what is missing there stays unknown."""
+        """The facts of run.json and topology.json; those that are missing keep their defaults."""
         run, topology = read_map(self._paths.run_json), read_map(self._paths.topology)
         if not run:
             raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
-        found = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
-        found |= {name: _at(topology, key) for name, key in IN_TOPOLOGY.items()}
+        values = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
+        values |= {name: _at(topology, key) for name, key in IN_TOPOLOGY.items()}
         listed = topology.get("process")
-        entries = [as_map(one) for one in listed] if isinstance(listed, list) else []
-        found["agent_function"] = next((one["function"] for one in entries if one.get("function")), None)
-        known: dict[str, Any] = {}
-        for name, value in found.items():
+        entries = [as_map(entry) for entry in listed] if isinstance(listed, list) else []
+        values["agent_function"] = next((entry["function"] for entry in entries if entry.get("function")), None)
+        facts: dict[str, Any] = {}
+        for name, value in values.items():
             with suppress(msgspec.ValidationError):
-                known[name] = msgspec.convert(math.inf if value == "inf" else value, KINDS[name])
-        return Facts(run_dir=str(self._paths.root), **known)
+                facts[name] = msgspec.convert(math.inf if value == "inf" else value, KINDS[name])
+        return Facts(run_dir=str(self._paths.root), **facts)
 
     def tap(self) -> str:
         tap = read_map(self._paths.run_json).get("tap")
         return tap if tap and isinstance(tap, str) else self._paths.tap
 
     def step_age_s(self) -> float | None:
-        """Seconds since a step was written; None if none was."""
+        """Seconds since a step was written; None if there is none."""
         written = last_change(self._paths.metrics)
         return None if written is None else max(0.0, time.time() - written)
 
     def new_samples(self) -> list[dict[str, Any]]:
-        """The newest samples that were written since the last call."""
-        found = []
+        """The samples that were written since the last call, at most the newest `SAMPLES_KEPT`."""
+        rows = []
         for line in self._samples.new()[-SAMPLES_KEPT:]:
             with suppress(ValueError, RecursionError):
                 row = as_map(json.loads(line))
                 if sample_line(row):
-                    found.append(row)
-        return found
+                    rows.append(row)
+        return rows
 
     def fold_into(self, state: RunState, ended: float | None = None) -> None:
-        """Fold what was written since the last call into the state of the run; `ended`: when its newest step did."""
+        """Fold all lines since the last call into the state of the run; `ended`: when its newest step ended."""
         for row in _decoded(self._metrics, MetricsLine):
             if row.kind:
                 state.idle = row
@@ -123,16 +123,18 @@ class RunFiles:
         self.samples.extend(self.new_samples())
         state.sample = sample_line(self.newest_sample)
         if (size := size_of(self._paths.control)) != self._controls:
-            self._controls, state.asked = size, "; ".join(Controls.read(self._paths).words())
+            self._controls, state.changed = size, "; ".join(Controls.read(self._paths).words())
         for error in _decoded(self._errors, ErrorRecord):
             state.errors.add(error, "file")
-        state.errors.count, self._errors.skipped = state.errors.count + self._errors.skipped, 0
+        state.errors.skipped(self._errors.skipped)
+        self._errors.skipped = 0
         children = as_map(read_map(self._paths.supervisor).get("processes"))
-        state.restarts = {name: whole(as_map(one).get("restarts")) for name, one in children.items()}
-        state.deaths = {name: str(latest) for name, one in children.items() if (latest := as_map(one).get("latest"))}
+        state.restarts = {name: whole_number(as_map(child).get("restarts")) for name, child in children.items()}
+        latest = {name: as_map(child).get("latest") for name, child in children.items()}
+        state.deaths = {name: str(death) for name, death in latest.items() if death}
 
     def _first_reward(self) -> float | None:
-        """Mean reward of the first step that is kept, over all starts of the run."""
+        """Mean reward of the first step in metrics.jsonl, over all starts of the run."""
         with suppress(OSError):
             for row in islice(json_lines(self._paths.metrics), HEAD_LINES):
                 if "reward" in row and of_step(row):
@@ -141,7 +143,7 @@ class RunFiles:
 
 
 def run_of_files(files: RunFiles) -> RunState:
-    """The state of a run by its files alone, over all its starts."""
+    """The state of a run from its files alone, over all its starts."""
     run = RunState(facts=files.facts())
     files.fold_into(run)
     return run
@@ -154,25 +156,25 @@ def _decoded(lines: LineFollower, kind: type[T]) -> Iterator[T]:
             yield decoder.decode(line)
 
 
-def _at(found: Any, key: str) -> Any:
-    """The value under a dotted key of nested maps; None if there is none."""
+def _at(value: Any, key: str) -> Any:
+    """The value under a dotted key of nested maps; None if it is missing."""
     for part in key.split("."):
-        found = as_map(found).get(part)
-    return found
+        value = as_map(value).get(part)
+    return value
 
 
 def number(value: Any) -> float | None:
-    """The finite number that a value of a JSON file is; None for everything else."""
+    """The value as a finite number; None if it is anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    with suppress(OverflowError):  # a whole number of hundreds of digits
-        found = float(value)
-        return found if math.isfinite(found) else None
+    with suppress(OverflowError):  # an integer of hundreds of digits
+        finite = float(value)
+        return finite if math.isfinite(finite) else None
     return None
 
 
 def fates(path: Path) -> dict[str, int]:
-    """Count samples by fate, most interesting first; empty where the table cannot be read."""
+    """Count samples by fate, the most interesting fates first; {} if the table cannot be read."""
     counts = np.zeros(256, np.int64)
     with suppress(OSError), open(path, "rb") as file:
         while block := file.read(PART_BYTES):
@@ -182,12 +184,12 @@ def fates(path: Path) -> dict[str, int]:
 
 
 def in_words(fate: str) -> str:
-    """A fate as the audit names it, for somebody who does not know the word."""
+    """An explanation of a fate that is named as in the audit."""
     return next((text for code, text in WORDS.items() if fate_name(code) == fate), fate)
 
 
 def sample_line(sample: dict[str, Any]) -> str:
-    """A line of what the model wrote lately; "" if nothing is known."""
+    """A line with a sample of the model's answers; "" if there is none."""
     if "completion" not in sample:
         return ""
     prompt, answer, reward = _prompt(sample.get("prompt")), str(sample["completion"]), number(sample.get("reward"))
@@ -197,15 +199,15 @@ def sample_line(sample: dict[str, Any]) -> str:
     return f"{shown!r} → {cut!r}" + (f", reward {reward:g}" if reward is not None else "")
 
 
-def _prompt(found: Any) -> str:
-    """The prompt as text, also where the whole line of the data file stands for it."""
-    if isinstance(found, str) and found.startswith("{"):
+def _prompt(value: Any) -> str:
+    """The prompt as text; it may be the whole line of the data file."""
+    if isinstance(value, str) and value.startswith("{"):
         with suppress(ValueError, RecursionError):
-            line = json.loads(found)
-            found = line.get("prompt", found) if isinstance(line, dict) else found
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+            line = json.loads(value)
+            value = line.get("prompt", value) if isinstance(line, dict) else value
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def whole(value: Any) -> int:
-    """The whole number that a value of a JSON file is; 0 for everything else."""
+def whole_number(value: Any) -> int:
+    """The value as an integer; 0 if it is no number."""
     return int(number(value) or 0)

@@ -1,12 +1,12 @@
-"""The state of a run as a monitor sees it: plain records, what is folded from them, and `RunState` over all of it.
+"""The state of a run as a monitor sees it: `RunState`, its parts, and the records that are folded into them.
 
-Pure: records, messages and clock values in. Knows nothing of files, terminals or JSON. Times are seconds; an age is
-measured at the moment of the look.
+Pure: takes records, messages and clock values. Knows nothing of files, terminals or JSON. Times are seconds; an age is
+that at the moment of the look.
 
-- The ring and the files are believed first; a message only fills in what they do not hold. So a state that missed
-  messages is poorer, never wrong.
-- The learner's file and its bus message tell of the same step, in either order, twice or not at all: a step is known by
-  its number, and the first report of it is believed.
+- Ring and files have precedence; a message only adds what they do not hold. So a state that missed messages is poorer,
+  never wrong.
+- The learner's file and its bus message report the same step, in either order, twice or not at all. A step is
+  identified by its number, and its first report counts.
 - Memory is bounded, whatever is received.
 """
 
@@ -29,12 +29,12 @@ from busrl.protocol import messages as m
 from busrl.states import HeaderWord, RunPhase
 
 VERSIONS: Final = 8
-KNOWN: Final = msgspec.Meta(ge=0, le=(1 << 63) - 1)  # of a step or a round that is read from a file
+KNOWN: Final = msgspec.Meta(ge=0, le=(1 << 63) - 1)  # bounds of a step or a round from a file
 
 # -- records ----------------------------------------------------------------------------------------------------------
 
 class Facts(msgspec.Struct, frozen=True):
-    """Facts that do not change during a run. Zeros and empty texts: not known."""
+    """Facts that do not change during a run. Zeros and empty texts stand for unknown facts."""
 
     name: str = ""
     run_id: str = ""
@@ -69,13 +69,13 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     tokens: int = 0
     samples: int = 0
     version: int = 0
-    remote: bool = False  # it works through the gateway, and stays listed after everything here was killed
+    remote: bool = False  # works through the gateway, and stays listed when all processes here were killed
     activity_age_s: float = 0.0
     stopped: bool = False  # by a signal or a debugger
 
 
 class ProcessRow(ProcessRecord, frozen=True, kw_only=True):
-    """A process as it is shown. `late`: no progress for longer than it declared."""
+    """A process for a view. `late`: without progress for longer than it declared."""
 
     late: bool = False
     busy: float | None = None  # None: not known
@@ -84,19 +84,19 @@ class ProcessRow(ProcessRecord, frozen=True, kw_only=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Slots that are alike: in one state, with one owner ("" where a state has none)."""
+    """A class of like slots: in one state, with one owner ("" where a state has none)."""
 
     state: str
     owner: str = ""
     slots: int = 0
-    oldest_s: float = 0.0  # since the first of them came into the state, or its call into its own
+    oldest_s: float = 0.0  # since the first slot entered the state, or its call entered its state
     validates: bool = False
-    draw: int = -1  # of a group that somebody says to wait for
+    draw: int = -1  # of a group that a process waits for
     call: str = ""  # of an episode: "queued", the engine that has its call, or "" for none under way
 
 
 class RingRecord(msgspec.Struct, frozen=True):
-    """A look at the ring; group counts are -1 where the fate table could not be read."""
+    """The content of the ring at a look; group counts are -1 where the fate table could not be read."""
 
     slots: int
     occupancy: dict[str, int]
@@ -107,11 +107,11 @@ class RingRecord(msgspec.Struct, frozen=True):
     groups_ready: int
     processes: tuple[ProcessRecord, ...]
     calls: dict[str, int] = {}  # slots of the ring of model calls by state; {} where the run has none
-    episodes: dict[str, tuple[int, float]] = {}  # that are played: how many of each state, age of the oldest in seconds
-    held: tuple[Held, ...] = ()  # all slots but the free ones, where somebody has looked at them
-    moved: dict[str, int] = {}  # how often a slot came into each state, ever
-    ages: dict[str, tuple[float, ...]] = {}  # seconds that slots have been in a state: least, median, most
-    versions: dict[str, int] = {}  # slots whose answer was begun with a version, the newest `VERSIONS` of them
+    episodes: dict[str, tuple[int, float]] = {}  # open ones: number and age of the oldest in seconds, by state
+    held: tuple[Held, ...] = ()  # all slots but the free ones, where they were counted
+    moved: dict[str, int] = {}  # transitions into each state, in all
+    ages: dict[str, tuple[float, ...]] = {}  # seconds of slots in a state: least, median, most
+    versions: dict[str, int] = {}  # slots by the version that began their answer: the newest `VERSIONS` versions
 
     @property
     def living(self) -> int:
@@ -140,20 +140,20 @@ class StepRecord(msgspec.Struct, frozen=True):
     kl: float | None = None  # to the reference model
     k3: float | None = None
     ess: float | None = None
-    mismatch: float | None = None  # between the log-probabilities of engine and trainer, per token
+    mismatch: float | None = None  # of the log-probabilities of engine and trainer, per token
     seconds: float = 0.0
     groups_ended: float | None = None
     samples: int = 0
     tokens: int = 0
     n_min: float = 0.0  # in force, 0: not known
-    control_n_min: float = 0.0  # what the controller would have or has set; 0: there is none
+    control_n_min: float = 0.0  # the controller's value, in force or advised; 0: there is no controller
     control_moves: float = 0.0
     entropy_ratio: float = 0.0  # H / H_ref on the probe set, 0: not known yet
     by: dict[str, dict[str, float]] = {}  # figures of the groups that ended, by source or tag of their lines
 
     @property
     def length(self) -> float:
-        """Mean tokens of an answer: of all that ended, where that is known."""
+        """Mean tokens of an answer: of all that ended, where the step has that."""
         return self.length_ended or self.length_mean
 
     @property
@@ -184,14 +184,14 @@ class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
 
     @property
     def measured(self) -> bool:
-        """True if any sample was judged: a mean of none is no mean, whatever its line says."""
+        """True if any sample was judged: without one the mean is meaningless, whatever its line holds."""
         return self.mean is not None and (self.samples > 0 or not self.dropped)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON; `set` is there for a named one, `dropped` where samples ended without a reward."""
-        told = {"set": self.set, "dropped": self.dropped}
+        """The round for JSON; with `set` for a named set, and with `dropped` if samples ended without a reward."""
+        extra = {"set": self.set, "dropped": self.dropped}
         mean = self.mean if self.measured else None
-        return {"round": self.round, "mean": mean, "samples": self.samples, **{k: v for k, v in told.items() if v}}
+        return {"round": self.round, "mean": mean, "samples": self.samples, **{k: v for k, v in extra.items() if v}}
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -207,7 +207,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 RATE_S: Final = 20.0
 STEPS_KEPT: Final = 4096
 RECENT: Final = 10
-PACE_S: Final = 20.0  # the speed is that of the newest steps which together took so long
+PACE_S: Final = 20.0  # the speed is measured over the newest steps that took so long together
 
 
 @dataclass
@@ -219,9 +219,9 @@ class Rate:
 
     def add(self, value: float, now: float) -> None:
         if self.points and value < self.points[-1][1]:
-            self.points.clear()  # its owner was started again and counts from 0
+            self.points.clear()  # its owner restarted, and counts from 0
         if self.points and self.points[-1][0] == now:
-            self.points.pop()  # the newest of one instant counts, or what came before would have taken no time
+            self.points.pop()  # of one instant the newest value counts: growth in no time would have no rate
         self.points.append((now, value))
         while len(self.points) > 2 and now - self.points[0][0] > self.over_s:
             self.points.popleft()
@@ -239,7 +239,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a run, None where that is not known."""
+    """The speed of a run; None: not known."""
 
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -249,83 +249,84 @@ class Speed:
 class Steps:
     """The newest `STEPS_KEPT` steps in order.
 
-    How fast they follow each other is in what they tell: each knows the seconds since the one before it. So it is known
-    before a second one was watched, and a replay tells the run's own speed.
+    Each step records the seconds since the step before it, so the speed is known before a second step is seen, and a
+    replay has the run's speed.
     """
 
     def __init__(self) -> None:
-        self._known: list[StepRecord] = []
+        self._steps: list[StepRecord] = []
 
     def add(self, seen: StepRecord) -> bool:
-        """False if the step was known, or is older than what is kept."""
-        at = bisect_left(self._known, seen.step, key=lambda one: one.step)
-        known = at < len(self._known) and self._known[at].step == seen.step
-        if known or (at == 0 and len(self._known) >= STEPS_KEPT):
+        """Add a step; False if it is a repeat, or older than the steps that are kept."""
+        at = bisect_left(self._steps, seen.step, key=lambda record: record.step)
+        repeated = at < len(self._steps) and self._steps[at].step == seen.step
+        if repeated or (at == 0 and len(self._steps) >= STEPS_KEPT):
             return False
-        self._known.insert(at, seen)
-        del self._known[:-STEPS_KEPT]
+        self._steps.insert(at, seen)
+        del self._steps[:-STEPS_KEPT]
         return True
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._steps)
 
     @property
     def newest(self) -> StepRecord | None:
-        return self._known[-1] if self._known else None
+        return self._steps[-1] if self._steps else None
 
     def after(self, step: int) -> list[StepRecord]:
-        """The steps that are kept of those after this one."""
-        return self._known[bisect_left(self._known, step + 1, key=lambda one: one.step) :]
+        """The kept steps after this one."""
+        return self._steps[bisect_left(self._steps, step + 1, key=lambda record: record.step) :]
 
     def pace(self, quiet_s: float) -> Speed:
-        """Compute how fast steps come when the last one is `quiet_s` ago, as far as they tell how long they took."""
-        known: list[StepRecord] = []
+        """The speed of the newest steps that record their seconds; the last step ended `quiet_s` ago."""
+        measured: list[StepRecord] = []
         span = 0.0
-        for one in reversed(self._known):
-            if 0 < one.seconds < math.inf:
-                known.append(one)
-                span += one.seconds
+        for record in reversed(self._steps):
+            if 0 < record.seconds < math.inf:
+                measured.append(record)
+                span += record.seconds
             if span >= PACE_S:
                 break
-        if not known:
+        if not measured:
             return Speed()
         # A step under way counts against the speed once it takes longer than those before it: a run may stand still.
-        over = span + max(0.0, quiet_s - span / len(known))
-        samples, tokens = sum(one.samples for one in known), sum(one.tokens for one in known)
-        return Speed(samples / over, tokens / over, 60 * len(known) / over)
+        over = span + max(0.0, quiet_s - span / len(measured))
+        samples, tokens = sum(record.samples for record in measured), sum(record.tokens for record in measured)
+        return Speed(samples / over, tokens / over, 60 * len(measured) / over)
 
     def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
-        """Mean of a number over the newest steps that tell it."""
-        known = [value for one in self._known[-RECENT:] if (value := of(one)) is not None and math.isfinite(value)]
-        return sum(known) / len(known) if known else None
+        """Mean of a figure over the newest steps that have it."""
+        values = [value for value in map(of, self._steps[-RECENT:]) if value is not None and math.isfinite(value)]
+        return sum(values) / len(values) if values else None
 
     def flat_share(self, idle: StepRecord | None = None) -> float | None:
         """Share of flat groups among all that ended in the newest steps; `idle`: groups that ended after the last."""
-        known = [one for one in (*self._known[-RECENT:], *([idle] if idle else [])) if one.flat_share is not None]
-        ended = sum(one.groups_ended or 0.0 for one in known)
+        newest = [*self._steps[-RECENT:], *([idle] if idle else [])]
+        measured = [record for record in newest if record.flat_share is not None]
+        ended = sum(record.groups_ended or 0.0 for record in measured)
         if ended <= 0:
-            return self.recent(lambda one: one.flat_share)
-        return sum((one.flat_share or 0.0) * (one.groups_ended or 0.0) for one in known) / ended
+            return self.recent(lambda record: record.flat_share)
+        return sum((record.flat_share or 0.0) * (record.groups_ended or 0.0) for record in measured) / ended
 
     def policy(self, idle: StepRecord | None = None) -> dict[str, float | None]:
-        """Figures of the newest steps on the policy and on what was thrown away; None where none of them has it."""
-        named = {name: self.recent(attrgetter(name)) for name in ("cut_share", "entropy", "ess", "k3")}
-        return {"flat_share": self.flat_share(idle), **named}
+        """Figures of the newest steps on the policy and on samples without use; None where no step has them."""
+        figures = {name: self.recent(attrgetter(name)) for name in ("cut_share", "entropy", "ess", "k3")}
+        return {"flat_share": self.flat_share(idle), **figures}
 
     def course(self, of: Callable[[StepRecord], float]) -> list[float]:
-        return [of(one) for one in self._known]
+        return [of(record) for record in self._steps]
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
-MAX_NAMES: Final = 64  # names of the protocol are some twenty; what else comes is counted together
+MAX_NAMES: Final = 64  # the protocol has some twenty; names beyond are counted together
 MAX_SENDERS: Final = 256
 OTHERS: Final = "(others)"
 
 
 @dataclass
 class Flow:
-    """The messages of one name: how many, how many bytes, and how fast they come."""
+    """The messages of one name or sender: their number, bytes and rates."""
 
     count: int = 0
     bytes: int = 0
@@ -339,10 +340,10 @@ class Flow:
 
 @dataclass
 class Traffic:
-    """The bus as its tap shows it. `missed` and `malformed` are the tap's own counts.
+    """The bus as its tap shows it. `missed` and `malformed`: the counts of the tap.
 
-    The lag is the smallest of the last batch: a listener that is behind is behind with all messages. How late a message
-    is, is measured against the least age ever seen of its sender, so that a wrong clock does not look like a lag.
+    The lag is the smallest of the last batch, since a listener that is behind is behind with all messages. A message is
+    late by its age less the least age of its sender's messages, so that a wrong clock does not look like a lag.
     """
 
     by_name: dict[str, Flow] = field(default_factory=dict)
@@ -357,35 +358,35 @@ class Traffic:
     _least_age: dict[str, float] = field(default_factory=dict)
 
     def received(self, name: str, size: int, sender: str = "") -> None:
-        named = self.by_name.get(name) or self._new(self.by_name, name, MAX_NAMES)
+        of_name = self.by_name.get(name) or self._new(self.by_name, name, MAX_NAMES)
         sent = self.by_sender.get(sender) or self._new(self.by_sender, sender, MAX_SENDERS)
-        for one in (named, sent, self.total):
-            one.count += 1
-            one.bytes += size
+        for flow in (of_name, sent, self.total):
+            flow.count += 1
+            flow.bytes += size
 
     def _new(self, flows: dict[str, Flow], key: str, most: int) -> Flow:
         key = key if len(flows) < most else OTHERS
         if key not in flows:
             flows[key] = Flow()
             if self._ticked is not None:
-                flows[key].tick(self._ticked)  # none had come by then
+                flows[key].tick(self._ticked)  # its rate begins with 0 messages at that time
         return flows[key]
 
     def late(self, sender: str, age_s: float) -> float:
-        """By how much a message of this age is later than its sender's usually are."""
+        """The seconds by which a message of this age is later than the promptest of its sender."""
         least = min(age_s, self._least_age.get(sender, age_s))
         if sender in self._least_age or len(self._least_age) < MAX_SENDERS:
             self._least_age[sender] = least
         return age_s - least
 
     def batch(self, messages: int, least_late_s: float | None, now: float) -> None:
-        """The end of one batch; `least_late_s`: of its messages, None where none of them tells."""
+        """End a batch; `least_late_s`: of its messages, None where none has a time."""
         if messages:
             self.last_at = now
         self.lag_s = least_late_s if least_late_s is not None else 0.0
 
     def tick(self, now: float) -> None:
-        """Some times a second: what the rates are worked out from."""
+        """Take the counts for the rates, some times a second."""
         self._ticked = now
         for flow in (*self.by_name.values(), *self.by_sender.values(), self.total):
             flow.tick(now)
@@ -398,7 +399,7 @@ SAME_S: Final = 5.0  # the two reports of one event are closer together than thi
 
 
 class RecentErrors:
-    """`count` of all, the newest `ERRORS_KEPT` with their text; each once, although file and bus both tell of it.
+    """Counts all errors, and keeps the newest `ERRORS_KEPT`; each once, though file and bus both report it.
 
     Most processes write a line to errors.jsonl and publish ERROR; a foreign actor publishes only.
     """
@@ -408,37 +409,41 @@ class RecentErrors:
         self._newest: deque[tuple[ErrorRecord, str]] = deque(maxlen=ERRORS_KEPT)
 
     def add(self, seen: ErrorRecord, source: str) -> None:
-        """Add a report by `source` ("file" or "bus"), which the other one may have reported already."""
-        for at, (known, reported_by) in enumerate(self._newest):
-            if reported_by and reported_by != source and _same(known, seen):
-                self._newest[at] = (known, "")  # both have reported it: the next is another event
+        """Add a report by `source` ("file" or "bus"), unless the other source has reported the same error."""
+        for at, (earlier, reported_by) in enumerate(self._newest):
+            if reported_by and reported_by != source and _same(earlier, seen):
+                self._newest[at] = (earlier, "")  # both have reported it: the next is another event
                 return
         self.count += 1
         self._newest.appendleft((seen, source))
+
+    def skipped(self, count: int) -> None:
+        """Count lines of the file that were not read."""
+        self.count += count
 
     def newest(self, limit: int = ERRORS_KEPT) -> list[ErrorRecord]:
         return [seen for seen, _ in islice(self._newest, limit)]
 
 
-def _same(one: ErrorRecord, other: ErrorRecord) -> bool:
-    alike = (one.where, one.text) == (other.where, other.text)
-    return alike and address_of(one.process) == address_of(other.process) and abs(one.time - other.time) < SAME_S
+def _same(first: ErrorRecord, second: ErrorRecord) -> bool:
+    alike = (first.where, first.text) == (second.where, second.text)
+    return alike and address_of(first.process) == address_of(second.process) and abs(first.time - second.time) < SAME_S
 
 
 @lru_cache(maxsize=1024)
 def address_of(process: str) -> str:
-    """`rollout/0` and `rollout-0` are one process: the name in the table, and as it stands in a topic."""
+    """The name of a process as it stands in a topic: `rollout-0` for `rollout/0` of the process table."""
     return process.replace("/", "-")
 
 
 # -- the state of a run -----------------------------------------------------------------------------------------------
 
-OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
+OVER: Final = ("ended", "left", "damaged")  # states in which nothing moves
 MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 4096
 IN_UPDATE: Final = ("step", "version", "reward", "age_mean", "entropy", "samples", "tokens")  # not among its metrics
-BUSY_S: Final = 1.0  # what a busy share is taken over
-SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
+BUSY_S: Final = 1.0  # the time over which a busy share is taken
+SILENT_S: Final = 5.0  # of a process without an entry in the ring, whose heartbeats come every second
 
 
 @dataclass
@@ -469,7 +474,7 @@ class RunState:
     replay: str = ""  # what is replayed and how fast, if it is a replay
     replay_over: bool = False
     pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
-    asked: str = ""  # what people have changed in flight, in one line
+    changed: str = ""  # what people have changed in flight, in one line
     sample: str = ""  # what the model wrote lately, in one line
     first_reward: float | None = None  # mean reward of the first step ever
     idle: MetricsLine | None = None  # groups that ended since the newest step and gave none
@@ -491,7 +496,7 @@ class RunState:
     # -- what comes in ------------------------------------------------------------------------------------------
 
     def look(self, seen: RingRecord | None, now: float, damage: str = "") -> None:
-        """A look at the ring, None if there is none (any more), or none that can be read: `damage` says why."""
+        """Take a look at the ring; None if there is none, or if it cannot be read: `damage` is the reason."""
         self.ring, self.damage = seen, damage
         if seen is None:
             self._generated, self._steps_done = Rate(), Rate()  # a later ring is another counter
@@ -504,39 +509,39 @@ class RunState:
             self._busy[_life(process)].add(process.busy_ns, now)
 
     def step(self, seen: StepRecord, ended: float | None) -> None:
-        """A finished step and when it ended; None: nobody knows, it was before we looked."""
+        """Take a finished step, and when it ended; None: at an unknown time before the first look."""
         if self.steps.add(seen) and ended is not None:
             self._stepped_at = ended
 
     def validated(self, seen: RoundRecord) -> None:
-        """A round of validation, which the file and the bus both tell of; the last word on a round that measured
-        anything counts."""
+        """Take a round of validation, from the file or the bus; of a round the last report that measured anything
+        counts."""
         before = self.validations.get((seen.set, seen.round))
         if before is not None and before.measured and not seen.measured:
             return
         self.validations.pop((seen.set, seen.round), None)
         self.validations[seen.set, seen.round] = seen
         if len(self.validations) > MAX_ROUNDS:
-            firsts = {one.set: (one.set, one.round) for one in reversed(self.rounds())}.values()
+            firsts = {record.set: (record.set, record.round) for record in reversed(self.rounds())}.values()
             del self.validations[next((key for key in self.validations if key not in firsts), (seen.set, seen.round))]
 
     def handle(self, message: m.Message, now: float) -> None:
-        """A message of the bus, in any order, doubled or not; `HEARD` are the kinds that say anything here."""
+        """Take a message of the bus, in any order, repeated or not; `HEARD` are the kinds that matter here."""
         match message:
             case m.LearnerStateUpdate():
                 self.step(step_of(message), now)
             case m.SchedulerState():
                 self.waiting = message.waiting
-                known = {name: message.values.get(name, math.nan) for name in ("left_out", "resting")}
-                self.left_out = {name: int(value) for name, value in known.items() if math.isfinite(value)}
+                counts = {name: message.values.get(name, math.nan) for name in ("left_out", "resting")}
+                self.left_out = {name: int(value) for name, value in counts.items() if math.isfinite(value)}
             case m.ValidationStarted():
                 self.validating = True
             case m.ValidationDone() | m.ValidationSetDone():
                 self.validating = False
                 mean = message.mean if message.samples and math.isfinite(message.mean) else None
                 name = message.set if isinstance(message, m.ValidationSetDone) else ""
-                told = message.round, message.version, mean, message.samples, name
-                self.validated(RoundRecord(*told, dropped=message.dropped))
+                self.validated(RoundRecord(message.round, message.version, mean, message.samples, name,
+                                           dropped=message.dropped))
             case m.Error():
                 seen = message.time_ns / 1e9, message.sender, message.severity, message.where, message.text
                 self.errors.add(ErrorRecord(*seen), "bus")
@@ -544,7 +549,7 @@ class RunState:
                 self._presence(message, now)
 
     def replayed(self, what: str, pace: float, over: bool) -> None:
-        """This is a replay of `what`, at so many times the speed of the run; 0: as fast as it goes."""
+        """Mark the state as a replay of `what`, at `pace` times the speed of the run; 0: as fast as possible."""
         speed = f"at {pace:g}x" if pace else "as fast as it goes"
         self.replay, self.replay_over = f"{what} {speed}", over
         if pace != self.pace:
@@ -567,7 +572,7 @@ class RunState:
 
     @property
     def at_step(self) -> int:
-        """The newest step that anybody knows of."""
+        """The newest step of all sources."""
         return max(self._newest(HeaderWord.STEP), self.ended_step)
 
     @property
@@ -576,28 +581,28 @@ class RunState:
 
     @property
     def n_min(self) -> int:
-        """Groups that a step takes: as the newest one says, or the topology."""
+        """The number of groups that a step takes: of the newest step, or of the topology."""
         newest = self.steps.newest
         return int(newest.n_min) if newest is not None and newest.n_min else self.facts.n_min
 
     def _newest(self, word: HeaderWord) -> int:
-        known: int = getattr(self.steps.newest, word.value, 0)
-        return max(known, self.ring.words.get(word, 0)) if self.ring else known
+        newest: int = getattr(self.steps.newest, word.value, 0)
+        return max(newest, self.ring.words.get(word, 0)) if self.ring else newest
 
     def since_step_s(self, now: float) -> float | None:
-        """Seconds since a step ended; None if none did while we watched."""
+        """Seconds since a step ended; None if that time is unknown."""
         return None if self._stepped_at is None else max(0.0, now - self._stepped_at)
 
     def speed(self, now: float) -> Speed:
-        """Compute the speed of the run: steps and samples as the steps tell, tokens as the ring counts them if there is
-        one."""
+        """The speed of the run: steps and samples by the records of steps, tokens by the counter of the ring if there
+        is one."""
         if self.state in OVER:
             return Speed()
-        known = self._pace(now)
+        pace = self._pace(now)
         if self._generated.known:
-            return replace(known, tokens_per_s=self._generated.per_s())
-        # Trained ones, until those that are generated have been watched.
-        return known if not self.replay else replace(known, tokens_per_s=None)
+            return replace(pace, tokens_per_s=self._generated.per_s())
+        # Trained tokens, until generated ones were counted.
+        return pace if not self.replay else replace(pace, tokens_per_s=None)
 
     def left_s(self, now: float) -> float | None:
         """Estimated seconds to the goal; None while there is nothing to estimate from."""
@@ -608,23 +613,23 @@ class RunState:
         return max(0.0, self.facts.max_steps - self.at_step) / per_s if per_s > 0 else None
 
     def rounds(self) -> list[RoundRecord]:
-        """The rounds of validation that measured anything, by their numbers: of each set the first of them is what it
-        was before, and the last is what it is now, in every place that shows either."""
-        return sorted((one for one in self.validations.values() if one.measured), key=lambda one: one.round)
+        """The rounds of validation that measured anything, in order. All views show the first round of a set as its
+        beginning, and the last as its present."""
+        return sorted((entry for entry in self.validations.values() if entry.measured), key=attrgetter("round"))
 
     def unmeasured(self) -> list[RoundRecord]:
         """Rounds of which no sample was judged."""
-        return sorted((one for one in self.validations.values() if not one.measured), key=lambda one: one.round)
+        return sorted((entry for entry in self.validations.values() if not entry.measured), key=attrgetter("round"))
 
     def judged(self) -> dict[str, list[dict[str, Any]]]:
-        """Both, for JSON, by their keys there."""
+        """Both kinds of rounds, under their keys in JSON."""
         return {
-            "validation": [one.plain() for one in self.rounds()],
-            "validation_unmeasured": [one.plain() for one in self.unmeasured()],
+            "validation": [record.plain() for record in self.rounds()],
+            "validation_unmeasured": [record.plain() for record in self.unmeasured()],
         }
 
     def rows(self, now: float) -> list[ProcessRow]:
-        """The processes, those of the ring first, in the order of their entries."""
+        """The processes: those of the ring in the order of their entries, then those known by the bus alone."""
         entries = self.ring.processes if self.ring else ()
         rows = [self._row(process) for process in entries]
         mapped = {address_of(process.name) for process in entries}
@@ -645,7 +650,7 @@ class RunState:
 
     def _row(self, process: ProcessRecord) -> ProcessRow:
         spent = self._busy[_life(process)]
-        # Most roles do not say what they spend their time on: that is not known, and not nothing.
+        # Most roles do not count their busy time: it is unknown, not 0.
         busy = min(1.0, max(0.0, spent.per_s() / 1e9)) if spent.known and process.busy_ns else None
         late = process.state == "ready" and process.progress_age_s > (process.deadline_s or self.facts.progress_s)
         behind = max(0, self.version - process.version) if process.version else 0
@@ -676,8 +681,8 @@ def _life(process: ProcessRecord) -> tuple[str, int]:
 
 
 def step_of(update: m.LearnerStateUpdate) -> StepRecord:
-    """The numbers of a step as its message tells them; the same names stand in metrics.jsonl."""
-    own = {name: getattr(update, name) for name in IN_UPDATE}
+    """The numbers of a step from its message; metrics.jsonl has them under the same names."""
+    fields = {name: getattr(update, name) for name in IN_UPDATE}
     more = {name: update.metrics[name] for name in StepRecord.__struct_fields__ if name in update.metrics}
     by: dict[str, dict[str, float]] = {}  # from by/TAG/NAME among the numbers; a tag may have slashes of its own
     parts: dict[str, float] = {}  # from reward_parts/NAME
@@ -688,5 +693,5 @@ def step_of(update: m.LearnerStateUpdate) -> StepRecord:
         elif name.startswith("reward_parts/"):
             parts[name.partition("/")[2]] = value
     sent = update.time_ns / 1e9 or None
-    known: dict[str, Any] = {"time": sent, **more, **own, "by": by, "reward_parts": parts}
-    return StepRecord(**known)
+    values: dict[str, Any] = {"time": sent, **more, **fields, "by": by, "reward_parts": parts}
+    return StepRecord(**values)

@@ -1,14 +1,14 @@
-"""Chains of waits, from the learner along every wait to the one that nobody else can end; and when that is a stall.
+"""Chains of waits, from the learner to the cause that no other process can end; and whether a run is stalled.
 
 Pure: decides from a `RunState` (process table, slots by state and owner, header words, texts that processes declare)
 and clock values. Knows nothing of files, sockets or of how a chain is shown.
 
 - A chain begins with the learner, since a run that trains is not stuck, whatever else waits. It ends at a root:
   something that is not another process's work.
-- Each process stands in it once, so it ends, and the same picture gives the same chain.
-- Of several that could be waited for, one that is in trouble (stopped, dead, silent, without disk space) is named
-  first, then the one that has waited longest.
-- Long work that gets on is no stall, nor is a pause: time counts from the newest sign of progress then.
+- Each process stands in a chain once, so every chain ends. The same state gives the same chain.
+- Where a process waits for several, the chain follows one in trouble (stopped, dead, silent, without disk space), else
+  the one that has waited longest.
+- Long work with progress is no stall, and neither is a pause: time counts from the newest sign of progress.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from busrl.states import CALLER_ROLES, PAUSE_STARTING, HeaderWord
 from busrl.status.state import RECENT, Held, ProcessRecord, ProcessRow, RunState
 
 WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Shown.waits`)
-QUIET_S: Final = 2.0  # no progress for longer than this is said
-SILENT_S: Final = 5.0  # a worker that comes through the gateway, or a host, is told of every second
-CHILD_IN: Final = "in "  # what a reward declares of a long call: in WHAT
+QUIET_S: Final = 2.0  # time without progress is mentioned if it is longer
+SILENT_S: Final = 5.0  # of a remote worker or a host, whose entry is renewed every second
+CHILD_IN: Final = "in "  # the beginning of what a reward declares during a long call: in WHAT
 TOGETHER: Final = "broadcast"  # the transport in which engines wait for each other
 DISK: Final = "waiting for disk space"
-ROLE_OF: Final = {"queued": "rollout", "generated": "reward"}  # who takes a slot that rests
+ROLE_OF: Final = {"queued": "rollout", "generated": "reward"}  # the role that claims a slot without an owner
 LEARNERS: Final = {
     "admission": "waits for groups and none is under way",
     "groups": "waits for {missing}",
@@ -59,18 +59,20 @@ class Link(msgspec.Struct, frozen=True, rename={"waits_for": "for"}):
 
 
 def chain(run: RunState, now: float) -> list[Link]:
-    """From symptom to root; empty where no run is running, or nothing is known of it."""
+    """The chain from symptom to root; [] if the run does not run, or its state is unknown."""
     return _Search(run, now).links() if _runs(run) else []
 
 
-def said(links: Sequence[Link]) -> str:
-    return " <- ".join([*(f"{one.process} {one.because}" for one in links), *(one.waits_for for one in links[-1:])])
+def sentence_of(links: Sequence[Link]) -> str:
+    """A chain in words, from symptom to root; "" for an empty one."""
+    waits = [f"{link.process} {link.because}" for link in links]
+    return " <- ".join([*waits, *(link.waits_for for link in links[-1:])])
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
 
 class _Step(NamedTuple):
-    """The wait of one process: `next`, a name, or without one the root."""
+    """The wait of a process for the process `next`, or without one for `root`."""
 
     because: str
     since_s: float = 0.0
@@ -94,17 +96,17 @@ class _Search:
         if paused(self.run):
             since = self.run.since_step_s(self.now) or 0.0
             return [Link("scheduler", "`busrl resume`", since, "opens no group: the run is paused")]
-        found: list[Link] = []
-        # Where nothing is trained (on another host) it begins with what speaks with the run.
+        links: list[Link] = []
+        # On another host, which trains nothing, the chain begins with the link to the run.
         name = next((name for name in ("learner", "relay") if name in self.names), "")
         while name:
             self.seen.add(name)
             step = self._of(name)
             if step.next in self.seen:
                 step = step._replace(next="", root=f"{step.next}, which waits for it: a circle of waits")
-            found.append(Link(name, step.next or step.root, round(max(0.0, step.since_s), 3), step.because))
+            links.append(Link(name, step.next or step.root, round(max(0.0, step.since_s), 3), step.because))
             name = step.next
-        return found
+        return links
 
     def _of(self, name: str) -> _Step:
         if (trouble := self._trouble(name)) is not None:
@@ -117,7 +119,7 @@ class _Search:
         return step
 
     def _trouble(self, name: str) -> _Step | None:
-        """Find what keeps a process from doing anything at all; None if it can work."""
+        """The cause that keeps a process from all work; None if it can work."""
         row = self.rows.get(name)
         if row is None:
             latest = self.run.deaths.get(name)
@@ -146,12 +148,12 @@ class _Search:
     def _learner(self, row: ProcessRow) -> _Step:
         reason, draw = reason_of(row)
         if reason:
-            found = self._holders(draw, validates=False)
+            holder = self._holders(draw, validates=False)
             missing = _count(max(1, self.run.n_min - max(0, self.ring.groups_ready)), "more group")
             because = LEARNERS.get(reason, f"waits ({reason})").format(missing=missing, draw=draw)
             since = self.run.since_step_s(self.now)
             age = row.activity_age_s if since is None else since
-            return _Step(because, age, next=found if reason != "admission" and found else "scheduler")
+            return _Step(because, age, next=holder if reason != "admission" and holder else "scheduler")
         if held_up := self._troubled("rank"):
             return _Step(f"computes with its ranks: {row.activity}", row.activity_age_s, next=held_up)
         if row.activity == "held by validation" and "validator" in self.names:
@@ -169,14 +171,14 @@ class _Search:
         if not reason:
             return self._works(row)
         because = SCHEDULERS.get(reason, f"waits ({reason})").format(draw=draw)
-        found = self._holders(draw, validates=False)
+        holder = self._holders(draw, validates=False)
         if reason == "slots":
             states = sorted((count, name) for name, count in self.ring.occupancy.items() if count and name != "free")
             because += f" ({', '.join(f'{count} {name}' for count, name in reversed(states))})"
-            found = found or self._largest()
-        if not found and self.ring.words.get(HeaderWord.UNPUBLISHED_GROUPS, 0):
-            found, because = "learner", f"{because}; those trained are not published"
-        return _Step(because, row.activity_age_s, next=found)
+            holder = holder or self._largest()
+        if not holder and self.ring.words.get(HeaderWord.UNPUBLISHED_GROUPS, 0):
+            holder, because = "learner", f"{because}; those trained are not published"
+        return _Step(because, row.activity_age_s, next=holder)
 
     def _rollout(self, row: ProcessRow) -> _Step:
         newest = self.run.version
@@ -186,10 +188,10 @@ class _Search:
         because = "waits for its first weights" if first else f"takes version {newest} of the weights"
         if behind:
             because = f"takes no samples: it has version {row.version} of the weights, {newest} is published"
-        # The learner sends, and a transfer to all is done when each has it.
+        # The learner sends; a transfer to all ends when every engine has it.
         other = "learner" if self._trouble("learner") is not None else ""
         other = other or (self._troubled("rollout") if self.facts.transport == TOGETHER else "")
-        if first and not other and "learner" not in self.seen:  # it has not published yet
+        if first and not other and "learner" not in self.seen:  # the learner has not published yet
             other = "learner"
         return _Step(because, row.activity_age_s, other, f"the transport of weights ({self.facts.transport})")
 
@@ -202,16 +204,16 @@ class _Search:
         return self._holds(row, root, f"no call returned for {age:.0f} s")
 
     def _validator(self, row: ProcessRow) -> _Step:
-        if found := self._holders(-1, validates=True):
-            return _Step("waits for the samples of its round", row.activity_age_s, next=found)
+        if holder := self._holders(-1, validates=True):
+            return _Step("waits for the samples of its round", row.activity_age_s, next=holder)
         return self._works(row)
 
     def _caller(self, row: ProcessRow) -> _Step:
-        """Follow the open episode that is worst off: its call, or its own code."""
-        own = self._own(row.name)
-        if not own:
+        """The wait of the most urgent open episode: for its call, or for its own code."""
+        episodes = self._slots_of(row.name)
+        if not episodes:
             return self._works(row)
-        worst = max(own, key=lambda one: self._urgency(self._callee(one), one))
+        worst = max(episodes, key=lambda entry: self._urgency(self._callee(entry), entry))
         if engine := self._callee(worst):
             how = "wait for an engine" if worst.call == "queued" else "are with one"
             return _Step(f"has {_count(worst.slots, 'episode')} whose calls {how}", worst.oldest_s, next=engine)
@@ -233,76 +235,76 @@ class _Search:
         return _Step(f"works{doing}{quiet}", row.activity_age_s if row.activity else row.progress_age_s, root=root)
 
     def _holds(self, row: ProcessRow, root: str, more: str) -> _Step:
-        own = self._own(row.name)
-        if not own:
+        slots = self._slots_of(row.name)
+        if not slots:
             return self._works(row, root)
-        count, oldest = sum(one.slots for one in own), max(one.oldest_s for one in own)
+        count, oldest = sum(entry.slots for entry in slots), max(entry.oldest_s for entry in slots)
         quiet = f"no progress for {row.progress_age_s:.0f} s" if row.progress_age_s > QUIET_S else ""
         text = ", ".join(filter(None, (f"has had {_count(count, 'sample')} for {oldest:.0f} s", more, quiet)))
         return _Step(f"{text}{self._full(count)}", oldest, root=root)
 
     def _holding(self, name: str) -> str:
-        count = sum(one.slots for one in self._own(name))
+        count = sum(entry.slots for entry in self._slots_of(name))
         return f" and holds {_count(count, 'sample')}{self._full(count)}" if count else ""
 
     def _full(self, count: int) -> str:
         free = self.ring.occupancy.get("free", 0)
         return "" if free else f" (no slot is free, it has {count} of {self.ring.slots})"
 
-    def _own(self, name: str) -> list[Held]:
-        return [one for one in self.ring.held if one.owner == name]
+    def _slots_of(self, name: str) -> list[Held]:
+        return [entry for entry in self.ring.held if entry.owner == name]
 
     def _holders(self, draw: int, validates: bool) -> str:
-        """Find who has what is waited for: of that group where it is known and under way, else of all."""
-        under_way = [one for one in self.ring.held if one.validates == validates and self._holder(one)]
-        named = [one for one in under_way if one.draw == draw >= 0]
-        found = ((self._holder(one), one) for one in named or under_way)
-        return max(found, key=lambda one: self._urgency(*one), default=("", None))[0]
+        """The process that holds the awaited samples: those of the group `draw` if any are under way, else all."""
+        under_way = [entry for entry in self.ring.held if entry.validates == validates and self._holder(entry)]
+        of_draw = [entry for entry in under_way if entry.draw == draw >= 0]
+        candidates = ((self._holder(entry), entry) for entry in of_draw or under_way)
+        return max(candidates, key=lambda pair: self._urgency(*pair), default=("", None))[0]
 
     def _largest(self) -> str:
         count = Counter[str]()
-        for one in self.ring.held:
-            count[self._holder(one) or "learner"] += one.slots
+        for entry in self.ring.held:
+            count[self._holder(entry) or "learner"] += entry.slots
         return max(sorted(count), key=lambda name: count[name], default="")
 
-    def _holder(self, one: Held) -> str:
-        """Find who has to do something about a slot; "" where that is the learner or the validator."""
-        if one.owner:
-            return one.owner if one.state != "training" else ""
-        role = ROLE_OF.get(one.state)
-        return self._taker(role, one.validates) if role else ""
+    def _holder(self, entry: Held) -> str:
+        """The process that has to work on a slot next; "" where that is the learner or the validator."""
+        if entry.owner:
+            return entry.owner if entry.state != "training" else ""
+        role = ROLE_OF.get(entry.state)
+        return self._taker(role, entry.validates) if role else ""
 
     def _taker(self, role: str, validates: bool) -> str:
-        """Find who would take what rests: one that can, best one that has such samples, or else one that cannot.
-        Episodes make samples where there are such roles, and judge them where no reward process does."""
+        """The process that would claim a slot without an owner: one that can work, if any can, with the oldest samples.
+        Callers of the model stand in for rollouts, and for rewards where there is no reward process."""
         callers = [name for name in self.names if _role(name) in CALLER_ROLES]
-        own = [name for name in self.names if _role(name) == role]
-        if callers and (role == "rollout" or not own):
-            own = callers
-        able = [name for name in own if self._trouble(name) is None]
+        takers = [name for name in self.names if _role(name) == role]
+        if callers and (role == "rollout" or not takers):
+            takers = callers
+        able = [name for name in takers if self._trouble(name) is None]
 
         def oldest(name: str) -> float:
-            return max((one.oldest_s for one in self._own(name) if one.validates == validates), default=-1.0)
+            return max((entry.oldest_s for entry in self._slots_of(name) if entry.validates == validates), default=-1.0)
 
-        return max(able or own, key=oldest, default="")
+        return max(able or takers, key=oldest, default="")
 
-    def _callee(self, one: Held) -> str:
-        """Find the engine that an episode's call waits for."""
-        if one.call != "queued":
-            return one.call
+    def _callee(self, entry: Held) -> str:
+        """The engine that an episode's call waits for."""
+        if entry.call != "queued":
+            return entry.call
         engines = [name for name in self.names if _role(name) == "rollout"]
         able = [name for name in engines if self._trouble(name) is None]
         return next(iter(able or engines), "")
 
-    def _urgency(self, name: str, held: Held) -> tuple[bool, float, str, str, str]:
-        return bool(name) and self._trouble(name) is not None, held.oldest_s, name, held.state, held.call
+    def _urgency(self, name: str, entry: Held) -> tuple[bool, float, str, str, str]:
+        return bool(name) and self._trouble(name) is not None, entry.oldest_s, name, entry.state, entry.call
 
     def _troubled(self, role: str) -> str:
-        """The first of a role that cannot work."""
+        """The first process of a role that cannot work."""
         return next((name for name in self.names if _role(name) == role and self._trouble(name) is not None), "")
 
     def _behind(self) -> str:
-        """An engine that takes weights, or the one with the oldest."""
+        """An engine that takes new weights, else the one with the oldest."""
         rows = [row for row in self.rows.values() if row.role == "rollout"]
         taking = [row.name for row in rows if row.activity == "new weights"]
         return min(taking, default=min(rows, key=lambda row: (row.version, row.name)).name if rows else "")
@@ -318,12 +320,12 @@ def _count(number: int, what: str) -> str:
 
 def reason_of(row: ProcessRecord) -> tuple[str, int]:
     """The reason to wait that a process declares, and the group that it waits for; "" and -1 where it declares none."""
-    found = WAITS.fullmatch(row.activity)
-    return (found[1], int(found[2] or -1)) if found else ("", -1)
+    match = WAITS.fullmatch(row.activity)
+    return (match[1], int(match[2] or -1)) if match else ("", -1)
 
 
 def _runs(run: RunState) -> bool:
-    """Also in a replay, which has no other state."""
+    """True if the run trains, in a replay too."""
     ring = run.ring
     return ring is not None and not ring.words.get(HeaderWord.RUN_STATE, 0) and run.state in ("running", "replay")
 
@@ -335,30 +337,30 @@ def paused(run: RunState) -> bool:
 
 # -- stalls -----------------------------------------------------------------------------------------------------------
 
-FIRST: Final = 5  # times the least time until a first step is missed: it may compile and warm up
+FIRST: Final = 5  # times the least limit, for the first step: it may compile and warm up
 
 
 def limit_s(run: RunState, least_s: float) -> float:
-    """For how long nothing may be trained before that is a stall; inf: never."""
-    newest = run.steps.course(lambda one: one.seconds)[-RECENT:]
-    known = [seconds for seconds in newest if 0 < seconds < math.inf]
+    """The time without a step after which a run is stalled; inf: never."""
+    newest = run.steps.course(lambda step: step.seconds)[-RECENT:]
+    durations = [seconds for seconds in newest if 0 < seconds < math.inf]
     if not run.facts.stall_steps:
         return math.inf
-    return max(least_s, run.facts.stall_steps * median(known)) if known else FIRST * least_s
+    return max(least_s, run.facts.stall_steps * median(durations)) if durations else FIRST * least_s
 
 
 def stalled_s(run: RunState, now: float) -> float | None:
-    """For how long nothing was trained, if that is a stall."""
+    """The time without a step, if that is a stall."""
     since = run.since_step_s(now)
     counted = None if since is None else _counted(run, since)
     return counted if counted is not None and counted > limit_s(run, run.facts.stall_s) else None
 
 
 def _counted(run: RunState, quiet_s: float) -> float:
-    """Seconds without a step as far as they count: not in a pause, nor while the learner starts or gets on with work
-    that it declares."""
+    """The seconds without a step that count: none in a pause or while the learner starts; during work that it declares
+    those without progress."""
     processes = run.ring.processes if run.ring is not None else ()
-    learner = next((one for one in processes if one.name == "learner" and one.state != "dead"), None)
+    learner = next((process for process in processes if process.name == "learner" and process.state != "dead"), None)
     if not _runs(run) or paused(run) or (learner is not None and learner.state == "starting"):
         return 0.0
     if learner is not None and learner.deadline_s > 0 and learner.activity != DISK:
@@ -367,16 +369,16 @@ def _counted(run: RunState, quiet_s: float) -> float:
 
 
 class StallAlarm:
-    """Counts by the clock of whoever looks. `quiet_s`: seconds without a step, as far as they count."""
+    """Counts time by the caller's clock. `quiet_s`: the seconds without a step that count."""
 
     def __init__(self) -> None:
-        self.quiet_s, self._step, self._told = 0.0, -1, False
+        self.quiet_s, self._step, self._alarmed = 0.0, -1, False
 
     def look(self, run: RunState, passed_s: float) -> bool:
-        """Check whether this is a stall that was not told of: once until a step is made."""
+        """True once in a stall, until a step is made."""
         if run.at_step != self._step:
-            self.quiet_s, self._step, self._told = 0.0, run.at_step, False
+            self.quiet_s, self._step, self._alarmed = 0.0, run.at_step, False
         self.quiet_s = _counted(run, self.quiet_s + passed_s)
-        due = self.quiet_s > limit_s(run, run.facts.stall_s) and not self._told
-        self._told = self._told or due
+        due = self.quiet_s > limit_s(run, run.facts.stall_s) and not self._alarmed
+        self._alarmed = self._alarmed or due
         return due

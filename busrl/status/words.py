@@ -1,9 +1,9 @@
 """A run in words: text made safe to print, small drawings, the phrases that all views share, and the plain views.
 
-Pure. Knows nothing of colours, terminals or of where a state came from.
+Pure. Knows nothing of colours, terminals or the source of a state.
 
-- No character of a text that others wrote can move a cursor or change a terminal: `printable` and `safe` see to it.
-- Every drawing has the size that was asked for.
+- `printable` and `safe` remove all characters of foreign text that could move a cursor or change a terminal.
+- Every drawing has the requested size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from busrl.states import fate_name
 from busrl.status.state import OVER, ProcessRow, RunState, Speed
-from busrl.status.waits import chain, said
+from busrl.status.waits import chain, sentence_of
 
 LIMIT: Final = 400
 HOST_SILENT_S: Final = 5.0
@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def safe(text: str, limit: int = LIMIT) -> str:
-    """A line of bounded length of a text, without spaces around."""
+    """The first `limit` characters of a text as a line, without spaces around."""
     return printable(text[:limit]).strip()
 
 
@@ -41,10 +41,10 @@ def alike(text: str) -> str:
 
 def duration(seconds: float) -> str:
     """`1h 02m`, `3m 07s` or `12s`."""
-    whole = int(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+    rounded = int(seconds)
+    if rounded >= 3600:
+        return f"{rounded // 3600}h {rounded % 3600 // 60:02d}m"
+    return f"{rounded // 60}m {rounded % 60:02d}s" if rounded >= 60 else f"{rounded}s"
 
 
 def short(number: float) -> str:
@@ -91,7 +91,7 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def _level(value: float, low: float, high: float, top: int) -> int:
-    """Compute how many of `top` eighths a value between low and high fills, at least one."""
+    """The number of `top` eighths that a value between low and high fills, at least one."""
     span = high - low
     return 1 + round((value - low) / span * (top - 1)) if 0 < span < math.inf else top // 2
 
@@ -122,25 +122,26 @@ def rises(validation: Sequence[dict[str, Any]], validation_unmeasured: Sequence[
     """The first and the newest mean of each set, from its rounds as JSON has them: those that measured anything, in
     their order, and those that did not."""
     of_set: dict[str, list[dict[str, Any]]] = {}
-    for one in validation:
-        of_set.setdefault(one.get("set", ""), []).append(one)
-    empty = {one.get("set", ""): one.get("dropped", 0) for one in validation_unmeasured}
-    said = {name: _mean(own[-1]) for name, own in of_set.items()}
-    said |= {name: f"{_mean(own[0], True)} → {said[name]}" for name, own in of_set.items() if own[1:]}
-    said |= {name: nothing(asked) for name, asked in empty.items() if name not in said}
-    return " · ".join(f"{safe(name) or 'validation'} {words}" for name, words in said.items())
+    for record in validation:
+        of_set.setdefault(record.get("set", ""), []).append(record)
+    empty = {record.get("set", ""): record.get("dropped", 0) for record in validation_unmeasured}
+    by_set = {name: _mean(records[-1]) for name, records in of_set.items()}
+    by_set |= {name: f"{_mean(records[0], True)} → {by_set[name]}" for name, records in of_set.items() if records[1:]}
+    by_set |= {name: nothing(dropped) for name, dropped in empty.items() if name not in by_set}
+    return " · ".join(f"{safe(name) or 'validation'} {words}" for name, words in by_set.items())
 
 
-def _mean(one: dict[str, Any], first: bool = False) -> str:
-    """With what it is the mean of where answers are missing, and with its step where the first is not of the start."""
-    dropped, step = one.get("dropped", 0), one["round"] if first else 0
-    more = joined(f"step {step}" if step else "", f"{one['samples']} of {one['samples'] + dropped}" if dropped else "")
-    return f"{one['mean']:.3f}" + (f" ({more})" if more else "")
+def _mean(record: dict[str, Any], first: bool = False) -> str:
+    """The mean of a round; with the share of its answers if some are missing, and for a first round with its step."""
+    dropped, step = record.get("dropped", 0), record["round"] if first else 0
+    judged_of = f"{record['samples']} of {record['samples'] + dropped}" if dropped else ""
+    more = joined(f"step {step}" if step else "", judged_of)
+    return f"{record['mean']:.3f}" + (f" ({more})" if more else "")
 
 
-def nothing(asked: int) -> str:
-    """A round that measured nothing, of so many answers."""
-    return f"nothing measured (none of {asked} answers was judged)" if asked else "nothing measured"
+def nothing(answers: int) -> str:
+    """Words for a round of so many answers that measured nothing."""
+    return f"nothing measured (none of {answers} answers was judged)" if answers else "nothing measured"
 
 
 def left(run: RunState, now: float) -> str:
@@ -152,10 +153,10 @@ def joined(*parts: str) -> str:
     return " · ".join(filter(None, parts))
 
 
-def speed(known: Speed) -> str:
+def speed(pace: Speed) -> str:
     """Samples, tokens and steps per time; "-" where that is not known (yet)."""
-    samples, steps = ("-" if one is None else f"{one:.1f}" for one in (known.samples_per_s, known.steps_per_min))
-    tokens = "-" if known.tokens_per_s is None else short(known.tokens_per_s)
+    samples, steps = ("-" if figure is None else f"{figure:.1f}" for figure in (pace.samples_per_s, pace.steps_per_min))
+    tokens = "-" if pace.tokens_per_s is None else short(pace.tokens_per_s)
     return f"{samples} samples/s · {tokens} tokens/s · {steps} steps/min"
 
 
@@ -175,7 +176,7 @@ def episodes(run: RunState) -> str:
 
 
 def trigger(run: RunState, now: float) -> str:
-    """Say how far the next step is."""
+    """The progress to the next step."""
     facts, ring = run.facts, run.ring
     ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
     since = run.since_step_s(now)
@@ -199,7 +200,7 @@ def controller(run: RunState) -> str:
 
 
 def staleness(run: RunState) -> str:
-    """Ages of what was trained last, against the bound."""
+    """The ages of the samples that were trained last, and the bound."""
     newest = run.steps.newest
     bound = f" (bound {run.facts.max_staleness})" if run.facts.mode == "batch-async" else ""
     mode = f"{run.facts.mode}{bound}" if run.facts.mode else "mode not known"
@@ -209,8 +210,8 @@ def staleness(run: RunState) -> str:
 
 
 def policy(run: RunState) -> str:
-    known = run.steps.policy(run.idle)
-    parts = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
+    figures = run.steps.policy(run.idle)
+    parts = [(name, value, form) for key, name, form in POLICY if (value := figures[key]) is not None]
     return " · ".join(f"{name} {value:{form}}" for name, value, form in parts)
 
 
@@ -224,9 +225,9 @@ def sources(run: RunState) -> str:
 
 
 def left_out(run: RunState) -> str:
-    known = run.left_out
-    draws, resting = short(known.get("left_out", 0)), short(known.get("resting", 0))
-    return f"{draws} draws by pass rate · {resting} prompts rest" if any(known.values()) else ""
+    counts = run.left_out
+    draws, resting = short(counts.get("left_out", 0)), short(counts.get("resting", 0))
+    return f"{draws} draws by pass rate · {resting} prompts rest" if any(counts.values()) else ""
 
 
 def idle(run: RunState) -> str:
@@ -262,13 +263,13 @@ CHART_WIDTH: Final = 40
 
 
 def facts(run: RunState, now: float) -> list[str]:
-    """Lines of all plain views: how far and how fast the run is, what it learns, and where its samples are."""
+    """Lines of all plain views: progress, speed, rewards and lengths, and the states of samples."""
     out = [f"  progress  {progress(run, now)}"]
     if run.state not in OVER:
         out.append(f"  speed     {speed(run.speed(now))}")
     if len(run.steps):
-        out.append(_chart("reward", run.steps.course(lambda one: one.reward), ".3f"))
-        out.append(_chart("length", run.steps.course(lambda one: one.length), ".1f"))
+        out.append(_chart("reward", run.steps.course(lambda record: record.reward), ".3f"))
+        out.append(_chart("length", run.steps.course(lambda record: record.length), ".1f"))
     if run.state != "ended":
         states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
         out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
@@ -277,25 +278,27 @@ def facts(run: RunState, now: float) -> list[str]:
 
 
 def hosts(run: RunState, only: str = "") -> list[str]:
-    held = {one.name: one.activity for one in (run.ring.processes if run.ring else ()) if one.remote}
+    processes = run.ring.processes if run.ring else ()
+    activities = {process.name: process.activity for process in processes if process.remote}
     shown = sorted(name for name in run.hosts if only in ("", name))
-    return [_host(name, run.hosts[name], held.get(name, "")) for name in shown]
+    return [_host(name, run.hosts[name], activities.get(name, "")) for name in shown]
 
 
-def _host(name: str, told: dict[str, Any], activity: str) -> str:
-    since, weights = told.get("time"), told.get("weights")
+def _host(name: str, report: dict[str, Any], activity: str) -> str:
+    since, weights = report.get("time"), report.get("weights")
     if not isinstance(since, int | float) or not isinstance(weights, int):
         return f"{safe(name)} has not come yet"
     ago = max(0.0, time.time() - since)
     state = "silent" if ago > HOST_SILENT_S else "working" if activity else "joining"
-    known = f"weights {weights}" if weights >= 0 else "no weights"
-    return joined(safe(name), state, f"heard {age(ago)} ago", safe(activity.removeprefix("remote, ")), known,
-                  f"busrl {safe(str(told.get('busrl')))}")
+    shown = f"weights {weights}" if weights >= 0 else "no weights"
+    return joined(safe(name), state, f"heard {age(ago)} ago", safe(activity.removeprefix("remote, ")), shown,
+                  f"busrl {safe(str(report.get('busrl')))}")
 
 
 def host_lines(run: RunState, name: str) -> list[str]:
-    told = run.hosts[name].get("processes")
-    shown = [(*(safe(str(one.get(key, "?"))) for key in HOST_PROCESS),) for one in told or () if isinstance(one, dict)]
+    processes = run.hosts[name].get("processes")
+    rows = [process for process in processes or () if isinstance(process, dict)]
+    shown = [tuple(safe(str(row.get(key, "?"))) for key in HOST_PROCESS) for row in rows]
     return [*hosts(run, name), *(
         f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
         for label, pid, state, activity, version, samples in shown
@@ -305,10 +308,11 @@ def host_lines(run: RunState, name: str) -> list[str]:
 def labelled(run: RunState, now: float) -> dict[str, str]:
     """Phrases of every full view on the next step, the policy and the samples, by its label."""
     words = {
-        "trigger": trigger(run, now) if run.state not in OVER else "", "waits": safe(said(chain(run, now)), 4 * LIMIT),
+        "trigger": trigger(run, now) if run.state not in OVER else "",
+        "waits": safe(sentence_of(chain(run, now)), 4 * LIMIT),
         "control": controller(run),
         "episodes": episodes(run) if run.state not in OVER else "",
-        "asked": safe(run.asked),
+        "asked": safe(run.changed),
         "policy": policy(run), "sources": sources(run), "left out": left_out(run), "idle": idle(run),
         "sample": safe(run.sample), "staleness": staleness(run),
     }
@@ -316,8 +320,8 @@ def labelled(run: RunState, now: float) -> dict[str, str]:
 
 
 def line(run: RunState, now: float) -> str:
-    """The state in one line, for a log that grows: what tells most first."""
-    reward, flat = run.steps.recent(lambda one: one.reward), run.steps.flat_share(run.idle)
+    """The state in one line of a log, the most important first."""
+    reward, flat = run.steps.recent(lambda record: record.reward), run.steps.flat_share(run.idle)
     samples, traffic = run.speed(now).samples_per_s, run.traffic
     late = ", ".join(row.name for row in run.rows(now) if row.late)
     return joined(

@@ -39,9 +39,9 @@ class Number(Environment):
     def step(self, action: Guess, timeout_s: float | None = None, **more: Any) -> Said:
         self._tries += 1
         right = action.guess == self._secret
-        said = RIGHT if right else HIGHER if action.guess < self._secret else LOWER
+        hint = RIGHT if right else HIGHER if action.guess < self._secret else LOWER
         over = right or self._tries == int(TRIES)
-        return Said(said=said, tries=self._tries, done=over, reward=1.0 if right else -0.25)
+        return Said(said=hint, tries=self._tries, done=over, reward=1.0 if right else -0.25)
 
     @property
     def state(self) -> State:

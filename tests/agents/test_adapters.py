@@ -49,7 +49,7 @@ class Model:
             self.rewards.append((request.turn, request.value))
             return Choices([])
         if isinstance(request, ChatRequest):
-            messages = [msgspec.json.decode(one) for one in request.messages]
+            messages = [msgspec.json.decode(message) for message in request.messages]
             self.conversations.append(messages)
             read = messages[-1]["content"]
         else:
@@ -74,9 +74,9 @@ def played(environment: str, model: Model, index: int = 0, **options: Any) -> En
 
 
 def refusal(environment: str, **options: Any) -> str:
-    with pytest.raises(AgentNotLoaded) as found:
+    with pytest.raises(AgentNotLoaded) as refused:
         asyncio.run(adapters.load(environment, options, trial=True))
-    return str(found.value)
+    return str(refused.value)
 
 
 # -- gymnasium --------------------------------------------
@@ -92,8 +92,8 @@ def test_a_gymnasium_game_is_a_conversation_with_the_steps_rewards(gymnasium: An
     ice = {"render_mode": "ansi", "is_slippery": False}
     ended = played("gymnasium:FrozenLake-v1", ways, 3, system="Reach G.", **ice)
     assert (ended.how, ended.reward) == ("returned", 1.0) and ways.rewards == []
-    assert all("SFFF" in one.replace("\x1b[41m", "").replace("\x1b[0m", "") for one in ways.read)
-    assert [one["role"] for one in ways.conversations[-1]] == ["system", *["user", "assistant"] * 5, "user"]
+    assert all("SFFF" in entry.replace("\x1b[41m", "").replace("\x1b[0m", "") for entry in ways.read)
+    assert [entry["role"] for entry in ways.conversations[-1]] == ["system", *["user", "assistant"] * 5, "user"]
     ended = played("gymnasium:FrozenLake-v1", Model(["down"]), 3, action="go ([0-3])", no_action=-0.5, **ice)
     assert (ended.how, ended.reward) == ("failed", -0.5) and "action" in ended.text
 
@@ -112,7 +112,7 @@ def test_rewards_of_steps_before_the_last_are_those_of_their_turns(gymnasium: An
 def test_an_environment_outlives_a_wrong_answer_and_is_closed_after_an_error(
     gymnasium: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
+    environments: list[Any] = []
     closed: list[Any] = []
 
     class Breaks(gymnasium.Env):  # type: ignore[misc]
@@ -120,7 +120,7 @@ def test_an_environment_outlives_a_wrong_answer_and_is_closed_after_an_error(
         observation_space = gymnasium.spaces.Discrete(2)
 
         def __init__(self) -> None:
-            made.append(self)
+            environments.append(self)
 
         def reset(self, **_: Any) -> tuple[int, dict[str, Any]]:
             return 0, {}
@@ -136,9 +136,9 @@ def test_an_environment_outlives_a_wrong_answer_and_is_closed_after_an_error(
         adapter = await adapters.load("gymnasium:Breaks-v0", {}, trial=True)
         for _ in range(3):
             await play(adapter.episode, {"index": 0}, Llm(Model(["no number here"]).ask, {}))
-        assert len(made) == 1 and not closed
+        assert len(environments) == 1 and not closed
         await play(adapter.episode, {"index": 0}, Llm(Model(["1"]).ask, {}))
-        assert closed == made
+        assert closed == environments
         await adapter.close()
 
     asyncio.run(run())
@@ -147,7 +147,7 @@ def test_an_environment_outlives_a_wrong_answer_and_is_closed_after_an_error(
 def test_without_chat_the_model_reads_what_the_environment_shows(gymnasium: Any) -> None:
     model = Model(lambda read: "1")
     played("gymnasium:CartPole-v1", model, 2, chat=False, system="Cart: ")
-    assert not model.conversations and all(one.startswith("Cart: [") for one in model.read)
+    assert not model.conversations and all(text.startswith("Cart: [") for text in model.read)
 
 
 def test_what_an_environment_needs_is_said_before_the_start(gymnasium: Any) -> None:
@@ -174,13 +174,13 @@ def test_an_answer_is_an_action_of_the_space_or_none(text: str) -> None:
 
 
 def test_numbers_of_an_answer_become_actions(gymnasium: Any) -> None:
-    spaces, found = gymnasium.spaces, adapters.gymnasium_action
-    assert found(spaces.Discrete(4), "first 1, or better 3") == 3
-    assert found(spaces.Box(-1, 1, (2,)), "[0.5, -1e-1]").tolist() == pytest.approx([0.5, -0.1])
-    assert found(spaces.MultiDiscrete([2, 3]), "1 and 2").tolist() == [1, 2]
+    spaces, action_of = gymnasium.spaces, adapters.gymnasium_action
+    assert action_of(spaces.Discrete(4), "first 1, or better 3") == 3
+    assert action_of(spaces.Box(-1, 1, (2,)), "[0.5, -1e-1]").tolist() == pytest.approx([0.5, -0.1])
+    assert action_of(spaces.MultiDiscrete([2, 3]), "1 and 2").tolist() == [1, 2]
     for space, text in ((spaces.Discrete(4), "4"), (spaces.Box(-1, 1, (2,)), "0.5"), (spaces.Discrete(4), "0.5")):
         with pytest.raises(adapters.NoAction):
-            found(space, text)
+            action_of(space, text)
 
 
 # -- textarena, in an environment of its own --------------
@@ -190,14 +190,14 @@ import asyncio, json, random, sys
 from busrl.agents import adapters
 
 async def game(adapter, index, moves):
-    told = []
-    async with adapter.game(index) as made:
-        shown = await made.reset()
+    texts = []
+    async with adapter.game(index) as played:
+        shown = await played.reset()
         while not shown.over:
-            told.append((shown.seat, shown.text))
+            texts.append((shown.seat, shown.text))
             await asyncio.sleep(0)
-            shown = await made.step(f"[{next(moves)}]")
-        return [made.own, shown.reward, told]
+            shown = await played.step(f"[{next(moves)}]")
+        return [played.trained_seat, shown.reward, texts]
 
 async def main():
     numbers = await adapters.load("textarena:GuessTheNumber-v0-raw", {}, trial=True)
@@ -221,7 +221,7 @@ def test_textarena_games_have_seats_and_are_the_same_beside_each_other() -> None
     alone, together, won, untouched = json.loads(done.stdout.splitlines()[-1])
     assert alone == together and untouched, "each game has the random numbers of its seed"
     assert alone[0][2] != alone[1][2] and "higher" in alone[0][2][1][1]
-    assert [one[:2] for one in won] == [[0, 1.0], [1, -1.0]]
+    assert [result[:2] for result in won] == [[0, 1.0], [1, -1.0]]
     assert [seat for seat, _ in won[0][2]] == [0, 1, 0, 1, 0]
 
 
@@ -243,8 +243,8 @@ def test_clients_of_verifiers_share_one_tls_context(monkeypatch: pytest.MonkeyPa
     base, evaluating = modules["verifiers.v1.clients.base"], modules["verifiers.v1.clients.eval"]
     base.DEFAULT_LIMITS = httpx.Limits(max_connections=10)  # type: ignore[attr-defined]
     contexts = list[Any]()
-    monkeypatch.setattr(httpx, "AsyncClient", lambda **given: contexts.append(given["verify"]))
-    adapters._share_tls()
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **settings: contexts.append(settings["verify"]))
+    adapters.share_tls()
     config = SimpleNamespace(timeout=SimpleNamespace(model_dump=lambda: {"timeout": 5.0}))
     for build in (base.build_async_httpx, evaluating.build_async_httpx):  # type: ignore[attr-defined]
         build(config)
@@ -304,15 +304,15 @@ class Guessing:
                 await socket.send_json({"type": "error", "data": data})
             else:
                 guess, tries = message["data"]["guess"], tries + 1
-                said = "right" if guess == secret else "higher" if guess < secret else "lower"
+                hint = "right" if guess == secret else "higher" if guess < secret else "lower"
                 await asyncio.sleep(0.002)
-                await self.show(socket, said, 1.0 if guess == secret else -0.25, guess == secret)
+                await self.show(socket, hint, 1.0 if guess == secret else -0.25, guess == secret)
         self.sessions -= 1
         await socket.close()
         return socket
 
-    async def show(self, socket: web.WebSocketResponse, said: str, reward: float | None, done: bool) -> None:
-        observation = {"said": said, "tries": 0, "metadata": {"secret": True}}
+    async def show(self, socket: web.WebSocketResponse, hint: str, reward: float | None, done: bool) -> None:
+        observation = {"said": hint, "tries": 0, "metadata": {"secret": True}}
         await socket.send_json({"type": "observation", "data": {"observation": observation, "reward": reward,
                                                                 "done": done, "metadata": {}}})
 
@@ -395,7 +395,7 @@ def test_a_session_that_cannot_be_opened_is_not_counted_as_open() -> None:
         for _ in range(2):  # the server is gone
             ended = await play(adapter.episode, {"index": 4}, Llm(Model([]).ask, {}))
             assert ended.how != "ended"
-        assert adapter._open == 0
+        assert adapter.sessions == 0
         await adapter.close()
 
     asyncio.run(run())

@@ -40,7 +40,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-class Kept:
+class RoomyTrainer:
     """A trainer with so much room."""
 
     def __init__(self, room: int = 100) -> None:
@@ -51,7 +51,7 @@ class Kept:
             self.groups[digest] = members, scores
         return digest in self.groups
 
-    def known(self, digest: bytes) -> bool:
+    def has(self, digest: bytes) -> bool:
         return digest in self.groups
 
     def state(self) -> RunProgress:
@@ -69,19 +69,19 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 Post = Callable[..., Any]
 
 
-def with_door(chat: Renderer, work: Callable[[Post, Kept], Any], room: int = 100) -> Kept:
-    async def run() -> Kept:
-        kept = Kept(room)
+def with_door(chat: Renderer, work: Callable[[Post, RoomyTrainer], Any], room: int = 100) -> RoomyTrainer:
+    async def run() -> RoomyTrainer:
+        trainer = RoomyTrainer(room)
         rules = Rules(SIZE, chat.vocabulary, EpisodeLimits(TOKENS, 16, TOKENS, 3, 4), frozenset({8}))
-        door = AtroposServer(kept, rules, chat, ("override", 1.0, 1.0), "127.0.0.1", 0, "toy", KEY)
+        door = AtroposServer(trainer, rules, chat, ("override", 1.0, 1.0), "127.0.0.1", 0, "toy", KEY)
         async with door, aiohttp.ClientSession() as http:
             async def post(body: Any, path: str = "scored_data", method: str = "POST", **head: str) -> tuple[int, Any]:
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 async with http.request(method, f"{door.url}/{path}", data=data, headers=head) as answer:
                     return answer.status, json.loads(await answer.text())
 
-            await work(post, kept)
-        return kept
+            await work(post, trainer)
+        return trainer
 
     return asyncio.run(run())
 
@@ -91,17 +91,17 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 def test_a_group_becomes_episodes_whose_turns_are_what_the_masks_train(chat: Renderer) -> None:
-    async def work(post: Post, kept: Kept) -> None:
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
         assert await post(GOOD) == (200, {"status": "received"})
         zipped = gzip.compress(json.dumps(changed(scores=[2.0, 3.0])).encode())
         assert (await post(zipped, **{"Content-Encoding": "gzip"}))[0] == 200
 
     (first, scores), _ = with_door(chat, work).groups.values()
-    one, other = first
-    assert scores == [0.0, 1.5] and one.ids.tolist() == [5, 6, 7, 8] and other.ids.tolist() == [5, 6, 9]
-    assert one.turns[:, 1:5].tolist() == [[1, 2, Finish.EOS, 0], [3, 4, Finish.EOS, 1]]
-    assert other.turns[:, 1:3].tolist() == [[1, 3]] and other.turns[0, FINISH] == Finish.LENGTH
-    assert one.logprobs.tolist() == [-0.5, -0.25] and one.versions.tolist() == [7, 7] and one.step == 3
+    longer, shorter = first
+    assert scores == [0.0, 1.5] and longer.ids.tolist() == [5, 6, 7, 8] and shorter.ids.tolist() == [5, 6, 9]
+    assert longer.turns[:, 1:5].tolist() == [[1, 2, Finish.EOS, 0], [3, 4, Finish.EOS, 1]]
+    assert shorter.turns[:, 1:3].tolist() == [[1, 3]] and shorter.turns[0, FINISH] == Finish.LENGTH
+    assert longer.logprobs.tolist() == [-0.5, -0.25] and longer.versions.tolist() == [7, 7] and longer.step == 3
 
 
 @pytest.mark.parametrize(("body", "field", "rule"), [
@@ -127,41 +127,41 @@ def test_a_group_becomes_episodes_whose_turns_are_what_the_masks_train(chat: Ren
 def test_what_is_malformed_is_refused_with_its_field_and_the_rule(
     chat: Renderer, body: Any, field: str, rule: str
 ) -> None:
-    async def work(post: Post, kept: Kept) -> None:
-        status, said = await post(body)
-        assert status == 422 and said["field"].startswith(field), said
-        assert re.search(rule, said["detail"]), said
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
+        status, reply = await post(body)
+        assert status == 422 and reply["field"].startswith(field), reply
+        assert re.search(rule, reply["detail"]), reply
 
     assert not with_door(chat, work).groups
 
 
 def test_a_group_is_kept_once_and_no_list_with_a_malformed_one(chat: Renderer) -> None:
-    async def work(post: Post, kept: Kept) -> None:
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
         assert (await post([GOOD, changed(scores=[0.0])], "scored_data_list"))[0] == 422
-        assert not kept.groups
+        assert not trainer.groups
         other = changed(scores=[4.0, 5.0])
         for _ in range(2):
-            status, said = await post([GOOD, other, GOOD], "scored_data_list")
-            assert (status, said["groups_processed"]) == (200, 3)
+            status, reply = await post([GOOD, other, GOOD], "scored_data_list")
+            assert (status, reply["groups_processed"]) == (200, 3)
 
     assert len(with_door(chat, work).groups) == 2
 
 
 def test_a_full_trainer_says_503_and_knows_what_it_kept_before(chat: Renderer) -> None:
-    async def work(post: Post, kept: Kept) -> None:
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
         both = [GOOD, changed(scores=[4.0, 5.0])]
-        assert (await post(both, "scored_data_list"))[0] == 503 and len(kept.groups) == 1
-        kept.room = 2
+        assert (await post(both, "scored_data_list"))[0] == 503 and len(trainer.groups) == 1
+        trainer.room = 2
         assert (await post(both, "scored_data_list"))[0] == 200
 
     assert len(with_door(chat, work, room=1).groups) == 2
 
 
 def test_environments_register_ask_and_leave(chat: Renderer) -> None:
-    async def work(post: Post, kept: Kept) -> None:
-        own = {"desired_name": "toy", "group_size": SIZE, "max_token_length": 64, "weight": 1.0}
-        assert (await post({**own, "group_size": 3}, "register-env"))[1]["status"].startswith("group_size = 3")
-        names = [(await post(own, "register-env"))[1]["wandb_name"] for _ in range(2)]
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
+        environment = {"desired_name": "toy", "group_size": SIZE, "max_token_length": 64, "weight": 1.0}
+        assert (await post({**environment, "group_size": 3}, "register-env"))[1]["status"].startswith("group_size = 3")
+        names = [(await post(environment, "register-env"))[1]["wandb_name"] for _ in range(2)]
         assert names == ["toy_0", "toy_1"]
         assert (await post({"env_id": 1}, "status-env", "GET"))[1]["env_weight"] == 0.5
         assert (await post({"env_id": 0}, "disconnect-env"))[1] == {"status": "success"}
@@ -187,7 +187,8 @@ CHANGES = st.lists(st.tuples(st.sampled_from(sorted(GOOD)), PLACES, VALUES, st.b
 def mutated(changes: Any) -> dict[str, Any]:
     """The good body with some values, deep or not, replaced or taken out."""
     body = copy.deepcopy(GOOD)
-    for name, path, value, remove in copy.deepcopy(changes):
+    for name, path, shared, remove in changes:
+        value = copy.deepcopy(shared)  # two changes may have the same list: put into itself it would be a circle
         at: Any = body
         steps = [name, *path]
         for step in steps[:-1]:
@@ -215,11 +216,11 @@ def test_whatever_is_posted_is_kept_whole_or_refused_with_a_reason(chat: Rendere
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(bodies=st.lists(CHANGES, min_size=3, max_size=12), noise=st.binary(max_size=20))
     def check(bodies: Any, noise: bytes) -> None:
-        async def work(post: Post, kept: Kept) -> None:
-            for body in [mutated(one) for one in bodies]:
-                before = len(kept.groups)
-                status, said = await post(body)
-                assert status == 200 or (status == 422 and said["detail"] and len(kept.groups) == before), said
+        async def work(post: Post, trainer: RoomyTrainer) -> None:
+            for body in [mutated(change) for change in bodies]:
+                before = len(trainer.groups)
+                status, reply = await post(body)
+                assert status == 200 or (status == 422 and reply["detail"] and len(trainer.groups) == before), reply
             assert (await post(noise))[0] == 422
             zipped = gzip.compress(json.dumps(GOOD).encode())
             assert (await post(noise + zipped, **{"Content-Encoding": "gzip"}))[0] in (200, 422)
@@ -227,23 +228,23 @@ def test_whatever_is_posted_is_kept_whole_or_refused_with_a_reason(chat: Rendere
 
         for members, scores in with_door(chat, work).groups.values():
             assert len(members) == len(scores) == SIZE and all(map(math.isfinite, scores))
-            for one in members:
-                arrays = (one.ids, one.seqs, one.turns, one.logprobs, one.versions)
+            for member in members:
+                arrays = (member.ids, member.seqs, member.turns, member.logprobs, member.versions)
                 assert not fault_of(EpisodeArrays(*map(np.asarray, arrays), None))
-                assert ((one.ids >= 0) & (one.ids < chat.vocabulary)).all()
+                assert ((member.ids >= 0) & (member.ids < chat.vocabulary)).all()
 
     check()
 
 
 def test_a_body_that_unpacks_to_too_much_is_refused(chat: Renderer) -> None:
-    async def work(post: Post, kept: Kept) -> None:
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
         assert (await post(gzip.compress(b" " * (65 << 20)), **{"Content-Encoding": "gzip"}))[0] == 413
 
     with_door(chat, work)
 
 
 def test_another_key_is_401(chat: Renderer, tmp_path: Path) -> None:
-    async def work(post: Post, kept: Kept) -> None:
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
         assert (await post(GOOD, f"../{'x' * 32}/scored_data"))[0] == 401
 
     assert not with_door(chat, work).groups
@@ -304,17 +305,17 @@ def test_the_newest_groups_are_known_and_neither_memory_nor_file_grows(tmp_path:
     digests = [bytes([n]) * 16 for n in range(95)]
     for draw, digest in enumerate(digests):
         groups.write(digest, draw)
-        groups.know(digest, draw)
-        assert path.read_bytes().count(b"\n") <= 20 and sum(one in groups for one in digests) <= 20
-        assert all(one in groups for one in digests[max(0, draw - 9) : draw + 1])
+        groups.remember(digest, draw)
+        assert path.read_bytes().count(b"\n") <= 20 and sum(known_digest in groups for known_digest in digests) <= 20
+        assert all(known_digest in groups for known_digest in digests[max(0, draw - 9) : draw + 1])
     assert read_digests(path, 10) == [(digests[draw], draw) for draw in range(85, 95)]
     groups.close()
 
 
 def test_a_group_beyond_what_the_context_allows_is_refused_with_the_bound(chat: Renderer) -> None:
-    async def work(post: Post, kept: Kept) -> None:
-        status, said = await post(changed(tokens=[[5] * (1 << 20), [5, 6, 9]]))
-        assert status == 413 and "64 tokens" in said["error"]["message"]
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
+        status, reply = await post(changed(tokens=[[5] * (1 << 20), [5, 6, 9]]))
+        assert status == 413 and "64 tokens" in reply["error"]["message"]
         assert (await post(GOOD))[0] == 200, "the connection of the next one is whole"
 
     assert len(with_door(chat, work).groups) == 1
@@ -323,15 +324,15 @@ def test_a_group_beyond_what_the_context_allows_is_refused_with_the_bound(chat: 
 def test_a_long_group_is_looked_at_while_others_are_answered(chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, answered, members = threading.Event(), threading.Event(), Rules.members
 
-    def waiting(*given: Any) -> Any:
+    def waiting(*arguments: Any) -> Any:
         begun.set()
         assert answered.wait(20), "nobody else was answered meanwhile"
-        return members(*given)
+        return members(*arguments)
 
     monkeypatch.setattr(Rules, "members", waiting)
     long = {**GOOD, "messages": ["what its environment keeps " * 1000]}
 
-    async def work(post: Post, kept: Kept) -> None:
+    async def work(post: Post, trainer: RoomyTrainer) -> None:
         posting = asyncio.ensure_future(post(long))
         while not begun.is_set():
             await asyncio.sleep(0.01)

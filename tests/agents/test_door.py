@@ -30,12 +30,12 @@ HELLO: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "conte
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Renderer]:
-    made: dict[str, Renderer] = {}
+    renderers: dict[str, Renderer] = {}
 
     def chat(name: str) -> Renderer:
-        if name not in made:
-            made[name] = worlds.renderer(tmp_path_factory.mktemp(name), name)
-        return made[name]
+        if name not in renderers:
+            renderers[name] = worlds.renderer(tmp_path_factory.mktemp(name), name)
+        return renderers[name]
 
     return chat
 
@@ -58,11 +58,11 @@ async def converse(client: AsyncOpenAI, chance: random.Random, template: str) ->
     messages: list[Any] = [{"role": "user", "content": f"Question {chance.random()}?"}]
     for turn in range(4):
         more: Any = {"tools": tools} if tools else {}
-        found = await client.chat.completions.create(model="policy", messages=messages, **more)
-        said = found.choices[0].message.model_dump(exclude_none=True)
-        messages.append(worlds.rebuilt(said) if chance.random() < 0.5 else worlds.dumped(said))
+        completion = await client.chat.completions.create(model="policy", messages=messages, **more)
+        answer = completion.choices[0].message.model_dump(exclude_none=True)
+        messages.append(worlds.rebuilt(answer) if chance.random() < 0.5 else worlds.dumped(answer))
         calls = messages[-1].get("tool_calls") or []
-        messages += [{"role": "tool", "tool_call_id": one["id"], "content": "3"} for one in calls]
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
         if not calls:
             messages.append({"role": "user", "content": f" Go on {turn}. "})
 
@@ -125,19 +125,19 @@ async def until(seen: Callable[[], Any], limit_s: float = 60.0) -> None:
 def test_an_answer_has_what_clients_read(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
-            found = await client.chat.completions.create(
+            completion = await client.chat.completions.create(
                 **HELLO, logprobs=True, n=2, tools=[ADD], extra_body={"return_token_ids": True})
-            both = found.choices
-            assert [one.finish_reason for one in both] == ["tool_calls", "stop"]
+            both = completion.choices
+            assert [token.finish_reason for token in both] == ["tool_calls", "stop"]
             assert both[0].message.tool_calls and json.loads(both[0].message.tool_calls[0].function.arguments)["b"] == 2
             turns = episode.tree.turns
             for choice, turn in zip(both, turns, strict=True):
                 assert choice.logprobs and choice.logprobs.content
-                assert [one.logprob for one in choice.logprobs.content] == turn.logprobs.tolist()
+                assert [token.logprob for token in choice.logprobs.content] == turn.logprobs.tolist()
                 assert choice.model_dump()["token_ids"] == turn.ids.tolist()
-            assert found.usage and found.usage.prompt_tokens == turns[0].begin
-            assert found.usage.completion_tokens == sum(len(turn.ids) for turn in turns)
-            raw = found.model_dump()
+            assert completion.usage and completion.usage.prompt_tokens == turns[0].begin
+            assert completion.usage.completion_tokens == sum(len(turn.ids) for turn in turns)
+            raw = completion.model_dump()
             assert raw["prompt_token_ids"] == turns[0].call.prompt.tolist()
             assert raw["busrl"] == {"version": int(turns[1].versions[-1]), "turn": turns[1].number}
             assert all(turn.delivered for turn in turns)
@@ -185,7 +185,7 @@ def test_a_stream_brings_text_while_it_is_drawn_and_ends_whole(
                     for name, text in choice.delta.model_dump(exclude_none=True).items():
                         if name in ("content", "reasoning_content"):
                             parts[choice.index][name] += text
-                if not engine.ending.is_set() and all(one["content"] for one in parts):
+                if not engine.ending.is_set() and all(part["content"] for part in parts):
                     early = True
                     engine.ending.set()
             assert early != numbers, "the end of both was drawn only when words of both had come"
@@ -208,7 +208,7 @@ def test_a_stream_whose_engine_fails_says_so_behind_what_it_brought(chats: Calla
             call.on_ids(chats("qwen3").encode("Some words, and more"))
             raise CallUnanswered("lost", "it became another answer")
 
-        episode._engine, gone = lost, []
+        engine.instead, gone = lost, []
         episode.on_unanswered(gone.append)
         async with client_of(episode) as client:
             text = ""
@@ -224,18 +224,18 @@ def test_sub_agents_that_call_each_other_are_sequences_of_an_episode(
     chats: Callable[[str], Renderer]
 ) -> None:
     async def talk(client: AsyncOpenAI, name: str, turns: int, streams: bool) -> str:
-        """A conversation of its own under the episode's key; what was said last."""
+        """A conversation under the episode's key; returns its last answer."""
         messages: list[Any] = [{"role": "system", "content": f"You are {name}."}, {"role": "user", "content": "Begin."}]
         for turn in range(turns):
             if streams:
                 parts = [chunk.choices[0].delta.content or "" async for chunk in await client.chat.completions.create(
                     model="policy", messages=messages, stream=True) if chunk.choices]
-                said = "".join(parts)
+                answer = "".join(parts)
             else:
-                found = await client.chat.completions.create(model="policy", messages=messages)
-                said = found.choices[0].message.content or ""
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"More {turn}."}]
-        return said
+                completion = await client.chat.completions.create(model="policy", messages=messages)
+                answer = completion.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"More {turn}."}]
+        return answer
 
     async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
@@ -278,12 +278,12 @@ def test_a_client_of_vllms_server_gets_ids_and_log_probabilities(
                 "max_tokens": 7}
         async with aiohttp.ClientSession(headers=head) as session:
             async with session.post(url, json=body) as answer:
-                found = await answer.json()
-            pairs = [[next(iter(place[0].items())) for place in one] for one in found["logprobs"]]
-            assert [[int(one) for one, _ in answer] for answer in pairs] == found["token_ids"]
-            assert [turn.ids.tolist() for turn in episode.tree.turns] == found["token_ids"]
-            assert [turn.logprobs.tolist() for turn in episode.tree.turns] == [[p for _, p in one] for one in pairs]
-            assert found["finish_reasons"] == ["stop", "stop"]
+                reply = await answer.json()
+            pairs = [[next(iter(place[0].items())) for place in turn] for turn in reply["logprobs"]]
+            assert [[int(token) for token, _ in turn] for turn in pairs] == reply["token_ids"]
+            assert [turn.ids.tolist() for turn in episode.tree.turns] == reply["token_ids"]
+            assert [turn.logprobs.tolist() for turn in episode.tree.turns] == [[p for _, p in turn] for turn in pairs]
+            assert reply["finish_reasons"] == ["stop", "stop"]
             async with session.post(url, json={**body, "stream": True}) as answer:
                 assert answer.status == 400 and (await answer.json())["error"]["param"] == "stream"
         assert engine.world.exact() == (0, 0, 0, 0)
@@ -294,14 +294,15 @@ def test_a_client_of_vllms_server_gets_ids_and_log_probabilities(
 def test_a_stop_text_ends_an_answer_at_the_token_that_completes_it(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         async with client_of(episode) as client:
-            found = await client.chat.completions.create(**HELLO, stop=["\nObservation:"])
-            assert found.choices[0].message.content == "Act: look" and found.choices[0].finish_reason == "stop"
+            completion = await client.chat.completions.create(**HELLO, stop=["\nObservation:"])
+            (choice,) = completion.choices
+            assert choice.message.content == "Act: look" and choice.finish_reason == "stop"
             (turn,) = episode.tree.turns
             drawn = engine.world.log[0][1]
             assert turn.ids.tolist() == list(drawn[: len(turn.ids)]) and len(turn.ids) < len(drawn)
-            said = [chat.decode(turn.ids[:count].tolist()) for count in (len(turn.ids), len(turn.ids) - 1)]
-            assert ["\nObservation:" in one for one in said] == [True, False]
-            again = [*HELLO["messages"], found.choices[0].message.model_dump(exclude_none=True), HELLO["messages"][0]]
+            texts = [chat.decode(turn.ids[:count].tolist()) for count in (len(turn.ids), len(turn.ids) - 1)]
+            assert ["\nObservation:" in text for text in texts] == [True, False]
+            again = [*HELLO["messages"], choice.message.model_dump(exclude_none=True), HELLO["messages"][0]]
             await client.chat.completions.create(model="policy", messages=again)
             assert len(episode.tree.sequences()) == 1, engine.world.chat.counts
 
@@ -330,8 +331,7 @@ def test_an_answer_that_nobody_got_is_not_trained(chats: Callable[[str], Rendere
             await until(lambda: engine.calls)
             asking.cancel()
             await asyncio.wait({asking})
-            kept = list(episode._retries._known)
-            await until(lambda: kept and not kept[0].waiting)  # the server has seen that its client is gone
+            await until(lambda: not episode.waiting)  # the server has seen that its client is gone
             engine.open.set()
             await client.chat.completions.create(**HELLO)
         await until(lambda: len(episode.tree.turns) == 2)
@@ -342,15 +342,15 @@ def test_an_answer_that_nobody_got_is_not_trained(chats: Callable[[str], Rendere
 
 def test_a_key_opens_its_own_episode_and_no_other(chats: Callable[[str], Renderer]) -> None:
     async def run() -> None:
-        one, other = of(chats("qwen2_5"))[0], of(chats("qwen2_5"))[0]
-        async with opened(chats("qwen2_5"), one, other):
-            async with client_of(one) as mine, client_of(other) as theirs:
-                await mine.chat.completions.create(**HELLO)
-                assert (len(one.tree.turns), len(other.tree.turns)) == (1, 0)
-                one.close()
+        first, other = of(chats("qwen2_5"))[0], of(chats("qwen2_5"))[0]
+        async with opened(chats("qwen2_5"), first, other):
+            async with client_of(first) as client, client_of(other) as other_client:
+                await client.chat.completions.create(**HELLO)
+                assert (len(first.tree.turns), len(other.tree.turns)) == (1, 0)
+                first.close()
                 with pytest.raises(AuthenticationError, match="over"):
-                    await mine.chat.completions.create(**HELLO)
-                await theirs.chat.completions.create(**HELLO)
+                    await client.chat.completions.create(**HELLO)
+                await other_client.chat.completions.create(**HELLO)
             for key in ("", "wrong", other.openai["api_key"][:-1], "é"):
                 async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
                     url = f"{other.openai['base_url']}/chat/completions"
@@ -399,17 +399,17 @@ def test_an_episode_that_is_used_up_says_so_as_openai_does(chats: Callable[[str]
 
 def test_an_engine_without_an_answer_ends_the_episode_and_tells_its_role(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
-        told: list[CallUnanswered] = []
-        episode.on_unanswered(told.append)
+        problems: list[CallUnanswered] = []
+        episode.on_unanswered(problems.append)
 
         async def fails(call: Any) -> Any:
             raise CallUnanswered("late", "nobody had it")
 
-        episode._engine = fails
+        engine.instead = fails
         async with client_of(episode) as client:
             with pytest.raises(AuthenticationError, match="nobody had it"):
                 await client.chat.completions.create(**HELLO)
-        assert [one.code for one in told] == ["late"]
+        assert [problem.code for problem in problems] == ["late"]
 
     ask(chats("qwen2_5"), work)
 
@@ -427,11 +427,11 @@ def test_any_body_is_read_or_refused_with_its_field(body: Any, cut: bool) -> Non
     raw = raw[:-1] if cut else raw
     for kind in KINDS:
         try:
-            found = bodies.read(raw, kind)
+            parsed = bodies.read(raw, kind)
             if kind is bodies.ChatBody:
-                bodies.chat_request(found, ("refuse", 1.0, 1.0))
+                bodies.chat_request(parsed, ("refuse", 1.0, 1.0))
             elif kind is bodies.CompletionBody:
-                bodies.complete_request(found, ("override", 0.7, 0.9))
+                bodies.complete_request(parsed, ("override", 0.7, 0.9))
         except CallRefused as refused:
             assert refused.code in ("invalid", "unsupported") and str(refused)
 
@@ -479,7 +479,7 @@ def test_hostile_bodies_are_refused_by_name_and_touch_no_other_episode(
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.dictionaries(FIELDS, JSON, max_size=6) | JSON, min_size=100, max_size=100))
 def test_ten_thousand_bodies_crash_nothing(chats: Callable[[str], Renderer], some: list[Any]) -> None:
-    barrage(chats("qwen2_5"), [json.dumps(one).encode() for one in some])
+    barrage(chats("qwen2_5"), [json.dumps(body).encode() for body in some])
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(

@@ -32,12 +32,12 @@ ECHO = (dict, dumped, rebuilt)
 
 @pytest.fixture(scope="module")
 def renderers(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
-    known: dict[str, Renderer] = {}
+    by_template: dict[str, Renderer] = {}
 
     def of(template: str) -> Renderer:
-        if template not in known:
-            known[template] = worlds.renderer(tmp_path_factory.mktemp("model"), template)
-        return known[template]
+        if template not in by_template:
+            by_template[template] = worlds.renderer(tmp_path_factory.mktemp("model"), template)
+        return by_template[template]
 
     return of
 
@@ -63,8 +63,8 @@ class Agent:
             head = f"<think>\n{self.words()}\n</think>\n\n"
         if self.tools and self.chance.random() < 0.6:
             pairs = [(self.chance.randint(0, 99), 2) for _ in range(1 if self.template == "llama3" else 2)]
-            said = "" if self.chance.random() < 0.5 else self.words()
-            return head + calling(self.template, *pairs[: self.chance.randint(1, 2)], text=said.strip(),
+            beside = "" if self.chance.random() < 0.5 else self.words()
+            return head + calling(self.template, *pairs[: self.chance.randint(1, 2)], text=beside.strip(),
                                   gap=self.chance.choice(["", " ", "  "]))
         return head + self.words() + self.chance.choice(["", "\n", " ", "<tool_call>{", "<tool_call>{}</tool_call>"])
 
@@ -93,7 +93,7 @@ def programs() -> st.SearchStrategy[list[str]]:
 def edited(agents: list[Agent], chance: random.Random) -> None:
     """A user message of the history is another one from now on."""
     agent = chance.choice(agents)
-    place = chance.choice([n for n, one in enumerate(agent.messages) if one["role"] == "user"])
+    place = chance.choice([n for n, message in enumerate(agent.messages) if message["role"] == "user"])
     agent.messages[place] = {"role": "user", "content": agent.words()}
     agent.turn()
 
@@ -101,7 +101,7 @@ def edited(agents: list[Agent], chance: random.Random) -> None:
 def forked(agents: list[Agent], chance: random.Random) -> None:
     old = chance.choice(agents)
     new = Agent(old.world, old.template, chance.choice(ECHO))
-    turns = [n for n, one in enumerate(old.messages) if one["role"] == "user"]
+    turns = [n for n, message in enumerate(old.messages) if message["role"] == "user"]
     new.messages = old.messages[: chance.choice(turns) + 1]
     agents.append(new)
     new.turn()

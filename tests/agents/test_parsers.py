@@ -120,8 +120,8 @@ def test_values_without_quotes_have_the_type_that_the_tool_declares() -> None:
 def test_a_mark_that_a_model_repeats_without_end_is_read_once(kind: str, piece: str) -> None:
     """In a time that grows with the square of the repeats none of these would end within the limit of a test."""
     for around in ("{}", "<tool_call>add{}</tool_call>", "<tool_call><function=add>{}</function></tool_call>"):
-        found = PARSERS[kind](around.format(piece * 100_000), TOOLS)
-        assert all(name == "add" for name, _ in found.calls) and len(found.text) + len(found.calls) + found.unparsed
+        parsed = PARSERS[kind](around.format(piece * 100_000), TOOLS)
+        assert all(name == "add" for name, _ in parsed.calls) and len(parsed.text) + len(parsed.calls) + parsed.unparsed
 
 
 @pytest.mark.parametrize("text", ["a" + " " * 200_000, "a[CALL_ID]" + " " * 200_000, " " * 200_000])
@@ -213,16 +213,16 @@ def test_what_a_draft_gives_is_the_beginning_of_the_message(
         for name, new in draft.more(text[:end]).items():
             assert new
             given_so_far[name] = given_so_far.get(name, "") + new
-    said = min((text.partition(one)[0] for one in stops), key=len, default=text)
-    whole = maker.message(said, prompt, [], 0)[0] if message else {"content": said}
+    answer = min((text.partition(stop)[0] for stop in stops), key=len, default=text)
+    expected = maker.message(answer, prompt, [], 0)[0] if message else {"content": answer}
     for name, part in given_so_far.items():
-        assert whole[name].startswith(part)
+        assert expected[name].startswith(part)
 
 
 def test_a_draft_holds_back_no_more_than_what_may_become_a_mark() -> None:
     draft = Draft(MessageMaker(none), True, "", ["STOP"])
     texts = ("<thi", "<think>\nhm", "<think>\nhm, well\n</thi", "<think>\nhm, well\n</think>\nSo S",
              "<think>\nhm, well\n</think>\nSo Say")
-    told = [draft.more(text) for text in texts]
-    assert told == [{}, {"reasoning_content": "hm"}, {"reasoning_content": ", well"}, {"content": "So "},
+    pieces = [draft.more(text) for text in texts]
+    assert pieces == [{}, {"reasoning_content": "hm"}, {"reasoning_content": ", well"}, {"content": "So "},
                     {"content": "Say"}]

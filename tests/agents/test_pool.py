@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import random
 import signal
@@ -19,14 +20,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from busrl.agents.child import EpisodeSetup, Process
+from busrl.agents.child import EpisodeSetup, user_line
 from busrl.agents.episode import Call, EngineAnswer, Episode, Settings
 from busrl.agents.parsers import MessageMaker, none
 from busrl.agents.pool import Children, Played
 from busrl.agents.renderer import Renderer
 from busrl.errors import AgentNotLoaded
 from busrl.states import Finish
-from busrl.system.pipes import Requests
 
 AGENT = """
 import asyncio, os, signal, subprocess, sys, threading, time
@@ -167,9 +167,9 @@ def wait_for(what: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def test_episodes_in_a_process_get_their_answers_and_end_with_their_reward(chat: Renderer, folder: Path) -> None:
     async def work(children: Children, desk: Desk) -> None:
-        found = await asyncio.gather(*(desk.play(children, "well", turns=n % 3 + 1) for n in range(12)))
-        assert [one.ended.reward for one in found] == [n % 3 + 1 for n in range(12)]
-        assert all(one.attempts == 1 and len(one.episode.tree.sequences()) == 1 for one in found)
+        episodes = await asyncio.gather(*(desk.play(children, "well", turns=n % 3 + 1) for n in range(12)))
+        assert [episode.ended.reward for episode in episodes] == [n % 3 + 1 for n in range(12)]
+        assert all(episode.attempts == 1 and len(episode.episode.tree.sequences()) == 1 for episode in episodes)
         failed = await desk.play(children, "raise")
         assert failed.ended.how == "raised" and failed.ended.text.startswith("ValueError: no such luck (")
         assert "agent.py" in failed.ended.text and len(failed.episode.tree.turns) == 2
@@ -185,8 +185,8 @@ def test_a_killed_process_costs_its_episodes_an_attempt_each(chat: Renderer, fol
         while children.all[0].load < 6:
             await asyncio.sleep(0)
         os.kill(children.all[0].pid, signal.SIGKILL)
-        found = await asyncio.gather(*under_way)
-        assert all(one.ended.reward == 40 and one.attempts == 2 for one in found)
+        episodes = await asyncio.gather(*under_way)
+        assert all(episode.ended.reward == 40 and episode.attempts == 2 for episode in episodes)
 
     run(work, chat, folder)
 
@@ -219,7 +219,7 @@ def test_an_episode_alone_with_two_dying_processes_has_crashed_and_others_not(
         bad, *good = await asyncio.gather(
             desk.play(children, "die"), *(desk.play(children, "well", turns=30) for _ in range(3)))
         assert bad.ended.how == "crashed" and bad.attempts in (2, 3) and "exit status 7" in bad.ended.text
-        assert all(one.ended.reward == 30 for one in good)
+        assert all(episode.ended.reward == 30 for episode in good)
         once = await desk.play(children, "once", file=str(folder / "once"))
         assert once.ended.reward == 2 and once.attempts == 2
 
@@ -278,15 +278,15 @@ def test_a_class_keeps_its_state_from_setup_to_close(
     assert (folder / "closed").exists()
 
 
-@pytest.mark.parametrize("function, said", [
+@pytest.mark.parametrize("function, text", [
     ("missing", "has no 'missing'"), ("Empty", r"no method episode\(task, llm\)"), ("Broken", "OSError: no disk"),
 ])
 def test_code_that_cannot_be_loaded_is_refused_with_the_cause(
-    chat: Renderer, folder: Path, function: str, said: str
+    chat: Renderer, folder: Path, function: str, text: str
 ) -> None:
     async def work(children: Children, desk: Desk) -> None: ...
 
-    with pytest.raises(AgentNotLoaded, match=said):
+    with pytest.raises(AgentNotLoaded, match=text):
         run(work, chat, folder, function)
 
 
@@ -318,16 +318,16 @@ def test_an_episode_whose_engine_fails_does_not_wait_for_ever(chat: Renderer, fo
     run(work, chat, folder, function)
 
 
-@pytest.mark.parametrize("do, how, said", [
+@pytest.mark.parametrize("do, how, text", [
     ("half", "raised", r"ValueError: \ud800"), ("half part", "returned", ""),
     ("wordless", "raised", "could not be told"), ("half prompt", "raised", "prompt holds half of a character"),
 ])
 def test_an_end_whose_text_cannot_be_sent_is_still_an_end(
-    chat: Renderer, folder: Path, do: str, how: str, said: str
+    chat: Renderer, folder: Path, do: str, how: str, text: str
 ) -> None:
     async def work(children: Children, desk: Desk) -> None:
         ended = (await desk.play(children, do)).ended
-        assert ended.how == how and said in ended.text
+        assert ended.how == how and text in ended.text
         assert do != "half part" or ended.parts == {r"\ud800": 1.0}
 
     run(work, chat, folder)
@@ -336,8 +336,8 @@ def test_an_end_whose_text_cannot_be_sent_is_still_an_end(
 def test_every_episode_that_does_not_await_has_a_thread(chat: Renderer, folder: Path) -> None:
     """Forty that wait for each other, which is more than a loop's own threads on any machine."""
     async def work(children: Children, desk: Desk) -> None:
-        found = await asyncio.gather(*(desk.play(children, "together") for _ in range(40)))
-        assert [one.ended.reward for one in found] == [1.0] * 40
+        episodes = await asyncio.gather(*(desk.play(children, "together") for _ in range(40)))
+        assert [episode.ended.reward for episode in episodes] == [1.0] * 40
 
     run(work, chat, folder, "threaded")
 
@@ -353,12 +353,8 @@ def test_the_place_where_code_of_a_package_blocks_is_named() -> None:
     names: dict[str, Any] = {"__name__": "mine.deep"}
     exec(compile("def episode(library):\n    return library()", "/at/deep.py", "exec"), names)
 
-    async def whole() -> str:
-        process = Process(Requests(0), 1)
-        process._package = "mine"
-        return str(names["episode"](lambda: process._where()))
-
-    assert asyncio.run(whole()) == "deep.py:2, in episode"
+    assert names["episode"](lambda: user_line(inspect.currentframe(), "mine")) == "deep.py:2, in episode"
+    assert names["episode"](lambda: user_line(inspect.currentframe(), "other")).startswith("test_pool.py:")
 
 
 PARENT = """

@@ -48,7 +48,7 @@ def played(tmp_path: Path) -> Callable[..., tuple[Played, list[Engine]]]:
                 def begin() -> object:
                     episode, engine = of(chat)
                     if fails:
-                        episode._engine = unanswered  # type: ignore[assignment]
+                        engine.instead = unanswered  # type: ignore[assignment]
                     engines.append(engine)
                     door.open(episode)
                     return episode
@@ -61,26 +61,26 @@ def played(tmp_path: Path) -> Callable[..., tuple[Played, list[Engine]]]:
 
 
 def test_a_program_asks_its_model_and_says_its_reward(played: Callable[..., tuple[Played, list[Engine]]]) -> None:
-    found, (engine,) = played('print("first", ask(task["prompt"]), ask("Two."))\nprint(json.dumps({"reward": '
+    result, (engine,) = played('print("first", ask(task["prompt"]), ask("Two."))\nprint(json.dumps({"reward": '
                               '{"right": 0.5, "form": 0.25}}))')
-    assert found.ended == Ended("returned", 0.75, {"right": 0.5, "form": 0.25})
-    assert len(found.episode.tree.turns) == 2 and engine.world.exact() == (0, 0, 0, 0)
+    assert result.ended == Ended("returned", 0.75, {"right": 0.5, "form": 0.25})
+    assert len(result.episode.tree.turns) == 2 and engine.world.exact() == (0, 0, 0, 0)
 
 
 def test_a_program_may_begin_again_with_a_new_episode_three_times(
     played: Callable[..., tuple[Played, list[Engine]]]
 ) -> None:
-    found, engines = played('ask("x")\nprint(json.dumps({"again": True, "why": "no luck"}))')
-    assert found.ended.how == "raised" and "no luck" in found.ended.text
-    assert len(engines) == found.attempts == 3 and len(found.episode.tree.turns) == 1
+    result, engines = played('ask("x")\nprint(json.dumps({"again": True, "why": "no luck"}))')
+    assert result.ended.how == "raised" and "no luck" in result.ended.text
+    assert len(engines) == result.attempts == 3 and len(result.episode.tree.turns) == 1
 
 
 def test_a_program_that_takes_too_long_is_killed_with_what_it_started(
     played: Callable[..., tuple[Played, list[Engine]]], tmp_path: Path
 ) -> None:
     code = 'import subprocess\nopen("pid", "w").write(str(subprocess.Popen(["sleep", "600"]).pid))\nsys.stdin.read()\n'
-    found, _ = played(code + 'import time\ntime.sleep(600)', episode_s=3.0)
-    assert found.ended.how == "hung"
+    result, _ = played(code + 'import time\ntime.sleep(600)', episode_s=3.0)
+    assert result.ended.how == "hung"
     await_end_of(int((tmp_path / "pid").read_text()))
 
 
@@ -95,8 +95,8 @@ def test_a_session_that_a_program_leaves_ends_with_its_episode(
     played: Callable[..., tuple[Played, list[Engine]]], tmp_path: Path
 ) -> None:
     code = "import subprocess\nleft = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3)\n"
-    found, _ = played(code + 'open("pid", "w").write(str(left.pid))\nprint(json.dumps({"reward": 1}))')
-    assert found.ended.how == "returned"
+    result, _ = played(code + 'open("pid", "w").write(str(left.pid))\nprint(json.dumps({"reward": 1}))')
+    assert result.ended.how == "returned"
     await_end_of(int((tmp_path / "pid").read_text()))
 
 
@@ -123,5 +123,5 @@ def test_an_engine_without_an_answer_ends_the_program_not_the_sample(
 def test_the_last_line_and_the_exit_status_say_how_a_program_ended(
     status: int, output: bytes, how: str, words: str
 ) -> None:
-    found = verdict_of(status, output)
-    assert found.how == how and words in found.text
+    ended = verdict_of(status, output)
+    assert ended.how == how and words in ended.text

@@ -39,7 +39,7 @@ class Proxy(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[str] = []
+        self.addresses: list[str] = []
         self.body = b""
 
 
@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Proxy
 
     def do_POST(self) -> None:
-        self.server.asked.append(self.path)
+        self.server.addresses.append(self.path)
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.send_response(200 if self.server.body else 403)
         self.send_header("Content-Length", str(len(self.server.body)))
@@ -63,15 +63,15 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The environment's proxy for everything, in both spellings."""
-    made = Proxy()
-    threading.Thread(target=made.serve_forever, daemon=True).start()
+    server = Proxy()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "https_proxy"):
-        monkeypatch.setenv(name, f"http://user:secret@127.0.0.1:{made.server_port}")
+        monkeypatch.setenv(name, f"http://user:secret@127.0.0.1:{server.server_port}")
     for name in proxies.NAMES:
         monkeypatch.delenv(name, raising=False)
-    yield made
-    made.shutdown()
-    made.server_close()
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
 # -- episodes -----
@@ -125,18 +125,18 @@ def program(folder: Path, code: str) -> Programs:
     return Programs([sys.executable, "{here}/program.py"], str(folder), folder, 60.0)
 
 
-@pytest.mark.parametrize("given", SET.values(), ids=SET)
+@pytest.mark.parametrize("variables", SET.values(), ids=SET)
 @pytest.mark.parametrize("code", ASKS.values(), ids=ASKS)
 def test_a_program_reaches_its_episode_past_any_proxy(
-    play: Play, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, given: dict[str, str]
+    play: Play, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, variables: dict[str, str]
 ) -> None:
     if "import requests" in code:
         pytest.importorskip("requests")
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = play(program(tmp_path, f'{HEAD}{code}\nprint(json.dumps({{"reward": 1.0}}))'))
-    assert found.ended.how == "returned" and len(found.episode.tree.turns) == 1, found.ended.text
-    assert proxy.asked == []
+    result = play(program(tmp_path, f'{HEAD}{code}\nprint(json.dumps({{"reward": 1.0}}))'))
+    assert result.ended.how == "returned" and len(result.episode.tree.turns) == 1, result.ended.text
+    assert proxy.addresses == []
 
 
 def test_a_function_reaches_its_episode_past_any_proxy(play: Play, proxy: Proxy, tmp_path: Path) -> None:
@@ -150,24 +150,24 @@ def episode(task, llm):
     llm.complete("One.")
     return 1.0
 ''')
-    found = play(Children(EpisodeSetup("mine.py:episode", str(tmp_path)), 1, 60.0))
-    assert found.ended.how == "returned" and proxy.asked == [], found.ended.text
+    result = play(Children(EpisodeSetup("mine.py:episode", str(tmp_path)), 1, 60.0))
+    assert result.ended.how == "returned" and proxy.addresses == [], result.ended.text
 
 
 def test_every_process_of_a_run_keeps_its_addresses_from_proxies(tmp_path: Path) -> None:
     topology = load(AGENTS, ['process.agent.env={ NO_PROXY = "mine.example" }'])
-    agent = next(one for one in topology.processes() if one.role == "agent")
-    made = environment_of(agent, RunPaths.of(tmp_path), {}, ("10.0.0.7",))
-    assert made["NO_PROXY"] == made["no_proxy"] == "mine.example,127.0.0.1,localhost,10.0.0.7"
+    agent = next(process for process in topology.processes() if process.role == "agent")
+    environment = environment_of(agent, RunPaths.of(tmp_path), {}, ("10.0.0.7",))
+    assert environment["NO_PROXY"] == environment["no_proxy"] == "mine.example,127.0.0.1,localhost,10.0.0.7"
 
 
-@pytest.mark.parametrize(("given", "expected"), [
+@pytest.mark.parametrize(("variables", "expected"), [
     ({}, "127.0.0.1,localhost"), ({"NO_PROXY": "*"}, "*"), ({"no_proxy": "a, localhost"}, "a,localhost,127.0.0.1"),
 ])
-def test_what_the_user_has_set_stays_in_front_in_both_spellings(given: dict[str, str], expected: str) -> None:
-    made = proxies.environment({**given, "HOME": "/"})
-    assert made == {"HOME": "/", "no_proxy": expected, "NO_PROXY": expected}
-    assert proxies.environment(made) == made
+def test_what_the_user_has_set_stays_in_front_in_both_spellings(variables: dict[str, str], expected: str) -> None:
+    environment = proxies.environment({**variables, "HOME": "/"})
+    assert environment == {"HOME": "/", "no_proxy": expected, "NO_PROXY": expected}
+    assert proxies.environment(environment) == environment
 
 
 # -- busrl's own clients -----
@@ -187,11 +187,11 @@ def judged(url: str) -> float:
 def test_a_judge_behind_a_proxy_is_asked_through_it(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy.body = VERDICT
     assert judged("http://judge.example/v1") == 1.0
-    assert proxy.asked == ["http://judge.example/v1/chat/completions"]
+    assert proxy.addresses == ["http://judge.example/v1/chat/completions"]
     monkeypatch.setenv("no_proxy", "judge.example")
     with pytest.raises(JudgeFailed) as failed:
         judged("http://judge.example/v1")
-    assert len(proxy.asked) == 1 and "by the proxy" not in str(failed.value)
+    assert len(proxy.addresses) == 1 and "by the proxy" not in str(failed.value)
 
 
 def test_a_proxy_that_refuses_a_judge_is_named_without_its_password(proxy: Proxy) -> None:
@@ -205,7 +205,7 @@ def test_a_judge_on_this_host_is_asked_directly(proxy: Proxy) -> None:
     here.body = VERDICT
     threading.Thread(target=here.serve_forever, daemon=True).start()
     assert judged(f"http://localhost:{here.server_port}/v1") == 1.0
-    assert proxy.asked == [] and here.asked == ["/v1/chat/completions"]
+    assert proxy.addresses == [] and here.addresses == ["/v1/chat/completions"]
     here.shutdown()
     here.server_close()
 
@@ -215,7 +215,7 @@ def test_an_endpoint_behind_a_proxy_is_asked_through_it(proxy: Proxy) -> None:
     client = Client(Openai(base_url="http://models.example/v1"))
     try:
         assert client.send("GET", f"{client.url}/models", None, "a look", once=True) == "yes"
-        assert proxy.asked == ["http://models.example/v1/models"]
+        assert proxy.addresses == ["http://models.example/v1/models"]
     finally:
         client.close()
 
@@ -230,6 +230,6 @@ def test_an_endpoint_behind_a_proxy_is_asked_through_it(proxy: Proxy) -> None:
 def test_the_last_line_of_a_programs_errors_comes_first(
     play: Play, tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, how: str
 ) -> None:
-    found = play(program(tmp_path, code))
-    assert found.ended.how == how and found.ended.text.startswith("ValueError: no way through: its ")
+    result = play(program(tmp_path, code))
+    assert result.ended.how == how and result.ended.text.startswith("ValueError: no way through: its ")
     assert "ValueError: no way through" in capfd.readouterr().err, "and the log has all of it"

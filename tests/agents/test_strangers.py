@@ -65,9 +65,9 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.child.communicate(timeout=WAIT_S)
+    server = Server(tmp_path)
+    yield server
+    server.child.communicate(timeout=WAIT_S)
 
 
 def claim(client: http.client.HTTPConnection) -> int:
@@ -86,19 +86,19 @@ def test_more_strangers_than_descriptors_shut_no_honest_client_out(server: Serve
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * STRANGERS)), hard))
     with ExitStack() as stack:
-        kept = stack.enter_context(closing(server.client()))
-        assert claim(kept) == 200
-        before = kept.sock
+        honest = stack.enter_context(closing(server.client()))
+        assert claim(honest) == 200
+        before = honest.sock
         for _ in range(STRANGERS):
             stack.enter_context(closing(server.stranger(says)))
         for _ in range(4):
             with closing(server.client()) as client:
                 assert claim(client) == 200
-        assert claim(kept) == 200 and kept.sock is before, "a client with a key keeps its connection"
+        assert claim(honest) == 200 and honest.sock is before, "a client with a key keeps its connection"
     server.child.communicate(timeout=WAIT_S)
-    said = server.log.read_text()
-    assert len(said) < 4000 and said.count(f"{DESCRIPTORS} descriptors allow") == 1, said[:4000]
-    assert "silent connections were closed" in said and "from 127.0.0.1" in said
+    log = server.log.read_text()
+    assert len(log) < 4000 and log.count(f"{DESCRIPTORS} descriptors allow") == 1, log[:4000]
+    assert "silent connections were closed" in log and "from 127.0.0.1" in log
 
 
 def test_a_strangers_connection_ends_with_its_answer_and_a_clients_does_not(server: Server) -> None:
@@ -115,16 +115,16 @@ def test_a_head_that_does_not_come_ends_its_connection(says: bytes, monkeypatch:
     monkeypatch.setattr("busrl.system.listener.HEAD_S", 0.2)
 
     async def run() -> None:
-        told: list[str] = []
+        warnings: list[str] = []
         renderer: Any = None
-        async with EpisodeServer(CONTEXT, renderer, "override", tell=told.append) as door:
+        async with EpisodeServer(CONTEXT, renderer, "override", tell=warnings.append) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", _port(door))
             writer.write(says)
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
             writer.close()
-            while not told:
+            while not warnings:
                 await asyncio.sleep(0.01)
-        assert "1 silent connections were closed (1 from 127.0.0.1)" in told[0]
+        assert "1 silent connections were closed (1 from 127.0.0.1)" in warnings[0]
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
@@ -141,7 +141,7 @@ def _port(door: EpisodeServer) -> int:
     return int(door.base_url.rpartition(":")[2].removesuffix("/v1"))
 
 
-def asked(chat: Renderer, work: Callable[..., Any]) -> None:
+def with_door(chat: Renderer, work: Callable[..., Any]) -> None:
     """`work` gets the address of a door with a small context, and two episodes' sessions."""
 
     async def run() -> None:
@@ -149,9 +149,10 @@ def asked(chat: Renderer, work: Callable[..., Any]) -> None:
         async with EpisodeServer(CONTEXT, chat, "override") as door:
             door.open(first)
             door.open(second)
-            heads = [{"x-api-key": one.openai["api_key"]} for one in (first, second)]
-            async with aiohttp.ClientSession(headers=heads[0]) as one, aiohttp.ClientSession(headers=heads[1]) as two:
-                await work(door.base_url, one, two)
+            heads = [{"x-api-key": episode.openai["api_key"]} for episode in (first, second)]
+            async with (aiohttp.ClientSession(headers=heads[0]) as one_client,
+                        aiohttp.ClientSession(headers=heads[1]) as another):
+                await work(door.base_url, one_client, another)
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
@@ -161,36 +162,36 @@ HELLO = {"messages": [{"role": "user", "content": "Hello?"}]}
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_beyond_what_the_context_allows_is_refused_with_the_bound(chat: Renderer, chunked: bool) -> None:
-    async def work(url: str, one: aiohttp.ClientSession, two: aiohttp.ClientSession) -> None:
+    async def work(url: str, first: aiohttp.ClientSession, second: aiohttp.ClientSession) -> None:
         body = json.dumps({**HELLO, "tools": [{"a": "x" * (1 << 20)}] * 2}).encode()
 
         async def pieces() -> Any:
             for place in range(0, len(body), 1 << 16):
                 yield body[place : place + (1 << 16)]
 
-        async with one.post(f"{url}/chat/completions", data=pieces() if chunked else body) as answer:
-            said = (await answer.json())["error"]["message"]
-            assert answer.status == 413 and "80 tokens" in said and "1,053,696 bytes" in said
+        async with first.post(f"{url}/chat/completions", data=pieces() if chunked else body) as answer:
+            message = (await answer.json())["error"]["message"]
+            assert answer.status == 413 and "80 tokens" in message and "1,053,696 bytes" in message
 
-    asked(chat, work)
+    with_door(chat, work)
 
 
 def test_tools_that_cannot_fit_are_refused_before_they_are_rendered(
     chat: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Renderer, "prompt", lambda *given: pytest.fail("they were rendered"))
+    monkeypatch.setattr(Renderer, "prompt", lambda *parts: pytest.fail("they were rendered"))
     more = {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 500_000}}]}
     arguments = {"chat_template_kwargs": {"about": "x" * 500_000}}
 
-    async def work(url: str, one: aiohttp.ClientSession, two: aiohttp.ClientSession) -> None:
+    async def work(url: str, first: aiohttp.ClientSession, second: aiohttp.ClientSession) -> None:
         for body in ({**HELLO, **more}, {**HELLO, **arguments}):
-            async with one.post(f"{url}/chat/completions", json=body) as answer:
+            async with first.post(f"{url}/chat/completions", json=body) as answer:
                 assert answer.status == 400
                 assert (await answer.json())["error"]["code"] == "context_length_exceeded"
-        async with one.post(url.replace("/v1", "/tokenize"), json={**HELLO, **more}) as answer:
+        async with first.post(url.replace("/v1", "/tokenize"), json={**HELLO, **more}) as answer:
             assert (await answer.json())["error"]["code"] == "context_length_exceeded"
 
-    asked(chat, work)
+    with_door(chat, work)
 
 
 LONG = "word " * 6000
@@ -205,7 +206,7 @@ def test_a_long_body_is_worked_on_while_others_are_answered(
     encoded = chat.tokenizer.encode
     monkeypatch.setattr("busrl.agents.episode.ID_BYTES", 1 << 20)
 
-    def encode(self: Any, text: str, *given: Any) -> list[int]:
+    def encode(self: Any, text: str, *more: Any) -> list[int]:
         if "word word" in text:
             begun.set()
             assert answered.wait(20), "nobody else was answered meanwhile"
@@ -214,19 +215,19 @@ def test_a_long_body_is_worked_on_while_others_are_answered(
     monkeypatch.setattr(type(chat.tokenizer), "encode", encode)
     monkeypatch.setattr(type(chat.tokenizer), "ids", encode)
 
-    async def work(url: str, one: aiohttp.ClientSession, two: aiohttp.ClientSession) -> None:
+    async def work(url: str, first: aiohttp.ClientSession, second: aiohttp.ClientSession) -> None:
         body = {"prompt": LONG} if path != "chat/completions" else {"messages": [{"role": "user", "content": LONG}]}
-        long = asyncio.ensure_future(one.post(url.replace("/v1", "") + "/tokenize" if path == "tokenize"
+        long = asyncio.ensure_future(first.post(url.replace("/v1", "") + "/tokenize" if path == "tokenize"
                                               else f"{url}/{path}", json=body))
         while not begun.is_set():
             await asyncio.sleep(0.01)
-        async with two.post(f"{url}/chat/completions", json=HELLO) as answer:
+        async with second.post(f"{url}/chat/completions", json=HELLO) as answer:
             assert answer.status == 200
         answered.set()
         async with await long as answer:
             assert answer.status == (200 if path == "tokenize" else 400)
 
-    asked(chat, work)
+    with_door(chat, work)
 
 
 def test_text_becomes_ids_while_other_threads_run(chat: Renderer) -> None:

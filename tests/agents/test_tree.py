@@ -24,7 +24,7 @@ def call_of(arguments: Any, name: str = "add", number: str = "1") -> dict[str, A
         {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}]}
 
 
-@pytest.mark.parametrize("one, other", [
+@pytest.mark.parametrize("message, other", [
     ({"role": "assistant", "content": "Two."}, {"content": " Two.\n", "role": "assistant", "refusal": None}),
     ({"role": "user", "content": None}, {"role": "user", "content": ""}),
     ({"role": "user", "content": "ab"},
@@ -35,17 +35,17 @@ def call_of(arguments: Any, name: str = "add", number: str = "1") -> dict[str, A
     ({"role": "assistant", "content": "Two.", "reasoning_content": "hm"}, {"role": "assistant", "content": "Two."}),
     ({"role": "assistant", "content": "<think>hm</think>\n\nTwo."}, {"role": "assistant", "content": "Two."}),
 ])
-def test_a_client_may_spell_a_message_in_another_way(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert canonical(one) == canonical(other)
+def test_a_client_may_spell_a_message_in_another_way(message: dict[str, Any], other: dict[str, Any]) -> None:
+    assert canonical(message) == canonical(other)
 
 
-@pytest.mark.parametrize("one, other", [
+@pytest.mark.parametrize("message, other", [
     (USER, {**USER, "role": "system"}), (USER, {**USER, "content": "Add!"}),
     (call_of('{"a": 1}'), call_of('{"a": 2}')), (call_of("{}"), call_of("{}", name="sub")),
     ({"role": "tool", "content": "3", "tool_call_id": "x"}, {"role": "tool", "content": "3", "tool_call_id": "y"}),
 ])
-def test_what_a_message_says_is_not_to_be_changed(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert canonical(one) != canonical(other)
+def test_what_a_message_says_is_not_to_be_changed(message: dict[str, Any], other: dict[str, Any]) -> None:
+    assert canonical(message) != canonical(other)
 
 
 VALUES = st.recursive(
@@ -61,15 +61,15 @@ def test_any_spelling_of_the_same_arguments_is_the_same_call(arguments: dict[str
     assert canonical(call_of(spelt)) == canonical(call_of(json.dumps(arguments)))
 
 
-@pytest.mark.parametrize("message, said", [
+@pytest.mark.parametrize("message, text", [
     ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
     ({"role": "user", "content": 3}, "content is a int"), ({"content": "a"}, "role None"), (b"{", "no JSON"),
     (b"[1]", "must be an object"), ({"role": "assistant", "tool_calls": 3}, "must be a list"),
     ({"role": "assistant", "tool_calls": [{}]}, "no function with a name"), ({"role": object()}, "written as JSON"),
     (b'{"role": "user", "content": ' + b"[" * 10_000, "no JSON"),
 ])
-def test_a_message_that_cannot_be_used_is_refused_by_name(message: Any, said: str) -> None:
-    with pytest.raises(CallRefused, match=said) as refused:
+def test_a_message_that_cannot_be_used_is_refused_by_name(message: Any, text: str) -> None:
+    with pytest.raises(CallRefused, match=text) as refused:
         Tree().read([USER, message])
     assert refused.value.code in ("invalid", "unsupported") and refused.value.param == "messages"
 
@@ -78,8 +78,8 @@ def test_a_message_that_cannot_be_used_is_refused_by_name(message: Any, said: st
 
 
 def called(tree: Tree, parent: Turn | None = None, read: int = 2, drawn: int = 3, wanted: int = 9, **how: Any) -> Turn:
-    asked = tree.ask(parent, np.arange(1, read + 1), wanted, trained=how.pop("trained", True))
-    turn = tree.answer(asked, [*range(drawn)], [-0.5] * drawn, [4] * drawn, Finish.EOS, {"role": "assistant"}, **how)
+    call = tree.ask(parent, np.arange(1, read + 1), wanted, trained=how.pop("trained", True))
+    turn = tree.answer(call, [*range(drawn)], [-0.5] * drawn, [4] * drawn, Finish.EOS, {"role": "assistant"}, **how)
     turn.delivered = True
     return turn
 
@@ -90,16 +90,17 @@ def test_the_arrays_of_an_episode_are_those_that_were_read_and_drawn() -> None:
     called(tree, first, read=1, trained=False, text="last")
     called(tree, first, read=4, drawn=2)
     first.reward = 0.5
-    found = tree.trajectory()
-    assert found is not None
-    assert found.ids.tolist() == [1, 2, 0, 1, 2, 1, 0, 1, 2, 1, 2, 0, 1, 2, 1, 2, 3, 4, 0, 1]
-    assert found.seqs.tolist() == [9, 11]
+    trajectory = tree.trajectory()
+    assert trajectory is not None
+    assert trajectory.ids.tolist() == [1, 2, 0, 1, 2, 1, 0, 1, 2, 1, 2, 0, 1, 2, 1, 2, 3, 4, 0, 1]
+    assert trajectory.seqs.tolist() == [9, 11]
     eos = int(Finish.EOS)
-    assert found.turns.tolist() == [[0, 2, 5, eos, 0, 7, 8, 1], [0, 6, 9, eos, 1, 0, 0, 0], [1, 9, 11, eos, 2, 0, 0, 1]]
-    assert found.turns.flags.c_contiguous and found.turns.dtype == found.ids.dtype == found.seqs.dtype == np.int32
-    assert len(found.logprobs) == 8 and found.logprobs.dtype == np.float32
-    assert found.versions.tolist() == [4] * 8 and found.versions.dtype == np.uint32
-    assert found.turn_rewards is not None and found.turn_rewards.tolist() == [0.5, 0, 0]
+    turns = trajectory.turns
+    assert turns.tolist() == [[0, 2, 5, eos, 0, 7, 8, 1], [0, 6, 9, eos, 1, 0, 0, 0], [1, 9, 11, eos, 2, 0, 0, 1]]
+    assert turns.flags.c_contiguous and turns.dtype == trajectory.ids.dtype == trajectory.seqs.dtype == np.int32
+    assert len(trajectory.logprobs) == 8 and trajectory.logprobs.dtype == np.float32
+    assert trajectory.versions.tolist() == [4] * 8 and trajectory.versions.dtype == np.uint32
+    assert trajectory.turn_rewards is not None and trajectory.turn_rewards.tolist() == [0.5, 0, 0]
 
 
 def test_a_turn_that_nobody_got_is_left_out_and_counted() -> None:
@@ -107,11 +108,12 @@ def test_a_turn_that_nobody_got_is_left_out_and_counted() -> None:
     assert tree.trajectory() is None
     first, lost = called(tree), called(tree)
     lost.delivered = False
-    found = tree.trajectory()
-    assert found is not None and found.undelivered == 1 and found.turns[:, 4].tolist() == [first.number]
+    trajectory = tree.trajectory()
+    assert trajectory is not None and trajectory.undelivered == 1 and trajectory.turns[:, 4].tolist() == [first.number]
     called(tree, lost)
-    found = tree.trajectory()
-    assert found is not None and found.undelivered == 0 and len(found.turns) == 3, "who continues it has got it"
+    trajectory = tree.trajectory()
+    assert trajectory is not None and trajectory.undelivered == 0
+    assert len(trajectory.turns) == 3, "a client that continues a turn has got it"
 
 
 def test_the_path_of_ids_is_found_however_deep_and_the_longest_wins() -> None:
@@ -129,10 +131,10 @@ def test_the_path_of_ids_is_found_however_deep_and_the_longest_wins() -> None:
 def test_forks_do_not_write_into_each_others_paths() -> None:
     tree = Tree()
     first = called(tree)
-    asked = [tree.ask(first, [10 + n], 400) for n in range(3)]
+    calls = [tree.ask(first, [10 + n], 400) for n in range(3)]
     for n in (2, 0, 1):
         drawn = [20 + n] * (300 if n == 0 else 2)
-        tree.answer(asked[n], drawn, [0.0] * len(drawn), [1] * len(drawn), Finish.EOS, {"role": "assistant"})
+        tree.answer(calls[n], drawn, [0.0] * len(drawn), [1] * len(drawn), Finish.EOS, {"role": "assistant"})
     for turn in tree.turns[1:]:
         n = turn.ids[0] - 20
         assert turn.path_ids.tolist() == [*first.path_ids.tolist(), 10 + n, *turn.ids.tolist()]
@@ -142,21 +144,21 @@ def test_forks_do_not_write_into_each_others_paths() -> None:
 
 def test_an_answer_that_does_not_fit_its_call_is_the_engines_fault() -> None:
     tree = Tree()
-    asked = tree.ask(None, [1], 2)
+    call = tree.ask(None, [1], 2)
     for drawn, scores in (([1, 2, 3], 3), ([], 0), ([1], 2)):
         with pytest.raises(ValueError, match="room for 2"):
-            tree.answer(asked, drawn, [0.0] * scores, [1] * len(drawn), Finish.EOS, {"role": "assistant"})
+            tree.answer(call, drawn, [0.0] * scores, [1] * len(drawn), Finish.EOS, {"role": "assistant"})
 
 
-@pytest.mark.parametrize("limits, said", [
+@pytest.mark.parametrize("limits, text", [
     (EpisodeLimits(context=7), r"maximum context length is 7 tokens; the messages have 7 \(agents.context\)"),
     (EpisodeLimits(sampled=3), "agents.sampled 3 of 3"), (EpisodeLimits(turns=1), "agents.turns 1 of 1"),
     (EpisodeLimits(tokens=7), "agents.tokens 5 of 7"),
 ])
-def test_a_used_up_budget_refuses_the_next_call_by_name(limits: EpisodeLimits, said: str) -> None:
+def test_a_used_up_budget_refuses_the_next_call_by_name(limits: EpisodeLimits, text: str) -> None:
     tree = Tree(limits)
     first = called(tree, wanted=3)
-    with pytest.raises(CallRefused, match=said) as refused:
+    with pytest.raises(CallRefused, match=text) as refused:
         called(tree, first)
     assert refused.value.code == "context_length_exceeded"
 
@@ -185,33 +187,36 @@ def test_reserved_room_is_what_the_sequences_hold_when_no_call_runs(
             if tree.room(parent, size, 8) >= 1:
                 under_way.append(tree.ask(parent, [1] * size, 8))
         elif under_way:
-            asked = under_way.pop(which % len(under_way))
+            call = under_way.pop(which % len(under_way))
             if what == 2:
-                drawn = min(size, asked.room)
-                tree.answer(asked, [2] * drawn, [0.0] * drawn, [1] * drawn, Finish.EOS, {"role": "a"}).delivered = True
+                drawn = min(size, call.room)
+                tree.answer(call, [2] * drawn, [0.0] * drawn, [1] * drawn, Finish.EOS, {"role": "a"}).delivered = True
             else:
-                tree.cancel(asked)
-    for asked in under_way:
-        tree.cancel(asked)
-    found = tree.trajectory()
-    sizes = (0, 0, 0, 0) if found is None else (len(found.turns), len(found.seqs), len(found.logprobs), len(found.ids))
-    assert dict(zip(("turns", "sequences", "sampled", "tokens"), sizes)) == tree.used()
+                tree.cancel(call)
+    for call in under_way:
+        tree.cancel(call)
+    trajectory = tree.trajectory()
+    used = dict.fromkeys(("turns", "sequences", "sampled", "tokens"), 0)
+    if trajectory is not None:
+        used = {"turns": len(trajectory.turns), "sequences": len(trajectory.seqs),
+                "sampled": len(trajectory.logprobs), "tokens": len(trajectory.ids)}
+    assert used == tree.used()
     assert all(have <= getattr(limits, key) for key, have in tree.used().items())
 
 
 def test_random_numbers_follow_a_calls_prompt_and_how_often_it_was_asked() -> None:
     def streams(order: list[int]) -> dict[tuple[int, int], int]:
-        tree, found = Tree(), {}
+        tree, by_token = Tree(), {}
         first = called(tree)
         for place, token in enumerate(order):
-            found[token, order[:place].count(token)] = tree.ask(first, [token], 5).stream
-        return found
+            by_token[token, order[:place].count(token)] = tree.ask(first, [token], 5).stream
+        return by_token
 
     assert streams([7, 8, 7, 9]) == streams([9, 7, 7, 8])
     assert len(set(streams([7, 8, 7, 9]).values())) == 4
-    one, other = Tree(), Tree()
-    parent = called(one, read=1, drawn=2)
-    assert one.ask(parent, [5], 3).stream == other.ask(None, [*parent.path_ids.tolist(), 5], 3).stream
+    tree, fresh = Tree(), Tree()
+    parent = called(tree, read=1, drawn=2)
+    assert tree.ask(parent, [5], 3).stream == fresh.ask(None, [*parent.path_ids.tolist(), 5], 3).stream
 
 
 def test_objects_and_their_json_are_the_same_history() -> None:
@@ -226,10 +231,10 @@ def test_objects_and_their_json_are_the_same_history() -> None:
 def test_a_transcript_is_cut_to_its_limit_and_stays_json() -> None:
     tree = Tree()
     messages = [{"role": "user", "content": "long " * 300}, {"role": "user", "content": "Add."}]
-    asked = tree.ask(None, [1, 2], 5, tree.read(messages))
-    tree.answer(asked, [3], [0.0], [1], Finish.EOS, {"role": "assistant", "content": "3"}).delivered = True
-    whole = json.loads(tree.transcript(1 << 16))
-    assert whole == [[*messages, {"role": "assistant", "content": "3"}]]
+    call = tree.ask(None, [1, 2], 5, tree.read(messages))
+    tree.answer(call, [3], [0.0], [1], Finish.EOS, {"role": "assistant", "content": "3"}).delivered = True
+    transcripts = json.loads(tree.transcript(1 << 16))
+    assert transcripts == [[*messages, {"role": "assistant", "content": "3"}]]
     for limit in (1000, 300, 100, 10):
         cut = tree.transcript(limit)
         assert len(cut) <= limit

@@ -19,6 +19,7 @@ from busrl.errors import DiskFull
 from busrl.observe.report.record import read
 from busrl.paths import RunPaths
 from busrl.status.runfiles import RunFiles
+from busrl.status.state import RunState
 from busrl.system import files
 from busrl.system.files import PARTS, TAIL_BYTES, LineFile, LineFollower, bound, dropped, json_lines, parts, whole_file
 
@@ -180,8 +181,9 @@ def test_a_report_without_the_beginning_of_its_run_says_so(tmp_path: Path) -> No
     assert steps == list(range(steps[0], 301)) and steps[0] > 1
     (said,) = [fault for fault in record.faults if "log.keep_mb" in fault]
     assert said.startswith("metrics.jsonl: its first ")
-    files_of_run = RunFiles(paths)
-    assert files_of_run.step_age_s() is not None and files_of_run._first_reward() == pytest.approx(steps[0] / 300)
+    files_of_run, state = RunFiles(paths), RunState()
+    files_of_run.fold_into(state)
+    assert files_of_run.step_age_s() is not None and state.first_reward == pytest.approx(steps[0] / 300)
 
 
 # -- files that other processes hold open: logs -----

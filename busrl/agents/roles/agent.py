@@ -1,10 +1,10 @@
-"""An agent: plays the user's function, or a program of the user's, for each sample that it claims.
+"""The role agent: plays the user's function, or a program of the user's, for each sample that it claims.
 
-Talks to its children (`busrl.agents`), which run the user's code, and opens a server over HTTP for their clients
+Talks to the children that run the user's code (`busrl.agents.pool`), and opens an HTTP server for their clients
 (`busrl.agents.http`). Samples and calls are those of `busrl.agents.roles.holder`. Knows nothing of engines, groups or
 advantages.
 
-- User code runs in children alone: this process holds slots, trees and calls, and its loop cannot be blocked by it.
+- User code runs in children alone, so it cannot block the loop of this process, which holds slots, trees and calls.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Agent(EpisodeHolder):
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         if isinstance(self.children, Children) and importlib.util.find_spec("aiohttp") is None:
-            yield  # functions do without it, but for `llm.openai`
+            yield  # functions need it for `llm.openai` alone
             return
         from busrl.agents.http import EpisodeServer  # only here: aiohttp is optional
 
@@ -60,17 +60,17 @@ class Agent(EpisodeHolder):
     def work(self) -> bool:
         if isinstance(self.children, Children):
             self._watch_children(self.children)
-        taken = self.samples.take(self.samples.room)
-        for sample in taken:
+        samples = self.samples.take(self.samples.room)
+        for sample in samples:
             self.start(self._play(sample))
-        return super().work() or bool(taken)
+        return super().work() or bool(samples)
 
     def teardown(self) -> None:
         self.loop.run_until_complete(self.children.close())
         super().teardown()
 
     def _watch_children(self, children: Children) -> None:
-        """Say once which code keeps the episodes of a child from being played."""
+        """Warn once of user code that blocks a child."""
         troubles = {child.pid: trouble for child in children.all if (trouble := child.trouble())}
         for pid in troubles.keys() - self.standing:
             text = f"agent child {pid}: {troubles[pid]}; no other episode in it goes on meanwhile"

@@ -1,16 +1,17 @@
-"""The trainer that environments of Atropos see: groups that they made and scored become samples of the ledger.
+"""The role atropos: the trainer that environments of Atropos see. Groups that they scored become samples of the ledger.
 
 Talks to environments through `busrl.agents.scored_groups`; samples and calls are those of `busrl.agents.roles.holder`.
 Knows nothing of the environments' code, of engines or advantages.
 
-- A group takes a draw that waits: all its G slots are claimed, written, and then committed one behind the other, with
-  no wait in between. 200 is said after the last commit.
-- A process that dies before the first commit has changed nothing. One that dies between two leaves half a group: its
-  next life sets the other members aside (fate i), the learner these. The client, who got no answer, posts it again.
-- Turns that the run's own engines drew for this process have their own log-probabilities and versions. All others have
-  those posted, and the version at receipt.
-- Digests of groups are written before their first commit: one posted again to a later process is known, unless it was
-  left in halves.
+- A group takes a draw that waits: all its G slots are claimed and written, and then committed one after the other,
+  without a wait in between. The client gets its 200 after the last commit.
+- If this process dies before the first commit nothing has changed. If it dies between two commits it leaves half a
+  group: its next life drops the members that were not committed (fate i), and the learner the others. The client got no
+  answer, and posts the group again.
+- Turns that the run's engines drew for this process keep the engines' log-probabilities and versions. All other turns
+  get the posted log-probabilities, and the version at receipt.
+- The digest of a group is written before its first commit: a later process recognises a group that is posted again,
+  unless half of it was dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from busrl.roles.episodes import write_episode
 from busrl.states import Fate, HeaderWord, SampleClass, place_of
 from busrl.system.files import LineFile, replace
 
-ROOM_S = 20.0  # that a group waits for a draw
+ROOM_S = 20.0  # for which a group waits for a draw
 DIGESTS_KEPT, ANSWERS_KEPT = 100_000, 20_000
 CALLER_UID = 1 << 61  # from here on: names the random numbers of calls that belong to no sample
 UNCOMMITTED = (State.QUEUED, State.GENERATING)
@@ -49,25 +50,25 @@ COMMITTED = (State.GENERATED, State.REWARDING, State.REWARDED, State.TRAINING)
 SOURCE = "env_id {}; what this run did not draw has the log-probabilities that were posted, and the version at receipt"
 
 
-# -- what this run drew, and which groups it has -----
+# -- turns that this run drew, and groups that it has -----
 
 
 class DrawnTurns:
-    """The newest turns that the run's own engines drew for this process, by their ids and log-probabilities."""
+    """The newest turns that the run's engines drew for this process, by their ids and log-probabilities."""
 
-    def __init__(self, kept: int = ANSWERS_KEPT) -> None:
-        self._kept = kept
-        self._answers: dict[bytes, EngineAnswer] = {}  # by a digest of all ids up to its end, and with its log-probs
+    def __init__(self, most: int = ANSWERS_KEPT) -> None:
+        self._most = most
+        self._answers: dict[bytes, EngineAnswer] = {}  # by digests: of all ids up to its end; with its log-probs
 
     def add(self, ids: Ids, answer: EngineAnswer) -> None:
-        """Remember an answer, with all `ids` up to its end."""
+        """Add an answer, with all `ids` up to its end."""
         self._answers |= {digest_of(ids): answer, digest_of(ids, answer.logprobs): answer}
-        while len(self._answers) > 2 * self._kept:
+        while len(self._answers) > 2 * self._most:
             del self._answers[next(iter(self._answers))]
 
     def numbered(self, posted: Trajectory) -> Trajectory:
-        """A posted episode with the log-probabilities and versions of those turns that were drawn here. The same ids
-        may have been drawn twice: the log-probabilities that were posted say which of them it is."""
+        """A posted episode, with the log-probabilities and versions of the turns that were drawn here. If the same ids
+        were drawn twice, the posted log-probabilities decide between them."""
         logprobs, versions, step, at = posted.logprobs.copy(), posted.versions.copy(), posted.step, 0
         for begin, end in posted.turns[:, [BEGIN, END]].tolist():
             sampled, ids = slice(at, at + end - begin), posted.ids[:end]
@@ -80,11 +81,10 @@ class DrawnTurns:
 
 
 class KeptGroups:
-    """The groups that are kept, by their digests, with their draws: in memory and in a file, of which the newest
-    `most` last."""
+    """The newest `most` groups that were kept, by their digests, with their draws: in memory and in a file."""
 
     def __init__(self, path: Path, uncommitted: Iterable[int] = (), most: int = DIGESTS_KEPT) -> None:
-        """`uncommitted`: draws with members that are still to be committed; the last group counts if it is none."""
+        """`uncommitted`: draws with members that are not committed. A last group with one of them was not kept."""
         digests = read_digests(path, most)
         if digests and digests[-1][1] in uncommitted:
             digests.pop()
@@ -96,12 +96,11 @@ class KeptGroups:
         return digest in self._draws
 
     def write(self, digest: bytes, draw: int) -> None:
-        """Add a group to the file; MachineError where the disk has no room."""
+        """Add a group to the file; MachineError if the disk has no room."""
         self._file.append(b"%s %d" % (digest.hex().encode(), draw))
 
-    def know(self, digest: bytes, draw: int) -> None:
-        """Add a group that stands in the file; the oldest are forgotten, there too, once they are as many as those that
-        are kept."""
+    def remember(self, digest: bytes, draw: int) -> None:
+        """Add a group that stands in the file. At twice `most` groups the older half is forgotten, in the file too."""
         self._draws[digest] = draw
         if len(self._draws) >= 2 * self._most:
             newest = list(self._draws.items())[-self._most :]
@@ -123,7 +122,7 @@ def write_digests(path: Path, digests: Iterable[tuple[bytes, int]]) -> None:
 
 
 def read_digests(path: Path, most: int = DIGESTS_KEPT) -> list[tuple[bytes, int]]:
-    """The newest of them, with their draws; a line that a death cut is none."""
+    """Read the newest digests with their draws; an incomplete line, left by a death, is skipped."""
     text = path.read_text("ascii", "replace") if path.exists() else ""
     rows = re.findall("^([0-9a-f]{32}) ([0-9]+)$", text, re.M)
     return [(bytes.fromhex(digest), int(draw)) for digest, draw in rows[-most:]]
@@ -133,13 +132,13 @@ def read_digests(path: Path, most: int = DIGESTS_KEPT) -> list[tuple[bytes, int]
 
 
 class GroupSlots:
-    """Takes and commits groups whole: all members of a draw, of `size` each."""
+    """Claims and commits whole groups: all `size` members of a draw."""
 
     def __init__(self, samples: EpisodeSamples, groups: KeptGroups, size: int, warn: Warn) -> None:
         self._samples, self._groups, self._size, self._warn = samples, groups, size, warn
 
     def take(self) -> list[ClaimedSample]:
-        """Claim all members of the draw that was admitted first, of those that wait whole; none if there is none."""
+        """Claim all members of the first admitted draw of which all wait; [] if there is none."""
         lines = self._samples.ring.lines()
         waiting = np.flatnonzero((lines["state"] == State.QUEUED) & (lines["cls"] == SampleClass.TRAIN))
         draws, first, counts = np.unique(lines["group"][waiting], return_index=True, return_counts=True)
@@ -151,7 +150,7 @@ class GroupSlots:
 
     def commit(self, digest: bytes, samples: list[ClaimedSample], members: list[Trajectory], scores: list[float],
                source: str) -> None:
-        """Commit a whole group; nothing of one that does not fit."""
+        """Commit a group; nothing of it if a member does not fit."""
         messages = msgspec.json.encode([[{"role": "environment", "content": source}]])
         draw = int(samples[0].line["group"])
         try:
@@ -165,12 +164,12 @@ class GroupSlots:
                 raise CallRefused("invalid", f"tokens: a sequence does not fit: {problem}", "tokens") from None
             self._warn(f"a group is not taken: {problem}", "error", kind="digests")
             raise CallRefused("no_room", f"no room for a group now: {problem}") from None
-        self._groups.know(digest, draw)
+        self._groups.remember(digest, draw)
         for sample, member in zip(samples, members):
             self._samples.commit(sample, member)
 
     def set_halves_aside(self) -> None:
-        """Drop members of a group of which others were committed, or lost, before: nothing whole can be made of it."""
+        """Drop queued members of groups that can no longer be whole: other members were committed, or lost."""
         lines = self._samples.ring.lines()
         train = lines["cls"] == SampleClass.TRAIN
         queued = np.flatnonzero(train & (lines["state"] == State.QUEUED))
@@ -220,18 +219,19 @@ class Atropos(EpisodeHolder):
     async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool:
         end = time.monotonic() + ROOM_S
         members = [self.drawn.numbered(member) for member in members]
-        while not self.known(digest):
+        while not self.has(digest):
             if samples := self.slots.take():
                 self.slots.commit(digest, samples, members, scores, SOURCE.format(env))
             elif (left := end - time.monotonic()) <= 0 or not await self.next_pass(left):
                 return False
         return True
 
-    def known(self, digest: bytes) -> bool:
+    def has(self, digest: bytes) -> bool:
         return digest in self.groups
 
     def state(self) -> RunProgress:
-        """The version's step before it: new weights in between make tokens look too old, never too new."""
+        """The progress of the run. The version's step is read before the version: if weights change in between, tokens
+        look too old, never too new."""
         lines, step = self.ring.lines(), self.ring.header(HeaderWord.VERSION_STEP)
         waiting = np.unique(lines["group"][np.isin(lines["state"], COMMITTED)])
         return RunProgress(
@@ -246,7 +246,7 @@ class Atropos(EpisodeHolder):
         return self.begin(ClaimedSample(-1, 0, line), EpisodeLimits(self.limits.context))
 
     async def _ask(self, sample: ClaimedSample, call: Call) -> EngineAnswer:
-        """Remember what the run's own engines drew: with its versions, whoever posts it."""
+        """Answer a call, and keep the answer for groups that are posted with its ids."""
         answer = await super()._ask(sample, call)
         self.drawn.add(np.concatenate([call.prompt, answer.ids]), answer)
         return answer

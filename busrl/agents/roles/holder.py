@@ -1,10 +1,11 @@
-"""The base of roles whose samples are episodes: its passes, its tasks, and the way of a model call to an engine.
+"""The base of roles that play samples as episodes: their passes, their tasks, and the way of a model call to an engine.
 
-Talks to the ring of model calls (`busrl.ring.calls`); samples are those of `busrl.agents.samples`. Knows nothing of
-whose code an episode is, of engines, groups or advantages.
+Talks to the ring of model calls (`busrl.ring.calls`); samples are those of `busrl.agents.samples`. Knows nothing of the
+code of episodes, of engines, groups or advantages.
 
-- If this process dies its samples go back to QUEUED, each with a new tree; the keeper frees its calls.
-- An episode's work runs beside the passes, on one loop; a fault of this process's own code ends it.
+- If this process dies its samples go back to QUEUED, and begin again with new trees; the keeper frees its calls.
+- Episodes run as tasks on the loop of the passes. An exception of a task, which is a fault of busrl's code, ends this
+  process.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ REQUEST_EVERY_S = 1.0
 
 
 class EpisodeHolder(Actor):
-    """A role gives `serving`, and plays in `work` the `samples` that it takes: an episode is `begin`ning with one of
-    them, and ends with one of their ends."""
+    """A role has a method `serving`, and claims samples in `work`. An episode starts with `begin`, and ends with one of
+    the ends of `samples`: `settle`, `begin_again`, `give_back` or `drop`."""
 
-    failed: BaseException | None = None  # what ended a task of this process: a fault of its own
+    failed: BaseException | None = None  # the exception of a task
 
     def setup(self) -> None:
         self._understand(Path(self.topology.model.path))
@@ -57,7 +58,7 @@ class EpisodeHolder(Actor):
                                       self.write_or_wait)
         self.tasks: set[asyncio.Task[None]] = set()
         self._next_request = 0.0
-        self._passed = asyncio.Event()  # of the pass that is next
+        self._passed = asyncio.Event()  # set at the end of the next pass
         self.loop = asyncio.new_event_loop()
         self.follow()
 
@@ -65,7 +66,7 @@ class EpisodeHolder(Actor):
         self._keeps_prefixes = self.topology.keeps_prefixes
 
     def _understand(self, folder: Path) -> None:
-        """Learn how messages become ids and ids messages, and how much of both an episode may have."""
+        """Load the renderer, the parser of messages, and the limits of an episode."""
         agents, text = self.topology.agents, LightTokenizer.of(folder)
         if text is None:
             raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
@@ -100,7 +101,7 @@ class EpisodeHolder(Actor):
 
     @abstractmethod
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Hold what must stand while passes are made."""
+        """A context that is open while passes are made."""
 
     def work(self) -> bool:
         self._request_tasks()
@@ -110,7 +111,7 @@ class EpisodeHolder(Actor):
 
     @property
     def rows(self) -> int:
-        """The number of samples that this process would play at once, for whoever fetches them."""
+        """The number of samples that this process can play at once; on another host so many are fetched."""
         return self.topology.agents.episodes
 
     # -- the loop -----
@@ -133,16 +134,16 @@ class EpisodeHolder(Actor):
         while not self.stopping:
             self.look_around()
             self.work()
-            self._passed.set()  # whoever waits for a sample looks again
+            self._passed.set()  # wakes those that wait for a sample
             self._passed = asyncio.Event()
-            self.news.clear()  # which come when an episode has ended, or a slot of samples is QUEUED or GENERATED
+            self.news.clear()  # set when an episode ends, or a slot becomes QUEUED or GENERATED
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.news.wait(), self.tick_s)
             if self.failed is not None:
                 raise self.failed
 
     async def next_pass(self, timeout_s: float) -> bool:
-        """Wait for the end of a pass; False, at once, where this process is to stop."""
+        """Wait for the end of a pass; False at once if this process is stopping."""
         if self.stopping:
             return False
         with contextlib.suppress(asyncio.TimeoutError):
@@ -151,7 +152,7 @@ class EpisodeHolder(Actor):
 
     @contextlib.contextmanager
     def announced(self, **about: str) -> Iterator[None]:
-        """Write where this process listens into a file for its owner alone, and remove it in the end."""
+        """While open, a file that its owner alone can read tells where this process listens."""
         file, about = self.paths.served(self.worker_id), {**about, "key": str(self.paths.serve_key)}
         replace(file, msgspec.json.encode({**about, "pid": os.getpid()}))
         try:
@@ -160,11 +161,11 @@ class EpisodeHolder(Actor):
             file.unlink(missing_ok=True)
 
     def strangers(self, text: str) -> None:
-        """Warn of connections that nobody should have made."""
+        """Warn of connections without a key."""
         self.warn(self.role, text, kind="strangers")
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside the passes; what it raises ends this process."""
+        """Run a coroutine as a task; an exception of it ends this process."""
         task = asyncio.ensure_future(work)
         self.tasks.add(task)
         task.add_done_callback(self._ended)
@@ -183,7 +184,7 @@ class EpisodeHolder(Actor):
     # -- model calls -----
 
     def begin(self, sample: ClaimedSample, limits: EpisodeLimits | None = None) -> Episode:
-        """The calls of an attempt at it."""
+        """The calls of an attempt at this sample."""
         settings = Settings(int(sample.line["max_new_tokens"]), limits or self.limits, self.topology.agents.parallel)
         return Episode(sample.uid, lambda call: self._ask(sample, call), self.renderer, self.maker, settings)
 
@@ -212,7 +213,7 @@ class EpisodeHolder(Actor):
 
 
 def run_key(path: Path) -> str:
-    """The key of the run, made by the first process that needs it, for its owner alone."""
+    """The key of the run, which the first process that needs it writes, readable by its owner alone."""
     with contextlib.suppress(FileExistsError):
         file_no = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file_no, "w") as file:

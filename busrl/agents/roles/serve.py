@@ -1,16 +1,16 @@
-"""A server of episodes: clients anywhere claim samples over HTTP, make their calls there, and say what they were worth.
+"""The role serve: clients anywhere claim samples over HTTP, make their model calls here, and post the rewards.
 
 Talks to clients through `busrl.agents.http`; samples and calls are those of `busrl.agents.roles.holder`. Knows nothing
 of the clients' code, of engines, groups or advantages.
 
-States of an episode: claimed -> committed | dropped | given back | lost. It is a lease of `limits.lease_s`, renewed
-by every request with its key and by every open call; a silent one is lost, and its sample given back. Time in which
-this process heard nobody is not counted.
+States of an episode: claimed -> committed | dropped | given back | lost. A claim is a lease of `limits.lease_s`, which
+every request with its key and every open call renews. When it runs out the episode is lost, and its sample is given
+back. Time in which this process could read no request is not counted.
 
-- A sample is claimed when a client asks for it, and not before: what nobody plays stays QUEUED for others. On another
-  host it is fetched from home then, so clients' wishes are told at once.
-- A key ends with its claim: late calls are refused, and nothing of them is kept.
-- `/end` may be asked again: it gets the first answer.
+- A sample is claimed when a client asks for it, not before: a sample that nobody plays stays QUEUED for other
+  processes. On another host it is fetched from home then, so a client's wish is sent on at once.
+- A key is valid until its episode ends; later calls are refused.
+- A repeated `/end` gets the answer of the first.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from busrl.ring import seq_of
 from busrl.states import SampleClass
 
 ANSWERS_KEPT = 10_000
-MISSED_S = 3.0  # longer than the pause between two words to whoever fetches samples
-LOST = "lost"  # the outcome of a lease that its client has not ended
+MISSED_S = 3.0  # longer than the time between two requests for tasks
+LOST = "lost"  # the outcome of a lease that ran out
 
 
 @dataclass(eq=False)
 class Lease:
-    """An episode of a client's, until `until` (monotonic)."""
+    """A client's claim to an episode, until `until` (monotonic)."""
 
     name: str
     sample: ClaimedSample
@@ -53,9 +53,9 @@ class Lease:
 
 
 class Leases:
-    """The desk (`busrl.agents.http.ClaimDesk`) where clients claim and end episodes. `begin` makes the calls of a
-    sample, and lets clients reach them; `next_pass` waits for new samples, False where the process stops;
-    `judges_itself`: a reward is what the episode returns."""
+    """The desk (`busrl.agents.http.ClaimDesk`) where clients claim and end episodes. `begin` makes the episode of a
+    sample, which clients can reach; `next_pass` waits for new samples, and returns False if the process stops;
+    `judges_itself`: whether `/end` must bring a reward."""
 
     def __init__(self, samples: EpisodeSamples, begin: Callable[[ClaimedSample], Episode], lease_s: float,
                  clients: WaitingClients, next_pass: Callable[[float], Awaitable[bool]],
@@ -65,14 +65,14 @@ class Leases:
         self._judges_itself, self._warn = judges_itself, warn
         self.open: dict[str, Lease] = {}
         self._by_episode: dict[Episode, Lease] = {}
-        self._answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: key, and what `/end` was answered
+        self._answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: the key, and the answer to `/end`
         self._again: Counter[int] = Counter()  # by uid
 
     def expire(self, now: float, deaf_s: float) -> None:
-        """Lose what was silent for too long, but for `deaf_s` in which nobody was heard."""
+        """Lose the leases that ran out; `deaf_s`: the time in which no request could be read is not counted."""
         for lease in list(self.open.values()):
             lease.until += deaf_s
-            if lease.episode.busy:  # its client waits: the lease begins when that has an answer
+            if lease.episode.busy:  # its client waits for an answer: the lease begins with that
                 lease.until = now + self._lease_s
             elif lease.until < now:
                 self._lose(lease, f"its client was silent for {self._lease_s:g} s (limits.lease_s)")
@@ -91,7 +91,7 @@ class Leases:
         return leases
 
     def end(self, name: str, body: EndBody) -> dict[str, Any]:
-        """Commit, drop or give back; the same answer to those that ask again."""
+        """Commit or drop the episode, or give it back; a repeated request gets the same answer."""
         earlier = self._answers.get(name, ("", {}))[1]
         if earlier and earlier["outcome"] != LOST:
             return earlier
@@ -158,7 +158,7 @@ class Leases:
             self._samples.begin_again(lease.sample, problem)
 
     def _lose(self, lease: Lease, why: str) -> None:
-        """Take an episode from its client, who has not ended it."""
+        """End the lease of a client that has not ended it."""
         self._warn(f"episode {lease.name} goes back: {why}", kind=LOST, uids=[lease.sample.uid])
         self._forget(lease, {"outcome": LOST, "why": why})
 
@@ -178,7 +178,7 @@ class Leases:
         return answer
 
     def _reward_turns(self, episode: Episode, body: EndBody) -> None:
-        """Add the rewards of turns; CallRefused if one is of no call, or not finite."""
+        """Add the rewards of turns; CallRefused if one is not finite, or belongs to no call."""
         rewards = body.turn_rewards if isinstance(body.turn_rewards, dict) else dict(enumerate(body.turn_rewards))
         try:
             by_turn = {int(turn): float(value) for turn, value in rewards.items()}
@@ -208,13 +208,13 @@ class Leases:
             reward, parts = settle(body.parts or body.reward or 0.0)
         except MalformedReward as problem:
             raise CallRefused("invalid", f"reward: {problem}", "reward") from None
-        whole = reward if body.reward is None else body.reward
-        return Ended("failed" if body.failed else "returned", whole, parts, why)
+        total = reward if body.reward is None else body.reward
+        return Ended("failed" if body.failed else "returned", total, parts, why)
 
 
 class WaitingClients:
-    """Counts the samples that clients wait for, or lately went away without: they may ask again. `begun` is called when
-    one begins to wait."""
+    """Counts the samples that clients wait for, or waited for in vain until lately: they may ask again. `begun` is
+    called when a client begins to wait."""
 
     def __init__(self, begun: Callable[[], None]) -> None:
         self._begun, self._wanted, self._missed = begun, 0, 0
@@ -230,7 +230,7 @@ class WaitingClients:
             self._wanted -= count
 
     def left(self, without: int) -> None:
-        """Note that a client stops waiting, and goes away without so many samples."""
+        """Note that a client has stopped waiting, and did not get so many samples."""
         self._missed, self._missed_until = without, time.monotonic() + MISSED_S
 
     def count(self) -> int:
@@ -248,7 +248,7 @@ class Serve(EpisodeHolder):
             lambda: self.topology.reward.of_episodes, partial(self.warn, self.role),
         )
         self.key = run_key(self.paths.serve_key)
-        self.looked = math.inf  # when leases were looked at last
+        self.looked = math.inf  # when leases were last looked at
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -268,7 +268,7 @@ class Serve(EpisodeHolder):
 
     @property
     def rows(self) -> int:
-        """The samples that clients have or want, on another host: more would lie there while nobody plays them."""
+        """The number of samples to play at once; on another host as many as clients have or want, lest others idle."""
         if not self.topology.here:
             return super().rows
         return len(self.samples.claims) + min(self.samples.room, self.clients.count())
@@ -279,6 +279,6 @@ class Serve(EpisodeHolder):
         return episode
 
     def _request_at_once(self) -> None:
-        """Send the request for tasks with the next pass, which comes now."""
+        """Make a pass now, which sends the request for tasks."""
         self._next_request = 0.0
         self.news.set()

@@ -23,7 +23,7 @@ from busrl.ledger.controls import Controls
 from busrl.observe.report.record import Floats, RunRecord, column_of
 from busrl.observe.report.trace import overlap, slices
 from busrl.observe.report.waste import SHARES, Waste, waste_of
-from busrl.status.runfiles import number, whole
+from busrl.status.runfiles import number, whole_number
 from busrl.status.state import RECENT
 from busrl.status.view import problems
 from busrl.status.words import duration, judged, printable, safe, short
@@ -287,7 +287,7 @@ def _median(values: Floats, unit: str = "") -> str:
 # Of each run, in the order of the table.
 FACTS: dict[str, Callable[[Run], str]] = {
     "state": lambda run: text_of(", ".join(filter(None, (run.record.state, str(run.record.summary.get("why") or ""))))),
-    "steps": lambda run: f"{whole(run.steps[-1]) if len(run.steps) else 0}",
+    "steps": lambda run: f"{whole_number(run.steps[-1]) if len(run.steps) else 0}",
     "training time": lambda run: duration(60 * float(run.minutes()[-1])) if len(run.steps) else "–",
     "reward": lambda run: _ends(run.column("reward")),
     "validation": lambda run: text_of(judged(run.rounds)).removeprefix("validation ") or "–",

@@ -21,7 +21,7 @@ import numpy as np
 
 from busrl.observe.report.record import Groups, Ints, RunRecord, read
 from busrl.states import ACCIDENTS, Fate, fate_name
-from busrl.status.runfiles import WORDS, fates, number, whole
+from busrl.status.runfiles import WORDS, fates, number, whole_number
 from busrl.status.words import short
 from busrl.system.files import as_map
 
@@ -109,7 +109,7 @@ def waste_of(record: RunRecord) -> Waste:
     parts = [Part("trained", "trained", int(groups.sizes[alive & (groups.fates == Fate.TRAINED)].sum()), trained)]
     parts += [Part(name, MASKED.get(name, name), None, tokens) for name, tokens in masked.items() if tokens]
     parts += _set_aside(groups, alive)
-    judged = {row.get("uid"): whole(row.get("tokens")) for row in record.validated()}
+    judged = {row.get("uid"): whole_number(row.get("tokens")) for row in record.validated()}
     parts.append(Part("validation", "validation, which is never trained", len(judged), sum(judged.values())))
     drawn, notes = drawn_by_engines(record), []
     ended = sum(part.tokens or 0 for part in parts)
@@ -165,7 +165,7 @@ def drawn_by_engines(record: RunRecord) -> int | None:
     """Tokens that rollout processes drew, over all lives of each: an engine that is new counts from 0 again."""
     total, known = 0, False
     for rows in record.pace.values():
-        counts = [whole(as_map(row.get("engine")).get("tokens")) for row in rows]
+        counts = [whole_number(as_map(row.get("engine")).get("tokens")) for row in rows]
         for count, after in zip(counts, [*counts[1:], -1]):
             total, known = total + (count if after < count else 0), True
     return total if known else None

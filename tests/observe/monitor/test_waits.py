@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from busrl.ring import State
-from busrl.status.reader import calls_by_uid, held
+from busrl.status.reader import calls_by_uid, held_slots
 from busrl.status.state import Facts, Held, ProcessRecord, RingRecord, RunState, StepRecord
-from busrl.status.waits import Link, StallAlarm, chain, limit_s, said
+from busrl.status.waits import Link, StallAlarm, chain, limit_s, sentence_of
 
 NAMES = (
     "learner", "scheduler", "rollout/0", "rollout/1", "reward/0", "agent/0", "validator", "keeper", "relay", "rank/1",
@@ -106,7 +106,7 @@ WAITING = process("learner", "waits: groups, group 7")
 def test_a_reward_that_does_not_return_is_named_by_its_function() -> None:
     had = (Held("rewarding", "reward/0", 64, 41.0, draw=7), Held("generating", "rollout/0", 8, 3.0))
     run = picture(WAITING, process("reward/0", "in the function", activity_age_s=41.0), slots=had)
-    assert said(chain(run, 0.0)) == (
+    assert sentence_of(chain(run, 0.0)) == (
         "learner waits for 3 more groups <- reward/0 has had 64 samples for 41 s, no call returned for 41 s <- reward "
         "function my.py:score"
     )
@@ -201,7 +201,7 @@ def test_full_disks_and_pauses_and_silent_hosts_and_lost_homes_are_roots() -> No
 
 
 def test_a_run_that_is_over_has_no_waits() -> None:
-    assert chain(RunState(), 0.0) == [] and said([]) == ""
+    assert chain(RunState(), 0.0) == [] and sentence_of([]) == ""
     assert chain(picture(WAITING, words={"run_state": 2}), 0.0) == []
 
 
@@ -266,7 +266,7 @@ def test_slots_are_counted_by_state_owner_class_group_and_call() -> None:
     asked = calls_by_uid(calls, entries)
     assert asked == {4: ("queued", 9), 5: ("rollout/0", 7)}, "a call under way counts before one that is over"
     seen = {(one.state, one.owner, one.validates, one.draw, one.call): one.slots for one in
-            held(lines, entries, {7, -1}, asked)}
+            held_slots(lines, entries, {7, -1}, asked)}
     assert seen == {
         ("queued", "", False, 7, ""): 1, ("queued", "", False, -1, ""): 1,
         ("generating", "agent/0", False, 7, "queued"): 1, ("generating", "agent/0", False, 7, "rollout/0"): 1,
