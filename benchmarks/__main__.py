@@ -1,4 +1,4 @@
-"""Starts one program of this folder by its name: `python -m benchmarks NAME [options]`; without a name, lists them.
+"""Start one program of this folder by its name: `python -m benchmarks NAME [options]`; without a name, lists them.
 
 A line of the list is the first sentence of the program's docstring, read without importing it: a program may need
 libraries that are not here. Knows nothing of what a program measures.
@@ -21,8 +21,8 @@ HERE = ROOT / "benchmarks"
 def programs() -> dict[str, Path]:
     """Name -> file of every program, sorted."""
     files = [path for folder in (HERE, HERE / "experiments") for path in folder.glob("[a-z]*.py")]
-    named = {path.stem.replace("_", "-"): path for path in files}
-    return dict(sorted({**named, **{path.parent.name: path for path in HERE.glob("*/run.py")}}.items()))
+    by_name = {path.stem.replace("_", "-"): path for path in files}
+    return dict(sorted({**by_name, **{path.parent.name: path for path in HERE.glob("*/run.py")}}.items()))
 
 
 def summary(path: Path) -> str:
@@ -43,15 +43,15 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(listing(), end="")
         return 0
-    known, name = programs(), argv[0]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1, 0.5)
+    files, name = programs(), argv[0]
+    if name not in files:
+        near = difflib.get_close_matches(name, files, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"no benchmark is named {name!r}{hint} `python -m benchmarks` lists them", file=sys.stderr)
         return 2
     sys.argv = [f"python -m benchmarks {name}", *argv[1:]]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of children
-    module = importlib.import_module(".".join(known[name].relative_to(ROOT).with_suffix("").parts))
+    module = importlib.import_module(".".join(files[name].relative_to(ROOT).with_suffix("").parts))
     return module.main() or 0
 
 

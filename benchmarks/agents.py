@@ -41,7 +41,7 @@ def renderer(folder: Path) -> Renderer:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     docs = ROOT / "docs"
-    core.train([str(one) for one in sorted(docs.glob("*.md"))], trainers.BpeTrainer(
+    core.train([str(path) for path in sorted(docs.glob("*.md"))], trainers.BpeTrainer(
         vocab_size=8000, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     core.save(str(folder / "tokenizer.json"))
@@ -61,20 +61,20 @@ class Episode:
         for turn in range(turns):
             text = (words * 100)[: 4 * ids // turns // 2]
             drawn = np.array([*chat.tokenizer.encode(f"{turn} {text}")[: ids // turns // 2], 1], np.int32)
-            asked = self.ask([json.dumps(one).encode() for one in self.messages])
-            said, end = chat.text_and_end(drawn)
-            message = {"role": "assistant", "content": said}
+            asked = self.ask([json.dumps(message).encode() for message in self.messages])
+            content, end = chat.text_and_end(drawn)
+            message = {"role": "assistant", "content": content}
             self.tree.answer(asked, drawn, -np.ones(len(drawn), np.float32), np.ones(len(drawn), np.uint32), 1, message,
-                             said, end).delivered = True
+                             content, end).delivered = True
             self.messages += [message, {"role": "user", "content": text}]
-        self.raw = [msgspec.Raw(msgspec.json.encode(one)) for one in self.messages]
+        self.raw = [msgspec.Raw(msgspec.json.encode(message)) for message in self.messages]
         self.parent, count = self.tree.match(self.tree.read(self.raw))
         assert self.parent is self.tree.turns[-1] and count == len(self.raw) - 1
 
     def ask(self, raw):
         history = self.tree.read(raw)
-        found = self.chat.prompt(self.tree, history)
-        return self.tree.ask(found.parent, found.new, 4096, history, found.text)
+        prompt = self.chat.prompt(self.tree, history)
+        return self.tree.ask(prompt.parent, prompt.new, 4096, history, prompt.text)
 
     def by_tree(self, messages) -> None:
         """Everything of a call but rendering and parsing; then it is forgotten, its answer with it."""
@@ -110,11 +110,12 @@ def main() -> None:
     print(f"{options.turns} turns; ms per call: median, 99th percentile\n{'ids':>7}  {'tree':^13}  {'objects':^13}  "
           f"{'suffix':^13}  {'parse':^13}")
     for ids in options.ids:
-        one = Episode(chat, ids, options.turns)
-        history, maker = one.tree.read(one.raw), MessageMaker(hermes)
+        episode = Episode(chat, ids, options.turns)
+        history, maker = episode.tree.read(episode.raw), MessageMaker(hermes)
         columns = [
-            measured(lambda one=one: one.by_tree(one.raw)), measured(lambda one=one: one.by_tree(one.messages)),
-            measured(lambda one=one, history=history: chat.prompt(one.tree, history)),
+            measured(lambda episode=episode: episode.by_tree(episode.raw)),
+            measured(lambda episode=episode: episode.by_tree(episode.messages)),
+            measured(lambda episode=episode, history=history: chat.prompt(episode.tree, history)),
             measured(lambda maker=maker: maker.message(CALL, "", TOOLS, 3)),
         ]
-        print(f"{one.parent.end:7}  " + "  ".join(columns))
+        print(f"{episode.parent.end:7}  " + "  ".join(columns))

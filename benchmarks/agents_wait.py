@@ -93,30 +93,30 @@ async def play(options: argparse.Namespace, ring: Ring, folder: Path, busy) -> N
     async with AsyncCaller(ring, lambda message, to: None) as caller:
         async def ask(call: Call) -> EngineAnswer:
             nonlocal calls
-            found = await caller.ask(ModelCall(call.prompt, TOKENS, uid=call.uid, stream=call.stream), 600.0)
+            answer = await caller.ask(ModelCall(call.prompt, TOKENS, uid=call.uid, stream=call.stream), 600.0)
             calls += 1
-            return EngineAnswer(found.ids, found.logprobs, found.versions, found.finish)
+            return EngineAnswer(answer.ids, answer.logprobs, answer.versions, answer.finish)
 
-        async def one(uid: int) -> None:
+        async def episodes_of(uid: int) -> None:
             while time.monotonic() < stop:
                 played = await children.play(lambda: Episode(uid, ask, chat, maker, Settings(TOKENS)), task)
                 ends.append(played.ended.how)
                 took.append(played.ended.reward)
 
-        playing = [asyncio.ensure_future(one(uid)) for uid in range(options.episodes)]
+        playing = [asyncio.ensure_future(episodes_of(uid)) for uid in range(options.episodes)]
         begun, cpu = time.monotonic(), time.process_time()
         await asyncio.sleep(options.seconds)
         seconds, used = time.monotonic() - begun, time.process_time() - cpu
         full, rows_s = busy[0], busy[1]
-        own, theirs = memory_mib(os.getpid()), [memory_mib(child.pid) for child in children.all]
+        here, theirs = memory_mib(os.getpid()), [memory_mib(child.pid) for child in children.all]
         for each in playing:
             each.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
     share = f"{rows_s / (options.rows * (time.monotonic() - full)):.1%}" if full else "never full"
     added = f"{1e3 * (statistics.median(took) - options.answer):.2f} ms" if took else "-"
     print(f"{options.episodes} episodes, {options.rows} rows: rows busy {share}, {calls / seconds:.0f} calls/s, "
-          f"{1e3 * used / max(1, calls):.2f} ms of CPU each, added {added}, RSS {own:.0f} MiB, children "
-          f"{', '.join(f'{one:.0f}' for one in theirs)} MiB; ended {len(ends)}, not by returning "
+          f"{1e3 * used / max(1, calls):.2f} ms of CPU each, added {added}, RSS {here:.0f} MiB, children "
+          f"{', '.join(f'{mib:.0f}' for mib in theirs)} MiB; ended {len(ends)}, not by returning "
           f"{sum(how != 'returned' for how in ends)}")
     await children.close()
 

@@ -94,8 +94,8 @@ def main() -> None:
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         for ids in options.ids:
             for at_once in (1, AT_ONCE):
-                given = (ring, ids, at_once, options.seconds)
-                took = np.array(asyncio.run(measure_async(*given)) if options.asyncio else measure(*given))
+                arguments = (ring, ids, at_once, options.seconds)
+                took = np.array(asyncio.run(measure_async(*arguments)) if options.asyncio else measure(*arguments))
                 middle, late = np.percentile(took, [50, 99]) * 1e6
                 rate = len(took) / options.seconds
                 times = f"{middle:7.0f} us median, {late:7.0f} us p99"

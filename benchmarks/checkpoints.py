@@ -185,7 +185,7 @@ def killed(run: Any, chance: random.Random) -> dict[str, Any]:
     run.until("all gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in before.values() if pid), 60)
     gone = time.monotonic() - begun
     run.until("both ready", lambda: all(
-        (one := run.processes().get(each)) is not None and one.pid != before[each] and one.state == "ready"
+        (process := run.processes().get(each)) is not None and process.pid != before[each] and process.state == "ready"
         for each in names), 300)
     ready = time.monotonic() - begun
     spent = [cpu_of(run.pid(each)) for each in names]
@@ -197,15 +197,15 @@ def killed(run: Any, chance: random.Random) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    one, two = verbs.add_parser("stall"), verbs.add_parser("restart")
-    one.add_argument("--width", type=int, default=768)
-    one.add_argument("--layers", type=int, default=8)
-    one.add_argument("--words", type=int, default=16_000)
-    one.add_argument("--rounds", type=int, default=3)
-    one.add_argument("--folder", help="on the disk that is meant")
-    two.add_argument("--kills", type=int, default=5)
-    two.add_argument("--modes", nargs="+", default=["sync", "batch-async"])
-    for verb in (one, two):
+    stall, restart = verbs.add_parser("stall"), verbs.add_parser("restart")
+    stall.add_argument("--width", type=int, default=768)
+    stall.add_argument("--layers", type=int, default=8)
+    stall.add_argument("--words", type=int, default=16_000)
+    stall.add_argument("--rounds", type=int, default=3)
+    stall.add_argument("--folder", help="on the disk that is meant")
+    restart.add_argument("--kills", type=int, default=5)
+    restart.add_argument("--modes", nargs="+", default=["sync", "batch-async"])
+    for verb in (stall, restart):
         verb.add_argument("--out", type=Path)
     verbs.add_parser("stall-once").add_argument("values", nargs=5)
     options = parser.parse_args()

@@ -48,16 +48,16 @@ def await_quiet(limit: float, patience_s: float) -> None:
 
 def measure(name: str, runner: Runner, seed: int, terms: systems.Terms) -> dict[str, Any]:
     before = os.getloadavg()
-    told = runner(seed, terms)
-    told["system"] = name
-    told["load_before"], told["load_after"] = before, os.getloadavg()
-    note = "" if told["reached"] else ", goal NOT reached"
+    figures = runner(seed, terms)
+    figures["system"] = name
+    figures["load_before"], figures["load_after"] = before, os.getloadavg()
+    note = "" if figures["reached"] else ", goal NOT reached"
     print(
-        f"{name:8} seed {seed}: {told['seconds']:7.1f} s, CPU {told['cpu_seconds']:6.1f} s, "
-        f"{told['updates']:3d} updates, {told['samples']:6d} samples{note}; load {before[0]:.1f}",
+        f"{name:8} seed {seed}: {figures['seconds']:7.1f} s, CPU {figures['cpu_seconds']:6.1f} s, "
+        f"{figures['updates']:3d} updates, {figures['samples']:6d} samples{note}; load {before[0]:.1f}",
         flush=True,
     )
-    return told
+    return figures
 
 
 def compare(options: argparse.Namespace, terms: systems.Terms) -> dict[str, Any]:
@@ -128,11 +128,11 @@ def main() -> int:
     from busrl.quickstart import ensure
 
     ensure("tiny:sort")  # made before the first clock starts
-    told = compare(options, terms)
+    result = compare(options, terms)
     options.out.mkdir(parents=True, exist_ok=True)
-    name = f"{'-'.join(options.against)}_{told['machine']['cores']}cores_{told['date']}"
-    (options.out / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
-    text = report.table(told)
+    name = f"{'-'.join(options.against)}_{result['machine']['cores']}cores_{result['date']}"
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = report.table(result)
     (options.out / f"{name}.md").write_text(text)
     print(text)
-    return 1 if told["failures"] else 0
+    return 1 if result["failures"] else 0

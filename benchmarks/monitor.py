@@ -189,10 +189,10 @@ def windows(pairs: int, seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
     # What a step brought came evenly over it, so that a window does not win or lose a whole step at its ends.
     rate = [(on, float(np.diff(np.interp(span, ends, sums))[0]) / (span[1] - span[0])) for on, *span in spans]
     both = [dict(pair) for pair in zip(rate[::2], rate[1::2])]
-    ratios = [one[True] / one[False] for one in both]
+    ratios = [pair[True] / pair[False] for pair in both]
     return {"median": round(statistics.median(ratios), 4), "mean": round(statistics.mean(ratios), 4),
             "standard_error": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 4),
-            "ratios": [round(one, 3) for one in ratios], "seconds": seconds, "sinks": list(sinks),
+            "ratios": [round(pair, 3) for pair in ratios], "seconds": seconds, "sinks": list(sinks),
             "load": os.getloadavg()[0]}
 
 
@@ -201,17 +201,17 @@ def shares(seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
     with training(f"sinks.to={json.dumps(list(sinks))}") as (run, directory):
         watchers = watch(directory, directory.parent / "a.rec")
         until(lambda: len(step_lines(directory / "metrics.jsonl")) > 40, run)
-        pids = {one.name().removeprefix("busrl:"): one.pid for one in psutil.Process(run.pid).children()}
+        pids = {process.name().removeprefix("busrl:"): process.pid for process in psutil.Process(run.pid).children()}
         pids |= {"launch": run.pid, **{f"watcher {name}": child.pid for name, child in watchers.items()}}
         before, idle, begun = {name: cpu_ns(pid) for name, pid in pids.items()}, psutil.cpu_times().idle, time.time()
         time.sleep(seconds)
         share = 100 / (time.time() - begun)
-        told = {name: round((cpu_ns(pid) - before[name]) / 1e9 * share, 2) for name, pid in pids.items()}
+        percent = {name: round((cpu_ns(pid) - before[name]) / 1e9 * share, 2) for name, pid in pids.items()}
         idles = round((psutil.cpu_times().idle - idle) * share, 1)
         for child in watchers.values():
             child.terminate()
             child.wait()
-    return {"percent_of_a_core": told, "idle": idles, "seconds": seconds, "sinks": list(sinks)}
+    return {"percent_of_a_core": percent, "idle": idles, "seconds": seconds, "sinks": list(sinks)}
 
 
 def ring_of(directory: Path) -> Path:
@@ -270,7 +270,7 @@ def rates(directory: Path) -> dict[str, Any]:
     summary = json.loads((directory / "summary.json").read_text())
     span = rows[-1]["time_s"] - rows[0]["time_s"]
     # Of the training time alone: what imports and loading cost is the same with and without watchers.
-    cpu = {name: round((one["cpu_share"] or 0.0) * span, 3) for name, one in summary["processes"].items()}
+    cpu = {name: round((process["cpu_share"] or 0.0) * span, 3) for name, process in summary["processes"].items()}
     return {
         "seconds": round(span, 3),
         "samples_per_s": round(sum(row["samples_ended"] for row in rows[1:]) / span, 1),
@@ -322,7 +322,7 @@ def listen(tap: str) -> subprocess.Popen[bytes]:
 
 
 def clients(folder: str, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A publisher and a subscriber that hear each other."""
+    """A connected publisher and subscriber."""
     pub, sub = context.socket(zmq.PUB), context.socket(zmq.SUB)
     pub.setsockopt(zmq.SNDHWM, 0)
     sub.setsockopt(zmq.RCVHWM, 0)
@@ -380,10 +380,10 @@ def crowd(seconds: float, web: bool, senders: int = 64, rate: int = 10_000) -> d
         screen.wait(60)
         sender.kill()
         sender.wait()
-        found: dict[str, Any] = json.loads(told.read_text())
-    frame, message = found["draw_cpu_s"] / found["frames"], found["listen_cpu_s"] / found["messages"]
+        costs: dict[str, Any] = json.loads(told.read_text())
+    frame, message = costs["draw_cpu_s"] / costs["frames"], costs["listen_cpu_s"] / costs["messages"]
     return {
-        "web": web, "senders": senders, "rate": rate, **found, "load": os.getloadavg()[0],
+        "web": web, "senders": senders, "rate": rate, **costs, "load": os.getloadavg()[0],
         "frame_ms": round(1e3 * frame, 2), "message_us": round(1e6 * message, 2),
         "cores_for_10_frames_and_the_rate": round(10 * frame + rate * message, 3),
     }
@@ -391,9 +391,9 @@ def crowd(seconds: float, web: bool, senders: int = 64, rate: int = 10_000) -> d
 
 def look(master: int) -> None:
     """Open the page whose address is printed, and read its stream."""
-    said = b""
-    while not (address := re.search(rb"http://\S+", said)) or not said.endswith(b"\n"):
-        said += os.read(master, 4096)
+    printed = b""
+    while not (address := re.search(rb"http://\S+", printed)) or not printed.endswith(b"\n"):
+        printed += os.read(master, 4096)
     with contextlib.suppress(OSError), urllib.request.urlopen(address[0].decode() + "events") as stream:
         while stream.read1(1 << 20):
             pass
@@ -417,23 +417,23 @@ def first_pictures(count: int) -> dict[str, Any]:
 
 def on_screen(arguments: list[str], shown: bytes, then: Callable[[bytes], float] | None = None) -> tuple[float, float]:
     """Seconds until a command of busrl has shown this on its terminal, and what `then` makes of all that was shown."""
-    found: dict[str, Any] = {"said": b""}
+    seen: dict[str, Any] = {"said": b""}
     done = threading.Event()
 
     def read(master: int) -> None:
-        while not re.search(shown, found["said"]):
-            found["said"] += os.read(master, 65536)
-        found["at"] = time.monotonic()
+        while not re.search(shown, seen["said"]):
+            seen["said"] += os.read(master, 65536)
+        seen["at"] = time.monotonic()
         done.set()
         empty(master)
 
     begun = time.monotonic()
     child, _ = on_a_terminal([sys.executable, "-m", "busrl.cli", *arguments], read)
     if not done.wait(60):
-        raise SystemExit(f"busrl {arguments[0]} showed nothing within 60 s: {found['said'][-500:]!r}")
-    more = then(found["said"]) if then else 0.0
+        raise SystemExit(f"busrl {arguments[0]} showed nothing within 60 s: {seen['said'][-500:]!r}")
+    more = then(seen["said"]) if then else 0.0
     ended_cpu(child)
-    return found["at"] - begun, more
+    return seen["at"] - begun, more
 
 
 def on_page(directory: Path) -> tuple[float, float]:
@@ -493,21 +493,22 @@ def told_of_runs(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def told_of_tap(rows: list[dict[str, Any]]) -> dict[str, Any]:
     keys = ("broker_cpu_us_per_message", "messages_per_s", "trip_p50_us", "trip_p99_us")
     by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
-    return {mode: {key: round(median(own, key), 2) for key in keys} for mode, own in by_mode.items()}
+    return {mode: {key: round(median(rows_of, key), 2) for key in keys} for mode, rows_of in by_mode.items()}
 
 
-def table(told: dict[str, Any]) -> str:
-    host = told["machine"]
+def table(result: dict[str, Any]) -> str:
+    host = result["machine"]
     lines = [
         "# What watching costs", "",
         f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, commit "
-        f"{told['commit']}, {told['date']}, load before the runs {told['load']:.1f}.", "",
+        f"{result['commit']}, {result['date']}, load before the runs {result['load']:.1f}.", "",
     ]
-    if "run" in told:
-        run = told["run"]
+    if "run" in result:
+        run = result["run"]
         lines += [
-            f"Quickstart, {told['steps']} steps, {told['pairs']} pairs of runs in turn, a live monitor (120 x 40), a "
-            f"page and a recorder{''.join(f', {name}' for name in told['sinks'])} attached in every second one:", "",
+            f"Quickstart, {result['steps']} steps, {result['pairs']} pairs of runs in turn, a live monitor (120 x 40), "
+            f"a page and a recorder{''.join(f', {name}' for name in result['sinks'])} attached in every second one:",
+            "",
             "| | alone | watched |", "|---|---|---|",
             *(f"| {name} | {run[key]['alone']:g} | {run[key]['watched']:g} |"
               for name, key in (("samples/s, median", "samples_per_s"), ("CPU s of the run", "run_cpu_s"),
@@ -524,7 +525,7 @@ def table(told: dict[str, Any]) -> str:
     ]
     lines += [
         f"| {mode} | {row['broker_cpu_us_per_message']} | {row['messages_per_s']:,.0f} | {row['trip_p50_us']} | "
-        f"{row['trip_p99_us']} |" for mode, row in told["tap"].items()
+        f"{row['trip_p99_us']} |" for mode, row in result["tap"].items()
     ]
     return "\n".join(lines) + "\n"
 
@@ -558,7 +559,7 @@ def main() -> None:
         for web in (False, True):
             print(json.dumps(crowd(options.crowd, web), indent=1), flush=True)
         return
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%Y-%m-%d"),
         "load": os.getloadavg()[0], "pairs": options.pairs, "steps": options.steps, "sinks": options.sinks,
     }
@@ -570,9 +571,9 @@ def main() -> None:
                 {key: runs[-1][key] for key in ("watched", "samples_per_s", "run_cpu_s", "watchers_cpu_s")}, flush=True
             )
     if runs:
-        told["run"], told["runs"] = told_of_runs(runs), runs
+        result["run"], result["runs"] = told_of_runs(runs), runs
     taps = [tap_once(mode, 40_000, 2_000) for _ in range(options.rounds) for mode in MODES]
-    told["tap"], told["tap_rounds"] = told_of_tap(taps), options.rounds
-    options.out.write_text(json.dumps(told, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(table(told))
-    print(table(told))
+    result["tap"], result["tap_rounds"] = told_of_tap(taps), options.rounds
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(result))
+    print(table(result))

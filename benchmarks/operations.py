@@ -176,7 +176,7 @@ def main() -> int:
             else:
                 log.say(name, median * 1e6, "us")
         print(f"round {turn + 1} of {options.rounds}", flush=True)
-    told = written(log, (), "operations", options.out, rounds=options.rounds, log_record_bytes=nbytes)
-    for name, median in told["medians"].items():
+    result = written(log, (), "operations", options.out, rounds=options.rounds, log_record_bytes=nbytes)
+    for name, median in result["medians"].items():
         print(f"{median['value']:10.3g} {median['unit']:5} {name}")
     return 0

@@ -74,12 +74,12 @@ def _epochs(count: int, seed: int) -> list[TracedPrompt]:
     epochs = -(-count // EPOCH)
     base = make_trace(EPOCH, Shape(group_size=GROUP * epochs), seed)
     order = np.random.default_rng(seed)
-    found = []
+    prompts = []
     for epoch in range(epochs):
         for i in order.permutation(EPOCH).tolist():
             lengths = base[i].lengths[GROUP * epoch : GROUP * (epoch + 1)]
-            found.append(replace(base[i], lengths=_grown(lengths, DRIFT * epoch / epochs)))
-    return found[:count]
+            prompts.append(replace(base[i], lengths=_grown(lengths, DRIFT * epoch / epochs)))
+    return prompts[:count]
 
 
 def candidate(draw: int, task: TracedPrompt) -> Candidate:
@@ -122,28 +122,28 @@ def stream(predictor: Clocked, tasks: Sequence[TracedPrompt], begin: int, end: i
 
 def looks(make: Callable[[], Predictor], tasks: Sequence[TracedPrompt], order: str) -> dict[int, Pairs]:
     """Predictions and lengths of the tested groups, by the number of siblings that had finished."""
-    found: dict[int, Pairs] = {k: [] for k in range(GROUP)}
+    pairs: dict[int, Pairs] = {k: [] for k in range(GROUP)}
     for first in range(PHASES[-1], PHASES[-1] + TESTED, IN_FLIGHT):
         predictor = make()
         part = [candidate(draw, tasks[draw]) for draw in range(first, first + IN_FLIGHT)]
         lengths = [sorted(tasks[c.draw].lengths) if order == "shortest" else tasks[c.draw].lengths for c in part]
         for member in range(GROUP):
-            said = predictor.predict(part).tolist()
-            for prediction, all_of in zip(said, lengths):
+            predicted = predictor.predict(part).tolist()
+            for prediction, all_of in zip(predicted, lengths):
                 asked = all_of if member == 0 else all_of[member : member + 1]
-                found[member] += [(prediction, n) for n in asked]
+                pairs[member] += [(prediction, n) for n in asked]
             predictor.observe([(c, all_of[member]) for c, all_of in zip(part, lengths)])
-    return found
+    return pairs
 
 
 def scores(make: Callable[[], Predictor], tasks: Sequence[TracedPrompt]) -> dict[str, float]:
     """The figures of one phase."""
-    one, short = looks(make, tasks, "as drawn"), looks(make, tasks, "shortest")
-    per_member = [tau(one[0][member::GROUP]) for member in range(GROUP)]
-    pooled = [pair for k in range(1, GROUP) for pair in one[k]]
+    drawn, short = looks(make, tasks, "as drawn"), looks(make, tasks, "shortest")
+    per_member = [tau(drawn[0][member::GROUP]) for member in range(GROUP)]
+    pooled = [pair for k in range(1, GROUP) for pair in drawn[k]]
     pooled_short = [pair for k in range(1, GROUP) for pair in short[k]]
     return {
-        "text": statistics.mean(per_member), "siblings": tau(pooled), "k=1": tau(one[1]), "k=7": tau(one[7]),
+        "text": statistics.mean(per_member), "siblings": tau(pooled), "k=1": tau(drawn[1]), "k=7": tau(drawn[7]),
         "shortest": tau(pooled_short),
     }
 
@@ -166,26 +166,26 @@ def follow(name: str, tasks: Sequence[TracedPrompt]) -> Iterator[tuple[int, dict
     for phase in PHASES:
         stream(predictor, tasks, done, phase)
         done = phase
-        found = scores(copies(predictor.inner, name), tasks)
+        figures = scores(copies(predictor.inner, name), tasks)
         if phase == PHASES[-1]:
-            found |= {"us_answer": predictor.us_per_answer, **costs(predictor.inner, name, tasks)}
-        yield phase, found
+            figures |= {"us_answer": predictor.us_per_answer, **costs(predictor.inner, name, tasks)}
+        yield phase, figures
 
 
 def costs(predictor: Predictor, name: str, tasks: Sequence[TracedPrompt]) -> dict[str, float]:
     """Microseconds per prompt (batches of 256) and per answer that is learned one at a time, medians."""
-    make, found = copies(predictor, name), []
+    make, times = copies(predictor, name), []
     copy = make()
     for turn in range(20):
         part = [candidate(10**6 + i, tasks[(turn * 256 + i) % len(tasks)]) for i in range(256)]
         begun = time.process_time()
         copy.predict(part)
-        found.append((time.process_time() - begun) / 256)
+        times.append((time.process_time() - begun) / 256)
     single = Clocked(make())
     for draw in range(PHASES[-1], PHASES[-1] + 400):
         for member in range(GROUP):
             single.observe([(candidate(draw, tasks[draw]), tasks[draw].length(member))])
-    return {"us_prompt": 1e6 * statistics.median(found), "us_answer_alone": single.us_per_answer}
+    return {"us_prompt": 1e6 * statistics.median(times), "us_answer_alone": single.us_per_answer}
 
 
 # -- rivals on the same features ------------------------------------------------------------------------------------
@@ -240,15 +240,15 @@ def rivals(tasks: Sequence[TracedPrompt]) -> dict[str, dict[str, float]]:
         "SGDClassifier (short, medium, long)": classes,
         "LightGBM (trained anew, us per training)": boosted,
     }
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     for name, kind in kinds.items():
         try:
-            told = {count: kind(count) for count in (100, 500, 2000)}
+            by_count = {count: kind(count) for count in (100, 500, 2000)}
         except ImportError as problem:
             print(f"{name}: {problem}", file=sys.stderr)
             continue
-        found[name] = {**{f"tau@{n}": told[n][0] for n in told}, "us": told[2000][1]}
-    return found
+        figures[name] = {**{f"tau@{n}": by_count[n][0] for n in by_count}, "us": by_count[2000][1]}
+    return figures
 
 
 # -- what nobody can beat -------------------------------------------------------------------------------------------
@@ -258,16 +258,16 @@ def ceilings(seed: int, prompts: int = 4000) -> dict[str, float]:
     """Kendall's tau on the default trace of one who knows all that the text says, and the spreads."""
     random, shape, (mean, deviation) = np.random.default_rng(seed), Shape(), tracemaker._effects()
     text = np.array([(tracemaker._prompt(random)[2] - mean) / deviation for _ in range(prompts)])
-    logs = np.log([tracemaker._lengths(random, shape, one) for one in text])
+    logs = np.log([tracemaker._lengths(random, shape, effect) for effect in text])
     known = np.log(shape.median) + shape.spread.text * text
     noise = shape.spread.member**2 / shape.spread.prompt**2
-    found: dict[int, Any] = {}
+    expected: dict[int, Any] = {}
     for k in range(1, GROUP):  # the surprise of k siblings, an outlier counted as 1.2, and shrunk
         surprise = np.clip(logs[:, :k] - known[:, None], -1.2, 1.2).sum(1)
-        found[k] = (known + surprise / (k + noise), logs[:, k])
-    pooled = kendall_tau(*(np.concatenate([found[k][side] for k in found])[::4] for side in (0, 1)))
-    return {"text": kendall_tau(known, logs[:, 0]), "siblings": pooled, "k=1": kendall_tau(*found[1]),
-            "k=7": kendall_tau(*found[7])}
+        expected[k] = (known + surprise / (k + noise), logs[:, k])
+    pooled = kendall_tau(*(np.concatenate([expected[k][side] for k in expected])[::4] for side in (0, 1)))
+    return {"text": kendall_tau(known, logs[:, 0]), "siblings": pooled, "k=1": kendall_tau(*expected[1]),
+            "k=7": kendall_tau(*expected[7])}
 
 
 # -- telling --------------------------------------------------------------------------------------------------------
@@ -275,14 +275,14 @@ def ceilings(seed: int, prompts: int = 4000) -> dict[str, float]:
 COLUMNS = ("text", "siblings", "k=1", "k=7", "shortest")
 
 
-def table(trace: str, told: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+def table(trace: str, figures: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     """Means over the seeds; of blend also the mean difference to the best of the others, seed by seed."""
     lines = [f"### {trace}", "", "| finished | predictor | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * 5]
     for phase in map(str, PHASES):
         for name in NAMES:
-            cells = [f"{statistics.mean(told[name][phase][c]):.3f}" for c in COLUMNS]
+            cells = [f"{statistics.mean(figures[name][phase][c]):.3f}" for c in COLUMNS]
             lines.append(f"| {phase} | {name} | " + " | ".join(cells) + " |")
-        cells = [_margin({name: told[name][phase][column] for name in NAMES}) for column in COLUMNS]
+        cells = [_margin({name: figures[name][phase][column] for name in NAMES}) for column in COLUMNS]
         lines.append(f"| {phase} | blend - best part | " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -290,7 +290,7 @@ def table(trace: str, told: dict[str, dict[str, dict[str, list[float]]]]) -> str
         "|---|---|---|---|",
     ]
     for name in NAMES:
-        last = told[name][str(PHASES[-1])]
+        last = figures[name][str(PHASES[-1])]
         cells = [f"{statistics.median(last[c]):.1f}" for c in ("us_prompt", "us_answer", "us_answer_alone")]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -305,14 +305,14 @@ def _margin(of: dict[str, list[float]]) -> str:
 
 
 def measure(trace: str, seeds: Sequence[int], names: Sequence[str] = NAMES) -> dict[str, Any]:
-    told: dict[str, dict[str, dict[str, list[float]]]] = {n: {str(p): {} for p in PHASES} for n in names}
+    by_name: dict[str, dict[str, dict[str, list[float]]]] = {n: {str(p): {} for p in PHASES} for n in names}
     for seed in seeds:
         tasks = tasks_of(trace, seed)
         for name in names:
-            for phase, found in follow(name, tasks):
-                for column, value in found.items():
-                    told[name][str(phase)].setdefault(column, []).append(round(value, 4))
-    return told
+            for phase, figures in follow(name, tasks):
+                for column, value in figures.items():
+                    by_name[name][str(phase)].setdefault(column, []).append(round(value, 4))
+    return by_name
 
 
 def main() -> None:
@@ -337,13 +337,14 @@ def main() -> None:
         print(table(trace, saved["traces"][trace]["told"]) + "\n", flush=True)
         path.write_text(json.dumps(saved, indent=1))
     known = [ceilings(seed) for seed in options.seeds]
-    saved["ceilings"] = {name: round(statistics.mean(one[name] for one in known), 4) for name in known[0]}
+    saved["ceilings"] = {name: round(statistics.mean(of_seed[name] for of_seed in known), 4) for name in known[0]}
     print("ceilings of the default trace:", saved["ceilings"])
     path.write_text(json.dumps(saved, indent=1))
     if options.rivals:
-        found = [rivals(tasks_of("default", seed)) for seed in options.seeds]
+        by_seed = [rivals(tasks_of("default", seed)) for seed in options.seeds]
         saved["rivals"] = {
-            name: {k: [round(one[name][k], 4) for one in found] for k in found[0][name]} for name in found[0]
+            name: {k: [round(of_seed[name][k], 4) for of_seed in by_seed] for k in by_seed[0][name]}
+            for name in by_seed[0]
         }
         for name, row in saved["rivals"].items():
             print(name, {k: round(statistics.mean(v), 3) for k, v in row.items()})

@@ -68,13 +68,13 @@ def model_folder(folder: Path, changes: dict[str, Any], length: int) -> Path:
 
 def measured(model: Path, folder: Path, turns: int, groups: int, steps: int, settings: tuple[str, ...]) -> Any:
     length = FIRST + turns * (NEW + DRAWN)
-    given = (
+    overrides = (
         f"model.path={model}", f"process.agent.function={folder}/talk.py:episode", f"agents.context={length}",
         f"agents.sampled={turns * DRAWN}", f"agents.tokens={2 * length}", f"generation.max_new_tokens={DRAWN}",
         "agents.episodes=32", "generation.max_batch=64", "validation.data=", f"learner.trigger.n_min={groups}",
         f"run.max_steps={steps}", "learner.checkpoint_every=0", "groups.size=4", "weights.max_staleness=3", *settings,
     )
-    with runs.run(*given, config=ROOT / "configs" / "agents.toml") as run:
+    with runs.run(*overrides, config=ROOT / "configs" / "agents.toml") as run:
         if run.wait():
             raise RuntimeError(run.tail())
         rows = [json.loads(line) for line in run.paths.metrics.read_text().splitlines()]
@@ -104,17 +104,17 @@ def engine_alone(model: Path, turns: int, keep_s: float, episodes: int = 32) -> 
     left, due, whose = [turns] * episodes, dict.fromkeys(range(episodes), 0), dict[int, int]()
     begun = time.process_time()
     while due or engine.active:
-        for one in [one for one, at in due.items() if at <= step]:
-            del due[one]
-            asked, whose[asked] = asked + 1, one
-            prompt = np.array(paths[one], np.int32)
+        for episode in [episode for episode, at in due.items() if at <= step]:
+            del due[episode]
+            asked, whose[asked] = asked + 1, episode
+            prompt = np.array(paths[episode], np.int32)
             engine.submit([Request(asked, asked, 0, prompt, none, DRAWN, 1.0, 1.0, 0)])
         step += 1
         for ended in engine.step():
-            one = whose.pop(ended.key)
-            paths[one] += [*ended.token_ids.tolist(), *(chance.randrange(2, 14) for _ in range(NEW))]
-            left[one] -= 1
-            due |= {one: step + chance.randrange(1, 4)} if left[one] else {}
+            episode = whose.pop(ended.key)
+            paths[episode] += [*ended.token_ids.tolist(), *(chance.randrange(2, 14) for _ in range(NEW))]
+            left[episode] -= 1
+            due |= {episode: step + chance.randrange(1, 4)} if left[episode] else {}
     seconds = (time.process_time() - begun) / episodes
     return f"| {1e3 * seconds:.0f} ms | {engine.statistics().prefill_tokens // episodes:,} |"
 
@@ -137,7 +137,7 @@ def main() -> None:
                 for keep_s in (0.0, 30.0) * 2:
                     print(f"| {size} | {keep_s:g} {engine_alone(model, options.turns, keep_s)}", flush=True)
         return
-    told: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     print(f"{options.turns} turns, {NEW} ids between answers of {DRAWN}; per episode\n"
           "| model | variant | ids put in | ids computed | for each put in | for each trained | found | s | load |\n|"
           + 9 * "---|", flush=True)
@@ -148,12 +148,13 @@ def main() -> None:
         for size in options.sizes:
             model = model_folder(folder / size, SIZES[size], 2048)
             for variant in options.only:
-                one = measured(model, folder, options.turns, options.groups, options.steps, VARIANTS[variant])
-                told.append({"model": size, "variant": variant, **one})
-                print(f"| {size} | {variant} | {one['put_in']} | {one['computed']:,.0f} "
-                      f"| {one['computed_per_new']:.2f} | {one['computed_per_trained']:.2f} | {one['hit_share']:.3f} "
-                      f"| {one['seconds_per_episode']:.3f} | {one['load']:.1f} |", flush=True)
+                figures = measured(model, folder, options.turns, options.groups, options.steps, VARIANTS[variant])
+                rows.append({"model": size, "variant": variant, **figures})
+                print(f"| {size} | {variant} | {figures['put_in']} | {figures['computed']:,.0f} "
+                      f"| {figures['computed_per_new']:.2f} | {figures['computed_per_trained']:.2f} "
+                      f"| {figures['hit_share']:.3f} "
+                      f"| {figures['seconds_per_episode']:.3f} | {figures['load']:.1f} |", flush=True)
     if options.json:
-        made = {"machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%F %R"),
-                "turns": options.turns, "runs": told}
-        options.json.write_text(json.dumps(made, indent=1) + "\n")
+        result = {"machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%F %R"),
+                "turns": options.turns, "runs": rows}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -31,17 +31,17 @@ SPREAD_S = 1.0
 HOLDER = ROOT / "benchmarks" / "common" / "holder.py"
 
 
-def slots_at_rest(one: BenchRun, victim: Process, with_keeper: bool) -> float | None:
+def slots_at_rest(bench: BenchRun, victim: Process, with_keeper: bool) -> float | None:
     """Milliseconds until all that the process held rests; None if it held nothing."""
-    held = one.held(victim.index)
+    held = bench.held(victim.index)
     if not held:
         return None
-    keeper = one.process("keeper") if with_keeper else None
+    keeper = bench.process("keeper") if with_keeper else None
     if keeper is not None:
         kill(keeper.pid)
     begun = kill(victim.pid)
-    ring = one.attach()
-    held.update(one.held(victim.index))  # what it took before the signal arrived
+    ring = bench.attach()
+    held.update(bench.held(victim.index))  # what it took before the signal arrived
     while True:
         words = ring.words()
         if all(int(words[slot]) != word for slot, word in held.items()):
@@ -49,25 +49,27 @@ def slots_at_rest(one: BenchRun, victim: Process, with_keeper: bool) -> float | 
         time.sleep(LOOK_S)
 
 
-def kill_workers(one: BenchRun, names: list[str], times: int, with_keeper: bool, chance: random.Random) -> list[float]:
+def kill_workers(
+    bench: BenchRun, names: list[str], times: int, with_keeper: bool, chance: random.Random
+) -> list[float]:
     """Kill workers that hold something, at random moments."""
-    found: list[float] = []
-    while len(found) < times:
-        name = names[len(found) % len(names)]
-        victim = one.until(f"{name} to be ready", lambda name=name: one.process(name))
+    times_ms: list[float] = []
+    while len(times_ms) < times:
+        name = names[len(times_ms) % len(names)]
+        victim = bench.until(f"{name} to be ready", lambda name=name: bench.process(name))
         time.sleep(chance.uniform(0.0, SPREAD_S))
-        one.until(f"{name} to hold slots", lambda index=victim.index: one.held(index), pause_s=0.0005)
-        took = slots_at_rest(one, victim, with_keeper)
+        bench.until(f"{name} to hold slots", lambda index=victim.index: bench.held(index), pause_s=0.0005)
+        took = slots_at_rest(bench, victim, with_keeper)
         if took is not None:
-            found.append(took)
+            times_ms.append(took)
         if with_keeper:
-            one.until("the keeper to be back", lambda: one.process("keeper"))
-    return found
+            bench.until("the keeper to be back", lambda: bench.process("keeper"))
+    return times_ms
 
 
-def bus_back(one: BenchRun, client: Endpoint) -> dict[str, float]:
+def bus_back(bench: BenchRun, client: Endpoint) -> dict[str, float]:
     """Milliseconds from the broker's kill to the client's echo and to the new broker's own; that also from exec."""
-    broker = one.until("the broker", lambda: one.process("bus"))
+    broker = bench.until("the broker", lambda: bench.process("bus"))
     pidfd = os.pidfd_open(broker.pid)
     client.ready(30)
     begun = kill(broker.pid)
@@ -75,7 +77,7 @@ def bus_back(one: BenchRun, client: Endpoint) -> dict[str, float]:
     os.close(pidfd)
     client.ready(60)
     echo = time.monotonic() - begun
-    new = one.until("the new broker", lambda: one.process("bus"), pause_s=LOOK_S)
+    new = bench.until("the new broker", lambda: bench.process("bus"), pause_s=LOOK_S)
     ready = time.monotonic() - begun
     return {"client_echo": echo * 1e3, "from_exec": from_exec(new) * 1e3, "seen_ready": ready * 1e3}
 
@@ -86,37 +88,37 @@ def from_exec(process: Process) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def kill_brokers(one: BenchRun, times: int, chance: random.Random) -> dict[str, Any]:
-    found: dict[str, list[float]] = {}
-    with Endpoint("bench", one.paths.frontend, one.paths.backend) as client:
+def kill_brokers(bench: BenchRun, times: int, chance: random.Random) -> dict[str, Any]:
+    by_part: dict[str, list[float]] = {}
+    with Endpoint("bench", bench.paths.frontend, bench.paths.backend) as client:
         for _ in range(times):
             time.sleep(chance.uniform(0.0, SPREAD_S))
-            for what, took in bus_back(one, client).items():
-                found.setdefault(what, []).append(took)
-    return {what: quantiles(took) for what, took in found.items()}
+            for what, took in bus_back(bench, client).items():
+                by_part.setdefault(what, []).append(took)
+    return {what: quantiles(took) for what, took in by_part.items()}
 
 
 def idle(times: int, chance: random.Random) -> dict[str, Any]:
     """A run whose worker only holds slots."""
     command = json.dumps([sys.executable, str(HOLDER)])
-    with run(NEVER_ENDS, f"process.rollout.command={command}") as one:
-        one.until("the holder", lambda: one.process("rollout/0"))
+    with run(NEVER_ENDS, f"process.rollout.command={command}") as bench:
+        bench.until("the holder", lambda: bench.process("rollout/0"))
         return {
-            "slots": quantiles(kill_workers(one, ["rollout/0"], times, False, chance)),
-            "slots_keeper_dead_too": quantiles(kill_workers(one, ["rollout/0"], times, True, chance)),
-            "bus": kill_brokers(one, times, chance),
+            "slots": quantiles(kill_workers(bench, ["rollout/0"], times, False, chance)),
+            "slots_keeper_dead_too": quantiles(kill_workers(bench, ["rollout/0"], times, True, chance)),
+            "bus": kill_brokers(bench, times, chance),
         }
 
 
 def busy(times: int, chance: random.Random) -> dict[str, Any]:
     """The quickstart at work."""
-    with run(NEVER_ENDS) as one:
-        one.until_step(3)
+    with run(NEVER_ENDS) as bench:
+        bench.until_step(3)
         names = ["reward/0", "reward/0", "reward/0", "rollout/0"]
         return {
-            "slots": quantiles(kill_workers(one, names, times, False, chance)),
-            "slots_keeper_dead_too": quantiles(kill_workers(one, names, times, True, chance)),
-            "bus": kill_brokers(one, times, chance),
+            "slots": quantiles(kill_workers(bench, names, times, False, chance)),
+            "slots_keeper_dead_too": quantiles(kill_workers(bench, names, times, True, chance)),
+            "bus": kill_brokers(bench, times, chance),
         }
 
 
@@ -130,14 +132,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     chance = random.Random(0)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": report.machine(), "date": time.strftime("%Y-%m-%d"), "load_before": os.getloadavg(),
         "what": __doc__.split("\n")[0],
     }
     for part in options.parts:
-        told[part] = PARTS[part](options.kills, chance)
-        print(json.dumps({part: told[part]}, indent=2), flush=True)
+        result[part] = PARTS[part](options.kills, chance)
+        print(json.dumps({part: result[part]}, indent=2), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"recovery_{told['machine']['cores']}cores_{told['date']}.json"
-    path.write_text(json.dumps(told, indent=2) + "\n")
+    path = options.out / f"recovery_{result['machine']['cores']}cores_{result['date']}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
     print(path)

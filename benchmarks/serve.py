@@ -47,10 +47,10 @@ def serve(pipe: Any, episodes: int) -> None:
     async def run() -> None:
         async with EpisodeServer(1 << 20, chat, "override") as door:
             settings = Settings(16, EpisodeLimits())
-            held = [Episode(number, engine, chat, MessageMaker(hermes), settings) for number in range(episodes)]
-            for one in held:
-                door.open(one)
-            pipe.send([one.openai for one in held])
+            opened = [Episode(number, engine, chat, MessageMaker(hermes), settings) for number in range(episodes)]
+            for episode in opened:
+                door.open(episode)
+            pipe.send([episode.openai for episode in opened])
             begun = time.process_time()
             await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
             pipe.send(time.process_time() - begun)
@@ -72,9 +72,9 @@ async def play(doors: list[dict[str, str]], turns: int, at_once: int) -> tuple[f
             for _ in range(turns):
                 begun = time.perf_counter()
                 async with session.post(url, json={"model": "policy", "messages": messages}, headers=head) as answer:
-                    said = (await answer.json())["choices"][0]["message"]
+                    message = (await answer.json())["choices"][0]["message"]
                 times.append(time.perf_counter() - begun)
-                messages += [said, {"role": "user", "content": WORDS}]
+                messages += [message, {"role": "user", "content": WORDS}]
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         begun, left = time.perf_counter(), list(doors)
@@ -109,5 +109,5 @@ def main() -> None:
             runs = [once(turns, count, at_once) for _ in range(options.rounds)]
             rows.append({"turns": turns, "at once": at_once,
                          **{name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}})
-    told = {"machine": report.machine(), "load": os.getloadavg()[0], "commit": report.commit(ROOT), "rows": rows}
-    print(json.dumps(told, indent=1))
+    result = {"machine": report.machine(), "load": os.getloadavg()[0], "commit": report.commit(ROOT), "rows": rows}
+    print(json.dumps(result, indent=1))

@@ -31,7 +31,7 @@ TIMES = Times(learner_token_s=1e-7, learner_step_s=0.05)
 BAR_S = 60.0
 
 
-def one(actors: int, tasks: int) -> tuple[Figures, float, float]:
+def simulated(actors: int, tasks: int) -> tuple[Figures, float, float]:
     """Figures, wall and CPU seconds of one run; making the trace is not counted."""
     n_min = max(1, round(actors / GROUP / 1.95))  # B = 2.3 n_min groups for max_staleness 2: 1.2 slots per row
     topology = load(ROOT / "configs" / "quickstart.toml", [
@@ -40,8 +40,8 @@ def one(actors: int, tasks: int) -> tuple[Figures, float, float]:
     answers = TraceAnswers(make_trace(PROMPTS, Shape(limit=LIMIT)), GROUP, LIMIT, flat_share=0.1)
     steps = -(-tasks // (n_min * GROUP))
     wall, cpu = time.perf_counter(), time.process_time()
-    found = World(topology, TIMES, answers, actors=actors, steps=steps).run()
-    return found, time.perf_counter() - wall, time.process_time() - cpu
+    figures = World(topology, TIMES, answers, actors=actors, steps=steps).run()
+    return figures, time.perf_counter() - wall, time.process_time() - cpu
 
 
 def main() -> int:
@@ -52,9 +52,9 @@ def main() -> int:
     options = arguments.parse_args()
     rounds: list[dict[str, Any]] = []
     for _ in range(options.rounds):
-        found, wall, cpu = one(options.actors, options.tasks)
-        rounds.append({"wall_s": round(wall, 2), "cpu_s": round(cpu, 2), "tasks": found.tasks, "steps": found.steps,
-                       "virtual_s": round(found.seconds, 1), "load": os.getloadavg()[0]})
+        figures, wall, cpu = simulated(options.actors, options.tasks)
+        rounds.append({"wall_s": round(wall, 2), "cpu_s": round(cpu, 2), "tasks": figures.tasks, "steps": figures.steps,
+                       "virtual_s": round(figures.seconds, 1), "load": os.getloadavg()[0]})
         print(rounds[-1], flush=True)
     result = {
         "what": f"{options.tasks} answers on {options.actors} actors",

@@ -58,11 +58,11 @@ HEAD = (
 
 def newest(name: str) -> dict[str, Any]:
     """The newest result of a program."""
-    found = sorted(RESULTS.glob(f"{name}_*.json"), key=lambda path: path.name.rpartition("_")[2])
-    if not found:
+    paths = sorted(RESULTS.glob(f"{name}_*.json"), key=lambda path: path.name.rpartition("_")[2])
+    if not paths:
         raise SystemExit(f"no {name}_*.json in {RESULTS}; run the benchmark first")
-    told: dict[str, Any] = json.loads(found[-1].read_text())
-    return told
+    result: dict[str, Any] = json.loads(paths[-1].read_text())
+    return result
 
 
 def digits(value: float) -> str:
@@ -82,13 +82,14 @@ def shown(value: float, unit: str) -> str:
 
 
 def cell(result: dict[str, Any], name: str) -> str:
-    one = result["medians"][name]
-    nanoseconds = one["unit"] == "ns" and one["value"] < 1000
-    return f"{digits(one['value'])} ns" if nanoseconds else shown(one["value"], one["unit"])
+    median = result["medians"][name]
+    nanoseconds = median["unit"] == "ns" and median["value"] < 1000
+    return f"{digits(median['value'])} ns" if nanoseconds else shown(median["value"], median["unit"])
 
 
 def operation_rows(result: dict[str, Any]) -> Rows:
-    return {name: f"| {name} | {shown(one['value'], one['unit'])} |" for name, one in result["medians"].items()}
+    medians = result["medians"].items()
+    return {name: f"| {name} | {shown(median['value'], median['unit'])} |" for name, median in medians}
 
 
 def ring_rows(result: dict[str, Any]) -> Rows:
@@ -111,7 +112,7 @@ def bar_row(label: str, result: dict[str, Any], pair: Sequence[str], bar: dict[s
 
 
 def conditions(result: dict[str, Any]) -> str:
-    """When and under what, as the line above a table says it. The load is the machine's, if the program noted it."""
+    """Date and conditions of a result, for the line above a table. The load is the machine's, if the result has it."""
     load = f"load {result['load']['median']:.1f}, " if result["load"]["max"] else ""
     return f"{result['date']} {result['time']}, {load}niceness {result['nice']}, {result['rounds']} rounds"
 
@@ -145,16 +146,18 @@ def weight_tables(results: list[dict[str, Any]]) -> list[str]:
     """The tables, one for each machine and date."""
     lines: list[str] = []
     for place in dict.fromkeys(map(place_of, results)):
-        here = [told for told in results if place_of(told) == place]
-        rows = sorted((row for told in here for row in told["rows"]), key=lambda row: (row["model_mb"], row["mode"]))
-        commits = ", ".join(dict.fromkeys(told["commit"] for told in here))
+        here = [result for result in results if place_of(result) == place]
+        listed = (row for result in here for row in result["rows"])
+        rows = sorted(listed, key=lambda row: (row["model_mb"], row["mode"]))
+
+        commits = ", ".join(dict.fromkeys(result["commit"] for result in here))
         lines += [f"{place}, commits {commits}; medians.", "", *HEAD, *map(weight_row, rows), ""]
     return lines[:-1]
 
 
-def place_of(told: dict[str, Any]) -> str:
-    host = told["machine"]
-    return f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, {told['date']}"
+def place_of(result: dict[str, Any]) -> str:
+    host = result["machine"]
+    return f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, {result['date']}"
 
 
 def weight_row(row: dict[str, Any]) -> str:

@@ -146,7 +146,7 @@ class Side:
     def attached(self) -> Ring | None:
         """Its ring as it is now; another file under its name is another ring."""
         with suppress(RingError, OSError):
-            found = Ring.attach(self.paths.ring_name, read_only=True)
+            ring = Ring.attach(self.paths.ring_name, read_only=True)
             file = os.stat(self.paths.ring_file).st_ino
             if file != self.file:  # the uuid is the run's, not the ring's
                 self.file = file
@@ -154,24 +154,25 @@ class Side:
                 self.tokens_here = 0
             if self.ring is not None:
                 self.ring.close()
-            self.ring = found
-            self.tokens_here = found.stats().tokens
-            return found
+            self.ring = ring
+            self.tokens_here = ring.stats().tokens
+            return ring
         return None
 
     def processes(self) -> list[Process]:
         ring = self.attached()
-        here = [one for one in ring.processes() if not one.remote] if ring else []
-        return [one for one in here if ring is not None and not ring.is_dead(one.index)]
+        here = [process for process in ring.processes() if not process.remote] if ring else []
+        return [process for process in here if ring is not None and not ring.is_dead(process.index)]
 
     def pid(self, label: str) -> int:
         """Number of the ready process of that name; 0: there is none."""
-        return next((one.pid for one in self.processes() if one.label == label and one.state == "ready"), 0)
+        ready = (process for process in self.processes() if process.label == label and process.state == "ready")
+        return next((process.pid for process in ready), 0)
 
     def kill_all(self) -> None:
         """All of it at the same time, as when its machine is gone."""
         assert self.child is not None
-        for pid in [one.pid for one in self.processes()]:
+        for pid in [process.pid for process in self.processes()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.child.kill()
@@ -192,7 +193,7 @@ class World:
                     'process.rollout.hosts=["h0", "h1"]']
         busrl = [sys.executable, "-m", "busrl.cli"]
         home = [*net.prefix("home"), *busrl, "launch", str(ROOT / "configs/scripted.toml"), "--run-dir",
-                str(folder / "run"), *(part for one in settings for part in ("--set", one))]
+                str(folder / "run"), *(part for setting in settings for part in ("--set", setting))]
         self.home = Side("home", folder / "run", home)
         self.hosts: dict[str, Side] = {}
         for name in NAMES:
@@ -229,7 +230,8 @@ class World:
                     data = file.read()
                 whole = data[: data.rfind(b"\n") + 1]
                 self.read[path] = done + len(whole)
-                self.lines += [(now, f"{name}/{path.name}", one) for one in whole.decode(errors="replace").splitlines()]
+                lines = whole.decode(errors="replace").splitlines()
+                self.lines += [(now, f"{name}/{path.name}", line) for line in lines]
 
     def step(self) -> int:
         ring = self.home.attached()
@@ -238,15 +240,15 @@ class World:
     def answered(self, name: str) -> tuple[int, int]:
         """Life and count of answers that home has taken of a host in it."""
         ring = self.home.attached()
-        found = [one for one in ring.processes() if one.remote and one.label == name] if ring else []
-        return (found[0].started_ns, found[0].samples) if found else (0, 0)
+        entries = [process for process in ring.processes() if process.remote and process.label == name] if ring else []
+        return (entries[0].started_ns, entries[0].samples) if entries else (0, 0)
 
     def held(self, name: str) -> int:
         """Slots of home that a host holds."""
         ring = self.home.attached()
         if ring is None:
             return 0
-        entry = [one.index for one in ring.processes() if one.remote and one.label == name]
+        entry = [process.index for process in ring.processes() if process.remote and process.label == name]
         lines = ring.lines()
         return int(((lines["state"] == 3) & (lines["owner"] == entry[0])).sum()) if entry else 0
 
@@ -415,10 +417,10 @@ def storm(seconds: float, seed: int, blows: Counter[str]) -> Callable[[World], t
             side = chance.choice(world.sides)
             blow = chance.choices(("process", "command", "cable"), (8, 1, 2))[0]
             if blow == "process" and (there := side.processes()):
-                one = chance.choice(there)
-                blows[f"{side.name}: {one.label}"] += 1
+                victim = chance.choice(there)
+                blows[f"{side.name}: {victim.label}"] += 1
                 with suppress(ProcessLookupError):
-                    os.kill(one.pid, signal.SIGKILL)
+                    os.kill(victim.pid, signal.SIGKILL)
             elif blow == "cable" and side is not world.home and not world.net.why:
                 blows[f"{side.name}: cable"] += 1
                 world.net.plug(side.name, "down")
@@ -471,8 +473,8 @@ def measured(world: World, row: Row, steps: int) -> dict[str, Any]:
     world.until_step(steps)
     ended = time.monotonic()
     lines = world.lines[first_line:]
-    said = [(at - begun, f"{where}: {text}") for at, where, text in lines]
-    named = [one for one in said if row.culprit and re.search(row.culprit, one[1])]
+    texts = [(at - begun, f"{where}: {text}") for at, where, text in lines]
+    named = [line for line in texts if row.culprit and re.search(row.culprit, line[1])]
     times = [begun, *(at for at, _ in world.steps if begun < at < ended)]
     report = audited(world)
     samples = _trained(world) - trained
@@ -490,7 +492,7 @@ def measured(world: World, row: Row, steps: int) -> dict[str, Any]:
 def audited(world: World) -> dict[str, Any]:
     report = audit(world.home.directory)
     return {"lost": report.counts.lost, "twice": report.counts.trained_twice,
-            "errors": [str(one) for one in report.errors], "accidents": dict(report.accidents)}
+            "errors": [str(error) for error in report.errors], "accidents": dict(report.accidents)}
 
 
 def _trained(world: World) -> int:
@@ -521,22 +523,23 @@ def world_of(net: Net, folder: Path) -> Iterator[World]:
             side.drop_ring()
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Markdown."""
-    base = next((one["tokens"] for one in found if one["row"] == "nothing"), None)
+    base = next((result["tokens"] for result in results if result["row"] == "nothing"), None)
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
     lines = ["| what is killed or cut | lost | twice | tokens | named, s | back, s | longest pause of steps, s |",
              "|---|---:|---:|---:|---:|---:|---:|"]
-    for one in found:
-        if "skipped" in one:
-            lines.append(f"| {one['row']} | left out: {one['skipped']} | | | | | |")
+    for result in results:
+        if "skipped" in result:
+            lines.append(f"| {result['row']} | left out: {result['skipped']} | | | | | |")
             continue
-        share = f"{one['tokens'] / base:.2f}" if base else "-"
-        cells = (one["row"], one["lost"], one["twice"], share, seconds(one["named_s"]), seconds(one["back_s"]),
-                 seconds(one["pause_s"]))
+        share = f"{result['tokens'] / base:.2f}" if base else "-"
+        times = (seconds(result[key]) for key in ("named_s", "back_s", "pause_s"))
+        cells = (result["row"], result["lost"], result["twice"], share, *times)
+
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -549,7 +552,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="busrl-torture-"))
     failed = ""
     blows: Counter[str] = Counter()
@@ -559,20 +562,20 @@ def main() -> int:
             if options.only and row.name != "nothing" and not any(part in row.name for part in options.only):
                 continue
             if row.cable and net.why:
-                found.append({"row": row.name, "skipped": net.why})
+                results.append({"row": row.name, "skipped": net.why})
                 continue
             try:
-                found.append(measured(world, row, options.steps))
+                results.append(measured(world, row, options.steps))
             except (RuntimeError, AssertionError, UserError) as problem:
                 failed = f"{row.name}: {problem}"
                 break
-            print(json.dumps(found[-1]), flush=True)
-    print(table(found))
+            print(json.dumps(results[-1]), flush=True)
+    print(table(results))
     if options.out:
-        made = {"machine": machine(), "commit": commit(ROOT), "rows": found, "failed": failed, "storm": dict(blows)}
-        options.out.write_text(json.dumps(made, indent=1))
+        data = {"machine": machine(), "commit": commit(ROOT), "rows": results, "failed": failed, "storm": dict(blows)}
+        options.out.write_text(json.dumps(data, indent=1))
     if failed:
         print(f"stopped at {failed}; what it left is in {folder}", file=sys.stderr)
         return 1
     shutil.rmtree(folder, ignore_errors=True)
-    return int(any(one.get("lost") or one.get("twice") or one.get("errors") for one in found))
+    return int(any(result.get("lost") or result.get("twice") or result.get("errors") for result in results))

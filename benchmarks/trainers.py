@@ -64,8 +64,8 @@ def made_model(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
     torch.manual_seed(SEED)
-    made: Any = AutoModelForCausalLM.from_config(Qwen2Config(**MODEL, eos_token_id=1, pad_token_id=0))
-    made.save_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_config(Qwen2Config(**MODEL, eos_token_id=1, pad_token_id=0))
+    model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({str(k): k for k in range(MODEL["vocab_size"])}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="0").save_pretrained(folder)
 
@@ -85,8 +85,8 @@ def forget_peak() -> int:
     return resident("VmRSS")
 
 
-def say(found: dict[str, tuple[float, str]]) -> None:
-    for name, (value, unit) in found.items():
+def say(figures: dict[str, tuple[float, str]]) -> None:
+    for name, (value, unit) in figures.items():
         print(json.dumps({"name": name, "value": value, "unit": unit}), flush=True)
 
 
@@ -144,14 +144,14 @@ def samples_of(place: int, version: int, group: dict[str, Any]) -> list[Any]:
 
     from busrl.training.batch import Sample
 
-    prompt, found = np.array(group["prompt"], np.int32), []
+    prompt, samples = np.array(group["prompt"], np.int32), []
     for member, (row, reward) in enumerate(zip(group["completions"], group["rewards"], strict=True)):
         count = len(row)
-        found.append(Sample(
+        samples.append(Sample(
             GROUP * place + member, place, member, prompt, np.array(row, np.int32),
             np.full(count, -12.0, np.float32), np.full(count, version, np.uint32), reward,
         ))
-    return found
+    return samples
 
 
 # -- the comparison ---------------------------------------------------------------------------
@@ -190,13 +190,13 @@ def compare(options: argparse.Namespace) -> None:
         model, work = Path(folder) / "model", Path(folder) / "work.json"
         made_model(model)
         work.write_text(json.dumps(made_work(options)))
-        given = [str(model), str(work)]
+        arguments = [str(model), str(work)]
         for number in range(options.rounds):
             print(f"round {number + 1}")
-            log.run(Program("busrl", [*COMMAND, "trainers", "--worker", *given], ROOT, 1800.0))
+            log.run(Program("busrl", [*COMMAND, "trainers", "--worker", *arguments], ROOT, 1800.0))
             if options.trl_python:
                 for label in options.rivals:
-                    argv = [options.trl_python, "-m", "benchmarks.rivals.trl_step", *given, *RIVALS[label]]
+                    argv = [options.trl_python, "-m", "benchmarks.rivals.trl_step", *arguments, *RIVALS[label]]
                     log.run(Program(label, argv, ROOT, 1800.0))
     bars = [
         Bar(f"{what}, busrl / {rival}", f"busrl:{name}", f"{rival}:{name}", limit, at_most)

@@ -43,19 +43,19 @@ Named = dict[str, torch.Tensor]
 
 def main() -> None:
     options = parse()
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%Y-%m-%d"),
         "load_before": os.getloadavg(), "threads": torch.get_num_threads(), "rows": [],
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{options.name}_{told['machine']['cores']}cores_{told['date']}.json"
+    path = options.out / f"{options.name}_{result['machine']['cores']}cores_{result['date']}.json"
     for shape in options.shape:
         for transport in options.transport:
             hidden, layers = map(int, shape.split("x"))
-            told["rows"].append(engine_of(transport, hidden, layers, options))
-            print(json.dumps(told["rows"][-1]), flush=True)
-            told["load_after"] = os.getloadavg()
-            path.write_text(json.dumps(told, indent=2) + "\n")
+            result["rows"].append(engine_of(transport, hidden, layers, options))
+            print(json.dumps(result["rows"][-1]), flush=True)
+            result["load_after"] = os.getloadavg()
+            path.write_text(json.dumps(result, indent=2) + "\n")
     print(path)
 
 
@@ -153,8 +153,8 @@ def nbytes(named: Named) -> int:
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     begun = time.monotonic()
-    found = work()
-    return time.monotonic() - begun, found
+    result = work()
+    return time.monotonic() - begun, result
 
 
 def change(sender: Any, version: int, views: Named, source: Named) -> None:
@@ -173,9 +173,9 @@ def published(transport: str, model: Any, folder: Path, held: int) -> tuple[Tran
     if transport in ADAPTERS:
         from busrl.training.model import Adapter, LoraSettings, load
 
-        made = Adapter(load(base), LoraSettings(RANK, 2.0))
+        adapter = Adapter(load(base), LoraSettings(RANK, 2.0))
         settings = replace(settings, folders=str(folder / "adapters"), kept=2, kept_by_engine=held, base=str(base))
-        return settings, dict(made.tensors()), made.write
+        return settings, dict(adapter.tensors()), adapter.write
     if transport in RESTARTS:
         from busrl.training import checkpoint
 
@@ -210,10 +210,10 @@ def step_s(engine: VllmEngine, steps: int = 8) -> float:
 def copy_s(named: Named) -> float:
     """A copy of the same tensors in this process."""
     into = {name: torch.empty_like(t) for name, t in named.items()}
-    found = []
+    times = []
     for _ in range(5):
         begun = time.monotonic()
         for name, tensor in named.items():
             into[name].copy_(tensor)
-        found.append(time.monotonic() - begun)
-    return min(found)
+        times.append(time.monotonic() - begun)
+    return min(times)

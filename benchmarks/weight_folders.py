@@ -47,8 +47,8 @@ def model_folder(folder: Path, megabytes: float) -> Path:
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     begun = time.perf_counter()
-    found = work()
-    return time.perf_counter() - begun, found
+    result = work()
+    return time.perf_counter() - begun, result
 
 
 def copy_seconds(nbytes: int, rounds: int) -> float:
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%Y-%m-%d"),
         "load_before": os.getloadavg(), "threads": torch.get_num_threads(), "rank": options.rank, "rows": [],
     }
@@ -113,9 +113,9 @@ def main() -> None:
             base = model_folder(Path(disk) / "base", megabytes)
             for mode in MODES:
                 place = Path(disk if mode == "checkpoint_restart" else memory)
-                told["rows"].append(measure(base, mode, options.rank, options.rounds, place))
-                print(json.dumps(told["rows"][-1]), flush=True)
+                result["rows"].append(measure(base, mode, options.rank, options.rounds, place))
+                print(json.dumps(result["rows"][-1]), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"weight-folders_{told['machine']['cores']}cores_{told['date']}.json"
-    path.write_text(json.dumps(told, indent=2) + "\n")
+    path = options.out / f"weight-folders_{result['machine']['cores']}cores_{result['date']}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
     print(path)

@@ -150,8 +150,8 @@ class Rig:
         self.sender = make_sender(self.settings)
         plain = json.dumps(self.settings.plain())
         self.engines = [spawn("--engine", plain, f"engine/{k}", str(mb), dtype) for k in range(peers)]
-        for one in self.engines:
-            heard(one)
+        for process in self.engines:
+            heard(process)
         self.version = 0
 
     def update(self, share: float) -> tuple[float, float, float]:
@@ -164,27 +164,27 @@ class Rig:
         begun = time.monotonic()
         self.sender.publish(self.version, self.version, self.named)
         published = time.monotonic() - begun
-        said = []
-        for one in self.engines:
+        replies = []
+        for process in self.engines:
             if not together:
-                self.ask([one])
-            said.append(heard(one).split())
-        assert all(int(words[0]) == self.version and int(words[3]) == digest(self.named) for words in said)
-        return published, max(float(words[1]) for words in said) - begun, max(float(words[2]) for words in said)
+                self.ask([process])
+            replies.append(heard(process).split())
+        assert all(int(words[0]) == self.version and int(words[3]) == digest(self.named) for words in replies)
+        return published, max(float(words[1]) for words in replies) - begun, max(float(words[2]) for words in replies)
 
     def ask(self, engines: list[subprocess.Popen[str]]) -> None:
-        for one in engines:
-            assert one.stdin is not None
-            one.stdin.write(f"{self.version}\n")
-            one.stdin.flush()
+        for process in engines:
+            assert process.stdin is not None
+            process.stdin.write(f"{self.version}\n")
+            process.stdin.flush()
 
     def close(self) -> None:
-        for one in self.engines:
-            assert one.stdin is not None
-            one.stdin.write("end\n")
-            one.stdin.close()
-        for one in self.engines:
-            one.wait(DEADLINE_S)
+        for process in self.engines:
+            assert process.stdin is not None
+            process.stdin.write("end\n")
+            process.stdin.close()
+        for process in self.engines:
+            process.wait(DEADLINE_S)
         self.sender.close()
         Path(self.settings.segment).unlink(missing_ok=True)
 
@@ -201,9 +201,9 @@ def updates(rig: Rig, share: float, rounds: int) -> dict[str, float]:
 def one_size(mb: float, args: argparse.Namespace) -> dict[str, Any]:
     named = model(mb, args.dtype)
     size = nbytes(named)
-    found: dict[str, Any] = {"bytes": size, "itemsize": next(iter(named.values())).element_size(),
+    figures: dict[str, Any] = {"bytes": size, "itemsize": next(iter(named.values())).element_size(),
                              "memcpy": memcpy(size, args.rounds)}
-    found["raw gloo"] = raw_gloo(size, args.peers, args.rounds)
+    figures["raw gloo"] = raw_gloo(size, args.peers, args.rounds)
     for transport in ("shm", "broadcast"):
         for sparse in (False, True):
             # A key frame among the rounds would be a full update among the sparse ones.
@@ -211,19 +211,19 @@ def one_size(mb: float, args: argparse.Namespace) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
                 rig = Rig(transport, mb, args.dtype, args.peers, Path(folder), **more)
                 share = args.changed if sparse else 1.0
-                found[f"{transport} sparse" if sparse else transport] = updates(rig, share, args.rounds)
-    found["ratios"] = ratios(found)
-    return found
+                figures[f"{transport} sparse" if sparse else transport] = updates(rig, share, args.rounds)
+    figures["ratios"] = ratios(figures)
+    return figures
 
 
-def ratios(found: dict[str, Any]) -> dict[str, float]:
-    shm, cast = found["shm"], found["broadcast"]
-    less, thin = found["shm sparse"], found["broadcast sparse"]
+def ratios(figures: dict[str, Any]) -> dict[str, float]:
+    shm, cast = figures["shm"], figures["broadcast"]
+    less, thin = figures["shm sparse"], figures["broadcast sparse"]
     return {
-        "shm publish / memcpy bandwidth": found["memcpy"] / shm["publish"],
-        "shm fetch / memcpy bandwidth": found["memcpy"] / shm["fetch"],
-        "broadcast / raw gloo bandwidth": found["raw gloo"] / cast["arrived"],
-        "broadcast with fetch / raw gloo bandwidth": found["raw gloo"] / (cast["arrived"] + cast["fetch"]),
+        "shm publish / memcpy bandwidth": figures["memcpy"] / shm["publish"],
+        "shm fetch / memcpy bandwidth": figures["memcpy"] / shm["fetch"],
+        "broadcast / raw gloo bandwidth": figures["raw gloo"] / cast["arrived"],
+        "broadcast with fetch / raw gloo bandwidth": figures["raw gloo"] / (cast["arrived"] + cast["fetch"]),
         "sparse / full, shm": (less["publish"] + less["fetch"]) / (shm["publish"] + shm["fetch"]),
         "sparse / full, shm, engine's part": less["fetch"] / shm["fetch"],
         "sparse / full, broadcast": (thin["arrived"] + thin["fetch"]) / (cast["arrived"] + cast["fetch"]),
@@ -237,24 +237,24 @@ def pause(mb: float, args: argparse.Namespace) -> dict[str, float]:
 
     torch.set_num_threads(1)
     tuned, tokens = tiny(mb)
-    one = TorchEngine(tuned, tokens, capacity=8, max_length=512)
+    engine = TorchEngine(tuned, tokens, capacity=8, max_length=512)
     import numpy as np
 
     ids = np.arange(2, 18, dtype=np.int32)
     none = np.empty(0, np.int32)
-    one.submit([Request(k, k, 0, ids, none, 480, 1.0, 1.0, 0) for k in range(8)])
-    named = {name: tensor.detach().clone() for name, tensor in one.parameters().items()}
+    engine.submit([Request(k, k, 0, ids, none, 480, 1.0, 1.0, 0) for k in range(8)])
+    named = {name: tensor.detach().clone() for name, tensor in engine.parameters().items()}
     settings = TransportSettings("shm", f"/dev/shm/busrl.bench.{os.getpid()}.weights", "")
     sends, mine = make_sender(settings), make_receiver(settings, "engine/0")
     steps, stands, copies = [], [], []
     for turn in range(args.rounds * 4):
         begun = time.perf_counter()
-        one.step()
+        engine.step()
         steps.append(time.perf_counter() - begun)
         if turn % 4 == 3:
             sends.publish(turn, turn, named)
             begun = time.perf_counter()
-            one.update_weights(mine)
+            engine.update_weights(mine)
             stands.append(time.perf_counter() - begun)
             copies.append(memcpy(nbytes(named), 1))
     mine.close()
@@ -308,31 +308,31 @@ def median(rounds: int, todo: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def rows(found: dict[str, Any], changed: float, dtype: str, gbit: float) -> list[dict[str, Any]]:
+def rows(figures: dict[str, Any], changed: float, dtype: str, gbit: float) -> list[dict[str, Any]]:
     """Rows for the table of docs/weights.md; a slow link changes nothing for shm."""
-    made = []
+    listed = []
     where = (f", {dtype}" if dtype != "float32" else "") + (f", {gbit:g} Gbit/s" if gbit else "")
     for mode in ("broadcast", "broadcast sparse") if gbit else ("shm", "shm sparse", "broadcast", "broadcast sparse"):
-        times, alone = found[mode], mode.startswith("shm")
+        times, alone = figures[mode], mode.startswith("shm")
         share = changed if "sparse" in mode else 1.0
-        limit_s = 2 * found["memcpy"] if alone else found["raw gloo"] + found["memcpy"]
+        limit_s = 2 * figures["memcpy"] if alone else figures["raw gloo"] + figures["memcpy"]
         name = f"{mode} ({changed:.0%} changed)" if share < 1 else mode
-        made.append({
-            "mode": name + where, "engine": "tensors", "model_mb": found["bytes"] / 1e6,
-            "moved_mb": found["bytes"] / 1e6 * (share if share == 1 else share * (1 + 4 / found["itemsize"])),
+        listed.append({
+            "mode": name + where, "engine": "tensors", "model_mb": figures["bytes"] / 1e6,
+            "moved_mb": figures["bytes"] / 1e6 * (share if share == 1 else share * (1 + 4 / figures["itemsize"])),
             "publish_s": times["publish"], "take_s": 0.0 if alone else max(0.0, times["arrived"] - times["publish"]),
             "apply_s": times["fetch"], "limit_s": limit_s,
             "limit": "two copies of all values" if alone else "raw Gloo and one copy of all values",
         })
-    return made
+    return listed
 
 
 def on_a_slow_link(gbit: float) -> None:
     """Become this program in a network of its own whose loopback sends no more than that."""
     if os.environ.get("BUSRL_BENCH_LINK"):
         return
-    made = f"ip link set lo up && tc qdisc add dev lo root tbf rate {gbit * 1000:g}mbit burst 2mb latency 1s"
-    command = ["unshare", "-rn", "sh", "-c", f'{made} && exec "$@"', "sh", *COMMAND, "weights", *sys.argv[1:]]
+    set_up = f"ip link set lo up && tc qdisc add dev lo root tbf rate {gbit * 1000:g}mbit burst 2mb latency 1s"
+    command = ["unshare", "-rn", "sh", "-c", f'{set_up} && exec "$@"', "sh", *COMMAND, "weights", *sys.argv[1:]]
     os.execvpe("unshare", command, {**os.environ, "BUSRL_BENCH_LINK": "1"})
 
 
@@ -355,18 +355,18 @@ def main() -> None:
     if args.link_gbit:
         on_a_slow_link(args.link_gbit)
     torch.set_num_threads(1)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%Y-%m-%d"),
         "torch": str(torch.__version__), "dtype": args.dtype, "peers": args.peers, "rounds": args.rounds,
         "changed": args.changed, "link_gbit": args.link_gbit, "load": [os.getloadavg()[0]], "sizes": {}, "rows": [],
     }
     for mb in map(float, args.sizes.split(",")):
-        found = told["sizes"][f"{mb:g} MB"] = one_size(mb, args)
-        told["rows"] += rows(found, args.changed, args.dtype, args.link_gbit)
+        figures = result["sizes"][f"{mb:g} MB"] = one_size(mb, args)
+        result["rows"] += rows(figures, args.changed, args.dtype, args.link_gbit)
         if args.pause:
-            found["pause"] = pause(mb, args)
-        print(json.dumps({f"{mb:g} MB": found}, indent=1), flush=True)
-    told["load"].append(os.getloadavg()[0])
+            figures["pause"] = pause(mb, args)
+        print(json.dumps({f"{mb:g} MB": figures}, indent=1), flush=True)
+    result["load"].append(os.getloadavg()[0])
     if args.json:
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
     return None

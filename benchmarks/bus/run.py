@@ -105,5 +105,5 @@ def main() -> int:
                 measure(log, program, pid)
             log.say("encode", encoding(), "us")
             log.say("one", 1.0, "")
-    told = written(log, BARS, "bus", options.out, rounds=options.rounds)
-    return 1 if told["failures"] else 0
+    result = written(log, BARS, "bus", options.out, rounds=options.rounds)
+    return 1 if result["failures"] else 0

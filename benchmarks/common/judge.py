@@ -62,10 +62,10 @@ class Log:
         self.loads.append(os.getloadavg()[0])
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         try:
-            told = subprocess.run(
+            done = subprocess.run(
                 program.argv, cwd=program.cwd, env=env, capture_output=True, text=True, timeout=program.timeout_s
             )
-            text, error = told.stdout, told.stderr if told.returncode else ""
+            text, error = done.stdout, done.stderr if done.returncode else ""
         except subprocess.TimeoutExpired:
             text, error = "", f"no end within {program.timeout_s:g} s"
         lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"name"')]
@@ -94,7 +94,7 @@ class Log:
 
 def written(log: Log, bars: Sequence[Bar], name: str, out: Path, **more: Any) -> dict[str, Any]:
     """Judge all bars, print them, and keep everything as `out`/`name`_<cores>cores_<date>.json."""
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "time": time.strftime("%H:%M"),
         "commit": report.commit(ROOT),
@@ -109,13 +109,13 @@ def written(log: Log, bars: Sequence[Bar], name: str, out: Path, **more: Any) ->
         "values": log.values,
     }
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{name}_{told['machine']['cores']}cores_{told['date']}.json"
-    path.write_text(json.dumps(told, indent=1) + "\n")
-    for row in told["bars"]:
+    path = out / f"{name}_{result['machine']['cores']}cores_{result['date']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    for row in result["bars"]:
         sign = "<=" if row["at_most"] else ">="
         verdict = {True: "met", False: "MISSED", None: "not measured"}[row["met"]]
         print(f"{verdict:12} {row['ratio']} {sign} {row['limit']}  {row['what']}")
     for label, why in log.failures.items():
         print(f"FAILED       {label}: {why}")
     print(f"written to {path}")
-    return told
+    return result

@@ -98,12 +98,12 @@ class Groups:
 
     def look(self) -> None:
         lines, now = self.run.attach().lines(), time.monotonic()
-        own = lines[(lines["state"] > State.RESERVED) & (lines["cls"] == 0)]
-        if len(own):
+        training = lines[(lines["state"] > State.RESERVED) & (lines["cls"] == 0)]
+        if len(training):
             self.began = self.began or now
-        groups, answered = own["group"].astype(np.int64), own["state"] >= State.GENERATED
-        self.opened.update(zip(groups.tolist(), own["admission"].tolist()))
-        for draw in np.unique(groups[answered | (own["state"] == State.GENERATING)]).tolist():
+        groups, answered = training["group"].astype(np.int64), training["state"] >= State.GENERATED
+        self.opened.update(zip(groups.tolist(), training["admission"].tolist()))
+        for draw in np.unique(groups[answered | (training["state"] == State.GENERATING)]).tolist():
             self.started.setdefault(draw, now)
         draws, counts = np.unique(groups[answered], return_counts=True)
         here = set(groups.tolist())
@@ -120,17 +120,18 @@ class Groups:
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Mean, median, p95, p99 and maximum."""
-    found = np.asarray(values, np.float64)
-    named = {f"p{q}": float(np.percentile(found, q)) for q in (50, 95, 99)}
-    return {key: round(v, 3) for key, v in {"mean": float(found.mean()), **named, "max": float(found.max())}.items()}
+    array = np.asarray(values, np.float64)
+    percentiles = {f"p{q}": float(np.percentile(array, q)) for q in (50, 95, 99)}
+    figures = {"mean": float(array.mean()), **percentiles, "max": float(array.max())}
+    return {key: round(value, 3) for key, value in figures.items()}
 
 
-def save(name: str, told: dict[str, Any]) -> Path:
+def save(name: str, result: dict[str, Any]) -> Path:
     """Write a result beside this file, with the machine, the commit and the load."""
     path = EXPERIMENT_RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     head = {"date": time.strftime("%Y-%m-%d"), "commit": report.commit(ROOT), "machine": report.machine()}
     head["command"] = " ".join(sys.argv)
-    path.write_text(json.dumps({**head, "load_after": os.getloadavg()[0], **told}, indent=1) + "\n")
+    path.write_text(json.dumps({**head, "load_after": os.getloadavg()[0], **result}, indent=1) + "\n")
     print(f"written to {path}")
     return path

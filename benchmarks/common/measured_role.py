@@ -96,5 +96,5 @@ def measured(role: Any, state: State) -> Any:
 
 if __name__ == "__main__":
     name = environ["BUSRL_NAME"]
-    made = measured(Reward, State.GENERATED) if name.startswith("reward") else measured(Rollout, State.QUEUED)
-    sys.exit(made(environ["BUSRL_RUN_DIR"], name).main())
+    role = measured(Reward, State.GENERATED) if name.startswith("reward") else measured(Rollout, State.QUEUED)
+    sys.exit(role(environ["BUSRL_RUN_DIR"], name).main())

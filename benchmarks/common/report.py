@@ -23,8 +23,8 @@ def machine() -> dict[str, Any]:
 
 def commit(root: Path) -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def summary(runs: list[dict[str, Any]], against: str = "busrl") -> list[dict[str, Any]]:
@@ -64,20 +64,20 @@ def _paired(runs: list[dict[str, Any]], system: str, against: str) -> list[float
     return ratios
 
 
-def table(told: dict[str, Any]) -> str:
-    host = told["machine"]
+def table(result: dict[str, Any]) -> str:
+    host = result["machine"]
     lines = [
-        f"# Time to a mean reward of {told['goal']} (last 10 updates, all samples), lr {told['lr']:g}",
+        f"# Time to a mean reward of {result['goal']} (last 10 updates, all samples), lr {result['lr']:g}",
         "",
         f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, "
-        f"commit {told['commit']}, {told['date']}.",
-        f"Seeds {', '.join(map(str, told['seeds']))}, {told['rounds']} round(s), systems taken in turn.",
+        f"commit {result['commit']}, {result['date']}.",
+        f"Seeds {', '.join(map(str, result['seeds']))}, {result['rounds']} round(s), systems taken in turn.",
         "The clock runs from the first generated sequence, imports and model loading done, for every system alike.",
         "",
         "| system | reached | seconds (min to max) | CPU s | updates | samples | s/update | over busrl | load |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in told["summary"]:
+    for row in result["summary"]:
         lines.append(
             f"| {row['system']} | {row['reached']}/{row['runs']} "
             f"| {row['seconds']:.1f} ({row['seconds_min']:.1f} to {row['seconds_max']:.1f}) "
@@ -88,6 +88,6 @@ def table(told: dict[str, Any]) -> str:
         "",
         "Figures are medians. `over busrl`: seconds over busrl's; `load`: highest one-minute load before a run.",
     ]
-    if told["failures"]:
-        lines += ["", "Runs that failed:", *(f"- {failure.splitlines()[0]}" for failure in told["failures"])]
+    if result["failures"]:
+        lines += ["", "Runs that failed:", *(f"- {failure.splitlines()[0]}" for failure in result["failures"])]
     return "\n".join(lines) + "\n"

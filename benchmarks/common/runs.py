@@ -55,11 +55,11 @@ class BenchRun:
     def until(self, what: str, condition: Callable[[], Any], pause_s: float = 0.005) -> Any:
         """Wait for what `condition` gives once it is true."""
         end = time.monotonic() + LIMIT_S
-        while not (found := condition()):
+        while not (value := condition()):
             if self.child.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the run ended, or {LIMIT_S:g} s passed, before {what}: {self.tail()}")
             time.sleep(pause_s)
-        return found
+        return value
 
     def until_step(self, step: int) -> None:
         self.until(f"step {step}", lambda: self.attach().header("step") >= step)
@@ -67,8 +67,8 @@ class BenchRun:
     def process(self, name: str) -> Process | None:
         """The living process of that name, once it is ready."""
         ring = self.attach()
-        here = [one for one in ring.processes() if one.label == name and one.state == "ready"]
-        return next((one for one in here if not ring.is_dead(one.index)), None)
+        here = [process for process in ring.processes() if process.label == name and process.state == "ready"]
+        return next((process for process in here if not ring.is_dead(process.index)), None)
 
     def held(self, index: int) -> dict[int, int]:
         """slot -> word of what a process owns now."""
@@ -80,8 +80,8 @@ class BenchRun:
         return self.child.wait(LIMIT_S)
 
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.paths.summary.read_text())
-        return found
+        summary: dict[str, Any] = json.loads(self.paths.summary.read_text())
+        return summary
 
     def tail(self) -> str:
         return Path(f"{self.directory}.out").read_text(errors="replace")[-2000:]
@@ -104,13 +104,13 @@ class BenchRun:
 def run(*settings: str, config: Path = QUICKSTART) -> Iterator[BenchRun]:
     """A run in a temporary directory; ended and removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="busrl-bench-"))
-    made = BenchRun(folder / "run", settings, config)
+    started = BenchRun(folder / "run", settings, config)
     try:
-        yield made
+        yield started
     finally:
-        made.stop()
-        Ring.unlink(made.paths.ring_name)
-        made.paths.weights_file.unlink(missing_ok=True)
+        started.stop()
+        Ring.unlink(started.paths.ring_name)
+        started.paths.weights_file.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

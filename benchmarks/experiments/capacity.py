@@ -97,9 +97,9 @@ def neighbours(share: float) -> Iterator[None]:
 def fed(topology_file: Path, log: Path) -> dict[str, float]:
     command = [*COMMAND, "capacity", "--feed", str(topology_file), str(log)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
-    told = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=live.LIMIT_S)
-    found: dict[str, float] = json.loads(told.stdout.splitlines()[-1])
-    return found
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=live.LIMIT_S)
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 class Used:
@@ -183,9 +183,9 @@ def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: fl
 
 def need(options: argparse.Namespace, folder: Path, trace: Path) -> float:
     """Tokens per second of the learner fed from memory: from a run whose actors are faster than any learner."""
-    told = measure(options, folder, trace, 200_000.0)
-    print(f"from memory {told['from_memory']} tokens/s; with plenty {told}", flush=True)
-    return float(told["from_memory"])
+    figures = measure(options, folder, trace, 200_000.0)
+    print(f"from memory {figures['from_memory']} tokens/s; with plenty {figures}", flush=True)
+    return float(figures["from_memory"])
 
 
 def experiment(options: argparse.Namespace) -> dict[str, Any]:
@@ -197,9 +197,9 @@ def experiment(options: argparse.Namespace) -> dict[str, Any]:
         needed = need(options, folder, trace)
         for turn in range(options.rounds):
             for share in options.shares[:: 1 if turn % 2 == 0 else -1]:
-                told = {"share": share, "round": turn, **measure(options, folder, trace, share * needed)}
-                cells.append(told)
-                print(json.dumps(told), flush=True)
+                figures = {"share": share, "round": turn, **measure(options, folder, trace, share * needed)}
+                cells.append(figures)
+                print(json.dumps(figures), flush=True)
     table = []
     for share in options.shares:
         mine = [cell for cell in cells if cell["share"] == share]
@@ -228,8 +228,8 @@ def main() -> int:
     if options.feed:
         print(json.dumps(feed(*options.feed)))
         return 0
-    told = experiment(options)
-    live.save(options.name, told)
-    for row in told["table"]:
+    result = experiment(options)
+    live.save(options.name, result)
+    for row in result["table"]:
         print(row)
     return 0

@@ -30,12 +30,12 @@ RISES = 0.1  # a reward that is so much higher in the last ten steps than in the
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def run(topology: str, own: dict[str, str], age: int, seed: int, steps: int) -> list[float]:
+def run(topology: str, chosen: dict[str, str], age: int, seed: int, steps: int) -> list[float]:
     """Reward per step of one run with settings of its own; raises if it did not end well."""
     directory = Path(tempfile.mkdtemp(prefix="busrl-age-"))
     settings = {
         "run.seed": seed, "run.max_steps": steps, "weights.mode": "sync", "experiments.forced_age": age,
-        "validation.at_start": "false", "validation.at_end": "false", **own,
+        "validation.at_start": "false", "validation.at_end": "false", **chosen,
     }
     command = [sys.executable, "-m", "busrl.cli", "launch", topology, "--run-dir", str(directory)]
     for key, value in settings.items():
@@ -43,11 +43,12 @@ def run(topology: str, own: dict[str, str], age: int, seed: int, steps: int) -> 
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
         if done.returncode:
-            raise RuntimeError(f"{own} at age {age}, seed {seed}: exit code {done.returncode}\n{done.stdout[-2000:]}")
+            end = f"exit code {done.returncode}\n{done.stdout[-2000:]}"
+            raise RuntimeError(f"{chosen} at age {age}, seed {seed}: {end}")
         rows = step_lines(directory / "metrics.jsonl")
         ages = {row["age_max"] for row in rows[age + 1 :]}
         if ages != {age}:
-            raise RuntimeError(f"{own} at age {age}, seed {seed}: batches of age {sorted(ages)} were trained")
+            raise RuntimeError(f"{chosen} at age {age}, seed {seed}: batches of age {sorted(ages)} were trained")
         return [row["reward"] for row in rows]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -85,18 +86,19 @@ def table(results: list[dict[str, object]], ages: list[int], steps: int) -> list
 
 def verdicts(results: list[dict[str, object]]) -> list[str]:
     """Markdown: a row for each recipe; for each age the first five and last ten steps, and whether all seeds rose."""
-    ages = sorted({int(str(one["age"])) for one in results})
+    ages = sorted({int(str(result["age"])) for result in results})
     heads = [f"age {age}: first 5, last 10 | rises | curve (0 to 1)" for age in ages]
     lines = [f"| recipe | {' | '.join(heads)} |", "|---" * (1 + 3 * len(ages)) + "|"]
-    for name in dict.fromkeys(str(one["loss"]) for one in results):
+    for name in dict.fromkeys(str(result["loss"]) for result in results):
         cells = []
         for age in ages:
-            curves: list[list[float]] = [one["curve"] for one in results if (one["loss"], one["age"]) == (name, age)]  # type: ignore[misc]
+            of_both = [result for result in results if (result["loss"], result["age"]) == (name, age)]
+            curves: list[list[float]] = [result["curve"] for result in of_both]  # type: ignore[misc]
             ends = [(mean(curve[:5]), mean(curve[-10:])) for curve in curves]
             rose = sum(last - first >= RISES for first, last in ends)
-            said = "yes" if rose == len(ends) else f"{rose} of {len(ends)} seeds" if rose else "**no**"
+            rises = "yes" if rose == len(ends) else f"{rose} of {len(ends)} seeds" if rose else "**no**"
             before, after = (median(end[at] for end in ends) for at in (0, 1))
-            cells.append(f"{before:.2f}, {after:.2f} | {said} | `{spark(curves[0])}`")
+            cells.append(f"{before:.2f}, {after:.2f} | {rises} | `{spark(curves[0])}`")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -115,21 +117,21 @@ def main() -> int:
     if options.steps < 60 and not options.recipes:
         parser.error(f"--steps {options.steps}: the table shows updates 51 to 60 too; give 60 or more")
     key = "learner.recipe" if options.recipes else "learner.loss"
-    every = dict(one.split("=", 1) for one in options.set)
+    every = dict(setting.split("=", 1) for setting in options.set)
     results: list[dict[str, object]] = []
     for seed in options.seeds:
         for age in options.ages:
             for name in options.recipes or options.losses:
-                own = every | {key: "" if name == "none" else name}
-                curve = run(options.topology, own, age, seed, options.steps)
+                chosen = every | {key: "" if name == "none" else name}
+                curve = run(options.topology, chosen, age, seed, options.steps)
                 results.append({"loss": name, "age": age, "seed": seed, "curve": curve})
-                told = f"{mean(curve[:10]):.3f} -> {mean(curve[-10:]):.3f} {spark(curve)}"
-                print(f"{name} age {age} seed {seed}: {told}", flush=True)
-    found = verdicts(results) if options.recipes else table(results, options.ages, options.steps)
+                text = f"{mean(curve[:10]):.3f} -> {mean(curve[-10:]):.3f} {spark(curve)}"
+                print(f"{name} age {age} seed {seed}: {text}", flush=True)
+    lines = verdicts(results) if options.recipes else table(results, options.ages, options.steps)
     file = options.out / ("recipes" if options.recipes else "forced_age")
     options.out.mkdir(parents=True, exist_ok=True)
     data = {"machine": f"{platform.machine()}, {platform.system()} {platform.release()}", "set": every, "runs": results}
     file.with_suffix(".json").write_text(json.dumps(data) + "\n")
-    file.with_suffix(".md").write_text("\n".join(found) + "\n")
-    print("\n".join(found))
+    file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
     return 0

@@ -33,8 +33,8 @@ COMMON: dict[str, object] = {
 def policy_settings(name: str, seed: int) -> dict[str, object]:
     """`policy` or `policy:predictor`."""
     policy, _, predictor = name.partition(":")
-    found: dict[str, object] = {"scheduler.policy": policy, "run.seed": seed}
-    return found | ({"scheduler.predictor": predictor} if predictor else {})
+    settings: dict[str, object] = {"scheduler.policy": policy, "run.seed": seed}
+    return settings | ({"scheduler.predictor": predictor} if predictor else {})
 
 
 # -- an open stream -------------------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="busrl-dispatch-") as name:
         for place, seed in enumerate(options.seeds):
             for policy in options.policies[:: 1 if place % 2 == 0 else -1]:
-                told = runner(policy, seed, Path(name), options)
-                cells.append({"policy": policy, "seed": seed, **told})
+                figures = runner(policy, seed, Path(name), options)
+                cells.append({"policy": policy, "seed": seed, **figures})
                 print(json.dumps(cells[-1]), flush=True)
     table = []
     for policy in options.policies:
@@ -149,8 +149,8 @@ def main() -> int:
     parser.add_argument("--name", default="")
     options = parser.parse_args()
     options.policies = options.policies or POLICIES[options.what]
-    told = compare(options)
-    live.save(options.name or f"dispatch_{options.what}", told)
-    for row in told["table"]:
+    result = compare(options)
+    live.save(options.name or f"dispatch_{options.what}", result)
+    for row in result["table"]:
         print(row)
     return 0

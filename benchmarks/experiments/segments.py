@@ -45,7 +45,7 @@ def stand_in(path: Path, prompts: int, options: argparse.Namespace, seed: int) -
 def settings_of(variant: str, path: Path, seed: int, options: argparse.Namespace) -> dict[str, object]:
     mode, segments = variant.split(":")[0], int(variant.split(":")[1])
     cut = -(-options.limit // segments)
-    found: dict[str, object] = {
+    settings: dict[str, object] = {
         "data.train": path, "data.shuffle": False, "run.seed": seed, "run.max_steps": options.steps + options.fill,
         "groups.size": GROUP, "generation.max_new_tokens": options.limit, "generation.max_batch": options.rows,
         "process.rollout.count": options.actors,
@@ -57,10 +57,10 @@ def settings_of(variant: str, path: Path, seed: int, options: argparse.Namespace
     }
     if segments > 1:
         loss = "pois" if mode == "sync" else "behaviour"
-        found |= {"segments.length": cut, "segments.max_segments": segments, "segments.loss": loss}
+        settings |= {"segments.length": cut, "segments.max_segments": segments, "segments.loss": loss}
         if mode == "sync":
-            found["segments.rounds"] = "segments"  # a step ends after a segment of each answer
-    return found
+            settings["segments.rounds"] = "segments"  # a step ends after a segment of each answer
+    return settings
 
 
 def measure(variant: str, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:

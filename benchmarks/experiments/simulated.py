@@ -150,12 +150,12 @@ def segments(case: Case) -> list[Row]:
     for mode, rounds in (("batch-async", "answers"), ("sync", "segments")):
         for most, length in ((1, "0"), *((most, str(-(-LIMIT // most))) for most in (2, 4, 8)), (8, "auto")):
             cut = [f"segments.length={length}", f"segments.max_segments={most}", f"segments.rounds={rounds}"]
-            made = case.topology(f"weights.mode={mode}", *(cut if most > 1 else []))
-            found = case.play(made, case.answers(), steps=WAVES if mode == "sync" else 0)
+            topology = case.topology(f"weights.mode={mode}", *(cut if most > 1 else []))
+            figures = case.play(topology, case.answers(), steps=WAVES if mode == "sync" else 0)
             rows.append({
-                "mode": mode, "segments": "auto" if length == "auto" else str(most), "samples/s": found.samples_per_s,
-                "tokens/s": found.tokens_per_s, "s/step": found.step_s, "rollout busy": found.actors_busy,
-                "skew": found.skew, "age": found.age_mean, "age max": found.age_max,
+                "mode": mode, "segments": "auto" if length == "auto" else str(most), "samples/s": figures.samples_per_s,
+                "tokens/s": figures.tokens_per_s, "s/step": figures.step_s, "rollout busy": figures.actors_busy,
+                "skew": figures.skew, "age": figures.age_mean, "age max": figures.age_max,
             })
     return rows
 
@@ -175,11 +175,11 @@ def trigger(case: Case) -> list[Row]:
     slow = {f"slow learner, {name}": chosen for name, chosen in bounds.items()}
     for name, chosen in (settings | slow).items():
         who = replace(case, reach=SLOW_LEARNER) if name in slow else case
-        found = who.play(who.topology(*chosen), who.answers(), steps=TRIGGER_STEPS if case.actors < 1000 else 30)
+        figures = who.play(who.topology(*chosen), who.answers(), steps=TRIGGER_STEPS if case.actors < 1000 else 30)
         rows.append({
-            "trigger": name, "samples/s": found.samples_per_s, "s/step": found.step_s, "age": found.age_mean,
-            "age max": found.age_max, "rollout busy": found.actors_busy, "stalled": found.actors_stalled,
-            "learner busy": found.learner_busy, "by time": found.causes.get("time", 0) / max(1, found.steps),
+            "trigger": name, "samples/s": figures.samples_per_s, "s/step": figures.step_s, "age": figures.age_mean,
+            "age max": figures.age_max, "rollout busy": figures.actors_busy, "stalled": figures.actors_stalled,
+            "learner busy": figures.learner_busy, "by time": figures.causes.get("time", 0) / max(1, figures.steps),
         })
     return rows
 
@@ -188,11 +188,11 @@ def window(case: Case) -> list[Row]:
     """The window against greedy (any ready group may be trained), both under the bound on age, and without it."""
     rows = []
     for mode, greedy in (("batch-async", False), ("batch-async", True), ("fully-async", False), ("fully-async", True)):
-        found = case.play(case.topology(f"weights.mode={mode}"), case.answers(), change=_greedy if greedy else None)
+        figures = case.play(case.topology(f"weights.mode={mode}"), case.answers(), change=_greedy if greedy else None)
         rows.append({
-            "mode": mode, "order": "greedy" if greedy else "window", "samples/s": found.samples_per_s,
-            "tokens/s": found.tokens_per_s, "skew": found.skew, "age": found.age_mean, "age max": found.age_max,
-            "rollout busy": found.actors_busy, "waits for window": found.learner_waited.get("window", 0.0),
+            "mode": mode, "order": "greedy" if greedy else "window", "samples/s": figures.samples_per_s,
+            "tokens/s": figures.tokens_per_s, "skew": figures.skew, "age": figures.age_mean, "age max": figures.age_max,
+            "rollout busy": figures.actors_busy, "waits for window": figures.learner_waited.get("window", 0.0),
         })
     return rows
 
@@ -202,12 +202,12 @@ def capacity(case: Case) -> list[Row]:
     rows = []
     for bound, over in product((4, 8, 16), (0.8, 1.0, 1.1, 1.3)):
         who = replace(case, reach=1 / over)
-        made = who.topology(f"weights.max_staleness={bound}", f"learner.trigger.n_min={max(8, who.n_min)}")
-        found = who.play(made, who.answers(limit=SHORT), steps=TRIGGER_STEPS if case.actors < 1000 else 20)
+        topology = who.topology(f"weights.max_staleness={bound}", f"learner.trigger.n_min={max(8, who.n_min)}")
+        figures = who.play(topology, who.answers(limit=SHORT), steps=TRIGGER_STEPS if case.actors < 1000 else 20)
         rows.append({
-            "S": f"{bound}", "generation over need": f"{over:g}", "learner busy": found.learner_busy,
-            "rollout busy": found.actors_busy, "s/step": found.step_s, "age": found.age_mean,
-            "waits for window": found.learner_waited.get("window", 0.0),
+            "S": f"{bound}", "generation over need": f"{over:g}", "learner busy": figures.learner_busy,
+            "rollout busy": figures.actors_busy, "s/step": figures.step_s, "age": figures.age_mean,
+            "waits for window": figures.learner_waited.get("window", 0.0),
         })
     return rows
 
@@ -264,6 +264,6 @@ def keep(name: str, actors: int, rows: list[Row]) -> None:
         row.update({key: "-" for key in ("tau", "bound at the end") if row.get(key) == 0})
     path = EXPERIMENT_RESULTS / f"simulated_{name}.json"
     others = json.loads(path.read_text()) if path.exists() else []
-    found = sorted([row for row in others if row["actors"] != actors] + rows, key=lambda row: row["actors"])
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table(found))
+    merged = sorted([row for row in others if row["actors"] != actors] + rows, key=lambda row: row["actors"])
+    path.write_text(json.dumps(merged, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(merged))

@@ -1,12 +1,12 @@
-"""Accuracy of the simulator: fitted on one run, it foretells other runs, which are then made.
+"""Accuracy of the simulator: fitted on one run, it predicts other runs, which are then measured.
 
     python -m benchmarks simulator-accuracy [--rounds R] [--steps S] [--only quickstart scripted]
 
 In each round every case is run for real, one after the other. The first case is fitted; from that fit alone the others
-are simulated, and the first one again with another seed of the simulation. Compared are trained samples per second,
-generated tokens per second and the busy shares of learner and rollout, as ratios foretold / measured; the median over
+are simulated, and the first one again with another seed of the simulation. The figures are trained samples per second,
+generated tokens per second and the busy shares of learner and rollout, as ratios predicted / measured; the median over
 the rounds is judged against the bar of 10 %. A machine that does other work changes its speed between two runs: look at
-the spread of the rounds, and at the load that is kept with the result. Writes results/simulator_accuracy.json and .md.
+the spread of the rounds, and at the load in the result. Writes results/simulator_accuracy.json and .md.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def measured(folder: Path) -> dict[str, float]:
 def foretold(fitted: Fitted, topology: Topology, seed: int) -> dict[str, float]:
     """Figures of a simulated run."""
     setting = make(topology, fitted, steps=topology.run.max_steps, seed=seed)
-    found = World(
+    figures = World(
         topology, setting.times, setting.answers, actors=setting.actors, steps=setting.steps, seed=seed
     ).run()
-    span = found.rows[-1].time_s - found.rows[0].time_s
+    span = figures.rows[-1].time_s - figures.rows[0].time_s
     return {
-        "samples_per_s": sum(row.samples for row in found.rows[1:]) / span,
-        "generated_per_s": found.generated_tokens_per_s,
-        "learner_busy": found.learner_busy,
-        "rollout_busy": found.actors_busy * setting.times.busy_share,
+        "samples_per_s": sum(row.samples for row in figures.rows[1:]) / span,
+        "generated_per_s": figures.generated_tokens_per_s,
+        "learner_busy": figures.learner_busy,
+        "rollout_busy": figures.actors_busy * setting.times.busy_share,
     }
 
 
@@ -96,17 +96,17 @@ def one_round(name: str, steps: int, number: int) -> list[dict[str, Any]]:
     rows, fitted = [], None
     for case, settings in cases.items():
         load = os.getloadavg()[0]
-        with run(*settings, f"run.max_steps={steps}", config=config) as made:
-            if made.wait() != 0:
-                raise RuntimeError(f"{name}, {case}: the run failed: {made.tail()}")
-            fitted = fitted or fit(made.directory)
-            topology = Topology.from_json(made.paths.topology.read_text())
-            real = measured(made.directory)
-            told = foretold(fitted, topology, seed=number + 1)
-        ratios = {figure: told[figure] / real[figure] for figure in FIGURES}
+        with run(*settings, f"run.max_steps={steps}", config=config) as real_run:
+            if real_run.wait() != 0:
+                raise RuntimeError(f"{name}, {case}: the run failed: {real_run.tail()}")
+            fitted = fitted or fit(real_run.directory)
+            topology = Topology.from_json(real_run.paths.topology.read_text())
+            real = measured(real_run.directory)
+            predicted = foretold(fitted, topology, seed=number + 1)
+        ratios = {figure: predicted[figure] / real[figure] for figure in FIGURES}
         rows.append({"experiment": name, "case": case, "round": number, "load": load, "measured": real,
-                     "foretold": told, "ratio": ratios})
-        shown = ", ".join(f"{figure} {real[figure]:.3g} / {told[figure]:.3g}" for figure in FIGURES)
+                     "foretold": predicted, "ratio": ratios})
+        shown = ", ".join(f"{figure} {real[figure]:.3g} / {predicted[figure]:.3g}" for figure in FIGURES)
         print(f"{name}, {case}: {shown}", flush=True)
     return rows
 
@@ -139,8 +139,8 @@ def main() -> int:
             else:
                 print(f"{name}: not in this busrl (no {CASES[name][0].name}, or no scripted engine); left out")
     EXPERIMENT_RESULTS.mkdir(exist_ok=True)
-    told = {"when": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "steps": options.steps, "rows": rows}
-    (EXPERIMENT_RESULTS / "simulator_accuracy.json").write_text(json.dumps(told, indent=1) + "\n")
+    result = {"when": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "steps": options.steps, "rows": rows}
+    (EXPERIMENT_RESULTS / "simulator_accuracy.json").write_text(json.dumps(result, indent=1) + "\n")
     (EXPERIMENT_RESULTS / "simulator_accuracy.md").write_text(table(rows))
     print(table(rows))
     return 0

@@ -1,4 +1,5 @@
-"""Segments in the simulator: fitted to UloRL's step times for 1 and 2 segments, it foretells those for 4.
+"""Segments in the simulator: fitted to UloRL's step times for 1 and 2 segments, it predicts those for 4.
+
 
     python -m benchmarks ulorl [--steps N]
 
@@ -62,7 +63,7 @@ def topology(segments: int) -> Topology:
 
 
 def step_s(
-    made: Mapping[int, Topology], segments: int, median: float, sigma: float, ratio: float, steps: int, seed: int
+    topologies: Mapping[int, Topology], segments: int, median: float, sigma: float, ratio: float, steps: int, seed: int
 ) -> float:
     """Seconds per step, in units of a decoding step with nothing running (a = 1)."""
     random = np.random.default_rng([seed, 7])
@@ -73,42 +74,47 @@ def step_s(
         learner_token_s=0.0, learner_group_s=0.0, publish_s=0.0, checkpoint_s=0.0,
     )
     answers = TraceAnswers(tasks, GROUP, LIMIT)
-    world = World(made[segments], times, answers, actors=1, steps=WARM_UP + steps, seed=seed, grid_s=0.0)
+    world = World(topologies[segments], times, answers, actors=1, steps=WARM_UP + steps, seed=seed, grid_s=0.0)
     rows = world.run().rows
     return (rows[-1].time_s - rows[WARM_UP - 1].time_s) / steps
 
 
-def fits(made: Mapping[int, Topology], sigma: float, ratio: float, steps: int) -> list[dict[str, float]]:
+def fits(topologies: Mapping[int, Topology], sigma: float, ratio: float, steps: int) -> list[dict[str, float]]:
     """Every median at which 1 and 2 segments differ as measured, then a, then what 4 segments would take.
 
     There may be two: answers so short that few reach the limit, or so long that many do. There may be none.
     """
 
     def gap(log_median: float) -> float:
-        one, two = (step_s(made, n, math.exp(log_median), sigma, ratio, steps, seed=0) for n in (1, 2))
-        return one / two - MEASURED[1] / MEASURED[2]
+        single, halves = (step_s(topologies, n, math.exp(log_median), sigma, ratio, steps, seed=0) for n in (1, 2))
+        return single / halves - MEASURED[1] / MEASURED[2]
 
     grid = np.linspace(math.log(500.0), math.log(LIMIT), GRID).tolist()
     gaps = [gap(at) for at in grid]
-    found = []
+    fitting = []
     for (low, high), (left, right) in zip(pairwise(grid), pairwise(gaps)):
         if left * right < 0:
             for _ in range(8):
                 middle = (low + high) / 2
                 low, high = (middle, high) if gap(middle) * left > 0 else (low, middle)
-            found.append(foretold(made, sigma, ratio, math.exp((low + high) / 2), steps))
-    return found
+            fitting.append(foretold(topologies, sigma, ratio, math.exp((low + high) / 2), steps))
+    return fitting
 
 
-def foretold(made: Mapping[int, Topology], sigma: float, ratio: float, median: float, steps: int) -> dict[str, float]:
+def foretold(
+    topologies: Mapping[int, Topology], sigma: float, ratio: float, median: float, steps: int
+) -> dict[str, float]:
     """Seconds per step with each number of segments, `a` such that 1 and 2 fit; the seeds are not those of the fit."""
-    found = {n: np.mean([step_s(made, n, median, sigma, ratio, steps, seed) for seed in (1, 2, 3)]) for n in MEASURED}
-    scale = (MEASURED[1] + MEASURED[2]) / (found[1] + found[2])
+    seconds = {
+        n: np.mean([step_s(topologies, n, median, sigma, ratio, steps, seed) for seed in (1, 2, 3)]) for n in MEASURED
+    }
+    scale = (MEASURED[1] + MEASURED[2]) / (seconds[1] + seconds[2])
     return {
         "sigma": sigma, "row_over_step": ratio, "median": round(median), "step_ms": round(1000 * float(scale), 2),
         "share_at_limit": round(0.5 * math.erfc((math.log(LIMIT) - math.log(median)) / sigma / math.sqrt(2)), 5),
-        **{f"predicted_{n}": round(float(scale * found[n]), 1) for n in found},
-        "error_4": round(float(scale * found[4]) / MEASURED[4] - 1, 4), "gain_4": round(float(found[1] / found[4]), 3),
+        **{f"predicted_{n}": round(float(scale * seconds[n]), 1) for n in seconds},
+        "error_4": round(float(scale * seconds[4]) / MEASURED[4] - 1, 4),
+        "gain_4": round(float(seconds[1] / seconds[4]), 3),
     }
 
 
@@ -116,12 +122,12 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=6)
     options = arguments.parse_args()
-    made, rows = {n: topology(n) for n in MEASURED}, []
+    topologies, rows = {n: topology(n) for n in MEASURED}, []
     for sigma in SIGMAS:
         for ratio in RATIOS:
-            found = fits(made, sigma, ratio, options.steps)
-            rows += found
-            print(f"sigma {sigma}, b/a {ratio}: {found or 'no median gives the measured ratio'}", flush=True)
+            fitting = fits(topologies, sigma, ratio, options.steps)
+            rows += fitting
+            print(f"sigma {sigma}, b/a {ratio}: {fitting or 'no median gives the measured ratio'}", flush=True)
     kept = [row["error_4"] for row in rows if row["share_at_limit"] >= LEAST_AT_LIMIT]
     left = [row["error_4"] for row in rows if row["share_at_limit"] < LEAST_AT_LIMIT]
     result = {

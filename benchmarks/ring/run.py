@@ -49,25 +49,25 @@ def core(out: str) -> str:
 
 
 def programs(python: str, binary: str) -> list[Program]:
-    here = HERE / "rivals"
+    here, rivals = HERE / "rivals", ("busrl_ring.py", "iceoryx2_pubsub.py")
 
-    def one(label: str, file: str, *more: str) -> Program:
+    def program(label: str, file: str, *more: str) -> Program:
         uses_ray = file in ("ray_store.py", "transfer_queue_kv.py")
         return Program(label, [python, file, *more], here, settle_s=5.0 if uses_ray else 0.0)
 
     return [
         Program("", [binary, "1"]),
-        *(one("4k", f, "--size", PAGE, "--count", "5000", "--own") for f in ("busrl_ring.py", "iceoryx2_pubsub.py")),
-        *(one("1m", f, "--size", MEGA, "--count", "5000", "--own") for f in ("busrl_ring.py", "iceoryx2_pubsub.py")),
-        one("filled", "busrl_ring.py", "--count", "600", "--own", "--fill"),
-        one("filled", "iceoryx2_pubsub.py", "--count", "600", "--own", "--fill"),
-        one("array", "busrl_ring.py", "--count", "600", "--fill"),
-        one("array", "mp_queue.py", "--count", "150"),
-        one("array", "faster_fifo_queue.py", "--count", "150"),
-        one("array", "ray_store.py", "--count", "60"),
-        one("array", "transfer_queue_kv.py", "--count", "40"),
-        one("batch", "busrl_batch.py", "--size", PAGE, "--batch", "256", "--count", "100"),
-        one("batch", "transfer_queue_kv.py", "--size", PAGE, "--batch", "256", "--count", "20"),
+        *(program("4k", file, "--size", PAGE, "--count", "5000", "--own") for file in rivals),
+        *(program("1m", file, "--size", MEGA, "--count", "5000", "--own") for file in rivals),
+        program("filled", "busrl_ring.py", "--count", "600", "--own", "--fill"),
+        program("filled", "iceoryx2_pubsub.py", "--count", "600", "--own", "--fill"),
+        program("array", "busrl_ring.py", "--count", "600", "--fill"),
+        program("array", "mp_queue.py", "--count", "150"),
+        program("array", "faster_fifo_queue.py", "--count", "150"),
+        program("array", "ray_store.py", "--count", "60"),
+        program("array", "transfer_queue_kv.py", "--count", "40"),
+        program("batch", "busrl_batch.py", "--size", PAGE, "--batch", "256", "--count", "100"),
+        program("batch", "transfer_queue_kv.py", "--size", PAGE, "--batch", "256", "--count", "20"),
     ]
 
 
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     log = Log()
-    told: dict[str, object] = {"failures": {}}
+    result: dict[str, object] = {"failures": {}}
     with tempfile.TemporaryDirectory() as folder:
         rivals = os.path.abspath(options.rivals_python)  # programs run elsewhere
         todo = [p for p in programs(rivals, core(f"{folder}/core")) if options.only in " ".join(p.argv)]
@@ -88,5 +88,6 @@ def main() -> int:
             for program in todo[turn % len(todo) :] + todo[: turn % len(todo)]:
                 log.run(program)
             log.say("one", 1.0, "")
-            told = written(log, BARS, "ring", options.out, rounds=turn + 1)  # a run that is cut short keeps its rounds
-    return 1 if told["failures"] else 0
+            # After each round, so that a run that is cut short keeps its rounds.
+            result = written(log, BARS, "ring", options.out, rounds=turn + 1)
+    return 1 if result["failures"] else 0

@@ -354,9 +354,9 @@ def run(options: argparse.Namespace) -> dict:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("highest")
-    made = ensure(options.model)
-    vocabulary = json.loads((made.model / "tokenizer.json").read_text())["model"]["vocab"]
-    loop = Loop(options, Model(made.model), vocabulary, Prompts(made.train, vocabulary, options.seed))
+    paths = ensure(options.model)
+    vocabulary = json.loads((paths.model / "tokenizer.json").read_text())["model"]["vocab"]
+    loop = Loop(options, Model(paths.model), vocabulary, Prompts(paths.train, vocabulary, options.seed))
     curve, reached = [], False
     began, cpu_began = time.perf_counter(), time.process_time()
     while not reached and len(loop.rewards) < options.max_updates:

@@ -120,10 +120,11 @@ def run(options: argparse.Namespace) -> dict | None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    made = ensure(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(made.model)
-    model = AutoModelForCausalLM.from_pretrained(made.model, dtype=torch.float32, attn_implementation=options.attention)
-    records = [json.loads(line) for line in made.train.read_text().splitlines()]
+    paths = ensure(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(paths.model)
+    attention = options.attention
+    model = AutoModelForCausalLM.from_pretrained(paths.model, dtype=torch.float32, attn_implementation=attention)
+    records = [json.loads(line) for line in paths.train.read_text().splitlines()]
     watch = UntilGoal(options.goal)
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -169,9 +170,9 @@ def main() -> None:
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
     parser.add_argument("--goal", type=float, default=0.85)
     parser.add_argument("--max-updates", type=int, default=400)
-    told = run(parser.parse_args())
-    if told is not None:
-        print(json.dumps(told), flush=True)
+    result = run(parser.parse_args())
+    if result is not None:
+        print(json.dumps(result), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -49,7 +49,7 @@ class Steps(TrainerCallback):
         return {
             "prompt_ids": [group["prompt"] for group, _ in rows],
             "completion_ids": [group["completions"][k] for group, k in rows],
-            "logprobs": None, "given": [group["rewards"][k] for group, k in rows],
+            "logprobs": None, "scores": [group["rewards"][k] for group, k in rows],
         }
 
     def prepared(self, prompts: list[str]) -> list[str]:
@@ -69,8 +69,8 @@ class Steps(TrainerCallback):
             self.loss, self.norm = float(logs["loss"]), float(logs["grad_norm"])
 
 
-def rewards(completions: list[str], given: list[float], **_: object) -> list[float]:
-    return given
+def rewards(completions: list[str], scores: list[float], **_: object) -> list[float]:
+    return scores
 
 
 def settings(work: dict[str, Any], folder: str) -> GRPOConfig:

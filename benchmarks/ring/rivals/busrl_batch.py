@@ -48,7 +48,7 @@ def main() -> None:
     source = np.ones(options.size, np.uint8)
     spent = []
     with tempfile.TemporaryDirectory(prefix="busrl.bench.", dir="/dev/shm") as folder:
-        made = Ring.create(
+        owner = Ring.create(
             f"{folder}/ring", slots=options.batch, slot_bytes=options.size + 4096, processes=8, uuid=bytes(16)
         )
         ring = join(folder, "here")
@@ -67,7 +67,7 @@ def main() -> None:
                 for slot, word in back:
                     ring.finish(slot, word, "T")
         ring.close()
-        made.close()
+        owner.close()
         Path(folder, "ring").unlink()
     say("busrl", busrl_ring, statistics.median(spent[int(len(spent) * WARM) :]), batch=options.batch)
 

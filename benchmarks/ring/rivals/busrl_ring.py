@@ -40,14 +40,14 @@ def write(ring: Ring, slot: int, word: int, name: str, size: int, source: np.nda
         ring.put(slot, word, name, source)
 
 
-def echo(up, folder: str, size: int, count: int, fill: bool, own: bool) -> None:
+def echo(up, folder: str, size: int, count: int, fill: bool, copies: bool) -> None:
     pin(1)
     ring, source = join(folder, "there"), np.ones(size, np.uint8) if fill else None
     up.set()
     for _ in range(count):
         [(slot, word)] = ring.take(GENERATED, REWARDING, **WAIT)
         ring.get(slot, "there")
-        if own:
+        if copies:
             write(ring, slot, word, "back", size, source)
         ring.release(slot, word, REWARDED)
 
@@ -67,7 +67,7 @@ def main() -> None:
     spent: list[float] = []
     with tempfile.TemporaryDirectory(prefix="busrl.bench.", dir="/dev/shm") as folder:
         room = 2 * (options.size + 64) + 4096
-        made = Ring.create(f"{folder}/ring", slots=SLOTS, slot_bytes=room, processes=8, uuid=bytes(16))
+        owner = Ring.create(f"{folder}/ring", slots=SLOTS, slot_bytes=room, processes=8, uuid=bytes(16))
         ring = join(folder, "here")
         rounds = options.count // SLOTS
         answer = "back" if options.own else "there"
@@ -83,7 +83,7 @@ def main() -> None:
                     spent.append(time.perf_counter() - start)
                     ring.finish(slot, word, "T")
         ring.close()
-        made.close()
+        owner.close()
         Path(folder, "ring").unlink()
     say("busrl", busrl_ring, statistics.median(spent[int(len(spent) * WARM) :]))
 

@@ -8,12 +8,12 @@ import numpy as np
 from benchmarks.ring.rivals.measure import arguments, child, say, timed
 
 
-def echo(up, there, back, size: int, count: int, own: bool) -> None:
+def echo(up, there, back, size: int, count: int, copies: bool) -> None:
     source = np.ones(size, np.uint8)
     up.set()
     for _ in range(count):
         array = there.get(timeout=20.0)
-        back.put(source if own else array)
+        back.put(source if copies else array)
 
 
 def main() -> None:

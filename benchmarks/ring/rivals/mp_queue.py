@@ -10,12 +10,12 @@ import numpy as np
 from benchmarks.ring.rivals.measure import SPAWN, arguments, child, say, timed
 
 
-def echo(up, there, back, size: int, count: int, own: bool) -> None:
+def echo(up, there, back, size: int, count: int, copies: bool) -> None:
     source = np.ones(size, np.uint8)
     up.set()
     for _ in range(count):
         array = there.get()
-        back.put(source if own else array)
+        back.put(source if copies else array)
     back.close()
     back.join_thread()
 

@@ -15,8 +15,8 @@ class Echo:
     def __init__(self, size: int) -> None:
         self.source = np.ones(size, np.uint8)
 
-    def answer(self, array: np.ndarray, own: bool) -> np.ndarray:
-        return self.source if own else array
+    def answer(self, array: np.ndarray, copies: bool) -> np.ndarray:
+        return self.source if copies else array
 
 
 def main() -> None:
