@@ -97,8 +97,8 @@ def test_resume_takes_auto_never_or_a_run_directory(tmp_path: Path) -> None:
 def test_verbs_about_a_run_say_so_if_there_is_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for verb in (["status"], ["stop"], ["audit"], ["ring", "inspect"]):
         arguments = [*verb, str(tmp_path)]
-        told(subprocess.CompletedProcess(arguments, main(arguments), *(said := capfd.readouterr())))
-    assert "no ring of that name or run directory" in said.err
+        told(subprocess.CompletedProcess(arguments, main(arguments), *(printed := capfd.readouterr())))
+    assert "no ring of that name or run directory" in printed.err
     assert "no run" in told(busrl("status", cwd=tmp_path))
 
 
@@ -268,17 +268,17 @@ def test_stop_names_a_launch_that_somebody_holds(tmp_path: Path, launched: subpr
 
 
 @pytest.mark.parametrize("launched", ["deaf"], indirect=True)
-@pytest.mark.parametrize("phase, said", [
+@pytest.mark.parametrize("phase, expected", [
     (RunPhase.RUNNING, "its launch has not taken it up (load"),
     (RunPhase.STOPPING, "rollout/0 (starting) has still to end"),
 ])
 def test_stop_says_who_has_still_to_end(
     tmp_path: Path, run_ring: RunPaths, launched: subprocess.Popen[str], holder: subprocess.Popen[str],
-    phase: RunPhase, said: str,
+    phase: RunPhase, expected: str,
 ) -> None:
     with closing(Ring.attach(run_ring.ring_name)) as ring:
         ring.set_header(HeaderWord.RUN_STATE, phase)
-    assert said in told(busrl("stop", tmp_path, "--wait", "0.2"))
+    assert expected in told(busrl("stop", tmp_path, "--wait", "0.2"))
 
 
 def test_stop_says_that_it_took_a_signal(tmp_path: Path, launched: subprocess.Popen[str]) -> None:

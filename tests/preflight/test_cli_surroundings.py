@@ -76,7 +76,7 @@ def test_a_name_that_is_no_utf_8_is_named(
     (tmp_path / "link").symlink_to(tmp_path / BAD)
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    assert r"bad\udcff" in (told := capsys.readouterr().err) and "the name is no UTF-8" in told
+    assert r"bad\udcff" in (printed := capsys.readouterr().err) and "the name is no UTF-8" in printed
 
 
 def test_a_current_directory_without_utf_8_or_that_is_gone_is_named(

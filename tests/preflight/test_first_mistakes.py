@@ -60,8 +60,8 @@ def test_no_other_algorithm_is_suggested_for_a_slip(refused: Refused, key: str, 
 ])
 def test_a_data_set_of_the_hub_is_told_how_it_is_fetched(refused: Refused, name: str) -> None:
     fetch = "`hf download openai/gsm8k --repo-type dataset --local-dir gsm8k`"
-    held = f'train = "train.jsonl"\n[validation]\ndata = "{name}"'
-    texts = (f'train = "{name}"', f'[[data.source]]\npath = "{name}"', held)
+    validation = f'train = "train.jsonl"\n[validation]\ndata = "{name}"'
+    texts = (f'train = "{name}"', f'[[data.source]]\npath = "{name}"', validation)
     for text in texts:
         (problem,) = refused(f"\n[data]\n{text}\n", base='[model]\npath = "model"\n')
         assert fetch in problem and "no such file" in problem.lower(), problem
@@ -186,8 +186,8 @@ def test_a_device_that_is_not_here_ends_check(
         pytest.skip("this machine has one")
     loaded()  # writes the file
     assert main(["check", str(here / "t.toml"), "--set", "learner.lr=1e-4", "--set", f"{key}=cuda"]) == 2
-    said = capsys.readouterr().err
-    assert 'device = "cuda": ' in said and device.missing("cuda") in said and '"auto"' in said
+    printed = capsys.readouterr().err
+    assert 'device = "cuda": ' in printed and device.missing("cuda") in printed and '"auto"' in printed
 
 
 def test_a_device_of_another_host_is_not_looked_for(loaded: Loaded) -> None:

@@ -95,18 +95,18 @@ def test_an_empty_text_alone_refuses_no_start_without_right_answers(
     assert 'reward of a made-up answer "42": 0.5' in text and "both are worth the same" not in text
 
 
-@pytest.mark.parametrize(("body", "told"), [
+@pytest.mark.parametrize(("body", "expected"), [
     ("    return None\n", "the reward is None: must be a number"),
     ("    import os\n    print('no licence')\n    os._exit(3)\n", "the process died: exit code 3, no licence"),
     ("    import os, time\n    os.closerange(0, 30)\n    time.sleep(600)\n", "the process died: its output is closed"),
 ])
 def test_what_is_no_number_or_ends_its_process_is_refused(
-    refused: Refused, here: Path, body: str, told: str, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, here: Path, body: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("busrl.preflight.trial.END_S", 2.0)
     (here / "judge.py").write_text(HEAD + body)
     (problem,) = refused(PYTHON)
-    assert told in problem
+    assert expected in problem
 
 
 def test_a_hanging_reward_is_refused_by_deadline_and_leaves_no_process(refused: Refused, here: Path) -> None:

@@ -55,17 +55,17 @@ def test_each_of_several_ranks_holds_its_share_and_what_is_gathered() -> None:
         assert eight[name] == pytest.approx(alone[name] / 8, rel=1e-6)
     assert eight["weights"] == pytest.approx(4 * 7.616e9 / 8, rel=0.01)
     assert 2 * 2 * 152_064 * 3584 < eight["weights that are gathered"] < 4 * GIB  # both tables and two layers
-    kept = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=8, reshard=False))
-    assert kept["weights that are gathered"] == pytest.approx(2 * 7.616e9, rel=0.01)
+    unsharded = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=8, reshard=False))
+    assert unsharded["weights that are gathered"] == pytest.approx(2 * 7.616e9, rel=0.01)
 
 
 def test_frozen_layers_keep_neither_gradient_nor_inputs_below_trained_ones() -> None:
-    whole, upper = (learner_sum(HALF_BILLION, Work(8192, train_layers=text)) for text in ("", "20-23"))
-    assert whole["weights"] == upper["weights"]
+    every_layer, upper = (learner_sum(HALF_BILLION, Work(8192, train_layers=text)) for text in ("", "20-23"))
+    assert every_layer["weights"] == upper["weights"]
     each = (Widths.of(HALF_BILLION).parameters - 151_936 * 896) / 24
     assert upper["gradient"] == pytest.approx(4 * 4 * each, rel=0.01)
     assert "gradient of the head" not in upper or upper["gradient of the head"] == 0
-    keeps = [next(size for name, size in parts.items() if "kept" in name) for parts in (whole, upper)]
+    keeps = [next(size for name, size in parts.items() if "kept" in name) for parts in (every_layer, upper)]
     assert 5 < keeps[0] / keeps[1] < 7
 
 
@@ -119,9 +119,9 @@ def test_a_sum_beyond_the_device_is_refused_with_keys_to_lower(
 ) -> None:
     model(here, SEVEN_BILLION)
     t = loaded("", "model.device=cpu")
-    said = r"about 2\d\d\.\d\d GiB of memory, its cpu has 64\.00 GiB: weights 28\."
+    message = r"about 2\d\d\.\d\d GiB of memory, its cpu has 64\.00 GiB: weights 28\."
     monkeypatch.setattr(memory, "host_memory", lambda: 64 * GIB)
-    with pytest.raises(UserError, match=said) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         explain.require_cores_and_disk(t, here)
     assert 'learner.memory.activation_checkpointing = "full" (then ' in str(refused.value)
     assert "lora.rank = 32" in str(refused.value) and "adamw8bit" in str(refused.value)
@@ -201,16 +201,16 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "said"), LAYERS)
+@pytest.mark.parametrize(("setting", "expected"), LAYERS)
 def test_layers_that_the_model_does_not_have_are_refused(
-    refused: Callable[..., list[str]], loaded: Loaded, here: Path, setting: str, said: str
+    refused: Callable[..., list[str]], loaded: Loaded, here: Path, setting: str, expected: str
 ) -> None:
     names = {f"model.layers.{n}.w.weight": {"dtype": "F32", "shape": [1], "data_offsets": [n * 4, n * 4 + 4]}
              for n in range(2)}
     header = json.dumps(names).encode()
     (here / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     problems = [problem for problem in refused("", setting) if "train_layers" in problem]
-    assert len(problems) == 1 and said in problems[0], problems
+    assert len(problems) == 1 and expected in problems[0], problems
     for sound in ("0-1", "1, 0", "w"):
         assert loaded("", f"learner.train_layers={sound}").learner.train_layers == sound
 
@@ -243,7 +243,7 @@ def test_a_model_of_unknown_size_is_said_and_not_refused(loaded: Loaded, here: P
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "expected"),
     [
         (("learner.memory.attention=flash_attention_2", "model.device=cpu"), "flash_attention_2 runs on a GPU alone"),
         (("learner.memory.attention=flex_attention", "model.device=cpu"), "flex_attention runs on a GPU alone"),
@@ -255,10 +255,10 @@ def test_a_model_of_unknown_size_is_said_and_not_refused(loaded: Loaded, here: P
     ],
 )
 def test_an_attention_that_cannot_be_is_refused_with_a_remedy(
-    refused: Callable[..., list[str]], extra: tuple[str, ...], said: str
+    refused: Callable[..., list[str]], extra: tuple[str, ...], expected: str
 ) -> None:
     problems = refused("", *extra)
-    assert any(said in problem and "attention" in problem for problem in problems), problems
+    assert any(expected in problem and "attention" in problem for problem in problems), problems
 
 
 def test_an_attention_by_name_is_accepted(loaded: Loaded) -> None:

@@ -21,8 +21,8 @@ Refused = Callable[..., list[str]]
 
 def describe(folder: Path, **config: Any) -> None:
     """A config.json with these keys beside those that it has."""
-    known = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(known | config))
+    config_before = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config_before | config))
 
 
 def store(folder: Path, names: list[str], vocabulary: int = 3, width: int = 8) -> None:

@@ -122,14 +122,14 @@ def test_a_check_shows_what_each_part_says_of_two_answers(loaded: Loaded, here: 
     (here / "own.py").write_text(FUNCTIONS)
     both = part("python", 'name = "one"', 'function = "own.py:one"')
     both += part("python", 'name = "lists"', "batch = true", 'function = "own.py:lists"')
-    told = explain.report(loaded(TWO + both)).splitlines()
-    assert "reward: 1 x right (numeric) + 0.25 x regex (regex) + 1 x one (python) + 1 x lists (python)" in told
+    page = explain.report(loaded(TWO + both)).splitlines()
+    assert "reward: 1 x right (numeric) + 0.25 x regex (regex) + 1 x one (python) + 1 x lists (python)" in page
     for line in (
         "  reward part right of an empty answer: 0", '  reward part right of the right answer "0": 1',
         '  reward part regex of the right answer "0": 1', '  reward part one of the right answer "0": 1',
         "  reward part lists of an empty answer: 0.5",
     ):
-        assert line in told, told
+        assert line in page, page
 
 
 def test_code_is_tried_before_the_run_and_check_names_boxes(
@@ -150,6 +150,6 @@ def test_check_names_an_absent_judge_and_an_expression_that_hangs(loaded: Loaded
     (here / "train.jsonl").write_text(json.dumps({"prompt": "a", "answer": "a" * 60 + "!"}) + "\n")
     judge = part("judge", 'base_url = "http://127.0.0.1:9/v1"', "retries = 0")
     hostile = part("regex", "timeout_s = 1.0", r"pattern = '^(a+)+$'")
-    told = explain.report(loaded(judge + hostile))
-    assert "reward part judge of an empty answer: JudgeFailed: http://127.0.0.1:9/v1/chat/completions" in told
-    assert "no result after 1 s (its timeout_s)" in told
+    page = explain.report(loaded(judge + hostile))
+    assert "reward part judge of an empty answer: JudgeFailed: http://127.0.0.1:9/v1/chat/completions" in page
+    assert "no result after 1 s (its timeout_s)" in page

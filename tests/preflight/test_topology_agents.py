@@ -41,8 +41,8 @@ def test_a_slot_has_room_for_the_largest_episode() -> None:
 
 def test_only_too_few_episodes_for_the_rows_are_warned_of() -> None:
     few, many = agents("agents.episodes=100"), agents("agents.episodes=128")
-    (told,) = [text for text in few.derived.warnings if "rows" in text]
-    assert "agents.episodes = 100" in told and "256 rows" in told and "raise agents.episodes" in told
+    (warning,) = [text for text in few.derived.warnings if "rows" in text]
+    assert "agents.episodes = 100" in warning and "256 rows" in warning and "raise agents.episodes" in warning
     assert not any("rows" in text for text in many.derived.warnings)
 
 
@@ -103,8 +103,8 @@ def test_what_does_not_go_with_agents_is_refused_with_a_remedy(
     refused: Refused, here: Path, text: str, message: str
 ) -> None:
     (here / "play.py").write_text("async def episode(task, llm):\n    return 0.0\n")
-    told = refused(text)
-    assert any(re.search(message, problem) for problem in told), told
+    problems = refused(text)
+    assert any(re.search(message, problem) for problem in problems), problems
 
 
 def test_an_environment_that_cannot_be_had_is_told_before_the_start(refused: Refused) -> None:
@@ -130,7 +130,7 @@ def test_check_says_how_turns_continue_and_tries_no_episode_reward(
 ) -> None:
     (here / "play.py").write_text("async def episode(task, llm):\n    return 0.0\n")
     (here / "chat.toml").write_text((ROOT / "configs" / "agents.toml").read_text())
-    mine = [f"model.path={chat_folder('chatml')}", "process.agent.function=play.py:episode"]
-    page = report(load(here / "chat.toml", mine))
+    settings = [f"model.path={chat_folder('chatml')}", "process.agent.function=play.py:episode"]
+    page = report(load(here / "chat.toml", settings))
     assert "turns of an episode, as the chat template lets" in page and re.search(r"two tool calls +extend", page)
     assert "cannot be used" not in page and "turns of an episode" not in report(agents())

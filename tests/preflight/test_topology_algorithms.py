@@ -54,8 +54,8 @@ def test_the_file_wins_over_recipe_and_loss_and_check_says_so(loaded: Loaded) ->
     topology = loaded("", "learner.recipe=grpo", "learner.kl_coef=0.001", "learner.clip_high=0.3")
     assert (topology.learner.kl, topology.learner.kl_coef, topology.learner.clip_high) == ("k3", 0.001, 0.3)
     assert "learner.kl_coef = 0.001 is the file's; recipe \"grpo\" would set 0.04" in report(topology)
-    kept = loaded("", "learner.recipe=scalerl", "data.skip.max_pass_rate=0").data.skip
-    assert (kept.on, kept.rest) == (False, 0), "a 0 that is written down is what it says"
+    skip = loaded("", "learner.recipe=scalerl", "data.skip.max_pass_rate=0").data.skip
+    assert (skip.on, skip.rest) == (False, 0), "a 0 that is written down is what it says"
     learner = loaded("", "learner.loss=gspo", "learner.clip_low=0.01").learner
     assert (learner.clip_low, learner.clip_high, learner.aggregation) == (0.01, 4e-4, "seq-mean-token-mean")
 
@@ -133,8 +133,8 @@ def test_a_value_head_goes_with_ranks_and_its_keys_need_it(
     [problem] = refused("", "groups.size=1")
     assert "a single answer has none to be compared with" in problem
     assert loaded("", "learner.recipe=ppo", "process.learner.ranks=2").ranks == 2
-    told = loaded("", "learner.value.gamma=0.9").derived.warnings
-    assert any("only a value head reads it" in str(problem) for problem in told), told
+    warnings = loaded("", "learner.value.gamma=0.9").derived.warnings
+    assert any("only a value head reads it" in str(problem) for problem in warnings), warnings
     for key in ("segments.loss=pois", "learner.newest_ratio=one"):
         problems = refused("", key, "weights.mode=sync", "learner.passes_per_batch=2")
         assert any("after the first pass" in text for text in problems), problems

@@ -58,10 +58,10 @@ def test_off_asks_nothing_of_its_other_keys(loaded: Loaded) -> None:
 
 
 def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
-    told = loaded("[weights]\nmax_staleness = 4\n")
-    limits = told.derived.limits
+    topology = loaded("[weights]\nmax_staleness = 4\n")
+    limits = topology.derived.limits
     assert (limits.B, limits.W, limits.n_lo, limits.n_hi) == (124, 37, 32, 32)
-    assert not told.learner.batch_varies
+    assert not topology.learner.batch_varies
     acting = loaded(ACT)
     limits = acting.derived.limits
     assert (limits.B, limits.W, limits.n_lo, limits.n_hi) == (64, 17, 16, 64)
@@ -104,19 +104,19 @@ def test_checkpoints_count_groups_where_the_batch_varies(loaded: Loaded) -> None
 def test_every_checkpoint_is_foreseen_a_step_before_it(
     loaded: Loaded, every: int, steps: int, most: int, acts: bool, data: st.DataObject
 ) -> None:
-    told = loaded(ACT if acts else "", f"run.max_steps={steps}", f"run.max_groups={most}",
+    topology = loaded(ACT if acts else "", f"run.max_steps={steps}", f"run.max_groups={most}",
                   f"learner.checkpoint_every={every}")
     total = 0
     for step in range(steps):
         groups = data.draw(st.integers(1, 64)) if acts else 32
         last = step + 1 == steps or 0 < most <= total + groups
-        if last or checkpoint_is_due(told, step + 1, total + groups, groups):
-            assert checkpoint_may_follow(told, step, total)
+        if last or checkpoint_is_due(topology, step + 1, total + groups, groups):
+            assert checkpoint_may_follow(topology, step, total)
         total += groups
         if last:
             return
 
 
 def test_steps_far_from_a_checkpoint_are_not_taken_for_one(loaded: Loaded) -> None:
-    told = loaded("[learner]\ncheckpoint_every = 4\n[run]\nmax_steps = 10\n")
-    assert [step for step in range(10) if checkpoint_may_follow(told, step, 32 * step)] == [3, 7, 9]
+    topology = loaded("[learner]\ncheckpoint_every = 4\n[run]\nmax_steps = 10\n")
+    assert [step for step in range(10) if checkpoint_may_follow(topology, step, 32 * step)] == [3, 7, 9]

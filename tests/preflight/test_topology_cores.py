@@ -24,12 +24,12 @@ HERE = frozenset(range(4))
 
 
 @given(st.sets(st.integers(0, 4095), min_size=1))
-def test_numbers_and_ranges_name_the_same_cores(named: set[int]) -> None:
-    ordered = sorted(named)
-    assert machine.parse_cores(",".join(map(str, ordered))) == named
-    starts = [n for n in ordered if n - 1 not in named]
-    ends = [n for n in ordered if n + 1 not in named]
-    assert machine.parse_cores(",".join(f"{a}-{b}" for a, b in zip(starts, ends))) == named
+def test_numbers_and_ranges_name_the_same_cores(cores: set[int]) -> None:
+    ordered = sorted(cores)
+    assert machine.parse_cores(",".join(map(str, ordered))) == cores
+    starts = [n for n in ordered if n - 1 not in cores]
+    ends = [n for n in ordered if n + 1 not in cores]
+    assert machine.parse_cores(",".join(f"{a}-{b}" for a, b in zip(starts, ends))) == cores
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "1.5"])
@@ -48,9 +48,9 @@ def test_a_process_has_its_cores_and_others_share_the_rest(loaded: Loaded) -> No
 
 
 def test_without_named_cores_nobody_is_bound_nor_where_all_are_taken(loaded: Loaded) -> None:
-    plain, taken = loaded(), loaded("", "process.learner.cpus=0-3")
+    plain, bound = loaded(), loaded("", "process.learner.cpus=0-3")
     assert all(machine.cores_of(plain, entry, HERE) == set() for entry in plain.process)
-    assert machine.cores_of(taken, taken.process[0], HERE) == set()
+    assert machine.cores_of(bound, bound.process[0], HERE) == set()
 
 
 def test_a_core_that_is_not_there_is_refused_by_name(loaded: Loaded) -> None:

@@ -35,7 +35,7 @@ def test_the_page_names_the_device_of_each_process_which_sees_no_other(loaded: L
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "expected"),
     [
         ('[[process]]\nrole = "validator"\ndevice = "cuda"\n', "a validator of busrl's own runs no model"),
         (TWO + 'devices = ["first"]\n', "'first' is not a list of devices"),
@@ -43,8 +43,8 @@ def test_the_page_names_the_device_of_each_process_which_sees_no_other(loaded: L
         (TWO + 'device = "gpu"\n', 'process.3.device = "gpu": expected one of'),
     ],
 )
-def test_what_can_not_be_meant_is_refused(refused: Refused, extra: str, said: str) -> None:
-    assert any(said in message for message in refused(extra))
+def test_what_can_not_be_meant_is_refused(refused: Refused, extra: str, expected: str) -> None:
+    assert any(expected in message for message in refused(extra))
 
 
 def test_items_that_nobody_gets_are_warned_of(loaded: Loaded) -> None:
@@ -58,7 +58,7 @@ ONE_COPY = '[weights]\ntransport = "cuda_ipc"\n'
 
 
 @pytest.mark.parametrize(
-    ("extra", "overrides", "said"),
+    ("extra", "overrides", "expected"),
     [
         ("", ("process.rollout.count=2",), "owns the weights that the learner trains, and 2 are started"),
         ("", ("process.rollout.count=0",), "and 0 are started here"),
@@ -78,10 +78,10 @@ ONE_COPY = '[weights]\ntransport = "cuda_ipc"\n'
     ],
 )
 def test_one_copy_of_the_weights_refuses_what_can_not_work_with_it(
-    refused: Refused, extra: str, overrides: tuple[str, ...], said: str
+    refused: Refused, extra: str, overrides: tuple[str, ...], expected: str
 ) -> None:
     problems = refused(ONE_COPY + extra, *overrides)
-    assert any(said in message and "weights.transport" in message for message in problems), problems
+    assert any(expected in message and "weights.transport" in message for message in problems), problems
 
 
 def test_one_copy_is_refused_where_vllm_shares_out_its_tensors(
@@ -105,7 +105,7 @@ GROUPS = (
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (("model.device=cpu",), "nccl connects cuda devices, and learner works on cpu"),
         (('process.rollout.devices=["0"]',), "learner and rollout/0 work on device 0"),
@@ -116,12 +116,12 @@ GROUPS = (
     ],
 )
 def test_a_broadcast_between_devices_that_can_not_work_is_refused(
-    refused: Refused, overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, overrides: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supported, "vllm_installed", lambda: ("vllm", "0.30.0"))
     extra, *usual = GROUPS
     problems = refused(extra, *usual, 'process.rollout.devices=["1"]', *overrides)
-    assert any(said in message for message in problems), problems
+    assert any(expected in message for message in problems), problems
 
 
 def test_a_broadcast_between_devices_that_each_have_one_process_is_accepted(loaded: Loaded) -> None:

@@ -197,12 +197,12 @@ def weights(path: Path, tensors: dict[str, tuple[int, ...]]) -> bytes:
 @pytest.mark.parametrize("left", [-1, 60, 5, 0])
 def test_weights_that_were_cut_are_refused_with_both_sizes(here: Path, refused: Refused, left: int) -> None:
     path = here / "model" / "model.safetensors"
-    whole = weights(path, {"model.embed_tokens.weight": (3, 8)})
-    path.write_bytes(whole[:left])
+    data = weights(path, {"model.embed_tokens.weight": (3, 8)})
+    path.write_bytes(data[:left])
     (problem,) = refused()
     assert problem.startswith("model/model.safetensors: ") and "copy the file again" in problem
-    told = f"it has {len(whole) - 1} bytes, and its header says {len(whole)}" if left == -1 else "not a whole"
-    assert told in problem
+    message = f"it has {len(data) - 1} bytes, and its header says {len(data)}" if left == -1 else "not a whole"
+    assert message in problem
 
 
 def test_a_part_that_was_not_copied_is_named(here: Path, refused: Refused) -> None:
@@ -249,8 +249,8 @@ def test_an_added_token_that_prompts_hold_needs_a_row_in_the_model(
     data = json.loads((folder / "tokenizer.json").read_text())
     data["added_tokens"].append({**data["added_tokens"][-1], "id": 5000, "content": "<tool>"})
     (folder / "tokenizer.json").write_text(json.dumps(data))
-    asked = '[model]\npath = "chat"\n[data]\ntrain = "train.jsonl"\n'
-    loaded(base=asked)
+    base = '[model]\npath = "chat"\n[data]\ntrain = "train.jsonl"\n'
+    loaded(base=base)
     (here / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "<tool>1", "answer": "2"}\n')
-    (problem,) = refused(base=asked)
+    (problem,) = refused(base=base)
     assert re.search(r"train.jsonl have token ids up to \d+, and the model has \d+ \(vocab_size\)", problem), problem

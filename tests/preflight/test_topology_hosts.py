@@ -48,7 +48,7 @@ def test_a_host_has_slots_for_running_waiting_and_answered_samples(over_hosts: C
     assert of_host(home, "a").derived.limits == home.derived.limits
 
 
-@pytest.mark.parametrize("setting, said", [
+@pytest.mark.parametrize("setting, expected", [
     ("bus.endpoint=ipc", "other hosts reach the bus over TCP"),
     ("bus.endpoint=tcp://127.0.0.1:65534", "and one more for other hosts"),
     ("weights.transport=broadcast", "other hosts get what lies in shared memory"),
@@ -65,11 +65,11 @@ def test_a_host_has_slots_for_running_waiting_and_answered_samples(over_hosts: C
     ('process.reward.hosts=["a"]', "nobody judges what is generated on b"),
 ])
 def test_what_hosts_cannot_do_is_refused_with_its_remedy(
-    setting: str, said: str, over_hosts: Callable[..., Topology]
+    setting: str, expected: str, over_hosts: Callable[..., Topology]
 ) -> None:
     with pytest.raises(TopologyError) as refused:
         over_hosts(setting, *(("segments.length=16", "weights.mode=sync") if "segments" in setting else ()))
-    problem = next(problem for problem in refused.value.problems if said in problem.rule)
+    problem = next(problem for problem in refused.value.problems if expected in problem.rule)
     assert problem.remedy
 
 
@@ -78,8 +78,8 @@ def test_rewards_may_be_where_rollouts_are_and_segments_too(over_hosts: Callable
     assert "reward/0" not in names(home)
     assert names(of_host(home, "b"))[-4:] == ["reward/0", "reward/1", "reward/2", "rollout/0"]
     assert of_host(home, "b").derived.slots == of_host(over_hosts(), "b").derived.slots, "rewards run no sequences"
-    said = explain.report(materialise(home))
-    assert "on a, by `busrl host` there: 1 x rollout (torch), 3 x reward, which judge what is generated there\n" in said
+    page = explain.report(materialise(home))
+    assert "on a, by `busrl host` there: 1 x rollout (torch), 3 x reward, which judge what is generated there\n" in page
 
 
 AGENTS, BOTH = QUICKSTART.with_name("agents.toml"), ['process.agent.hosts=["a"]', 'process.rollout.hosts=["a"]']
@@ -104,20 +104,20 @@ def test_a_host_with_agents_has_call_ring_and_slots(
     assert "1 x rollout (torch), 2 x agent\n" in explain.report(materialise(home))
 
 
-@pytest.mark.parametrize("settings, said", [
+@pytest.mark.parametrize("settings, expected", [
     (['process.agent.hosts=["a"]'], "a has no rollout"),
     (['process.rollout.hosts=["a"]'], "a has nobody who plays episodes"),
     (['process.agent.hosts=["a", "b"]', 'process.rollout.hosts=["a"]'], "b has no rollout"),
     (['process.agent.hosts=["a"]', 'process.rollout.hosts=["a", "b"]'], "b has nobody who plays episodes"),
 ])
 def test_engines_and_episodes_go_together_on_each_host(
-    settings: list[str], said: str, with_agents: Callable[..., Topology]
+    settings: list[str], expected: str, with_agents: Callable[..., Topology]
 ) -> None:
     with pytest.raises(TopologyError) as refused:
         with_agents(*settings)
     rule = "model calls do not travel between hosts"
     problems = [problem for problem in refused.value.problems if rule in problem.rule]
-    assert any(said in problem.rule for problem in problems) and all(problem.remedy for problem in problems)
+    assert any(expected in problem.rule for problem in problems) and all(problem.remedy for problem in problems)
     assert all(".hosts" in problem.place or ".hosts" in str(problem) for problem in problems)
 
 
@@ -131,8 +131,8 @@ def test_groups_of_atropos_are_posted_at_home(over_hosts: Callable[..., Topology
 def test_check_names_each_host_what_it_needs_and_who_has_no_key(over_hosts: Callable[..., Topology]) -> None:
     topology = over_hosts("process.rollout.count=2", "generation.max_batch=40")
     keys.add(Path(topology.bus.keys), "a")
-    said = explain.report(materialise(topology))
-    assert "on b, by `busrl host` there: 2 x rollout (torch)\n  176 slots, " in said
-    assert "b has no key yet" in said and "a has no key yet" not in said
+    page = explain.report(materialise(topology))
+    assert "on b, by `busrl host` there: 2 x rollout (torch)\n  176 slots, " in page
+    assert "b has no key yet" in page and "a has no key yet" not in page
     started = explain.report(materialise(over_hosts('hosts.start=["env", "{host}"]')))
     assert "on a, by env a: 1 x rollout" in started and "has no key yet" not in started

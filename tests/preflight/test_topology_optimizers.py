@@ -34,14 +34,14 @@ def test_what_a_run_records_has_the_options(loaded: Loaded) -> None:
     assert Topology.from_json(topology.to_json()).learner.options == {"d": 2.0, "eps": [1e-3, 1e-2]}
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "expected"), [
     ('optimizer = "adamw16bit"', "did you mean \"adamw8bit\"?"),
     ("options = { momentum = 0.9 }", "adamw takes none: its settings are learner.betas, eps and weight_decay"),
     ('optimizer = "adafactor"\noptions = { when = 2020-01-01 }', "expected a table of strings, finite numbers"),
 ])
-def test_settings_that_cannot_be_used_are_refused(refused: Refused, text: str, said: str) -> None:
+def test_settings_that_cannot_be_used_are_refused(refused: Refused, text: str, expected: str) -> None:
     (problem,) = refused(f"[learner]\n{text}\n")
-    assert said in problem and "t.toml:" in problem
+    assert expected in problem and "t.toml:" in problem
 
 
 def test_settings_of_adamw_that_another_optimiser_does_not_read_are_told(loaded: Loaded) -> None:

@@ -26,7 +26,7 @@ def test_every_fault_of_a_table_of_keywords_has_its_line(here: Path, refused: Re
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ('[words]\n"a" = 1\n"a" = 2\n', "words.toml:3: "),
         ('[words]\n"a" = \n', "words.toml:2: "),
@@ -34,10 +34,10 @@ def test_every_fault_of_a_table_of_keywords_has_its_line(here: Path, refused: Re
         ('[word]\n"a" = 1\n', "words.toml:1: word: a table of keywords has [words] and [tags]"),
     ],
 )
-def test_a_table_that_is_no_table_says_where_and_why(here: Path, refused: Refused, text: str, said: str) -> None:
+def test_a_table_that_is_no_table_says_where_and_why(here: Path, refused: Refused, text: str, expected: str) -> None:
     (here / "words.toml").write_text(text)
     (problem,) = refused(SORTED + 'keywords = "words.toml"\n')
-    assert said in problem
+    assert expected in problem
 
 
 def test_a_missing_table_is_reported_at_its_key(here: Path, refused: Refused) -> None:

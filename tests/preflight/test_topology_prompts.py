@@ -208,8 +208,8 @@ def test_without_transformers_the_files_tokenizer_counts_and_check_says_so(
     monkeypatch.setattr(chat, "library_tokenizer", lambda folder: "")
     topology = loaded("[generation]\nmax_new_tokens = 8\n")
     assert topology.max_prompt_tokens == with_margin(by_file_alone(bpe_folder, LONG))
-    said = "by tokenizer.json, for transformers cannot be asked here: an engine counts again when it starts"
-    assert said in report(topology)
+    text = "by tokenizer.json, for transformers cannot be asked here: an engine counts again when it starts"
+    assert text in report(topology)
 
 
 def by_file_alone(folder: Path, text: str) -> int:

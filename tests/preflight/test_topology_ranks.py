@@ -63,7 +63,7 @@ def test_check_says_which_ranks_a_host_has_and_what_memory_they_need(loaded: Loa
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ((TWO, 'process.learner.devices=["0"]', "model.device=cuda"), "1 items for 2 ranks"),
         (("process.rollout.ranks=2",), "a rollout trains none"),
@@ -77,8 +77,8 @@ def test_check_says_which_ranks_a_host_has_and_what_memory_they_need(loaded: Loa
         ((TWO, "learner.parallel.tensor=2", "lora.rank=4", "lora.dropout=0.1"), "would each drop other values"),
     ],
 )
-def test_what_several_ranks_cannot_do_is_refused(refused: Refused, settings: tuple[str, ...], said: str) -> None:
-    assert any(said in problem for problem in refused("", *settings))
+def test_what_several_ranks_cannot_do_is_refused(refused: Refused, settings: tuple[str, ...], expected: str) -> None:
+    assert any(expected in problem for problem in refused("", *settings))
 
 
 def test_heads_and_experts_that_cannot_be_dealt_out_evenly_are_named(

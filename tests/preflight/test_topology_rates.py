@@ -69,13 +69,13 @@ def test_a_toy_may_have_any_learning_rate(loaded: Loaded) -> None:
     assert not loaded("", "learner.lr=1").derived.warnings
 
 
-@pytest.mark.parametrize(("rate", "rank", "said"), [
+@pytest.mark.parametrize(("rate", "rank", "expected"), [
     ("3e-5", 0, "that is a rate for a LoRA adapter"), ("3e-6", 8, "that is a rate for all weights"),
     ("3e-6", 0, ""), ("3e-5", 8, ""), ("1e-9", 8, ""), ("1e-2", 0, ""),
 ])
 def test_a_rate_of_the_other_kind_of_training_is_hinted_at(
-    here: Path, loaded: Loaded, rate: str, rank: int, said: str
+    here: Path, loaded: Loaded, rate: str, rank: int, expected: str
 ) -> None:
     give_shape(here, HALF_A_BILLION)
     page = report(loaded("", f"learner.lr={rate}", f"lora.rank={rank}"))
-    assert ("that is a rate for" in page) == bool(said) and said in page
+    assert ("that is a rate for" in page) == bool(expected) and expected in page

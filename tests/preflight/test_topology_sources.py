@@ -165,7 +165,7 @@ def test_validation_reads_what_training_can_and_keeps_jsonl_as_is(two: Path, loa
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "expected"),
     [
         ('data = "gone.parquet"', r"t.toml:\d+: validation.set.0.data = .*gone.parquet\": no such file or folder"),
         ("", "a source of format jsonl has data, and this one has neither data, function nor tasks"),
@@ -176,10 +176,10 @@ def test_validation_reads_what_training_can_and_keeps_jsonl_as_is(two: Path, loa
     ],
 )
 def test_what_is_wrong_with_a_set_is_told_once_at_its_line(
-    two: Path, refused: Refused, keys: str, told: str
+    two: Path, refused: Refused, keys: str, expected: str
 ) -> None:
     problems = refused(base=MODEL + HELD + f'[[validation.set]]\nname = "one"\n{keys}\n')
-    assert re.search(told, problems[0], re.DOTALL), problems
+    assert re.search(expected, problems[0], re.DOTALL), problems
     assert len(problems) == 1, problems
 
 

@@ -39,7 +39,7 @@ def test_versions_that_were_looked_at_are_taken(installed, version: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "said"),
+    ("package", "version", "expected"),
     [
         ("vllm", "0.23.9", "vllm 0.23.9 is not one that busrl knows"),
         ("vllm", "0.34.0", "0.24 up to, but not, 0.34"),
@@ -48,9 +48,11 @@ def test_versions_that_were_looked_at_are_taken(installed, version: str) -> None
         ("", "", "this Python has no vLLM"),
     ],
 )
-def test_another_version_or_none_is_refused_with_both_named(installed, package: str, version: str, said: str) -> None:
+def test_another_version_or_none_is_refused_with_both_named(
+    installed, package: str, version: str, expected: str
+) -> None:
     installed(package, version)
-    with pytest.raises(TopologyError, match=said):
+    with pytest.raises(TopologyError, match=expected):
         load(QUICK, [ENGINE])
     load(QUICK)
 
@@ -63,7 +65,7 @@ def test_an_engine_elsewhere_needs_no_vllm_here(installed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "expected"),
     [
         ("generation.temperature=0.001", "takes a temperature below 0.01 as 0.01"),
         ("generation.temperature=2.5", "refuses a temperature above 2"),
@@ -75,20 +77,20 @@ def test_an_engine_elsewhere_needs_no_vllm_here(installed) -> None:
         ("vllm.block_size=48", "vLLM's kernels for CPUs take multiples of 32 positions; set it to 0, or a multiple"),
     ],
 )
-def test_settings_that_can_not_work_are_refused(installed, setting: str, said: str) -> None:
-    with pytest.raises(TopologyError, match=said):
+def test_settings_that_can_not_work_are_refused(installed, setting: str, expected: str) -> None:
+    with pytest.raises(TopologyError, match=expected):
         load(QUICK, [ENGINE, setting])
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         (("weights.transport=lora_hotswap", "lora.rank=600"), "takes no adapter of a rank above 512; set lora.rank"),
         (("weights.transport=cuda_ipc", "vllm.rpc_s=10"), "set vllm.rpc_s above 10"),
     ],
 )
-def test_a_transport_that_vllm_can_not_follow_is_refused(installed, settings: tuple[str, ...], said: str) -> None:
-    with pytest.raises(TopologyError, match=said):
+def test_a_transport_that_vllm_can_not_follow_is_refused(installed, settings: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(TopologyError, match=expected):
         load(QUICK, [ENGINE, *settings])
 
 

@@ -169,11 +169,11 @@ def test_an_adapter_costs_its_matrices_and_as_many_versions_as_may_live(with_lay
 def test_checkpoints_that_do_not_fit_the_disk_are_refused_with_the_sum(
     with_layers: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole = loaded('\n[weights]\ntransport = "checkpoint_restart"\n')
-    cost = machine.weight_cost(whole, with_layers)
+    topology = loaded('\n[weights]\ntransport = "checkpoint_restart"\n')
+    cost = machine.weight_cost(topology, with_layers)
     assert cost is not None and cost.version == 4 * (24 + 256 + 8 + 24) and cost.most == 4
-    machine.require_disk(whole, with_layers, tmp_path / "runs" / "new")
+    machine.require_disk(topology, with_layers, tmp_path / "runs" / "new")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=cost.total - 1))
     with pytest.raises(DiskFull, match="checkpoint_restart needs 4 versions"):
-        machine.require_disk(whole, with_layers, tmp_path / "runs" / "new")
+        machine.require_disk(topology, with_layers, tmp_path / "runs" / "new")
     machine.require_disk(loaded(), with_layers, tmp_path)

@@ -73,8 +73,8 @@ def test_a_terminated_maker_leaves_nothing_behind(tmp_path: Path) -> None:
     assert child.stderr is not None
     assert "making tiny:sort" in child.stderr.readline()  # the warm-up is under way
     child.send_signal(signal.SIGTERM)
-    told = child.communicate(timeout=60)[1]
-    assert child.returncode == 130 and "nothing is left" in told
+    printed = child.communicate(timeout=60)[1]
+    assert child.returncode == 130 and "nothing is left" in printed
     assert [entry.name for entry in (tmp_path / "busrl").iterdir()] == [f"{Recipe().folder}.lock"]
 
 

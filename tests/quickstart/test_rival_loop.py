@@ -45,8 +45,8 @@ def test_its_sampler_and_its_forward_give_the_models_own_log_probabilities(loop:
     from transformers import AutoModelForCausalLM
 
     vocabulary = vocabulary_of(folder)
-    mine, theirs = loop.Model(folder / "model"), AutoModelForCausalLM.from_pretrained(folder / "model")
-    sampler = loop.Sampler(mine, vocabulary["<eos>"], vocabulary["<pad>"], 4, torch.Generator().manual_seed(0))
+    ours, theirs = loop.Model(folder / "model"), AutoModelForCausalLM.from_pretrained(folder / "model")
+    sampler = loop.Sampler(ours, vocabulary["<eos>"], vocabulary["<pad>"], 4, torch.Generator().manual_seed(0))
     prompts = [[vocabulary[char] for char in prompt] for prompt in ("312=", "9081726354=")]
     rollout = sampler(prompts)
     assert len(set(rollout.lengths.tolist())) > 1  # rows ended at different times, so the cache was packed
@@ -54,12 +54,12 @@ def test_its_sampler_and_its_forward_give_the_models_own_log_probabilities(loop:
         prompt = prompts[row // 4]
         ids = torch.tensor([prompt + rollout.tokens[row, :length].tolist()])
         with torch.no_grad():
-            whole = theirs(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+            all_logprobs = theirs(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
             mask = torch.arange(ids.shape[1] - 1)[None] >= len(prompt) - 1
-            again = mine(ids[:, :-1], mask).log_softmax(-1)
-        wanted = whole.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            again = ours(ids[:, :-1], mask).log_softmax(-1)
+        wanted = all_logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
         torch.testing.assert_close(rollout.logprobs[row, :length], wanted, atol=1e-4, rtol=0)
-        torch.testing.assert_close(again, whole, atol=1e-4, rtol=0)
+        torch.testing.assert_close(again, all_logprobs, atol=1e-4, rtol=0)
 
 
 def test_a_step_counts_all_samples_and_trains_only_groups_with_an_advantage(loop: ModuleType, folder: Path) -> None:

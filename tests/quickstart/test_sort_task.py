@@ -56,9 +56,9 @@ def test_the_first_digit_sets_the_mean_length_and_lengths_spread_widely() -> Non
     means = []
     lengths = []
     for first in "0369":
-        mine = [len(task.draw_filler(RECIPE, f"{first}12=", rng)) for _ in range(2000)]
-        means.append(sum(mine) / len(mine))
-        lengths += [length + 5 for length in mine]
+        of_digit = [len(task.draw_filler(RECIPE, f"{first}12=", rng)) for _ in range(2000)]
+        means.append(sum(of_digit) / len(of_digit))
+        lengths += [length + 5 for length in of_digit]
     assert means == sorted(means) and means[-1] > 5 * means[0]
     lengths.sort()
     assert lengths[len(lengths) * 99 // 100] >= 8 * lengths[len(lengths) // 100]

@@ -78,16 +78,16 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(refused: Refused) -> N
     assert problem.startswith(f"t.toml:{LINES + 3}: seed = 2: {twice}")
 
 
-@pytest.mark.parametrize(("text", "told"), [
+@pytest.mark.parametrize(("text", "expected"), [
     ("[run]\nseed = 1\n[learner]\n[run] # again", f"4: [run] # again: [run] appears twice, first on line {LINES + 1};"),
     ("[process]\nrole = 'rollout'\n", "1: [process]: processes are an array of tables, and [process] is one table; "
                                         "write [[process]] every time"),
     ("[run]\nname = \u201cmine\u201d",
      "2: name = \u201cmine\u201d: not TOML: \u201c is a typographic quote; write a straight one"),
 ])
-def test_slips_of_toml_are_told_in_words(refused: Refused, text: str, told: str) -> None:
+def test_slips_of_toml_are_told_in_words(refused: Refused, text: str, expected: str) -> None:
     (problem,) = refused(text)
-    line, _, rest = told.partition(":")
+    line, _, rest = expected.partition(":")
     assert problem.startswith(f"t.toml:{LINES + int(line)}:{rest}")
 
 
@@ -100,7 +100,7 @@ def test_two_tables_of_processes_with_single_brackets_are_told_in_words(refused:
     assert "processes are an array of tables; write [[process]], twice bracketed" in problem
 
 
-@pytest.mark.parametrize(("key", "told"), [
+@pytest.mark.parametrize(("key", "expected"), [
     ("learner.learning_rate", "unknown key in [learner]; did you mean learner.lr?"),
     ("learner.target_kl", "unknown key in [learner]; did you mean learner.kl_coef"),
     ("learner.beta", "unknown key in [learner]; did you mean learner.kl_coef"),
@@ -114,9 +114,9 @@ def test_two_tables_of_processes_with_single_brackets_are_told_in_words(refused:
     ("grpo.size", "unknown section; did you mean learner.advantage?"),
     ("actor_rollout_ref.model.path", "unknown section; tables are [model]"),
 ])
-def test_names_of_other_trainers_are_told_what_they_are_called_here(refused: Refused, key: str, told: str) -> None:
+def test_names_of_other_trainers_are_told_what_they_are_called_here(refused: Refused, key: str, expected: str) -> None:
     (problem,) = refused("", f"{key}=1")
-    assert told in problem
+    assert expected in problem
 
 
 def test_a_key_outside_of_any_table_is_told_where_it_belongs(refused: Refused) -> None:
@@ -158,8 +158,8 @@ def test_a_file_that_is_not_there_suggests_a_near_name(here: Path) -> None:
 def test_required_keys_are_asked_for_by_name(refused: Refused) -> None:
     entries = (f"[[process]]\nrole = '{role}'\n" for role in ("rollout", "learner", "reward"))
     problems = refused(base="".join(entries))
-    told = [message.split(";")[0] for message in problems]
-    assert told == ["t.toml: model.path is missing", "t.toml: data.train is missing"]
+    rules = [message.split(";")[0] for message in problems]
+    assert rules == ["t.toml: model.path is missing", "t.toml: data.train is missing"]
 
 
 def test_one_process_of_each_role_is_implied_and_an_entry_says_otherwise(loaded: Loaded) -> None:

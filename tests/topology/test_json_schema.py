@@ -51,14 +51,14 @@ def test_every_topology_that_busrl_brings_fits(file: Path) -> None:
 @given(st.sampled_from(sorted(KEYS)), st.data())
 def test_a_value_fits_where_the_reader_takes_it(name: str, data: st.DataObject) -> None:
     item = KEYS[name]
-    known = st.sampled_from([*item.rule.choices, *item.rule.words, "my.module:name", "file.py:name"])
-    drawn = data.draw(st.one_of(ANY, known))
+    likely = st.sampled_from([*item.rule.choices, *item.rule.words, "my.module:name", "file.py:name"])
+    drawn = data.draw(st.one_of(ANY, likely))
     try:
         convert(item.hint, item.rule, drawn)
-        taken = True
+        accepted = True
     except Wrong:
-        taken = False
-    assert jsonschema.Draft202012Validator(value(item.hint, item.rule)).is_valid(drawn) == taken
+        accepted = False
+    assert jsonschema.Draft202012Validator(value(item.hint, item.rule)).is_valid(drawn) == accepted
 
 
 def test_a_key_that_there_is_not_and_a_missing_one_are_found() -> None:
