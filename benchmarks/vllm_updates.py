@@ -77,7 +77,7 @@ def engine_of(transport: str, hidden: int, layers: int, options: argparse.Namesp
         model = make(Path(folder) / "model", hidden, layers)
         rank, slots = (RANK, updates + 4) if transport in ADAPTERS else (0, 0)
         start = Start(str(Path(folder) / "model"), "float32", capacity=options.rows, max_length=LENGTH,
-                      lora_rank=rank, adapters=slots, own=Vllm(start_s=600.0, rpc_s=60.0, check_parameters=0))
+                      lora_rank=rank, adapters=slots, settings=Vllm(start_s=600.0, rpc_s=60.0, check_parameters=0))
         engine = VllmEngine(start)
         try:
             return measure(engine, model, Path(folder), transport, updates)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Finished", "Request", "Statistics", "engine_of", "make_engine"]
 
+
 def make_engine(topology: Topology, process: str = "") -> Engine:
-    """The engine of that rollout process; one that joins from outside is as the first of its role."""
+    """Make the engine of that rollout process. A process that the topology does not list gets the first one's kind."""
     with uncollected():
         module = import_module(f"busrl.{ENGINES[engine_of(topology, process)].module}")
     engine: Engine = module.make(topology, process)
@@ -29,7 +30,7 @@ def make_engine(topology: Topology, process: str = "") -> Engine:
 
 
 def engine_of(topology: Topology, process: str) -> str:
-    """The kind of that process's engine."""
-    named = (one.spec.engine for one in topology.processes() if one.name == process)
+    """The kind of that process's engine; of the first rollout process if the topology does not list it."""
+    of_process = (entry.spec.engine for entry in topology.processes() if entry.name == process)
     entries = (entry.engine for entry in topology.process if entry.role == "rollout")
-    return next(named, next(entries, "torch"))
+    return next(of_process, next(entries, "torch"))

@@ -39,8 +39,8 @@ Pause = Literal["keep", "wait", "abort"]
 
 @dataclass(frozen=True)
 class Request:
-    """A segment to generate. `key` is the caller's (a slot); `prefix_ids` are the tokens of earlier segments,
-    `stop_ids` tokens that end the answer beside the model's own."""
+    """A segment to generate. The caller chooses `key` (a slot's number). `prefix_ids` are the tokens of earlier
+    segments; `stop_ids` end the answer, as the model's own end tokens do."""
 
     key: int
     uid: int
@@ -56,11 +56,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Finished:
-    """The new tokens of one request. `finish` is a code of `Finish`; an aborted one may have no token at all.
+    """The new tokens of one request. `finish` is a code of `Finish`; an aborted request may have no token at all.
 
-    `text` is the text of the whole answer where the engine knows it; otherwise it is decoded from the ids. `refused`
-    says why a server will not answer this request at all. `computed`: tokens of its prompt whose keys and values were
-    computed for it, not found.
+    `text` is the text of the whole answer where the engine has it; otherwise the caller decodes the ids. `refused` is
+    the reason why a server will never answer this request. `computed` counts the prompt tokens whose keys and values
+    were computed for this request instead of being found in the cache.
     """
 
     key: int
@@ -95,7 +95,7 @@ class PartialAnswer:
         self.versions += versions
 
     def add_piece(self, piece: Finished) -> None:
-        """Take over what an engine had made when it was stopped."""
+        """Add the tokens that an engine had drawn when it was stopped."""
         self.computed += piece.computed
         if len(piece.token_ids):
             self.add(piece.token_ids.tolist(), piece.logprobs.tolist(), piece.versions.tolist())
@@ -144,9 +144,11 @@ class Text(Protocol):
 
 
 class Engine(ABC):
-    """`submit` while `active < capacity`, `step` while `active`, weights in between. An engine keeps what it works on
-    in `_running`, by key, until its end is in `_done`. `_begin`, `_end_now` and `_update` are its own parts of the
-    calls here."""
+    """An engine. Call `submit` while `active < capacity`, `step` while `active`, and `update_weights` in between.
+
+    A request is in `_running`, by its key, until its end is in `_done`. A subclass implements the abstract methods:
+    `_begin`, `_end_now` and `_update` do its part of `submit`, `abort` and `update_weights`.
+    """
 
     def __init__(self, text: Text, capacity: int, max_length: int, clock: Callable[[], float] = time.monotonic) -> None:
         """At most `capacity` requests at once, sequences of at most `max_length` tokens, prompt included."""
@@ -191,7 +193,7 @@ class Engine(ABC):
         since the last call, and waits a moment if nothing did."""
 
     def drawn(self, key: int, begin: int) -> Ids:
-        """Tokens of a running request from number `begin` on; an engine that cannot tell gives none before its end."""
+        """Tokens of a running request from number `begin` on; none if the engine has them only at the end."""
         running = self._running.get(key)
         if not isinstance(running, PartialAnswer):
             return NO_IDS
@@ -201,9 +203,9 @@ class Engine(ABC):
         """End a request now: its tokens so far, ABORTED if it had not ended; None if it is not here (any more)."""
         if key in self._running:
             self._end_now([key])
-        found = next((one for one in self._done if one.key == key), None)
-        self._done = [one for one in self._done if one is not found]
-        return found
+        ended = next((finished for finished in self._done if finished.key == key), None)
+        self._done = [finished for finished in self._done if finished is not ended]
+        return ended
 
     def pause(self, how: Pause) -> list[Finished]:
         """No step until `resume`; returns what has ended. keep: sequences stay as they are; wait: those under way end
@@ -217,7 +219,10 @@ class Engine(ABC):
         return ended + self._take_done()
 
     def resume(self) -> None:
-        self._counts.pause_s, self._paused_at = self._pause_s, None
+        """Continue with the steps."""
+        if self._paused_at is not None:
+            self._counts.pause_s += self._clock() - self._paused_at
+            self._paused_at = None
 
     @property
     def paused(self) -> bool:
@@ -229,8 +234,9 @@ class Engine(ABC):
         return self._counts.pause_s + (0.0 if self._paused_at is None else self._clock() - self._paused_at)
 
     def hold(self) -> None:
-        """Paused from now on, or from earlier on, with the requests as they are."""
-        self._paused_at = self._clock() if self._paused_at is None else self._paused_at
+        """Pause now, unless the engine is paused already, with the requests as they are."""
+        if self._paused_at is None:
+            self._paused_at = self._clock()
 
     def _take_done(self) -> list[Finished]:
         done, self._done = self._done, []
@@ -285,17 +291,19 @@ class Engine(ABC):
 # -- the random numbers of a sample -----
 
 def seed_of(request: Request, produced: int) -> int:
-    """63 bits for a generator outside this process: a function of (seed, uid, segment, tokens so far). The rest of an
-    answer has another seed, or its numbers would be those of the beginning."""
+    """63 bits for a generator outside this process: a function of (seed, uid, segment, tokens so far). The tokens so
+    far are part of it because a continued answer must not draw the numbers of its beginning again."""
     text = struct.pack("<QQQQ", request.seed & _MASK, request.uid & _MASK, request.segment & _MASK, produced)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class Streams:
-    """Streams of uniforms, one for each (run seed, uid, segment), from a counter-based generator: the key is
-    (seed, uid), the segment is in the counter, so there is no state to keep. One generator is re-keyed for each draw,
-    which is cheaper than making one. Uniforms lie strictly inside (0, 1) on a grid of 2**-32, so u * total < total
-    holds in float64."""
+    """Streams of uniforms, one for each (run seed, uid, segment), from a counter-based generator.
+
+    The key is (seed, uid) and the segment is in the counter, so no state is kept. One generator is re-keyed for each
+    draw, which is cheaper than making a new one. Uniforms lie strictly inside (0, 1) on a grid of 2**-32, so
+    u * total < total holds in float64.
+    """
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(key=0)

@@ -1,14 +1,14 @@
 """The scripted engine (`engine = "mock"`): no model, answers of given lengths at a given pace, in real time.
 
-Stands behind `busrl.engines.base.Engine` where the torch engine does, so that a whole run can be tried out, with as
-many actors as wanted on a small machine, before machines are rented. Talks to the trace that is data.train. Imports no
-torch; knows nothing of weights apart from their versions.
+Implements `busrl.engines.base.Engine` so that a whole run can be tried out, with any number of actors on a small
+machine, before machines are rented. Reads the trace that is data.train. Imports no torch; knows nothing of weights
+apart from their versions.
 
-- A sample's answer depends on (seed, uid) and its line alone: any actor can continue another one's segment.
-- Where agents make the samples each request is one of their calls, and has as many tokens as it may have.
+- A sample's answer depends on (seed, uid) and its line alone: any actor can continue another actor's segment.
+- Where agents make the samples, each request is one of their calls and gets all the tokens that it allows.
 - Time is scripted: n decoding steps with k sequences take n x (token_s + k x per_sequence_s), and a sequence that joins
   makes all wait for its prefill. One `step()` is as many decoding steps as fit before the next end, at most a slice.
-- Each step has a deadline that is counted from the deadline before it: waking up late costs nothing in the long run.
+- The deadline of a step is counted from the deadline before it, so waking up late does not slow the run down.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ RIGHT = 0.5  # a reward of the trace that is at least this is a right answer
 WRONG = "wrong"
 SLICE_S = 0.01  # a request that comes while others run joins after this at the latest
 FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weights and the end of the run
-LATEST_S = 0.25  # a process that was stopped for longer does not make up for it
+LATEST_S = 0.25  # the most that a late process makes up for: a longer stop stays lost time
 
 
 class Script:
     """Answers by uid, which names a draw of the trace and a member: lengths and rewards of the trace, made-up tokens.
 
-    Tokens are drawn evenly from the model's plain ids and their log-probability is that of this draw, so that a real
-    learner can train on them, though it learns nothing. `groups_of` is the group size, `right` the share of right
-    answers where a line does not say.
+    Tokens are drawn evenly from the model's plain ids and carry the log-probability of this draw, so that a real
+    learner can train on them, though it learns nothing. `right` is the share of right answers among lines that record
+    no reward.
     """
 
     def __init__(
-        self, stream: JsonlStream, ids: Vocabulary, groups_of: int, *, seed: int = 0, right: float = 0.5,
+        self, stream: JsonlStream, ids: Vocabulary, group_size: int, *, seed: int = 0, right: float = 0.5,
         answer_key: str = "answer",
     ) -> None:
-        self.stream, self.group_size, self.seed, self.right = stream, groups_of, seed, right
+        self.stream, self.group_size, self.seed, self.right = stream, group_size, seed, right
         self.answer_key = answer_key
         self._plain = np.array(ids.plain, np.int32)
         self._eos = ids.eos
@@ -73,8 +73,8 @@ class Script:
     def tokens(
         self, uid: int, begin: int, end: int, ended: bool, *stream: int
     ) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """Ids and log-probabilities of tokens [begin, end) of the answer; the last is EOS if it has `ended`. `stream`:
-        that of a call."""
+        """Ids and log-probabilities of tokens [begin, end) of the answer; the last is EOS if the answer has `ended`.
+        `stream` is the random stream of a call."""
         drawn = np.random.default_rng([self.seed, uid, *stream]).integers(len(self._plain), size=end)[begin:]
         ids = self._plain[drawn]
         if ended:
@@ -82,11 +82,11 @@ class Script:
         return ids, np.full(len(ids), -math.log(len(self._plain) + 1), np.float32)
 
     def text(self, uid: int, ended: bool) -> str:
-        """The right answer, or a wrong one; what was cut is wrong."""
+        """The right answer or a wrong one; an answer that was cut is wrong."""
         task, answer = self._line_of(uid)
-        given = task.reward(place_of(uid, self.group_size)[2])
+        reward = task.reward(place_of(uid, self.group_size)[2])
         coin = zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
-        right = coin < self.right if given is None else given >= RIGHT
+        right = coin < self.right if reward is None else reward >= RIGHT
         if right and ended:
             return answer
         return WRONG if answer != WRONG else f"not {WRONG}"
@@ -95,11 +95,11 @@ class Script:
         """A prompt as plain ids, one for each four bytes; of a chat the words count, not the template."""
         data = plain_text(prompt).encode()
         words = np.frombuffer(data.ljust(-(-len(data) // BYTES_PER_TOKEN) * BYTES_PER_TOKEN, b" "), "<u4")
-        found: list[int] = self._plain[words % len(self._plain)].tolist()
-        return found
+        ids: list[int] = self._plain[words % len(self._plain)].tolist()
+        return ids
 
     def decode(self, ids: Sequence[int] | Ids, ended: bool = True) -> str:
-        """The ids as numbers: they mean nothing. Answers bring their own text."""
+        """The ids as numbers: they mean nothing. The text of an answer is that of `text`."""
         return " ".join(str(int(i)) for i in ids)
 
     def _line_of(self, uid: int) -> tuple[trace.TracedPrompt, str]:
@@ -108,19 +108,19 @@ class Script:
     def _read(self, draw: int) -> tuple[trace.TracedPrompt, str]:
         item = self.stream.item(draw)
         place = f"{self.stream.path}:{item.index + 1}"
-        given = self.stream.record(item).get(self.answer_key, "")
-        answer = (given if isinstance(given, str) else json.dumps(given)).strip()
-        return trace.parse(item.line, place, self.stream.prompt_key), answer
+        answer = self.stream.record(item).get(self.answer_key, "")
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        return trace.parse(item.line, place, self.stream.prompt_key), text.strip()
 
 
 @dataclass
 class _Row:
-    """A request, the decoding steps at which it joined and ends, and from which step on which version was in use."""
+    """A request, the decoding steps at which it joined and ends, and the versions in use since then."""
 
     request: Request
     joined: int
     ends: int
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (decoding step, version)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (first decoding step, version)
 
     def version_of_each(self, until: int) -> npt.NDArray[np.uint32]:
         """The versions of the tokens that are there at decoding step `until`."""
@@ -129,7 +129,7 @@ class _Row:
 
 
 class ScriptedEngine(Engine):
-    """`capacity` rows; `clock` and `wait` are those of the process (others in tests)."""
+    """`capacity` rows. `clock` and `wait` are those of the process; tests pass others."""
 
     def __init__(
         self, script: Script, pace: Scripted, *, capacity: int, max_length: int, seed: Sequence[int] = (0,),
@@ -140,7 +140,7 @@ class ScriptedEngine(Engine):
         self._wait = wait
         self._random = np.random.default_rng(list(seed))
         self._running: dict[int, _Row] = {}
-        self._now = 0.0  # the moment at which the decoding steps so far are done
+        self._now = 0.0  # when the decoding steps so far are done, by the script
         self._owed = 0.0  # prefill that comes before the next step
 
     @property
@@ -155,9 +155,9 @@ class ScriptedEngine(Engine):
             now = self._counts.steps
             ends = now + min(request.max_new_tokens, left)
             self._running[request.key] = _Row(request, now, ends, [(now, self.version)])
-            known = len(request.prompt_ids) + len(request.prefix_ids)
-            self._counts.prefill_tokens += known
-            self._owed += self.pace.prefill_s_per_token * known
+            read = len(request.prompt_ids) + len(request.prefix_ids)
+            self._counts.prefill_tokens += read
+            self._owed += self.pace.prefill_s_per_token * read
 
     def step(self) -> list[Finished]:
         done = self._take_done()
@@ -220,7 +220,7 @@ class ScriptedEngine(Engine):
             self._wait(self._now - here)
 
     def _end_now(self, keys: list[int]) -> None:
-        """End the answers that came to their end, and cut the others."""
+        """End each answer: EOS or LENGTH if it has all its tokens, ABORTED otherwise."""
         for key in keys:
             row, now = self._running.pop(key), self._counts.steps
             uid, before = row.request.uid, len(row.request.prefix_ids)

@@ -1,9 +1,9 @@
 """The versions of vLLM that busrl works with, and the sizes that they reserve.
 
-Reads the metadata of installed packages and never imports vLLM, which takes seconds. Used by the engine, and by the
-checks before a run, which refuse another version with the same words.
+Reads the metadata of installed packages and never imports vLLM, which takes seconds. Used by the engine and by the
+checks before a run, so that both refuse another version with the same text.
 
-- A vLLM outside of `OLDEST` to `BEFORE` is refused: busrl relies on what was read or run in these versions alone.
+- A vLLM outside of `OLDEST` to `BEFORE` is refused: busrl was read against, and run with, these versions alone.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ def version_of(package: str) -> str:
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; none where there is no such text."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else ()
+    """The first two numbers of a version; () if the text does not begin with them."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else ()
 
 
 def vllm_installed() -> tuple[str, str]:
     """Package and version of the vLLM of this Python; ("", "") if there is none."""
-    return next(((package, found) for package in PACKAGES if (found := version_of(package))), ("", ""))
+    for package in PACKAGES:
+        if version := version_of(package):
+            return package, version
+    return "", ""
 
 
 def vllm_objection(package: str, version: str) -> tuple[str, str]:

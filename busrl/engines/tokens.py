@@ -1,11 +1,10 @@
 """Text to token ids and back, with the tokenizer of a model folder, and the ids that end an answer.
 
-Talks to transformers, which it imports when there is a tokenizer to load. Knows nothing of requests or
-weights.
+Talks to transformers, which it imports when there is a tokenizer to load. Knows nothing of requests or weights.
 
-- A text gets the special tokens that the tokenizer adds (a BOS, say); a chat gets those that its template writes and
-  no others: its ids are those of the tokenizer's `apply_chat_template(..., add_generation_prompt=True)`.
-- Every id that generation_config.json, config.json or the tokenizer names as an end ends an answer, in every engine.
+- A text gets the special tokens that the tokenizer adds (a BOS, say). A chat gets the special tokens that its template
+  writes and no others: its ids are those of the tokenizer's `apply_chat_template(..., add_generation_prompt=True)`.
+- In every engine an answer ends with any id that generation_config.json, config.json or the tokenizer names as an end.
 - The ids that an engine emitted are trained; text made from them is for rewards and people only.
 """
 
@@ -83,8 +82,8 @@ def tokens_of(folder: str | Path, chat: bool, tools: Sequence[Any] = ()) -> Toke
 
 
 def _fast_decode(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Special tokens kept, spaces as they are. transformers looks at every id for ten times as long as it takes to
-    decode them, so its own backend is asked directly where the class adds nothing to it."""
+    """A decoder that keeps special tokens, and spaces as they are. `decode` of transformers spends ten times as long on
+    looking at each id as on decoding, so the tokenizer's backend is called directly where the class adds nothing."""
     from transformers import PreTrainedTokenizerFast
 
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -62,9 +62,9 @@ def config_of(kind: str) -> PretrainedConfig:
     if kind in OTHERS:
         name, changes = OTHERS[kind]
         shared = {key: value for key, value in LLAMA_LIKE.items() if changes.get(key, value) is not None}
-        own = {key: value for key, value in changes.items() if value is not None}
-        made: PretrainedConfig = getattr(transformers, name)(**{**SHARED, **shared, **own})
-        return made
+        changed = {key: value for key, value in changes.items() if value is not None}
+        config: PretrainedConfig = getattr(transformers, name)(**{**SHARED, **shared, **changed})
+        return config
     return GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **SHARED)
 
 
@@ -78,19 +78,19 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a tiny random model of the kind; weights are wide enough that answers differ and logits are spread."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
-        if kind not in made:
-            torch.manual_seed(len(made))
+        if kind not in folders:
+            torch.manual_seed(len(folders))
             model = AutoModelForCausalLM.from_config(config_of(kind))
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
                         parameter.mul_(6.0)
-            made[kind] = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(made[kind])
-            character_tokenizer().save_pretrained(made[kind])
-        return made[kind]
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(folders[kind])
+            character_tokenizer().save_pretrained(folders[kind])
+        return folders[kind]
 
     return make

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -99,8 +100,8 @@ class Server:
             return await self.reply(writer, int(mode.partition(":")[2]), {"detail": "the update was told to fail"})
         if path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
             if body["lora_name"] in self.adapters:  # in vLLM's words
-                said = f"The lora adapter '{body['lora_name']}' has already been loaded."
-                return await self.reply(writer, 400, {"error": {"message": said, "type": "InvalidUserInput"}})
+                text = f"The lora adapter '{body['lora_name']}' has already been loaded."
+                return await self.reply(writer, 400, {"error": {"message": text, "type": "InvalidUserInput"}})
             self.adapters[body["lora_name"]] = version_in(body["lora_path"])
         elif path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
             if self.adapters.pop(body["lora_name"], None) is None:
@@ -121,7 +122,7 @@ class Server:
     async def complete(self, path: str, body: dict[str, Any], writer: Any) -> None:
         how = self.script.pop(0) if self.script else "ok"
         if how == "die":
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":
             await asyncio.Event().wait()  # for ever
         status, _, after = how.partition("/")
@@ -164,18 +165,18 @@ class Server:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         await self.event(writer, {"choices": [first], "prompt_token_ids": prompt_ids})
-        for made, (token, value) in enumerate(zip(ids, logprobs), 1):
+        for count, (token, value) in enumerate(zip(ids, logprobs), 1):
             await asyncio.sleep(self.token_s)
             if writer.transport.is_closing():
                 return
             self.drawn += 1
-            finish = None if made < len(ids) else "stop" if token == EOS else "length"
+            finish = None if count < len(ids) else "stop" if token == EOS else "length"
             choice = {"index": 0, "delta": {"content": "x"}, "token_ids": [token], "finish_reason": finish,
                       "logprobs": {"content": [{"token": "x", "logprob": value}]}}
-            if how == "kept back" and made == 2:
+            if how == "kept back" and count == 2:
                 continue
             await self.event(writer, {"choices": [choice]})
-            if how == "half" and made == 3:
+            if how == "half" and count == 3:
                 writer.transport.abort()
                 return
         await self.event(writer, {"choices": [], "usage": {"completion_tokens": len(ids)}})
@@ -195,7 +196,7 @@ class Server:
             while True:
                 await self.chunk(writer, b"data: " + b"x" * 65536)
         ids, limit = list(body["prompt"]), body["max_tokens"]
-        for made in range(1, limit + 1):
+        for count in range(1, limit + 1):
             await asyncio.sleep(self.token_s)
             await self.paused.wait()
             while self.drawn >= self.allowed and not writer.transport.is_closing():
@@ -205,17 +206,17 @@ class Server:
             token, logprob = next_token(ids, self.adapters.get(body["model"], self.version))
             ids.append(token)
             self.drawn += 1
-            finish = "stop" if token == EOS else "length" if made == limit else None
+            finish = "stop" if token == EOS else "length" if count == limit else None
             choice: dict[str, Any] = {
                 "index": 0, "text": "", "finish_reason": finish, "token_ids": [token],
                 "logprobs": {"tokens": [f"token_id:{token}"], "token_logprobs": [logprob]},
             }
-            self.spoil(choice, how, made)
+            self.spoil(choice, how, count)
             await self.chunk(writer, b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-            if (how == "half" and made == 3) or (how == "silent end" and finish):
+            if (how == "half" and count == 3) or (how == "silent end" and finish):
                 writer.transport.abort()
                 return
-            if how == "clean half" and made == 3:
+            if how == "clean half" and count == 3:
                 break
             if finish or choice["finish_reason"]:
                 break
@@ -223,20 +224,20 @@ class Server:
             await self.chunk(writer, b"data: [DONE]\n\n")
         await self.chunk(writer, b"")
 
-    def spoil(self, choice: dict[str, Any], how: str, made: int) -> None:
+    def spoil(self, choice: dict[str, Any], how: str, count: int) -> None:
         if how == "no ids":
             choice["token_ids"], choice["logprobs"]["tokens"] = None, ["x"]
         elif how == "named ids":
             choice["token_ids"] = None
         elif how == "unknown id":
             choice["token_ids"] = [999]
-        elif how == "nan" and made == 2:
+        elif how == "nan" and count == 2:
             choice["logprobs"]["token_logprobs"] = [float("nan")]
         elif how == "above zero":
             choice["logprobs"]["token_logprobs"] = [0.5]
         elif how == "two for one":
             choice["logprobs"]["token_logprobs"] *= 2
-        elif how == "abort" and made == 3:
+        elif how == "abort" and count == 3:
             choice["finish_reason"] = "abort"
         elif how == "silent end":
             choice["finish_reason"] = None
@@ -265,8 +266,7 @@ def version_in(folder: str) -> int:
 
 async def main(port_file: str, token_s: str = "0", port: str = "0") -> None:
     server = await asyncio.start_server(Server(float(token_s)).handle, "127.0.0.1", int(port), limit=1 << 22)
-    found = server.sockets[0].getsockname()[1]
-    Path(port_file + ".new").write_text(str(found))
+    Path(port_file + ".new").write_text(str(server.sockets[0].getsockname()[1]))
     os.replace(port_file + ".new", port_file)
     async with server:
         await server.serve_forever()

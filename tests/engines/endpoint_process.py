@@ -56,9 +56,9 @@ class Endpoint:
         return [str(entry["id"]) for entry in self._call("/v1/models", {})["data"]]
 
     def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode())
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode())
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(asked, timeout=WAIT_S) as response:
+        with opener.open(request, timeout=WAIT_S) as response:
             return dict(json.loads(response.read()))
 
     @property

@@ -1,13 +1,19 @@
-"""Requests for an engine, a loop that drives it, and what a plain forward pass says of its answers."""
+"""Requests for an engine, engines without an end, a loop that drives one, and the log-probs of a plain forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from busrl.engines import Engine, Finished, Request
+
+if TYPE_CHECKING:
+    from busrl.engines.torch.engine import TorchEngine
 
 
 def request(key: int, prompt: Sequence[int], **changes: object) -> Request:
@@ -25,6 +31,15 @@ def crowd(count: int, **changes: object) -> list[Request]:
     return [request(k, prompts[k - 1] if k % 3 == 1 else prompts[k], **changes) for k in range(count)]
 
 
+def endless(folder: Path, **settings: Any) -> TorchEngine:
+    """An engine whose model has no token that ends an answer, so that every answer has its longest length."""
+    from busrl.engines.torch.engine import TorchEngine
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token = None
+    return TorchEngine(model, tokenizer, **settings)
+
+
 def run(engine: Engine, requests: Sequence[Request]) -> dict[int, Finished]:
     """Feed all requests as rows become free; every engine step is counted, so that a stuck engine fails."""
     waiting, results = list(requests), {}
@@ -39,8 +54,8 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[int, Finished]:
     raise AssertionError(f"{engine.active} sequences still active")
 
 
-def plain_logprobs(model: torch.nn.Module, known: np.ndarray, new: np.ndarray, temperature: float) -> np.ndarray:
-    ids = torch.from_numpy(np.concatenate((known, new)).astype(np.int64))[None]
+def plain_logprobs(model: torch.nn.Module, prompt: np.ndarray, new: np.ndarray, temperature: float) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate((prompt, new)).astype(np.int64))[None]
     with torch.no_grad():
-        logits = model(ids).logits[0, len(known) - 1 : -1].float() / temperature
-    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(known) :, None])[:, 0].numpy()
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()

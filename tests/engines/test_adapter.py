@@ -52,8 +52,8 @@ def adapter(folder: Path, base: Path, seed: int, rank: int = 4, layers: tuple[st
             tensors[f"{name}.lora_B.weight"] = torch.randn(rows, rank) * 0.3
     folder.mkdir()
     targets = [name.split(".")[-1] for name in layers]
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(told))
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config))
     save_file(tensors, folder / ADAPTER_WEIGHTS)
     return folder
 

@@ -42,13 +42,13 @@ def test_an_engine_generates_with_the_log_probs_of_a_plain_forward(model_folder:
     folder = model_folder(kind)
     engine = TorchEngine.load(folder, capacity=5, prefill_tokens=8, on_update="recompute", max_length=128)
     expected = StateDecoder if kind in STATES else WholeDecoder if kind in SLOW else GenericDecoder
-    assert type(engine._decoder).__name__ in (expected.__name__, WholeDecoder.__name__)
+    assert type(engine.decoder).__name__ in (expected.__name__, WholeDecoder.__name__)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     requests = [request(100, [7]), *crowd(11, temperature=0.8, max_new_tokens=12), request(101, [9])]
     results = run(engine, requests)
-    for asked in requests:
-        got = results[asked.key]
-        wanted = plain_logprobs(model, asked.prompt_ids, got.token_ids, asked.temperature)
+    for sent in requests:
+        got = results[sent.key]
+        wanted = plain_logprobs(model, sent.prompt_ids, got.token_ids, sent.temperature)
         np.testing.assert_allclose(got.logprobs, wanted, atol=2e-4)
 
 
@@ -100,8 +100,8 @@ def test_a_model_that_is_not_causal_is_refused_by_name(model_folder: Folder) -> 
 
     def both_ways(input_ids: torch.Tensor, **more: Any) -> Any:
         """Looks at the number of tokens that follow."""
-        found = plain(input_ids=input_ids, **more).logits
-        return SimpleNamespace(logits=found * input_ids.shape[1])
+        logits = plain(input_ids=input_ids, **more).logits
+        return SimpleNamespace(logits=logits * input_ids.shape[1])
 
     model.forward = both_ways
     with pytest.raises(UserError, match="LlamaForCausalLM: decoding differs from its plain forward"):

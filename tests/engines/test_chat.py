@@ -134,9 +134,10 @@ def test_every_end_id_of_generation_config_ends_an_answer(chat_folder: Folder) -
     engine = TorchEngine.load(chat_folder("chatml"), capacity=32, chat=True)
     prompt = engine.encode(USER)
     results = run(engine, [request(key, prompt, max_new_tokens=120) for key in range(96)])
-    ended = [one for one in results.values() if one.finish == Finish.EOS]
-    assert {int(one.token_ids[-1]) for one in ended} == END_IDS, "by either of both"
-    assert all(not END_IDS & set(one.token_ids[:-1].tolist()) for one in results.values())
-    cut = [one for one in results.values() if one not in ended]
-    assert all(one.finish == Finish.LENGTH and len(one.token_ids) == 120 for one in cut)
-    assert all(END_IDS.isdisjoint(engine.encode(engine.decode(one.token_ids))) for one in ended), "no end in the text"
+    ended = [answer for answer in results.values() if answer.finish == Finish.EOS]
+    assert {int(answer.token_ids[-1]) for answer in ended} == END_IDS, "by either of both"
+    assert all(not END_IDS & set(answer.token_ids[:-1].tolist()) for answer in results.values())
+    cut = [answer for answer in results.values() if answer not in ended]
+    assert all(answer.finish == Finish.LENGTH and len(answer.token_ids) == 120 for answer in cut)
+    texts = [engine.decode(answer.token_ids) for answer in ended]
+    assert all(END_IDS.isdisjoint(engine.encode(text)) for text in texts), "no end in the text"

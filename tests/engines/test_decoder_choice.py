@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from busrl.engines import make_engine
 from busrl.engines.torch import decoder
-from busrl.engines.torch.decoder import FastDecoder, GenericDecoder, StateDecoder, WholeDecoder
+from busrl.engines.torch.decoder import FastDecoder, GenericDecoder, RowCache, WholeDecoder
 from busrl.errors import UserError
 from busrl.topology.schema import Generation
 
@@ -43,9 +43,13 @@ def test_a_deviating_fast_decoder_is_rejected_and_the_log_states_the_difference(
 def test_an_architecture_without_cache_support_recomputes_every_token(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kind in (GenericDecoder, StateDecoder):
-        masks = kind._masks
-        monkeypatch.setattr(kind, "_masks", lambda *a, masks=masks: torch.zeros_like(masks(*a)))
+    update = RowCache.update
+
+    def forgetful(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = update(*arguments)
+        return keys, torch.zeros_like(values)
+
+    monkeypatch.setattr(RowCache, "update", forgetful)
     assert isinstance(decoder.choose_decoder(model, 2, 64, fast=False), WholeDecoder)
     monkeypatch.setattr(decoder, "WAYS", decoder.WAYS[:3])
     with pytest.raises(UserError, match="cannot run this architecture"):
@@ -60,15 +64,18 @@ def test_a_changed_activation_or_norm_is_seen_through_the_check(model: Any) -> N
     assert decoder.disagreement(model, FastDecoder, 64) > 1e-3
 
 
-def test_the_fused_weights_are_the_models_own_parameters(model: Any) -> None:
-    decoder = FastDecoder(model, 2, 64)
-    attention = model.model.layers[0].self_attn
-    for name in ("q_proj", "k_proj", "v_proj"):
-        weight = getattr(attention, name).weight
-        assert weight.untyped_storage().data_ptr() == decoder._blocks[0].qkv.untyped_storage().data_ptr()
-        assert weight.is_contiguous()
-    names = [name for name, _ in model.named_parameters()]
-    assert "model.layers.0.self_attn.q_proj.weight" in names
+@torch.no_grad()
+def test_a_decoder_reads_new_values_of_the_models_own_parameters(model: Any) -> None:
+    fast, names = FastDecoder(model, 2, 64), [name for name, _ in model.named_parameters()]
+    layer = model.model.layers[0]
+    for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.gate_proj):
+        assert module.weight.is_contiguous()
+        module.weight.mul_(-2.0)
+    ids, row = torch.tensor([[5, 6, 7]]), torch.tensor([0])
+    fast.prefill(ids[:, :2], row)
+    logits = fast.step(ids[:, 2], torch.tensor([2]), 3)
+    torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
+    assert names == [name for name, _ in model.named_parameters()] and "model.layers.0.self_attn.q_proj.weight" in names
 
 
 def test_a_cache_that_grows_keeps_what_it_holds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

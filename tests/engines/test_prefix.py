@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from published import Published
-from requests_ import plain_logprobs, request, run
+from requests_ import endless, plain_logprobs, request, run
 from transformers import AutoModelForCausalLM
 
 from busrl.engines import Finished, Request
@@ -31,15 +31,13 @@ class Clock:
 
 
 def engine_of(folder: Path, capacity: int = 4, **changes: Any) -> TorchEngine:
-    engine = TorchEngine.load(folder, capacity=capacity, **{"prefix_keep_s": 30.0, **changes})
-    engine._seats._eos[:] = False  # every answer has its length
-    return engine
+    return endless(folder, capacity=capacity, **{"prefix_keep_s": 30.0, **changes})
 
 
 def ask(engine: TorchEngine, *prompts: Any, count: int = 6, first: int = 0) -> list[Finished]:
-    asked = [request(first + k, prompt, max_new_tokens=count) for k, prompt in enumerate(prompts)]
-    found = run(engine, asked)
-    return [found[one.key] for one in asked]
+    requests = [request(first + k, prompt, max_new_tokens=count) for k, prompt in enumerate(prompts)]
+    results = run(engine, requests)
+    return [results[sent.key] for sent in requests]
 
 
 def after(prompt: Any, answer: Finished, *new: int) -> list[int]:
@@ -79,11 +77,11 @@ def test_a_conversation_computes_its_new_tokens_alone_and_says_the_same(
     new = sum(map(len, paths))
     for turn in range(turns):
         got, wanted = ask(keeping, *paths, first=10 * turn), ask(plain, *paths, first=10 * turn)
-        for path, one, same in zip(paths, got, wanted):
-            assert one.token_ids.tolist() == same.token_ids.tolist()
-            np.testing.assert_allclose(one.logprobs, same.logprobs, atol=1e-4)
-            agrees(model, path, one)
-        paths = [after(path, one, 11, 12 + turn) for path, one in zip(paths, got)]
+        for path, answer, same in zip(paths, got, wanted):
+            assert answer.token_ids.tolist() == same.token_ids.tolist()
+            np.testing.assert_allclose(answer.logprobs, same.logprobs, atol=1e-4)
+            agrees(model, path, answer)
+        paths = [after(path, answer, 11, 12 + turn) for path, answer in zip(paths, got)]
         new += 3 * len(paths)  # the last id drawn was not computed either
     computed, reused = used(keeping)
     assert computed <= new and used(plain)[1] == 0
@@ -99,7 +97,7 @@ def test_a_row_matches_by_all_its_ids_and_recomputes_after_one_change(
     for place in range(len(path) - 2):  # the last id of the answer was drawn, and never read
         engine = engine_of(folder)
         ask(engine, FIRST)
-        edited = [13 if k == place and one != 13 else one for k, one in enumerate(path)]
+        edited = [13 if k == place and token != 13 else token for k, token in enumerate(path)]
         got = ask(engine, edited, first=1)[0]
         agrees(model, edited, got)
         assert used(engine)[1] == (len(path) - 2 if edited == path else 0), place
@@ -151,24 +149,21 @@ def test_the_least_recently_used_row_leaves_first_and_all_expire(model_folder: F
     clock = Clock()
     engine = engine_of(model_folder("qwen3"), capacity=3, clock=clock)
     paths = []
-    for k, prompt in enumerate(([4] * 5, [5] * 5, [6] * 5)):
+    for k, prompt in enumerate(([4] * 5, [5] * 6, [6] * 7)):
         clock.now = float(k)
         paths.append(after(prompt, ask(engine, prompt, first=k)[0], 9))
+    assert engine.statistics().cache_tokens == 10 + 11 + 12  # an answer's last token is in no cache
     clock.now = 5.0
-    paths[0] = after(paths[0], ask(engine, paths[0], first=3)[0], 9)  # used again
-    ask(engine, [7] * 5, first=4)
-
-    def is_there(path: list[int]) -> bool:
-        found = engine._kept.find(np.asarray(path[:-1], np.int32))
-        if found is not None:
-            found.waiting -= 1
-        return found is not None
-
-    assert [is_there(path) for path in paths] == [True, False, True]
+    ask(engine, paths[0], first=3)  # used again
+    assert engine.statistics().cache_tokens == 17 + 11 + 12
+    ask(engine, [7] * 9, first=4)
+    assert engine.statistics().cache_tokens == 17 + 12 + 14, "the row of [5] was used longest ago"
     clock.now = 33.0
-    assert [is_there(path) for path in paths] == [True, False, False]
+    ask(engine, [8], count=1, first=5)
+    assert engine.statistics().cache_tokens == 17 + 14 + 1, "the time of [6] is over, those used later stay"
     clock.now = 36.0
-    assert not any(is_there(path) for path in paths) and engine.statistics().cache_tokens == 0
+    ask(engine, [9], count=1, first=6)
+    assert engine.statistics().cache_tokens == 1 + 1
 
 
 def test_kept_rows_never_block_and_a_cancelled_request_returns_its_row(
@@ -218,16 +213,16 @@ class Talk:
             return
         for _ in range(min(self.engine.capacity - self.engine.active, self.chance.choice([1, 1, 1, 2, 3]))):
             self.count += 1
-            asked = self.asked[self.count] = request(self.count, prompt, max_new_tokens=self.chance.randint(1, 7))
-            self.engine.submit([asked])
+            sent = self.asked[self.count] = request(self.count, prompt, max_new_tokens=self.chance.randint(1, 7))
+            self.engine.submit([sent])
 
     def step(self) -> None:
         for got in self.engine.step():
-            asked = self.asked.pop(got.key)
-            of_version = [plain_logprobs(model, asked.prompt_ids, got.token_ids, 1.0) for model in self.versions]
+            sent = self.asked.pop(got.key)
+            of_version = [plain_logprobs(model, sent.prompt_ids, got.token_ids, 1.0) for model in self.versions]
             wanted = np.choose(got.versions, of_version)
             np.testing.assert_allclose(got.logprobs, wanted, atol=1e-4)
-            self.paths.append(after(asked.prompt_ids, got))
+            self.paths.append(after(sent.prompt_ids, got))
             self.answers += 1
 
     def go(self, clock: Clock, steps: int) -> None:
@@ -260,4 +255,4 @@ def test_every_answer_of_a_random_turn_tree_matches_a_plain_forward_pass(
     talk.go(clock, 60)
     while engine.active:
         talk.step()
-    assert not talk.asked and len(engine._kept) <= rows
+    assert not talk.asked and engine.statistics().cache_tokens <= engine.statistics().cache_capacity

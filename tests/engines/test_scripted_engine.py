@@ -59,23 +59,23 @@ def uid(draw: int, member: int, attempt: int = 0) -> int:
 
 
 def until_idle(engine: ScriptedEngine) -> list[Finished]:
-    found: list[Finished] = []
+    finished: list[Finished] = []
     while engine.active:
-        found += engine.step()
-    return found
+        finished += engine.step()
+    return finished
 
 
 def test_answers_have_the_lengths_of_the_trace_and_valid_tokens(tmp_path: Path) -> None:
     script = script_of(tmp_path, TracedPrompt("one", (7, 3)), TracedPrompt("two", (120, 1)))
     engine: Engine = engine_of(script, World())
     engine.submit([request(10 * draw + member, uid(draw, member)) for draw in (0, 1) for member in (0, 1)])
-    found = {one.key: one for one in until_idle(engine)}  # type: ignore[arg-type]
-    assert {key: len(one.token_ids) for key, one in found.items()} == {0: 7, 1: 3, 10: 120, 11: 1}
-    for one in found.values():
-        assert one.finish == Finish.EOS and one.token_ids[-1] == EOS_ID
-        assert set(one.token_ids[:-1].tolist()) <= set(PLAIN)
-        assert len(one.token_ids) == len(one.logprobs) == len(one.versions)
-        assert np.all(one.logprobs < 0) and np.all(np.isfinite(one.logprobs))
+    answers = {answer.key: answer for answer in until_idle(engine)}  # type: ignore[arg-type]
+    assert {key: len(answer.token_ids) for key, answer in answers.items()} == {0: 7, 1: 3, 10: 120, 11: 1}
+    for answer in answers.values():
+        assert answer.finish == Finish.EOS and answer.token_ids[-1] == EOS_ID
+        assert set(answer.token_ids[:-1].tolist()) <= set(PLAIN)
+        assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions)
+        assert np.all(answer.logprobs < 0) and np.all(np.isfinite(answer.logprobs))
 
 
 def test_a_re_roll_is_as_long_and_other_tokens(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_new_weights_between_two_steps_show_in_the_versions(tmp_path: Path) -> N
     engine.step()
     engine.update_weights(Published(4, 2))
     engine.update_weights(Published(5, 3))
-    (one,) = until_idle(engine)
-    assert one.versions.tolist() == [3] * drawn + [5] * (20 - drawn)
+    (answer,) = until_idle(engine)
+    assert answer.versions.tolist() == [3] * drawn + [5] * (20 - drawn)
     assert 0 < drawn < 20
 
 
@@ -136,7 +136,7 @@ def test_the_tokens_announced_are_the_tokens_drawn(tmp_path: Path) -> None:
     announced = total = 0
     while engine.active:
         announced += engine.drawing
-        total += sum(len(one.token_ids) for one in engine.step())
+        total += sum(len(answer.token_ids) for answer in engine.step())
     assert announced == total == 33 + 58 + 7 + 90
 
 
@@ -150,7 +150,7 @@ def test_limits_cut_answers_and_full_prompts_give_none_and_aborted_requests_vani
     assert EOS_ID not in cut.token_ids
     full = Request(5, 0, 0, np.full(200, 3, np.int32), np.empty(0, np.int32), 9, 1.0, 1.0, 0)
     engine.submit([full])
-    assert [(one.key, len(one.token_ids)) for one in engine.step()] == [(5, 0)]
+    assert [(answer.key, len(answer.token_ids)) for answer in engine.step()] == [(5, 0)]
     with pytest.raises(ValueError, match="rows are free"):
         engine.submit([request(n, 0) for n in range(5)])
 
@@ -168,8 +168,8 @@ def test_segments_by_different_actors_are_the_answer_in_one_piece(
     number = 0
     while True:
         engine = engine_of(script, World())  # another actor each time
-        one = request(0, 0, len(parts), min(segment, limit - len(parts)), number)
-        engine.submit([one])
+        piece = request(0, 0, len(parts), min(segment, limit - len(parts)), number)
+        engine.submit([piece])
         (part,) = until_idle(engine)
         parts += part.token_ids.tolist()
         number += 1
@@ -186,10 +186,11 @@ def test_a_model_call_ends_within_its_token_limit(tmp_path: Path) -> None:
         clock=world.clock, wait=world.wait,
     )
     engine.submit([request(number, uid(0, 0), limit=limit, segment=limit) for number, limit in enumerate((20, 5))])
-    found = {one.key: one for one in until_idle(engine)}
-    assert [len(found[number].token_ids) for number in (0, 1)] == [20, 5]
-    assert all(one.finish == Finish.EOS and one.token_ids[-1] == EOS_ID and one.text is None for one in found.values())
-    assert found[0].token_ids[:4].tolist() != found[1].token_ids[:4].tolist(), "each call has a stream of its own"
+    answers = {answer.key: answer for answer in until_idle(engine)}
+    assert [len(answers[number].token_ids) for number in (0, 1)] == [20, 5]
+    for answer in answers.values():
+        assert answer.finish == Finish.EOS and answer.token_ids[-1] == EOS_ID and answer.text is None
+    assert answers[0].token_ids[:4].tolist() != answers[1].token_ids[:4].tolist(), "each call has a stream of its own"
 
 
 def test_pauses_keep_wait_or_abort(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_pauses_keep_wait_or_abort(tmp_path: Path) -> None:
     engine.resume()
     engine.submit([request(2, 0), request(3, 1)])
     engine.step()
-    assert sorted(one.key for one in engine.pause("abort")) == [2, 3] and not engine.active
+    assert sorted(answer.key for answer in engine.pause("abort")) == [2, 3] and not engine.active
     counted = engine.statistics()
     assert counted.paused and counted.pause_s == pytest.approx(2.0) and counted.tokens > 60
 

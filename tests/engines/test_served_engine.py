@@ -52,11 +52,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Server processes; all are gone afterwards."""
     running: list[Endpoint] = []
 
-    def one(token_s: float = 0.0, port: int = 0) -> Endpoint:
+    def start_endpoint(token_s: float = 0.0, port: int = 0) -> Endpoint:
         running.append(Endpoint(tmp_path, token_s, port))
         return running[-1]
 
-    yield one
+    yield start_endpoint
     for endpoint in running:
         endpoint.kill()
 
@@ -66,43 +66,43 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Engines that wait milliseconds where a run waits seconds."""
     monkeypatch.setattr(client, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(client, "MOST_WAIT_S", 0.1)
-    made: list[ServedEngine] = []
+    engines: list[ServedEngine] = []
 
-    def one(
+    def make_engine(
         url: str, capacity: int = 8, update_s: float = 120.0, eos_ids: frozenset[int] = frozenset({EOS_ID}),
-        **settings: Any,
+        tokens: Letters | None = None, **settings: Any,
     ) -> ServedEngine:
-        given = {"timeout_s": 20.0, "patience_s": 20.0, "retries": 4, **settings}
-        made.append(
+        openai = {"timeout_s": 20.0, "patience_s": 20.0, "retries": 4, **settings}
+        engines.append(
             ServedEngine(
-                Openai(base_url=url, **given), Letters(), capacity=capacity, max_length=200,  # type: ignore[arg-type]
-                known=TokenRows(rows=40), eos_ids=eos_ids, update_s=update_s,
+                Openai(base_url=url, **openai), tokens or Letters(),  # type: ignore[arg-type]
+                capacity=capacity, max_length=200, known=TokenRows(rows=40), eos_ids=eos_ids, update_s=update_s,
             )
         )
-        return made[-1]
+        return engines[-1]
 
-    yield one
-    for engine in made:
+    yield make_engine
+    for engine in engines:
         engine.close()
 
 
 def until_idle(engine: ServedEngine) -> dict[int, Finished]:
-    found: dict[int, Finished] = {}
+    results: dict[int, Finished] = {}
     deadline = time.monotonic() + WAIT_S
     while engine.active:
         assert time.monotonic() < deadline, f"{engine.active} are still active"
-        found.update({one.key: one for one in engine.step()})
-    return found
+        results.update({finished.key: finished for finished in engine.step()})
+    return results
 
 
 def until(engine: ServedEngine, tokens: int) -> dict[int, Finished]:
     """Step until so many tokens have come in all, or everything has ended."""
-    found: dict[int, Finished] = {}
+    results: dict[int, Finished] = {}
     deadline = time.monotonic() + WAIT_S
     while engine.active and engine.statistics().tokens < tokens:
         assert time.monotonic() < deadline
-        found.update({one.key: one for one in engine.step()})
-    return found
+        results.update({finished.key: finished for finished in engine.step()})
+    return results
 
 
 def same(got: Finished, prompt: list[int], limit: int, version: int = 0) -> None:
@@ -119,14 +119,14 @@ def test_ids_log_probs_ends_and_counts_are_those_of_the_server(start: Start, mak
     prompts = [[3 + k, 5] for k in range(8)]
     engine.submit([request(k, prompt, max_new_tokens=40) for k, prompt in enumerate(prompts)])
     announced = 0
-    found: dict[int, Finished] = {}
+    results: dict[int, Finished] = {}
     while engine.active:
         announced += engine.drawing
-        found.update({one.key: one for one in engine.step()})
+        results.update({finished.key: finished for finished in engine.step()})
     for k, prompt in enumerate(prompts):
-        same(found[k], prompt, 40)
-    assert {one.finish for one in found.values()} == {Finish.EOS, Finish.LENGTH}
-    tokens = sum(len(one.token_ids) for one in found.values())
+        same(results[k], prompt, 40)
+    assert {finished.finish for finished in results.values()} == {Finish.EOS, Finish.LENGTH}
+    tokens = sum(len(finished.token_ids) for finished in results.values())
     assert engine.statistics().tokens == tokens == announced
     assert {entry["body"]["model"] for entry in endpoint.log if "completions" in entry["path"]} == {"letters"}
     with pytest.raises(ValueError, match="9 requests, but 8 rows are free"):
@@ -137,9 +137,9 @@ def test_a_prefix_counts_as_prompt_and_a_full_prompt_ends_at_once(start: Start, 
     engine = make(start().url)
     prefix = np.asarray([7, 8], np.int32)
     engine.submit([request(0, [5, 6], prefix_ids=prefix, max_new_tokens=9), request(1, [5] * 200)])
-    found = until_idle(engine)
-    same(found[0], [5, 6, 7, 8], 9)
-    assert (found[1].finish, len(found[1].token_ids)) == (Finish.LENGTH, 0)
+    results = until_idle(engine)
+    same(results[0], [5, 6, 7, 8], 9)
+    assert (results[1].finish, len(results[1].token_ids)) == (Finish.LENGTH, 0)
 
 
 def test_partial_output_can_be_requested_and_stop_ids_are_sent(start: Start, make: Make) -> None:
@@ -165,14 +165,14 @@ def test_unusable_output_is_requested_again_from_where_it_stopped(start: Start, 
     engine.submit([request(0, LONG, max_new_tokens=40)])
     same(until_idle(engine)[0], LONG, 40)
     assert engine.statistics().errors >= (1 if how == "silent end" else 2)
-    asked = [entry["body"] for entry in endpoint.log if entry["path"] == "/v1/completions"]
-    starts = [len(body["prompt"]) - len(LONG) for body in asked]
+    bodies = [entry["body"] for entry in endpoint.log if entry["path"] == "/v1/completions"]
+    starts = [len(body["prompt"]) - len(LONG) for body in bodies]
     if how in ("clean half", "abort"):  # three tokens came of each try, and are not drawn again
         assert starts == [0, 3, 6]
     if how in ("half", "clean half", "abort"):
-        assert len({body["seed"] for body in asked}) == 3
+        assert len({body["seed"] for body in bodies}) == 3
     if how == "half":  # a reset connection may take tokens along that were sent but not read yet
-        assert len(starts) == 3 and all(0 <= later - one <= 3 for one, later in pairwise(starts))
+        assert len(starts) == 3 and all(0 <= later - earlier <= 3 for earlier, later in pairwise(starts))
 
 
 def test_ids_may_come_as_named_tokens(start: Start, make: Make) -> None:
@@ -233,13 +233,13 @@ def test_an_endpoint_that_dies_and_comes_back_costs_time_and_no_token(start: Sta
     engine = make(endpoint.url)
     prompts = [[3 + k, 5] for k in range(4)]
     engine.submit([request(k, prompt, max_new_tokens=40) for k, prompt in enumerate(prompts)])
-    found = until(engine, 20)
+    results = until(engine, 20)
     endpoint.kill()
     assert engine.step() is not None
     start(token_s=0.0, port=endpoint.port)
-    found |= until_idle(engine)
+    results |= until_idle(engine)
     for k, prompt in enumerate(prompts):
-        same(found[k], prompt, 40)
+        same(results[k], prompt, 40)
     assert engine.statistics().errors > 0
 
 
@@ -264,14 +264,15 @@ def test_one_request_that_always_fails_is_given_up_alone(start: Start, make: Mak
     endpoint.allow(1)
     engine = make(endpoint.url, retries=3)
     engine.submit([request(0, LONG, max_new_tokens=40)])
-    found = until(engine, 1)
+    results = until(engine, 1)
     engine.submit([request(1, LONG, max_new_tokens=40)])
     while engine.statistics().errors == 0:
         engine.step()
     endpoint.allow(ALL)
-    found |= until_idle(engine)
-    same(found[0], LONG, 40)
-    assert found[1].finish == Finish.ABORTED and "failures in a row" in found[1].refused and "500" in found[1].refused
+    results |= until_idle(engine)
+    same(results[0], LONG, 40)
+    assert results[1].finish == Finish.ABORTED
+    assert "failures in a row" in results[1].refused and "500" in results[1].refused
 
 
 class Folders:
@@ -310,16 +311,16 @@ def test_an_update_cuts_running_requests_which_continue_with_the_new_weights(
     engine = make(endpoint.url, update=server)
     prompts = [[k, 7] for k in range(3, 400) if len(answer([k, 7], 60, 0)[0]) == 60][:3]
     engine.submit([request(k, prompt, max_new_tokens=60) for k, prompt in enumerate(prompts)])
-    found = until(engine, 15)
+    results = until(engine, 15)
     assert engine.update_weights(Folders(tmp_path, kind, 3)) == (3, 30)  # type: ignore[arg-type]
     drawn = endpoint.drawn
     endpoint.allow(drawn + 30)
-    found |= until(engine, engine.statistics().tokens + 3)
+    results |= until(engine, engine.statistics().tokens + 3)
     if engine.active:
         engine.update_weights(Folders(tmp_path, kind, 4))  # type: ignore[arg-type]
     endpoint.allow(ALL)
-    found |= until_idle(engine)
-    seen = set().union(*(checked(found[k], prompt) for k, prompt in enumerate(prompts)))
+    results |= until_idle(engine)
+    seen = set().union(*(checked(results[k], prompt) for k, prompt in enumerate(prompts)))
     assert {0, 3} <= seen and engine.statistics().updates >= 1 and engine.statistics().errors == 0
     if kind == "folder":
         order = endpoint.calls("/pause", "/pause_generation", "/collective_rpc", "/update_weights_from_disk", "/resume",
@@ -338,10 +339,10 @@ class Learner:
     version, model = 0, None
 
     def every(self, samples: Sequence[Any]) -> list[Any]:
-        return [self._row(one.prompt_ids.tolist()) for one in samples]
+        return [self._row(sample.prompt_ids.tolist()) for sample in samples]
 
     def score(self, samples: Sequence[Any]) -> list[Any]:
-        return [self._row(one.prompt_ids.tolist())[one.token_ids] for one in samples]
+        return [self._row(sample.prompt_ids.tolist())[sample.token_ids] for sample in samples]
 
     def _row(self, prompt: list[int]) -> Any:
         row = np.full(40, -9.0, np.float32)
@@ -357,7 +358,7 @@ def test_a_server_that_keeps_old_weights_when_it_says_otherwise_is_found(
     (tmp_path / "config.json").write_text('{"vocab_size": 40}')
     settings = ("openai.base_url=http://127.0.0.1:1/v1", "openai.update=vllm", "weights.transport=checkpoint_restart")
     proving = Proving(tmp_path, None, "process.rollout.engine=openai", *settings, trainer=learner)
-    said = []
+    texts = []
     for version in (1, 2, 3):
         learner.version = version
         proving.publish(version, {})
@@ -366,8 +367,8 @@ def test_a_server_that_keeps_old_weights_when_it_says_otherwise_is_found(
             (folder.path / "version").write_text("2")
         engine.update_weights(folder)  # type: ignore[arg-type]
         proving.answer(engine, version)
-        said += [one.text for one in proving.judged(version)]
-    [text] = said
+        texts += [finding.text for finding in proving.judged(version)]
+    [text] = texts
     assert text.startswith("engine openai of rollout-0, version 3: over 8 tokens")
 
 
@@ -475,18 +476,18 @@ def test_no_version_loads_beside_an_older_one_being_restored(
 
 
 def test_a_server_lost_again_right_after_resuming_gets_its_version_again(
-    start: Start, make: Make, tmp_path: Path
+    start: Start, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint = start()
     engine = make(endpoint.url, update="vllm")
     engine.update_weights(Folders(tmp_path, "folder", 5))  # type: ignore[arg-type]
-    opened, go_on = engine._client.open_gate, threading.Event()
+    open_gate, go_on = client.Client.open_gate, threading.Event()
 
-    def slow_to_end() -> None:
-        opened()
+    def slow_to_end(opened: client.Client) -> None:
+        open_gate(opened)
         go_on.wait(WAIT_S)
 
-    engine._client.open_gate = slow_to_end  # type: ignore[method-assign]
+    monkeypatch.setattr(client.Client, "open_gate", slow_to_end)
     endpoint.behave("half", "half")
     engine.submit([request(0, with_long_answer(5), max_new_tokens=40)])
     try:
@@ -497,7 +498,7 @@ def test_a_server_lost_again_right_after_resuming_gets_its_version_again(
 
 
 def test_a_server_without_its_restored_version_gets_nothing_after_a_pause(
-    start: Start, make: Make, tmp_path: Path
+    start: Start, make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint = start()
     endpoint.allow(5)
@@ -506,7 +507,7 @@ def test_a_server_without_its_restored_version_gets_nothing_after_a_pause(
     engine.submit([request(0, with_long_answer(5), max_new_tokens=40)])
     until(engine, 5)
     endpoint.kill()
-    while not engine._restoring:
+    while "version 5 is loaded again" not in caplog.text:
         engine.step()
     engine.pause("keep")
     engine.resume()
@@ -543,7 +544,7 @@ def test_pause_keeps_waits_or_aborts(start: Start, make: Make) -> None:
     engine.submit([request(1, LONG, max_new_tokens=20)])
     ended = list(until(engine, engine.statistics().tokens + 1).values())
     ended += engine.pause("wait") + engine.step()
-    assert [one.key for one in ended] == [1]
+    assert [finished.key for finished in ended] == [1]
     same(ended[0], LONG, 20)
 
 
@@ -557,9 +558,9 @@ def test_an_aborted_request_is_gone_with_its_tokens(start: Start, make: Make) ->
     assert gone is not None and gone.finish == Finish.ABORTED and engine.abort(0) is None and engine.abort(7) is None
     assert gone.token_ids.tolist() == answer(LONG, 40, 0)[0][: len(gone.token_ids)]
     endpoint.allow(ALL)
-    found = until_idle(engine)
-    assert sorted(found) == [1]
-    same(found[1], LONG, 40)
+    results = until_idle(engine)
+    assert sorted(results) == [1]
+    same(results[1], LONG, 40)
 
 
 def test_a_request_that_ended_by_itself_is_found_by_abort_too(start: Start, make: Make) -> None:
@@ -577,13 +578,20 @@ def test_an_answer_ends_with_an_end_id_unknown_to_the_server(start: Start, make:
     engine = make(endpoint.url, endpoint=how, eos_ids=ends)
     prompt = engine.encode("cab")
     engine.submit([request(0, prompt, max_new_tokens=30), request(1, prompt, max_new_tokens=3)])
-    found = until_idle(engine)
+    results = until_idle(engine)
     first = next(k for k, token in enumerate(ids) if token in ends)
-    assert found[0].token_ids.tolist() == ids[: first + 1] and found[0].finish == Finish.EOS
-    np.testing.assert_allclose(found[0].logprobs, logprobs[: first + 1], rtol=1e-6)
-    assert found[1].finish == (Finish.EOS if first < 3 else Finish.LENGTH)
+    assert results[0].token_ids.tolist() == ids[: first + 1] and results[0].finish == Finish.EOS
+    np.testing.assert_allclose(results[0].logprobs, logprobs[: first + 1], rtol=1e-6)
+    assert results[1].finish == (Finish.EOS if first < 3 else Finish.LENGTH)
     assert endpoint.log[-1]["body"]["stop_token_ids"] == sorted(ends)
     assert not engine.active and engine.statistics().errors == 0
+
+
+class Closed(Letters):
+    """A tokenizer that writes a token after each prompt, as a chat template does."""
+
+    def encode(self, text: str) -> list[int]:
+        return [*super().encode(text), 2]
 
 
 def test_chat_prompts_travel_as_text_with_tools_and_must_match_our_ids(
@@ -592,8 +600,7 @@ def test_chat_prompts_travel_as_text_with_tools_and_must_match_our_ids(
     endpoint = start()
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}]))
-    engine = make(endpoint.url, endpoint="chat", tools=str(tools))
-    engine._text.encode = lambda text: [*Letters().encode(text), 2]  # type: ignore[method-assign]
+    engine = make(endpoint.url, endpoint="chat", tools=str(tools), tokens=Closed())
     prompt = engine.encode("cab")
     endpoint.behave("500", "half", "ok")
     engine.submit([request(0, prompt, max_new_tokens=12)])
@@ -612,10 +619,9 @@ def test_a_chat_answer_may_outlast_the_timeout_for_a_try_without_tokens(start: S
     engine = make(endpoint.url, endpoint="chat", timeout_s=0.5, retries=0)
     prompt = engine.encode("cab")
     long = next(k for k in range(90) if len(answer([*prompt, k], 40, 0)[0]) == 40)
-    engine._text.encode = lambda text: [*prompt, long]  # type: ignore[method-assign]
     engine.submit([request(0, engine.encode("cab" + chr(94 + long)), max_new_tokens=40)])
-    found = until_idle(engine)[0]
-    same(found, [*prompt, long], 40)
+    result = until_idle(engine)[0]
+    same(result, [*prompt, long], 40)
     assert engine.statistics().errors == 0
 
 
@@ -640,13 +646,13 @@ def test_by_chat_an_update_waits_for_the_answers_under_way(start: Start, make: M
     engine = make(endpoint.url, endpoint="chat", update="vllm")
     prompt = engine.encode("cab")
     engine.submit([request(0, prompt, max_new_tokens=30)])
-    while not engine._client.asking:
+    while not endpoint.calls("/v1/chat/completions"):
         engine.step()
     engine.update_weights(Folders(tmp_path, "folder", 2))  # type: ignore[arg-type]
     engine.submit([request(1, prompt, max_new_tokens=30)])
-    found = until_idle(engine)
-    same(found[0], prompt, 30, version=0)
-    same(found[1], prompt, 30, version=2)
+    results = until_idle(engine)
+    same(results[0], prompt, 30, version=0)
+    same(results[1], prompt, 30, version=2)
 
 
 def test_the_key_comes_from_the_environment_and_is_asked_for_by_name(
@@ -692,9 +698,9 @@ def test_nothing_is_left_of_an_engine_that_was_closed(start: Start, make: Make) 
 def _links() -> list[str]:
     """The remote ports of this process's TCP connections."""
     files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    mine = {os.readlink(file) for file in files if os.path.islink(file)}
+    sockets = {os.readlink(file) for file in files if os.path.islink(file)}
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [f":{int(row[2].split(':')[1], 16)}" for row in rows if f"socket:[{row[9]}]" in mine]
+    return [f":{int(row[2].split(':')[1], 16)}" for row in rows if f"socket:[{row[9]}]" in sockets]
 
 
 def test_a_closed_engine_leaves_no_coroutine_that_nobody_awaits(
@@ -711,6 +717,6 @@ def test_a_closed_engine_leaves_no_coroutine_that_nobody_awaits(
     finally:
         gc.enable()
     with pytest.raises(PeerTimeout, match="is closed"):
-        engine._client.send("GET", "http://127.0.0.1:9", None, "asking after the end", time.monotonic() + 5)
+        engine.pause("keep")
     gc.collect()
-    assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]
+    assert not [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)]

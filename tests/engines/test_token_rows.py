@@ -40,33 +40,33 @@ Wide = Callable[..., Path]
 @pytest.fixture(scope="session")
 def wide(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Wide:
     """Folders whose model has rows without a token: the last ones, with `holes` others too."""
-    made: dict[tuple[str, bool], Path] = {}
+    folders: dict[tuple[str, bool], Path] = {}
 
-    def one(kind: str = "qwen3", holes: bool = False) -> Path:
-        if (kind, holes) not in made:
+    def folder_of(kind: str = "qwen3", holes: bool = False) -> Path:
+        if (kind, holes) not in folders:
             folder = widen(model_folder(kind), tmp_path_factory.mktemp(kind) / "wide", ROWS)
-            made[kind, holes] = forget(folder, HOLES) if holes else folder
-        return made[kind, holes]
+            folders[kind, holes] = forget(folder, HOLES) if holes else folder
+        return folders[kind, holes]
 
-    return one
+    return folder_of
 
 
 def drawn(folder: Path, temperature: float = 1.0, top_p: float = 1.0, fast: bool = True) -> list[Finished]:
     """Answers of 40 tokens and fewer to 12 prompts, which may have any id."""
     engine = TorchEngine.load(folder, capacity=12, max_length=60, fast=fast)
-    given = {"max_new_tokens": 40, "temperature": temperature, "top_p": top_p}
-    engine.submit([request(key, [3 + key, ROWS - 1], **given) for key in range(12)])
-    found: list[Finished] = []
+    fields = {"max_new_tokens": 40, "temperature": temperature, "top_p": top_p}
+    engine.submit([request(key, [3 + key, ROWS - 1], **fields) for key in range(12)])
+    finished: list[Finished] = []
     while engine.active:
-        found += engine.step()
-    return found
+        finished += engine.step()
+    return finished
 
 
 def samples_of(answers: list[Finished], temperature: float = 1.0) -> list[Sample]:
     return [
-        Sample(one.key, one.key, 0, np.array([3 + one.key, ROWS - 1], np.int32), one.token_ids, one.logprobs,
-               one.versions, 1.0, temperature)
-        for one in answers
+        Sample(answer.key, answer.key, 0, np.array([3 + answer.key, ROWS - 1], np.int32), answer.token_ids,
+               answer.logprobs, answer.versions, 1.0, temperature)
+        for answer in answers
     ]
 
 
@@ -131,7 +131,7 @@ def test_an_engine_draws_tokens_alone_with_the_learners_log_probabilities(
 ) -> None:
     folder = wide(kind, holes)
     answers = drawn(folder, 0.7, fast=fast)
-    ids = np.concatenate([one.token_ids for one in answers])
+    ids = np.concatenate([answer.token_ids for answer in answers])
     assert len(ids) > 100 and ids.max() < TOKENS and (not holes or not set(ids.tolist()) & HOLES)
     for name, make in WAYS.items():
         model = load(folder)
@@ -140,14 +140,15 @@ def test_an_engine_draws_tokens_alone_with_the_learners_log_probabilities(
                 continue
             packing.adopt(model)
         samples = samples_of(answers, 0.7)
-        found, entropy = scored(make(model), samples, folder)
-        np.testing.assert_allclose(found, np.concatenate([one.logprobs for one in answers]), atol=1e-5, err_msg=name)
+        logprobs, entropy = scored(make(model), samples, folder)
+        drawn_from = np.concatenate([answer.logprobs for answer in answers])
+        np.testing.assert_allclose(logprobs, drawn_from, atol=1e-5, err_msg=name)
         assert bool((entropy <= np.log(TOKENS) + 1e-5).all()) and bool(entropy.isfinite().all())
 
 
 def test_greedy_and_truncated_draws_are_of_tokens_alone(wide: Wide) -> None:
     for settings in ((0.0, 1.0), (1.0, 0.5)):
-        assert all(one.token_ids.max() < TOKENS for one in drawn(wide("qwen3"), *settings))
+        assert all(answer.token_ids.max() < TOKENS for answer in drawn(wide("qwen3"), *settings))
 
 
 def test_token_shares_match_those_of_a_model_without_the_other_rows(
@@ -155,10 +156,10 @@ def test_token_shares_match_those_of_a_model_without_the_other_rows(
 ) -> None:
     """Not only consistent: what is left out has no share of what remains."""
     samples = samples_of(drawn(wide("qwen3")))
-    narrow = [replace(one, prompt_ids=one.prompt_ids[:1]) for one in samples]
-    found, plain = (scored(PaddedRows(load(folder)), narrow, folder) for folder in
+    narrow = [replace(sample, prompt_ids=sample.prompt_ids[:1]) for sample in samples]
+    padded, plain = (scored(PaddedRows(load(folder)), narrow, folder) for folder in
                     (wide("qwen3"), model_folder("qwen3")))
-    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(padded, plain)
 
 
 # -- the learner -----
@@ -196,8 +197,8 @@ def test_what_an_old_cache_would_give_is_of_tokens_alone_too(wide: Wide) -> None
     model, before = load(folder), Earlier()
     before.keep(model, 0)
     for sample in samples_of(drawn(folder))[:3]:
-        found = over_old_keys(model, before, sample, 1, token_rows(folder))
-        np.testing.assert_allclose(found, sample.behaviour_logprobs, atol=1e-5)
+        logprobs = over_old_keys(model, before, sample, 1, token_rows(folder))
+        np.testing.assert_allclose(logprobs, sample.behaviour_logprobs, atol=1e-5)
 
 
 def test_an_adapter_is_trained_on_tokens_alone(wide: Wide) -> None:
@@ -225,8 +226,8 @@ def test_a_sample_with_an_id_that_is_no_token_is_never_trained(wide: Wide) -> No
 
 
 def test_scripted_answers_are_of_tokens_alone(wide: Wide) -> None:
-    found = vocabulary(wide("qwen3", holes=True))
-    assert found is not None and max(found.plain) < TOKENS and not set(found.plain) & HOLES
+    words = vocabulary(wide("qwen3", holes=True))
+    assert words is not None and max(words.plain) < TOKENS and not set(words.plain) & HOLES
 
 
 def test_an_endpoint_is_asked_to_leave_them_out() -> None:
@@ -248,7 +249,7 @@ def test_workers_of_vllm_mask_the_logits_before_anything_is_made_of_them() -> No
 def test_the_check_of_vllms_weights_leaves_them_out_too(wide: Wide) -> None:
     folder = wide("qwen3")
     answer = drawn(folder, 0.7)[0]
-    weights = {name: one.detach() for name, one in load(folder).named_parameters()}
+    weights = {name: parameter.detach() for name, parameter in load(folder).named_parameters()}
     ids = [3 + answer.key, ROWS - 1, *answer.token_ids.tolist()]
-    found = plain_logprobs(str(folder), weights, ids, 0.7)
-    np.testing.assert_allclose(found[1:], answer.logprobs, atol=1e-5)
+    logprobs = plain_logprobs(str(folder), weights, ids, 0.7)
+    np.testing.assert_allclose(logprobs[1:], answer.logprobs, atol=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from requests_ import crowd, plain_logprobs, request, run
+from requests_ import crowd, endless, plain_logprobs, request, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from busrl.engines.torch.engine import TorchEngine
@@ -30,9 +30,9 @@ def test_log_probs_are_those_of_a_plain_forward_pass(model_folder: Folder, kind:
     requests = crowd(14, temperature=0.8)
     results = run(engine, requests)
     assert sorted(results) == list(range(14))
-    for asked in requests:
-        got = results[asked.key]
-        wanted = plain_logprobs(model, asked.prompt_ids, got.token_ids, 0.8)
+    for sent in requests:
+        got = results[sent.key]
+        wanted = plain_logprobs(model, sent.prompt_ids, got.token_ids, 0.8)
         np.testing.assert_allclose(got.logprobs, wanted, atol=1e-4)
         assert got.logprobs.dtype == np.float32 and got.token_ids.dtype == np.int32
 
@@ -43,7 +43,7 @@ def test_the_fast_decoder_is_used_for_the_architectures_that_it_knows(
 ) -> None:
     with caplog.at_level(logging.INFO, "busrl"):
         engine = TorchEngine.load(model_folder(kind), capacity=2)
-    assert type(engine._decoder).__name__ == ("FastDecoder" if kind in FAST_KINDS else "GenericDecoder")
+    assert type(engine.decoder).__name__ == ("FastDecoder" if kind in FAST_KINDS else "GenericDecoder")
     assert ("generic decoder" in caplog.text) == (kind not in FAST_KINDS)
 
 
@@ -54,13 +54,13 @@ def test_greedy_decoding_equals_generate(model_folder: Folder, kind: str, fast: 
     model = AutoModelForCausalLM.from_pretrained(folder)
     requests = crowd(6, temperature=0.0)
     results = run(TorchEngine.load(folder, capacity=4, fast=fast), requests)
-    for asked in requests:
-        ids = torch.from_numpy(asked.prompt_ids.astype(np.int64))[None]
+    for sent in requests:
+        ids = torch.from_numpy(sent.prompt_ids.astype(np.int64))[None]
         wanted = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
         )[0, ids.shape[1] :]
-        assert results[asked.key].token_ids.tolist() == wanted.tolist()
-        assert not results[asked.key].logprobs.any()
+        assert results[sent.key].token_ids.tolist() == wanted.tolist()
+        assert not results[sent.key].logprobs.any()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -68,10 +68,10 @@ def test_a_sample_is_the_same_alone_and_in_a_crowd(model_folder: Folder, kind: s
     engine = TorchEngine.load(model_folder(kind), capacity=7)
     requests = crowd(20)
     together = run(engine, requests)
-    for asked in requests[::3]:
-        alone = run(engine, [asked])[asked.key]
-        assert alone.token_ids.tolist() == together[asked.key].token_ids.tolist()
-        np.testing.assert_allclose(alone.logprobs, together[asked.key].logprobs, atol=1e-4)
+    for sent in requests[::3]:
+        alone = run(engine, [sent])[sent.key]
+        assert alone.token_ids.tolist() == together[sent.key].token_ids.tolist()
+        np.testing.assert_allclose(alone.logprobs, together[sent.key].logprobs, atol=1e-4)
 
 
 def test_uid_segment_and_seed_each_give_another_sample(model_folder: Folder) -> None:
@@ -94,9 +94,9 @@ def test_a_segment_goes_on_where_the_last_one_ended(model_folder: Folder) -> Non
 def test_sequences_end_at_eos_at_their_limit_and_at_the_models_length(model_folder: Folder) -> None:
     engine = TorchEngine.load(model_folder("gpt2"), capacity=64, max_length=16)
     results = run(engine, crowd(64, max_new_tokens=9))
-    for asked in crowd(64, max_new_tokens=9):
-        got = results[asked.key]
-        count, limit = len(got.token_ids), min(9, 16 - len(asked.prompt_ids))
+    for sent in crowd(64, max_new_tokens=9):
+        got = results[sent.key]
+        count, limit = len(got.token_ids), min(9, 16 - len(sent.prompt_ids))
         assert EOS_ID not in got.token_ids[:-1]
         assert got.finish == (Finish.EOS if got.token_ids[-1] == EOS_ID else Finish.LENGTH)
         assert count == limit or got.finish == Finish.EOS
@@ -124,8 +124,7 @@ def test_parameters_have_the_names_of_the_model_and_are_live(model_folder: Folde
 
 
 def test_an_aborted_request_leaves_and_the_others_are_not_touched(model_folder: Folder) -> None:
-    engine = TorchEngine.load(model_folder("qwen3"), capacity=5)
-    engine._seats._eos[:] = False
+    engine = endless(model_folder("qwen3"), capacity=5)
     requests = crowd(5)
     wanted = run(engine, requests)
     engine.submit(requests)
@@ -148,8 +147,7 @@ def test_a_request_that_ended_without_a_row_is_found_by_abort_too(model_folder: 
 
 
 def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
-    engine = TorchEngine.load(model_folder("qwen3"), capacity=5)
-    engine._seats._eos[:] = False
+    engine = endless(model_folder("qwen3"), capacity=5)
     requests = crowd(5)
     wanted = run(engine, requests)
     engine.submit(requests)
@@ -159,21 +157,21 @@ def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
     assert engine.statistics().tokens == before.tokens and engine.statistics().paused
     engine.resume()
     engine.step()
-    for one in (ended := engine.pause("wait")):
-        assert one.token_ids.tolist() == wanted[one.key].token_ids.tolist()
+    for answer in (ended := engine.pause("wait")):
+        assert answer.token_ids.tolist() == wanted[answer.key].token_ids.tolist()
     assert len(ended) == 5 and not engine.active
     engine.submit(requests[:2])
     assert engine.drawing == 0
     engine.resume()
     engine.step()
     engine.submit(requests[2:4])
-    aborted = {one.key: one for one in engine.pause("abort")}
-    assert {key: len(one.token_ids) for key, one in aborted.items()} == {0: 1, 1: 1, 2: 0, 3: 0}
-    assert {one.finish for one in aborted.values()} == {Finish.ABORTED} and not engine.active
+    aborted = {answer.key: answer for answer in engine.pause("abort")}
+    assert {key: len(answer.token_ids) for key, answer in aborted.items()} == {0: 1, 1: 1, 2: 0, 3: 0}
+    assert {answer.finish for answer in aborted.values()} == {Finish.ABORTED} and not engine.active
     engine.resume()
     again = run(engine, requests)
-    assert {key: one.token_ids.tolist() for key, one in again.items()} == {
-        key: one.token_ids.tolist() for key, one in wanted.items()
+    assert {key: answer.token_ids.tolist() for key, answer in again.items()} == {
+        key: answer.token_ids.tolist() for key, answer in wanted.items()
     }
     assert engine.statistics().pause_s > 0
 
@@ -214,8 +212,8 @@ def test_text_goes_through_the_models_tokenizer(model_folder: Folder) -> None:
 
 
 def test_with_a_chat_template_a_prompt_is_one_user_turn(model_folder: Folder) -> None:
-    plain = TorchEngine.load(model_folder("qwen3"), capacity=1)
+    model = AutoModelForCausalLM.from_pretrained(model_folder("qwen3"))
     tokenizer = AutoTokenizer.from_pretrained(model_folder("qwen3"))
     tokenizer.chat_template = "<bos>{{ messages[0]['content'] }}:{% if add_generation_prompt %} {% endif %}"
-    chat = TorchEngine(plain._model, tokenizer, capacity=1, chat=True)
+    chat = TorchEngine(model, tokenizer, capacity=1, chat=True)
     assert chat.decode(chat.encode([{"role": "user", "content": "cab"}])) == "<bos>cab: "

@@ -35,28 +35,28 @@ def core(tmp_path: Path) -> Core:
 
 def updates(core: Core, transport: str) -> tuple[Updates, Any]:
     start = SimpleNamespace(lora_rank=0, model="m", dtype="float32")
-    made = Updates(SimpleNamespace(core=core, own=Vllm(), start=start), "auto")  # type: ignore[arg-type]
+    loaded = Updates(SimpleNamespace(core=core, settings=Vllm(), start=start), "auto")  # type: ignore[arg-type]
     settings = TransportSettings(transport, "segment", str(core.page.parent / "address"), timeout_s=7.0)
-    return made, made.receiver(settings, "rollout/0")
+    return loaded, loaded.receiver(settings, "rollout/0")
 
 
 @pytest.mark.parametrize(("transport", "seconds"), [("shm", 5.0), ("broadcast", 5.0), ("cuda_ipc", 12.0)])
 def test_workers_are_told_to_leave_within_a_deadline(core: Core, transport: str, seconds: float) -> None:
-    made, receiver = updates(core, transport)
+    loaded, receiver = updates(core, transport)
     assert receiver.newest() == (-1, -1)
-    made.close()
+    loaded.close()
     assert core.calls[-1] == ("busrl_close", seconds)
 
 
 def test_an_engine_that_dies_meanwhile_is_a_line_in_the_log(core: Core, caplog: pytest.LogCaptureFixture) -> None:
-    made, _ = updates(core, "shm")
+    loaded, _ = updates(core, "shm")
     core.fails = True
-    made.close()
+    loaded.close()
     assert "rollout/0: its workers did not leave: died" in caplog.text
 
 
 def test_an_engine_that_is_over_is_asked_nothing(core: Core) -> None:
-    made, _ = updates(core, "shm")
+    loaded, _ = updates(core, "shm")
     core.over = True
-    made.close()
+    loaded.close()
     assert [method for method, _ in core.calls] == ["busrl_open"]

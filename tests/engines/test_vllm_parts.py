@@ -37,14 +37,14 @@ class Model(torch.nn.Module):
         self.a, self.b = torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(4, 3, bias=False)
         self.broken = False
 
-    def load_weights(self, given: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        mine, taken = dict(self.named_parameters()), set()
-        for name, tensor in given:
-            if self.broken and taken:
+    def load_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters, names = dict(self.named_parameters()), set()
+        for name, tensor in named_tensors:
+            if self.broken and names:
                 raise RuntimeError("broken on purpose")
-            mine[name].copy_(tensor)
-            taken.add(name)
-        return taken
+            parameters[name].copy_(tensor)
+            names.add(name)
+        return names
 
     @property
     def values(self) -> list[float]:
@@ -71,10 +71,10 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
-    yield made
-    made.plane.close()
-    made.sender.close()
+    worker = Scene(tmp_path)
+    yield worker
+    worker.plane.close()
+    worker.sender.close()
 
 
 def test_a_page_shows_the_last_whole_line_and_nothing_before_the_first(tmp_path: Path) -> None:
@@ -84,7 +84,8 @@ def test_a_page_shows_the_last_whole_line_and_nothing_before_the_first(tmp_path:
     writing.write(Line((3, 30), (2, 20), "x" * 2 * SIZE))
     seen = reading.read()
     assert (seen.staged, seen.loaded, seen.newest) == ((3, 30), (2, 20), (3, 30)) and set(seen.trouble) == {"x"}
-    writing._map[0:1] = b"\x03"  # a writer that died in the middle of its next line
+    with open(tmp_path / "p", "r+b") as file:
+        file.write(b"\x03")  # a writer that died in the middle of its next line
     assert reading.read() == seen
     writing.write(Line((4, 40), (3, 30)))
     assert reading.read() == Line((4, 40), (3, 30))
@@ -186,16 +187,16 @@ def test_padded_heads_give_what_unpadded_ones_give(head: int, wide: int) -> None
     torch.testing.assert_close(padded(query, key, value), plain(query, key, value), atol=1e-6, rtol=1e-5)
 
 
-def asked(**more: Any) -> Request:
+def request_of(**more: Any) -> Request:
     ids = np.array([5, 6, 7], np.int32)
-    given: dict[str, Any] = {"segment": 0, "prefix_ids": ids[:1], "temperature": 1.0, "top_p": 1.0, "seed": 3}
-    return Request(key=1, uid=2, prompt_ids=ids, max_new_tokens=9, **(given | more))
+    fields: dict[str, Any] = {"segment": 0, "prefix_ids": ids[:1], "temperature": 1.0, "top_p": 1.0, "seed": 3}
+    return Request(key=1, uid=2, prompt_ids=ids, max_new_tokens=9, **(fields | more))
 
 
 def output(ids: list[int], finish: str | None = None, spans: Any = None) -> Any:
     places = [{i: SimpleNamespace(logprob=-0.5)} for i in ids]
-    one = SimpleNamespace(token_ids=ids, logprobs=places, finish_reason=finish, weight_versions=spans)
-    return SimpleNamespace(outputs=[one])
+    completion = SimpleNamespace(token_ids=ids, logprobs=places, finish_reason=finish, weight_versions=spans)
+    return SimpleNamespace(outputs=[completion])
 
 
 def span(version: str, start: int, end: int) -> Any:
@@ -203,29 +204,29 @@ def span(version: str, start: int, end: int) -> Any:
 
 
 def test_versions_are_counted_and_those_that_vllm_notes_itself_are_believed() -> None:
-    running = Running(asked())
+    running = Running(request_of())
     running.take(output([8, 9]), 4)
     running.take(output([10, 11], "stop", [span("4", 0, 1), span("5", 1, 4)]), 5)
-    made = running.finished(running.finish)
-    assert made.versions.tolist() == [4, 5, 5, 5] and made.finish == Finish.EOS
-    assert made.token_ids.tolist() == [8, 9, 10, 11]
-    without = Running(asked())
+    finished = running.finished(running.finish)
+    assert finished.versions.tolist() == [4, 5, 5, 5] and finished.finish == Finish.EOS
+    assert finished.token_ids.tolist() == [8, 9, 10, 11]
+    without = Running(request_of())
     without.take(output([8, 9]), 4)
     without.take(output([10], "length", [span("default", 0, 3)]), 5)
     assert without.finished(without.finish).versions.tolist() == [4, 4, 5]
 
 
 def test_a_greedy_answer_has_probability_one_and_an_empty_one_no_token() -> None:
-    running = Running(asked(temperature=0.0))
+    running = Running(request_of(temperature=0.0))
     running.take(output([8], "length"), 4)
     assert running.finished(running.finish).logprobs.tolist() == [0.0]
-    assert len(PartialAnswer(asked()).finished(Finish.LENGTH).token_ids) == 0
+    assert len(PartialAnswer(request_of()).finished(Finish.LENGTH).token_ids) == 0
 
 
 def test_seeds_are_the_samples_own() -> None:
-    seeds = {seed_of(asked(seed=s, segment=g), n) for s in range(4) for g in range(4) for n in range(4)}
+    seeds = {seed_of(request_of(seed=s, segment=g), n) for s in range(4) for g in range(4) for n in range(4)}
     assert len(seeds) == 64 and all(0 <= seed < 1 << 63 for seed in seeds)
-    assert seed_of(asked(), 0) == seed_of(asked(temperature=0.5), 0)
+    assert seed_of(request_of(), 0) == seed_of(request_of(temperature=0.5), 0)
 
 
 class Whole:
@@ -279,8 +280,8 @@ def test_the_plain_forward_pass_is_that_of_the_tensors_given(model_folder: Any) 
             for parameter in model.parameters():
                 parameter.mul_(1.1)
         ids = [5, 6, 7, 8, 9, 10]
-        found = plain_logprobs(folder, {name: p.data for name, p in model.named_parameters()}, ids, 0.7)
+        logprobs = plain_logprobs(folder, {name: p.data for name, p in model.named_parameters()}, ids, 0.7)
         with torch.inference_mode():
             logits = model(torch.tensor([ids])).logits[0, :-1] / 0.7
         expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-        np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-6)

@@ -103,7 +103,7 @@ def test_an_adapter_in_use_by_an_answer_never_yields_to_another(
     adapters: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, source = adapters.engine, Folders("adapter")
-    monkeypatch.setattr(engine, "own", replace(engine.own, rpc_s=0.3))
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, rpc_s=0.3))
 
     def update(version: int) -> None:
         source.version, source.path = version, adapter(adapters, tmp_path / f"v{version}", version)

@@ -11,12 +11,12 @@ from busrl.engines.vllm.worker import Extension
 
 class Breakable(Extension):
     def busrl_break(self) -> None:
-        model = self.busrl_weights._model
-        whole = type(model).load_weights
+        model = self.model_runner.get_model()
+        load_all = type(model).load_weights
 
         def half(tensors):  # type: ignore[no-untyped-def]
             all_of_them = list(tensors)
-            whole(model, iter(all_of_them[: len(all_of_them) // 2]))
+            load_all(model, iter(all_of_them[: len(all_of_them) // 2]))
             raise RuntimeError("broken on purpose")
 
         model.load_weights = half
@@ -35,7 +35,7 @@ class Breakable(Extension):
         model.load_weights = all_but_the_head
 
     def busrl_mend(self) -> None:
-        del self.busrl_weights._model.load_weights
+        del self.model_runner.get_model().load_weights
 
     def busrl_slow_down(self, seconds: float) -> None:
         """Lengthen every step: a test that must catch running answers may then lose its core for a while."""

@@ -87,7 +87,7 @@ class Scene:
         limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
         self.start = Start(
             str(folder), dtype, capacity=8, max_length=LENGTH, lora_rank=lora_rank, adapters=adapters,
-            own=Vllm(kv_cache_mb=16, tensor_parallel=tensor_parallel, extra=extra or {}, **limits),
+            settings=Vllm(kv_cache_mb=16, tensor_parallel=tensor_parallel, extra=extra or {}, **limits),
             extension="vllm_breakable.Breakable",
         )
         self.engine = VllmEngine(self.start, temperature=temperature)

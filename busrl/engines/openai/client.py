@@ -1,13 +1,13 @@
 """Requests to an OpenAI-compatible endpoint, on an event loop in its own thread, until each has its answer.
 
 Used by the served engine, which hands over `Sent` requests and reads `Message`s. Talks HTTP (aiohttp). Knows nothing of
-slots, text or what weights are; `version` is a number that it writes on tokens.
+slots, text or weights; a policy version is a number that it writes on tokens.
 
-- Token ids come as `token_ids` (vLLM's `return_token_ids`) or as tokens that read `token_id:7`. Text is never made into
-  ids: the tokens trained would not be those that were drawn. An id without a finite log-probability, or one that the
-  model does not know, is garbage.
-- A failed try continues after the tokens that came before it (completions), so nothing is generated twice; by chat an
-  answer cannot be continued and begins again.
+- Token ids come as `token_ids` (vLLM's `return_token_ids`) or as tokens that read `token_id:7`. Text is never encoded
+  to ids: the trained tokens might not be those that were drawn. An id without a finite log-probability, or one beyond
+  the model's vocabulary, is garbage.
+- By completions a retry continues after the tokens that have arrived, so nothing is generated twice. By chat an answer
+  cannot be continued and begins again.
 - No usable answer to any request for `patience_s` is an error that names the endpoint, the phase and the last failure.
   A request that fails `retries` times while others get their answers is given up alone.
 """
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 SHOWN = 200  # characters of an answer in a message
 ABOVE_ZERO = 1e-3  # a log-probability is at most 0, give or take the server's rounding
-NAMED = "token_id:"
-FIRST_WAIT_S, MOST_WAIT_S = 0.25, 15.0  # between tries
+ID_PREFIX = "token_id:"
+FIRST_WAIT_S, MOST_WAIT_S = 0.25, 15.0  # between attempts
 EXPONENT_MOST = 30  # 2**30 first waits are more than any limit
 CONNECT_S = 10.0
 LINE_BYTES = 1 << 20  # of a stream; a chunk is some hundred bytes
@@ -60,7 +60,7 @@ Body = Mapping[str, Any] | None
 
 
 def headers_of(settings: Openai) -> dict[str, str]:
-    """UserError if the key is not in the environment."""
+    """The headers of every request; UserError if the key is not in the environment."""
     if not settings.api_key_env:
         return {}
     key = os.environ.get(settings.api_key_env, "")
@@ -105,7 +105,7 @@ class Part:
         self.prompt_ids = later.prompt_ids or self.prompt_ids
 
     def until(self, ends: frozenset[int]) -> Part:
-        """Up to the first token that ends an answer: a server that does not know all of these continues after it."""
+        """Cut after the first token that ends an answer: a server that lacks one of these ids continues after it."""
         at = next((k for k, token in enumerate(self.ids) if token in ends), None)
         if at is None:
             return self
@@ -141,7 +141,7 @@ class Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """An answer or a chunk of one, by completions or by chat, or an error that the server sends in place of it."""
+    """An answer or a chunk of it, by completions or by chat, or an error that the server sends in its place."""
 
     error: Any = None
     choices: list[Choice] | None = None
@@ -150,7 +150,7 @@ class Chunk(msgspec.Struct):
 
 
 def read(data: bytes, vocabulary: int = 0) -> Part:
-    """The tokens of an answer, or of a chunk of one; Garbage if anything of it is wrong. `vocabulary` 0 = unknown."""
+    """The tokens of an answer or of a chunk of it; Garbage if any part is wrong. `vocabulary` 0 = unknown."""
     try:
         chunk = msgspec.json.decode(data, type=Chunk)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
@@ -163,10 +163,12 @@ def read(data: bytes, vocabulary: int = 0) -> Part:
     if not chunk.choices:
         return Part(counted=counted)
     choice = chunk.choices[0]
-    found = choice.logprobs or Logprobs()
-    measured = found.content or ()
-    logprobs = found.token_logprobs or [one.logprob for one in measured]
-    ids = choice.token_ids if choice.token_ids is not None else _named(found.tokens or [one.token for one in measured])
+    scores = choice.logprobs or Logprobs()
+    measured = scores.content or ()
+    logprobs = scores.token_logprobs or [entry.logprob for entry in measured]
+    ids = choice.token_ids
+    if ids is None:
+        ids = _ids_of(scores.tokens or [entry.token for entry in measured])
     if len(ids) != len(logprobs):
         raise Garbage(f"{len(ids)} token ids and {len(logprobs)} log-probabilities", data.decode())
     if vocabulary and max(ids, default=0) >= vocabulary:
@@ -175,20 +177,22 @@ def read(data: bytes, vocabulary: int = 0) -> Part:
     return Part(ids, [min(0.0, value) for value in logprobs], choice.finish_reason, prompt, counted)
 
 
-def _named(tokens: Iterable[Any]) -> list[int]:
-    named = [str(token).removeprefix(NAMED) if str(token).startswith(NAMED) else "" for token in tokens]
-    if not all(text.isdecimal() for text in named):
-        raise Garbage("no token ids: the server has to know return_token_ids, as vLLM does", named)
-    return [int(text) for text in named]
+def _ids_of(tokens: Iterable[Any]) -> list[int]:
+    """The ids of tokens that read `token_id:7`."""
+    names = [str(token) for token in tokens]
+    texts = [name.removeprefix(ID_PREFIX) if name.startswith(ID_PREFIX) else "" for name in names]
+    if not all(text.isdecimal() for text in texts):
+        raise Garbage("no token ids: the server has to know return_token_ids, as vLLM does", texts)
+    return [int(text) for text in texts]
 
 
 # -- between the engine's thread and the client's event loop -----
 
 @dataclass
 class Sent:
-    """A request on its way: closed -> asking -> (waiting -> asking)* -> ended; `close_gate` takes all that ask back to
-    closed, with the tokens that they have, and `open_gate` lets them continue. `body` is what does not depend on the
-    tokens so far."""
+    """A request on its way. closed -> asking -> (waiting -> asking)* -> ended. `close_gate` puts requests that ask back
+    to closed, with the tokens that they have; `open_gate` lets them continue. `body` is the part of the HTTP body that
+    does not depend on the tokens so far."""
 
     request: Request
     body: dict[str, Any]
@@ -197,7 +201,7 @@ class Sent:
     failures: int = 0  # in a row
     failing_since: float = 0.0
     task: asyncio.Task[None] | None = None
-    attempt: asyncio.Task[None] | None = None  # to have an answer; None while none is with the server
+    attempt: asyncio.Task[None] | None = None  # the HTTP request under way, if any
 
     @property
     def key(self) -> int:
@@ -210,8 +214,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class Message:
-    """A report of the client. About a request: tokens, its end, or why it is refused. About the server: an error that
-    ends everything, or that it went away; its weights may be lost then, so the gate is closed."""
+    """A report of the client. About a request: tokens, its end, or the reason of a refusal. About the server: an error
+    that ends everything (`problem`), or that it went away (`lost`). A lost server may have lost its weights too, so the
+    client has closed the gate."""
 
     key: int
     part: Part | None = None
@@ -227,12 +232,12 @@ class Message:
 def backoff_s(failures: int, asked_s: float, chance: float) -> float:
     """The wait after so many failures in a row: it doubles, and is at least what the server asks for. `chance` in
     [0, 1) spreads clients over the upper half."""
-    own = min(MOST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, EXPONENT_MOST)) * (0.5 + 0.5 * chance)
-    return max(own, asked_s)
+    longest = min(MOST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, EXPONENT_MOST))
+    return max(longest * (0.5 + 0.5 * chance), asked_s)
 
 
 class Refused(Exception):
-    """The server says that the request itself is wrong, with this HTTP status."""
+    """The server refused the request itself, with this HTTP status."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
@@ -240,7 +245,7 @@ class Refused(Exception):
 
 
 class RequestFailed(Exception):
-    """A try without success; `asked_s` is the wait that the server asks for."""
+    """An attempt without success; `asked_s` is the wait that the server asks for."""
 
     def __init__(self, text: str, asked_s: float = 0.0) -> None:
         super().__init__(text)
@@ -248,25 +253,26 @@ class RequestFailed(Exception):
 
 
 class Lost(RequestFailed):
-    """The server went away in the middle, or does not know a model that it was given."""
+    """The server went away during an answer, or has no longer a model that was loaded into it."""
 
 
 # -- the client -----
 
 class Client:
-    """Thread-safe from the outside; `version` is written on tokens that arrive from now on."""
+    """Requests to one endpoint. Any thread may call the public methods. Tokens that arrive carry `version`; requests
+    name `model`."""
 
     def __init__(self, settings: Openai, vocabulary: int = 0, eos_ids: frozenset[int] = frozenset()) -> None:
-        """`vocabulary`: how many ids the model knows, 0 = unknown."""
+        """`vocabulary`: the number of ids of the model, 0 = unknown."""
         self.settings, self.vocabulary, self.eos_ids = settings, vocabulary, eos_ids
         self.url = settings.base_url.rstrip("/")
         self._proxy = proxy_of(self.url)
         self.chat = settings.endpoint == "chat"
         self._answers_url = self.url + ("/chat/completions" if self.chat else "/completions")
-        self.given = False  # the server has weights that it would not have after a restart
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.version = 0
-        self.model = ""
+        self.model = settings.model
+        self._updated = False  # the server has weights that a restart would lose
         self.errors = 0
         self._sent: dict[int, Sent] = {}  # until they end or are dropped
         self._failing_since: float | None = None  # the first failure after which nothing succeeded
@@ -301,7 +307,15 @@ class Client:
             future.cancel()
             raise PeerTimeout(f"{self.url}: {phase} took longer than {limit_s:g} s") from None
 
-    # -- from outside -----
+    # -- from other threads -----
+
+    def name_model(self, name: str) -> None:
+        """Requests name this model from now on."""
+        self.model = name
+
+    def note_version(self, version: int) -> None:
+        """The server was given this version: tokens carry it from now on, and a server that restarts loses it."""
+        self.version, self._updated = version, True
 
     def start(self, requests: list[Sent]) -> None:
         self._loop.call_soon_threadsafe(self._start, requests)
@@ -311,12 +325,13 @@ class Client:
         self.call(self._drop(key), CALL_S, "dropping a request")
 
     def close_gate(self, cut: bool = True) -> None:
-        """No request is sent any more when this returns. Those with the server continue, or are `cut`: messages have
-        the tokens that arrived; later ones belong to the next try."""
+        """Send no more requests. Those at the server continue, or are `cut`: their messages have the tokens that
+        arrived, and later tokens belong to the next attempt."""
         self.call(self._close_gate(cut), CALL_S, "stopping requests")
 
     @property
     def asking(self) -> bool:
+        """True while a request is at the server."""
         return any(sent.attempt is not None for sent in list(self._sent.values()))
 
     def open_gate(self) -> None:
@@ -340,12 +355,12 @@ class Client:
             sent.task = self._loop.create_task(self._serve(sent))
 
     async def _serve(self, sent: Sent) -> None:
-        """Try until there is an end; an error becomes a message, so that no request is waited for in vain."""
+        """Repeat attempts until the answer ends. An error becomes a message, so that nobody waits for it in vain."""
         try:
             while sent.key in self._sent:
                 await self._gate.wait()
-                whole = bool(sent.ids) and (len(sent.ids) >= sent.limit or sent.ids[-1] in self.eos_ids)
-                if whole and not self.chat:  # the server only did not say so
+                complete = bool(sent.ids) and (len(sent.ids) >= sent.limit or sent.ids[-1] in self.eos_ids)
+                if complete and not self.chat:  # the server left out the end alone
                     self.messages.put(Message(sent.key, Part(finish="length"), self.version, ended=True))
                     break
                 sent.attempt = self._loop.create_task(self._attempt(sent))
@@ -356,7 +371,7 @@ class Client:
                     if sent.key not in self._sent:
                         raise
                 except RequestFailed as failure:
-                    if isinstance(failure, Lost) and self.given and self._gate.is_set():
+                    if isinstance(failure, Lost) and self._updated and self._gate.is_set():
                         self._gate.clear()
                         self.messages.put(Message(sent.key, lost=True))
                     await self._after(sent, failure)
@@ -387,7 +402,7 @@ class Client:
                             return
                 raise Garbage("the stream ends before the answer does")
         except Refused as problem:
-            if problem.status == 404 and self.given:
+            if problem.status == 404 and self._updated:
                 raise Lost(str(problem)) from problem
             if problem.status in (401, 403, 404):  # the same for all requests
                 remedy = "see [openai] base_url, model, api_key_env"
@@ -401,20 +416,20 @@ class Client:
             raise Lost(f"{type(problem).__name__}: {problem}{named(self._proxy)}") from problem
 
     async def _whole(self, sent: Sent, events: AsyncGenerator[bytes, None]) -> Part:
-        """A streamed answer by chat: it cannot be continued, so the request has nothing before the last chunk. Chunks
-        show that the server lives. Its own count of tokens shows that it kept some back, as a parser of tool calls or
-        of reasoning does."""
-        whole = Part()
+        """A streamed answer by chat, all at once: it cannot be continued, so the request gets no tokens before the last
+        chunk. Chunks show that the server lives. The server's own count shows whether it withheld tokens, as a parser
+        of tool calls or of reasoning does."""
+        answer = Part()
         async for data in events:
-            whole.extend(read(data, self.vocabulary))
-            if len(whole.ids) > sent.limit:
+            answer.extend(read(data, self.vocabulary))
+            if len(answer.ids) > sent.limit:
                 raise Garbage(f"more than the {sent.limit} tokens that were asked for")
             self._server_lives()
-        if whole.finish is None:
+        if answer.finish is None:
             raise Garbage("the stream ends before the answer does")
-        if whole.counted not in (None, len(whole.ids)):
-            raise Garbage(f"{len(whole.ids)} tokens came of an answer of {whole.counted}, by the server's own count")
-        return whole
+        if answer.counted not in (None, len(answer.ids)):
+            raise Garbage(f"{len(answer.ids)} tokens came of an answer of {answer.counted}, by the server's own count")
+        return answer
 
     def _body(self, sent: Sent) -> dict[str, Any]:
         produced = len(sent.ids)
@@ -433,8 +448,8 @@ class Client:
         raise Refused(reply, response.status)
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-        """The data of server-sent events up to [DONE], or the whole answer of a server that sends none. Comments keep a
-        connection, but are no progress."""
+        """The data of server-sent events up to [DONE], or the whole body if the server does not stream. Comments keep a
+        connection open, but are no progress."""
         if "text/event-stream" not in response.headers.get("Content-Type", ""):
             yield await response.read()
             return
@@ -455,7 +470,7 @@ class Client:
                     yield data
 
     def _take(self, sent: Sent, part: Part) -> bool:
-        """Pass tokens on; True if the answer ends with them (one that the server aborted does not)."""
+        """Pass tokens on; True if the answer ends with them (an answer that the server aborted does not)."""
         part = part.until(self.eos_ids)
         if len(sent.ids) + len(part.ids) > sent.limit:
             raise Garbage(f"{len(sent.ids) + len(part.ids)} tokens where {sent.limit} were asked for")
@@ -479,7 +494,7 @@ class Client:
             self._failing_since = None
 
     async def _after(self, sent: Sent, failure: RequestFailed) -> None:
-        """Wait before the next try, or give up: this request alone, or the endpoint."""
+        """Wait before the next attempt, or give up this request (Refused) or the endpoint (PeerTimeout)."""
         now = time.monotonic()
         self.errors += 1
         sent.failures += 1
@@ -520,13 +535,13 @@ class Client:
         await self._session.close()
         await self._loop.shutdown_default_executor()  # names are looked up there
 
-    # -- anything else that is asked of the server -----
+    # -- other calls of the server -----
 
     def send(
         self, method: str, url: str, body: Body, phase: str, deadline: float = math.inf, once: bool = False
     ) -> str:
-        """The text of a 200, asked for until `patience_s` are over or the deadline of the monotonic clock is, or
-        `once`; UserError for a 4xx, PeerTimeout otherwise."""
+        """The text of a 200. Asks again until `patience_s` or the deadline (of the monotonic clock) is over, or just
+        `once`. UserError for a 4xx, PeerTimeout otherwise."""
         deadline = min(deadline, time.monotonic() + self.settings.patience_s)
         limit_s = max(0.0, deadline - time.monotonic()) + CALL_S
         return self.call(self._send(method, url, body, phase, deadline, once), limit_s, phase)
@@ -557,9 +572,9 @@ class Client:
             await asyncio.sleep(wait_s)
 
 
-async def _cancel(given: Iterable[asyncio.Task[Any] | None]) -> None:
+async def _cancel(maybe_tasks: Iterable[asyncio.Task[Any] | None]) -> None:
     """Cancel until all have ended: `asyncio.wait_for` loses a cancellation that comes together with its result."""
-    tasks = [task for task in given if task is not None]
+    tasks = [task for task in maybe_tasks if task is not None]
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()

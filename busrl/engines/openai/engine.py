@@ -3,12 +3,12 @@
 The rollout role drives it through `busrl.engines.base.Engine`. Talks to the endpoint through `client`. The tokenizer is
 that of the model folder; no model is loaded here.
 
-- By completions a request is token ids, both ways. An update cuts it; it keeps its tokens and continues with the new
-  weights from prompt and tokens: what comes then agrees with a forward pass of the new version.
+- By completions requests and answers are token ids. An update cuts a request, which keeps its tokens and continues from
+  prompt and tokens: the later tokens agree with a forward pass of the new version.
 - By chat a request is text and an answer cannot be cut: an update waits until the answers under way have ended.
-- Versions are those that this engine had the server load: an adapter under a new name, or a model folder to load again.
-  A server that went away gets the newest one again. One whose load failed stays paused: it never serves half of a
-  version, and the next try loads all of it.
+- A policy version is what this engine had the server load: an adapter under a new name, or a model folder.
+- A server that went away loads the newest version again. A server whose load failed stays paused: it never serves half
+  of a version, and the next update loads all of it.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ if TYPE_CHECKING:
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 
-    Asked = list[dict[str, Any]] | Chat
+    SentChat = list[dict[str, Any]] | Chat
 
 log = logging.getLogger("busrl")
 MOMENT_S = 0.02  # a step without messages waits this long: the role looks for new slots after it
 ADAPTER_PREFIX = "busrl-"  # of the names of adapters
 CLOSE_S = 3.0
-KNOWN = re.compile(r"already (been loaded|loaded|exists)")
+LOADED_ALREADY = re.compile(r"already (been loaded|loaded|exists)")
 NEVER = -100.0  # the least bias that the API knows: what is left of a probability is below float32
-MOST_BIASED = 1024  # ids of one request, by which servers bound themselves
-UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the error that says why comes before its end
+MOST_BIASED = 1024  # ids of one request: the servers' own limit
+UPDATE_SHARE = 0.8  # of the time that the role declares for new weights, so that an error comes before its end
 
 
 # -- new weights for the server -----
 
 class FixedReceiver(TensorReceiver):
-    """A receiver of weights that never come: the endpoint keeps those that it was started with, version 0."""
+    """A receiver that never has a version: the endpoint keeps the weights of its start, version 0."""
 
     def newest(self) -> tuple[int, int]:
         return NOTHING
@@ -83,12 +83,12 @@ class FixedReceiver(TensorReceiver):
 
 
 class ServerWeights:
-    """The way of new weights into a server, while the engine has stopped its own requests. `kind`: "vllm" or "sglang".
+    """Loads new weights into a server, while the engine has stopped its own requests. `kind`: "vllm" or "sglang".
 
-    - Each load has its own name: a server that keys its prefix cache by the name cannot serve stale keys. The name
-      holds the run's id, so that two runs with one server do not take each other's.
-    - If the server knows the name already (its answer to the first try was lost, or a process before this one loaded
-      it) that adapter is dropped, and the version gets another name: what is loaded there may be older files.
+    - Each load has a name of its own: a server that keys its prefix cache by the name cannot serve stale keys. The name
+      holds the run's id, so that two runs with one server do not use each other's adapters.
+    - If the name is loaded already (the reply to the first attempt was lost, or an earlier process loaded it) that
+      adapter is dropped and the version gets another name, because the loaded adapter may be of older files.
     """
 
     def __init__(self, client: Client, kind: str, base_model: str) -> None:
@@ -99,13 +99,13 @@ class ServerWeights:
         self._deadline = math.inf
 
     def name_for(self, folders: str) -> None:
-        """Adapters are named for the run whose versions lie there, on this host."""
+        """Name adapters after the run whose versions are in `folders` on this host."""
         run = hashlib.blake2b(f"{socket.gethostname()} {folders}".encode(), digest_size=6).hexdigest()
         self._prefix = f"{ADAPTER_PREFIX}{run}-v"
 
     def load(self, version: int, path: Path, adapter: bool, deadline: float = math.inf) -> None:
-        """Make the server serve `version` from `path`; requests name the right model afterwards. PeerTimeout after
-        `patience_s` of one call, or at the deadline of the monotonic clock."""
+        """Make the server load `version` from `path`; requests name the right model afterwards. PeerTimeout after
+        `patience_s` of one call, or at the deadline (of the monotonic clock)."""
         self._deadline = deadline
         try:
             if adapter:
@@ -122,7 +122,7 @@ class ServerWeights:
         try:
             self._name_adapter(version, path, name)
         except UserError as problem:
-            if not KNOWN.search(str(problem)):
+            if not LOADED_ALREADY.search(str(problem)):
                 raise
             fresh = f"{name}.{secrets.token_hex(3)}"
             self._name_adapter(version, path, fresh)
@@ -131,21 +131,23 @@ class ServerWeights:
             self._drop_adapter(old)
 
     def _name_adapter(self, version: int, path: Path, name: str) -> None:
-        """Load it under that name, which requests have from now on."""
+        """Load the adapter under that name, and make requests use it."""
         body = {"lora_name": name, "lora_path": str(path)}
         self._post(f"{self._routes}/load_lora_adapter", body, f"loading adapter version {version}")
-        self._adapter = self._client.model = name
+        self._adapter = name
+        self._client.name_model(name)
 
     def _drop_adapter(self, name: str, once: bool = False) -> None:
-        with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
+        with contextlib.suppress(BusrlError):  # a leftover does no harm, and the server may have dropped it by itself
             self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}", once)
 
     def close(self) -> None:
-        """The server is not ours: nothing of the run stays in it, if it drops the adapter within `CLOSE_S`."""
+        """Leave nothing of the run in the server, if it drops the adapter within `CLOSE_S`."""
         if self._adapter:
             self._deadline = time.monotonic() + CLOSE_S
             self._drop_adapter(self._adapter, once=True)
-            self._adapter, self._client.model = "", self._base
+            self._adapter = ""
+            self._client.name_model(self._base)
 
     @property
     def _routes(self) -> str:
@@ -164,33 +166,34 @@ class ServerWeights:
             self._check_success(self._post("/update_weights_from_disk", {"model_path": str(path)}, phase), phase)
             self._post("/flush_cache", None, f"{phase}: prefix cache")
             self._post("/continue_generation", {}, f"{phase}: resume")
-        self._client.model = self._base
+        self._client.name_model(self._base)
 
     def _check_success(self, reply: str, phase: str) -> None:
-        """SGLang reports a failure in a 200."""
+        """PeerLost if SGLang reports a failure, which it does in a 200."""
         with contextlib.suppress(ValueError):
-            found = json.loads(reply)
-            if isinstance(found, dict) and found.get("success") is False:
-                raise PeerLost(f"{self._root} ({phase}): {found.get('message', reply)}")
+            answer = json.loads(reply)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise PeerLost(f"{self._root} ({phase}): {answer.get('message', reply)}")
 
     def _post(self, path: str, body: Mapping[str, object] | None, phase: str, once: bool = False) -> str:
         return self._client.send("POST", self._root + path, body, phase, self._deadline, once)
 
 
-# -- what is asked -----
+# -- requests -----
 
 class RequestBodies:
-    """The bodies of requests, without what depends on the tokens so far. By chat, the messages of each prompt's ids."""
+    """Makes the bodies of requests, without the part that depends on the tokens so far. Keeps, by chat, the messages of
+    the prompts by their ids."""
 
     def __init__(self, settings: Openai, known: TokenRows, eos_ids: frozenset[int]) -> None:
         self._chat, self._eos_ids = settings.endpoint == "chat", eos_ids
         self._tools, self._bias = tools_of(settings), _bias(known)
-        self._chats: OrderedDict[bytes, Asked] = OrderedDict()
+        self._chats: OrderedDict[bytes, SentChat] = OrderedDict()
 
     def remember(self, prompt: Prompt, ids: Sequence[int]) -> None:
         """Keep the chat of a prompt that was encoded to these ids."""
         if self._chat:
-            chat: Asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            chat: SentChat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             self._chats[np.asarray(ids, np.int32).tobytes()] = chat
             if len(self._chats) > PROMPTS_KEPT:
                 self._chats.popitem(last=False)
@@ -212,20 +215,20 @@ class RequestBodies:
 
 
 def _bias(known: TokenRows) -> dict[str, Any]:
-    """The part of a request by which the server leaves out the rows without a token, as far as it can be asked to;
-    whoever takes the answers looks for such ids all the same."""
+    """The part of a request that forbids rows without a token. A server may ignore it, and there may be too many such
+    rows for it; so answers are checked for such ids all the same."""
     ids = known.left_out()
     if len(ids) > MOST_BIASED:
         log.warning("%d rows of the model have no token: too many to forbid in a request (logit_bias)", len(ids))
         return {}
-    return {"logit_bias": {str(one): NEVER for one in ids}} if ids else {}
+    return {"logit_bias": {str(token): NEVER for token in ids}} if ids else {}
 
 
 # -- the engine -----
 
 class ServedEngine(Engine):
-    """At most `capacity` requests at a time. `tokens` makes ids of prompts and text of ids; `update_s`: what an update
-    may take before a supervisor takes the process for stuck."""
+    """At most `capacity` requests at a time. `tokens` encodes prompts and decodes ids. `update_s`: the seconds of an
+    update after which a supervisor considers the process stuck."""
 
     def __init__(
         self, settings: Openai, tokens: Tokens, *, capacity: int, max_length: int, known: TokenRows = ALL_ROWS,
@@ -237,15 +240,16 @@ class ServedEngine(Engine):
         self._bodies = RequestBodies(settings, known, eos_ids)
         self._client = Client(settings, known.rows, eos_ids)
         self._running: dict[int, PartialAnswer] = {}
-        self._taken: list[Message] = []  # those that the next step is about
+        self._taken: list[Message] = []  # the next step handles them
         self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server loaded last
-        self._restore: threading.Thread | None = None  # gives a server that went away its version again
+        self._restore: threading.Thread | None = None  # loads the version again into a server that went away
         self._restoring = False
-        self._opening = threading.Lock()  # a restore that ends, against a pause that begins
+        self._opening = threading.Lock()  # so that a restore that ends does not open the gate after a pause began
         self._update_limit_s = UPDATE_SHARE * update_s
         self._updating = self._lost = False  # lost: the server went away and does not have its version
         try:
-            self._client.model = settings.model or _only_model(self._client, settings)
+            if not settings.model:
+                self._client.name_model(_only_model(self._client, settings))
             self._weights = ServerWeights(self._client, settings.update, self._client.model)
         except BaseException:
             self._client.close()
@@ -255,7 +259,7 @@ class ServedEngine(Engine):
 
     @property
     def drawing(self) -> int:
-        """Tokens that have come; the next step is about these."""
+        """Tokens that have arrived; the next step adds them."""
         self._receive()
         return sum(len(message.part.ids) for message in self._taken if message.part and message.key in self._running)
 
@@ -264,7 +268,7 @@ class ServedEngine(Engine):
         for request in requests:
             self._running[request.key] = answer = PartialAnswer(request)
             prompt = answer.known_ids
-            answer.computed = len(prompt)  # as far as is known here
+            answer.computed = len(prompt)  # an upper bound: the server reports no hits of its cache
             self._counts.prefill_tokens += len(prompt)
             sending.append(Sent(request, self._bodies.of(request), prompt))
         self._client.start(sending)
@@ -304,14 +308,14 @@ class ServedEngine(Engine):
         self._open()
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
-        """None where the server can load new weights; else one that never has any."""
+        """A receiver without versions where the server loads no weights; else None, for the ordinary receiver."""
         if self._settings.update == "none":
             return FixedReceiver()
         self._weights.name_for(settings.folders)
         return None
 
     def _update(self, receiver: Receiver) -> tuple[int, int]:
-        """WeightsRefused leaves the version before. After any error requests continue if they ran before."""
+        """After WeightsRefused the version before stays. After any error requests continue if they ran before."""
         deadline = time.monotonic() + self._update_limit_s
         self._wait_for_restore(min(self._settings.patience_s, self._update_limit_s))
         assert receiver.kind != "tensors"  # the rules of a topology allow no other kind
@@ -355,8 +359,8 @@ class ServedEngine(Engine):
                 wait_s = 0.0
 
     def _handle_taken(self) -> None:
-        taken, self._taken = self._taken, []
-        for message in taken:
+        messages, self._taken = self._taken, []
+        for message in messages:
             self._handle(message)
 
     def _handle(self, message: Message) -> None:
@@ -384,7 +388,7 @@ class ServedEngine(Engine):
         self._done.append(self._running.pop(key).finished(finish, refused=refused))
 
     def _check_prompt(self, request: Request, theirs: list[int]) -> None:
-        """The tokens that are trained follow the prompt that we know: the server's has to be the same."""
+        """UserError if the server's prompt ids differ from ours, after which the trained tokens would stand."""
         ours = request.prompt_ids.tolist()
         if ours != theirs:
             at = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
@@ -395,12 +399,12 @@ class ServedEngine(Engine):
             )
 
     def _settle(self, wait_s: float = 0.0) -> None:
-        """Handle all messages at once; what ended is kept for the next step."""
+        """Handle all messages now; the next step returns what ended."""
         self._receive(wait_s)
         self._handle_taken()
 
     def _drain(self, limit_s: float) -> None:
-        """Let the answers under way end, and none begin; PeerTimeout says how many did not end."""
+        """Let the answers under way end, and none begin; PeerTimeout with the number that did not end."""
         self._client.close_gate(cut=False)
         deadline = time.monotonic() + limit_s
         while self._client.asking:
@@ -416,14 +420,14 @@ class ServedEngine(Engine):
 
     def _load(self, version: int, path: Path, deadline: float = math.inf) -> None:
         """Make the server load a version; its tokens carry the number from now on."""
-        adapter = (path / ADAPTER_CONFIG).is_file()  # whatever kind its receiver has
+        adapter = (path / ADAPTER_CONFIG).is_file()  # the kind of the receiver does not decide it
         self._weights.load(version, path, adapter, deadline)
-        self._loaded, self._client.given, self._lost = (version, path, adapter), True, False
-        self._client.version = version
+        self._loaded, self._lost = (version, path, adapter), False
+        self._client.note_version(version)
 
     def _begin_restore(self) -> None:
-        """If the server went away, load its version again, in a thread beside the role's own loop, which has to
-        continue. An update under way does that with a newer version."""
+        """If the server went away, load its version again, in a thread, because the role's loop must go on. Nothing to
+        do during an update, which brings a newer version."""
         if not self._lost or self._loaded is None or self._restoring or self._updating:
             return
         self._lost, self._restoring = False, True
@@ -442,7 +446,8 @@ class ServedEngine(Engine):
             self._open()
 
     def _wait_for_restore(self, limit_s: float) -> None:
-        """Wait for a restore: it reads files that the next `take` may end, and an older version must not come last."""
+        """Wait for a restore: it reads files that the next `take` may remove, and must not load an older version last.
+        """
         if self._restore is None:
             return
         self._restore.join(limit_s)
@@ -464,8 +469,8 @@ def _only_model(client: Client, settings: Openai) -> str:
     reply = client.send("GET", f"{client.url}/models", None, "asking which models there are")
     names = []
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        found = [str(entry["id"]) for entry in json.loads(reply)["data"]]
-        names = [name for name in found if not name.startswith(ADAPTER_PREFIX)]  # adapters that were loaded before
+        served = [str(entry["id"]) for entry in json.loads(reply)["data"]]
+        names = [name for name in served if not name.startswith(ADAPTER_PREFIX)]  # adapters that were loaded before
     if len(names) != 1:
         raise UserError(f"{settings.base_url}/models names {names or 'nothing usable'}; set openai.model")
     return names[0]

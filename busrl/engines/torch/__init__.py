@@ -1,1 +1,1 @@
-"""The engine of busrl's own: generation with transformers models on PyTorch. Knows nothing of the run."""
+"""busrl's embedded engine: generation with transformers models on PyTorch. Knows nothing of the run."""

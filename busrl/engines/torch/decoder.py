@@ -1,11 +1,11 @@
 """Runs a causal language model over rows of a cache, in the quickest way that agrees with the model's own forward.
 
-Used by the torch engine. `choose_decoder` compares decoders with that forward when an engine is built. One that
-computes something else would train the model on wrong log-probabilities, silently: one that disagrees, or raises, is
-not used, the next slower one is tried, and the log says why. Knows nothing of sampling, requests or weights arriving.
+Used by the torch engine. `choose_decoder` compares decoders with that forward when an engine is built, because wrong
+log-probabilities would spoil training silently. A decoder that disagrees or raises is not used: the log says why, and
+the next slower one is tried. Knows nothing of sampling, requests or updates of weights.
 
-- A prefill computes all tokens of a prompt but the last; the last one enters the next decoding step with all others.
-  So there is one place where logits are made, and a prefill never needs the output layer.
+- A prefill computes all tokens of a prompt but the last, which enters the next decoding step with those of all others.
+  So logits are computed in one place, and a prefill never needs the output layer.
 - Prompts are padded on the right: the causal mask alone keeps padding out of every real position.
 - Rows in use are always the first n, so that a step works on slices instead of gathered copies.
 - The model's parameters stay the only copy: fused projections are made by moving the parameters' storage into one
@@ -37,16 +37,16 @@ StateKey = tuple[str, int, int]  # kind (conv, recurrent), layer, number in the 
 # -- the cache -----
 
 class RowCache(Cache):  # type: ignore[misc, unused-ignore]
-    """Keys and values per layer, [rows, heads, positions, head width]; `plan_*` says what the next forward does. For
-    the generic decoders it also plays the part of a transformers Cache.
+    """Keys and values per layer, [rows, heads, positions, head width]. Call `plan_*` before each forward. For the
+    generic decoders it is the transformers Cache too.
 
-    A row is written from position 0 by a prefill, perhaps continued, then one position further by each decoding step.
-    Bytes past a row's own length are garbage; the mask keeps attention away from them, so rows are never cleared. Only
-    the used prefix of the positions is read; room grows by doubling up to `max_length`.
+    A prefill writes a row from position 0 on, `extend` may continue it, and each decoding step writes one position
+    more. Positions past a row's own length hold garbage, which the mask hides, so rows are never cleared. Only the used
+    prefix of the positions is read; room grows by doubling up to `max_length`.
     """
 
     def __init__(self, rows: int, max_length: int) -> None:
-        # The base class would build its own layer objects; models only call the methods below.
+        # The constructor of the base class would build layer objects; models call the methods below alone.
         self.layers: Any = []
         self.rows = rows
         self.max_length = max_length
@@ -54,12 +54,12 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._filled: Tensor | None = None  # the rows of a prefill
-        self._begun: Tensor | None = None  # positions [rows, length] where they are continued
+        self._begun: Tensor | None = None  # positions [rows, length] at which those rows are continued
         self._span = 0
         self._active = 0
         self._positions: Tensor | None = None
         self._flat: dict[int, Tensor] = {}
-        self._places: dict[int, int] = {}  # of the layers that attend, among themselves: others may lie in between
+        self._places: dict[int, int] = {}  # a layer's index -> its number among the layers that attend
 
     # -- what the next forward does -----
 
@@ -126,10 +126,10 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
             store[target, :, :span] = store[source, :, :span]
 
     def begin(self, rows: Tensor) -> None:
-        """Sequences without a prefill begin in these rows: nothing to do, since a mask hides older keys there."""
+        """Begin sequences without a prefill in these rows. Nothing to do: the mask hides older keys."""
 
     def clear(self, rows: Tensor) -> None:
-        """Zero rows that hold numbers which are not finite: a masked NaN would still spoil the row's next sequence."""
+        """Zero rows with numbers that are not finite: a NaN would spoil the row's next sequence even where masked."""
         for store in (*self.keys, *self.values):
             store[rows] = 0
 
@@ -143,7 +143,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         return index
 
     def _grow_layers(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Allocate a layer that is the next one: its shape is only known from its first keys and values."""
+        """Allocate the layer if it is new: only its first keys and values show its shape."""
         if layer < len(self.keys):
             return
         for stores, like in ((self.keys, keys), (self.values, values)):
@@ -166,7 +166,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 # -- decoders -----
 
 class Decoder(ABC):
-    """A model bound to a cache. `equal_lengths`: a prefill has to be without padding."""
+    """A model bound to a cache. `equal_lengths`: a prefill must have no padding."""
 
     equal_lengths = False
     cache: RowCache | TokenRows
@@ -177,8 +177,8 @@ class Decoder(ABC):
 
     @abstractmethod
     def extend(self, ids: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
-        """Continue `rows` with `ids` at `positions`, both [rows, length], over what they hold; `span` > every position.
-        With `equal_lengths` one row at a time."""
+        """Continue `rows` with `ids` at `positions`, both [rows, length], after what they hold; `span` > every
+        position. With `equal_lengths` one row at a time."""
 
     @abstractmethod
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
@@ -259,7 +259,7 @@ class StateCache(RowCache):
     def __init__(self, rows: int, max_length: int) -> None:
         super().__init__(rows, max_length)
         self.states: dict[StateKey, Tensor] = {}  # [rows, ...] each
-        self._row = 0  # that is continued
+        self._row = 0  # the row that is continued
 
     def plan_extend(self, rows: Tensor, positions: Tensor, span: int) -> None:
         super().plan_extend(rows, positions, span)
@@ -326,9 +326,9 @@ class StateCache(RowCache):
 
 
 class StateDecoder(GenericDecoder):
-    """A model some of whose layers keep states (linear attention, convolutions, Mamba), row by row beside the keys and
-    values of the others. Masks go to layers that attend. A state has no positions that a mask could hide: a prefill has
-    no padding, and a row begins with states of zero."""
+    """A model with layers that keep states (linear attention, convolutions, Mamba), row by row, beside the keys and
+    values of its other layers. Only layers that attend get masks. No mask can hide positions of a state, so a prefill
+    has no padding and a row begins with states of zero."""
 
     equal_lengths = True
     cache_type = StateCache
@@ -339,9 +339,9 @@ class StateDecoder(GenericDecoder):
         attending = [kind for kind in kinds if "hybrid" in kind or ("attention" in kind and "linear" not in kind)]
         if not attending:
             return None
-        # Layers of both kinds in one ask for the mask of an attention layer.
-        found = {"full_attention": full, **dict.fromkeys((*kinds, "linear_attention"))}
-        return found | {kind: sliding if "sliding" in kind else full for kind in attending}
+        # A layer of both kinds takes the mask of an attention layer.
+        masks = {"full_attention": full, **dict.fromkeys((*kinds, "linear_attention"))}
+        return masks | {kind: sliding if "sliding" in kind else full for kind in attending}
 
 
 class TokenRows:
@@ -354,15 +354,15 @@ class TokenRows:
         self.ids[target] = self.ids[source]
 
     def begin(self, rows: Tensor) -> None:
-        """Nothing: what a row has beyond its own tokens lies to the right of them."""
+        """Nothing to do: older tokens of a row lie to the right of its own."""
 
     def clear(self, rows: Tensor) -> None:
         self.ids[rows] = 0
 
 
 class WholeDecoder(Decoder):
-    """Any causal language model: each step is a forward pass over all tokens. New weights leave nothing stale in it. It
-    reads the logits of each row's last token, where a causal model sees no padding to the right."""
+    """Any causal language model: each step is a forward pass over all tokens, so new weights leave nothing stale. Takes
+    the logits of each row's last token, from which a causal model does not see the padding to its right."""
 
     cache: TokenRows
 
@@ -389,13 +389,13 @@ class WholeDecoder(Decoder):
         return torch.cat([self._logits(rows, positions, span) for rows in torch.split(everyone, some)])
 
     def _logits(self, rows: Tensor, positions: Tensor, span: int) -> Tensor:
-        found = self._model(input_ids=self.cache.ids[rows, :span], use_cache=False).logits
-        last: Tensor = found[torch.arange(len(rows), device=rows.device), positions[rows]]
+        logits = self._model(input_ids=self.cache.ids[rows, :span], use_cache=False).logits
+        last: Tensor = logits[torch.arange(len(rows), device=rows.device), positions[rows]]
         return last
 
 
 def whole_by_logits(model: Any, rows: int, max_length: int) -> WholeDecoder:
-    """For models that change what their head says, by a scale or a cap."""
+    """For models that change the logits of their head, by a scale or a cap."""
     return WholeDecoder(model, rows, max_length, head_apart=False)
 
 
@@ -406,7 +406,7 @@ class NotRecognised(Exception):
 
 
 class Block:
-    """Weights of one layer, views of the model's own."""
+    """The weights of one layer, as views of the model's parameters."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -421,7 +421,7 @@ class Block:
 
 
 class FastDecoder(Decoder):
-    """Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP: far fewer operations a token."""
+    """Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP, in few operations per token."""
 
     cache: RowCache
 
@@ -452,19 +452,20 @@ class FastDecoder(Decoder):
 
     def extend(self, ids: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
         self.cache.plan_extend(rows, positions, span)
-        known = torch.arange(span, device=ids.device) <= positions[:, None, :, None]
-        self._read(ids, self._cos[positions][:, :, None], self._sin[positions][:, :, None], known)
+        visible = torch.arange(span, device=ids.device) <= positions[:, None, :, None]
+        self._read(ids, self._cos[positions][:, :, None], self._sin[positions][:, :, None], visible)
 
-    def _read(self, ids: Tensor, cos: Tensor, sin: Tensor, known: Tensor | None) -> None:
-        """Keys and values of `ids` [sequences, length] into the cache; `known`: what each attends to, else causal."""
+    def _read(self, ids: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None) -> None:
+        """Keys and values of `ids` [sequences, length] into the cache; `visible` masks attention, None is causal."""
         x = F.embedding(ids, self._embedding)
         for layer, block in enumerate(self._blocks):
             q, k, v = self._project(x, block, cos, sin)
             k, v = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
             if layer == len(self._blocks) - 1:
-                return  # only keys and values of a prompt are wanted
+                return  # of a prompt the keys and values alone are needed
             mixed = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k, v, known, is_causal=known is None, scale=self._scale, enable_gqa=self._groups > 1
+                q.transpose(1, 2), k, v, visible, is_causal=visible is None, scale=self._scale,
+                enable_gqa=self._groups > 1,
             )
             x = self._finish(x, mixed.transpose(1, 2).reshape(*ids.shape, -1), block)
 
@@ -558,13 +559,13 @@ def _fuse(*modules: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _concatenate(parameters: list[Any]) -> Tensor:
-    whole = torch.cat([parameter.detach() for parameter in parameters])
+    fused = torch.cat([parameter.detach() for parameter in parameters])
     start = 0
     for parameter in parameters:
         stop = start + parameter.shape[0]
-        parameter.data = whole[start:stop]
+        parameter.data = fused[start:stop]
         start = stop
-    return whole
+    return fused
 
 
 def _rotary_table(rotary: Any, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -621,7 +622,7 @@ def _objection(model: Any, maker: Maker, max_length: int) -> str:
 
 def disagreement(model: Any, maker: Maker, max_length: int) -> float:
     """Largest difference of logits over random sequences of unequal length, prefilled, continued and stepped."""
-    # Made outside of inference mode: it may move the parameters, which stay writable.
+    # The decoder is made outside of inference mode: it may move the parameters, which must stay writable.
     return _disagreement(model, maker(model, 3, max_length), max_length)
 
 
@@ -632,30 +633,30 @@ def _disagreement(model: Any, decoder: Decoder, max_length: int) -> float:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
     wanted = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
-    known = torch.tensor([length // 2, length // 3, length // 2], device=device)  # tokens prefilled, per row
+    lengths = torch.tensor([length // 2, length // 3, length // 2], device=device)  # tokens prefilled, per row
     order, everyone = torch.tensor([2, 0, 1], device=device), torch.arange(rows, device=device)
     if decoder.equal_lengths:
         decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]])
         decoder.prefill(ids[1:2, : length // 3], everyone[1:2])
     else:
         decoder.prefill(ids[order, : length // 2], everyone[order])
-    _continue(decoder, ids, -(-length // 4), known)
+    _continue(decoder, ids, -(-length // 4), lengths)
     gap = 0.0
     for k in range(length - length // 2):
-        positions = known + k
+        positions = lengths + k
         logits = decoder.step(ids[everyone, positions], positions, int(positions.max()) + 1).float()
         gap = max(gap, float((logits - wanted[everyone, positions]).abs().max()))
     scale = max(1.0, float(wanted.abs().max()))
     return gap / scale if gap == gap else float("inf")
 
 
-def _continue(decoder: Decoder, ids: Tensor, piece: int, known: Tensor) -> None:
-    """Fill the first two rows again, in two pieces each, the second from unequal places on."""
+def _continue(decoder: Decoder, ids: Tensor, piece: int, lengths: Tensor) -> None:
+    """Fill the first two rows again, each in two pieces; their second pieces begin at unequal positions."""
     pairs = [[0], [1]] if decoder.equal_lengths else [[0, 1]]
     for rows in (torch.tensor(pair, device=ids.device) for pair in pairs):
-        begins = torch.minimum((piece - rows).clamp(min=1), known[rows])
+        begins = torch.minimum((piece - rows).clamp(min=1), lengths[rows])
         decoder.prefill(ids[rows, : int(begins.max())], rows)
-        longest = int((known[rows] - begins).max())
+        longest = int((lengths[rows] - begins).max())
         if longest:
             positions = begins[:, None] + torch.arange(longest, device=ids.device)
             decoder.extend(ids[rows[:, None], positions], rows, positions, int(positions.max()) + 1)

@@ -3,8 +3,8 @@
 The rollout role drives it through `busrl.engines.base.Engine`; a receiver of weights writes into `parameters()`. Talks
 to a decoder, which computes. Knows nothing of slots, the bus or rewards.
 
-- Sequences join and leave between decoding steps. Those that join are prefilled in a separate batch (`Prefill`), one
-  row for all requests with the same prompt, and copied into the rows of the running batch.
+- Sequences join and leave between decoding steps. `Prefill` computes the prompts of those that join in a separate
+  batch, one row for all requests with the same prompt, and copies it into the rows of the running batch.
 - With `prefix_keep_s` the row of a sequence that ended is kept for a request that continues it (`prefix`).
 - New weights enter between steps. Running sequences keep the keys and values that older weights made, or, with
   `on_update = "recompute"`, wait until theirs are computed again.
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 Index = npt.NDArray[np.intp]
 OnUpdate = Literal["keep", "recompute"]
-PADDING = 256  # tokens of padding that are not worth another forward pass
-GATHERED = 1 << 16  # positions of rows that are continued together: their keys and values are copied, layer by layer
+PADDING = 256  # tokens of padding: another forward pass would cost more
+GATHERED = 1 << 16  # positions of rows that are continued together, which bounds the copies of their keys and values
 SPAN_STEP = 8  # attended prefixes grow in steps, so that fewer shapes occur
 PREFILL_TOKENS = 2048  # keeps a step with a full prefill within some ten times one without, and still fills a GPU
 DEFAULT_MAX_LENGTH = 4096  # where neither the caller nor the model sets one
@@ -68,10 +68,10 @@ class Sampling:
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and float32 log-probabilities, [rows] each, for logits [rows, vocabulary] and uniforms [rows, 1].
 
-    All rows at once, by inverting the cumulative distribution. Sums are taken in float64, so that a token is drawn with
+    Inverts the cumulative distribution of all rows at once. Sums are taken in float64, so that a token is drawn with
     its probability even from a vocabulary of 10**5, whatever the order of additions. The log-probability is that of the
-    distribution drawn from, after temperature and top-p. Logits that are not finite give NaN and some token, which the
-    caller has to look for. Temperature 0 is greedy: the first largest logit, log-probability 0 (one point).
+    distribution drawn from, after temperature and top-p. Logits that are not finite give NaN and some token: the caller
+    has to check for NaN. Temperature 0 is greedy: the first largest logit, log-probability 0 (one point).
     """
     scores = logits.float()
     if settings.inverse_temperature is not None:
@@ -81,7 +81,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampling) -> tu
         logprobs = _truncate(logprobs, settings.top_p)
     cdf = logprobs.double().exp_().cumsum_(dim=-1)
     tokens = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
-    tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # only rows with a NaN are beyond
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # a row with a NaN gives an index beyond the vocabulary
     chosen = logprobs.gather(-1, tokens)
     if settings.greedy is not None:
         tokens = torch.where(settings.greedy, logits.argmax(dim=-1, keepdim=True), tokens)
@@ -90,24 +90,23 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampling) -> tu
 
 
 def _truncate(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the likeliest tokens until their mass reaches top_p (the one that reaches it is kept), and renormalise."""
+    """Keep the likeliest tokens until their mass reaches top_p, the token that reaches it included; renormalise."""
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     before = ordered.double().exp_().cumsum_(dim=-1) - ordered.double().exp_()
     beyond = (before >= top_p) & (top_p < 1.0)
     beyond[:, 0] = False
-    kept = logprobs.masked_fill(torch.zeros_like(beyond).scatter_(-1, order, beyond), -torch.inf)
-    return torch.log_softmax(kept, dim=-1)
+    truncated = logprobs.masked_fill(torch.zeros_like(beyond).scatter_(-1, order, beyond), -torch.inf)
+    return torch.log_softmax(truncated, dim=-1)
 
 
 # -- sequences -----
 
 class Seats:
-    """The host's knowledge of up to `capacity` sequences of up to `max_length` tokens: arrays with a line ("seat")
-    each.
+    """The host's record of up to `capacity` sequences of up to `max_length` tokens: arrays with a line ("seat") each.
 
-    A sequence has its seat from the moment it is submitted until it ends; a cache row only while its keys and values
-    are there. `rows` maps one to the other. Random numbers are drawn when a sequence sits down, one per token that it
-    may produce, from its own stream.
+    A sequence has its seat from its submission to its end, and a cache row only while its keys and values are there.
+    `rows` maps rows to seats. Random numbers are drawn when a sequence sits down, one per token that it may produce,
+    from its own stream.
     """
 
     def __init__(self, capacity: int, max_length: int, eos: npt.NDArray[np.bool_]) -> None:
@@ -116,14 +115,14 @@ class Seats:
         self.free = list(range(capacity - 1, -1, -1))
         self.key = np.zeros(capacity, np.int64)
         self.last = np.zeros(capacity, np.int64)  # the token that enters the next step
-        self.position = np.zeros(capacity, np.int64)  # where it goes: so many tokens are in the cache before it
+        self.position = np.zeros(capacity, np.int64)  # of that token: so many tokens are in the cache before it
         self.produced = np.zeros(capacity, np.int64)
         self.limit = np.zeros(capacity, np.int64)
         self.computed = np.zeros(capacity, np.int64)  # tokens of its prompt, and of what was computed again
         self.temperature = np.zeros(capacity, np.float32)
         self.top_p = np.zeros(capacity, np.float64)
-        self._given: list[Ids] = [NO_IDS] * capacity  # prompt and prefix
-        self._stops: dict[int, frozenset[int]] = {}  # seat -> what ends its answer beside the model's own
+        self._prompts: list[Ids] = [NO_IDS] * capacity  # with the prefix
+        self._stops: dict[int, frozenset[int]] = {}  # seat -> ids that end its answer as the model's own do
         self._eos = eos
         self._streams = Streams()
         # Untouched pages cost nothing, so the longest case may be allowed for.
@@ -135,11 +134,11 @@ class Seats:
     def sit(self, request: Request) -> int:
         """Give a request a seat; it has no cache row yet."""
         seat, limit = self.free.pop(), request.max_new_tokens
-        given = np.concatenate((request.prompt_ids, request.prefix_ids))
-        self._given[seat] = given
+        ids = np.concatenate((request.prompt_ids, request.prefix_ids))
+        self._prompts[seat] = ids
         self.key[seat] = request.key
-        self.last[seat] = given[-1]
-        self.position[seat] = len(given) - 1
+        self.last[seat] = ids[-1]
+        self.position[seat] = len(ids) - 1
         self.produced[seat] = self.computed[seat] = 0
         self.limit[seat] = limit
         self.temperature[seat] = request.temperature
@@ -153,12 +152,17 @@ class Seats:
         return seat
 
     def cached(self, seat: int) -> Ids:
-        """The tokens whose keys and values its cache row has to hold: all that are known but the last."""
-        known = np.concatenate((self._given[seat], self._tokens[seat, : self.produced[seat]]))
-        return known[:-1].astype(np.int32, copy=False)
+        """The tokens whose keys and values its cache row has to hold: all tokens so far but the last."""
+        ids = np.concatenate((self._prompts[seat], self._tokens[seat, : self.produced[seat]]))
+        return ids[:-1].astype(np.int32, copy=False)
+
+    def stand_up(self) -> None:
+        """No sequence has a cache row any more."""
+        self.active = 0
 
     def close_up(self, holes: list[int]) -> tuple[list[int], list[int]]:
-        """Make the rows in use the first ones again: which rows move where. `holes` are free rows, sorted."""
+        """Make the rows in use the first ones again; `holes` are the free rows among them, sorted. Returns from which
+        rows to which the sequences move."""
         remaining, free = self.active - len(holes), set(holes)
         sources = [row for row in range(remaining, self.active) if row not in free]
         targets = [hole for hole in holes if hole < remaining]
@@ -182,23 +186,25 @@ class Seats:
         self.position[seats] += 1
         self.last[seats] = tokens
         ended: npt.NDArray[np.bool_] = self._eos[tokens] | (produced + 1 >= self.limit[seats]) | np.isnan(logprobs)
-        for place in (place for place, seat in enumerate(seats.tolist()) if seat in self._stops) if self._stops else ():
-            ended[place] |= int(tokens[place]) in self._stops[int(seats[place])]
+        if self._stops:
+            for place, seat in enumerate(seats.tolist()):
+                if seat in self._stops:
+                    ended[place] |= int(tokens[place]) in self._stops[seat]
         return ended
 
     def drawn(self, seat: int, begin: int) -> Ids:
-        found: Ids = self._tokens[seat, begin : self.produced[seat]].copy()
-        return found
+        ids: Ids = self._tokens[seat, begin : self.produced[seat]].copy()
+        return ids
 
     def leave(self, seat: int, aborted: bool = False) -> Finished:
-        """Free the seat; what its sequence produced, as copies."""
-        made = slice(0, int(self.produced[seat]))
-        tokens = self._tokens[seat, made].copy()
+        """Free the seat; returns copies of what its sequence produced."""
+        span = slice(0, int(self.produced[seat]))
+        tokens = self._tokens[seat, span].copy()
         stops = self._stops.pop(seat, frozenset())
         stopped = not aborted and (self._eos[tokens[-1]] or int(tokens[-1]) in stops)
         finish = Finish.ABORTED if aborted else Finish.EOS if stopped else Finish.LENGTH
         self.free.append(seat)
-        logprobs, versions = self._logprobs[seat, made].copy(), self._versions[seat, made].copy()
+        logprobs, versions = self._logprobs[seat, span].copy(), self._versions[seat, span].copy()
         computed = int(self.computed[seat])
         return Finished(int(self.key[seat]), tokens, logprobs, versions, finish, computed=computed)
 
@@ -207,7 +213,7 @@ class Seats:
 
 @dataclass
 class _Long:
-    """A prompt that is computed in pieces, the seats that it is for, and the row that has what is done of it."""
+    """A prompt that is computed in pieces, the seats that wait for it, and the row with its pieces so far."""
 
     ids: Ids
     seats: list[int]
@@ -235,23 +241,23 @@ TakeRow = Callable[[int, KeptRow | None], int]
 
 
 class Prefill:
-    """Sequences wait here for their cache row; `budget` is the tokens of one step, padding left out.
+    """The queue of sequences without a cache row; `budget` is the tokens of one step, padding left out.
 
     - First come, first served. All that fit into the budget join at the next step; equal prompts are computed once.
-    - A prompt that continues a row that is kept begins with what that holds.
-    - A prompt over the budget is computed in pieces, one per step, while running sequences continue. It has a kept row,
-      for a sequence that waits has a seat and no row of its own.
+    - A prompt that continues a kept row begins with the tokens of that row.
+    - A prompt over the budget is computed in pieces, one per step, while running sequences continue. Its pieces are in
+      a kept row, because a sequence that waits has a seat but no row.
     - Sequences whose cache is stale stand up and wait again, in front, with all of their tokens.
     """
 
     def __init__(self, seats: Seats, decoder: Decoder, kept: KeptRows, budget: int, device: torch.device,
                  take_row: TakeRow, free_rows: Callable[[], list[int]]) -> None:
-        """`take_row` gives a row to a seat whose prompt is complete, which begins with what is kept; `free_rows`: those
-        without a sequence that runs."""
+        """`take_row` gives a seat a row, which begins with the tokens of a kept row; `free_rows` lists the rows without
+        a running sequence."""
         self._seats, self._decoder, self._budget, self._device = seats, decoder, budget, device
         self._kept, self._take_row, self._free_rows = kept, take_row, free_rows
         self._queue: deque[int] = deque()
-        self._begun: dict[int, KeptRow] = {}  # seat -> what its prompt begins with
+        self._begun: dict[int, KeptRow] = {}  # seat -> the kept row that its prompt begins with
         self._long: _Long | None = None
         self.computed = self.reused = 0  # tokens
 
@@ -272,8 +278,8 @@ class Prefill:
             self._begun[seat] = kept
 
     def wait_again(self, seats: Iterable[int]) -> None:
-        """The weights have changed: nothing that is kept holds, and sequences that lost their cache wait, shortest
-        first, in front of all others; a long prompt begins again."""
+        """New weights make every kept row stale. The sequences of `seats`, which lost their cache, wait in front of all
+        others, shortest first; a long prompt begins again."""
         if self._long is not None:
             self._queue.extendleft(reversed(self._end_long()))
         self._kept.clear()
@@ -296,7 +302,7 @@ class Prefill:
         return True
 
     def fill(self) -> int:
-        """Compute what the budget allows; those that are complete take rows. How many those are."""
+        """Compute what the budget allows; sequences whose prompt is complete take rows. Returns their number."""
         if self._long is not None:
             count = self.joining
             self._piece(self._long)
@@ -309,25 +315,25 @@ class Prefill:
         return sum(map(len, seats_of.values()))
 
     def _left(self, seat: int) -> int:
-        """Tokens of it that are still to be computed."""
+        """Tokens of the prompt that are still to be computed."""
         return int(self._seats.position[seat]) - (len(self._begun[seat].ids) if seat in self._begun else 0)
 
     def _next(self) -> dict[bytes, list[int]]:
         """The seats at the front of the queue that fit into the budget, by their prompt (as bytes)."""
-        found: dict[bytes, list[int]] = {}
+        seats_of: dict[bytes, list[int]] = {}
         left = self._budget
         for seat in self._queue:
             ids = self._seats.cached(seat).tobytes()
-            if ids not in found:
+            if ids not in seats_of:
                 left -= self._left(seat)
                 if left < 0:
                     break
-            found.setdefault(ids, []).append(seat)
-        return found
+            seats_of.setdefault(ids, []).append(seat)
+        return seats_of
 
     def _source(self, seats: Iterable[int], wanted: int) -> KeptRow | None:
-        """The longest of what these, with the same prompt, begin with. `wanted` of them will take it; nobody of them
-        waits for another."""
+        """The longest kept row that one of these seats, all with the same prompt, waits for. From here on `wanted` of
+        them wait for it, and none for another row."""
         claims = [self._begun.pop(seat) for seat in seats if seat in self._begun]
         best = max(claims, key=lambda kept: len(kept.ids), default=None)
         for kept in claims:
@@ -346,16 +352,16 @@ class Prefill:
             rows = [self._take_row(seats[0], kept), *(self._take_row(seat, None) for seat in seats[1:])]
             joining.append(_Joining(np.frombuffer(ids, np.int32), rows, begin))
             self._seats.computed[seats[0]] += joining[-1].left
-        self.reused += sum(one.begin for one in joining)
-        self.computed += sum(one.left for one in joining)
-        if empty := [row for one in joining if not len(one.ids) for row in one.rows]:
+        self.reused += sum(group.begin for group in joining)
+        self.computed += sum(group.left for group in joining)
+        if empty := [row for group in joining if not len(group.ids) for row in group.rows]:
             self._decoder.cache.begin(self._tensor(empty))
-        self._batches([one for one in joining if one.left and not one.begin])
-        self._batches([one for one in joining if one.left and one.begin])
-        self._share([one for one in joining if not one.left])
+        self._batches([group for group in joining if group.left and not group.begin])
+        self._batches([group for group in joining if group.left and group.begin])
+        self._share([group for group in joining if not group.left])
 
     def _begin_long(self) -> None:
-        """The first in the queue alone is over the budget: take it, and all with the same prompt."""
+        """Begin the first prompt of the queue, which alone is over the budget, for all seats that have it."""
         ids = self._seats.cached(self._queue[0])
         same = [seat for seat in self._queue if np.array_equal(self._seats.cached(seat), ids)]
         self._queue = deque(seat for seat in self._queue if seat not in set(same))
@@ -383,8 +389,8 @@ class Prefill:
 
     @torch.inference_mode()
     def _end_long(self) -> list[int]:
-        """Clear its seats. Where its pieces were is cleared, if nobody has it: numbers that are not finite must not
-        stay."""
+        """Give the long prompt up or end it; returns its seats. The row of its pieces is cleared unless a sequence has
+        it: numbers that are not finite must not stay."""
         assert self._long is not None
         long, self._long = self._long, None
         self._kept.drop(long.kept)
@@ -393,35 +399,34 @@ class Prefill:
         return long.seats
 
     def _batches(self, joining: list[_Joining]) -> None:
-        """Batches, those with the least to compute first; a batch ends where its padding would be more than its tokens.
-        """
+        """Compute in batches, the shortest first. A batch ends where its padding would be more than its tokens."""
         batch: list[_Joining] = []
         real = furthest = 0
-        for one in sorted(joining, key=lambda one: one.left):
-            padded = (len(batch) + 1) * one.left - (real + one.left)
+        for group in sorted(joining, key=lambda group: group.left):
+            padded = (len(batch) + 1) * group.left - (real + group.left)
             most = max(real, PADDING)
             if self._decoder.equal_lengths:
-                most = -1 if one.begin else 0
-            reach = max(furthest, one.begin) + one.left
-            too_far = reach > self._seats.max_length or (one.begin > 0 and (len(batch) + 1) * reach > GATHERED)
+                most = -1 if group.begin else 0
+            reach = max(furthest, group.begin) + group.left
+            too_far = reach > self._seats.max_length or (group.begin > 0 and (len(batch) + 1) * reach > GATHERED)
             if batch and (padded > most or too_far):
                 self._compute(batch)
                 batch, real, furthest = [], 0, 0
-            batch.append(one)
-            real, furthest = real + one.left, max(furthest, one.begin)
+            batch.append(group)
+            real, furthest = real + group.left, max(furthest, group.begin)
         if batch:
             self._compute(batch)
 
     def _compute(self, batch: list[_Joining]) -> None:
-        """Compute what is missing of each into its first row, and copy it into the others."""
-        rows = self._tensor([one.rows[0] for one in batch])
+        """Compute the missing tokens of each group into its first row, and copy that into its other rows."""
+        rows = self._tensor([group.rows[0] for group in batch])
         length = batch[-1].left  # the longest is the last
         ids = np.zeros((len(batch), length), np.int64)
-        for k, one in enumerate(batch):
-            ids[k, : one.left] = one.ids[one.begin :]
+        for k, group in enumerate(batch):
+            ids[k, : group.left] = group.ids[group.begin :]
         padded = torch.from_numpy(ids).to(self._device)
         if batch[0].begin:
-            begins = np.array([one.begin for one in batch])
+            begins = np.array([group.begin for group in batch])
             positions = torch.from_numpy(begins[:, None] + np.arange(length)).to(self._device)
             self._decoder.extend(padded, rows, positions, int(begins.max()) + length)
         else:
@@ -429,7 +434,7 @@ class Prefill:
         self._share(batch)
 
     def _share(self, joining: list[_Joining]) -> None:
-        self.copy([(one.rows[0], row, len(one.ids)) for one in joining for row in one.rows[1:]])
+        self.copy([(group.rows[0], row, len(group.ids)) for group in joining for row in group.rows[1:]])
 
     def copy(self, copies: Copies) -> None:
         if copies:
@@ -443,14 +448,15 @@ class Prefill:
 # -- the engine -----
 
 class TorchEngine(Engine):
-    """`capacity` rows of one model on one device. `load` makes one for a model folder."""
+    """`capacity` rows of one model on one device. `load` makes an engine for a model folder."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, capacity: int, max_length: int = 0, fast: bool = True, chat: bool = False,
         on_update: OnUpdate = "keep", prefill_tokens: int = PREFILL_TOKENS, prefix_keep_s: float = 0.0,
-        known: TokenRows = ALL_ROWS, clock: Callable[[], float] = time.monotonic,
+        known: TokenRows = ALL_ROWS, base: Path | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`known`: rows of the logits that stand for a token; no other id is ever drawn."""
+        """`known`: rows of the logits that stand for a token; no other id is ever drawn. `base`: the model's folder,
+        None if it was not loaded from one."""
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = next(model.parameters()).device
         eos_ids = eos_ids_of(model, tokenizer)
@@ -459,15 +465,15 @@ class TorchEngine(Engine):
         self._known = known
         eos = np.zeros(max(self._vocabulary, *eos_ids, 0) + 1, np.bool_)
         eos[list(eos_ids)] = True
-        self._decoder = choose_decoder(model, capacity, self.max_length, fast)
+        self.decoder = choose_decoder(model, capacity, self.max_length, fast)
         self._seats = Seats(capacity, self.max_length, eos)  # `_running` has the seat of each key
         self._kept = KeptRows(prefix_keep_s, clock)
-        self._waiting = Prefill(self._seats, self._decoder, self._kept, max(1, prefill_tokens), self._device,
+        self._waiting = Prefill(self._seats, self.decoder, self._kept, max(1, prefill_tokens), self._device,
                                 self._take_row, self._free_rows)
         self._on_update = on_update
         self._holes: list[int] = []
         self._sampling: Sampling | None = None
-        self._loader = WeightLoader(model)
+        self._loader = WeightLoader(model, base)
 
     @classmethod
     def load(
@@ -475,16 +481,14 @@ class TorchEngine(Engine):
     ) -> TorchEngine:
         """An engine for a model folder; nothing is downloaded. `settings` are those of the constructor."""
         model: Any
-        quiet.disable_progress_bar()  # this is a process with a log, not a terminal
+        quiet.disable_progress_bar()  # this process has a log, no terminal
         try:
             model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True)
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as problem:
             raise UserError(f"{path}: no causal language model and tokenizer ({problem}); see model.path") from problem
-        known = token_rows(Path(path))
-        engine = cls(model.to(device=device, dtype=getattr(torch, dtype)), tokenizer, known=known, **settings)
-        engine._loader.base = Path(path)
-        return engine
+        model = model.to(device=device, dtype=getattr(torch, dtype))
+        return cls(model, tokenizer, known=token_rows(Path(path)), base=Path(path), **settings)
 
     # -- the interface -----
 
@@ -503,7 +507,7 @@ class TorchEngine(Engine):
         finished = self._take_done()
         if not self.paused:
             with torch.inference_mode():
-                if self._waiting.fill():  # those that join get the rows of those that left first
+                if self._waiting.fill():  # before the rows close up, so that joining sequences fill the holes
                     self._sampling = None
                 self._close_up()
                 if self._seats.active:
@@ -522,7 +526,7 @@ class TorchEngine(Engine):
         return self._seats.drawn(self._running[key], begin) if key in self._running else NO_IDS
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
-        """Share one copy: the learner trains these very tensors; else the ordinary receiver writes into them."""
+        """Share one copy, where the learner trains these very tensors; else None, for the ordinary receiver."""
         if settings.transport != ONE_COPY:
             return None
         receiver = make_receiver(settings, name)
@@ -531,23 +535,24 @@ class TorchEngine(Engine):
         return receiver
 
     def _update(self, receiver: Receiver) -> tuple[int, int]:
-        taken = self._loader.update(receiver)
+        stamp = self._loader.update(receiver)
         if self._on_update == "recompute":  # all that run give their rows back and wait for new keys and values
             self._waiting.wait_again(self._seats.rows[self._used_rows()].tolist())
-            self._seats.active, self._holes = 0, []
-        return taken
+            self._seats.stand_up()
+            self._holes = []
+        return stamp
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Live tensors, written in place between two steps."""
         return dict(self._model.named_parameters())
 
     def statistics(self) -> Statistics:
-        found = super().statistics()
+        statistics = super().statistics()
         return replace(
-            found, waiting=len(self._waiting), prefill_tokens=self._waiting.computed,
+            statistics, waiting=len(self._waiting), prefill_tokens=self._waiting.computed,
             prefix_tokens=self._waiting.reused,
             cache_tokens=int(self._seats.position[self._seats.rows[self._used_rows()]].sum()) + self._kept.tokens,
-            cache_capacity=self.capacity * self.max_length, pause_s=found.pause_s + found.update_s,
+            cache_capacity=self.capacity * self.max_length, pause_s=statistics.pause_s + statistics.update_s,
         )
 
     # -- joining and leaving -----
@@ -557,7 +562,7 @@ class TorchEngine(Engine):
         return [row for row in range(self._seats.active) if row not in holes]
 
     def _free_rows(self) -> list[int]:
-        """Rows without a sequence that runs."""
+        """Rows without a running sequence."""
         return [*self._holes, *range(self._seats.active, self.capacity)]
 
     def _close_up(self) -> None:
@@ -591,7 +596,7 @@ class TorchEngine(Engine):
         span = min(-(-(int(positions.max()) + 1) // SPAN_STEP) * SPAN_STEP, self.max_length)
         if self._sampling is None:
             self._sampling = self._make_sampling(running)
-        logits = self._decoder.step(self._to_device(seats.last[running]), self._to_device(positions), span)
+        logits = self.decoder.step(self._to_device(seats.last[running]), self._to_device(positions), span)
         tokens, logprobs = draw(self._known.mask(logits), self._to_device(seats.uniforms(running)), self._sampling)
         drawn, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
         ended = seats.record(running, drawn, measured, self.version)
@@ -601,17 +606,18 @@ class TorchEngine(Engine):
             return []
         self._holes = ended.nonzero()[0].tolist()
         if (spoilt := np.isnan(measured)).any():
-            self._decoder.cache.clear(self._to_device(spoilt.nonzero()[0]))
-        for row in self._holes if self._kept.keep_s else ():
-            if not np.isnan(measured[row]):
-                self._kept.park(row, seats.cached(int(running[row])))
+            self.decoder.cache.clear(self._to_device(spoilt.nonzero()[0]))
+        if self._kept.keep_s:
+            for row in self._holes:
+                if not np.isnan(measured[row]):
+                    self._kept.park(row, seats.cached(int(running[row])))
         finished = [seats.leave(seat) for seat in running[ended].tolist()]
-        for one in finished:
-            del self._running[one.key]
+        for sequence in finished:
+            del self._running[sequence.key]
         return finished
 
     def _make_sampling(self, running: Index) -> Sampling:
-        """Settings of the running rows; made again only when sequences joined or left."""
+        """Settings of the running rows, for as long as no sequence joins or leaves."""
         temperature, top_p = self._seats.temperature[running], self._seats.top_p[running]
         greedy = temperature <= 0
         inverse = 1.0 / np.where(greedy, 1.0, temperature)
@@ -622,7 +628,7 @@ class TorchEngine(Engine):
         )
 
     def _check(self, request: Request) -> None:
-        """ValueError that names a request without tokens, or with one that the model does not know."""
+        """ValueError that names a request without tokens, or with an id beyond the model's vocabulary."""
         ids = np.concatenate((request.prompt_ids, request.prefix_ids))
         name = f"request {request.key} (uid {shown_uid(request.uid)})"
         if not len(ids):
@@ -637,10 +643,10 @@ class TorchEngine(Engine):
 
 
 def _max_length(model: Any, wanted: int) -> int:
-    """The smaller of what the caller asks for and what the model has positions for."""
+    """The smaller of the wanted length and the model's number of positions."""
     config = model.config.get_text_config()
-    own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    limits = [int(limit) for limit in (wanted, own) if limit]
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    limits = [int(limit) for limit in (wanted, positions) if limit]
     return min(limits) if limits else DEFAULT_MAX_LENGTH
 
 

@@ -1,11 +1,11 @@
 """New weights for an embedded model from files: an adapter on top of its base, or a folder to start again with.
 
-Used by the torch engine between two decoding steps; talks to the model's live parameters and to folders that a
-receiver has taken and verified. Knows nothing of versions, of how folders came here, or of the engine's rows.
+Used by the torch engine between two decoding steps. Talks to the model's live parameters and to folders that a receiver
+has taken and verified. Knows nothing of versions, of how a receiver gets folders, or of the engine's rows.
 
 - Everything is read and compared with the model before a parameter is touched: a refused folder changes nothing.
-- W = W0 + (alpha / rank) B A, always from the base W0, so that adapters replace each other and never add up. Hot
-  swapping keeps a copy of W0 of the adapted layers; an engine that restarts reads it again from its folder.
+- W = W0 + (alpha / rank) B A, always from the base W0, so that adapters replace each other and never add up. `swap`
+  keeps a copy of W0 of the adapted layers; `restart` reads W0 from its folder.
 - Plain LoRA only: no DoRA, no bias, no layers trained in full, one rank and alpha for all layers.
 """
 
@@ -54,13 +54,13 @@ def read(folder: Path) -> dict[str, Low]:
         config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_bytes())
         tensors = load_file(folder / ADAPTER_WEIGHTS)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except Exception as problem:  # of JSON, of safetensors' own types, of missing keys: all mean the same
+    except Exception as problem:  # JSON, safetensors' own types, missing keys: all mean an unreadable adapter
         raise WeightsRefused(f"{folder}: no adapter that can be read: {problem}") from problem
     for key, allowed in PLAIN.items():
         if key in config and config[key] not in allowed:
             raise WeightsRefused(f"{folder}: {key} = {config[key]!r}; only plain LoRA can be added to the weights")
     scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-    found: dict[str, Low] = {}
+    adapter: dict[str, Low] = {}
     for name, down in tensors.items():
         if not name.endswith(".lora_A.weight"):
             if not name.endswith(".lora_B.weight"):
@@ -69,36 +69,40 @@ def read(folder: Path) -> dict[str, Low]:
         up = tensors.get(name.replace(".lora_A.", ".lora_B."))
         if up is None or down.ndim != 2 or up.ndim != 2 or down.shape[0] != rank or up.shape[1] != rank:
             raise WeightsRefused(f"{folder}: {name!r} has no counterpart of rank {rank}, which {ADAPTER_CONFIG} says")
-        found[name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight") + ".weight"] = Low(down, up, scale)
-    if not found or 2 * len(found) != len(tensors):
-        raise WeightsRefused(f"{folder}: {len(tensors)} tensors make {len(found)} adapted layers")
-    return found
+        adapter[name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight") + ".weight"] = Low(down, up, scale)
+    if not adapter or 2 * len(adapter) != len(tensors):
+        raise WeightsRefused(f"{folder}: {len(tensors)} tensors make {len(adapter)} adapted layers")
+    return adapter
 
 
 class WeightLoader:
-    """Gives a model new weights. `base` is the folder that it was loaded from, None if it was not."""
+    """Writes new weights into a model. `base` is the folder that it was loaded from, if any."""
 
     def __init__(self, model: Any, base: Path | None = None) -> None:
         self._model, self.base = model, base
-        self._kept: dict[str, Tensor] = {}  # W0 of every layer that an adapter has changed
+        self._originals: dict[str, Tensor] = {}  # W0 of every layer that an adapter has changed
 
     def update(self, receiver: Receiver) -> tuple[int, int]:
-        """The newest version of a receiver of any kind; (version, learner's step)."""
+        """Write the newest version of a receiver of any kind; returns (version, learner's step)."""
         if receiver.kind == "tensors":
             return receiver.fetch(dict(self._model.named_parameters()))
         version, step, folder = receiver.take()
-        (self.swap if receiver.kind == "adapter" else self.restart)(folder)
+        if receiver.kind == "adapter":
+            self.swap(folder)
+        else:
+            self.restart(folder)
         return version, step
 
     @torch.no_grad()
     def swap(self, folder: Path) -> None:
+        """Put an adapter in the place of the one before."""
         adapter, parameters = self._fitting(folder)
-        for name in self._kept.keys() - adapter.keys():
-            parameters[name].copy_(self._kept[name])
+        for name in self._originals.keys() - adapter.keys():
+            parameters[name].copy_(self._originals[name])
         for name, low in adapter.items():
-            if name not in self._kept:
-                self._kept[name] = parameters[name].clone()
-            _add(parameters[name], self._kept[name], low)
+            if name not in self._originals:
+                self._originals[name] = parameters[name].clone()
+            _add(parameters[name], self._originals[name], low)
 
     @torch.no_grad()
     def restart(self, folder: Path) -> None:
@@ -114,7 +118,7 @@ class WeightLoader:
             _add(parameters[name], parameters[name], low)
 
     def _fitting(self, folder: Path) -> tuple[dict[str, Low], dict[str, Tensor]]:
-        """The adapter, and the parameters, after every layer of it was found in the model with the right shape."""
+        """The adapter and the model's parameters; WeightsRefused if a layer is not in the model with that shape."""
         adapter, parameters = read(folder), dict(self._model.named_parameters())
         for name, low in adapter.items():
             shape = (low.up.shape[0], low.down.shape[1])
@@ -124,7 +128,7 @@ class WeightLoader:
         return adapter, parameters
 
     def _load(self, folder: Path) -> None:
-        """Copy a folder's weights into the model, after names, shapes and configuration were found to be the same."""
+        """Copy a folder's weights into the model; WeightsRefused if names, shapes or configuration differ."""
         from transformers import AutoModelForCausalLM
 
         try:
@@ -143,6 +147,6 @@ class WeightLoader:
 
 
 def _add(into: Tensor, base: Tensor, low: Low) -> None:
-    """In float32 whatever the model is: a bfloat16 product would lose what training has moved."""
+    """Add the adapter to `base`, in float32: a bfloat16 product would lose small changes of training."""
     up, down = (part.to(device=into.device, dtype=torch.float32) for part in (low.up, low.down))
     into.copy_(torch.addmm(base.float(), up, down, alpha=low.scale))

@@ -1,12 +1,12 @@
-"""Rows of the cache that belong to no running sequence: those of calls that ended, and prompts computed in pieces.
+"""Cache rows of no running sequence: rows of calls that ended, and rows of prompts that are computed in pieces.
 
-Used by the torch engine, which computes and copies. A later call whose ids begin with those of a row takes it over, and
-computes the rest alone. Knows nothing of models, weights or requests.
+Used by the torch engine, which computes and copies. A later call whose ids begin with all ids of a kept row takes the
+row over and computes the rest alone. Knows nothing of models, weights or requests.
 
-- A row holds the keys and values of exactly `ids`, from position 0; it is found by all of them, never by a part.
-- Rows that somebody waits for stay. The others go when their time is over or, least recently used first, when a
-  sequence needs the row: what is kept is never in the way of what runs.
-- There is always a row: those that run, and those for which somebody waits, are at most as many as there are rows.
+- A row holds the keys and values of exactly `ids`, from position 0. A call matches all of them or does not match.
+- Rows that a sequence waits for stay. Other rows go when their time is over or, least recently used first, when a
+  sequence needs a row: a kept row never delays a running sequence.
+- A row can always be had: sequences that run or wait are at most as many as the rows, and each needs one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Copies = list[tuple[int, int, int]]  # from which row to which, and how many pos
 
 @dataclass(eq=False)
 class KeptRow:
-    """A row that holds `ids`. After `until` it is given away, or before if it is the one used longest ago."""
+    """A row that holds `ids`. It is given away after `until`, or earlier if it was used longest ago."""
 
     row: int
     ids: Ids
     until: float = math.inf
     waiting: int = 0  # sequences that will begin with it
-    growing: bool = False  # a prompt of which pieces are still to come: for those that wait alone
+    growing: bool = False  # a prompt with pieces still to come: only for the sequences that wait for it
 
 
 class KeptRows:
-    """The rows that are kept, for `keep_s` seconds of `clock` each; with 0 none of a call that ended."""
+    """The kept rows, each for `keep_s` seconds of `clock`; with 0 no row of a call that ended."""
 
     def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
         self.keep_s, self._clock = keep_s, clock
@@ -49,12 +49,12 @@ class KeptRows:
         return sum(len(kept.ids) for kept in self._at.values())
 
     def park(self, row: int, ids: Ids) -> None:
-        """The sequence in `row` has ended; `ids` are those whose keys and values the row holds."""
+        """Keep the row of a sequence that ended; `ids` are those whose keys and values it holds."""
         if self.keep_s > 0 and len(ids):
             self._at[row] = KeptRow(row, ids, self._clock() + self.keep_s)
 
     def find(self, ids: Ids) -> KeptRow | None:
-        """The row with the longest beginning of `ids`. One more sequence waits for it."""
+        """The row with the longest beginning of `ids`; from now on one more sequence waits for it."""
         if not self._at:
             return None
         self._expire()
@@ -65,7 +65,7 @@ class KeptRows:
         return best
 
     def release(self, kept: KeptRow, count: int = 1) -> None:
-        """So many do not wait for it any more."""
+        """`count` sequences do not wait for it any more."""
         kept.waiting -= count
         kept.until = self._clock() + self.keep_s
 
@@ -73,7 +73,7 @@ class KeptRows:
         return row in self._at
 
     def drop(self, kept: KeptRow) -> None:
-        """Give it away, if that was not done."""
+        """Give the row away, if that was not done."""
         if self._at.get(kept.row) is kept:
             del self._at[kept.row]
 
@@ -81,8 +81,8 @@ class KeptRows:
         self._at.clear()
 
     def occupy(self, row: int, kept: KeptRow | None, free: Iterable[int]) -> Copies:
-        """A sequence that waited for `kept`, or for none, has `row` now, and begins there with what is in it. `free`:
-        rows without a running sequence. What has to be copied; the last one that waits takes the kept row away."""
+        """Give `row` to a sequence that waited for `kept`, or for none: it begins with the ids of `kept`. `free`: rows
+        without a running sequence. Returns the copies to make. The last sequence that waits takes the kept row away."""
         there = self._at.get(row)
         if kept is not None and kept.waiting == 1:
             self.drop(kept)
@@ -96,25 +96,26 @@ class KeptRows:
         return copies
 
     def open(self, kept: KeptRow | None, waiting: int, free: Iterable[int]) -> tuple[KeptRow, Copies]:
-        """A row for a prompt that is computed in pieces, for `waiting` sequences, which all wait for `kept` where there
-        is one: it begins with that."""
+        """A row for a prompt that is computed in pieces, for `waiting` sequences. It begins with the ids of `kept`, for
+        which all of them wait, where there is one."""
         if kept is not None and kept.waiting == waiting:
             kept.growing = True
             return kept, []
         row = self._vacant(free, None)
-        made = self._at[row] = KeptRow(row, np.empty(0, np.int32), waiting=waiting, growing=True)
+        opened = self._at[row] = KeptRow(row, np.empty(0, np.int32), waiting=waiting, growing=True)
         if kept is None:
-            return made, []
+            return opened, []
         self.release(kept, waiting)
-        made.ids = kept.ids
-        return made, [(kept.row, row, len(kept.ids))]
+        opened.ids = kept.ids
+        return opened, [(kept.row, row, len(kept.ids))]
 
     def closed_up(self, sources: list[int], targets: list[int]) -> Copies:
-        """Running sequences have gone from `sources` to `targets`: where what was kept there has to go."""
-        found: Copies = []
+        """Make way for running sequences that move from `sources` to `targets`: what is kept there goes the other way.
+        """
+        copies: Copies = []
         for source, target in zip(sources, targets):
-            found += self._move(self._at.get(target), source)
-        return found
+            copies += self._move(self._at.get(target), source)
+        return copies
 
     # -- internals -----
 
@@ -127,10 +128,10 @@ class KeptRows:
         return [(before, row, len(kept.ids))]
 
     def _vacant(self, free: Iterable[int], leaving: KeptRow | None) -> int:
-        """A row where nothing is: the last one free, or that of the row used longest ago, which may be the one that is
-        leaving; what was there is given away."""
-        taken = leaving.row if leaving is not None else -1
-        row = max((row for row in free if row not in self._at and row != taken), default=None)
+        """An empty row: the last free one, or else the kept row used longest ago, which is given away and may be the
+        one that is leaving."""
+        excluded = leaving.row if leaving is not None else -1
+        row = max((row for row in free if row not in self._at and row != excluded), default=None)
         if row is not None:
             return row
         parked = [kept for kept in self._at.values() if not kept.waiting]

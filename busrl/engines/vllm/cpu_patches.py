@@ -1,8 +1,8 @@
 """Patches for vLLM's CPU backend: `apply` changes vLLM's classes in the worker's process before a model is made, and
-`load` gives its kernels new weights as they read them.
+`load` packs new weights for its kernels.
 
-Called by `worker` alone. Talks to vLLM's internals; knows nothing of weights, requests or accelerators, where it
-changes nothing.
+Called by `worker` alone. Talks to vLLM's internals. Knows nothing of requests or of how weights arrive, and changes
+nothing on an accelerator.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 
 
 def apply() -> None:
-    """Three work-arounds, on a CPU only.
+    """Apply three work-arounds, on a CPU only.
 
     - A random stream is set back by its state after a step that took only a part of a prompt (`rewind_streams`).
-    - Linear layers pack their weight away where new ones do not reach it, for a tied output head silently: not here.
-      Two packings do it: that of oneDNN, and that of processors with AMX for weights of 16 bits.
-    - Heads smaller than its attention kernels know are padded with zeros, which changes no result (`pad_heads`).
+    - Linear layers do not pack their weight. A packed copy would not get new weights; for a tied output head nothing
+      would show it. Turned off are the packing of oneDNN, and that of processors with AMX for weights of 16 bits.
+    - Heads smaller than any that its attention kernels support are padded with zeros, which changes no result
+      (`pad_heads`).
     """
     from vllm import _custom_ops as operations
     from vllm.platforms import current_platform
@@ -40,29 +41,29 @@ def apply() -> None:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = sorted(CPUAttentionBackend.get_supported_head_sizes())
-    except (ImportError, AttributeError):  # a version that is built otherwise refuses by itself what it cannot do
+    except (ImportError, AttributeError):  # another version refuses by itself the sizes that it cannot do
         return
     pad_heads(Attention, sizes)
 
 
 def load(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """`model.load_weights`, and what its kernels read of experts is packed again: new weights are written plain into
-    the tensors that were packed once, of the same shape, so nothing else would show it."""
+    """`model.load_weights`, then pack the weights of experts again. vLLM writes new weights unpacked into tensors that
+    were packed once; packed and unpacked have one shape, so nothing else would show the fault."""
     packed = list(_packed_experts(model))
-    for held, _ in packed:
-        held.zero_()  # what pads it has no new values
-    taken = model.load_weights(iter(tensors.items()))
-    for held, pack in packed:
-        held.copy_(pack(held.clone()).view_as(held))
-    return taken
+    for tensor, _ in packed:
+        tensor.zero_()  # new weights do not cover the padding
+    loaded = model.load_weights(iter(tensors.items()))
+    for tensor, pack in packed:
+        tensor.copy_(pack(tensor.clone()).view_as(tensor))
+    return loaded
 
 
 def _packed_experts(model: Any) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Each tensor of experts that a kernel reads packed, with what packs it; none on an accelerator."""
+    """Each tensor of experts that a kernel reads packed, with the function that packs it; none on an accelerator."""
     for module in model.modules():
         experts = getattr(getattr(getattr(module, "quant_method", None), "moe_kernel", None), "fused_experts", None)
         isa = getattr(experts, "isa", None)
-        if isa is None or getattr(experts, "_use_zentorch", False):  # that one reads them plain
+        if isa is None or getattr(experts, "_use_zentorch", False):  # zentorch reads them unpacked
             continue
         from vllm._custom_ops import cpu_prepack_moe_weight
         from vllm.platforms import current_platform
@@ -74,11 +75,11 @@ def _packed_experts(model: Any) -> Iterator[tuple[torch.Tensor, Callable[[torch.
 
 
 def rewind_streams(runner: Any) -> None:
-    """Make the class, of which a CPU's runner is one, set back the streams of rows whose token is discarded.
+    """Make a class of runners, from which the CPU's runner derives, set back the streams of discarded tokens.
 
-    A row draws a token in every step, also while its prompt, or what it computes again after an update, is taken in
-    pieces. vLLM then sets the stream back by an offset, which a generator of the CPU does not have, and ends. Versions
-    that keep the rows under another name run without setting back.
+    A row draws a token in every step, even in the steps that take only a piece of its prompt. vLLM discards that token
+    and sets the stream back by an offset, which a CPU generator does not have, and fails. Versions of vLLM that keep
+    the discarded rows under another name run without setting back.
     """
     sample, bookkeep = runner._sample, runner._bookkeeping_sync
 
@@ -87,13 +88,13 @@ def rewind_streams(runner: Any) -> None:
         rows = [] if mask is None else mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         discarded = [streams[row] for row in rows if row in streams]
         states = [stream.get_state() for stream in discarded]
-        made = sample(self, *args, **more)
+        output = sample(self, *args, **more)
         for stream, state in zip(discarded, states):
             stream.set_state(state)
-        return made
+        return output
 
     def _bookkeeping_sync(self: Any, *args: Any, **more: Any) -> Any:
-        streams, self.input_batch.generators = self.input_batch.generators, {}  # read here for nothing else
+        streams, self.input_batch.generators = self.input_batch.generators, {}  # used here for the offset alone
         try:
             return bookkeep(self, *args, **more)
         finally:
@@ -103,13 +104,13 @@ def rewind_streams(runner: Any) -> None:
 
 
 def pad_heads(attention: Any, sizes: list[int]) -> None:
-    """Make the layer class use the next head size that its kernels have; the scale is the caller's, so it stays."""
-    made, forward = attention.__init__, attention.forward
+    """Make the layer class use the next head size that its kernels support. The caller chose the scale: it stays."""
+    initialise, forward = attention.__init__, attention.forward
 
     def __init__(self: Any, num_heads: int, head_size: int, *args: Any, **more: Any) -> None:
-        own = more.get("head_size_v") in (None, head_size)
-        wide = next((size for size in sizes if size >= head_size), head_size) if own else head_size
-        made(self, num_heads, wide, *args, **more)
+        same_width = more.get("head_size_v") in (None, head_size)
+        wide = next((size for size in sizes if size >= head_size), head_size) if same_width else head_size
+        initialise(self, num_heads, wide, *args, **more)
         self.busrl_head = head_size
 
     def padded(self: Any, query: Any, key: Any, value: Any, *args: Any, **more: Any) -> Any:

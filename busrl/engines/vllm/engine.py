@@ -1,13 +1,14 @@
 """vLLM behind the interface of all engines: AsyncLLM in this process, its engine core and workers in their own.
 
-The rollout role drives it through `busrl.engines.base.Engine`; `process` starts, calls and ends vLLM, `weights` brings
-new weights in. Knows nothing of slots, the bus or rewards; imports vLLM inside functions only.
+The rollout role drives it through `busrl.engines.base.Engine`. `process` starts, calls and ends vLLM; `weights` loads
+new weights. Knows nothing of slots, the bus or rewards; imports vLLM inside functions only.
 
-- vLLM decodes by itself; `step` hands over what ended since. `drawing` gathers, so that every token is counted once.
+- vLLM decodes by itself; `step` returns the answers that ended since. `drawing` gathers the tokens that have arrived,
+  so that each is counted once.
 - A sample's random stream depends on (seed, uid, segment, tokens so far). vLLM draws with it from logits whose last
-  bits depend on what is batched with what, so equal requests give equal tokens nearly always, not by contract.
-- A dead, stuck or silent engine is an EngineLost from the next call, within `rpc_s` or `silent_s`, with all of its
-  processes killed.
+  bits depend on the other requests of a batch, so equal requests nearly always give equal tokens, but need not.
+- If the engine is dead, stuck or silent, the next call raises EngineLost, within `rpc_s` or `silent_s`, and all of its
+  processes are killed.
 """
 
 from __future__ import annotations
@@ -39,45 +40,45 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 ENDS = {"stop": Finish.EOS, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 STEP_WAIT_S = 0.02
-DEATH_S = 1.0  # a failed request may be the first sign of a death, whose own error says more
-CALM_TURNS = 4  # of the loop, in which everything that vLLM has sent passes through its tasks to ours
+DEATH_S = 1.0  # a failed request may be the first sign of a death, and the error of the death tells more
+CALM_TURNS = 4  # turns of the loop in which everything that vLLM has sent passes through its tasks to ours
 
 
 @dataclass
 class Running(PartialAnswer):
-    """A request inside vLLM. The loop's thread adds, the caller's thread reads under the engine's lock. Versions come
-    from vLLM where it notes them for every token, else from the counts at each update."""
+    """A request inside vLLM. The loop's thread adds to it, the caller's thread reads it under the engine's lock. Each
+    token gets the engine's version at its arrival; vLLM's own versions replace these where it reports them."""
 
     finish: int | None = None
-    task: Any = None  # what follows it in the loop
-    adapter: LoadedAdapter | None = None  # that makes its tokens
+    task: Any = None  # follows it in the loop
+    adapter: LoadedAdapter | None = None  # draws its tokens
 
     @property
     def id(self) -> str:
         return f"{self.request.key}.{self.request.uid}.{self.request.segment}"
 
     def take(self, output: Any, version: int) -> None:
-        """Take what vLLM sent: new tokens with their log-probabilities, and perhaps the end."""
-        one = output.outputs[0]
-        new = [int(token) for token in one.token_ids]
+        """Take an output of vLLM: new tokens with their log-probabilities, and perhaps the end."""
+        completion = output.outputs[0]
+        new = [int(token) for token in completion.token_ids]
         if new:
-            logprobs = (float(place[token].logprob) for place, token in zip(one.logprobs, new))
+            logprobs = (float(place[token].logprob) for place, token in zip(completion.logprobs, new))
             self.add(new, logprobs, [version] * len(new))
-        if one.finish_reason is None:
+        if completion.finish_reason is None:
             return
-        self.finish = ENDS.get(one.finish_reason, Finish.ABORTED)
+        self.finish = ENDS.get(completion.finish_reason, Finish.ABORTED)
         if self.adapter is None:
-            self._correct(getattr(one, "weight_versions", None))
+            self._correct(getattr(completion, "weight_versions", None))
 
     def _correct(self, spans: Iterable[Any] | None) -> None:
-        """vLLM's own note of the weights of every token."""
+        """Replace versions by those that vLLM reports for spans of tokens."""
         for span in spans or ():
             if span.version.isdigit():
                 at = slice(span.start, span.end)
                 self.versions[at] = [int(span.version)] * len(self.versions[at])
 
     def sampling(self, stops: list[int], seeded: bool) -> Any:
-        """vLLM's settings of it."""
+        """vLLM's sampling settings for the request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -88,33 +89,34 @@ class Running(PartialAnswer):
             max_tokens=request.max_new_tokens,
             seed=seed_of(request, 0) if seeded and request.temperature > 0 else None,
             stop_token_ids=[*stops, *request.stop_ids],
-            ignore_eos=True,  # the ids above are all of them
-            logprobs=0,  # the drawn token's alone
+            ignore_eos=True,  # `stops` has all end tokens
+            logprobs=0,  # of the drawn token alone
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
 
 
 class VllmEngine(Engine):
-    """`start` says what vLLM is given; `make` takes all of it from a topology."""
+    """vLLM with the arguments of `start`; `make` takes them from a topology."""
 
     def __init__(
         self, start: Start, *, chat: bool = False, on_update: str = "recompute", temperature: float = 1.0
     ) -> None:
-        """`temperature`: that of the samples that are trained, at which new weights are checked."""
+        """`temperature`: of the trained samples, at which new weights are checked."""
         text = tokens_of(start.model, chat)
         super().__init__(text, start.capacity, start.max_length)
-        self.start, self.own, self.temperature = start, start.own, temperature
+        self.start, self.settings, self.temperature = start, start.settings, temperature
         self._known = token_rows(Path(start.model))  # folders of later versions have no tokenizer
         self._stops = sorted(text.eos_ids)
         self._lock = threading.Lock()
         self._running: dict[int, Running] = {}
-        self._ended: list[Running] = []  # the loop's until gathered
-        self._wake = threading.Event()  # something has ended, or died
+        self._ended: list[Running] = []  # written by the loop, until gathered
+        self._wake = threading.Event()  # a request has ended, or the engine has died
         self._failure = ""
         self._moved_at = time.monotonic()  # the last token, start or resumption
         self._looked = False
-        self._arrived = self._counted = 0  # tokens that came, in the loop; those of the steps so far
+        self._arrived = 0  # tokens that came since they were last gathered, counted by the loop
+        self._counted = 0  # tokens of the steps so far
         self._usage = 0.0
         self.core = self._start_core()
         self._updates = Updates(self, on_update)
@@ -123,7 +125,7 @@ class VllmEngine(Engine):
 
     @property
     def drawing(self) -> int:
-        """Tokens that came since they were last gathered: the next `step` adds them, having waited for none."""
+        """Tokens that have arrived: the next `step` adds them, and waits for no others."""
         self._gather()
         self._looked = True
         return self._counts.tokens - self._counted
@@ -183,7 +185,11 @@ class VllmEngine(Engine):
         self._updates.close()
         self.core.close()
 
-    # -- for the updates -----
+    # -- called by the updates -----
+
+    def use_version(self, version: int) -> None:
+        """Tokens that arrive from now on, and new requests, are of this version."""
+        self.version = version
 
     @property
     def running(self) -> list[Running]:
@@ -196,7 +202,7 @@ class VllmEngine(Engine):
         if self._failure:
             raise self.core.lose(self._failure)
         silent = time.monotonic() - self._moved_at
-        if self._running and not self.paused and silent > self.own.silent_s and not self._ended:
+        if self._running and not self.paused and silent > self.settings.silent_s and not self._ended:
             text = f"vLLM's engine made no token for {silent:.0f} s with {len(self._running)} requests"
             raise self.core.lose(f"{text}; {self.core.describe()}")
 
@@ -230,14 +236,14 @@ class VllmEngine(Engine):
 
     async def sample_for_check(self, core: Core, count: int) -> tuple[list[int], list[float], int]:
         """A short answer to a made-up prompt: all ids, log-probabilities of the drawn ones, length of the prompt."""
-        known = max(1, min(8, self.max_length - count))
-        prompt = np.arange(1, known + 1, dtype=np.int32) % vocabulary_size(Path(self.start.model))
-        limit = min(count, self.max_length - known)
+        prompt_length = max(1, min(8, self.max_length - count))
+        prompt = np.arange(1, prompt_length + 1, dtype=np.int32) % vocabulary_size(Path(self.start.model))
+        limit = min(count, self.max_length - prompt_length)
         running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0))
         salted = {"prompt_token_ids": running.known_ids, "cache_salt": "check"}
         async for output in core.engine.generate(salted, running.sampling([], True), "check"):
             running.take(output, self.version)
-        return running.known_ids, running.logprobs, known
+        return running.known_ids, running.logprobs, prompt_length
 
     def _cache_capacity(self) -> int:
         """Positions of vLLM's key-value cache; 0 if it does not say."""
@@ -253,7 +259,7 @@ class VllmEngine(Engine):
         if self._known.without:
             core.rpc("busrl_leave_out", self._known.end, list(self._known.holes))
         # It is up when it has made a token: what a version still compiles then belongs to the start.
-        core.call("its first token", lambda: self.sample_for_check(core, 1), self.own.start_s)
+        core.call("its first token", lambda: self.sample_for_check(core, 1), self.settings.start_s)
         return core
 
     def _record(self, usage: float) -> None:
@@ -266,7 +272,7 @@ class VllmEngine(Engine):
         core = self.core
         try:
             prompt = {"prompt_token_ids": running.known_ids, "cache_salt": str(self.version)}
-            settings = running.sampling(self._stops, self.own.seeded)
+            settings = running.sampling(self._stops, self.settings.seeded)
             more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
             # Closed here: left to the collector it may outlive the loop that has to close it.
             async with contextlib.aclosing(core.engine.generate(prompt, settings, running.id, **more)) as outputs:
@@ -332,7 +338,8 @@ class VllmEngine(Engine):
     def _gather(self) -> None:
         with self._lock:
             ended, self._ended = self._ended, []
-            self._counts.tokens = self._arrived
+            self._counts.tokens += self._arrived
+            self._arrived = 0
             self._wake.clear()
         for running in ended:
             assert running.finish is not None

@@ -1,12 +1,13 @@
-"""A life of vLLM: its arguments and environment, calls with a deadline, death noticed, an end that leaves nothing.
+"""A life of vLLM: its arguments and environment, calls with a deadline, the notice of its death, and an end that leaves
+nothing behind.
 
 Used by the vLLM engine, whose caller is synchronous. Talks to AsyncLLM, which runs in a thread with its own loop, and
 to the kernel about vLLM's processes. Imports vLLM inside functions only. Knows nothing of requests, weights or the bus.
 
-- What a version can do is found by looking at it (`inspect.signature`, attributes), never concluded from its number.
+- The abilities of a vLLM are read off its objects (`inspect.signature`, attributes), never off its version number.
 - Every call races the death of the engine and a deadline: vLLM alone would wait for a dead engine for ever.
 - A dead or silent engine is killed with all of its processes before the error is raised, so that our own process can
-  end: Python waits at its end for children that live, stopped ones included.
+  end: at its end Python waits for living children, even for stopped ones.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("busrl")
-CPU_CACHE_MB = 16  # at least; a bare minimum of blocks
+CPU_CACHE_MB = 16  # the least: some blocks of any model
 EXTENSION = "busrl.engines.vllm.worker.Extension"
 CALLED = ("generate", "abort", "collective_rpc", "pause_generation", "resume_generation", "reset_prefix_cache")
 STATES = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stopped", "Z": "dead", "X": "dead"}
@@ -53,13 +54,13 @@ GONE_S = 5.0  # a killed process is gone by then, with the memory of its device
 
 @dataclass(frozen=True)
 class Start:
-    """Everything that one start of vLLM depends on, as plain data."""
+    """The arguments of one start of vLLM, as plain data."""
 
     model: str
     dtype: str
     capacity: int
     max_length: int
-    own: Vllm = field(default_factory=Vllm)
+    settings: Vllm = field(default_factory=Vllm)
     seed: int = 0
     lora_rank: int = 0  # 0 = no adapters
     adapters: int = 0
@@ -67,26 +68,27 @@ class Start:
 
     @classmethod
     def of(cls, topology: Topology) -> Start:
-        own, model = topology.vllm, topology.model
-        # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
+        settings, model = topology.vllm, topology.model
+        # Any other transport brings merged weights, and a vLLM with places for adapters could not load them: it wraps
+        # the layers that adapters change.
         rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
         return cls(
             model.path, model.dtype, capacity=topology.generation.max_batch,
-            max_length=own.max_model_len or topology.longest, own=own, seed=topology.run.seed,
+            max_length=settings.max_model_len or topology.longest, settings=settings, seed=topology.run.seed,
             lora_rank=lora_rank(rank) if rank else 0, adapters=adapter_slots(topology) if rank else 0,
         )
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """Abilities of the vLLM at hand."""
+    """Abilities of the installed vLLM."""
 
-    weight_version: bool  # it notes for every token which weights made it
-    bare_pause: bool  # the engine's own pause, without the 20 ms that the front end adds
+    weight_version: bool  # reports for every token the version of the weights that drew it
+    bare_pause: bool  # has the engine's own pause, without the 20 ms that the front end adds
 
 
 def require() -> str:
-    """The version of the installed vLLM; UserError if there is none or it is unknown."""
+    """The version of the installed vLLM; UserError if there is none, or one that busrl does not support."""
     package, version = vllm_installed()
     why, remedy = vllm_objection(package, version)
     if why:
@@ -95,7 +97,7 @@ def require() -> str:
 
 
 def abilities_of(engine: Any, version: str) -> Abilities:
-    """Look at the engine itself. UserError names what it lacks that nothing can replace."""
+    """Look at the engine itself. UserError names a method that it lacks and nothing replaces."""
     for name in CALLED:
         if not callable(getattr(engine, name, None)):
             raise UserError(f'engine = "vllm": vLLM {version} has no AsyncLLM.{name}; see docs/engines.md')
@@ -109,9 +111,9 @@ def abilities_of(engine: Any, version: str) -> Abilities:
 
 
 def make(start: Start, record: Callable[[float], None]) -> Any:
-    """An AsyncLLM, made in the loop that will run it. UserError if refused. `record` gets the share of the key-value
-    cache in use after every step, if this vLLM reports any."""
-    # This process has threads: a fork of it could hang. What a user has set stays, apart from what cannot work.
+    """Make an AsyncLLM, in the loop that will run it. UserError if vLLM refuses the arguments. `record` gets the share
+    of the key-value cache in use after every step, if this vLLM reports it."""
+    # This process has threads: a fork of it could hang. A user's other variables stay as they are.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     _set_defaults(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
     from vllm.platforms import current_platform
@@ -119,20 +121,20 @@ def make(start: Start, record: Callable[[float], None]) -> Any:
     if cpu := bool(current_platform.is_cpu()):
         # One process for engine and worker, whose threads are those of [[process]] threads and bound to no core.
         _set_defaults(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
-        if _eager(start.own, cpu):  # a few helpers of its sampler would still call a C++ compiler at the first token
+        if _eager(start.settings, cpu):  # helpers of its sampler would still call a C++ compiler at the first token
             _set_defaults(TORCH_COMPILE_DISABLE="1")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    given = _arguments(start, cpu)
-    known = inspect.signature(AsyncEngineArgs).parameters
-    if unknown := sorted(given.keys() - known.keys()):
-        where = "vllm.extra" if unknown[0] in start.own.extra else 'engine = "vllm"'
+    arguments = _arguments(start, cpu)
+    parameters = inspect.signature(AsyncEngineArgs).parameters
+    if unknown := sorted(arguments.keys() - parameters.keys()):
+        where = "vllm.extra" if unknown[0] in start.settings.extra else 'engine = "vllm"'
         raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/engines.md")
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=[_logger(record)])
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger(record)])
 
 
-def _logger(told: Callable[[float], None]) -> Any:
+def _logger(report: Callable[[float], None]) -> Any:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Logger(StatLoggerBase):  # type: ignore[misc, unused-ignore]
@@ -140,7 +142,7 @@ def _logger(told: Callable[[float], None]) -> Any:
 
         def record(self, scheduler_stats: Any = None, *args: Any, **more: Any) -> None:
             if scheduler_stats is not None:
-                told(float(getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0))
+                report(float(getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0))
 
         def log_engine_initialized(self) -> None: ...
 
@@ -152,43 +154,44 @@ def _set_defaults(**variables: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def _eager(own: Vllm, cpu: bool) -> bool:
-    return own.enforce_eager == "on" or (own.enforce_eager == "auto" and cpu)
+def _eager(settings: Vllm, cpu: bool) -> bool:
+    return settings.enforce_eager == "on" or (settings.enforce_eager == "auto" and cpu)
 
 
 def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
-    own = start.own
-    given: dict[str, Any] = {
+    """The arguments of vLLM's engine."""
+    settings = start.settings
+    arguments: dict[str, Any] = {
         "model": start.model,
         "tokenizer": start.model,
         "dtype": start.dtype,
         "max_model_len": start.max_length,
         "max_num_seqs": start.capacity,
-        "tensor_parallel_size": own.tensor_parallel,
-        "enforce_eager": _eager(own, cpu),
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enforce_eager": _eager(settings, cpu),
         "seed": start.seed,
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # the caller sets all of sampling
+        "generation_config": "vllm",  # every request has all settings of sampling
         "logprobs_mode": "processed_logprobs",  # of the distribution drawn from
         "enable_prefix_caching": True,
         "worker_extension_cls": start.extension,
         "disable_log_stats": True,
     }
     if not cpu:
-        given["gpu_memory_utilization"] = own.gpu_memory_utilization
-    cache_mb = own.kv_cache_mb if own.kv_cache_mb != "auto" else _cpu_cache_mb(start) if cpu else 0
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    cache_mb = settings.kv_cache_mb if settings.kv_cache_mb != "auto" else _cpu_cache_mb(start) if cpu else 0
     if cache_mb:
-        given["kv_cache_memory_bytes"] = int(cache_mb) << 20
-    if own.block_size or cpu:
-        given["block_size"] = own.block_size or CPU_BLOCK  # whole blocks are cached, so the smallest caches most
+        arguments["kv_cache_memory_bytes"] = int(cache_mb) << 20
+    if settings.block_size or cpu:  # whole blocks are cached, so the smallest caches most
+        arguments["block_size"] = settings.block_size or CPU_BLOCK
     if start.lora_rank:
-        given |= {"enable_lora": True, "max_lora_rank": start.lora_rank, "max_loras": start.adapters}
-        given["max_cpu_loras"] = start.adapters
-    return given | {name: _value_of(text) for name, text in sorted(own.extra.items())}
+        arguments |= {"enable_lora": True, "max_lora_rank": start.lora_rank, "max_loras": start.adapters}
+        arguments["max_cpu_loras"] = start.adapters
+    return arguments | {name: _value_of(text) for name, text in sorted(settings.extra.items())}
 
 
 def _cpu_cache_mb(start: Start) -> int:
-    """MB that `capacity` sequences of full length need; heads as wide as the kernels take them, float32 at most."""
+    """MB of the cache for `capacity` sequences of full length, with heads as wide as the kernels need them."""
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(start.model, local_files_only=True)
@@ -201,7 +204,7 @@ def _cpu_cache_mb(start: Start) -> int:
 
 
 def _value_of(text: str) -> Any:
-    """The value that the text of an extra argument means."""
+    """The value of an extra argument: JSON, or else the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -211,13 +214,13 @@ def _value_of(text: str) -> Any:
 # -- its life -----
 
 class Core:
-    """A life of vLLM, with the deadlines of `start.own`. Raises EngineLost from every method.
+    """A life of vLLM, with the deadlines of `start.settings`. Raises EngineLost from every method.
     starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds."""
 
     def __init__(self, start: Start, record: Callable[[float], None]) -> None:
         self.version = require()
-        self.lost = ""  # why it cannot be used any more
-        self._own = start.own
+        self.lost = ""  # the cause of its death
+        self._settings = start.settings
         self._before = {child.pid for child in multiprocessing.active_children()}
         self._pidfds: dict[int, int] = {}
         self._closed = False
@@ -229,7 +232,7 @@ class Core:
         begun = time.monotonic()
         self._thread.start()
         atexit.register(self.close)
-        self.engine: Any = self._wait_for_start(self._own.start_s)
+        self.engine: Any = self._wait_for_start(self._settings.start_s)
         self.abilities: Abilities = abilities_of(self.engine, self.version)
         self._find()
         if not self._pidfds:
@@ -240,9 +243,9 @@ class Core:
     # -- calls -----
 
     def call(self, what: str, make_awaitable: Callable[[], Awaitable[T]], timeout_s: float = 0.0) -> T:
-        """Await something in the loop, from another thread. EngineLost names the engine, `what` and the seconds."""
+        """Await `what` in the loop, from another thread. EngineLost names the engine, `what` and the seconds."""
         self.check()
-        limit = timeout_s or self._own.rpc_s
+        limit = timeout_s or self._settings.rpc_s
         future = asyncio.run_coroutine_threadsafe(self._race(what, make_awaitable, limit), self.loop)
         try:
             return future.result(limit + GONE_S)
@@ -271,11 +274,11 @@ class Core:
 
     @property
     def over(self) -> bool:
-        """True while it is ending, or dead: an error of a request says nothing about the request from here on."""
+        """True once it is ending or dead: from then on an error of a request is no fault of the request."""
         return self._closed or bool(self.lost)
 
     def describe(self) -> str:
-        """The engine's processes and what the kernel says of them."""
+        """The engine's processes and their states in the kernel, for errors."""
         return ", ".join(f"pid {pid} is {_state(pid)}" for pid in self.pids()) or "it has no process"
 
     def pids(self) -> list[int]:
@@ -283,7 +286,7 @@ class Core:
         return sorted(self._pidfds)
 
     async def dies(self, within_s: float) -> bool:
-        """Tell whether the engine's death is noticed within the time; awaited in the loop."""
+        """Await the notice of the engine's death in the loop, for at most that long; True if it came."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._death.wait(), within_s)
         return self._death.is_set()
@@ -340,14 +343,14 @@ class Core:
             raise
 
     def _find(self) -> None:
-        """Hold on to every process that vLLM has started, so that a pid cannot become another process's."""
+        """Open a pidfd of every process that vLLM has started, so that no pid can become another process's."""
         for pid in _with_descendants(self._roots()):
             if pid not in self._pidfds:
                 with contextlib.suppress(ProcessLookupError):
                     self._pidfds[pid] = os.pidfd_open(pid)
 
     def _roots(self) -> list[int]:
-        """vLLM's engine cores, which are children of ours; they watch over their own."""
+        """vLLM's engine cores: children of this process. They watch over their own children."""
         children = (child.pid for child in multiprocessing.active_children())
         return [pid for pid in children if pid is not None and pid not in self._before]
 
@@ -376,7 +379,7 @@ class Core:
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(GONE_S)
         with contextlib.suppress(Exception):
-            # Its destructor needs modules that are gone at the end of the interpreter.
+            # Freed here: its destructor needs modules that are gone at the end of the interpreter.
             self.engine, self._started = None, Future()
         for descriptor in self._pidfds.values():
             os.close(descriptor)
@@ -384,7 +387,7 @@ class Core:
 
     def _shut_down(self) -> None:
         done, shutdown = threading.Event(), self.engine.shutdown
-        more = {"timeout": self._own.stop_s} if "timeout" in inspect.signature(shutdown).parameters else {}
+        more = {"timeout": self._settings.stop_s} if "timeout" in inspect.signature(shutdown).parameters else {}
 
         def end() -> None:
             try:
@@ -395,11 +398,11 @@ class Core:
 
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(end)
-        if not done.wait(self._own.stop_s + 1.0):
-            log.warning("vLLM did not end within %g s; it is killed", self._own.stop_s)
+        if not done.wait(self._settings.stop_s + 1.0):
+            log.warning("vLLM did not end within %g s; it is killed", self._settings.stop_s)
 
     def _kill(self) -> None:
-        """SIGKILL to all of its processes that live, and wait for them to be gone; remove the memory they shared."""
+        """Kill all of its processes, wait until they are gone, and remove the memory that they shared."""
         shared = {file for pid in self._pidfds for file in _shared_files(pid)}
         for descriptor in self._pidfds.values():
             with contextlib.suppress(ProcessLookupError):
@@ -423,12 +426,12 @@ def is_death(result: object) -> bool:
 
 
 def _with_descendants(roots: list[int]) -> list[int]:
-    found = list(roots)
-    for pid in found:  # which grows meanwhile
+    pids = list(roots)
+    for pid in pids:  # grows meanwhile
         with contextlib.suppress(OSError):
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                found += map(int, children.read_text().split())
-    return found
+                pids += map(int, children.read_text().split())
+    return pids
 
 
 def _state(pid: int) -> str:
@@ -437,7 +440,7 @@ def _state(pid: int) -> str:
 
 
 def _shared_files(pid: int) -> set[Path]:
-    """Shared memory of Python's multiprocessing that a process maps: nothing removes it if that is killed."""
+    """Shared memory of Python's multiprocessing that a process maps: it stays behind if that process is killed."""
     with contextlib.suppress(OSError):
         names = (line.rpartition(" ")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
         return {Path(name) for name in names if name.startswith("/dev/shm/psm_")}

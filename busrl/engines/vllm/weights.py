@@ -1,14 +1,15 @@
 """New weights in a running vLLM: tensors through its workers, adapters by its own interface, folders by a restart.
 
 Used by the vLLM engine, which it pauses and resumes. Talks to `worker` by calls with plain data and reads its pages.
-Knows nothing of slots or of the bus.
+Knows nothing of slots or the bus.
 
-- Tensors: received beside generation; then pause, load, note the version, drop what old weights cached, resume.
-- All workers of an engine load the same version or none: each first reports which one it holds ready.
+- Workers receive tensors beside generation. An update pauses, loads, notes the version, drops the cache of the old
+  weights and resumes.
+- All workers of an engine load the same version or none: each first reports the version that it holds ready.
 - A version that does not fit never touches the model. A load that failed half-way leaves the engine paused and dirty:
-  it answers nothing until a later version was loaded whole.
-- No adapter that a running answer needs is ever removed; unused ones are removed before a new one is loaded.
-- After the first load a short answer is compared with a plain forward pass: a fault there is silent everywhere else.
+  it answers nothing until a later version is loaded whole.
+- No adapter of a running answer is ever removed; unused adapters are removed before a new one is loaded.
+- After the first load a short answer is compared with a plain forward pass, because nothing else would show a fault.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 @dataclass(frozen=True)
 class Line:
-    """A report of a worker: (version, step) received and waiting, and in the model; what is wrong, if anything."""
+    """A report of a worker: (version, step) that waits to be loaded, and that of the model; the trouble, if any."""
 
     staged: tuple[int, int] = NOTHING
     loaded: tuple[int, int] = NOTHING
@@ -65,17 +66,17 @@ class Line:
 
     @property
     def newest(self) -> tuple[int, int]:
-        """The version that an update would give, or gave."""
+        """The version of the model after the next update."""
         return max(self.staged, self.loaded)
 
 
 class Page:
-    """A page of shared memory on which a worker writes which weights it has. The rollout process reads it at every
-    step, without a call to the engine, which would wait for a decoding step. One writer; a reader sees a whole line, by
-    its checksum, or the one before."""
+    """A page of shared memory on which a worker writes the versions that it has. The rollout process reads it at every
+    step, because a call to the engine would wait for a decoding step. One writer; a reader sees a whole line, which the
+    checksum proves, or the line before."""
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
-        """`create`: a new file under that name, readable by this user only; whoever maps an old one keeps it."""
+        """`create`: a new file under that name, for this user only; processes that map an older file keep it."""
         self.path = Path(path)
         if create:
             with files.replacing(self.path, durable=False) as descriptor:
@@ -88,7 +89,7 @@ class Page:
             self._map = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_WRITE if create else mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
-        self._seen = Line()  # read or written last; an empty page is that
+        self._seen = Line()  # read or written last; equal to an empty page
 
     def write(self, line: Line) -> None:
         if line == self._seen:
@@ -116,10 +117,10 @@ class WorkerReceiver(TensorReceiver):
 
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
-        self.trouble = ""  # what is wrong in a worker, as far as `newest` has seen
+        self.trouble = ""  # of a worker, as of the last `newest`
 
     def newest(self) -> tuple[int, int]:
-        """The version that every worker has; what is wrong in one is logged once."""
+        """The version that every worker has. Logs a worker's trouble once."""
         lines = [page.read() for page in self._pages]
         troubles = [line.trouble for line in lines if line.trouble]
         if troubles and troubles[0] != self.trouble:
@@ -134,8 +135,8 @@ class WorkerReceiver(TensorReceiver):
             self._engine.check()
             return None
 
-        if found := poll(there, timeout_s):
-            return found
+        if stamp := poll(there, timeout_s):
+            return stamp
         text = f"{self.name}: vLLM's workers have no version {version} after {timeout_s:g} s"
         raise WeightsTimeout(f"{text}, newest {self.newest()[0]}; {self.trouble}")
 
@@ -149,7 +150,7 @@ class WorkerReceiver(TensorReceiver):
 
 @dataclass
 class LoadedAdapter:
-    """The version that an adapter is, and vLLM's own request for it; None for the model without one."""
+    """The version of an adapter and vLLM's request for it; the request is None for the model without an adapter."""
 
     version: int
     request: Any
@@ -160,14 +161,14 @@ class Updates:
 
     def __init__(self, engine: VllmEngine, on_update: str) -> None:
         self._engine = engine
-        self._any = False  # whether a version of a receiver is in vLLM
+        self._any = False  # a version of a receiver is in vLLM
         self._recompute = on_update != "keep"
         self._dirty = ""
-        self._checked = False  # whether the weights were compared with a plain forward pass, or cannot be
-        self._own: WorkerReceiver | None = None
-        self._close_s = engine.own.stop_s
+        self._checked = False  # the weights were compared with a plain forward pass, or cannot be
+        self._workers: WorkerReceiver | None = None
+        self._close_s = engine.settings.stop_s
         self._loaded: dict[int, Any] = {}  # adapters in vLLM, by version
-        # What new requests get, where versions are adapters; before the first one that is the bare model.
+        # The adapter of new requests, where versions are adapters; before the first version it is the bare model.
         self.adapter = LoadedAdapter(0, None) if engine.start.lora_rank else None
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
@@ -175,22 +176,22 @@ class Updates:
         if settings.transport in FOLDERS:
             return None
         self._checked = settings.transport == ONE_COPY
-        if settings.transport == ONE_COPY:  # it goes when the learner has let go of the weights
+        if settings.transport == ONE_COPY:  # a worker closes after the learner has released the weights
             self._close_s += settings.timeout_s
         engine, start = self._engine, self._engine.start
         page = Path(settings.address_file).parent / f"vllm-{name.replace('/', '-')}.page"
-        given = {"settings": settings.plain(), "name": name, "model": start.model, "dtype": start.dtype}
-        text = json.dumps({**given, "page": str(page)})
-        paths = engine.core.rpc("busrl_open", text, timeout_s=engine.own.start_s)
-        self._own = WorkerReceiver(engine, [Page(path) for path in paths], name)
-        return self._own
+        opening = {"settings": settings.plain(), "name": name, "model": start.model, "dtype": start.dtype}
+        text = json.dumps({**opening, "page": str(page)})
+        paths = engine.core.rpc("busrl_open", text, timeout_s=engine.settings.start_s)
+        self._workers = WorkerReceiver(engine, [Page(path) for path in paths], name)
+        return self._workers
 
     def take(self, receiver: Receiver) -> tuple[int, int]:
         """Make the receiver's newest version the engine's; returns (version, step)."""
-        own = self._own if receiver is self._own else None
-        taken = self._folder(receiver) if own is None else self._tensors(own)
+        workers = self._workers if receiver is self._workers else None
+        stamp = self._folder(receiver) if workers is None else self._tensors(workers)
         self._any = True
-        return taken
+        return stamp
 
     def refuse_if_dirty(self) -> None:
         """UserError while the model may hold a mixture of two versions."""
@@ -199,30 +200,31 @@ class Updates:
 
     def close(self) -> None:
         """Make the workers receive no more and leave their transport, if vLLM lives."""
-        if self._own is None:
+        if self._workers is None:
             return
         core = self._engine.core
         if not core.over:
             try:
                 core.rpc("busrl_close", timeout_s=self._close_s)
-            except Exception as problem:  # it ends anyway, by force if it must
-                log.warning("vLLM: %s: its workers did not leave: %s", self._own.name, problem)
-        self._own.close()
+            except Exception as problem:  # vLLM ends next, by force if needed
+                log.warning("vLLM: %s: its workers did not leave: %s", self._workers.name, problem)
+        self._workers.close()
 
     # -- tensors -----
 
-    def _tensors(self, own: WorkerReceiver) -> tuple[int, int]:
-        newest = own.newest()
+    def _tensors(self, workers: WorkerReceiver) -> tuple[int, int]:
+        newest = workers.newest()
         if newest == NOTHING:
-            raise WeightsTimeout(f"{own.name}: no version has arrived in vLLM's workers; {own.trouble}")
+            raise WeightsTimeout(f"{workers.name}: no version has arrived in vLLM's workers; {workers.trouble}")
         if newest[0] == self._engine.version and self._any:
             return newest
         core, comparing = self._engine.core, self._wants_check()
-        agreed = self._agree_on(own)
+        agreed = self._agree_on(workers)
         was_paused = self._engine.paused and not self._dirty
         self._engine.hold()
         version, step = self._swap(agreed, comparing)
-        self._engine.version, self._dirty = version, ""
+        self._engine.use_version(version)
+        self._dirty = ""
         if version != agreed:  # one copy: the learner made a later one before we had paused
             self._note(version)
         if not was_paused:
@@ -233,24 +235,25 @@ class Updates:
             core.rpc("busrl_release")
         return version, step
 
-    def _agree_on(self, own: WorkerReceiver) -> int:
+    def _agree_on(self, workers: WorkerReceiver) -> int:
         """Wait until all workers hold the same version ready, and return it; WeightsTimeout after `rpc_s`."""
-        core, deadline = self._engine.core, time.monotonic() + self._engine.own.rpc_s
-        held: set[tuple[int, ...]] = set()
+        core, deadline = self._engine.core, time.monotonic() + self._engine.settings.rpc_s
+        stamps: set[tuple[int, ...]] = set()
         pause = threading.Event()
         while time.monotonic() < deadline:
-            held = {tuple(stamp) for stamp in core.rpc("busrl_prepare", True)}
-            if len(held) == 1 and NOTHING not in held:
-                return held.pop()[0]
+            stamps = {tuple(stamp) for stamp in core.rpc("busrl_prepare", True)}
+            if len(stamps) == 1 and NOTHING not in stamps:
+                return stamps.pop()[0]
             core.rpc("busrl_release")
-            own.wait_for(max(stamp[0] for stamp in held), max(0.0, deadline - time.monotonic()))
+            workers.wait_for(max(stamp[0] for stamp in stamps), max(0.0, deadline - time.monotonic()))
             pause.wait(LOOK_EVERY_S)
-        raise WeightsTimeout(f"{own.name}: vLLM's workers hold {sorted(held)} ready, not one version")
+        raise WeightsTimeout(f"{workers.name}: vLLM's workers hold {sorted(stamps)} ready, not one version")
 
     def _swap(self, version: int, hold: bool) -> tuple[int, int]:
-        """Load in every worker, drop what old weights cached, note the version: one round trip, nothing decodes in it.
-        Running sequences are computed again where asked for. Where they keep their cache vLLM cannot drop it, and
-        returns False; new requests have another salt and do not find it. EngineLost if workers differ in version."""
+        """Load in every worker, drop the cache of the old weights and note the version, in one round trip without a
+        decoding step. With `recompute` running sequences are computed again. Without it vLLM cannot drop their cache
+        and returns False; new requests have another salt and do not find it. EngineLost if workers load different
+        versions."""
         core, again = self._engine.core, self._recompute
 
         async def together() -> list[Any]:
@@ -260,27 +263,28 @@ class Updates:
             return await asyncio.gather(*work, return_exceptions=True)
 
         loaded, dropped, *noted = core.call("busrl_commit", together)
-        if dead := next((one for one in (loaded, dropped, *noted) if is_death(one)), None):
+        if dead := next((result for result in (loaded, dropped, *noted) if is_death(result)), None):
             raise core.lose(f"vLLM's engine died while it loaded new weights: {dead}")
         if isinstance(loaded, Exception):
             raise self._not_loaded(loaded)
-        if (again and dropped is False) or any(isinstance(one, Exception) for one in (dropped, *noted)):
+        if (again and dropped is False) or any(isinstance(result, Exception) for result in (dropped, *noted)):
             raise core.lose(f"vLLM kept the cache of old weights, or their version: {dropped} {noted}")
         stamps = {tuple(stamp) for stamp in loaded}
         if len(stamps) != 1:
             raise core.lose(f"vLLM's workers loaded different versions: {sorted(stamps)}")
-        found, step = stamps.pop()
-        return found, step
+        newest, step = stamps.pop()
+        return newest, step
 
     def _not_loaded(self, problem: Exception) -> UserError:
-        """The model may hold a mixture: stay paused until a later version was loaded whole."""
+        """Mark the model as dirty: it may hold a mixture, so the engine stays paused until a later version is loaded
+        whole. Returns the error to raise."""
         self._dirty = f"loading new weights failed: {problem}"
         self._engine.core.rpc("busrl_release")
         log.error("vLLM: %s; it answers nothing until a version was loaded whole", self._dirty)
         return UserError(f"vLLM: {self._dirty}")
 
     def _note(self, version: int) -> None:
-        """vLLM notes for every token which weights made it, where it can."""
+        """Note the version in vLLM, where vLLM can mark every token with it."""
         core = self._engine.core
         if core.abilities.weight_version:
             core.call("update_weight_version", lambda: core.engine.update_weight_version(str(version)))
@@ -289,16 +293,18 @@ class Updates:
         if self._checked:
             return False
         parameters = model_facts(Path(self._engine.start.model)).parameters  # 0 if the folder does not say
-        return 0 < parameters <= self._engine.own.check_parameters
+        return 0 < parameters <= self._engine.settings.check_parameters
 
     def _compare(self, version: int) -> None:
         """CannotTrain if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
         engine, core = self._engine, self._engine.core
-        ids, found, known = core.call("the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS))
+        ids, drawn, prompt_length = core.call(
+            "the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS)
+        )
         plain = core.rpc("busrl_reference", engine.start.model, ids, engine.temperature)
         expected = next(values for values in plain if values)
-        worst = max(abs(one - other) for one, other in zip(found, expected[known - 1 :]))
-        limit = engine.own.check_tolerance or TOLERANCE[engine.start.dtype]
+        worst = max(abs(ours - theirs) for ours, theirs in zip(drawn, expected[prompt_length - 1 :]))
+        limit = engine.settings.check_tolerance or TOLERANCE[engine.start.dtype]
         log.info("vLLM: version %d checked: log-probabilities differ by at most %.1e", version, worst)
         if not worst <= limit:
             text = (f"vLLM {core.version}: log-probabilities of version {version} differ by {worst:.3g} from a plain "
@@ -322,10 +328,10 @@ class Updates:
         return version, step
 
     def _start_again(self, version: int, path: Path) -> None:
-        """Restart vLLM with that folder as its model, or with that adapter. WeightsRefused: it has the adapter before.
-        """
+        """Restart vLLM with that folder as its model, or with that adapter. After WeightsRefused it has the adapter
+        before."""
         engine, before = self._engine, self.adapter
-        assert not engine.running  # whoever has an engine start again takes them out first
+        assert not engine.running  # the caller of a restart takes them out first
         if before is None:
             engine.restart(dataclasses.replace(engine.start, model=str(path)))
             self._note(version)
@@ -342,19 +348,19 @@ class Updates:
             raise
 
     def _used(self) -> set[int]:
-        """Versions of the adapters that running answers have, and of the one that new ones get."""
+        """Versions of the adapters of running answers and of new requests."""
         adapters = [running.adapter for running in self._engine.running] + [self.adapter]
         return {adapter.version for adapter in adapters if adapter is not None and adapter.request is not None}
 
     def _make_room(self) -> None:
-        """A place for one more adapter. WeightsRefused if running answers have them all for `rpc_s`. Unused ones are
-        removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn."""
+        """Make a place for one more adapter. WeightsRefused if running answers occupy all places for `rpc_s`. Unused
+        adapters are removed here, because vLLM might choose an adapter whose answers wait for their turn."""
         engine, places = self._engine, self._engine.start.adapters
-        if not engine.wait_until(lambda: len(self._used()) < places, engine.own.rpc_s):
+        if not engine.wait_until(lambda: len(self._used()) < places, engine.settings.rpc_s):
             used, oldest = sorted(self._used()), min(self._used())
-            ids = (one.id for one in engine.running if one.adapter is not None and one.adapter.version == oldest)
+            late = next((run.id for run in engine.running if run.adapter and run.adapter.version == oldest), "none")
             text = f"running answers have the adapters of versions {used}, and vLLM has {places} places"
-            raise WeightsRefused(f"{text}; waited {engine.own.rpc_s:g} s, among others for request {next(ids, 'none')}")
+            raise WeightsRefused(f"{text}; waited {engine.settings.rpc_s:g} s, among others for request {late}")
         core = engine.core
         for version in sorted(self._loaded.keys() - self._used()):
             core.call("remove_lora", partial(core.engine.remove_lora, self._loaded.pop(version).lora_int_id))

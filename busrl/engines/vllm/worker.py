@@ -1,12 +1,13 @@
-"""The extension of a worker of vLLM: weights that arrive beside generation and are loaded when the engine says so.
+"""The extension of a worker of vLLM: weights arrive beside generation and are loaded when the engine calls for it.
 
 vLLM imports this module in every worker (`worker_extension_cls`) and mixes `Extension` into its class; the rollout
 process calls the methods by name, with plain data. A thread receives with `busrl.weights`, as every engine does, and
-writes on a page (`weights.Page`) what it has. Knows nothing of requests, slots or the bus.
+reports its versions on a page (`weights.Page`). Knows nothing of requests, slots or the bus.
 
-- A version is received whole into our own memory before the model is touched; what does not fit is refused there.
-- `commit` runs between two decoding steps, while generation is paused. One that fails leaves the model dirty: nothing
-  but a complete load makes it clean again.
+- A version is received whole into our own memory before the model is touched; a version that does not fit is refused
+  there.
+- `commit` runs between two decoding steps, while generation is paused. A failed `commit` leaves the model dirty: only a
+  complete load makes it clean again.
 - The process dies with its parent. vLLM alone would leave the engine behind if the rollout process is killed.
 """
 
@@ -33,18 +34,18 @@ from busrl.weights.factory import TransportSettings, make_receiver
 
 log = logging.getLogger("busrl")
 LOOK_EVERY_S = 0.005
-RESTAGE_S = 0.25  # a version that is not loaded for this long gives way to a newer one
+RESTAGE_S = 0.25  # a version that waits for its load for so long gives way to a newer version
 maker: Any = AutoModelForCausalLM  # it has no type hints
 
 
 class WorkerWeights:
-    """Weights of one worker, staged beside the live `model`, whose own `load_weights` knows how names map to it."""
+    """Weights of one worker, staged beside the live `model`. The model's `load_weights` maps names to its tensors."""
 
     def __init__(self, model: Any, source: TensorReceiver, staging: dict[str, torch.Tensor], page: Page) -> None:
         self._model, self._source, self._staging, self._page = model, source, staging, page
         self._staged = self._loaded = NOTHING
         self._staged_at = 0.0
-        self._held = False  # what was loaded last is still needed as it stands
+        self._held = False  # `_staging` must not change: its version is about to be loaded, or still needed
         self._dirty = ""
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -55,13 +56,13 @@ class WorkerWeights:
     # -- called between two decoding steps -----
 
     def prepare(self, hold: bool) -> tuple[int, int]:
-        """Keep what is staged as it is until `commit` or `release`; NOTHING if no version is."""
+        """Hold the staged version until `commit` or `release`; NOTHING if no version is staged."""
         with self._lock:
             self._held = hold
             return self._staged
 
     def commit(self, hold: bool) -> tuple[int, int]:
-        """Load what is staged. UserError if nothing is, or if the model did not take it: then it is dirty."""
+        """Load the staged version. UserError if there is none, or if the load failed: then the model is dirty."""
         with self._lock:
             if self._staged == NOTHING:
                 raise UserError(f"no version is staged{': ' + self._dirty if self._dirty else ''}")
@@ -73,13 +74,13 @@ class WorkerWeights:
             return self._loaded
 
     def release(self) -> str:
-        """Receive again. Returns why the model must not be used, empty if it may be."""
+        """Receive again. Returns the reason why the model must not be used, "" if it may be."""
         with self._lock:
             self._held = False
             return self._dirty
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that were loaded last; only while they are held."""
+        """The tensors of the last load; only while they are held."""
         if not self._held or self._loaded == NOTHING:
             raise UserError("the weights that were loaded last are not held")
         return self._staging
@@ -91,10 +92,10 @@ class WorkerWeights:
 
     def _load(self) -> None:
         with torch.no_grad():
-            taken = cpu_patches.load(self._model, self._staging)
-        if taken is None:  # this model does not say what it took
+            loaded = cpu_patches.load(self._model, self._staging)
+        if loaded is None:  # this model does not report the names that it loaded
             return
-        if left := sorted({name for name, _ in self._model.named_parameters()} - set(taken)):
+        if left := sorted({name for name, _ in self._model.named_parameters()} - set(loaded)):
             raise UserError(f"{len(left)} tensors of vLLM's model got no new value, first {left[0]!r}")
 
     # -- the receiving thread -----
@@ -117,7 +118,7 @@ class WorkerWeights:
                 return
             if self._staged != NOTHING and time.monotonic() - self._staged_at < RESTAGE_S:
                 return
-            self._staged = NOTHING  # from here on until it is whole it is no version
+            self._staged = NOTHING  # until the next version is whole
             self._staged = self._source.fetch(self._staging)
             self._staged_at = time.monotonic()
             self._write_page()
@@ -128,8 +129,8 @@ class WorkerWeights:
 
 class SharedWeights(WorkerWeights):
     """A single copy of the weights: the learner changes vLLM's own tensors while generation is paused (docs/gpu.md).
-    `shapes` are those of the checkpoint, which vLLM fuses. A version is staged when the learner asks for the pause of
-    its change; `commit` returns when the change is complete."""
+    `shapes` are those of the checkpoint, whose tensors vLLM fuses. A version is staged when the learner requests a
+    pause to make it; `commit` returns when the change is complete."""
 
     def __init__(self, model: Any, source: SharedReceiver, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
         source.share(dict(model.named_parameters()), shapes)
@@ -148,35 +149,35 @@ class SharedWeights(WorkerWeights):
 
 
 class Extension:
-    """Methods that vLLM's worker gets; their names must not be taken there. All arguments and results are plain."""
+    """Methods that vLLM's worker gets; its class must not have their names. Arguments and results are plain data."""
 
     rank: int
     model_runner: Any
     busrl_weights: Any = None
 
     def busrl_leave_out(self, end: int, holes: list[int]) -> bool:
-        """Rows of logits that no token has are -inf from now on, before anything is made of them: neither what is drawn
-        nor what is reported has a share of them."""
+        """Set rows of logits without a token to -inf from now on, before vLLM uses them: neither the drawn tokens nor
+        the reported log-probabilities have a share of them."""
         runner = self.model_runner
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-        plain, known = model.compute_logits, TokenRows(end, tuple(holes))
+        plain, rows = model.compute_logits, TokenRows(end, tuple(holes))
 
-        def compute_logits(*given: Any, **named: Any) -> Any:
-            logits = plain(*given, **named)
-            return logits if logits is None else known.mask(logits)  # None on ranks that draw nothing
+        def compute_logits(*args: Any, **more: Any) -> Any:
+            logits = plain(*args, **more)
+            return logits if logits is None else rows.mask(logits)  # None on ranks that draw nothing
 
         model.compute_logits = compute_logits
         return True
 
     def busrl_open(self, text: str) -> str:
         """Begin to receive. `text` is JSON: settings of the transport, name, model folder, dtype, page (a prefix)."""
-        given = json.loads(text)
-        runner, wanted = self.model_runner, _tensors_of(given["model"], given["dtype"])
+        opening = json.loads(text)
+        runner, wanted = self.model_runner, _tensors_of(opening["model"], opening["dtype"])
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-        name = f"{given['name']}.{self.rank}" if self.rank else given["name"]
+        name = f"{opening['name']}.{self.rank}" if self.rank else opening["name"]
         self.busrl_close()
-        page = Page(f"{given['page']}.{self.rank}", create=True)
-        source = make_receiver(TransportSettings.from_plain(given["settings"]), name)
+        page = Page(f"{opening['page']}.{self.rank}", create=True)
+        source = make_receiver(TransportSettings.from_plain(opening["settings"]), name)
         assert source.kind == "tensors"  # folders and adapters do not come through the workers
         if isinstance(source, SharedReceiver):
             shapes = {name: tuple(t.shape) for name, t in wanted.items()}
@@ -196,7 +197,7 @@ class Extension:
         return str(self.busrl_weights.release())
 
     def busrl_reference(self, model: str, ids: list[int], temperature: float) -> list[float]:
-        """Log-probabilities of ids[1:] by a plain forward pass with the weights that are held; [] on other ranks."""
+        """Log-probabilities of ids[1:] by a plain forward pass with the held weights; [] on ranks other than 0."""
         if self.rank:
             return []
         return plain_logprobs(model, self.busrl_weights.tensors(), ids, temperature)
@@ -209,21 +210,21 @@ class Extension:
 
 
 def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int], temperature: float) -> list[float]:
-    """Log-probabilities as transformers itself computes them, in float32 or their own type, on the CPU."""
+    """Log-probabilities of ids[1:] as transformers computes them, in the type of the tensors, on the CPU."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     dtype = next(iter(tensors.values())).dtype
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # its fresh weights must not move vLLM's random state
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # fresh weights must not move vLLM's random state
         model = maker.from_config(config, dtype=dtype)
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     with torch.inference_mode():
         logits = token_rows(Path(folder)).mask(model.eval()(torch.tensor([ids])).logits[0, :-1].float()) / temperature
-        found = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])
-    return [float(value) for value in found[:, 0]]
+        logprobs = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])
+    return [float(value) for value in logprobs[:, 0]]
 
 
 def _tensors_of(folder: str, dtype: str) -> dict[str, torch.Tensor]:
-    """Names, shapes and type of what a learner of this model publishes, as tensors without memory."""
+    """The tensors that a learner of this model publishes, without memory: names, shapes and type."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model = maker.from_config(config)
@@ -231,7 +232,7 @@ def _tensors_of(folder: str, dtype: str) -> dict[str, torch.Tensor]:
     return {name: torch.empty(p.shape, dtype=wanted, device="meta") for name, p in model.named_parameters()}
 
 
-# vLLM calls nothing of an extension before the model is made: its import is the only moment for these two.
+# vLLM calls no method of an extension before it makes the model, so these two happen at the import.
 if (parent := multiprocessing.parent_process()) is not None:
     die_with_parent(parent.pid or 0)
     cpu_patches.apply()
