@@ -118,7 +118,7 @@ class Snapshot(VersionReceiver):
         try:
             for frame in map(unpack, split(log)):
                 apply_to_block(frame, manifest, taken.data, sums)
-                taken = taken._replace(version=frame.version, step=frame.step, checksum=frame.whole)
+                taken = taken._replace(version=frame.version, step=frame.step, checksum=frame.digest)
         except FrameError:
             return None
         return taken

@@ -1,11 +1,12 @@
-"""The slot ring: every sample that is being worked on lives in a slot of shared memory, with a state and an owner.
+"""The slot ring: each sample under way is in a slot of shared memory, with a state and an owner.
 
-A typed face of the C++ core `busrl._ring` (its rules stand in `csrc/include/busrl`): rings, fate tables, role locks.
-Talks to shared memory and the run directory. Knows nothing of messages, models, groups or what the tensors mean.
+The Python interface of the C++ core `busrl._ring`, whose rules are in `csrc/include/busrl`: rings, fate tables, role
+locks. Talks to shared memory and the run directory. Knows nothing of messages, models, groups or the meaning of
+tensors.
 
-- Only the process that its control word names changes a slot; the word from the claim is the key to every later call.
-- Every change of state is one compare-and-swap; a call that returns 0 or False lost it: look again.
-- Views are made in place and stay mapped after `close()`; what they show is settled only while the slot is held.
+- Only the process in its control word changes a slot; the word from the claim is the key to every later call.
+- Every change of state is one compare-and-swap. A call that returns 0 or False lost it: read the slot again.
+- Views are made in place and stay mapped after `close()`; their values are stable only while the slot is held.
 """
 
 from busrl._ring import LAYOUT, MAX_TENSORS, NO_SEGMENT, UID_NONE, Fates, Process, Reaped, Ring, RingStats
@@ -19,11 +20,12 @@ def segments_of(word: int) -> int:
 
 
 def seq_of(word: int) -> int:
-    """The claim count of the slot: together with the slot it names one claim for ever."""
+    """The claim count of the slot: slot and count identify a claim for ever."""
     return word & ((1 << 36) - 1)
 
 
 def state_of(word: int) -> State:
+    """The state of the slot."""
     return State(word >> 58)
 
 

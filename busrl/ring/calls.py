@@ -1,13 +1,13 @@
-"""Model calls as their caller sees them: put into the ring of calls, waited for, taken, cancelled.
+"""The caller's side of model calls: puts them into the ring of calls, waits for them, takes answers, cancels.
 
 `Caller` is for one thread; `AsyncCaller` puts it behind an asyncio loop, with one more thread that waits at the ring.
-Talks to the ring of calls, and to whoever sends its messages for it. Knows nothing of episodes, text or engines.
+Talks to the ring of calls, and sends messages by a function that it gets. Knows nothing of episodes, text or engines.
 
-- A call under a living caller never leaves its slot but by this caller, unless it was cancelled.
-- An answer is taken once, whole and checked; what an engine wrote raises `CallUnanswered`, and nothing else.
-- A call that two engines died of while they held nothing else is given up by its caller: nobody else may free it.
-- Messages save tokens and smooth a stream: none is needed for an answer.
-- Every wait ends, and says who had the call.
+- While its caller lives, only the caller takes a call out of its slot, unless the call was cancelled.
+- An answer is taken once, whole and checked. A bad answer of an engine raises `CallUnanswered` and nothing else.
+- The caller gives a call up after two engines died of it while they held nothing else: no other process may free it.
+- Messages spare an engine useless tokens and smooth a stream: no answer needs one.
+- Every wait ends, with an error that names the holder of the call.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ ANSWER = {"tokens": np.dtype(np.int32), "logprobs": np.dtype(np.float32), "versi
 
 
 class CallDetails(msgspec.Struct, omit_defaults=True):
-    """Details that the line of a call has no field for: the tensor `call`, as msgpack."""
+    """Details without a field in the line of a call: the tensor `call`, as msgpack."""
 
-    stream: int = 0  # 64 bits: which random numbers
+    stream: int = 0  # 64 bits: number of the stream of random numbers
     stop: list[int] = msgspec.field(default_factory=list)  # ids that end the answer beside the model's own
     tokens: bool = False  # CALL_TOKENS are wanted
 
 
 class Served(NamedTuple):
-    """The tensor `served`: which process of the ring answered, from when to when (monotonic nanoseconds), how many of
-    the ids that it read it computed, where it says so, and which step of the learner made the oldest version that drew
-    a token; 0 where that is not known: too old, never too new."""
+    """The tensor `served`. `engine` is the index of the process that answered, `claimed_ns` and `done_ns` are of the
+    monotonic clock. `computed` counts the ids whose keys and values were computed, if the engine reports it. `step` is
+    the learner's step of the oldest version that drew a token; 0 if unknown, which looks too old, never too new."""
 
     engine: int
     claimed_ns: int
@@ -63,8 +63,8 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Ids to read, and how to answer them. `uid` and `stream` name the random numbers of the answer; `priority`, then
-    the older `admission` go first; `engine` is offered the call alone for `affinity_s`."""
+    """The ids of a prompt and the settings of its answer. `uid` and `stream` name the random numbers of the answer. The
+    higher `priority` goes first, then the older `admission`. For `affinity_s` only `engine` may claim the call."""
 
     ids: Ids
     max_new_tokens: int
@@ -86,9 +86,9 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class CallAnswer:
-    """The tokens that an engine drew: at least one id, each with its log-probability and the version of the weights.
-    `finish` is a code of `Finish`, `engine` the process that answered, where the prefix may still be; `computed`: of
-    the ids read; `step`: of the learner, that made the oldest of the versions."""
+    """The tokens that an engine drew: at least one id, each with its log-probability and policy version. `finish` is a
+    code of `Finish`; `engine` is the process that answered, whose cache may still have the prefix; `computed` and
+    `step` are those of `Served`."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -107,13 +107,13 @@ class PendingCall:
 
     call: ModelCall
     slot: int
-    word: int  # at which it was queued
+    word: int  # the slot's control word as the call was queued
     put_ns: int
     answer: CallAnswer | None = None
     error: CallUnanswered | None = None
     cancelled: bool = False
     drawn: list[int] = field(default_factory=list)
-    _seq: int = 0  # of the claim that `drawn` is of
+    _seq: int = 0  # of the claim in which `drawn` was drawn
 
     @property
     def done(self) -> bool:
@@ -126,19 +126,19 @@ class PendingCall:
 
 
 def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
-    """Ids of a slot, at least one, as a view; BadTensor or NoSuchTensor where another program left something else."""
-    found: Ids = ring.get(slot, name, segment)
-    if found.dtype != np.int32 or found.ndim != 1 or not len(found):
-        raise BadTensor(f"slot {slot}: {name} is {found.dtype} of shape {found.shape}, expected int32 of one or more")
-    return found
+    """Ids of a slot, at least one, as a view; BadTensor or NoSuchTensor if another program wrote something else."""
+    ids: Ids = ring.get(slot, name, segment)
+    if ids.dtype != np.int32 or ids.ndim != 1 or not len(ids):
+        raise BadTensor(f"slot {slot}: {name} is {ids.dtype} of shape {ids.shape}, expected int32 of one or more")
+    return ids
 
 
 def write_answer(
     ring: Ring, slot: int, word: int, ids: Ids, logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.uint32],
     finish: int, claimed_ns: int, step: int, computed: int = 0,
 ) -> bool:
-    """Put an answer into a call that is held, and commit it; False if the slot has moved. `step` made its oldest
-    version. SlotTooSmall, NotOwner."""
+    """Put an answer into a held call and commit it; False if the slot has moved. `step` is the learner's step of the
+    oldest version. Raises SlotTooSmall or NotOwner."""
     served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns(), computed, step), np.uint64)
     for name, array in (("tokens", ids), ("logprobs", logprobs), ("versions", versions), ("served", served)):
         ring.put(slot, word, name, array, 0)
@@ -147,7 +147,8 @@ def write_answer(
 
 
 def write_refusal(ring: Ring, slot: int, word: int, why: str) -> bool:
-    """The reason is the answer; False if the slot has moved. Where it does not fit its caller sees no tensors."""
+    """Commit a reason in the place of an answer; False if the slot has moved. If it does not fit the
+    caller finds no tensors."""
     with contextlib.suppress(SlotTooSmall):
         ring.clear_segments(slot, word, 0)
         ring.put(slot, word, "refused", np.frombuffer(why.encode()[:REFUSAL_BYTES] or b"?", np.uint8), 0)
@@ -155,17 +156,18 @@ def write_refusal(ring: Ring, slot: int, word: int, why: str) -> bool:
 
 
 def open_episodes(samples: Lines, calls: Lines, now_ns: int) -> dict[str, tuple[int, float]]:
-    """Episodes that are played now, by what they do: how many, and seconds since the oldest of them was begun.
+    """Count the episodes under way by activity, each with the seconds since its oldest episode began.
 
-    From the lines of both rings, for people: `thinking`, an engine is at work on a call of theirs; `waiting`, their
-    calls wait for an engine; `tool`, none is under way."""
-    playing, found = samples[samples["state"] == State.GENERATING], {}
+    `thinking`: an engine is at work on a call of the episode; `waiting`: its calls wait for an engine; `tool`: it has
+    no call under way. Read from the lines of both rings, for people.
+    """
+    playing, episodes = samples[samples["state"] == State.GENERATING], {}
     at_work = np.isin(playing["uid"], calls["uid"][np.isin(calls["state"], (State.GENERATING, State.GENERATED))])
     queued = np.isin(playing["uid"], calls["uid"][calls["state"] == State.QUEUED]) & ~at_work
     for name, which in (("thinking", at_work), ("waiting", queued), ("tool", ~(at_work | queued))):
         if count := int(which.sum()):
-            found[name] = count, (now_ns - int(playing["changed_ns"][which].min())) / 1e9
-    return found
+            episodes[name] = count, (now_ns - int(playing["changed_ns"][which].min())) / 1e9
+    return episodes
 
 
 # -- the caller ---------------------------------------------
@@ -185,7 +187,7 @@ class Caller:
         return len(self._open)
 
     def put(self, call: ModelCall) -> PendingCall | None:
-        """Queue a call; None while no slot is free. SlotTooSmall if it, or its longest answer, fits none."""
+        """Queue a call; None while no slot is free. SlotTooSmall if no slot has room for it and its longest answer."""
         now = time.monotonic_ns()
         put = self.ring.put_call(
             call.ids, call.details(), uid=call.uid, admission=call.admission, cls=call.cls, priority=call.priority,
@@ -195,18 +197,18 @@ class Caller:
         if put is None:
             return None
         pending = PendingCall(call, *put, now)
-        if (earlier := self._open.get(pending.slot)) is not None:  # cancelled by an engine, and not seen since
+        if (earlier := self._open.get(pending.slot)) is not None:  # an engine cancelled it, unnoticed so far
             self._end(earlier, CallUnanswered("cancelled", "the call was cancelled"))
         self._open[pending.slot] = pending
         return pending
 
     def poll(self) -> list[PendingCall]:
-        """Take every answer that is there; returns the calls that are done with."""
+        """Take every answer that is there; returns the calls that have ended."""
         words = self.ring.words() if self._open else np.empty(0, np.uint64)
         return [pending for slot, pending in list(self._open.items()) if self._look(pending, int(words[slot]))]
 
     def wait(self, timeout_s: float) -> list[PendingCall]:
-        """`poll`, waiting for the first one; empty when the time has passed, or nothing is under way."""
+        """`poll`, with a wait for the first end; empty after the time, or if no call is under way."""
         end = time.monotonic() + timeout_s
         while self._open:
             seen = self.ring.transitions(State.GENERATED)
@@ -219,7 +221,7 @@ class Caller:
         return []
 
     def cancel(self, pending: PendingCall) -> None:
-        """Nobody wants the answer any more. Its slot is freed now, or by its engine, or when the answer is there."""
+        """Give up the answer. The slot is freed now, or by its engine, or when the answer is there."""
         if pending.done or pending.cancelled:
             return
         pending.cancelled = True
@@ -229,15 +231,15 @@ class Caller:
         self._look(pending, word)
 
     def tokens(self, message: m.CallTokens) -> PendingCall | None:
-        """Take over tokens that an engine announced; the call that got some. What does not follow on is left to the
-        answer."""
+        """Take over tokens that an engine announced; returns the call that got some. Tokens that do not follow those
+        before are left to the answer."""
         pending = self._open.get(message.slot_id)
         if pending is None or pending.done or pending.cancelled:
             return None
         word = int(self.ring.line(pending.slot)["word"])
         if seq_of(word) != message.seq or word >> 58 not in (State.GENERATING, State.GENERATED):
             return None
-        if pending._seq != message.seq:  # another engine begins again, with the same random numbers
+        if pending._seq != message.seq:  # another engine began again, with the same random numbers
             if pending._seq and message.at == 0 and message.ids[: len(pending.drawn)] != pending.drawn:
                 return None
             pending._seq = message.seq
@@ -246,11 +248,11 @@ class Caller:
         return pending if new else None
 
     def whose(self, pending: PendingCall) -> str:
-        """Name who has the call now, for whoever waited in vain."""
+        """Name the holder of the call, for an error of a wait."""
         word = int(self.ring.line(pending.slot)["word"])
         if word >> 58 == State.QUEUED:
             queued = self.ring.stats().occupancy["QUEUED"]
-            there = ", ".join(one.label for one in self.ring.processes() if one.role == "rollout") or "none"
+            there = ", ".join(process.label for process in self.ring.processes() if process.role == "rollout") or "none"
             return f"slot {pending.slot} is one of {queued} that wait for an engine; there is {there}"
         if word >> 58 == State.GENERATING:
             engine = self._engine(word)
@@ -259,14 +261,14 @@ class Caller:
         return f"slot {pending.slot} is {State(word >> 58).name}"
 
     def close(self) -> None:
-        """Cancel what is under way. What an engine works on is freed once it is done, by whoever reaps."""
+        """Cancel all calls. A reaper frees the slots on which an engine is still at work, once that is done."""
         for pending in list(self._open.values()):
             self.cancel(pending)
 
     # -- internals -----
 
     def _look(self, pending: PendingCall, word: int) -> bool:
-        """Look at a call at `word`; True if it is done with."""
+        """Act on the state of a call, whose control word is `word`; True if the call has ended."""
         state = word >> 58
         if state == State.GENERATED:
             return self._take(pending, word)
@@ -292,8 +294,8 @@ class Caller:
         return int(self.ring.line(pending.slot)["alone_deaths"]) >= POISON_DEATHS
 
     def _engine(self, word: int) -> Process | None:
-        """The process that holds a slot, while it is there."""
-        return next((one for one in self.ring.processes() if one.index == owner_of(word)), None)
+        """The process that holds a slot, if it is registered."""
+        return next((process for process in self.ring.processes() if process.index == owner_of(word)), None)
 
     def _take(self, pending: PendingCall, word: int) -> bool:
         slot = pending.slot
@@ -319,7 +321,7 @@ class Caller:
         except NoSuchTensor:
             why = ring.get(slot, "refused", 0).tobytes().decode("utf-8", "replace")
             raise CallUnanswered("refused", why) from None
-        kinds = [(one.dtype, one.shape) for one in (ids, logprobs, versions)]
+        kinds = [(array.dtype, array.shape) for array in (ids, logprobs, versions)]
         if kinds != [(kind, (len(ids),)) for kind in ANSWER.values()] or not len(ids):
             raise BadTensor(f"ids, log-probabilities and versions are {kinds}")
         if not np.isfinite(logprobs).all():
@@ -344,8 +346,8 @@ class Caller:
 # -- in an asyncio loop -------------------------------------
 
 
-class _Asked:
-    """A call of a coroutine; `news` is set whenever there is something to look at."""
+class _Waiter:
+    """A coroutine's wait for a call; `news` is set whenever there is something to look at."""
 
     def __init__(self, call: ModelCall) -> None:
         self.call, self.news = call, asyncio.Event()
@@ -359,7 +361,8 @@ class _Asked:
 
 
 class RingWatch:
-    """A thread that has a loop call `look` whenever a slot of a ring entered a state, and now and then without one."""
+    """A thread that makes a loop call `look` after a slot of a ring has entered a state, and every `LOOK_S` at least.
+    """
 
     def __init__(self, ring: Ring, state: State, look: Callable[[], None]) -> None:
         self._ring, self._state, self._look = ring, state, look
@@ -371,7 +374,7 @@ class RingWatch:
         self._thread.start()
 
     async def stop(self) -> None:
-        """`look` is not called any more after this, and the thread has let go of the ring."""
+        """End the thread: after this it neither calls `look` nor uses the ring."""
         self._stopped = True
         await asyncio.to_thread(self._thread.join)
 
@@ -391,13 +394,13 @@ class RingWatch:
 
 
 class AsyncCaller:
-    """Calls from coroutines of one loop; more than the ring has slots for wait here, best first. Use `async with`."""
+    """Calls from coroutines of one loop. Calls without a free slot wait here, best first. Use `async with`."""
 
     def __init__(self, ring: Ring, send: Send) -> None:
         self.caller = Caller(ring, send)
         self._loop = asyncio.get_running_loop()
-        self._asked: dict[PendingCall, _Asked] = {}
-        self._waiting: list[tuple[int, int, int, _Asked]] = []  # a heap, in the order of claims
+        self._in_slots: dict[PendingCall, _Waiter] = {}
+        self._waiting: list[tuple[int, int, int, _Waiter]] = []  # a heap, in the order of claims
         self._numbers = itertools.count()
         self._answers = RingWatch(ring, State.GENERATED, self._look)
 
@@ -410,94 +413,95 @@ class AsyncCaller:
         self.caller.close()
 
     async def ask(self, call: ModelCall, timeout_s: float) -> CallAnswer:
-        """The answer. CallUnanswered, also when the time has passed; a coroutine that is cancelled cancels its call."""
-        asked = _Asked(call)
+        """Wait for the answer. CallUnanswered if there is none within the time; cancelling the coroutine cancels the
+        call."""
+        waiter = _Waiter(call)
         try:
-            return await asyncio.wait_for(self._answered(asked), timeout_s)
+            return await asyncio.wait_for(self._answered(waiter), timeout_s)
         except asyncio.TimeoutError:
-            raise self._late(asked, timeout_s) from None
+            raise self._late(waiter, timeout_s) from None
         finally:
-            self._forget(asked)
+            self._forget(waiter)
 
     async def stream(self, call: ModelCall, timeout_s: float) -> AsyncIterator[list[int] | CallAnswer]:
-        """Ids as they are drawn, at last the answer. CallUnanswered if what was given turns out not to be its
-        beginning: an engine died, and the next one drew with other weights."""
-        asked, given, end = _Asked(replace(call, streams=True)), 0, self._loop.time() + timeout_s
+        """Yield ids as they are drawn, at last the answer. CallUnanswered if the answer does not begin with the ids so
+        far, because an engine died and the next one drew with other weights."""
+        waiter, yielded, end = _Waiter(replace(call, streams=True)), 0, self._loop.time() + timeout_s
         try:
-            pending = await asyncio.wait_for(self._queued(asked), timeout_s)
+            pending = await asyncio.wait_for(self._queued(waiter), timeout_s)
             while not pending.done:
-                if new := pending.drawn[given:]:
-                    given += len(new)
+                if new := pending.drawn[yielded:]:
+                    yielded += len(new)
                     yield new
                 else:
-                    await asked.look_later(max(0.0, end - self._loop.time()))
+                    await waiter.look_later(max(0.0, end - self._loop.time()))
             answer = pending.result()
             ids = answer.ids.tolist()
-            if ids[:given] != pending.drawn[:given]:
+            if ids[:yielded] != pending.drawn[:yielded]:
                 raise CallUnanswered("lost", "the answer was begun again by another engine, and became another one")
-            if ids[given:]:
-                yield ids[given:]
+            if ids[yielded:]:
+                yield ids[yielded:]
             yield answer
         except asyncio.TimeoutError:
-            raise self._late(asked, timeout_s) from None
+            raise self._late(waiter, timeout_s) from None
         finally:
-            self._forget(asked)
+            self._forget(waiter)
 
     def tokens(self, message: m.CallTokens) -> None:
-        """Take over what the bus brought; to be called in the loop."""
+        """Take over the tokens of a message; call it in the loop."""
         pending = self.caller.tokens(message)
-        if pending is not None and pending in self._asked:
-            self._asked[pending].news.set()
+        if pending is not None and pending in self._in_slots:
+            self._in_slots[pending].news.set()
 
     # -- internals -----
 
-    async def _answered(self, asked: _Asked) -> CallAnswer:
-        pending = await self._queued(asked)
+    async def _answered(self, waiter: _Waiter) -> CallAnswer:
+        pending = await self._queued(waiter)
         while not pending.done:
-            await asked.look_later()
+            await waiter.look_later()
         return pending.result()
 
-    async def _queued(self, asked: _Asked) -> PendingCall:
-        """The call in its slot, once one was free."""
-        call = asked.call
-        heapq.heappush(self._waiting, (-call.priority, call.admission, next(self._numbers), asked))
+    async def _queued(self, waiter: _Waiter) -> PendingCall:
+        """Wait until the call has a slot."""
+        call = waiter.call
+        heapq.heappush(self._waiting, (-call.priority, call.admission, next(self._numbers), waiter))
         self._fill()
-        while asked.pending is None:
-            if asked.refused is not None:
-                raise asked.refused
-            await asked.look_later()
-        return asked.pending
+        while waiter.pending is None:
+            if waiter.refused is not None:
+                raise waiter.refused
+            await waiter.look_later()
+        return waiter.pending
 
     def _fill(self) -> None:
-        """Put the best of what waits into the slots that are free."""
+        """Put the best of the waiting calls into the free slots."""
         while self._waiting:
-            asked = self._waiting[0][-1]
-            if not asked.given_up:
+            waiter = self._waiting[0][-1]
+            if not waiter.given_up:
                 try:
-                    asked.pending = self.caller.put(asked.call)
+                    waiter.pending = self.caller.put(waiter.call)
                 except RingError as problem:
-                    asked.refused = problem
-                if asked.pending is None and asked.refused is None:
+                    waiter.refused = problem
+                if waiter.pending is None and waiter.refused is None:
                     return
-                if asked.pending is not None:
-                    self._asked[asked.pending] = asked
-                asked.news.set()
+                if waiter.pending is not None:
+                    self._in_slots[waiter.pending] = waiter
+                waiter.news.set()
             heapq.heappop(self._waiting)
 
-    def _late(self, asked: _Asked, timeout_s: float) -> CallUnanswered:
+    def _late(self, waiter: _Waiter, timeout_s: float) -> CallUnanswered:
         full = f"all {self.caller.ring.n_slots} slots of the ring of calls are in use"
-        whose = self.caller.whose(asked.pending) if asked.pending else full
+        whose = self.caller.whose(waiter.pending) if waiter.pending else full
         return CallUnanswered("late", f"no answer within {timeout_s:g} s: {whose}")
 
-    def _forget(self, asked: _Asked) -> None:
-        asked.given_up = True
-        if asked.pending is not None:
-            self._asked.pop(asked.pending, None)
-            self.caller.cancel(asked.pending)
+    def _forget(self, waiter: _Waiter) -> None:
+        waiter.given_up = True
+        if waiter.pending is not None:
+            self._in_slots.pop(waiter.pending, None)
+            self.caller.cancel(waiter.pending)
 
     def _look(self) -> None:
-        """Take what has ended, then use what is free."""
+        """Take the calls that have ended, then use the free slots."""
         for pending in self.caller.poll():
-            if pending in self._asked:
-                self._asked[pending].news.set()
+            if pending in self._in_slots:
+                self._in_slots[pending].news.set()
         self._fill()

@@ -1,7 +1,7 @@
 """Locks by file: the lock of a role, the guard of a ring's file, and the samples that a reaper took back from the dead.
 
-Talks to lock files through the C++ core, and to a ring's file through a descriptor of its own. Knows nothing of what
-the slots hold, or of roles.
+Talks to lock files through the C++ core, and to a ring's file through a descriptor of its own. Knows nothing of roles
+or of the content of slots.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 class OfdLock:
-    """An open-file-description lock of a file that is made if it is not there; the kernel drops it with its holder.
+    """An open-file-description lock of a file, which is made if needed; the kernel drops the lock with its holder.
 
-    The lock counts while its file is the one that has the name. A process that finds the name removed, or taken by
-    another file, takes the lock of the file that has it now, or has lost the role. The file holds the holder's pid for
-    people. RingError where the name is one of something else than a file.
+    The lock counts while its file has the name (it `stands`). If the name was removed, or leads to another file, the
+    process must lock the file that has the name now, or it has lost the role. The file holds the holder's pid, for
+    people. RingError if the name leads to something that is no file.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,7 +37,7 @@ class OfdLock:
         self._lock = CoreLock(path)
 
     def try_acquire(self) -> bool:
-        """Hold it; False if another process does. A lock that is held but does not stand any more is taken again."""
+        """Take the lock; False if another process holds it. A lock that does not stand any more is taken again."""
         if self.stands:
             return True
         for _ in range(ATTEMPTS):
@@ -47,11 +47,11 @@ class OfdLock:
             if _is_named(lock.fileno(), self.path):
                 self._use(lock)
                 return True
-            lock.release()  # removed between open and lock: another may hold the one that has the name
+            lock.release()  # its file was removed between open and lock: look at the file that has the name now
         return False
 
     def acquire(self, timeout_s: float) -> None:
-        """Hold it within the time; LockTimeout names the process that keeps it."""
+        """Take the lock within the time; LockTimeout names its holder."""
         end = time.monotonic() + timeout_s
         while not self.stands:
             lock = CoreLock(self.path)
@@ -71,7 +71,7 @@ class OfdLock:
         self._lock.release()
 
     def holder(self) -> int | None:
-        """Pid of the process that took the lock, -1 if the file names none; None if the lock is free."""
+        """Pid of the holder, -1 if the file has none; None if the lock is free."""
         return self._lock.holder()
 
     def fileno(self) -> int:
@@ -79,17 +79,17 @@ class OfdLock:
 
     @property
     def held(self) -> bool:
-        """Held, if only on a file that has lost its name."""
+        """True while the lock is held, even of a file that has lost its name."""
         return self._lock.held
 
     @property
     def stands(self) -> bool:
-        """Held, and on the file that has the name now."""
+        """True while the lock is held, of the file that has the name now."""
         return self._lock.held and _is_named(self._lock.fileno(), self.path)
 
     @property
     def inheritable(self) -> bool:
-        """Kept over exec(), on purpose: then the lock is free only when all children are gone."""
+        """True if exec() keeps the lock, which is then free only when all children are gone."""
         return self._lock.inheritable
 
     @inheritable.setter
@@ -105,11 +105,11 @@ def _is_named(fd: int, path: str | Path) -> bool:
 
 
 class RingGuard:
-    """The guard of one ring file, held or not. FileNotFoundError if there is no such file.
+    """The guard of a ring file, against its removal. FileNotFoundError if there is no such file.
 
-    A launch takes the guard of its ring right after it made or adopted it, and then looks whether the ring still has
-    its name. A process that removes a ring takes the guard first and holds it until the name is gone. So the removal
-    sees the launch, or the launch sees that it has to make another ring.
+    A launch takes the guard of its ring right after it made or adopted the ring, and then checks that the ring still
+    has its name. A process that removes a ring takes the guard first and holds it until the name is gone. So either the
+    removal finds the guard taken, or the launch finds the name gone and makes another ring.
     """
 
     def __init__(self, file: Path) -> None:
@@ -117,7 +117,7 @@ class RingGuard:
         self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def try_take(self) -> bool:
-        """Hold it; False if another process does."""
+        """Take the guard; False if another process holds it."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, BYTE, 1, 0))
         except (BlockingIOError, PermissionError):
@@ -125,7 +125,7 @@ class RingGuard:
         return True
 
     def take(self, timeout_s: float = WAIT_S) -> bool:
-        """Hold it, once a removal of the ring is done; False if the ring has lost its name by then."""
+        """Take the guard, after a removal under way; False if the ring has lost its name by then."""
         end = time.monotonic() + timeout_s
         while not self.try_take():
             if time.monotonic() > end:
@@ -135,7 +135,7 @@ class RingGuard:
         return self.has_name()
 
     def has_name(self) -> bool:
-        """True if the file that it guards is still the one of that name."""
+        """True if the name still leads to the guarded file."""
         return _is_named(self._fd, self._file)
 
     def release(self) -> None:
@@ -149,14 +149,15 @@ Step = tuple[str, int, str, str]  # label and pid of the dead owner, from which 
 
 
 def taken_back(ring: Ring, reaped: Iterable[Reaped], what: str = "slots") -> Iterator[tuple[str, list[int]]]:
-    """Texts, one for each dead owner and step, and the samples that it is about.
+    """A text for each dead owner and step, with the uids of its samples.
 
-    A slot that went back to FREE held no sample yet; any other keeps its sample, which may only have moved on since.
+    A slot that went back to FREE held no sample yet. In any other slot the sample stays, though its state may have
+    changed since.
     """
     steps: dict[Step, list[int]] = {}
-    for one in reaped:
-        uid = UID_NONE if one.to == State.FREE else int(ring.line(one.slot)["uid"])
-        steps.setdefault((one.label, one.pid, one.frm.name, one.to.name), []).append(uid)
+    for sample in reaped:
+        uid = UID_NONE if sample.to == State.FREE else int(ring.line(sample.slot)["uid"])
+        steps.setdefault((sample.label, sample.pid, sample.frm.name, sample.to.name), []).append(uid)
     for (label, pid, before, after), uids in steps.items():
         whose = f"{label} (pid {pid})" if pid else label  # of a caller the entry alone is known
         text = f"{len(uids)} {what} of {whose} went back from {before} to {after}: it died"

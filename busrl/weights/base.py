@@ -1,7 +1,7 @@
 """The interface of a weight transport: a sender in the learner, a receiver in every process that runs the model.
 
-The learner and the rollout processes talk to these classes alone. This module knows nothing of the bus (its
-WEIGHTS_PUBLISHED is only a hint to look at `newest`), of models or of optimisers, and imports no torch.
+The learner and the rollout processes talk to these classes alone. Knows nothing of models, optimisers or the bus, whose
+WEIGHTS_PUBLISHED is only a hint to look at `newest`. Imports no torch.
 
 - Versions only grow. A receiver gives complete versions only, never a mixture of two.
 - `newest` never blocks; every other call has a deadline, after which its error names the process that was late.
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Instrumented:
-    """A transport that calls `hook`, if one is set, with the name of each point that it reaches: a tensor copied, a
+    """A transport that calls `hook`, if it is set, with the name of each point that it reaches: a tensor copied, a
     bucket sent, a phase begun. The learner reports progress with it; fault tests kill or stop a process there."""
 
     hook: Hook | None = None
@@ -45,7 +45,7 @@ class Instrumented:
 
 
 class Sender(Instrumented, ABC):
-    """The side that the learner publishes with. Where engines share the weights, `pause_engines` comes before they
+    """The side that publishes, in the learner. Where engines share the weights, call `pause_engines` before the weights
     change."""
 
     @abstractmethod
@@ -53,17 +53,17 @@ class Sender(Instrumented, ABC):
         """The last version published here, also by an earlier process; NOTHING if there is none."""
 
     @abstractmethod
-    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
+    def publish(self, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make the tensors available as `version`. The caller may change them again once this returns. A mapping with
-        `described` makes each when it is asked for, which is done one after the other."""
+        `described` makes each tensor when it is read; it is read one tensor after the other."""
 
     @property
     def engines_paused(self) -> bool:
-        """True if `pause_engines` has paused the engines for a version that is not published yet."""
+        """True between `pause_engines` and the publication of its version, where engines share the weights."""
         return False
 
     def pause_engines(self, version: int, step: int) -> None:
-        """Before the weights change to this version: where engines share them, wait until the engines pause."""
+        """Wait until the engines pause, where they share the weights, so that these may change to this version."""
 
     def check(self) -> None:
         """WeightsOwnerLost if the weights lie in the memory of a process that is gone."""
@@ -80,12 +80,13 @@ class SharedSender(Sender):
         self, loaded: Mapping[str, torch.Tensor], device: torch.device, wait_s: float,
         stopping: Callable[[], object] = lambda: False,
     ) -> dict[str, torch.Tensor] | None:
-        """The engine's weights by the names of `loaded`, the weights that this process has loaded; None if `stopping()`
-        became true meanwhile. WeightsTimeout after `wait_s`."""
+        """The engine's weights, by the names of `loaded`, this process's own weights; None if `stopping()` became true
+        meanwhile. WeightsTimeout after `wait_s`."""
 
     @abstractmethod
-    def write(self, named: Mapping[str, torch.Tensor]) -> int:
-        """Inside the fence: copy tensors that are no views of the engine's weights, and wait; returns the bytes."""
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """While the engine is paused: copy tensors that are no views of its weights, and wait for the copies. Returns
+        the bytes copied."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class GroupChange:
 
 @dataclass(frozen=True)
 class GroupCallbacks:
-    """Reports of a broadcasting sender: `formed(change)` for each group, `missing(name, text)` for a member that it
-    left out. `text` names the member too. A thread of the sender makes the calls."""
+    """Reports of a broadcasting sender: `formed(change)` for each group, `missing(name, text)` for each member that was
+    left out; `text` names the member too. A thread of the sender makes the calls."""
 
     formed: Callable[[GroupChange], None] = lambda change: None
     missing: Callable[[str, str], None] = lambda name, text: None
@@ -118,11 +119,11 @@ class VersionSource(Instrumented, ABC):
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
         """Block until at least `version` is there; WeightsTimeout after the deadline."""
-        found = poll(lambda: newest if (newest := self.newest())[0] >= version else None, timeout_s)
-        if found is None:
+        reached = poll(lambda: newest if (newest := self.newest())[0] >= version else None, timeout_s)
+        if reached is None:
             last = self.newest()[0]
             raise WeightsTimeout(f"{self._writer()}: no version {version} after {timeout_s:g} s, newest {last}")
-        return found
+        return reached
 
     def _writer(self) -> str:
         """Name where versions come from, and what the writer is doing; the start of an error."""
@@ -133,7 +134,7 @@ class VersionSource(Instrumented, ABC):
 
 
 class TensorReceiver(VersionSource):
-    """A receiver whose versions are values for the model's tensors."""
+    """A receiver whose versions are values of the model's tensors."""
 
     kind: Literal["tensors"] = "tensors"
 
@@ -143,12 +144,12 @@ class TensorReceiver(VersionSource):
 
 
 class SharedReceiver(TensorReceiver):
-    """A receiver of one copy: the learner trains the very tensors that it shares."""
+    """A receiver of one copy: the learner trains the very tensors that the engine shares."""
 
     @abstractmethod
-    def share(self, named: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        """Offer the model's tensors. `wanted`: names and shapes of the checkpoint, where the engine has fused its own.
-        """
+    def share(self, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """Share the model's tensors with the learner. `wanted`: names and shapes of the checkpoint, if the engine has
+        fused its tensors."""
 
 
 class FileReceiver(VersionSource):
@@ -168,16 +169,17 @@ Receiver = TensorReceiver | FileReceiver  # `kind` tells which
 
 
 def poll(look: Callable[[], T], timeout_s: float, every_s: float = LOOK_EVERY_S) -> T:
-    """Return what `look` returns once that is true, or at the timeout: another process's memory cannot be waited on."""
+    """Call `look` until its result is true, or until the timeout; returns the last result. It polls because nothing
+    signals a change in another process's memory."""
     deadline = time.monotonic() + timeout_s
-    while not (found := look()) and time.monotonic() < deadline:
+    while not (seen := look()) and time.monotonic() < deadline:
         time.sleep(every_s)
-    return found
+    return seen
 
 
 def open_own(path: Path, flags: int) -> int | None:
-    """A descriptor of the file, None if there is none. UserError for a link, and for a file of another user: its owner
-    could change the weights, or read them."""
+    """A descriptor of the file, None if there is no file. UserError for a link, and for a file of another user, who
+    could change the weights or read them."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -207,9 +209,11 @@ def alive(pid: int | str) -> str:
 
 
 class VersionSteps:
-    """The learner step that made each policy version, of the last `kept` versions that were added. Versions are added
-    in the order of their numbers. One that is not the newest changes nothing; one that is added again keeps the
-    smallest step."""
+    """The learner step that made each policy version, for the last `kept` versions.
+
+    Versions are added in ascending order. Adding an older version than the newest changes nothing; adding the newest
+    again keeps the smaller step.
+    """
 
     def __init__(self, kept: int = 4096) -> None:
         self._versions: list[int] = []

@@ -1,7 +1,7 @@
 """Makes the sender or the receiver that `weights.transport` names.
 
-Used by the learner, by every process that runs the model, and by vLLM's workers. Imports the module of a transport
-when it is made, so a process without tensors can read `TransportSettings`.
+Used by the learner, by every process that runs the model, and by vLLM's workers. Imports the module of a transport only
+to make it, so a process without tensors can read `TransportSettings`. Knows nothing of how weights travel.
 
 A new transport is a module of this package with the two functions below, and a line in `topology/plugins.py`.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """Settings of a transport, as plain data: `plain()` fits any wire, `from_plain` rebuilds it in another process.
+    """Settings of a transport, as plain data: `plain()` fits any wire, `from_plain` rebuilds them in another process.
 
-    `segment` is the file in shared memory, `address_file` is the socket of a broadcasting learner; both are paths
-    on this host. `checksum`: every receiver checks the bytes of each version against a digest that came with it.
-    `bucket_bytes` is the piece of a broadcast with its own deadline, `backend` what carries it. `threshold` is
-    the share of changed bytes up to which updates are sparse (0: never), `key_every` a number of versions
-    (docs/weights.md).
+    `segment` is the file in shared memory, `address_file` the socket of a broadcasting learner: paths on this host.
+    With `checksum` every receiver checks the bytes of each version against a digest that came with it. `bucket_bytes`
+    is the piece of a broadcast that has a deadline of its own, `backend` the library that carries it. `threshold` is
+    the share of changed bytes up to which an update is sparse (0: never), `key_every` the number of versions from one
+    full version to the next (docs/weights.md).
     """
 
     transport: str
@@ -48,7 +48,7 @@ class TransportSettings:
     folders: str = ""  # the directory of versions that are folders; empty: versions are tensors
     kept: int = 2  # versions that the learner keeps there, ...
     kept_by_engine: int = 1  # ... and that each engine keeps links to
-    base: str = ""  # model folder that adapters belong to; empty: versions are whole checkpoints
+    base: str = ""  # the model folder of the adapters; empty: versions are whole checkpoints
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -57,16 +57,16 @@ class TransportSettings:
     @classmethod
     def of(cls, topology: Topology, paths: RunPaths) -> TransportSettings:
         weights, sparse = topology.weights, topology.weights.sparse
-        made = cls(
+        settings = cls(
             weights.transport, str(paths.weights_file), str(paths.runtime_dir / "cast.sock"),
             timeout_s=weights.timeout_s, checksum=weights.checksum, bucket_bytes=weights.bucket_mb << 20,
             backend=weights.backend, threshold=sparse.threshold if sparse.enabled else 0.0, key_every=sparse.key_every,
         )
         if weights.transport not in FOLDERS:
-            return made
+            return settings
         adapters = weights.transport in ADAPTERS
         return replace(
-            made, folders=str(paths.adapters if adapters else paths.published), kept=kept_versions(topology),
+            settings, folders=str(paths.adapters if adapters else paths.published), kept=kept_versions(topology),
             kept_by_engine=held_versions(topology), base=topology.model.path if adapters else "",
         )
 
@@ -75,7 +75,7 @@ class TransportSettings:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> TransportSettings:
-        """UserError names a field that this version does not know."""
+        """Rebuild the settings; UserError names a field that this version of busrl does not have."""
         unknown = sorted(plain.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise UserError(f"settings of the weights: {unknown[0]!r} is unknown here; both sides must run one version")
@@ -88,20 +88,20 @@ class TransportSettings:
 
     @property
     def memory(self) -> str:
-        """The device whose memory a broadcast uses: the host with gloo, else the device that this process works on."""
+        """The device whose memory a broadcast uses: the host's with gloo, else this process's device."""
         return str(devices.choose(devices.kind_of(self.backend)))
 
 
 def make_sender(
     settings: TransportSettings, callbacks: GroupCallbacks | None = None, write: Write | None = None
 ) -> Sender:
-    """The learner's side. `callbacks`: changes of a broadcast's groups; `write`: the files of a version."""
+    """Make the learner's side. `callbacks` report changes of a broadcast's groups; `write` writes a version's files."""
     sender: Sender = _module(settings).make_sender(settings, callbacks, write)
     return sender
 
 
 def make_receiver(settings: TransportSettings, name: str) -> Receiver:
-    """An engine's side; `name` is the process, which errors call it by."""
+    """Make an engine's side; `name` is the name of its process in errors."""
     receiver: Receiver = _module(settings).make_receiver(settings, name)
     return receiver
 

@@ -1,17 +1,17 @@
 """Versions that are folders: an adapter between two steps, or a whole checkpoint for an engine that restarts.
 
 FolderSender publishes them in the learner, FolderReceiver takes them in every process with an engine. Both talk to one
-directory and know nothing of adapters, models, engines or the bus; what goes into a folder is written by a function
-that the learner passes in. Imports no torch.
+directory and know nothing of adapters, models, engines or the bus; the learner passes in the function that writes a
+folder. Imports no torch.
 
     ROOT/lock                      held by the learner that publishes; its pid
     ROOT/v000000000017-s9/         version 17 of step 9, with busrl.json: every file with its size and CRC-32
     ROOT/held/rollout-0.4711/      versions that pid 4711 has taken: the same files under another name (hard links)
     ROOT/.draft-*, ROOT/.old-*     being written, being removed
 
-- A version gets its name complete, by a rename; its files never change afterwards. A writer that dies on the way leaves
-  a draft, which the next publication removes.
-- The directory belongs to this user with mode 0700: whoever could write here could change what is trained.
+- A version gets its name, by a rename, when it is complete; its files never change afterwards. A writer that dies
+  earlier leaves a draft, which the next publication removes.
+- The directory belongs to this user with mode 0700: another user could change the trained weights in it.
 - A process links the files of a version before it checks them, so no learner can remove or change what it uses.
 - A folder that is torn, changed or for another base model is refused by name; the version taken before stays in use.
 """
@@ -55,7 +55,7 @@ NAME = re.compile(r"v(\d{12})-s(\d+)")
 LAYOUT = 1
 
 
-# -- the directory: its names, and how a whole version is told from a torn one ---------------------------------
+# -- the directory: its names, and the check of a version's files ----------------------------------------------
 
 
 class VersionFolder(NamedTuple):
@@ -80,8 +80,8 @@ def versions(root: Path) -> list[VersionFolder]:
 
 
 def newest_in(root: Path) -> tuple[int, int]:
-    found = versions(root)
-    return (found[-1].version, found[-1].step) if found else NOTHING
+    folders = versions(root)
+    return (folders[-1].version, folders[-1].step) if folders else NOTHING
 
 
 def private(root: Path) -> None:
@@ -96,26 +96,26 @@ def private(root: Path) -> None:
 
 
 def stamp(folder: Path, kind: str, version: int, step: int, base: str) -> None:
-    """Write the last file of a version: what it is, and the sizes and checksums of all others."""
+    """Write the last file of a version: its numbers, kind and base, and the sizes and checksums of all other files."""
     listed = listing(folder, files(folder))
     text = {"layout": LAYOUT, "kind": kind, "version": version, "step": step, "base": base, "files": listed}
     (folder / STAMP).write_text(json.dumps(text, indent=1))
 
 
-def verify(found: VersionFolder, at: Path, kind: str, base: str) -> None:
+def verify(folder: VersionFolder, at: Path, kind: str, base: str) -> None:
     """WeightsRefused, with the reason, if the files `at` are torn, changed, of another kind or for another model."""
     try:
-        fault = _fault(found, at, json.loads((at / STAMP).read_bytes()), kind, base)
+        fault = _fault(folder, at, json.loads((at / STAMP).read_bytes()), kind, base)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         fault = f"{STAMP} cannot be read ({problem})"
     if fault is not None:
-        raise WeightsRefused(f"{found.path}: version {found.version} is not used: {fault}")
+        raise WeightsRefused(f"{folder.path}: version {folder.version} is not used: {fault}")
 
 
-def _fault(found: VersionFolder, at: Path, stamped: dict[str, Any], kind: str, base: str) -> str | None:
+def _fault(folder: VersionFolder, at: Path, stamped: dict[str, Any], kind: str, base: str) -> str | None:
     if stamped["layout"] != LAYOUT or stamped["kind"] != kind:
         return f"it is a {stamped['kind']} of layout {stamped['layout']}; expected {kind} of layout {LAYOUT}"
-    if (stamped["version"], stamped["step"]) != (found.version, found.step):
+    if (stamped["version"], stamped["step"]) != (folder.version, folder.step):
         return f"{STAMP} names version {stamped['version']} of step {stamped['step']}"
     if base and stamped["base"] != base:
         return (
@@ -126,7 +126,7 @@ def _fault(found: VersionFolder, at: Path, stamped: dict[str, Any], kind: str, b
 
 
 def link(source: Path, target: Path) -> None:
-    """Give the files of a folder a second name; a copy only where the file system has no hard links."""
+    """Give the files of a folder second names by hard links; copy them if the file system has none."""
     for path in files(source):
         there = target / path.relative_to(source)
         there.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Take the name away first, so that nobody sees half of a version under it."""
+    """Remove a version, its name first, so that nobody sees half of a version under it."""
     aside = path.parent / f"{OLD}{path.name}"
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -157,8 +157,8 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 class FolderSender(Sender):
-    """Writes versions with `write(folder, named)` and keeps the newest `kept`. `base` is the fingerprint of the model
-    that they belong to. RunInUse if another learner publishes there: it holds the directory's lock."""
+    """Writes versions with `write(folder, tensors)` and keeps the newest `kept`. `base` is the fingerprint of their
+    base model. RunInUse if another learner, which holds the directory's lock, publishes there."""
 
     def __init__(self, root: Path, write: Write, *, kind: str, kept: int, base: str = "") -> None:
         self.root = root
@@ -171,21 +171,21 @@ class FolderSender(Sender):
     def newest(self) -> tuple[int, int]:
         return newest_in(self.root)
 
-    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
+    def publish(self, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         self._open()
         newest, _ = self.newest()
         if version <= newest:
             if not self._inherited:
                 raise UserError(f"{self.root}: version {version} is not above {newest}, which is published")
-            for found in versions(self.root):
-                remove(found.path)
+            for folder in versions(self.root):
+                remove(folder.path)
         self._inherited = False
         for path in (*self.root.glob(f"{DRAFT}*"), *self.root.glob(f"{OLD}*")):  # of writers that died
             shutil.rmtree(path, ignore_errors=True)
         draft = self.root / f"{DRAFT}{name_of(version, step)}"
         try:
             draft.mkdir(mode=0o700)
-            self._write(draft, named)
+            self._write(draft, tensors)
             self._reached("written")
             stamp(draft, self._kind, version, step, self._base)
             self._reached("stamped")
@@ -196,8 +196,8 @@ class FolderSender(Sender):
                 raise self._full(version, problem) from problem
             raise
         self._reached("renamed")
-        for found in versions(self.root)[: -self._kept]:
-            remove(found.path)
+        for folder in versions(self.root)[: -self._kept]:
+            remove(folder.path)
 
     def close(self) -> None:
         self._lock.release()
@@ -222,8 +222,8 @@ class FolderSender(Sender):
 
 class FolderReceiver(FileReceiver):
     """Takes versions of `kind` into a directory of this process, and keeps the newest `kept` there. "adapter": for the
-    model folder `base`. "folder": for an engine that restarts, with an adapter if `base` is given. A version that is
-    not above the last one taken is not taken again."""
+    model folder `base`. "folder": for an engine that restarts; it is an adapter if `base` is not None. Only a version
+    above the last one is taken."""
 
     def __init__(
         self, root: Path, name: str, *, kind: Literal["adapter", "folder"], kept: int = 1, base: Path | None = None,
@@ -243,38 +243,38 @@ class FolderReceiver(FileReceiver):
         used here; WeightsTimeout if there is none."""
         deadline = time.monotonic() + self._timeout_s
         while True:
-            found = versions(self.root)
-            if found and found[-1].version <= self._last.version:
+            folders = versions(self.root)
+            if folders and folders[-1].version <= self._last.version:
                 return self._last
-            if found:
-                with contextlib.suppress(FileNotFoundError):  # newer ones have replaced it: look again
-                    return self._adopt(found[-1])
-            if not found or time.monotonic() > deadline:
+            if folders:
+                with contextlib.suppress(FileNotFoundError):  # newer versions have replaced it: look again
+                    return self._adopt(folders[-1])
+            if not folders or time.monotonic() > deadline:
                 raise WeightsTimeout(f"{self._writer()}: no complete version within {self._timeout_s:g} s")
 
     def close(self) -> None:
         shutil.rmtree(self._mine, ignore_errors=True)
 
-    def _adopt(self, found: VersionFolder) -> VersionFolder:
-        """Link the files, then check the links: what was checked cannot change any more."""
+    def _adopt(self, folder: VersionFolder) -> VersionFolder:
+        """Link the files, then check the links, so that nothing changes after the check."""
         self._make_room()
-        draft = self._mine / f"{DRAFT}{found.path.name}"
+        draft = self._mine / f"{DRAFT}{folder.path.name}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
         try:
-            link(found.path, draft)
+            link(folder.path, draft)
             self._reached("linked")
-            self._look_at(found, draft)
-            taken = found._replace(path=self._mine / found.path.name)
-            os.rename(draft, taken.path)
+            self._look_at(folder, draft)
+            adopted = folder._replace(path=self._mine / folder.path.name)
+            os.rename(draft, adopted.path)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         self._reached("taken")
-        self._last = taken
+        self._last = adopted
         for old in versions(self._mine)[: -self._kept]:
             remove(old.path)
-        return taken
+        return adopted
 
     def _writer(self) -> str:
         try:
@@ -283,14 +283,14 @@ class FolderReceiver(FileReceiver):
             return f"{self.root} does not exist: the learner has published nothing yet"
         return f"{self.root}: the learner (pid {pid}) is {alive(pid)}"
 
-    def _look_at(self, found: VersionFolder, draft: Path) -> None:
+    def _look_at(self, folder: VersionFolder, draft: Path) -> None:
         if self._base is not None and not self._fingerprint:
             self._fingerprint = fingerprint(self._base)
         try:
-            verify(found, draft, "adapter" if self._base is not None else "checkpoint", self._fingerprint)
+            verify(folder, draft, "adapter" if self._base is not None else "checkpoint", self._fingerprint)
         except WeightsRefused:
-            if not found.path.exists():  # it was removed while it was linked, which explains a missing file
-                raise FileNotFoundError(found.path) from None
+            if not folder.path.exists():  # it was removed while it was linked, which explains a missing file
+                raise FileNotFoundError(folder.path) from None
             raise
 
     def _make_room(self) -> None:

@@ -1,16 +1,16 @@
 """A single copy of the weights on one device: the engine owns the memory, the learner's parameters are views of it.
 
-OneCopySender in the learner, OneCopyReceiver in the engine. The *bridge*, a file, says where the engine's tensors are;
-the *fence*, a page of shared memory, says when they may change. Knows nothing of models or optimisers.
+OneCopySender is the learner's side, OneCopyReceiver the engine's. The *bridge*, a file, holds where the engine's
+tensors are; the *fence*, a page of shared memory, holds whether they may change. Knows nothing of models or optimisers.
 
     at rest (version v) --learner: begin--> to be changed --engine: paused--> being changed --learner: end--> at rest
                                                                                                      (version v + 1)
-- A new version is no copy: the learner asks the engine to pause, changes the weights in place, and sets them at rest.
-  The engine pauses between two decoding steps, in `fetch`, and continues with the new version.
+- A new version is no copy: the learner requests a pause, changes the weights in place, and sets them at rest. The
+  engine pauses between two decoding steps, in `fetch`, and continues with the new version.
 - The learner changes no weight before the engine has confirmed that it is paused for this very change.
 - Parameters of another dtype than the engine's (float32 for an engine in bfloat16) are copied inside the fence.
-- If the engine dies, the learner stops with WeightsOwnerLost. If the learner dies while it changes the weights, the
-  engine stops with WeightsTimeout: they are half of two versions. Whichever is started again finds the other.
+- If the engine dies, the learner stops with WeightsOwnerLost. If the learner dies while it changes the weights, which
+  are then half of two versions, the engine stops with WeightsTimeout. A process that starts again finds the other.
 - The files have mode 0600, and nothing in them is executed or unpickled.
 """
 
@@ -48,19 +48,19 @@ from busrl.weights.base import (
 if TYPE_CHECKING:
     from busrl.weights.factory import TransportSettings
 
-# -- which process ---------------------------------------------------------------------------------------------
+# -- identity of a process -------------------------------------------------------------------------------------
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """A pid with the moment at which that process began (`started`, clock ticks since boot), so that a later process
-    with the same number is not taken for it. (0, 0) is nobody."""
+    """A pid and the start of its process (`started`, clock ticks since boot), which a later process with the same pid
+    does not share. (0, 0) is nobody."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """The process that has the number now; nobody if there is none."""
+        """The process that has the pid now; nobody if there is none."""
         began = born(pid)
         return cls(pid, began) if began else NOBODY
 
@@ -85,8 +85,8 @@ NOBODY = ProcessIdentity(0, 0)
 # A handle is numbers and bytes (as hex digits): a process that reads it can name memory, nothing more.
 # CPU: a file without a name, reached through the exporter's descriptor. The kernel frees it with its last mapping, so
 # a mapping outlives the exporter. CUDA: the memory belongs to the exporter; after its death a mapping is undefined.
-# torch's counter of a handle's users stays at one however often it is mapped: the owner keeps the memory, and outlives
-# the processes that map it or ends them.
+# torch's counter of a handle's users stays at one however often it is mapped. So the owner must keep the memory for as
+# long as a process maps it.
 
 
 Handle = dict[str, Any]
@@ -95,14 +95,14 @@ CUDA_FIELDS = ("handle", "nbytes", "offset", "counter", "counter_offset", "event
 
 def export_handle(storage: Any) -> Handle:
     """A handle of the storage, exported in place: every tensor that is a view of it stays one, and shares it too."""
-    made: Handle = {"kind": storage.device.type, "nbytes": storage.nbytes()}
-    if made["kind"] == "cpu":
+    handle: Handle = {"kind": storage.device.type, "nbytes": storage.nbytes()}
+    if handle["kind"] == "cpu":
         descriptor, _ = storage._share_fd_cpu_()  # moves it into a file, if it is in none
-        return made | {"descriptor": int(descriptor), "inode": os.fstat(descriptor).st_ino}
-    if made["kind"] == "cuda":
-        _, *given = storage._share_cuda_()
-        return made | dict(zip(CUDA_FIELDS, (one.hex() if isinstance(one, bytes) else one for one in given)))
-    raise UserError(f"processes cannot share weights on a {made['kind']} device; use another weights.transport")
+        return handle | {"descriptor": int(descriptor), "inode": os.fstat(descriptor).st_ino}
+    if handle["kind"] == "cuda":
+        _, *values = storage._share_cuda_()
+        return handle | dict(zip(CUDA_FIELDS, (value.hex() if isinstance(value, bytes) else value for value in values)))
+    raise UserError(f"processes cannot share weights on a {handle['kind']} device; use another weights.transport")
 
 
 def map_handle(handle: Handle, device: torch.device, owner: ProcessIdentity) -> torch.UntypedStorage:
@@ -116,9 +116,10 @@ def map_handle(handle: Handle, device: torch.device, owner: ProcessIdentity) -> 
         return _map_file(handle, owner)
     if missing := [name for name in CUDA_FIELDS if name not in handle]:
         raise UserError(f"no handle of CUDA memory: {missing[0]} is missing; both sides must run one version of busrl")
-    given = (bytes.fromhex(value) if isinstance(value, str) else value for value in (handle[n] for n in CUDA_FIELDS))
+    fields = (handle[name] for name in CUDA_FIELDS)
+    arguments = (bytes.fromhex(field) if isinstance(field, str) else field for field in fields)
     torch.empty(0, device=device)  # the device's context has to be there before memory is mapped
-    mapped: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *given)
+    mapped: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *arguments)
     return mapped
 
 
@@ -140,8 +141,8 @@ def _map_file(handle: Handle, owner: ProcessIdentity) -> torch.UntypedStorage:
 
 # -- the rows of fused tensors ---------------------------------------------------------------------------------
 # Engines fuse projections with equal inputs, in the order q, k, v and gate, up. Every name of the checkpoint has its
-# rows, and every tensor of the engine is covered: one that stayed as it was while others train would be a silent bug.
-# Rows beyond the vocabulary are padding and belong to nobody.
+# rows, and every tensor of the engine is covered: a tensor that training never changes would be a silent bug. Rows
+# beyond the vocabulary are padding.
 
 
 Shape = tuple[int, ...]
@@ -162,19 +163,19 @@ class FusedRows(msgspec.Struct, frozen=True, array_like=True):
 
 def fused_rows(engine: Shapes, wanted: Shapes) -> list[FusedRows]:
     """The place of each wanted tensor among the engine's. UserError names the first that has no place."""
-    found = [_place(name, engine, wanted) for name in wanted]
-    if left := engine.keys() - {part.tensor for part in found}:
+    parts = [_place(name, engine, wanted) for name in wanted]
+    if left := engine.keys() - {part.tensor for part in parts}:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise UserError(f"weights: {min(left)}{more} of the engine is no tensor of the checkpoint; {REMEDY}")
-    return found
+    return parts
 
 
 def _place(name: str, engine: Shapes, wanted: Shapes) -> FusedRows:
     shape = wanted[name]
-    if (own := engine.get(name)) is not None:
-        padded = name.endswith(PADDED) and own[1:] == shape[1:] and own[0] >= shape[0]
-        if own != shape and not padded:
-            raise UserError(f"weights: {name} is {list(own)} in the engine and {list(shape)} in the checkpoint")
+    if (same := engine.get(name)) is not None:
+        padded = name.endswith(PADDED) and same[1:] == shape[1:] and same[0] >= shape[0]
+        if same != shape and not padded:
+            raise UserError(f"weights: {name} is {list(same)} in the engine and {list(shape)} in the checkpoint")
         return FusedRows(name, name, 0, shape[0] if shape else 0)
     for fused, pieces in FUSED.items():
         for piece in pieces:
@@ -185,13 +186,13 @@ def _place(name: str, engine: Shapes, wanted: Shapes) -> FusedRows:
     raise UserError(f"weights: the engine has no {name}, alone or fused; {REMEDY}")
 
 
-def _slice(name: str, tensor: str, siblings: list[str], own: Shape, wanted: Shapes) -> FusedRows:
+def _slice(name: str, tensor: str, siblings: list[str], fused: Shape, wanted: Shapes) -> FusedRows:
     if missing := [sibling for sibling in siblings if sibling not in wanted]:
         raise UserError(f"weights: {tensor} of the engine holds {missing[0]} too, which the checkpoint does not have")
     rows = [wanted[sibling][0] for sibling in siblings]
-    if sum(rows) != own[0] or any(wanted[sibling][1:] != own[1:] for sibling in siblings):
+    if sum(rows) != fused[0] or any(wanted[sibling][1:] != fused[1:] for sibling in siblings):
         raise UserError(
-            f"weights: {tensor} is {list(own)} in the engine; {' + '.join(siblings)} make {sum(rows)} rows in the "
+            f"weights: {tensor} is {list(fused)} in the engine; {' + '.join(siblings)} make {sum(rows)} rows in the "
             "checkpoint (is the engine split over several devices?)"
         )
     start = sum(rows[: siblings.index(name)])
@@ -209,7 +210,8 @@ MOST = (1 << 31) - 1  # of a version
 
 @dataclass(frozen=True)
 class FenceState:
-    """Version and step of the weights, and whether they are at rest. Version 0 is what the engine loaded."""
+    """Version and step of the weights, and whether they are at rest. Version 0 is the weights that the engine loaded.
+    """
 
     version: int
     step: int
@@ -235,7 +237,7 @@ LOADED = FenceState(0, 0, False)
 
 
 class Fence:
-    """A mapping of the page. State, version and step share one 64-bit word, so nobody reads one without the others.
+    """A mapping of the page. State, version and step share one 64-bit word, so that they are read together.
     Little-endian words: 0 magic, 1 layout, 2-3 the engine's pid and start, 4-5 the learner's, 8 the state (step << 32 |
     version << 1 | 1 while it is to be changed), 16 the state word that the engine is paused for."""
 
@@ -246,16 +248,16 @@ class Fence:
 
     @classmethod
     def create(cls, path: Path) -> Fence:
-        """A new page of this process under that name, at rest with version 0; readable by this user only."""
+        """Make a page of this process under that name, at rest with version 0; readable by this user only."""
         with files.replacing(path, durable=False) as descriptor:
             os.posix_fallocate(descriptor, 0, SIZE)
-            made, mine = cls(descriptor), ProcessIdentity.mine()
-            made._words[: W_OWNER + 2] = FENCE_MAGIC, FENCE_LAYOUT, mine.pid, mine.started
-        return made
+            fence, process = cls(descriptor), ProcessIdentity.mine()
+            fence._words[: W_OWNER + 2] = FENCE_MAGIC, FENCE_LAYOUT, process.pid, process.started
+        return fence
 
     @classmethod
     def attach(cls, path: Path) -> Fence | None:
-        """The page of that name, None if there is no such file; UserError if it is no fence, or another user's."""
+        """The page of that name, None if there is no file; UserError if it is no fence, or another user's."""
         descriptor = open_own(path, os.O_RDWR)
         if descriptor is None:
             return None
@@ -277,7 +279,7 @@ class Fence:
 
     @property
     def paused(self) -> FenceState:
-        """The change for which the engine reads no weights until they are at rest again; LOADED: none."""
+        """The change for which the engine is paused until the weights are at rest again; LOADED: none."""
         return FenceState.of(int(self._words[W_PAUSED]))
 
     @paused.setter
@@ -308,7 +310,7 @@ Named = Mapping[str, torch.Tensor]
 
 
 class SharedTensor(msgspec.Struct, frozen=True):
-    """A tensor of the engine: which storage it is in, and where; `offset` and `strides` count values."""
+    """A tensor of the engine and its place in a storage; `offset` and `strides` count values."""
 
     name: str
     storage: int
@@ -332,26 +334,26 @@ class Bridge(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[FusedRows]
 
 
-def describe_bridge(name: str, named: Named, wanted: Shapes | None = None) -> Bridge:
-    """Export the tensors of this process's model, in place. `wanted`: the checkpoint's names and shapes, where the
-    engine has fused its own; None: the names are the checkpoint's."""
-    shapes = {key: tuple(tensor.shape) for key, tensor in named.items()}
+def describe_bridge(name: str, tensors: Named, wanted: Shapes | None = None) -> Bridge:
+    """Export the tensors of this process's model, in place. `wanted`: the checkpoint's names and shapes, if the engine
+    has fused its tensors; None: the names are the checkpoint's."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     parts = fused_rows(shapes, wanted if wanted is not None else shapes)
-    known: dict[int, int] = {}
+    places: dict[int, int] = {}  # address of a storage -> its number
     storages: list[Handle] = []
-    tensors: list[SharedTensor] = []
-    for key, tensor in named.items():
+    shared: list[SharedTensor] = []
+    for key, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in places:
             storages.append(export_handle(storage))
-            known[storage.data_ptr()] = len(storages) - 1  # its new place: on a CPU it has moved into a file
-        at, dtype = known[storage.data_ptr()], str(tensor.dtype).removeprefix("torch.")
+            places[storage.data_ptr()] = len(storages) - 1  # by its new address: on a CPU it has moved into a file
+        at, dtype = places[storage.data_ptr()], str(tensor.dtype).removeprefix("torch.")
         shape, strides = list(tensor.shape), list(tensor.stride())
-        tensors.append(SharedTensor(key, at, int(tensor.storage_offset()), shape, strides, dtype))
-    device = devices.identity(next(iter(named.values())).device)
+        shared.append(SharedTensor(key, at, int(tensor.storage_offset()), shape, strides, dtype))
+    device = devices.identity(next(iter(tensors.values())).device)
     owner = ProcessIdentity.mine()
     return Bridge(
-        id=uuid.uuid4().hex, name=name, owner=owner, device=device, storages=storages, tensors=tensors, parts=parts
+        id=uuid.uuid4().hex, name=name, owner=owner, device=device, storages=storages, tensors=shared, parts=parts
     )
 
 
@@ -377,11 +379,11 @@ def map_parts(bridge: Bridge, device: torch.device) -> dict[str, torch.Tensor]:
             "one copy needs one device; give both processes the same devices in [[process]]"
         )
     storages = [map_handle(handle, device, bridge.owner) for handle in bridge.storages]
-    whole = {one.name: _view(storages[one.storage], one, device) for one in bridge.tensors}
-    found = {p.name: whole[p.tensor][p.start : p.stop] if p.stop else whole[p.tensor] for p in bridge.parts}
+    tensors = {shared.name: _view(storages[shared.storage], shared, device) for shared in bridge.tensors}
+    parts = {p.name: tensors[p.tensor][p.start : p.stop] if p.stop else tensors[p.tensor] for p in bridge.parts}
     if not bridge.owner.alive:
         raise WeightsOwnerLost(f"{bridge.name} ({bridge.owner}) ended while its weights were mapped")
-    return found
+    return parts
 
 
 def _view(storage: torch.UntypedStorage, shared: SharedTensor, device: torch.device) -> torch.Tensor:
@@ -392,13 +394,13 @@ def _view(storage: torch.UntypedStorage, shared: SharedTensor, device: torch.dev
     return torch.empty(0, dtype=dtype, device=device).set_(storage, shared.offset, shared.shape, shared.strides)
 
 
-def _check_views(views: Named, own: Named) -> None:
+def _check_views(views: Named, ours: Named) -> None:
     """UserError with the first difference between the engine's weights and this model's; dtypes may differ."""
-    for missing, text in ((own.keys() - views.keys(), "not among the engine's weights"),
-                          (views.keys() - own.keys(), "in the engine, and not in this model")):
+    for missing, text in ((ours.keys() - views.keys(), "not among the engine's weights"),
+                          (views.keys() - ours.keys(), "in the engine, and not in this model")):
         if missing:
             raise UserError(f"weights: {min(missing)!r} is {text}; both sides must run the same model.path")
-    for name, tensor in own.items():
+    for name, tensor in ours.items():
         other = views[name]
         if other.shape != tensor.shape:
             raise UserError(
@@ -410,12 +412,12 @@ def _check_views(views: Named, own: Named) -> None:
 # -- engine and learner ----------------------------------------------------------------------------------------
 
 
-PAUSE_LOOK_S = 0.0005  # an engine is paused at least that long: no process can wake another here
+PAUSE_LOOK_S = 0.0005  # an engine is paused for this long at least, because no process can wake another here
 SEARCH_EVERY_S = 0.02
 
 
 class OneCopyReceiver(SharedReceiver):
-    """The engine's side. Call `share` first; then it is a receiver like the others."""
+    """The engine's side. Call `share` before any other method of a receiver."""
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, name: str, *, timeout_s: float = 10.0) -> None:
         self.bridge_file, self.fence_file = Path(bridge_file), Path(fence_file)
@@ -424,20 +426,21 @@ class OneCopyReceiver(SharedReceiver):
         self._fence: Fence | None = None
         self._kept: list[torch.Tensor] = []
 
-    def share(self, named: Named, wanted: Shapes | None = None) -> None:
-        """Share the tensors of this process's model with the learner (its parameters, by name, each once). `wanted`:
-        the checkpoint's names and shapes, for an engine that has fused its own."""
-        self._kept = list(named.values())  # shared memory has to outlive the model
-        described = describe_bridge(self.name, named, wanted)
+    def share(self, tensors: Named, wanted: Shapes | None = None) -> None:
+        """Share the parameters of this process's model with the learner, each once. `wanted`: the checkpoint's names
+        and shapes, if the engine has fused its tensors."""
+        self._kept = list(tensors.values())  # shared memory has to outlive the model
+        described = describe_bridge(self.name, tensors, wanted)
         self._fence = Fence.create(self.fence_file)
         files.replace(self.bridge_file, msgspec.json.encode(described))
 
     def newest(self) -> tuple[int, int]:
-        """The version at rest, or the one that the learner asks to pause for: `fetch` waits until it is complete."""
+        """The version at rest, or the version that the learner requests a pause for: `fetch` waits until it is at rest.
+        """
         return NOTHING if self._fence is None else self._fence.state.stamp
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
-        """For an engine without running requests: it pauses for every change."""
+        """Wait without running requests: pauses for every change until the version is at rest."""
         if state := poll(lambda: self._at_rest(version), timeout_s, PAUSE_LOOK_S):
             return state.stamp
         raise WeightsTimeout(f"{self.name}: no version {version} after {timeout_s:g} s: {self._status()}")
@@ -465,8 +468,8 @@ class OneCopyReceiver(SharedReceiver):
         self._fence, self._kept = None, []
 
     def _at_rest(self, version: int = 0) -> FenceState | None:
-        """The weights' state if they are at rest and of that version at least. For a change it confirms, once, that
-        this engine reads no weights from here on."""
+        """The state of the weights if they are at rest and of that version at least. For a change it confirms, once,
+        that this engine is paused."""
         fence = self._shared()
         state = fence.state
         if state.changing and fence.paused != state:
@@ -506,31 +509,31 @@ class OneCopySender(SharedSender):
     ) -> dict[str, torch.Tensor] | None:
         """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile. Names and shapes
         of what this process has loaded must be equal. WeightsTimeout after `wait_s`."""
-        found = poll(lambda: "stopping" if stopping() else self._attach(), wait_s, SEARCH_EVERY_S)
-        if isinstance(found, str):
+        attached = poll(lambda: "stopping" if stopping() else self._attach(), wait_s, SEARCH_EVERY_S)
+        if isinstance(attached, str):
             return None
-        if found is None:
+        if attached is None:
             bridge = read_bridge(self.bridge_file)
             why = "no engine has shared its weights" if bridge is None else f"{bridge.name} is {bridge.owner}"
             raise WeightsTimeout(f"{self.bridge_file}: {why} after {wait_s:g} s; is the rollout process up?")
-        self._views = map_parts(found, device)
+        self._views = map_parts(attached, device)
         _check_views(self._views, loaded)
-        self._bridge, self._device = found, device
+        self._bridge, self._device = attached, device
         return self._views
 
     def _attach(self) -> Bridge | None:
         """The bridge of an engine that lives, once its fence is attached; an engine makes the fence first."""
-        found = read_bridge(self.bridge_file)
-        if found is None or not found.owner.alive or (fence := Fence.attach(self.fence_file)) is None:
+        bridge = read_bridge(self.bridge_file)
+        if bridge is None or not bridge.owner.alive or (fence := Fence.attach(self.fence_file)) is None:
             return None
-        if fence.owner != found.owner:
+        if fence.owner != bridge.owner:
             fence.close()
             return None
         if fence.learner not in (NOBODY, ProcessIdentity.mine()) and fence.learner.alive:
             raise UserError(f"{self.fence_file}: another learner ({fence.learner}) has these weights already")
         fence.learner = ProcessIdentity.mine()
         self._fence = fence
-        return found
+        return bridge
 
     def check(self) -> None:
         """WeightsOwnerLost if the engine is gone: the memory behind the parameters is no longer valid."""
@@ -544,7 +547,7 @@ class OneCopySender(SharedSender):
         """Ask the engine to pause for this version and wait until it has. No weight may change before."""
         fence, bridge = self._connected()
         before, wanted = fence.state, FenceState(version, step, True)
-        fence.paused = LOADED  # a pause for an earlier change, perhaps of an earlier learner, does not count
+        fence.paused = LOADED  # forget the pause for an earlier change, perhaps of an earlier learner
         fence.state = wanted
 
         def paused() -> bool:
@@ -563,7 +566,7 @@ class OneCopySender(SharedSender):
         """True while the engine is paused for a version that is not published yet."""
         return self._fence is not None and self._fence.state.changing
 
-    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
+    def publish(self, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set the weights at rest, as `version`. Copies tensors that are not views of the engine's into them."""
         fence, _ = self._connected()
         if not fence.state.changing:
@@ -572,17 +575,18 @@ class OneCopySender(SharedSender):
             self.pause_engines(version, step)
         elif fence.state.version != version:
             raise UserError(f"the fence was begun for version {fence.state.version}, not for {version}")
-        self.write(named)
+        self.write(tensors)
         self.check()
         fence.state = FenceState(version, step, False)
 
-    def write(self, named: Named) -> int:
-        """Inside the fence: copy tensors that are no views of the engine's weights, and wait; returns the bytes."""
+    def write(self, tensors: Named) -> int:
+        """While the engine is paused: copy tensors that are no views of its weights, and wait for the copies. Returns
+        the bytes copied."""
         copied = 0
         with torch.no_grad():
             for name, view in self._views.items():
-                if named[name].data_ptr() != view.data_ptr():
-                    view.copy_(named[name])
+                if tensors[name].data_ptr() != view.data_ptr():
+                    view.copy_(tensors[name])
                     copied += view.nbytes
         devices.synchronize(self._device)
         return copied
@@ -590,10 +594,10 @@ class OneCopySender(SharedSender):
     def close(self) -> None:
         """Release the weights: the engine may remove them, and the views must not be used any more."""
         self._views, self._bridge = {}, None
-        if self._fence is not None:
-            self._fence.learner = NOBODY
-            self._fence.close()
-            self._fence = None
+        fence, self._fence = self._fence, None
+        if fence is not None:
+            fence.learner = NOBODY
+            fence.close()
 
     def _connected(self) -> tuple[Fence, Bridge]:
         if self._fence is None or self._bridge is None:

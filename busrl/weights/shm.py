@@ -1,8 +1,8 @@
 """Weights through shared memory: the learner writes one of two buffers, engines on the host copy the newest one.
 
-ShmSender in the learner, ShmReceiver in every process with an engine; VersionReceiver alone for a process without a
-model (the scripted engine), which then never loads torch. They talk to one file in /dev/shm and know nothing of the bus
-or of models.
+ShmSender is the learner's side, ShmReceiver that of a process with an engine. VersionReceiver serves a process without
+a model (the scripted engine), which never loads torch. They talk to one file in /dev/shm. Knows nothing of the bus or
+of models.
 
 Little-endian, 8-byte words: a 4096-byte header, the manifest as JSON, two buffers, and behind each a log of changes,
 all at multiples of 4096.
@@ -11,20 +11,21 @@ all at multiples of 4096.
     0x48 bytes of a log      0x50 offset of log 0                0x58 offset of log 1
     0x80 + 64 k, buffer k:   +0 seq (odd: being written)  +8 version  +16 step  +24 digest  +32 version being written
                              +40 bytes of its log in use
-A log holds frames of `weights.sparse`. If it is empty, buffer k has its own version and step, else the last frame's.
+A log holds frames of `weights.sparse`. Buffer k has the version and step of the last frame in its log, or its own if
+the log is empty.
 
-- A segment appears under its name complete, by a rename.
+- A segment gets its name, by a rename, when it is complete.
 - The writer never touches the newest complete buffer, so there is always a complete version after the first.
 - Bytes 1 and 2 of the file are locks (of open files, so the kernel releases those of a dead process): a reader of
-  buffer k shares lock k, its writer holds it alone. A reader needs no write access for that.
-- One copy each way: tensors to buffer, buffer to tensors. A copy that was overtaken all the same (its reader was
-  stopped), or whose writer died in the middle, shows in the buffer's sequence word and is made again before `fetch`
-  returns. So an engine, which waits in `fetch`, never runs with half a version. The error of a `fetch` that has begun
-  to copy says that the model must not be used.
-- Where the machine may reorder stores (all but x86-64) a digest of the values decides as well; elsewhere only if
-  weights.checksum asks for one.
-- With sparse updates a version may be a frame in the log behind the newest full version. A receiver that has that full
-  version takes the frames since; any other takes it and all its frames.
+  buffer k shares lock k, its writer holds it alone. A shared lock needs no write access.
+- Each way makes one copy: tensors to buffer, buffer to tensors. A copy that was overtaken all the same (its reader was
+  stopped), or whose writer died in the middle, shows in the buffer's sequence word and is repeated before `fetch`
+  returns. So an engine, which waits in `fetch`, never runs with half a version. If `fetch` fails after it has begun to
+  copy, its error says that the model must not be used.
+- Where the machine may reorder stores (all but x86-64) a digest of the values is compared too; elsewhere only with
+  weights.checksum.
+- With sparse updates a version may be a frame in the log behind the newest full version. A receiver with that full
+  version takes the frames since its own version; any other takes the full version and all its frames.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ PAGE = 4096
 W_MANIFEST, W_MANIFEST_BYTES, W_BYTES, W_BUFFERS, W_PID, W_LOG_BYTES, W_LOGS = 3, 4, 5, 6, 8, 9, 10
 BUFFER_WORDS, FIRST_BUFFER_WORD = 8, 16
 SEQ, VERSION, STEP, CHECKSUM, WRITING, LOGGED = 0, 1, 2, 3, 4, 5
-POPULATE_READ, POPULATE_WRITE, HUGE_PAGES = 22, 23, 14  # advice that Python has no names for
+POPULATE_READ, POPULATE_WRITE, HUGE_PAGES = 22, 23, 14  # advice to the kernel without a name in Python
 LOCK_LOOK_S = 0.001
 ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
-PATIENCE_S = 1.0  # a copy takes a fraction of it; a reader that was stopped in one repeats it
+PATIENCE_S = 1.0  # a copy takes a fraction of it; a reader that was stopped in a copy repeats it
 
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
@@ -88,22 +89,22 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Segment:
-    """A mapping of the file; `inode` tells whether its name leads to another file by now."""
+    """A mapping of the file; its `inode` shows whether the name leads to another file by now."""
 
     def __init__(self, descriptor: int, writable: bool) -> None:
         status = os.fstat(descriptor)
         self.inode = status.st_ino
-        self._file = os.dup(descriptor)  # the locks are of this open file
+        self._file = os.dup(descriptor)  # the open file that has the locks
         self._writable = writable
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, access)
         self.words: Words = np.frombuffer(self._map, np.uint64, HEADER // 8)
-        whole: Bytes = np.frombuffer(self._map, np.uint8)
+        data: Bytes = np.frombuffer(self._map, np.uint8)
         start = int(self.words[W_MANIFEST])
-        self.manifest = Manifest.from_json(whole[start : start + int(self.words[W_MANIFEST_BYTES])].tobytes())
+        self.manifest = Manifest.from_json(data[start : start + int(self.words[W_MANIFEST_BYTES])].tobytes())
         nbytes, log_bytes = int(self.words[W_BYTES]), int(self.words[W_LOG_BYTES])
-        self.data = [whole[at : at + nbytes] for at in map(int, self.words[W_BUFFERS : W_BUFFERS + 2])]
-        self.log = [whole[at : at + log_bytes] for at in map(int, self.words[W_LOGS : W_LOGS + 2])]
+        self.data = [data[at : at + nbytes] for at in map(int, self.words[W_BUFFERS : W_BUFFERS + 2])]
+        self.log = [data[at : at + log_bytes] for at in map(int, self.words[W_LOGS : W_LOGS + 2])]
         self.buffer = [self.words[FIRST_BUFFER_WORD + BUFFER_WORDS * k :][:BUFFER_WORDS] for k in range(2)]
 
     def newest(self) -> int | None:
@@ -112,24 +113,25 @@ class Segment:
         return max((k for k, seq in enumerate(seqs) if seq and not seq & 1), key=self.stamp, default=None)
 
     def stamp(self, k: int) -> tuple[int, int]:
+        """(version, step) of buffer k with its log."""
         version, step, size = foot_of(self.log[k][: int(self.buffer[k][LOGGED])])
         return (version, step) if size else (int(self.buffer[k][VERSION]), int(self.buffer[k][STEP]))
 
     def begin(self, k: int, version: int) -> None:
-        """Buffer k is written to from here on, and holds no version until it is `complete`."""
+        """Mark buffer k as being written: it holds no version until `complete`."""
         words = self.buffer[k]
         words[WRITING] = version
-        words[SEQ] = (int(words[SEQ]) + 1) | 1  # odd, also over what a dead writer left
+        words[SEQ] = (int(words[SEQ]) + 1) | 1  # odd, even if a dead writer left an odd number
         words[LOGGED] = 0
 
     def complete(self, k: int, version: int, step: int, digest: int) -> None:
-        """Buffer k holds a whole version; `digest` 0: it has none."""
+        """Mark buffer k as a whole version; `digest` 0: it has none."""
         words = self.buffer[k]
         words[VERSION], words[STEP], words[CHECKSUM] = version, step, digest
         words[SEQ] = int(words[SEQ]) + 1
 
     def prefault(self) -> None:
-        """Map all pages of both buffers now, large ones where possible: a fault costs more than copying its page."""
+        """Map all pages of both buffers now, in large pages if possible: a fault costs more than copying its page."""
         for k in range(2):
             start, size = int(self.words[W_BUFFERS + k]), _round_up(len(self.data[k]))
             for advice in (HUGE_PAGES, POPULATE_WRITE if self._writable else POPULATE_READ):
@@ -158,7 +160,7 @@ class Segment:
             os.close(self._file)
             self._file = -1
         self.words = np.empty(0, np.uint64)
-        with contextlib.suppress(BufferError):  # a view of it is still alive; the mapping ends with the view
+        with contextlib.suppress(BufferError):  # a view is still alive; the mapping ends with it
             self._map.close()
 
 
@@ -178,7 +180,7 @@ def attach_segment(path: Path, writable: bool = False) -> Segment | None:
 
 
 def create_segment(path: Path, manifest: Manifest, log_bytes: int = 0) -> Segment:
-    """A new segment under that name, in place of an older one; readable by this user only."""
+    """Make a segment under that name, in place of an older one; readable by this user only."""
     text = manifest.to_json()
     first = _round_up(HEADER + len(text))
     second = first + _round_up(manifest.nbytes)
@@ -195,7 +197,7 @@ def create_segment(path: Path, manifest: Manifest, log_bytes: int = 0) -> Segmen
 
 
 def _allocate(descriptor: int, path: Path, size: int) -> None:
-    """Reserve all pages now: running out later would be a SIGBUS in the middle of a copy."""
+    """Reserve all pages now: running out of memory later would be a SIGBUS in the middle of a copy."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as problem:
@@ -232,13 +234,13 @@ class ShmSender(Sender):
         k = None if self._segment is None else self._segment.newest()
         return NOTHING if self._segment is None or k is None else self._segment.stamp(k)
 
-    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
+    def publish(self, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         newest, _ = self.newest()
         if version <= newest and not self._inherited:
             raise UserError(f"{self.path}: version {version} is not above {newest}, which is published; versions grow")
-        segment = self._for(named, above=newest < version)
-        if not self._write_changes(segment, newest, version, step, named):
-            self._write_all(segment, version, step, named)
+        segment = self._for(tensors, above=newest < version)
+        if not self._write_changes(segment, newest, version, step, tensors):
+            self._write_all(segment, version, step, tensors)
 
     def close(self) -> None:
         self._shadow = None
@@ -246,13 +248,13 @@ class ShmSender(Sender):
             self._segment.close()
             self._segment = None
 
-    def _write_all(self, segment: Segment, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
+    def _write_all(self, segment: Segment, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         k = 1 - (segment.newest() or 0)  # never the newest complete one; 1 if there is none
         if not segment.lock(k, alone=True, patience_s=PATIENCE_S):
             log.warning("weights: a reader of version %d is stopped in its copy; overwriting it", segment.stamp(k)[0])
         segment.begin(k, version)
         flat = block_of(segment.data[k])
-        segment.manifest.gather(named, flat, self.hook)
+        segment.manifest.gather(tensors, flat, self.hook)
         digest = segment.manifest.digest(segment.manifest.views(flat), version, step) if self._checksums else 0
         segment.complete(k, version, step, digest)
         segment.unlock(k)
@@ -269,7 +271,7 @@ class ShmSender(Sender):
         self._shadow.full()
 
     def _write_changes(
-        self, segment: Segment, newest: int, version: int, step: int, named: Mapping[str, torch.Tensor]
+        self, segment: Segment, newest: int, version: int, step: int, tensors: Mapping[str, torch.Tensor]
     ) -> bool:
         """Append what changed to the log of the newest buffer; False if all values have to be written."""
         k, shadow = segment.newest(), self._shadow
@@ -277,7 +279,7 @@ class ShmSender(Sender):
             return False
         words, area = segment.buffer[k], segment.log[k]
         used = int(words[LOGGED])
-        frame = shadow.frame(named, newest, version, step, len(area) - used)
+        frame = shadow.frame(tensors, newest, version, step, len(area) - used)
         if frame is None:
             return False
         area[used : used + len(frame)] = np.frombuffer(frame, np.uint8)
@@ -285,24 +287,24 @@ class ShmSender(Sender):
         words[LOGGED] = used + len(frame)  # from here on it counts
         return True
 
-    def _for(self, named: Mapping[str, torch.Tensor], above: bool) -> Segment:
-        """The segment for this layout: the present one, or a new one if that is of another run or model. Also a new one
-        if the file was removed: processes that map it would keep its old versions and see no new one."""
+    def _for(self, tensors: Mapping[str, torch.Tensor], above: bool) -> Segment:
+        """The segment for these tensors: the present one, or a new one if that is of another run or model. A new one
+        too if the file was removed, since processes that attach by its name would not find the present one."""
         inherited, self._inherited = self._inherited, False
-        mine = self._segment
-        if mine is not None and above and is_named(self.path, mine.inode) and self._suits(mine, named):
+        present = self._segment
+        if present is not None and above and is_named(self.path, present.inode) and self._suits(present, tensors):
             if inherited:
-                mine.words[W_PID] = os.getpid()
-                mine.prefault()
-            return mine
+                present.words[W_PID] = os.getpid()
+                present.prefault()
+            return present
         self.close()
-        manifest = Manifest.of(named)
+        manifest = Manifest.of(tensors)
         self._segment = create_segment(self.path, manifest, self._log_bytes(manifest))
         self._segment.prefault()
         return self._segment
 
-    def _suits(self, segment: Segment, named: Mapping[str, torch.Tensor]) -> bool:
-        return segment.manifest.matches(named) and len(segment.log[0]) == self._log_bytes(segment.manifest)
+    def _suits(self, segment: Segment, tensors: Mapping[str, torch.Tensor]) -> bool:
+        return segment.manifest.matches(tensors) and len(segment.log[0]) == self._log_bytes(segment.manifest)
 
     def _log_bytes(self, manifest: Manifest) -> int:
         return manifest.nbytes // 2 if self._threshold and Shadow.fits(manifest) else 0
@@ -312,7 +314,7 @@ class ShmSender(Sender):
 
 
 class VersionReceiver(TensorReceiver):
-    """Follows the newest version without its values; `fetch` only says which one it is, within `timeout_s`. A version
+    """Follows the numbers of versions without their values; `fetch` returns the newest, within `timeout_s`. A version
     counts only if its buffer is complete and was not written to while its words were read."""
 
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
@@ -345,7 +347,7 @@ class VersionReceiver(TensorReceiver):
             self._segment = None
 
     def _copy(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
-        """Take the newest complete version (here only its number); None if it was written to meanwhile."""
+        """Take the newest complete version (here its number alone); None if it was written to meanwhile."""
         stamp = self.newest()
         return None if stamp == NOTHING else stamp
 
@@ -381,14 +383,14 @@ class ShmReceiver(VersionReceiver):
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
         super().__init__(path, timeout_s=timeout_s)
         self._staging: torch.Tensor | None = None
-        self._tensors = Follower()  # the tensors that `_at` is true of
+        self._tensors = Follower()  # the tensors with the values of `_at`
         self._at: _Position | None = None
 
     def _copy(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
         k = segment.newest()
         if k is None or not segment.lock(k, alone=False):
             return None
-        at, self._at = self._at, None  # until it is known to be true again
+        at, self._at = self._at, None  # until the copy is complete
         try:
             segment.manifest.check(params)
             at = self._follow(segment, k, at, params) or self._whole(segment, k, params)
@@ -446,7 +448,8 @@ class ShmReceiver(VersionReceiver):
         return at
 
     def _stage(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy on the way to an accelerator, so that the bytes that are checked are the bytes that arrive."""
+        """Copy into staging memory on the way to an accelerator, so that the checked bytes are the bytes that arrive.
+        """
         if self._staging is None or len(self._staging) != len(flat):
             self._staging = new_block(len(flat))
         self._staging.copy_(flat)

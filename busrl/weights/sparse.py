@@ -1,16 +1,16 @@
 """Sparse updates: a frame holds the values of one version that differ from the version before it (docs/weights.md).
 
-Used by the senders and receivers of `weights.shm` and `weights.broadcast`. A frame is self-contained bytes: it may lie
-in shared memory or come over a network. Knows nothing of either, of epochs or of which process has which version.
+Used by the senders and receivers of `weights.shm` and `weights.broadcast`. A frame is self-contained bytes, in shared
+memory or from a network. Knows nothing of either, of epochs or of the versions of a process.
 
 Frame, little-endian: head (magic, base, version, step, parts, digest of all values or 0) · one row per changed tensor
 (its place in the manifest, bytes of a value, number of values, offset of the indices, offset of the values, sum) ·
 indices (uint32) and new bits of each, at multiples of 8 · foot (version, step, bytes of the frame, digest of it).
 
-- Values are bits, not differences: applying a frame is exact, also for NaN and -0.0, and applying it twice changes
-  nothing more.
-- A frame's digest is checked before anything is written, the sum of each tensor after it. The sum covers all changes
-  since the last full version, so it differs for a frame that is applied to another base.
+- A frame has the bits of new values, not differences: applying it is exact, also for NaN and -0.0, and applying it
+  again changes nothing.
+- The digest of a frame is checked before anything is written, the sum of each tensor afterwards. The sum covers all
+  changes since the last full version, so it differs if a frame is applied to another base.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class Frame:
-    """`version` is `base` with `parts` applied. `whole`: the digest of all values afterwards, or 0."""
+    """The changes from version `base` to `version`. `digest`: of all values afterwards, or 0."""
 
     base: int
     version: int
     step: int
-    whole: int
+    digest: int
     parts: tuple[TensorChange, ...]
 
     @property
@@ -79,7 +79,7 @@ class Frames(Generic[T]):
         self._kept: list[tuple[int, int, T]] = []
 
     def add(self, base: int, frame: T, nbytes: int, most: int) -> None:
-        """Keep a frame of so many bytes; the oldest go while all together have more than `most`."""
+        """Keep a frame of `nbytes`; the oldest frames go while all together have more than `most` bytes."""
         self._kept.append((base, nbytes, frame))
         size = sum(nbytes for _, nbytes, _ in self._kept)
         while size > most:
@@ -95,8 +95,8 @@ class Frames(Generic[T]):
 
 
 class Shadow:
-    """The sender's copy of what it last published, in a block of the manifest's layout; finds what has changed.
-    `since_key` counts the versions since the last full one, `sums` has one number per tensor since then."""
+    """The sender's copy of the last published version, in a block of the manifest's layout; finds the changed values.
+    `since_key` counts the versions since the last full version, `sums` has a number per tensor since then."""
 
     def __init__(
         self, manifest: Manifest, block: torch.Tensor, threshold: float, key_every: int, checksum: bool = False
@@ -105,7 +105,7 @@ class Shadow:
         self.most_bytes = int(manifest.nbytes * threshold)
         self._key_every, self._checksum = key_every, checksum
         self._views = manifest.views(block)
-        # The tensors that each thread compares, with room for all changes: they may lie in one half of the model.
+        # The tensors of each thread, with room for all changes, because all may be in the tensors of one thread.
         self._parts = [
             (entries, np.empty(self.most_bytes // 4, np.uint32), np.empty(self.most_bytes, np.uint8))
             for entries in _by_thread(manifest)
@@ -122,45 +122,45 @@ class Shadow:
         self.sums = [0] * len(self.manifest.entries)
         self.since_key = 0
 
-    def frame(self, named: Mapping[str, torch.Tensor], base: int, version: int, step: int, room: int) -> bytes | None:
-        """The frame that leads from the block to the tensors, which the block then holds; None if it is too long, or
-        a full version is due: the block is as it was. `room` bounds the bytes of the frame beside the threshold."""
+    def frame(self, tensors: Mapping[str, torch.Tensor], base: int, version: int, step: int, room: int) -> bytes | None:
+        """The frame from the block to the tensors, whose values the block then has. None, with the block unchanged, if
+        a full version is due or the frame would be longer than the threshold or `room` allow."""
         if self.since_key + 1 >= self._key_every:
             return None
-        found = self._find(named, min(self.most_bytes, room))
-        if found is None:
+        changes = self._find(tensors, min(self.most_bytes, room))
+        if changes is None:
             return None
         rows = []
-        for k, indices, values in found:
+        for k, indices, values in changes:
             entry = self.manifest.entries[k]
             width = width_of(entry)
             gained = put(self._views[entry.name].data_ptr(), entry.nbytes // width, width, indices, values)
             self.sums[k] = (self.sums[k] + gained) & MASK
             rows.append(TensorChange(k, width, indices, values, self.sums[k]))
         self.since_key += 1
-        whole = self.manifest.digest(self._views, version, step) if self._checksum else 0
-        return pack(Frame(base, version, step, whole, tuple(rows)))
+        values_digest = self.manifest.digest(self._views, version, step) if self._checksum else 0
+        return pack(Frame(base, version, step, values_digest, tuple(rows)))
 
-    def _find(self, named: Mapping[str, torch.Tensor], most: int) -> list[tuple[int, Bytes, Bytes]] | None:
+    def _find(self, tensors: Mapping[str, torch.Tensor], most: int) -> list[tuple[int, Bytes, Bytes]] | None:
         """Indices and new values of each tensor that changed; None if a frame of them would be too long."""
-        self.manifest.check(named)
+        self.manifest.check(tensors)
         most -= HEAD.size + FOOT.size
         with ThreadPoolExecutor(len(self._parts), "changed values") as pool:
-            found: list[tuple[int, Bytes, Bytes]] = []
-            compare_all: Any = pool.map if described(named) is named else map  # made by one thread, one after another
-            for part in compare_all(lambda own: self._find_in(own, named, most), self._parts):
+            changes: list[tuple[int, Bytes, Bytes]] = []
+            compare_all: Any = pool.map if described(tensors) is tensors else map  # a lazy mapping has one reader
+            for part in compare_all(lambda part: self._find_in(part, tensors, most), self._parts):
                 if part is None:
                     return None
-                found += part
-        if sum(ROW.size + 16 + len(indices) + len(values) for _, indices, values in found) > most:
+                changes += part
+        if sum(ROW.size + 16 + len(indices) + len(values) for _, indices, values in changes) > most:
             return None
-        return found
+        return changes
 
     def _find_in(
-        self, part: tuple[list[int], Any, Bytes], named: Mapping[str, torch.Tensor], left: int
+        self, part: tuple[list[int], Any, Bytes], tensors: Mapping[str, torch.Tensor], left: int
     ) -> list[tuple[int, Bytes, Bytes]] | None:
         entries, own_indices, own_values = part
-        found = []
+        changes = []
         for k in entries:
             entry = self.manifest.entries[k]
             width = width_of(entry)
@@ -168,13 +168,13 @@ class Shadow:
                 return None
             room = (left - ROW.size - 16) // (4 + width)
             indices, values = own_indices[:room], own_values[: room * width]
-            count = self._changed(named[entry.name], entry, width, indices, values)
+            count = self._changed(tensors[entry.name], entry, width, indices, values)
             if count < 0:
                 return None
             if count:
-                found.append((k, indices[:count].view(np.uint8).copy(), values[: count * width].copy()))
+                changes.append((k, indices[:count].view(np.uint8).copy(), values[: count * width].copy()))
                 left -= ROW.size + 16 + count * (4 + width)
-        return found
+        return changes
 
     def _changed(self, tensor: torch.Tensor, entry: Entry, width: int, indices: Any, values: Any) -> int:
         now = tensor.detach()
@@ -185,7 +185,7 @@ class Shadow:
 
 
 def _by_thread(manifest: Manifest) -> list[list[int]]:
-    """The places of the tensors, in runs of about the same size: one for each thread that is worth starting."""
+    """The indices of the tensors in runs of about the same size, one for each thread that is worth starting."""
     count = max(1, min(THREADS, os.cpu_count() or 1, manifest.nbytes // WORTH_A_THREAD))
     runs: list[list[int]] = [[] for _ in range(count)]
     for k, entry in enumerate(manifest.entries):
@@ -194,7 +194,7 @@ def _by_thread(manifest: Manifest) -> list[list[int]]:
 
 
 def width_of(entry: Entry) -> int:
-    """Bytes of what one index names: a value, or half of a complex one of 16 bytes."""
+    """Bytes per index: a value, or half of a complex value of 16 bytes."""
     count = math.prod(entry.shape)
     width = entry.nbytes // count if count else 1
     return 8 if width == 16 else width
@@ -212,7 +212,7 @@ def pack(frame: Frame) -> bytes:
         pieces += [b"\0" * (first - at), part.indices.tobytes(), b"\0" * (second - first - len(part.indices))]
         pieces.append(part.values.tobytes())
         at = second + len(part.values)
-    head = HEAD.pack(MAGIC, frame.base, frame.version, frame.step, len(frame.parts), frame.whole)
+    head = HEAD.pack(MAGIC, frame.base, frame.version, frame.step, len(frame.parts), frame.digest)
     end = b"\0" * (_to_eight(at) - at)
     body = b"".join([head, *rows, *pieces, end])
     size = len(body) + FOOT.size
@@ -220,13 +220,13 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(data: Bytes) -> Frame:
-    """The frame in these bytes, which it refers to; FrameError if `pack` did not make them."""
+    """The frame in these bytes, as views of them; FrameError if `pack` did not make them."""
     if len(data) < HEAD.size + FOOT.size:
         raise FrameError(f"a frame of {len(data)} bytes")
     version, step, size, seal = FOOT.unpack_from(data.data, len(data) - FOOT.size)
     body = data[: len(data) - FOOT.size]
-    magic, base, named_version, named_step, count, whole = HEAD.unpack_from(body.data)
-    if magic != MAGIC or size != len(data) or (version, step) != (named_version, named_step):
+    magic, base, version_of_head, step_of_head, count, values_digest = HEAD.unpack_from(body.data)
+    if magic != MAGIC or size != len(data) or (version, step) != (version_of_head, step_of_head):
         raise FrameError("no frame, or a truncated one")
     if seal != digest(body, version):
         raise FrameError(f"the frame of version {version} does not match its digest")
@@ -236,11 +236,11 @@ def unpack(data: Bytes) -> Frame:
         parts.append(
             TensorChange(entry, width, body[first : first + 4 * values], body[second : second + width * values], total)
         )
-    return Frame(base, version, step, whole, tuple(parts))
+    return Frame(base, version, step, values_digest, tuple(parts))
 
 
 def split(data: Bytes) -> list[Bytes]:
-    """Frames that lie one after another, read from the foot of the last; FrameError if they do not fill the bytes."""
+    """Split frames that follow one another, beginning at the foot of the last. FrameError if they leave a gap."""
     frames: list[Bytes] = []
     end = len(data)
     while end:
@@ -260,10 +260,10 @@ def foot_of(data: Bytes) -> tuple[int, int, int]:
     return version, step, size
 
 
-def apply(frame: Frame, manifest: Manifest, named: Mapping[str, torch.Tensor], sums: list[int]) -> None:
+def apply(frame: Frame, manifest: Manifest, tensors: Mapping[str, torch.Tensor], sums: list[int]) -> None:
     """Apply a frame and update the sums. FrameError if a tensor then differs from the sender's: tensors and sums are
-    useless, and a full version has to come. The caller has checked the tensors against the manifest."""
-    _apply(frame, manifest, sums, lambda entry, part: _put(named[entry.name], entry, part))
+    useless until a full version comes. The caller has checked the tensors against the manifest."""
+    _apply(frame, manifest, sums, lambda entry, part: _put(tensors[entry.name], entry, part))
 
 
 def apply_to_block(frame: Frame, manifest: Manifest, block: Bytes, sums: list[int]) -> None:
@@ -296,8 +296,8 @@ def _apply(
 
 
 class Follower:
-    """The tensors that hold a version, which frames may bring to the next ones, and the sums that prove it. Keeps the
-    tensors alive, so no other can come to lie in their place."""
+    """The tensors that hold a version, to which frames may be applied, and the sums that prove it. Keeps the tensors
+    alive, so that no other tensor gets their addresses."""
 
     def __init__(self) -> None:
         self.sums: list[int] = []
@@ -305,24 +305,24 @@ class Follower:
         self._tensors: dict[str, torch.Tensor] = {}
         self._places: list[int] = []
 
-    def start(self, manifest: Manifest, named: Mapping[str, torch.Tensor], sums: Sequence[int] = ()) -> None:
-        """All values of a version lie in the tensors; `sums`: of the changes that the sender has counted into it."""
+    def start(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], sums: Sequence[int] = ()) -> None:
+        """Begin with tensors that hold a whole version; `sums`: of the changes that the sender has counted into it."""
         self._manifest, self.sums = manifest, list(sums) or [0] * len(manifest.entries)
-        self._tensors, self._places = dict(named), [tensor.data_ptr() for tensor in named.values()]
+        self._tensors, self._places = dict(tensors), [tensor.data_ptr() for tensor in tensors.values()]
 
     def forget(self) -> None:
-        """Forget the tensors: it is not known what they hold."""
+        """Forget the tensors, because their values are undefined."""
         self._manifest, self._tensors = None, {}
 
-    def holds(self, named: Mapping[str, torch.Tensor]) -> bool:
-        """Tell whether these are the tensors, with their values still in the same place."""
-        if self._manifest is None or self._tensors.keys() != named.keys():
+    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Tell whether these are the tensors, at the same addresses."""
+        if self._manifest is None or self._tensors.keys() != tensors.keys():
             return False
-        mine = zip(self._tensors.items(), self._places)
-        return all(named[name] is tensor and tensor.data_ptr() == place for (name, tensor), place in mine)
+        ours = zip(self._tensors.items(), self._places)
+        return all(tensors[name] is tensor and tensor.data_ptr() == place for (name, tensor), place in ours)
 
     def follow(self, frames: Iterable[Frame]) -> None:
-        """Apply frames. FrameError: what the tensors hold is useless."""
+        """Apply frames. After FrameError the tensors are useless."""
         manifest, tensors = self._manifest, self._tensors
         self._manifest = None  # until all is in place
         if manifest is None:
@@ -330,14 +330,14 @@ class Follower:
         plain = all(map(is_plain, tensors.values()))
         for frame in frames:
             apply(frame, manifest, tensors, self.sums)
-            if frame.whole and plain:
-                compare(manifest, tensors, (frame.version, frame.step), frame.whole)
+            if frame.digest and plain:
+                compare(manifest, tensors, (frame.version, frame.step), frame.digest)
         self._manifest = manifest
 
 
-def compare(manifest: Manifest, named: Mapping[str, torch.Tensor], stamp: tuple[int, int], digest: int) -> None:
+def compare(manifest: Manifest, tensors: Mapping[str, torch.Tensor], stamp: tuple[int, int], digest: int) -> None:
     """FrameError if the values of a version do not match the digest that came with it."""
-    if manifest.digest(named, *stamp) != digest:
+    if manifest.digest(tensors, *stamp) != digest:
         raise FrameError(f"the values of version {stamp[0]} do not match their digest")
 
 
@@ -346,7 +346,7 @@ def _put(tensor: torch.Tensor, entry: Entry, part: TensorChange) -> int:
     if is_plain(tensor):
         return put(tensor.data_ptr(), count, part.width, part.indices, part.values)
     if tensor.device.type != "cpu":
-        return _put_elsewhere(tensor, count, part)
+        return put_on_device(tensor, count, part)
     import torch
 
     with torch.no_grad():
@@ -356,8 +356,8 @@ def _put(tensor: torch.Tensor, entry: Entry, part: TensorChange) -> int:
     return gained
 
 
-def _put_elsewhere(tensor: torch.Tensor, count: int, part: TensorChange) -> int:
-    """Put values on a device that the CPU cannot address; only the changed values travel."""
+def put_on_device(tensor: torch.Tensor, count: int, part: TensorChange) -> int:
+    """Put values into a tensor on a device that the CPU cannot address; only the changed values travel."""
     import torch
 
     indices, kind = part.indices.view(np.uint32), {1: "u1", 2: "u2", 4: "u4", 8: "u8"}[part.width]

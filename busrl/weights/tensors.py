@@ -1,13 +1,13 @@
 """Named tensors: their layout in one block of bytes, copies into and out of it, and which model they belong to.
 
-Used by every transport. Knows nothing of where the bytes are or who publishes when. torch is imported where tensors are
-copied, so a process that only asks for the newest version does without it.
+Used by every transport. Knows nothing of where the bytes are or who publishes when. Imports torch only to copy tensors,
+so a process that only reads the newest version's number needs none.
 
 - Sender and receiver compare manifests before a byte is copied; the error names the first name, shape or type that
   differs.
 - Tensors start at multiples of 64 bytes, in the order of the sender's names.
-- Plain memory (contiguous, on the CPU, one dtype) is copied by `busrl._blocks`, many tensors in one call and without
-  the interpreter's lock. Everything else (an accelerator, a transposed tensor) goes through `Tensor.copy_`.
+- `busrl._blocks` copies plain memory (contiguous, on the CPU, one dtype), many tensors in one call and without the
+  interpreter's lock. `Tensor.copy_` does all else (an accelerator, a transposed tensor).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIGNMENT = 64
 
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy to each first tensor the second, of the same shape; those in plain memory all in one call."""
+    """Copy the second tensor of each pair to the first, of the same shape; plain memory in one call for all pairs."""
     to, source, sizes = array("Q"), array("Q"), array("Q")
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
     for pair in pairs:
@@ -54,8 +54,8 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         import torch
 
         with torch.no_grad():
-            for one, other in others:
-                one.copy_(other)
+            for target, value in others:
+                target.copy_(value)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -71,7 +71,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def block_of(array: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Wrap the bytes as a tensor; of a read-only array only to be read."""
+    """Wrap the bytes as a tensor, which must not be written to if the array is read-only."""
     import torch
 
     with warnings.catch_warnings():
@@ -88,11 +88,12 @@ def new_block(nbytes: int) -> torch.Tensor:
 # -- the layout ------------------------------------------------------------------------------------------------
 
 
-def described(named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Names, shapes and types of the tensors: the tensors, or what a mapping says that makes each when it is asked for
-    (gathered from several processes, say): such a one is asked once per copy, and nobody keeps what it gives."""
-    found: Mapping[str, torch.Tensor] = getattr(named, "described", named)
-    return found
+def described(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Tensors with the names, shapes and types of these, perhaps without values: the mapping itself, or the
+    `described` of a lazy mapping. A lazy mapping makes each tensor when it is read (by gathering it from several
+    processes, say): it is read once per copy, and nothing keeps its tensors."""
+    description: Mapping[str, torch.Tensor] = getattr(tensors, "described", tensors)
+    return description
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -112,10 +113,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     entries: tuple[Entry, ...] = msgspec.field(name="tensors")
 
     @classmethod
-    def of(cls, named: Mapping[str, torch.Tensor]) -> Manifest:
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Manifest:
         entries: list[Entry] = []
         offset = 0
-        for name, tensor in described(named).items():
+        for name, tensor in described(tensors).items():
             nbytes = tensor.numel() * tensor.element_size()
             entries.append(Entry(name, _name_of(tensor.dtype), tuple(tensor.shape), offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -134,60 +135,63 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
         return {entry.name: (getattr(torch, entry.dtype), torch.Size(entry.shape)) for entry in self.entries}
 
-    def matches(self, named: Mapping[str, torch.Tensor]) -> bool:
-        """Tell whether the tensors have this layout, in whatever order."""
-        return self.expected == {name: (tensor.dtype, tensor.shape) for name, tensor in described(named).items()}
+    def matches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Tell whether the tensors have this layout, in any order."""
+        return self.expected == {name: (tensor.dtype, tensor.shape) for name, tensor in described(tensors).items()}
 
     def gather(
-        self, named: Mapping[str, torch.Tensor], flat: torch.Tensor, done: Callable[[str], None] | None = None
+        self, tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, done: Callable[[str], None] | None = None
     ) -> None:
         """Copy the tensors into the flat block (uint8); `done` is called with each name after its copy."""
-        for _ in self.gather_pieces(named, flat, 0 if done is not None else self.nbytes, done):
+        for _ in self.gather_pieces(tensors, flat, 0 if done is not None else self.nbytes, done):
             pass
 
     def gather_pieces(
-        self, named: Mapping[str, torch.Tensor], flat: torch.Tensor, piece: int,
+        self, tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, piece: int,
         done: Callable[[str], None] | None = None,
     ) -> Iterator[int]:
-        """Gather in pieces of about that many bytes, a tensor at a time where they are made when they are asked
-        for; yields how many bytes of the block are complete."""
-        self.check(named)
-        made, begun = described(named) is not named, list[Entry]()
+        """Gather in pieces of about that many bytes, one tensor at a time from a lazy mapping (`described`); yields the
+        number of bytes of the block that are complete."""
+        self.check(tensors)
+        lazy, begun = described(tensors) is not tensors, list[Entry]()
         for entry in self.entries:
             begun.append(entry)
-            if not made and entry.offset + entry.nbytes - begun[0].offset < piece:
+            if not lazy and entry.offset + entry.nbytes - begun[0].offset < piece:
                 continue
-            copy_all([(self.view(flat, one), named[one.name]) for one in begun])
+            self._copy_in(flat, tensors, begun)
             if done is not None:
                 done(entry.name)
             yield entry.offset + entry.nbytes
             begun = []
-        copy_all([(self.view(flat, one), named[one.name]) for one in begun])
+        self._copy_in(flat, tensors, begun)
         yield self.nbytes
 
-    def scatter(self, flat: torch.Tensor, named: Mapping[str, torch.Tensor]) -> None:
-        self.check(named)
-        copy_all([(named[entry.name], self.view(flat, entry)) for entry in self.entries])
+    def _copy_in(self, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor], entries: list[Entry]) -> None:
+        copy_all([(self.view(flat, entry), tensors[entry.name]) for entry in entries])
 
-    def digest(self, named: Mapping[str, torch.Tensor], version: int, step: int) -> int:
-        """64 bits that any change of a value changes; never 0. The tensors are contiguous and on the CPU."""
+    def scatter(self, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.check(tensors)
+        copy_all([(tensors[entry.name], self.view(flat, entry)) for entry in self.entries])
+
+    def digest(self, tensors: Mapping[str, torch.Tensor], version: int, step: int) -> int:
+        """64 bits, never 0, that change with any value. The tensors are contiguous and on the CPU."""
         seed = digest(version.to_bytes(8, "little") + step.to_bytes(8, "little"))
         for entry in self.entries:
-            seed = digest(bytes_of(named[entry.name]), seed)
+            seed = digest(bytes_of(tensors[entry.name]), seed)
         return seed or 1
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {entry.name: self.view(flat, entry) for entry in self.entries}
 
-    def check(self, named: Mapping[str, torch.Tensor]) -> None:
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """UserError with the first difference between this layout and the tensors."""
-        mine, named = self.expected, described(named)
-        if missing := sorted(mine.keys() - named.keys()):
+        expected, tensors = self.expected, described(tensors)
+        if missing := sorted(expected.keys() - tensors.keys()):
             raise UserError(f"weights: {len(missing)} published tensors are not in this model, first {missing[0]!r}")
-        if extra := sorted(named.keys() - mine.keys()):
+        if extra := sorted(tensors.keys() - expected.keys()):
             raise UserError(f"weights: {len(extra)} tensors of this model are not published, first {extra[0]!r}")
         for name, (dtype, shape) in self.expected.items():
-            tensor = named[name]
+            tensor = tensors[name]
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise UserError(
                     f"weights: {name!r} is {_name_of(dtype)}{list(shape)} where published and "
@@ -216,11 +220,11 @@ VOLATILE = ("transformers_version", "_name_or_path", "use_cache", "torch_dtype",
 
 
 def fingerprint(folder: Path) -> str:
-    """Hexadecimal SHA-256 that tells one model folder from another, so that no adapter is added to a wrong base.
+    """Hexadecimal SHA-256 that identifies a model folder, so that no adapter is added to a wrong base.
 
-    A copy of the folder has the same text; another architecture, dtype on disk or other weights give another. Weights
-    are sampled: their names, shapes and sizes, and 32 blocks of 64 KiB spread over each file, so models that differ in
-    less look equal. UserError for a folder without configuration or weights.
+    A copy of the folder has the same fingerprint; another architecture, another dtype on disk or other weights have
+    another. Of the weights it covers names, shapes and sizes, and 32 blocks of 64 KiB spread over each file; a
+    difference between these blocks is not seen. UserError for a folder without configuration or weights.
     """
     sha = hashlib.sha256()
     try:
@@ -238,7 +242,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _add(sha: Any, path: Path) -> None:
-    """Name, size, the header of a safetensors file whole, and blocks of the rest."""
+    """Add a file's name and size, the whole header of a safetensors file, and blocks of the rest."""
     size = path.stat().st_size
     sha.update(f"{path.name} {size}".encode())
     with open(path, "rb") as file:

@@ -164,6 +164,6 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def world(folder: Path) -> Iterator[World]:
-    made = World(folder)
-    yield made
-    made.close()
+    world = World(folder)
+    yield world
+    world.close()

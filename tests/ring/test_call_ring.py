@@ -46,8 +46,8 @@ def test_a_call_is_answered_in_place_and_its_slot_is_free_again(calls):
     line = calls.ring.line(slot)
     assert (line["group"], line["step"], line["uid"]) == (calls.ring.index, calls.ring.epoch, 7)
     assert (line["priority"], line["admission"], line["prompt_tokens"], line["temperature"]) == (3, 5, 20, 0.5)
-    taken, word = calls.take()
-    assert calls.engine.get(slot, "call").tobytes() == b"details" and taken == slot
+    claimed, word = calls.take()
+    assert calls.engine.get(slot, "call").tobytes() == b"details" and claimed == slot
     done = calls.answer(slot, word)
     assert (calls.ring.get(slot, "tokens", 0) == IDS + 1).all()
     assert calls.ring.free_call(slot, done) and not calls.ring.free_call(slot, done)
@@ -92,7 +92,8 @@ def test_calls_of_a_departed_caller_are_orphans_that_any_reaper_frees(calls):
     other.close()
     assert calls.engine.is_orphan(slot) and calls.engine.reap() == []
     calls.answer(slot, word)
-    assert [(one.label, one.frm, one.to) for one in calls.engine.reap()] == [("agent/1", State.GENERATED, State.FREE)]
+    [step] = calls.engine.reap()
+    assert (step.label, step.frm, step.to) == ("agent/1", State.GENERATED, State.FREE)
     assert calls.states() == {"FREE": 4}
 
 

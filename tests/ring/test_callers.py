@@ -58,19 +58,19 @@ class Played:
 
 @pytest.fixture
 def played():
-    made = Played()
-    yield made
-    made.close()
+    played = Played()
+    yield played
+    played.close()
 
 
 def test_an_answer_is_taken_whole_and_its_slot_is_free(played: Played) -> None:
-    one = played.caller.put(played.call())
+    pending = played.caller.put(played.call())
     assert played.caller.poll() == [] and played.caller.open == 1
     slot, word = played.take()
     assert (played.engine.get(slot, "prompt_ids") == IDS).all()
     played.answer(slot, word)
-    assert played.caller.wait(1.0) == [one] and played.caller.open == 0
-    answer = one.result()
+    assert played.caller.wait(1.0) == [pending] and played.caller.open == 0
+    answer = pending.result()
     assert answer.ids.tolist() == [1, 2, 3] and answer.versions.tolist() == [5, 5, 6] and answer.finish == Finish.LENGTH
     assert played.states() == {"FREE": 4}
 
@@ -85,57 +85,57 @@ def test_an_answer_is_taken_whole_and_its_slot_is_free(played: Played) -> None:
     ],
 )
 def test_what_an_engine_wrote_costs_the_call_and_nothing_else(played: Played, wrong: dict, code: str) -> None:
-    one = played.caller.put(played.call())
+    pending = played.caller.put(played.call())
     played.answer(*played.take(), **wrong)
-    assert played.caller.poll() == [one] and one.error is not None and one.error.code == code
+    assert played.caller.poll() == [pending] and pending.error is not None and pending.error.code == code
     assert played.states() == {"FREE": 4}
 
 
 def test_the_reason_why_there_is_no_answer_is_told(played: Played) -> None:
-    one = played.caller.put(played.call())
+    pending = played.caller.put(played.call())
     slot, word = played.take()
     played.engine.put(slot, word, "refused", np.frombuffer(b"too much", np.uint8), 0)
     assert played.engine.commit_segment(slot, word, True)
-    assert played.caller.poll() == [one] and (one.error.code, str(one.error)) == ("refused", "too much")
+    assert played.caller.poll() == [pending] and (pending.error.code, str(pending.error)) == ("refused", "too much")
 
 
 def test_the_engine_cancels_a_working_call_and_a_waiting_one_ends_immediately(played: Played) -> None:
-    one, two = played.caller.put(played.call(0)), played.caller.put(played.call(1))
+    first, second = played.caller.put(played.call(0)), played.caller.put(played.call(1))
     slot, word = played.take()
-    assert slot == one.slot
-    played.caller.cancel(two)
-    assert two.error.code == "cancelled" and played.states() == {"GENERATING": 1, "FREE": 3}
-    played.caller.cancel(one)
+    assert slot == first.slot
+    played.caller.cancel(second)
+    assert second.error.code == "cancelled" and played.states() == {"GENERATING": 1, "FREE": 3}
+    played.caller.cancel(first)
     [(bell, to)] = played.sent
-    assert (bell.slot_id, bell.seq, to) == (slot, word & SEQ, "rollout-0") and not one.done
+    assert (bell.slot_id, bell.seq, to) == (slot, word & SEQ, "rollout-0") and not first.done
     assert played.engine.free_call(slot, word)
-    assert played.caller.poll() == [one] and one.error.code == "cancelled"
+    assert played.caller.poll() == [first] and first.error.code == "cancelled"
 
 
 def test_a_cancelled_call_without_its_message_is_freed_with_answer_or_return(played: Played) -> None:
-    one, two = played.caller.put(played.call(0)), played.caller.put(played.call(1))
-    held = [played.take(), played.take()]
-    for each in (one, two):
+    first, second = played.caller.put(played.call(0)), played.caller.put(played.call(1))
+    slots = [played.take(), played.take()]
+    for each in (first, second):
         played.caller.cancel(each)
-    played.answer(*held[0])
-    assert played.engine.release(*held[1], State.QUEUED)
-    assert set(played.caller.poll()) == {one, two} and played.states() == {"FREE": 4}
+    played.answer(*slots[0])
+    assert played.engine.release(*slots[1], State.QUEUED)
+    assert set(played.caller.poll()) == {first, second} and played.states() == {"FREE": 4}
 
 
 def test_a_cancelled_slot_with_a_new_call_answers_that_one_alone(played: Played) -> None:
-    one = played.caller.put(played.call(0))
+    pending = played.caller.put(played.call(0))
     slot, word = played.take()
-    played.caller.cancel(one)
+    played.caller.cancel(pending)
     played.engine.free_call(slot, word)
     rest = [played.caller.put(played.call(number)) for number in range(1, 5)]
-    assert one.done and {each.slot for each in rest} == {0, 1, 2, 3}
+    assert pending.done and {each.slot for each in rest} == {0, 1, 2, 3}
     for _ in rest:
         played.answer(*played.take())
     assert set(played.caller.poll()) == set(rest) and all(each.answer for each in rest)
 
 
 def test_a_call_that_two_engines_died_of_alone_is_given_up(played: Played) -> None:
-    one = played.caller.put(played.call())
+    pending = played.caller.put(played.call())
     for _ in range(2):
         engine = Ring.attach(played.name, calls=True)
         engine.register("rollout", "rollout/1")
@@ -146,11 +146,11 @@ def test_a_call_that_two_engines_died_of_alone_is_given_up(played: Played) -> No
         [(slot, word)] = played.engine.take(State.QUEUED, State.GENERATING, cls=None, limit=1, max_attempt=255)
         played.engine.set(slot, word, alone_deaths=deaths)
         played.engine.release(slot, word, State.QUEUED)
-    assert played.caller.poll() == [one] and one.error.code == "poison" and played.states() == {"FREE": 4}
+    assert played.caller.poll() == [pending] and pending.error.code == "poison" and played.states() == {"FREE": 4}
 
 
 def test_streamed_tokens_drop_late_doubled_and_foreign_ones_and_keep_order(played: Played) -> None:
-    one = played.caller.put(played.call(streams=True))
+    pending = played.caller.put(played.call(streams=True))
     slot, word = played.take()
 
     def tokens(at: int, ids: list[int], seq: int = word & SEQ) -> None:
@@ -161,21 +161,21 @@ def test_streamed_tokens_drop_late_doubled_and_foreign_ones_and_keep_order(playe
     tokens(1, [2, 3])
     tokens(0, [1, 2])
     tokens(3, [7], seq=(word & SEQ) - 1)
-    assert one.drawn == [1, 2, 3]
+    assert pending.drawn == [1, 2, 3]
 
 
 def test_whoever_waits_in_vain_is_told_who_has_the_call(played: Played) -> None:
-    one, two = played.caller.put(played.call(0)), played.caller.put(played.call(1))
+    first, second = played.caller.put(played.call(0)), played.caller.put(played.call(1))
     played.take()
-    assert f"in the hands of rollout/0 (pid {os.getpid()})" in played.caller.whose(one)
-    assert "one of 1 that wait for an engine; there is rollout/0" in played.caller.whose(two)
+    assert f"in the hands of rollout/0 (pid {os.getpid()})" in played.caller.whose(first)
+    assert "one of 1 that wait for an engine; there is rollout/0" in played.caller.whose(second)
     assert played.caller.wait(0.01) == []
 
 
 def test_a_slot_that_another_program_took_is_told_and_ends_the_wait(played: Played) -> None:
-    one = played.caller.put(played.call())
-    assert played.ring.free_call(one.slot, one.word)
-    assert played.caller.poll() == [one] and one.error.code == "lost"
+    pending = played.caller.put(played.call())
+    assert played.ring.free_call(pending.slot, pending.word)
+    assert played.caller.poll() == [pending] and pending.error.code == "lost"
 
 
 async def serve(played: Played, count: int, seen: list[int]) -> None:
@@ -193,7 +193,7 @@ def test_calls_beyond_the_slots_wait_by_priority_and_all_are_answered(played: Pl
         seen: list[int] = []
         async with AsyncCaller(played.ring, lambda message, to: None) as caller:
             calls = [played.call(number, priority=number) for number in range(30)]
-            asks = [asyncio.ensure_future(caller.ask(one, 30.0)) for one in calls]
+            asks = [asyncio.ensure_future(caller.ask(call, 30.0)) for call in calls]
             await asyncio.sleep(0)
             await serve(played, 30, seen)
             return [int(answer.ids[0]) for answer in await asyncio.gather(*asks)], seen
@@ -250,14 +250,14 @@ def test_open_episodes_are_counted_by_what_they_do(played: Played, tmp_path: Pat
             samples.dispatch(uid=uid, group=0, admission=0, member=uid, group_size=4, cls=0, task=b"{}", prompt_crc=1,
                              max_new_tokens=8, temperature=1.0)
         samples.take(State.QUEUED, State.GENERATING, cls=None, limit=3)
-        [one, two] = samples.lines()["uid"][samples.lines()["state"] == State.GENERATING].tolist()[:2]
-        for uid in (one, two, two):
+        [first, second] = samples.lines()["uid"][samples.lines()["state"] == State.GENERATING].tolist()[:2]
+        for uid in (first, second, second):
             played.caller.put(played.call(uid))
         played.take()
         now = int(samples.lines()["changed_ns"].max()) + 2_000_000_000
-        found = open_episodes(samples.lines(), played.ring.lines(), now)
-        assert {name: count for name, (count, _) in found.items()} == {"thinking": 1, "waiting": 1, "tool": 1}
-        assert all(2.0 <= age < 60.0 for _, age in found.values())
+        episodes = open_episodes(samples.lines(), played.ring.lines(), now)
+        assert {name: count for name, (count, _) in episodes.items()} == {"thinking": 1, "waiting": 1, "tool": 1}
+        assert all(2.0 <= age < 60.0 for _, age in episodes.values())
     finally:
         samples.close()
         Ring.unlink(f"{played.name}.s")

@@ -171,17 +171,17 @@ def test_fates_are_shared_grow_in_steps_and_hold_plain_bytes(folder):
     path = str(folder / "fates")
     with pytest.raises(FileNotFoundError):
         Fates(path)
-    one, two = Fates(path, create=True), Fates(path)
-    assert one.store(70_000, "D") and two.get(70_000) == ord("D") and two.get(10_000_000) == 0
-    assert len(two) == os.path.getsize(path) == 2 * 65536
-    view = two.view()
+    first, second = Fates(path, create=True), Fates(path)
+    assert first.store(70_000, "D") and second.get(70_000) == ord("D") and second.get(10_000_000) == 0
+    assert len(second) == os.path.getsize(path) == 2 * 65536
+    view = second.view()
     assert view[70_000] == ord("D") and not view.flags.writeable
-    two.close()
+    second.close()
     assert np.count_nonzero(view) == 1
-    assert one.get(VALIDATE_BIT | 70_000) == ord("D")
+    assert first.get(VALIDATE_BIT | 70_000) == ord("D")
     with pytest.raises(FateRefused, match="capacity"):
-        one.store(1 << 40, "D")
-    one.sync()
+        first.store(1 << 40, "D")
+    first.sync()
 
 
 def test_a_full_disk_fails_at_reserve_and_not_by_a_later_fault(folder):

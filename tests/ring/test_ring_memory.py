@@ -20,12 +20,12 @@ MIB = 1 << 20
 
 @pytest.fixture
 def ring(folder: Path) -> Iterator[Ring]:
-    made = Ring.create(str(folder / "ring"), slots=SLOTS, slot_bytes=SLOT_BYTES, processes=8, uuid=bytes(16))
+    ring = Ring.create(str(folder / "ring"), slots=SLOTS, slot_bytes=SLOT_BYTES, processes=8, uuid=bytes(16))
     fates = Fates(str(folder / "fates.bin"), create=True, capacity=1 << 20)
-    made.bind_fates(fates, fates)
-    made.register("learner", "test")
-    yield made
-    made.close()
+    ring.bind_fates(fates, fates)
+    ring.register("learner", "test")
+    yield ring
+    ring.close()
 
 
 def resident(ring: Ring) -> int:
@@ -44,30 +44,30 @@ def generate(ring: Ring, uid: int, tokens: int) -> None:
 
 def train(ring: Ring, count: int) -> list[int]:
     """The first token of each; all of an answer must be its own."""
-    found = []
+    sizes = []
     for slot, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=count, max_attempt=255):
         ring.release(slot, word, State.REWARDED)
     for slot, word in ring.take(State.REWARDED, State.TRAINING, cls=None, limit=count, max_attempt=255):
         tokens = ring.get(slot, "tokens", 0).copy()
         assert (tokens == tokens[0]).all() and (ring.get(slot, "versions", 0) == tokens[0]).all()
-        found.append(int(tokens[0]))
+        sizes.append(int(tokens[0]))
         assert ring.finish(slot, word, "T")
-    return found
+    return sizes
 
 
 def test_resident_memory_follows_held_answers_over_more_than_would_fit(ring: Ring) -> None:
     assert os.stat(ring.name).st_size > 1800 * MIB
     empty = resident(ring)
     assert empty < SLOTS * (KEPT + (12 << 10)) + MIB
-    held, trained = 0, []
+    in_use, trained = 0, []
     for uid in range(4 * SLOTS // 4):
         generate(ring, uid, TOKENS if uid % 4 else 1000)
-        held += 1
-        if held == 24:
+        in_use += 1
+        if in_use == 24:
             assert resident(ring) - empty < 24 * ANSWER
             trained += train(ring, 16)
-            held -= 16
-            assert resident(ring) - empty <= held * ANSWER
+            in_use -= 16
+            assert resident(ring) - empty <= in_use * ANSWER
     trained += train(ring, SLOTS)
     assert sorted(trained) == list(range(SLOTS)) and resident(ring) == empty
 
@@ -78,8 +78,8 @@ def test_what_check_counts_is_what_the_file_takes(ring: Ring) -> None:
     empty = resident(ring)
     for uid in range(8):
         generate(ring, uid, TOKENS)
-    taken = empty + (resident(ring) - empty) // 8 * SLOTS
-    assert taken <= counted < 1.05 * taken
+    expected = empty + (resident(ring) - empty) // 8 * SLOTS
+    assert expected <= counted < 1.05 * expected
 
 
 def test_short_answers_take_nothing_more(ring: Ring) -> None:

@@ -29,7 +29,7 @@ FATES_HPP = Path(__file__).resolve().parents[2] / "csrc" / "include" / "busrl" /
 
 
 def test_states_header_words_and_codes_are_those_of_the_core():
-    assert {one.name: int(one) for one in _ring.State} == {one.name: one.value for one in State}
+    assert {state.name: int(state) for state in _ring.State} == {state.name: state.value for state in State}
     assert tuple(HeaderWord) == _ring.HEADER_WORDS and CRASH_POINTS == _ring.CRASH_POINTS
     assert _ring.UID_VALIDATE == VALIDATE_BIT
     codes = dict(re.findall(r"k([A-Z][a-z]+) = '(.)'", FATES_HPP.read_text()))

@@ -19,7 +19,7 @@ def start() -> Iterator[Callable[..., members.Child]]:
     """Starts `members.engine` or `members.learner` as a process of its own."""
     started: list[members.Child] = []
 
-    def one(target: Callable[..., None], *arguments: Any) -> members.Child:
+    def start_child(target: Callable[..., None], *arguments: Any) -> members.Child:
         here, there = forks.Pipe()
         process = forks.Process(target=target, args=(there, *arguments), daemon=True)
         process.start()
@@ -27,6 +27,6 @@ def start() -> Iterator[Callable[..., members.Child]]:
         started.append(members.Child(process, here))
         return started[-1]
 
-    yield one
+    yield start_child
     for child in started:
         child.end()

@@ -48,8 +48,8 @@ def engine(
     pipe: Any, file: str, name: str, timeout_s: float, point: str = "", armed: bool = True, how: int = signal.SIGKILL
 ) -> None:
     """Sends every version that it got, after a check that it is of one piece; "arm" sets the trap, None is the end."""
-    made = BroadcastReceiver(file, name, timeout_s=timeout_s)
-    made.hook = trap = Trap(point, armed, how)
+    receiver = BroadcastReceiver(file, name, timeout_s=timeout_s)
+    receiver.hook = trap = Trap(point, armed, how)
     here, newest = tensors(0), 0
     while True:
         if pipe.poll(0):
@@ -58,46 +58,46 @@ def engine(
             trap.armed = True
             pipe.send("armed")
         with suppress(WeightsTimeout):
-            made.wait_for(newest + 1, 0.1)
-            newest, step = made.fetch(here)
-            whole = all(bool((tensor == newest).all()) for tensor in here.values()) and step == newest * 10
-            pipe.send((newest if whole else -1, time.monotonic()))
-    made.close()
+            receiver.wait_for(newest + 1, 0.1)
+            newest, step = receiver.fetch(here)
+            consistent = all(bool((tensor == newest).all()) for tensor in here.values()) and step == newest * 10
+            pipe.send((newest if consistent else -1, time.monotonic()))
+    receiver.close()
 
 
 def learner(
     pipe: Any, file: str, version: int, timeout_s: float, point: str = "", how: int = signal.SIGKILL
 ) -> None:
     """Publishes a version, and one more each time anything is said to it; ends at None."""
-    made = BroadcastSender(file, timeout_s=timeout_s, bucket_bytes=BUCKET)
-    made.hook = Trap(point, True, how)
+    sender = BroadcastSender(file, timeout_s=timeout_s, bucket_bytes=BUCKET)
+    sender.hook = Trap(point, True, how)
     while True:
-        made.publish(version, version * 10, tensors(version))
+        sender.publish(version, version * 10, tensors(version))
         if not pipe.poll(2 * PATIENCE_S) or pipe.recv() is None:
             break
         version += 1
-    made.close()
+    sender.close()
 
 
 def soldier(pipe: Any, plain: dict[str, Any], name: str, sizes: dict[str, tuple[int, ...]]) -> None:
     """Of the soak: follows versions and sends (version, digest of the values, open files, resident kB) for each."""
     from busrl.weights.tensors import Manifest
 
-    made: Any = make_receiver(TransportSettings.from_plain(plain), name)
-    fetch = made.fetch if made.kind == "tensors" else lambda into: load_folder(made, into)
+    receiver: Any = make_receiver(TransportSettings.from_plain(plain), name)
+    fetch = receiver.fetch if receiver.kind == "tensors" else lambda into: load_folder(receiver, into)
     here = {key: torch.zeros(shape, dtype=torch.float32) for key, shape in sizes.items()}
     manifest, newest = Manifest.of(here), 0
     while not pipe.poll(0):
         with suppress(WeightsTimeout):
-            made.wait_for(newest + 1, 0.05)
+            receiver.wait_for(newest + 1, 0.05)
             newest, _ = fetch(here)
             pipe.send((newest, manifest.digest(here, newest, 0), open_files(), resident_kb()))
-    made.close()
+    receiver.close()
 
 
-def write_folder(folder: Path, named: Mapping[str, torch.Tensor]) -> None:
+def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A version as a folder, as a checkpoint's."""
-    safetensors.torch.save_file(dict(named), folder / "model.safetensors")
+    safetensors.torch.save_file(dict(tensors), folder / "model.safetensors")
 
 
 def load_folder(receiver: Any, into: dict[str, torch.Tensor]) -> tuple[int, int]:
@@ -114,10 +114,10 @@ def descendants() -> set[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found, last = {os.getpid()}, set[int]()
-    while found != last:
-        last, found = found, found | {pid for pid, parent in parents.items() if parent in found}
-    return found - {os.getpid()}
+    pids, last = {os.getpid()}, set[int]()
+    while pids != last:
+        last, pids = pids, pids | {pid for pid, parent in parents.items() if parent in pids}
+    return pids - {os.getpid()}
 
 
 def open_files() -> int:
@@ -131,17 +131,12 @@ def resident_kb() -> int:
 
 
 def settle(sender: BroadcastSender) -> list[str]:
-    """Wait until the newest version has arrived at all members of a group that stands; who they are."""
+    """Wait until the newest version has arrived at all members of a group; returns their names."""
     deadline = time.monotonic() + PATIENCE_S
-    while sender._due():
+    while sender.due():
         assert time.monotonic() < deadline, sender.phase
         threading.Event().wait(0.01)
-    return members(sender)
-
-
-def members(sender: BroadcastSender) -> list[str]:
-    """Names in the group as it stands."""
-    return sorted(sender._members) if sender._group is not None else []
+    return sender.group_members
 
 
 class Child:

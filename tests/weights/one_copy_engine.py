@@ -28,13 +28,13 @@ class Fused:
 
     def __init__(self, folder: str) -> None:
         self.config = AutoConfig.from_pretrained(folder)
-        own = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-        self.wanted = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        parameters = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+        self.wanted = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         self.tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in own.items():
+        for name, tensor in parameters.items():
             for pieces, fused in FUSED:
                 if f".{pieces[0]}." in name:
-                    all_of = [own[name.replace(pieces[0], piece)].detach() for piece in pieces]
+                    all_of = [parameters[name.replace(pieces[0], piece)].detach() for piece in pieces]
                     self.tensors[name.replace(pieces[0], fused)] = torch.cat(all_of)
             if not any(f".{piece}." in name for piece in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
                 tensor = tensor.detach().clone()

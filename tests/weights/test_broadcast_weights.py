@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from members import BUCKET, PATIENCE_S, Child, engine, learner, members, settle, tensors
+from members import BUCKET, PATIENCE_S, Child, engine, learner, settle, tensors
 
 from busrl.errors import UserError, WeightsTimeout
 from busrl.weights.base import NOTHING, GroupCallbacks
@@ -58,12 +58,12 @@ def missing() -> list[str]:
 
 @pytest.fixture
 def sender(cast: Cast, missing: list[str]) -> Iterator[BroadcastSender]:
-    made = BroadcastSender(
+    sender = BroadcastSender(
         cast.file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET,
         callbacks=GroupCallbacks(lambda change: None, lambda name, text: missing.append(name)),
     )
-    yield made
-    made.close()
+    yield sender
+    sender.close()
 
 
 def publish(sender: BroadcastSender, version: int) -> None:
@@ -83,7 +83,7 @@ def test_every_version_reaches_every_member_and_a_late_joiner_gets_the_newest(
     first.until(4)
     second.until(4)
     settle(sender)
-    assert members(sender) == ["rollout/0", "rollout/1", "rollout/2"]
+    assert sender.group_members == ["rollout/0", "rollout/1", "rollout/2"]
     assert sender.newest() == (4, 40)
 
 
@@ -101,7 +101,7 @@ def test_a_member_killed_in_mid_broadcast_is_left_out_and_named(
     doomed.fell(signal.SIGKILL)
     settle(sender)
     assert missing == ["rollout/1"]
-    assert members(sender) == ["rollout/0", "rollout/2"]
+    assert sender.group_members == ["rollout/0", "rollout/2"]
     publish(sender, 3)
     first.until(3)
     third.until(3)
@@ -178,7 +178,7 @@ def test_members_keep_the_version_of_a_killed_learner_and_follow_its_successor(c
 def test_publishing_waits_for_nobody_and_an_overtaken_version_is_skipped(sender: BroadcastSender, cast: Cast) -> None:
     for version in range(1, 30):
         publish(sender, version)
-    assert members(sender) == []
+    assert sender.group_members == []
     cast.member("rollout/0").until(29)
 
 

@@ -21,8 +21,8 @@ names = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1)
 
 
 def pieces_of(data: bytes, size: int) -> Pieces:
-    found = [digest(data[at : at + size], at) for at in range(0, len(data), size)]
-    return Pieces(len(data), size, np.array(found, "<u8").tobytes())
+    digests = [digest(data[at : at + size], at) for at in range(0, len(data), size)]
+    return Pieces(len(data), size, np.array(digests, "<u8").tobytes())
 
 
 @given(st.integers(0, 400), st.integers(1, 60), st.integers(1, 8), st.integers(0, 1 << 30))
@@ -31,12 +31,12 @@ def test_every_piece_comes_once_and_only_pieces_in_flight_are_requested_again(
 ) -> None:
     chance, data = random.Random(seed), random.Random(seed).randbytes(nbytes)
     pieces, copy, flying, again = pieces_of(data, size), bytearray(nbytes), list[tuple[int, int]](), set[int]()
-    asked = set[int]()
+    numbers = set[int]()
     while pieces.left:
         while len(flying) < ahead and (place := pieces.want()) is not None:
-            assert place[0] not in asked or place[0] in again
+            assert place[0] not in numbers or place[0] in again
             again.discard(place[0])
-            asked.add(place[0])
+            numbers.add(place[0])
             flying.append(place)
         assert pieces.open == len(flying)
         if chance.random() < 0.2:
@@ -96,7 +96,7 @@ def test_a_host_that_gives_little_is_left_until_the_best_is_found(
     assert len(turns) <= len(above) + 2, "each is tried once, then one is kept"
     if usual and rates.get(above[0], 0.0) > usual / 2 + 10:
         assert turns == above[:1]
-    best = max(rates.get(one, 0.0) for one in [*above, HOME])
+    best = max(rates.get(source, 0.0) for source in [*above, HOME])
     assert rates.get(sources.current, 0.0) >= min(best, usual / 2 if usual else best) - 10
 
 
@@ -122,28 +122,28 @@ def test_no_host_waits_for_itself_over_others(
     chain, now, version = Chain(HOME_S), 0.0, 1
     above = dict[int, dict[str, list[str]]]()
     have = dict[str, int]()
-    for name, newer, seconds, whole in events:
+    for name, newer, seconds, complete in events:
         now += seconds / 10
         version += newer == 3
-        if whole and above.get(version, {}).get(name) is not None:
+        if complete and above.get(version, {}).get(name) is not None:
             have[name] = version
         chain.looked(name, have.get(name, -1), now)
         if have.get(name, -1) < version:
-            above.setdefault(version, {})[name] = given = chain.asks(name, f"tcp://{name}:1", version, 1000, now)
-            assert name not in given and len(set(given)) == len(given) <= 2
+            above.setdefault(version, {})[name] = sources = chain.asks(name, f"tcp://{name}:1", version, 1000, now)
+            assert name not in sources and len(set(sources)) == len(sources) <= 2
     for edges in above.values():
-        left = {one: set(others) for one, others in edges.items()}
+        left = {engine: set(others) for engine, others in edges.items()}
         while left:
-            free = [one for one, others in left.items() if not others & set(left)]
+            free = [engine for engine, others in left.items() if not others & set(left)]
             assert free, f"these wait for each other: {left}"
-            for one in free:
-                del left[one]
+            for engine in free:
+                del left[engine]
 
 
 def fetched(chain: Chain, version: int, begun: float, seconds: dict[str, float]) -> dict[str, list[str]]:
     """All hosts ask at once and have the version after so many seconds."""
     above = {name: chain.asks(name, f"tcp://{name}:1", version, 1_000_000, begun) for name in seconds}
-    for name, took in sorted(seconds.items(), key=lambda one: one[1]):
+    for name, took in sorted(seconds.items(), key=lambda entry: entry[1]):
         chain.looked(name, version, begun + took)
     return above
 

@@ -19,9 +19,9 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ControlServer]:
-    made = ControlServer(tmp_path / "cast.sock")
-    yield made
-    made.close()
+    server = ControlServer(tmp_path / "cast.sock")
+    yield server
+    server.close()
 
 
 def received(server: ControlServer) -> list[object]:
@@ -55,21 +55,21 @@ def test_a_malformed_line_ends_only_its_own_connection(server: ControlServer, li
 
 def test_a_peer_that_sends_lines_without_end_is_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "LONGEST_LINE", 1000)
-    mine, others = socket.socketpair()
-    with mine, others:
-        mine.setblocking(False)
+    ours, others = socket.socketpair()
+    with ours, others:
+        ours.setblocking(False)
         sent = 0
         connection = ControlConnection(others)
         with contextlib.suppress(BlockingIOError):
             while True:
-                sent += mine.send(b"{}\n" * 20_000)
+                sent += ours.send(b"{}\n" * 20_000)
         assert 0 < len(connection.read()) * 3 <= (1 << 16) + 1000 < sent
 
 
 def test_a_line_that_is_too_long_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "LONGEST_LINE", 1000)
-    mine, others = socket.socketpair()
-    with mine, others:
-        mine.sendall(b"x" * 1001)
+    ours, others = socket.socketpair()
+    with ours, others:
+        ours.sendall(b"x" * 1001)
         with pytest.raises(ConnectionError, match="a line of more than 1000 bytes"):
             ControlConnection(others).read()

@@ -28,11 +28,11 @@ from busrl.weights.tensors import fingerprint
 Named = Mapping[str, Any]
 
 
-def write(folder: Path, named: Named) -> None:
+def write(folder: Path, tensors: Named) -> None:
     """Stands for peft: two files, one of them in a folder of its own."""
-    (folder / "config.json").write_text(json.dumps(sorted(named)))
+    (folder / "config.json").write_text(json.dumps(sorted(tensors)))
     (folder / "deep").mkdir()
-    (folder / "deep" / "weights").write_bytes(b"".join(named.values()))
+    (folder / "deep" / "weights").write_bytes(b"".join(tensors.values()))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_version_arrives_whole_and_stays_until_the_next_one_is_taken(root: Pat
         sends.publish(newer, newer, {"a": b"more"})
     assert (first / "deep" / "weights").read_bytes() == b"three", "the learner keeps one version, and took none of mine"
     assert takes.take().version == 6 and not first.exists()
-    assert [found.version for found in folders.versions(root)] == [6]
+    assert [folder.version for folder in folders.versions(root)] == [6]
     takes.close()
     sends.close()
     assert not list((root / "held").iterdir())
@@ -146,8 +146,8 @@ def spoil_stamp(folder: Path) -> None:
 
 
 def spoil_version(folder: Path) -> None:
-    told = json.loads((folder / folders.STAMP).read_text())
-    (folder / folders.STAMP).write_text(json.dumps({**told, "version": 1}))
+    stamp = json.loads((folder / folders.STAMP).read_text())
+    (folder / folders.STAMP).write_text(json.dumps({**stamp, "version": 1}))
 
 
 def spoil_kind(folder: Path) -> None:
@@ -209,7 +209,7 @@ def test_waiting_has_an_end_and_names_the_learner(root: Path, base: Path) -> Non
 
 
 def test_without_room_nothing_of_the_version_is_left(root: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path, named: Named) -> None:
+    def full(folder: Path, tensors: Named) -> None:
         (folder / "half").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -279,12 +279,13 @@ def test_an_engine_that_dies_while_it_takes_harms_nobody(root: Path, base: Path,
 def test_versions_that_go_while_they_are_taken_are_looked_for_again(root: Path, base: Path) -> None:
     sends, takes = sender(root, base, kept=1), receiver(root, base)
     sends.publish(1, 1, {"a": b"1"})
-    told: list[str] = []
+    overtaken: list[str] = []
 
     def overtake(step: str) -> None:
-        if step == "linked" and not told:
-            told.append(step)
-            (takes._mine / ".draft-v000000000001-s1" / "deep" / "weights").unlink()  # as if it had gone meanwhile
+        if step == "linked" and not overtaken:
+            overtaken.append(step)
+            draft = root / "held" / f"rollout-0.{os.getpid()}" / ".draft-v000000000001-s1"
+            (draft / "deep" / "weights").unlink()  # as if it had gone meanwhile
             sends.publish(2, 2, {"a": b"2"})
 
     takes.hook = overtake

@@ -35,8 +35,8 @@ def checkpoint(bias: bool = False, tied: bool = True) -> dict[str, Shape]:
 
 def engine(bias: bool = False, tied: bool = True, padding: int = 0) -> dict[str, Shape]:
     """The same, fused."""
-    own = checkpoint(bias, tied)
-    fused = {name: shape for name, shape in own.items() if "_proj" not in name or "o_proj" in name or "down" in name}
+    shapes = checkpoint(bias, tied)
+    fused = {name: shape for name, shape in shapes.items() if "_proj" not in name or "o_proj" in name or "down" in name}
     rows = (HEADS + 2 * KV_HEADS) * WIDTH
     fused[LAYER + "self_attn.qkv_proj.weight"] = (rows, HIDDEN)
     fused[LAYER + "mlp.gate_up_proj.weight"] = (2 * INNER, HIDDEN)
@@ -49,21 +49,21 @@ def engine(bias: bool = False, tied: bool = True, padding: int = 0) -> dict[str,
 
 
 def test_each_projection_has_its_rows_of_the_fused_tensor() -> None:
-    found = {part.name.removeprefix(LAYER): part for part in fused_rows(engine(), checkpoint())}
-    assert found.keys() == {name.removeprefix(LAYER) for name in checkpoint()}
+    parts = {part.name.removeprefix(LAYER): part for part in fused_rows(engine(), checkpoint())}
+    assert parts.keys() == {name.removeprefix(LAYER) for name in checkpoint()}
     qkv = LAYER + "self_attn.qkv_proj.weight"
-    assert found["self_attn.q_proj.weight"] == FusedRows(LAYER + "self_attn.q_proj.weight", qkv, 0, 32)
-    assert (found["self_attn.k_proj.weight"].start, found["self_attn.k_proj.weight"].stop) == (32, 48)
-    assert (found["self_attn.v_proj.weight"].start, found["self_attn.v_proj.weight"].stop) == (48, 64)
-    assert (found["mlp.up_proj.weight"].tensor, found["mlp.up_proj.weight"].start) == (
+    assert parts["self_attn.q_proj.weight"] == FusedRows(LAYER + "self_attn.q_proj.weight", qkv, 0, 32)
+    assert (parts["self_attn.k_proj.weight"].start, parts["self_attn.k_proj.weight"].stop) == (32, 48)
+    assert (parts["self_attn.v_proj.weight"].start, parts["self_attn.v_proj.weight"].stop) == (48, 64)
+    assert (parts["mlp.up_proj.weight"].tensor, parts["mlp.up_proj.weight"].start) == (
         LAYER + "mlp.gate_up_proj.weight", INNER,
     )
 
 
 def test_biases_are_fused_like_weights_and_padding_belongs_to_nobody() -> None:
-    found = {part.name: part for part in fused_rows(engine(True, False, padding=34), checkpoint(True, False))}
-    assert (found[LAYER + "self_attn.v_proj.bias"].start, found[LAYER + "self_attn.v_proj.bias"].stop) == (48, 64)
-    assert found["lm_head.weight"].stop == found["model.embed_tokens.weight"].stop == VOCABULARY
+    parts = {part.name: part for part in fused_rows(engine(True, False, padding=34), checkpoint(True, False))}
+    assert (parts[LAYER + "self_attn.v_proj.bias"].start, parts[LAYER + "self_attn.v_proj.bias"].stop) == (48, 64)
+    assert parts["lm_head.weight"].stop == parts["model.embed_tokens.weight"].stop == VOCABULARY
 
 
 def without(name: str) -> Callable[[dict[str, Shape]], None]:
@@ -75,7 +75,7 @@ def resized(name: str, shape: Shape) -> Callable[[dict[str, Shape]], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         (without(LAYER + "self_attn.qkv_proj.weight"), "the engine has no model.layers.0.self_attn.q_proj.weight"),
         (resized(LAYER + "self_attn.qkv_proj.weight", (32, HIDDEN)), "make 64 rows .* split over several devices"),
@@ -86,12 +86,12 @@ def resized(name: str, shape: Shape) -> Callable[[dict[str, Shape]], None]:
     ],
 )
 def test_what_would_not_be_trained_or_not_be_right_is_refused(
-    change: Callable[[dict[str, Shape]], None], said: str
+    change: Callable[[dict[str, Shape]], None], text: str
 ) -> None:
-    own = engine()
-    change(own)
-    with pytest.raises(UserError, match=said):
-        fused_rows(own, checkpoint())
+    shapes = engine()
+    change(shapes)
+    with pytest.raises(UserError, match=text):
+        fused_rows(shapes, checkpoint())
 
 
 def test_a_checkpoint_without_one_of_the_fused_projections_is_refused() -> None:

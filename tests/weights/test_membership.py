@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from members import BUCKET, PATIENCE_S, Child, engine, learner, members, settle, tensors
+from members import BUCKET, PATIENCE_S, Child, engine, learner, settle, tensors
 
 from busrl.weights.base import GroupCallbacks, GroupChange
 from busrl.weights.broadcast.group import ControlConnection
@@ -48,20 +48,20 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path / "store")
-    yield made
-    made.sender.close()
+    scene = Scene(tmp_path / "store")
+    yield scene
+    scene.sender.close()
 
 
 def cases(*points: str) -> list[object]:
     """Every point and signal; all but one kill and one stop among the slow tests."""
-    found: list[object] = []
+    problems: list[object] = []
     for point in points:
         for how in HOW:
             name = f"{point.replace(' ', '-')}-{how.name}"
             quick = (point, how) in (("bucket 5", signal.SIGKILL), ("connect", signal.SIGKILL))
-            found.append(pytest.param(point, how, id=name, marks=[] if quick else slow))
-    return found
+            problems.append(pytest.param(point, how, id=name, marks=[] if quick else slow))
+    return problems
 
 
 @pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=slow)])
@@ -74,18 +74,18 @@ def test_a_member_lost_in_a_transfer_delays_others_at_most_the_timeout(
         for name in ("a", "b", "c")
     }
     scene.publish(1)
-    for one in engines.values():
-        one.until(1)
+    for member in engines.values():
+        member.until(1)
     wait_for_group(scene, "a", "b", "c")
     settle(scene.sender)  # version 1 in this group too
     engines[victim].arm()
     scene.publish(2)
     fell = engines[victim].fell(how)
-    others = [one for name, one in engines.items() if name != victim]
-    assert max(one.until(2) for one in others) - fell < TIMEOUT_S
+    others = [member for name, member in engines.items() if name != victim]
+    assert max(member.until(2) for member in others) - fell < TIMEOUT_S
     scene.publish(3)
-    for one in others:
-        one.until(3)
+    for member in others:
+        member.until(3)
     assert settle(scene.sender) == [n for n in ("a", "b", "c") if n != victim]
     assert set(scene.missing) == {victim} and "epoch" in scene.missing[victim]
     if how is signal.SIGSTOP:  # it comes back by itself
@@ -133,8 +133,8 @@ def test_engines_outlive_a_learner_that_falls_and_follow_the_next_one(
         first.process.kill()
         first.process.join(PATIENCE_S)
     start(learner, file, 6, TIMEOUT_S)
-    for one in engines:
-        one.until(6)
+    for member in engines:
+        member.until(6)
 
 
 def test_a_silent_member_is_reported_with_phase_and_seconds(scene: Scene, start: Start) -> None:
@@ -186,6 +186,6 @@ def test_a_second_process_of_a_name_takes_the_place_of_the_first(scene: Scene, s
 def wait_for_group(scene: Scene, *names: str) -> None:
     """Until a group of just these stands."""
     deadline = time.monotonic() + PATIENCE_S
-    while not scene.groups or scene.groups[-1].members != names or members(scene.sender) != list(names):
+    while not scene.groups or scene.groups[-1].members != names or scene.sender.group_members != list(names):
         assert time.monotonic() < deadline, scene.groups
         threading.Event().wait(0.01)

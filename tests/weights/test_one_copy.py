@@ -98,14 +98,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def engines(tmp_path: Path, folders: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
+    started: list[Engine] = []
 
     def start(kind: str, model: str = "qwen3", **settings: Any) -> Engine:
-        made.append(Engine(kind, folders(model), tmp_path, **settings))
-        return made[-1]
+        started.append(Engine(kind, folders(model), tmp_path, **settings))
+        return started[-1]
 
     yield start
-    for engine in made:
+    for engine in started:
         engine.kill()
 
 
@@ -177,8 +177,8 @@ def test_a_saved_model_has_the_checkpoints_names_and_each_tensor_alone(
     engine.ask(do="share")
     sender = sender_at(tmp_path)
     adopt(model, sender)
-    own = copied_weights(model)
-    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=own)
+    copies = copied_weights(model)
+    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=copies)
     again = load(saved.model)
     assert plain(again, IDS) == pytest.approx(plain(model, IDS), abs=1e-6)
     assert named(again).keys() == named(load(folders(kind))).keys() == copied_weights(model).keys()
@@ -216,11 +216,11 @@ def _check_logprobs(folder: Path, model: Any, old: dict[str, torch.Tensor], answ
             parameter.copy_(old[name])
     for tokens, logprobs, versions in answers:
         assert versions == sorted(versions)
-        kept = versions.count(0)
+        loaded = versions.count(0)
         wanted = plain(first, [*IDS[:3], *tokens])[2:]
-        assert logprobs[:kept] == pytest.approx(wanted[:kept], abs=1e-4)
-        if kept < len(tokens):  # the first of version 1 is not what the old weights would have given
-            assert abs(logprobs[kept] - wanted[kept]) > 1e-4
+        assert logprobs[:loaded] == pytest.approx(wanted[:loaded], abs=1e-4)
+        if loaded < len(tokens):  # the first of version 1 is not what the old weights would have given
+            assert abs(logprobs[loaded] - wanted[loaded]) > 1e-4
     assert plain(model, IDS) != pytest.approx(plain(first, IDS), abs=1e-3)
 
 
@@ -231,12 +231,12 @@ def test_hundreds_of_versions_leak_nothing_and_never_go_back(
     engine.ask(do="share")
     sender = sender_at(tmp_path)
     adopt(model, sender)
-    own = named(model)
+    parameters = named(model)
     seen, descriptors = [], []
     for version in range(1, 301):
         engine.tell(do="fetch", above=version - 1)
         sender.pause_engines(version, version)
-        sender.publish(version, version, own)
+        sender.publish(version, version, parameters)
         seen.append(engine.read()[0])
         descriptors.append((len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{engine.pid}/fd"))))
     assert seen == list(range(1, 301))
@@ -374,16 +374,16 @@ def test_an_engine_that_ends_waits_for_the_learner_to_let_go(
 
 def test_a_cuda_memory_handle_passes_through_the_file_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: the calls and values that torch's own sharing between processes uses, in its order."""
-    given = (0, bytes(range(64)), 4096, 512, b"/torch_12_34", 3, bytes(range(64, 128)), True)
+    arguments = (0, bytes(range(64)), 4096, 512, b"/torch_12_34", 3, bytes(range(64, 128)), True)
     storage: Any = SimpleNamespace(
-        device=torch.device("cuda", 0), nbytes=lambda: 4096, _share_cuda_=lambda: given
+        device=torch.device("cuda", 0), nbytes=lambda: 4096, _share_cuda_=lambda: arguments
     )
     handle = json.loads(json.dumps(one_copy.export_handle(storage)))
-    taken: list[Any] = []
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *values: taken.extend(values))
+    mapped: list[Any] = []
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *values: mapped.extend(values))
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     one_copy.map_handle(handle, torch.device("cuda", 0), ProcessIdentity.mine())
-    assert tuple(taken) == given
+    assert tuple(mapped) == arguments
     with pytest.raises(UserError, match="the weights are on a cuda device, this process works on cpu"):
         one_copy.map_handle(handle, CPU, ProcessIdentity.mine())
     del handle["event"]
@@ -398,18 +398,18 @@ def share_here(path: Path, tensors: dict[str, torch.Tensor]) -> OneCopyReceiver:
 
 
 def test_the_bridge_is_private_and_keeps_views_of_one_storage_together(tmp_path: Path) -> None:
-    whole = torch.arange(24.0).view(6, 4)
-    tensors = {"a": whole[:2], "b": whole[2:], "c": torch.ones(3, 3).t(), "d": torch.tensor(5.0)}
+    tensor = torch.arange(24.0).view(6, 4)
+    tensors = {"a": tensor[:2], "b": tensor[2:], "c": torch.ones(3, 3).t(), "d": torch.tensor(5.0)}
     _kept = share_here(tmp_path, tensors)
     file = tmp_path / "weights.bridge"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    found = one_copy.read_bridge(file)
-    assert found is not None and len(found.storages) == 3 and found.owner == ProcessIdentity.mine()
-    views = one_copy.map_parts(found, CPU)
-    whole[2, 0] = -1.0
+    bridge = one_copy.read_bridge(file)
+    assert bridge is not None and len(bridge.storages) == 3 and bridge.owner == ProcessIdentity.mine()
+    views = one_copy.map_parts(bridge, CPU)
+    tensor[2, 0] = -1.0
     assert views["b"][0, 0] == -1.0 and all(torch.equal(views[name], tensors[name]) for name in tensors)
     views["a"][1, 3] = -2.0
-    assert whole[1, 3] == -2.0 and views["c"].stride() == tensors["c"].stride()
+    assert tensor[1, 3] == -2.0 and views["c"].stride() == tensors["c"].stride()
 
 
 def test_a_bridge_that_is_damaged_or_writable_by_others_is_refused(tmp_path: Path) -> None:
@@ -419,11 +419,11 @@ def test_a_bridge_that_is_damaged_or_writable_by_others_is_refused(tmp_path: Pat
     file.chmod(0o644)
     with pytest.raises(UserError, match="mode is 0644"):
         one_copy.read_bridge(file)
-    for text, said in ((good[:50], "not a bridge"), ("[]", "not a bridge"),
+    for text, problem in ((good[:50], "not a bridge"), ("[]", "not a bridge"),
                        (good.replace('"layout":1', '"layout":9'), "Invalid enum value 9"),
                        (good.replace('"tensors"', '"tensor"'), "missing required field `tensors`")):
         files.replace(file, text.encode())
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=problem):
             one_copy.read_bridge(file)
     files.replace(file, good.replace('"shape":[4]', '"shape":[5]').encode())
     beyond = one_copy.read_bridge(file)
@@ -438,11 +438,11 @@ def test_a_bridge_that_is_damaged_or_writable_by_others_is_refused(tmp_path: Pat
 def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:
     _kept = share_here(tmp_path, {"a": torch.ones(4), "b": torch.ones(2)})
     a, b = torch.ones(4), torch.ones(2)
-    for own, said in (({"a": a}, "'b' is in the engine, and not in this model"),
+    for ours, problem in (({"a": a}, "'b' is in the engine, and not in this model"),
                       ({"a": a, "b": b, "c": a}, "'c' is not among"),
                       ({"a": a, "b": a}, r"'b' is torch.float32\[2\] in the engine")):
-        with pytest.raises(UserError, match=said):
-            sender_at(tmp_path).connect(own, CPU, 1.0)
+        with pytest.raises(UserError, match=problem):
+            sender_at(tmp_path).connect(ours, CPU, 1.0)
 
 
 def test_an_invalid_fence_is_refused_and_a_missing_one_awaited(tmp_path: Path) -> None:

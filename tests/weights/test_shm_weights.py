@@ -64,14 +64,14 @@ def test_the_newest_version_arrives_in_place(path: Path) -> None:
 
 def test_types_and_shapes_of_all_kinds_travel(path: Path) -> None:
     torch.manual_seed(0)
-    named = {
+    tensors = {
         "bf16": torch.randn(5, 3).to(torch.bfloat16), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 4),
         "ids": torch.arange(9), "transposed": torch.randn(4, 6).t(),
     }
-    here = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-    ShmSender(path).publish(1, 1, named)
+    here = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    ShmSender(path).publish(1, 1, tensors)
     ShmReceiver(path).fetch(here)
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         assert torch.equal(here[name], tensor)
 
 
@@ -148,9 +148,9 @@ def test_no_mixture_is_read_while_another_process_writes_at_full_speed(path: Pat
 def test_bytes_that_do_not_fit_their_checksum_are_not_used(path: Path) -> None:
     sender = ShmSender(path, checksums=True)
     sender.publish(1, 1, tensors(1))
-    held = shm.attach_segment(path, writable=True)
-    assert held is not None
-    held.data[held.newest() or 0][100] ^= 1
+    segment = shm.attach_segment(path, writable=True)
+    assert segment is not None
+    segment.data[segment.newest() or 0][100] ^= 1
     with pytest.raises(WeightsTimeout, match="no complete version"):
         ShmReceiver(path, timeout_s=0.05).fetch(tensors(0.0))
 

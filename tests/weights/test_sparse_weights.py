@@ -37,15 +37,16 @@ def model(kinds: list[torch.dtype] = KINDS) -> Named:
     }
 
 
-def copy_of(named: Named) -> Named:
-    return {name: tensor.clone() for name, tensor in named.items()}
+def copy_of(tensors: Named) -> Named:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def same_bits(one: Named, other: Named) -> bool:
+def same_bits(ours: Named, theirs: Named) -> bool:
     """Also where NaNs differ in their payload, or zeros in their sign."""
-    return all(
-        torch.equal(one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)) for name in one
-    )
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1).view(torch.uint8)
+
+    return all(torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
 
 
 def raw(tensor: torch.Tensor) -> Any:
@@ -64,11 +65,11 @@ def path() -> Iterator[Path]:
 edits = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 10**6), st.binary(min_size=16, max_size=16)), max_size=12)
 
 
-def edit(named: Named, changes: list[tuple[int, int, bytes]]) -> None:
+def edit(tensors: Named, changes: list[tuple[int, int, bytes]]) -> None:
     """Overwrite single values with arbitrary bits: NaNs with payloads, -0.0, subnormals."""
-    names = list(named)
+    names = list(tensors)
     for which, place, bits in changes:
-        tensor = named[names[which % len(names)]]
+        tensor = tensors[names[which % len(names)]]
         if tensor.numel() and tensor.dtype != torch.bool:
             size, at = tensor.element_size(), place % tensor.numel()
             raw(tensor)[at * size : (at + 1) * size] = np.frombuffer(bits[:size], np.uint8)
@@ -91,7 +92,7 @@ def test_frames_lead_to_the_very_bits(rounds: list[list[tuple[int, int, bytes]]]
         frame = unpack(np.frombuffer(data, np.uint8))
         apply(frame, manifest, here, sums)
         assert same_bits(here, sent) and same_bits(manifest.views(block), sent)
-        assert manifest.digest(here, version, version) == frame.whole
+        assert manifest.digest(here, version, version) == frame.digest
 
 
 @settings(max_examples=150)
@@ -128,9 +129,9 @@ def test_an_index_beyond_the_tensor_or_a_part_beyond_manifest_is_refused() -> No
     far = sparse.TensorChange(0, 4, np.array([4], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
     other = sparse.TensorChange(7, 4, np.array([1], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
     wide = sparse.TensorChange(0, 8, np.array([1], np.uint32).view(np.uint8), np.zeros(8, np.uint8), 0)
-    for part, said in ((far, "beyond the tensor"), (other, "tensor 7 of 1"), (wide, "values of another size")):
+    for part, text in ((far, "beyond the tensor"), (other, "tensor 7 of 1"), (wide, "values of another size")):
         data = np.frombuffer(pack(sparse.Frame(1, 2, 2, 0, (part,))), np.uint8)
-        with pytest.raises(FrameError, match=said):
+        with pytest.raises(FrameError, match=text):
             apply(unpack(data), manifest, {"w": torch.zeros(4)}, [0])
 
 
@@ -149,10 +150,10 @@ def test_changes_above_the_threshold_are_sent_in_full_keeping_the_shadow() -> No
 def test_frames_in_a_row_come_apart_again_and_cut_ones_are_refused() -> None:
     frames = [pack(sparse.Frame(k, k + 1, k, 0, ())) for k in range(3)]
     data = np.frombuffer(b"".join(frames), np.uint8)
-    assert [unpack(one).version for one in split(data)] == [1, 2, 3]
+    assert [unpack(frame).version for frame in split(data)] == [1, 2, 3]
     for end in (1, 40, len(data) - 1):
         with pytest.raises(FrameError):
-            [unpack(one) for one in split(data[:end])]
+            [unpack(frame) for frame in split(data[:end])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +171,7 @@ def test_tensors_of_unusual_memory_get_the_same_bits_and_sums(kind: torch.dtype)
     if kind not in (torch.bool, torch.complex128):  # as on an accelerator, in torch's own arithmetic
         (part,) = frame.parts
         count = sent["w"].nbytes // part.width
-        assert sparse._put_elsewhere(elsewhere["w"], count, part) == part.sum
+        assert sparse.put_on_device(elsewhere["w"], count, part) == part.sum
         assert same_bits(elsewhere, sent)
 
 
@@ -184,10 +185,10 @@ def test_both_ways_of_finding_changes_agree(width: int) -> None:
         now.reshape(1000, width)[places, generator.integers(0, width)] ^= 0x80
         for wide in (True, False):
             indices, values = np.zeros(1000, np.uint32), np.zeros(1000 * width, np.uint8)
-            found = _blocks.changed(before.ctypes.data, now.ctypes.data, 1000, width, indices, values, wide)
-            assert found == changes and indices[:found].tolist() == sorted(places.tolist())
+            count = _blocks.changed(before.ctypes.data, now.ctypes.data, 1000, width, indices, values, wide)
+            assert count == changes and indices[:count].tolist() == sorted(places.tolist())
             expected = now.reshape(1000, width)[np.sort(places)].tobytes()
-            assert values[: found * width].tobytes() == expected
+            assert values[: count * width].tobytes() == expected
             few = indices[: max(0, changes - 1)]
             if changes:
                 assert _blocks.changed(before.ctypes.data, now.ctypes.data, 1000, width, few, values, wide) == -1
@@ -299,15 +300,15 @@ def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]
     box.put(version, version, sent)
 
     def send(skip: int) -> None:
-        haves = {one.stamp[0] if one.usable else -1 for one in received}
+        haves = {engine.stamp[0] if engine.usable else -1 for engine in received}
         transfer = box.take(haves.pop() if len(haves) == 1 else None)
-        for k, one in enumerate(received):
+        for k, engine in enumerate(received):
             if k == skip:
                 continue
             if transfer.base < 0:
-                one.replace(manifest, transfer.data.clone(), (transfer.version, transfer.step), transfer.sums)
-            elif one.usable:
-                one.follow([unpack(one) for one in split(transfer.data.numpy())])
+                engine.replace(manifest, transfer.data.clone(), (transfer.version, transfer.step), transfer.sums)
+            elif engine.usable:
+                engine.follow([unpack(frame) for frame in split(transfer.data.numpy())])
         box.sent()
 
     for deed, value in [*todo, ("send", 0), ("fetch", 0), ("fetch", 1)]:
@@ -323,5 +324,5 @@ def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]
         elif received[value].usable:
             received[value].fetch(tensors[value])
             assert same_bits(tensors[value], history[received[value].stamp[0]])
-    assert all(one.stamp[0] == version and one.usable for one in received)
+    assert all(engine.stamp[0] == version and engine.usable for engine in received)
     assert all(same_bits(here, sent) for here in tensors)

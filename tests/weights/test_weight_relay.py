@@ -23,16 +23,16 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((7, 9), value), "b": torch.full((5,), -value, dtype=torch.bfloat16)}
 
 
-def pieces(source: Snapshot, taken: Taken) -> list[tuple[int, memoryview]]:
-    starts = range(0, len(taken.data), PIECE)
-    found = [(at, source.piece(taken.digest, at, min(PIECE, len(taken.data) - at))) for at in starts]
-    return [(at, data) for at, data in found if data is not None]
+def pieces(source: Snapshot, version: Taken) -> list[tuple[int, memoryview]]:
+    starts = range(0, len(version.data), PIECE)
+    parts = [(at, source.piece(version.digest, at, min(PIECE, len(version.data) - at))) for at in starts]
+    return [(at, data) for at, data in parts if data is not None]
 
 
-def begun(copy: SegmentCopy | FolderCopy, taken: Taken) -> Pieces:
-    made = Pieces(len(taken.data), PIECE, taken.digests)
-    copy.begin(taken.version, taken.step, taken.checksum, taken.manifest, taken.digest, made)
-    return made
+def begun(copy: SegmentCopy | FolderCopy, version: Taken) -> Pieces:
+    parts = Pieces(len(version.data), PIECE, version.digests)
+    copy.begin(version.version, version.step, version.checksum, version.manifest, version.digest, parts)
+    return parts
 
 
 def test_engines_on_the_other_host_read_what_the_learner_wrote(tmp_path: Path) -> None:
@@ -49,25 +49,25 @@ def test_engines_on_the_other_host_read_what_the_learner_wrote(tmp_path: Path) -
             assert engine.newest()[0] < version, "not before it is whole"
             copy.write(at, data)
         copy.done()
-        found = tensors(0)
-        assert engine.fetch(found) == (version, version)
-        assert all(torch.equal(found[name], one) for name, one in tensors(version).items())
+        params = tensors(0)
+        assert engine.fetch(params) == (version, version)
+        assert all(torch.equal(params[name], tensor) for name, tensor in tensors(version).items())
 
 
 def test_a_copy_that_ends_in_the_middle_leaves_the_version_before_it(tmp_path: Path) -> None:
     sender, source = ShmSender(tmp_path / "home"), Snapshot(tmp_path / "home", PIECE)
-    engine, found = ShmReceiver(tmp_path / "away"), tensors(0)
-    for version, whole in ((1, True), (2, False), (3, False), (4, True)):
+    engine, params = ShmReceiver(tmp_path / "away"), tensors(0)
+    for version, full in ((1, True), (2, False), (3, False), (4, True)):
         sender.publish(version, version, tensors(version))
         taken, copy = source.take(), SegmentCopy(tmp_path / "away")  # of a new process
         assert taken is not None
         begun(copy, taken)
-        for at, data in pieces(source, taken)[: None if whole else 1]:
+        for at, data in pieces(source, taken)[: None if full else 1]:
             copy.write(at, data)
-        copy.done() if whole else copy.close()
-        newest = version if whole else 1
-        assert engine.fetch(found) == (newest, newest)
-        assert torch.equal(found["a"], tensors(newest)["a"])
+        copy.done() if full else copy.close()
+        newest = version if full else 1
+        assert engine.fetch(params) == (newest, newest)
+        assert torch.equal(params["a"], tensors(newest)["a"])
 
 
 def test_an_overtaken_or_older_version_is_given_up(tmp_path: Path) -> None:
@@ -97,20 +97,20 @@ def test_a_host_offers_only_what_it_has_of_two_versions(tmp_path: Path) -> None:
     copy, taken = SegmentCopy(tmp_path / "away"), []
     for version in (1, 2, 3):
         sender.publish(version, version, tensors(version))
-        made = source.take()
-        assert made is not None
-        taken.append(made)
-        here = begun(copy, made)
-        for number, (at, data) in enumerate(pieces(source, made)):
-            assert copy.piece(made.digest, at, len(data)) is None
+        snapshot = source.take()
+        assert snapshot is not None
+        taken.append(snapshot)
+        here = begun(copy, snapshot)
+        for number, (at, data) in enumerate(pieces(source, snapshot)):
+            assert copy.piece(snapshot.digest, at, len(data)) is None
             assert here.came(at, data)
             copy.write(at, data)
-            assert copy.piece(made.digest, at, len(data)) == data
+            assert copy.piece(snapshot.digest, at, len(data)) == data
             if (version, number) == (3, 1):  # of the last one the rest does not come
                 break
         if version < 3:
             copy.done()
-    first, second, third = (one.digest for one in taken)
+    first, second, third = (version.digest for version in taken)
     assert not copy.holds(first), "its buffer is written over"
     assert copy.piece(second, 0, PIECE) == taken[1].data[:PIECE].tobytes()
     assert copy.piece(third, 2 * PIECE, PIECE) is None and copy.holds(third)
@@ -126,9 +126,9 @@ def test_a_piece_lies_within_the_version_or_is_none(tmp_path: Path, at: int, siz
         ShmSender(tmp_path / "home").publish(1, 1, tensors(1))
     taken = source.take()
     assert taken is not None
-    found = source.piece(taken.digest, at, size)
-    assert (found is not None) == (at >= 0 and size > 0 and at + size <= len(taken.data))
-    assert found is None or len(found) == size
+    piece = source.piece(taken.digest, at, size)
+    assert (piece is not None) == (at >= 0 and size > 0 and at + size <= len(taken.data))
+    assert piece is None or len(piece) == size
     source.close()
 
 
@@ -136,7 +136,7 @@ def test_a_version_of_sparse_updates_reaches_engines_of_another_host_whole(tmp_p
     """Whichever versions the host left out: it needs none of those that an update follows."""
     sender = ShmSender(tmp_path / "home", checksums=True, threshold=0.5, key_every=5)
     source, copy = Snapshot(tmp_path / "home", PIECE), SegmentCopy(tmp_path / "away")
-    engine, values, found, sparse = ShmReceiver(tmp_path / "away"), tensors(1), tensors(0), 0
+    engine, values, params, sparse = ShmReceiver(tmp_path / "away"), tensors(1), tensors(0), 0
     for version in range(1, 14):
         values["a"].view(-1)[version] += version
         values["b"][version % 5] = version
@@ -152,8 +152,8 @@ def test_a_version_of_sparse_updates_reaches_engines_of_another_host_whole(tmp_p
         for at, data in pieces(source, taken):
             copy.write(at, data)
         copy.done()
-        assert engine.fetch(found) == (version, 2 * version)
-        assert all(torch.equal(found[name], one) for name, one in values.items())
+        assert engine.fetch(params) == (version, 2 * version)
+        assert all(torch.equal(params[name], tensor) for name, tensor in values.items())
     assert sparse >= 4
 
 
@@ -169,12 +169,12 @@ def test_a_damaged_sparse_update_is_sent_to_nobody(tmp_path: Path) -> None:
     assert segment.buffer[k][LOGGED]
     segment.log[k][60] ^= 1
     assert source.take() is None
-    sender.publish(3, 3, {name: one + 1 for name, one in values.items()})
+    sender.publish(3, 3, {name: tensor + 1 for name, tensor in values.items()})
     taken = source.take()
     assert taken is not None and taken.version == 3
 
 
-def written(folder: Path, named: object) -> None:
+def written(folder: Path, tensors: object) -> None:
     (folder / "deep").mkdir()
     (folder / "deep" / "empty").touch()
     (folder / "values.bin").write_bytes(bytes(range(256)) * 3)
@@ -204,22 +204,22 @@ def test_engines_on_the_other_host_take_the_folders_that_the_learner_wrote(tmp_p
         _, _, folder = engine.take()
         for file in ("deep/empty", "values.bin", "deep/version.txt", "busrl.json"):
             assert (folder / file).read_bytes() == (tmp_path / "home" / folder.name / file).read_bytes()
-    assert [one.version for one in versions(tmp_path / "away")] == [2, 5]
+    assert [folder.version for folder in versions(tmp_path / "away")] == [2, 5]
 
 
 def test_a_folder_is_forwarded_while_it_arrives_and_after_its_replacement(tmp_path: Path) -> None:
     sender, source = sent(tmp_path / "home"), FolderSnapshot(tmp_path / "home", PIECE)
     copy = FolderCopy(tmp_path / "away", 1)
     sender.publish(1, 1, {})
-    one = source.take()
-    assert one is not None
-    here = begun(copy, one)
-    at, data = pieces(source, one)[2]
-    assert copy.holds(one.digest) and copy.piece(one.digest, at, len(data)) is None
+    first = source.take()
+    assert first is not None
+    here = begun(copy, first)
+    at, data = pieces(source, first)[2]
+    assert copy.holds(first.digest) and copy.piece(first.digest, at, len(data)) is None
     assert here.came(at, data)
     copy.write(at, data)
-    assert copy.piece(one.digest, at, len(data)) == bytes(data)
-    for at, data in pieces(source, one):
+    assert copy.piece(first.digest, at, len(data)) == bytes(data)
+    for at, data in pieces(source, first):
         here.came(at, data)
         copy.write(at, data)
     copy.done()
@@ -227,8 +227,8 @@ def test_a_folder_is_forwarded_while_it_arrives_and_after_its_replacement(tmp_pa
     two = source.take({1})
     assert two is not None
     begun(copy, two)
-    assert [copy.piece(one.digest, at, len(data)) for at, data in pieces(source, one)] == [
-        bytes(data) for _, data in pieces(source, one)
+    assert [copy.piece(first.digest, at, len(data)) for at, data in pieces(source, first)] == [
+        bytes(data) for _, data in pieces(source, first)
     ]
 
 

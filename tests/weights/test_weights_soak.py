@@ -104,16 +104,16 @@ def held() -> tuple[int, int, int]:
 def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: int, seed: int = 5) -> Crowd:
     settings = settings_of(tmp_path, transport, sparse)
     sends = make_sender(settings, write=write_folder if transport == FOLDERS else None)
-    named = {name: torch.zeros(shape) for name, shape in SIZES.items()}
-    manifest, generator = Manifest.of(named), torch.Generator().manual_seed(seed)
+    tensors = {name: torch.zeros(shape) for name, shape in SIZES.items()}
+    manifest, generator = Manifest.of(tensors), torch.Generator().manual_seed(seed)
     crowd = Crowd(start, settings, seed)
     before = (0, 0, 0)
     for version in range(1, updates + 1):
-        for tensor in named.values():
+        for tensor in tensors.values():
             flat = tensor.view(-1)
             flat[torch.randint(len(flat), (1 + len(flat) // 50,), generator=generator)] = float(version)
-        crowd.truth[version] = manifest.digest(named, version, 0)
-        sends.publish(version, version, named)
+        crowd.truth[version] = manifest.digest(tensors, version, 0)
+        sends.publish(version, version, tensors)
         crowd.come_or_go()
         crowd.check()
         time.sleep(0.01)

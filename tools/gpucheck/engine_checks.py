@@ -35,7 +35,7 @@ def engine(context: Context) -> None:
 def _alignment(context: Context, size: str, device: torch.device, dtype: torch.dtype, bar: float | None) -> None:
     model = shapes.model(size, device, dtype)
     made = _engine(model, size, 8)
-    context.figure(f"decoder, {_short(dtype)}", type(made._decoder).__name__)
+    context.figure(f"decoder, {_short(dtype)}", type(made.decoder).__name__)
     requests = [_request(size, k, prompt=5 + k, tokens=12 + 4 * k, temperature=0.7 if k % 2 else 1.0) for k in range(8)]
     gap = _gap(model, requests, _run(made, requests))
     name = f"log-probabilities, {size}, {_short(dtype)}: largest difference to a plain forward"

@@ -284,11 +284,7 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai", daemon=True)
         self._thread.start()
-        self._session = self.call(self._open_session(headers), CALL_S, "starting")
-
-    async def _open_session(self, headers: dict[str, str]) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.settings.timeout_s)
-        return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._session = self.call(_session(headers, settings.timeout_s), CALL_S, "starting")
 
     def call(self, work: Coroutine[Any, Any, T], limit_s: float, phase: str) -> T:
         """Run something on the loop and wait for it; PeerTimeout names the phase after `limit_s`."""
@@ -570,6 +566,11 @@ class Client:
                 raise PeerTimeout(f"{url}: {phase} failed {failures} times in {spent:.1f} s; the last: {last}")
             log.warning("%s (%s): %s; asking again in %.1f s", url, phase, last, wait_s)
             await asyncio.sleep(wait_s)
+
+
+async def _session(headers: dict[str, str], timeout_s: float) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout_s)
+    return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
 async def _cancel(maybe_tasks: Iterable[asyncio.Task[Any] | None]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from busrl.errors import WeightsRefused
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
+from busrl.weights.tensors import VOLATILE as SAVED_ANEW
 
 if TYPE_CHECKING:
     from busrl.weights.base import Receiver
@@ -35,7 +36,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # keys of adapter_config.json that would 
     "alpha_pattern": ({}, None),
     "layer_replication": (None,),
 }
-VOLATILE = ("transformers_version", "_name_or_path", "use_cache", "torch_dtype", "dtype", "architectures")
+VOLATILE = (*SAVED_ANEW, "architectures")  # keys of config.json that may differ
 
 
 class Low(NamedTuple):

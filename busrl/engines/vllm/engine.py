@@ -174,7 +174,7 @@ class VllmEngine(Engine):
         return self._updates.take(receiver)
 
     def statistics(self) -> Statistics:
-        cache = self._cache_capacity()
+        cache = self.core.cache_capacity()
         with self._lock:
             waiting = sum(not running.token_ids for running in self._running.values())
             return replace(
@@ -245,10 +245,6 @@ class VllmEngine(Engine):
             running.take(output, self.version)
         return running.known_ids, running.logprobs, prompt_length
 
-    def _cache_capacity(self) -> int:
-        """Positions of vLLM's key-value cache; 0 if it does not say."""
-        cache = getattr(getattr(self.core.engine, "vllm_config", None), "cache_config", None)
-        return int((getattr(cache, "num_gpu_blocks", 0) or 0) * (getattr(cache, "block_size", 0) or 0))
 
     # -- in the loop -----
 

@@ -281,6 +281,11 @@ class Core:
         """The engine's processes and their states in the kernel, for errors."""
         return ", ".join(f"pid {pid} is {_state(pid)}" for pid in self.pids()) or "it has no process"
 
+    def cache_capacity(self) -> int:
+        """Positions of vLLM's key-value cache; 0 if it does not report them."""
+        cache = getattr(getattr(self.engine, "vllm_config", None), "cache_config", None)
+        return int((getattr(cache, "num_gpu_blocks", 0) or 0) * (getattr(cache, "block_size", 0) or 0))
+
     def pids(self) -> list[int]:
         """Processes that vLLM started here and that were alive when it was up."""
         return sorted(self._pidfds)

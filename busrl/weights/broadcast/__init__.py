@@ -1,7 +1,7 @@
 """Weights by collectives: one group of the learner and its engines. Knows nothing of what is trained.
 
-`sender` is the learner's side, `receiver` an engine's, `group` what both know of a group. This module makes them, each
-side without the other's.
+`sender` is the learner's side, `receiver` an engine's, `group` the connections that both use. This module makes either
+side without importing the other.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Used by both sides (`sender`, `receiver`). Control messages are JSON lines over 
 this user can open. A group is formed through a store that the learner opens for its epoch. Knows nothing of versions or
 of which engines are members.
 
-- A process that dies closes its connection, so its death is known at once; a stopped one only misses a deadline.
-- No call blocks for longer than the time that it is given.
-- A connection that sends what is no message, or too long a line, is closed.
+- The connection of a process that dies closes, which shows its death at once; a stopped process misses a deadline.
+- No call blocks for longer than its timeout.
+- A connection that sends no valid message, or too long a line, is closed.
 - The store listens on the learner's host alone, and its keys lie below a secret prefix.
 - Forming a group may block for its whole timeout, so both sides do it in a thread (`GroupSetup`), which is abandoned
   when the epoch is given up.
@@ -40,7 +40,7 @@ from busrl.weights.base import is_named
 log = logging.getLogger("busrl")
 dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
 Message = dict[str, Any]
-HOST = "127.0.0.1"  # the only one that is served
+HOST = "127.0.0.1"  # engines on other hosts are not served
 LONGEST_LINE = 64 << 20  # a manifest of a large model has about a hundred bytes per tensor
 SEND_PATIENCE_S = 1.0
 IN_FLIGHT = 2
@@ -60,7 +60,7 @@ class ControlConnection:
 
     @classmethod
     def to(cls, file: Path) -> ControlConnection:
-        """Connect to the ControlServer whose file that is."""
+        """Connect to the ControlServer at that file."""
         connected = socket.socket(socket.AF_UNIX)
         connected.setblocking(False)  # a server whose queue is full refuses, like one that is gone
         try:
@@ -151,18 +151,18 @@ class ControlServer:
     def poll(self, timeout_s: float) -> list[tuple[ControlConnection, Message | None]]:
         """Messages that have arrived, None for a connection that is gone; returns early when there is something."""
         received: list[tuple[ControlConnection, Message | None]] = []
-        for one in ready([self._listener, self.waker, *self._connections], timeout_s):
-            if one is self._listener:
+        for source in ready([self._listener, self.waker, *self._connections], timeout_s):
+            if source is self._listener:
                 with contextlib.suppress(OSError):
                     self._connections.add(ControlConnection(self._listener.accept()[0]))
-            elif one is self.waker:
+            elif source is self.waker:
                 self.waker.clear()
             else:
                 try:
-                    received += [(one, message) for message in one.read()]
+                    received += [(source, message) for message in source.read()]
                 except (OSError, ValueError, RecursionError):
-                    self.disconnect(one)
-                    received.append((one, None))
+                    self.disconnect(source)
+                    received.append((source, None))
         return received
 
     def disconnect(self, connection: ControlConnection) -> None:
@@ -179,8 +179,8 @@ class ControlServer:
 
 
 def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> list[Any]:
-    """Pick those of `waited` that can be read (or written) without blocking, after at most that long."""
-    poller, by_number = select.poll(), {one.fileno(): one for one in waited}  # no bound on a file's number
+    """Wait, for at most that long, until some of `waited` can be read (or written) without blocking; returns these."""
+    poller, by_number = select.poll(), {source.fileno(): source for source in waited}  # no bound on a file's number
     for number in by_number:
         poller.register(number, event)
     return [by_number[number] for number, _ in poller.poll(max(0, round(timeout_s * 1000)))]
@@ -191,8 +191,8 @@ def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> li
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A process's part in an epoch: rank `rank` of `size`, rank 0 sends. `store` is host:port/prefix; `backend` is
-    gloo, nccl or hccl; `device` is the one whose memory is sent."""
+    """A process's part in an epoch: rank `rank` of `size`; rank 0 sends. `store` is host:port/prefix; `backend` is
+    gloo, nccl or hccl; `device` holds the memory that is sent."""
 
     epoch: int
     rank: int
@@ -212,7 +212,8 @@ class Group:
         self._works: list[Any] = []
 
     def broadcast(self, piece: torch.Tensor) -> None:
-        """Begin to send (rank 0) or receive; waits for the piece before the last. RuntimeError: a member is gone."""
+        """Begin to send (rank 0) or receive a piece; keeps IN_FLIGHT pieces under way. RuntimeError: a member is gone.
+        """
         self._works.append(self._group.broadcast(piece, root=0))
         if len(self._works) > IN_FLIGHT:
             self._works.pop(0).wait(self._timeout)
@@ -222,15 +223,16 @@ class Group:
             self._works.pop(0).wait(self._timeout)
 
     def abandon(self) -> None:
-        """Drop the group; call it outside of every lock. Connections of Gloo close at once, which the others notice. A
-        thread aborts NCCL: that is slow, and a destructor that took too long would end the process."""
+        """Drop the group; call it without holding a lock. Connections of Gloo close at once, which the other members
+        notice. A thread aborts NCCL, because that is slow and a destructor that took too long would end the process."""
         group, self._group, self._works = self._group, None, []
         if self._between_devices and group is not None:
             threading.Thread(target=_abort, args=(group,), name="weights abort", daemon=True).start()
 
 
 def open_store(host: str, timeout_s: float) -> tuple[Any, str, socket.socket]:
-    """A store on a free port of `host`, its address for the others, and the socket that it listens at."""
+    """Open a store on a free port of `host`; returns it, its address for the other members, and its listening socket.
+    """
     listener = socket.create_server((host, 0), backlog=128)
     port, listening = listener.getsockname()[1], listener.dup()
     # The store takes a bound socket, because it would listen on every interface itself.
@@ -245,7 +247,7 @@ def join_store(address: str, timeout_s: float) -> Any:
     """A connection to the store of another process."""
     where = address.partition("/")[0]
     host, _, port = where.rpartition(":")
-    # Here a store that is gone refuses at once; its own client would try until its timeout.
+    # A plain connection fails at once if the store is gone; the store's own client would retry until its timeout.
     socket.create_connection((host, int(port)), timeout_s).close()
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
@@ -261,9 +263,9 @@ def connect(rendezvous: Rendezvous, store: Any = None) -> Group:
         options._timeout = timedelta(seconds=rendezvous.timeout_s)
         options._threads = 1
         return Group(dist.ProcessGroupGloo(below, rank, size, options), store, rendezvous)
-    made = device_group(rendezvous.backend, below, rank, size, rendezvous.timeout_s)
-    group = Group(made, store, rendezvous)
-    # NCCL and HCCL connect in their first call: here, in a thread that may be abandoned.
+    process_group = device_group(rendezvous.backend, below, rank, size, rendezvous.timeout_s)
+    group = Group(process_group, store, rendezvous)
+    # NCCL and HCCL connect in their first call. It is made here because this thread may be abandoned.
     group.broadcast(torch.zeros(1, dtype=torch.uint8, device=rendezvous.device))
     group.finish()
     return group
@@ -277,13 +279,13 @@ def _abort(group: Any) -> None:
 
 
 class GroupSetup:
-    """Forms a group in a thread, which calls `done` at its end and sets `ended`; then `group` or `problem` is set."""
+    """Forms a group in a thread. At its end `group` or `problem` is set, then `ended`; last it calls `done`."""
 
     def __init__(
         self, rendezvous: Rendezvous, done: Callable[[], None], store: Any = None,
         listening: socket.socket | None = None,
     ) -> None:
-        """`store`: that of this process, and where it is `listening`."""
+        """`store` and `listening`: the store of this process, where it opened one, and its listening socket."""
         self.rendezvous = rendezvous
         self.group: Group | None = None
         self.problem = ""
@@ -307,7 +309,7 @@ class GroupSetup:
                 shut(self._listening)
             if self._cancelled:
                 self.cancel()
-        except Exception as problem:  # of sockets, of torch, of a missing backend: all are reported
+        except Exception as problem:  # sockets, torch, a missing backend: all are reported
             self.problem = f"{first_line(str(problem))} (after {time.monotonic() - begun:.1f} s)"
         finally:
             self._store = None

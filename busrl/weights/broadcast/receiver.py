@@ -63,14 +63,19 @@ class ReceivedVersion:
         """The version that `fetch` would copy now."""
         return self.stamp if self.usable else NOTHING
 
+    def expect(self, manifest: Manifest) -> None:
+        """Versions of this layout come next: no frame of them may follow a version of another layout."""
+        if self.manifest != manifest:
+            self.usable = False
+
     def replace(
         self, manifest: Manifest, block: torch.Tensor, stamp: tuple[int, int], sums: Sequence[int]
     ) -> torch.Tensor:
         """Take a whole version, with the sums of the changes that the sender has counted into it (none: zeros). Returns
         the block that is free to receive the next version into."""
         if stamp[0] < self.stamp[0] or (stamp[0] == self.stamp[0] and self.usable):
-            return block  # it is here already, or a newer one is
-        # First of all: the block that is read now must never be the one to receive into.
+            return block  # this version, or a newer one, is here already
+        # This comes first: the block that `fetch` reads must never be the block to receive into.
         spare = self._block if len(self._block) == len(block) else torch.empty_like(block)
         self._block = block
         if self.manifest != manifest:
@@ -81,7 +86,7 @@ class ReceivedVersion:
         return spare
 
     def follow(self, frames: Sequence[Frame]) -> None:
-        """Apply frames. FrameError: the block is useless, and a whole version has to come."""
+        """Apply frames. After FrameError the block is useless until a whole version comes."""
         for frame in frames:
             if frame.version <= self.stamp[0]:
                 continue
@@ -96,7 +101,7 @@ class ReceivedVersion:
             self._frames.add(frame.base, frame, frame.nbytes, len(self._block) // 2)
 
     def fetch(self, params: dict[str, torch.Tensor]) -> None:
-        """Bring the tensors to this version; it is usable."""
+        """Bring the tensors to this version, which must be usable."""
         assert self.manifest is not None
         self.manifest.check(params)
         if not self._catch_up(params):
@@ -121,9 +126,9 @@ class ReceivedVersion:
 
 
 class ReceiveState(enum.Enum):
-    """LOOKING -> OUTSIDE (connected, asked to join) -> ROLL_CALL -> CONNECTING -> MEMBER; MEMBER -> RECEIVING ->
-    MEMBER. A new epoch: any of these -> ROLL_CALL. Something fails: -> OUTSIDE. The connection ends: -> LOOKING.
-    REPLACED is the end: another process has taken the name."""
+    """States of a receiver. LOOKING -> OUTSIDE (connected, asked to join) -> ROLL_CALL -> CONNECTING -> MEMBER;
+    MEMBER -> RECEIVING -> MEMBER. A new epoch: any of these -> ROLL_CALL. A failure: -> OUTSIDE. The end of the
+    connection: -> LOOKING. REPLACED is the end: another process has taken the name."""
 
     LOOKING = "looking for the learner"
     OUTSIDE = "waiting to join the learner's group"
@@ -176,11 +181,11 @@ class BroadcastReceiver(TensorReceiver):
         with self._arrived:
             if self._received.stamp == NOTHING:
                 raise WeightsTimeout(f"{self.name}: no version has arrived; {self._where()}")
-            # A frame that did not fit made the version that `newest` has just named unusable; a whole one will come.
+            # A frame that did not fit may have made the version of `newest` unusable; a whole version will come.
             if not self._arrived.wait_for(lambda: self._received.usable, self._timeout_s):
                 raise WeightsTimeout(f"{self.name}: no whole version for {self._timeout_s:g} s; {self._where()}")
             self._received.fetch(params)
-            finish_stream(self._device)  # the block that was read may receive the version after the next
+            finish_stream(self._device)  # the block that was read may receive a later version
             return self._received.stamp
 
     def close(self) -> None:
@@ -204,9 +209,9 @@ class BroadcastReceiver(TensorReceiver):
             self.state = ReceiveState.LOOKING
             try:
                 self._follow()
-            except (OSError, ValueError) as problem:  # no file yet, or a learner that is gone
+            except (OSError, ValueError) as problem:  # no file yet, or the learner is gone
                 log.debug("weights: %s: %s", self.name, problem)
-            except Exception as problem:  # must not end the thread
+            except Exception as problem:  # no error may end the thread
                 self._problem = f"{type(problem).__name__}: {first_line(str(problem))}"
                 log.warning("weights: %s: %s", self.name, self._problem)
             self._drop_group()
@@ -246,7 +251,7 @@ class BroadcastReceiver(TensorReceiver):
             self._receive(connection, message)
 
     def _answer(self, connection: ControlConnection, message: Message) -> None:
-        """The roll call of a new epoch."""
+        """Answer the roll call of a new epoch."""
         self._drop_group()
         self._epoch, self._rank, self._size = int(message["epoch"]), int(message["rank"]), int(message["size"])
         self.state = ReceiveState.ROLL_CALL
@@ -254,8 +259,7 @@ class BroadcastReceiver(TensorReceiver):
         if "manifest" in message:
             self._reached("manifest")
             self._manifest = Manifest.from_json(message["manifest"].encode())
-            if self._received.manifest != self._manifest:
-                self._received.usable = False
+            self._received.expect(self._manifest)
             size = self._manifest.nbytes
             if len(self._spare) != size:
                 self._spare = torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -285,7 +289,7 @@ class BroadcastReceiver(TensorReceiver):
 
     def _receive(self, connection: ControlConnection, message: Message) -> None:
         """Receive a version into the spare block, then make it the newest."""
-        if self._setup is not None:  # the other members were faster than our thread
+        if self._setup is not None:  # the other members connected faster than our thread
             self._setup.ended.wait(self._phase_s)
             self._adopt_group(connection)
         if self._group is None or self._manifest is None:
@@ -293,8 +297,8 @@ class BroadcastReceiver(TensorReceiver):
         self.state = ReceiveState.RECEIVING
         point, begun = "bucket 0", time.monotonic()
         try:
-            whole = int(message["base"]) < 0
-            data = self._spare if whole else torch.empty(int(message["nbytes"]), dtype=torch.uint8)
+            full = int(message["base"]) < 0
+            data = self._spare if full else torch.empty(int(message["nbytes"]), dtype=torch.uint8)
             for n, (start, end) in enumerate(pieces(int(message["nbytes"]), int(message["bucket"]))):
                 point = f"bucket {n}"
                 self._reached(point)
@@ -311,7 +315,7 @@ class BroadcastReceiver(TensorReceiver):
         self.state = ReceiveState.MEMBER
 
     def _await_commit(self, connection: ControlConnection, message: Message) -> int:
-        """The digest that the learner sends at the end; RuntimeError if it does not."""
+        """Wait for the digest that the learner sends at the end; RuntimeError if none comes."""
         deadline = time.monotonic() + self._phase_s
         while time.monotonic() < deadline and not self._stopping:
             while self._messages:
@@ -335,7 +339,7 @@ class BroadcastReceiver(TensorReceiver):
         manifest, stamp = self._manifest, (int(message["version"]), int(message["step"]))
         assert manifest is not None
         if int(message["base"]) >= 0:
-            frames = [unpack(one) for one in split(np.asarray(data.numpy()))]
+            frames = [unpack(frame) for frame in split(np.asarray(data.numpy()))]
             with self._arrived:
                 self._received.follow(frames)
                 self._arrived.notify_all()
@@ -343,7 +347,7 @@ class BroadcastReceiver(TensorReceiver):
         if digest:
             compare(manifest, manifest.views(data.cpu()), stamp, digest)
         with self._arrived:
-            self._spare = self._received.replace(manifest, data, stamp, [int(one) for one in message["sums"]])
+            self._spare = self._received.replace(manifest, data, stamp, [int(part_sum) for part_sum in message["sums"]])
             self._arrived.notify_all()
 
     def _report_broken(self, connection: ControlConnection, phase: str, why: str) -> None:

@@ -5,9 +5,9 @@ groups and sends. Knows nothing of the bus or of models; `callbacks` reports the
 docs/weights.md has the states and the deadlines.
 
 - A group is used until something in it fails once, or an engine joins or leaves; then the next epoch begins.
-- No phase waits longer than its deadline. A late member is left out, named with the phase and the seconds, and may come
-  back. A member that closes its connection (a process that died) is not waited for at all.
-- A member has a version when it has confirmed it; until then the version counts as not sent.
+- No phase waits longer than its deadline. A late member is left out, reported with the phase and the seconds, and may
+  join again. Nothing waits for a member whose connection has closed (a process that died).
+- A member has a version only once it has confirmed it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ IDLE_S = 1.0
 DEVICE_CONNECT_S = 60.0
 
 
-# -- what there is to send -------------------------------------------------------------------------------------
+# -- versions to send ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A version to send: all values in `data`, with their sums, or frames from version `base` on."""
+    """A version to send: `data` has all values, with their sums, or the frames from version `base` on."""
 
     version: int
     step: int
@@ -61,6 +61,8 @@ class Transfer:
 
 @dataclass
 class _Block:
+    """A version in the sender's memory; `stamp` is NOTHING if it holds none."""
+
     data: torch.Tensor
     stamp: tuple[int, int] = NOTHING
     ready: int = 0  # bytes that are complete
@@ -71,8 +73,9 @@ class SendBuffer:
     """The learner's thread puts versions in, the sending thread takes them out; `wake` is called for a new version.
 
     - `put` returns when the tensors may change again; a version may be sent while it is still being copied.
-    - The block that is being sent is not written to. A version that was overtaken before its turn is never sent.
-    - With a `threshold` above 0, a version of few changes is kept as a frame; every `key_every`th one is full.
+    - The block that is being sent is not written to. A version that a newer one overtakes before its turn is never
+      sent.
+    - With a `threshold` above 0 a version with few changes becomes a frame; every `key_every`th version is full.
     """
 
     def __init__(
@@ -91,18 +94,18 @@ class SendBuffer:
         with self.change:
             return max((block.stamp for block in self._blocks), default=NOTHING)
 
-    def put(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
+    def put(self, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         newest = self.newest()[0]
         if version <= newest:
             raise UserError(f"version {version} is not above {newest}, which is published; versions grow")
-        self._prepare(named)
-        if not self._put_changes(version, step, named):
-            self._put_all(version, step, named)
+        self._prepare(tensors)
+        if not self._put_changes(version, step, tensors):
+            self._put_all(version, step, tensors)
 
     def take(self, common: int | None) -> Transfer:
         """The newest version; as frames if all members have version `common` and frames lead from it to the newest."""
         with self.change:
-            block = max(self._blocks, key=lambda one: one.stamp)
+            block = max(self._blocks, key=_stamp_of)
             frames = None if common is None else self._frames.since(common)
             if frames is not None and common is not None:
                 return Transfer(*block.stamp, torch.frombuffer(bytearray().join(frames), dtype=torch.uint8), common)
@@ -111,7 +114,7 @@ class SendBuffer:
             return Transfer(*block.stamp, block.data, sums=sums)
 
     def wait_for(self, transfer: Transfer, end: int, timeout_s: float) -> None:
-        """Until the bytes before `end` are complete; RuntimeError after the timeout."""
+        """Wait until the bytes before `end` are complete; RuntimeError after the timeout."""
         block = self._sending
         if transfer.base >= 0 or block is None:
             return
@@ -121,34 +124,35 @@ class SendBuffer:
                 raise RuntimeError(f"the learner did not copy version {transfer.version} within {timeout_s:.1f} s")
 
     def digest(self, transfer: Transfer) -> int:
-        """Digest of all values; 0 if no digest is wanted or the transfer is sparse."""
+        """The digest of all values; 0 if checksums are off or the transfer is sparse."""
         if not self._checksum or self.manifest is None or transfer.base >= 0:
             return 0
         return self.manifest.digest(self.manifest.views(transfer.data.cpu()), transfer.version, transfer.step)
 
     def sent(self) -> None:
-        """The last transfer taken is not needed any more."""
+        """Release the last transfer that was taken."""
         with self.change:
             self._sending = None
             self.change.notify_all()
 
-    def _prepare(self, named: Mapping[str, torch.Tensor]) -> None:
+    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.manifest is None:
-            self.manifest = Manifest.of(dict(named))
+            self.manifest = Manifest.of(dict(tensors))
             size = self.manifest.nbytes
             self._blocks = [_Block(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(2)]
-            for block in self._blocks if self._device == "cpu" else []:
-                block.data.zero_()  # the first touch of a page in a copy costs more than its bytes
-        self.manifest.check(named)
+            if self._device == "cpu":
+                for block in self._blocks:
+                    block.data.zero_()  # the first touch of a page in a copy costs more than its bytes
+        self.manifest.check(tensors)
 
-    def _put_changes(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> bool:
+    def _put_changes(self, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Make a frame of what changed and update the newest block; False if all values have to be copied."""
         with self.change:
-            block = max(self._blocks, key=lambda one: one.stamp)
+            block = max(self._blocks, key=_stamp_of)
             if block.shadow is None or block is self._sending or block.stamp == NOTHING:
                 return False
             base = block.stamp[0]
-            frame = block.shadow.frame(named, base, version, step, len(block.data))
+            frame = block.shadow.frame(tensors, base, version, step, len(block.data))
             if frame is None:
                 return False
             self._frames.add(base, frame, len(frame), len(block.data) // 2)
@@ -157,17 +161,17 @@ class SendBuffer:
         self._wake()
         return True
 
-    def _put_all(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
+    def _put_all(self, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self.manifest is not None
         with self.change:
-            block = min((one for one in self._blocks if one is not self._sending), key=lambda one: one.stamp)
+            block = min((block for block in self._blocks if block is not self._sending), key=_stamp_of)
             block.stamp, block.ready = (version, step), 0
             if block.shadow is not None:
                 block.shadow.full()
             self._frames.clear()
         self._wake()
         try:
-            for ready in self.manifest.gather_pieces(named, block.data, self._bucket):
+            for ready in self.manifest.gather_pieces(tensors, block.data, self._bucket):
                 finish_stream(self._device)  # the sending thread has a stream of its own
                 with self.change:
                     block.ready = ready
@@ -182,12 +186,17 @@ class SendBuffer:
             block.shadow = Shadow(self.manifest, block.data, self._threshold, self._key_every, self._checksum)
 
 
-# -- sending it ------------------------------------------------------------------------------------------------
+def _stamp_of(block: _Block) -> tuple[int, int]:
+    return block.stamp
+
+
+# -- sending ---------------------------------------------------------------------------------------------------
 
 
 class Phase(enum.Enum):
     """Phases of the sending thread. WAITING -> ROLL_CALL -> CONNECTING -> WAITING: an epoch was formed.
-    WAITING -> SENDING -> COMMITTING -> WAITING: a version went out. Any -> WAITING: it failed, or members changed."""
+    WAITING -> SENDING -> COMMITTING -> WAITING: a version was sent. Any -> WAITING: a failure, or a change of members.
+    """
 
     WAITING = "waiting"
     ROLL_CALL = "roll call"
@@ -244,8 +253,14 @@ class BroadcastSender(Sender):
     def newest(self) -> tuple[int, int]:
         return self._buffer.newest()
 
-    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
-        self._buffer.put(version, step, named)
+
+    @property
+    def group_members(self) -> list[str]:
+        """The names of the engines in the group; none while there is no group."""
+        return sorted(self._members) if self._group is not None else []
+
+    def publish(self, version: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._buffer.put(version, step, tensors)
 
     def close(self) -> None:
         """End the thread; a transfer in progress ends by its own timeout at the latest."""
@@ -263,19 +278,19 @@ class BroadcastSender(Sender):
         while not self._stopping:
             try:
                 self._turn()
-            except Exception as problem:  # must not end the thread: report it and form another group
+            except Exception as problem:  # no error may end the thread: report it and form another group
                 self._give_up_group(f"epoch {self.epoch} failed in the {self.phase.value}: {first_line(str(problem))}")
             self._enter(Phase.WAITING)
 
     def _turn(self) -> None:
-        self._read_messages(0.0 if self._due() else IDLE_S)
-        if self._due() is Phase.ROLL_CALL:
+        self._read_messages(0.0 if self.due() else IDLE_S)
+        if self.due() is Phase.ROLL_CALL:
             self._form()
-        if self._group is not None and self._due() is Phase.SENDING:
+        if self._group is not None and self.due() is Phase.SENDING:
             self._send_version(self._group)
 
-    def _due(self) -> Phase | None:
-        """The work to begin with: an epoch, a version that a member does not have, or nothing."""
+    def due(self) -> Phase | None:
+        """The phase to begin: a roll call for a new epoch, SENDING if a member lacks the newest version, or None."""
         newest = self.newest()[0]
         if not self._members or newest < 0:
             return None
@@ -318,7 +333,7 @@ class BroadcastSender(Sender):
             self._lose(member, "left")
 
     def _lose(self, member: Member | None, why: str) -> None:
-        """A member's connection has ended, or it asked to leave."""
+        """Remove a member whose connection has ended, or that asked to leave."""
         if member is not None:
             idle = self.phase is Phase.WAITING
             self._leave_out(member, why, "" if idle else f" in the {self.phase.value} of epoch {self.epoch}")
@@ -349,7 +364,7 @@ class BroadcastSender(Sender):
     # -- the sending thread: an epoch -------------------------------------------------------------------------
 
     def _form(self) -> None:
-        """Try to form an epoch; afterwards `_broken` says whether another is needed."""
+        """Try to form an epoch; afterwards `_broken` is True if another epoch is needed."""
         self._drop_group()
         self.epoch += 1
         self._broken = False
@@ -372,7 +387,7 @@ class BroadcastSender(Sender):
         self._reasons, self._failure = [], ""
 
     def _call_the_roll(self, members: list[Member]) -> bool:
-        """Call all members; False if one did not answer: the others are left out."""
+        """Call all members; False if one did not answer, which is left out."""
         begun, size = time.monotonic(), len(members) + 1
         for rank, member in enumerate(members, 1):
             call: Message = {"say": "epoch", "epoch": self.epoch, "rank": rank, "size": size}
@@ -383,7 +398,7 @@ class BroadcastSender(Sender):
         return self._all_in_time(begun, lambda: [member for member in members if member.answered != self.epoch])
 
     def _all_in_time(self, begun: float, missing: Callable[[], list[Member]]) -> bool:
-        """Handle messages until no member is `missing`; leave out those that are when the phase's time is over."""
+        """Handle messages until no member is `missing`; at the end of the phase's time leave out those that are."""
         deadline = begun + self._phase_s
         while not self._broken and not self._stopping:
             late = missing()
@@ -392,7 +407,7 @@ class BroadcastSender(Sender):
             if time.monotonic() >= deadline:
                 roll_call = self.phase is Phase.ROLL_CALL
                 why = "has not answered the roll call" if roll_call else "has not confirmed its version"
-                for member in late:  # it may be alive
+                for member in late:  # which may be alive
                     self._leave_out(member, why, f" of epoch {self.epoch} for {time.monotonic() - begun:.1f} s")
                 return False
             self._read_messages(deadline - time.monotonic())
@@ -404,7 +419,8 @@ class BroadcastSender(Sender):
         rendezvous = Rendezvous(self.epoch, 0, size, where, self._phase_s, self._backend, self._device)
         self._send_all("connect", store=where, timeout_s=self._phase_s, backend=self._backend)
         setup = GroupSetup(rendezvous, self._server.waker.wake, store, listening)
-        limit_s = 1.5 * self._phase_s  # the first group between devices makes their contexts too
+        limit_s = 1.5 * self._phase_s
+        # The first group between devices makes their contexts too.
         limit_s = limit_s if self._backend == "gloo" else max(limit_s, DEVICE_CONNECT_S)
         deadline = time.monotonic() + limit_s
         while not setup.ended.is_set() and not self._broken and not self._stopping and time.monotonic() < deadline:
