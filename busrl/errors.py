@@ -157,7 +157,7 @@ class RankLost(PeerLost):
 
 
 class RankFailed(RankLost):
-    """A rank of the learner said why it ends; `uids` are the samples that it was computing."""
+    """A rank of the learner reported why it ends; `uids` are the samples that it was computing."""
 
     def __init__(self, text: str, uids: Iterable[int] = ()) -> None:
         self.uids = tuple(uids)
@@ -172,7 +172,7 @@ class EngineLost(PeerLost):
 
 
 class MachineError(BusrlError):
-    """The host cannot give what the run needs; the message says how much was needed and how much there is."""
+    """The host cannot give what the run needs; the message has how much was needed and how much there is."""
 
 
 class DiskFull(MachineError):
@@ -192,7 +192,7 @@ class FileCorrupt(MachineError):
 
 
 class WriteFailed(MachineError):
-    """A write or sync that must not fail did, for another cause than a full disk; what was written is unknown."""
+    """A write or sync that must not fail failed, and not for a full disk; what reached the file is unknown."""
 
 
 # -- the ring -----
@@ -303,8 +303,8 @@ class BusClosed(BugError):
 RETRY, NEEDS_FIX, RUN_FAILED, NO_SPACE = 1, 2, 3, 4
 TEAM_ENDED = 5  # of a learner's rank on another host: its team has ended, for a reason that is elsewhere
 NOT_IMPORTED = 6  # a module is missing or broken: the next start would import it no better
-# A process of a run says its code through the descriptor that this variable has, just before it ends. User code in it,
-# or a library, may end it with any code: that says nothing about the run.
+# A process of a run writes its exit code to the descriptor in this variable just before it ends. Any other code may
+# come from user code or from a library, and is no verdict on the run.
 VERDICT = "BUSRL_VERDICT"
 LONGEST_VERDICT = 4000  # bytes of the code and the cause: a pipe takes them at once
 
@@ -332,8 +332,8 @@ COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 
 def escaped(text: str) -> str:
-    """The text with what a terminal would obey, or cannot show, spelt out: \\x1b for an escape. Lines and tabs stay."""
-    return COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Spell out the characters that a terminal would obey or cannot show: \\x1b for an escape. Lines and tabs stay."""
+    return COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 TRACE = "Traceback (most recent call last):"
@@ -343,17 +343,18 @@ LIBRARIES = ("<", os.path.dirname(os.__file__), os.path.dirname(__file__))
 def cause(problem: BaseException) -> str:
     """An exception in one line: the message of one of busrl's own, else its type and place, the innermost in the
     user's own code if there is one: `KeyError: 'answer' (judge.py:3, in score)`."""
-    said = " ".join(str(problem).split())
-    if isinstance(problem, BusrlError) and said:
-        return said
+    message = " ".join(str(problem).split())
+    if isinstance(problem, BusrlError) and message:
+        return message
     name = type(problem).__name__
-    return (f"{name}: {said}" if said else name) + _place(problem)
+    return (f"{name}: {message}" if message else name) + _place(problem)
 
 
 def _place(problem: BaseException) -> str:
-    frames = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in walk_tb(problem.__traceback__)]
-    own = [one for one in frames if not one[0].startswith(LIBRARIES) and "site-packages" not in one[0]] or frames
-    return " ({}:{}, in {})".format(*own[-1]) if own else ""
+    places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(problem.__traceback__)]
+    of_user = [place for place in places if not place[0].startswith(LIBRARIES) and "site-packages" not in place[0]]
+    innermost = (of_user or places)[-1:]
+    return "".join(f" ({file}:{line}, in {function})" for file, line, function in innermost)
 
 
 def may_pass(status: int) -> bool:
@@ -391,12 +392,11 @@ def _raised(trace: str) -> str:
     return next((line for line in lines if not line.startswith(" ")), lines[-1].strip() if lines else "(cut off)")
 
 
-# -- where they are told -----
+# -- output that may fail -----
 
 
 class Unfailing:
-    """A stream on which nothing depends: what it cannot take (a full disk, a closed end) is dropped, and `lost` is
-    set."""
+    """A stream on which nothing depends: what cannot be written (a full disk, a closed end) is dropped; sets `lost`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.lost = stream, False

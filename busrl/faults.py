@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
 # Not those of another host: there are no faults on purpose there.
-_MOVERS: Final = tuple(one.name for one in ROLES.values() if one.moves and one.where != "away")
-_HOLDERS: Final = tuple(one for one in _MOVERS if one != "scheduler")  # the keeper for remote workers
+_MOVERS: Final = tuple(role.name for role in ROLES.values() if role.moves and role.where != "away")
+_HOLDERS: Final = tuple(role for role in _MOVERS if role != "scheduler")  # the keeper for remote workers
 _GENERATE: Final = ("rollout", *CALLER_ROLES, "keeper")
 # Which of busrl's own programs pass a point; docs/faults.md has the same table.
 PASSED_BY: Final = {
     **dict.fromkeys(("register.lock", "register.cas"), ("bus", *_MOVERS)),
-    **{one: ("scheduler", "validator") for one in CRASH_POINTS if one.startswith("dispatch.")},
+    **{point: ("scheduler", "validator") for point in CRASH_POINTS if point.startswith("dispatch.")},
     **dict.fromkeys(("move.cas", "move.hinted"), _MOVERS),
     **dict.fromkeys(("claim.cas", "release.before", "release.after", "drop.cas", "drop.fate"), _HOLDERS),
     "take.claimed": (*_GENERATE, "reward", "validator"),
@@ -60,7 +60,7 @@ SENDER = "sender"
 
 def describe(faults: Faults) -> list[str]:
     """A line per fault for a person; empty if there is none."""
-    return [_of_bus(one) for one in faults.bus] + [of_crash(one) for one in faults.crash]
+    return [_of_bus(fault) for fault in faults.bus] + [of_crash(fault) for fault in faults.crash]
 
 
 def _of_bus(fault: BusFault) -> str:
@@ -88,13 +88,13 @@ VARIABLE = "BUSRL_CRASH_POINT"
 
 
 def crash_environment(faults: Faults, process: str, life: int) -> dict[str, str]:
-    """The variables to add to the environment of `process` when it is started for the `life`-th time (from 1)."""
+    """The variables that the `life`-th start of `process` (from 1) adds to its environment."""
     fault = fault_of(faults, process, life)
     return {VARIABLE: f"{fault.point}:{fault.count}"} if fault else {}
 
 
 class CrashWatch:
-    """Watch over the planned deaths: fed with every end by SIGKILL that the watcher did not cause itself."""
+    """Compares planned deaths with those that came: `killed` gets every end by SIGKILL that launch did not cause."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -107,7 +107,7 @@ class CrashWatch:
 
     def missing(self) -> list[str]:
         """The planned deaths that never came, in words."""
-        return [of_crash(one) for one in self._faults.crash if not any(one is fired for fired in self._fired)]
+        return [of_crash(fault) for fault in self._faults.crash if not any(fault is fired for fired in self._fired)]
 
 
 def fault_of(faults: Faults, process: str, life: int) -> CrashFault | None:
@@ -131,7 +131,7 @@ Receive = Callable[[int], list[Frames]]
 
 def message_faults(faults: Faults, role: str, name: str) -> MessageFaults | None:
     """The faults of one endpoint's messages; None if no entry is about its role, so that it costs nothing."""
-    entries = [one for one in faults.bus if not one.roles or role in one.roles]
+    entries = [fault for fault in faults.bus if not fault.roles or role in fault.roles]
     return MessageFaults(entries, faults.seed, name) if entries else None
 
 
@@ -141,8 +141,8 @@ class MessageFaults:
     def __init__(
         self, entries: Sequence[BusFault], seed: int, name: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._in = [one for one in entries if one.at != SENDER]
-        self._out = [one for one in entries if one.at == SENDER]
+        self._in = [fault for fault in entries if fault.at != SENDER]
+        self._out = [fault for fault in entries if fault.at == SENDER]
         self._random = random.Random(f"{seed} {name}")
         self._clock = clock
         self._held: list[tuple[float, int, Frames]] = []  # a heap: when it is due, its number, the message
@@ -165,14 +165,14 @@ class MessageFaults:
     # receiving
 
     def around(self, receive: Receive) -> Receive:
-        """The receive call to use instead: nothing when nothing is there or due, else one message at a time."""
+        """The receive call to use instead: it gives one message at a time, and none while none is here or due."""
 
         def faulty(flags: int) -> list[Frames]:
             while (frames := self._due()) is None:
                 if not (came := receive(flags)):
                     return []
-                for one in came:
-                    self._judge(one)
+                for message in came:
+                    self._judge(message)
             self.counts["passed"] += 1
             return [frames]
 
@@ -223,11 +223,11 @@ class MessageFaults:
         self._release(due)
 
     def _release(self, due: float) -> None:
-        """The overtaken message comes out behind the one that is due then."""
+        """Put the overtaken message behind the one that is due then."""
         if self._overtaken:
             frames, self._overtaken = self._overtaken[1], None
             self._hold(due, frames)
 
 
 def _fitting(entries: Sequence[BusFault], name: str) -> BusFault | None:
-    return next((one for one in entries if not one.types or name in one.types), None)
+    return next((fault for fault in entries if not fault.types or name in fault.types), None)

@@ -51,7 +51,7 @@ def default_directory() -> Path:
 
 
 def directory_of(setting: str) -> Path:
-    """The directory that `bus.keys` means."""
+    """The directory of keys for a value of `bus.keys`; "" is the default one."""
     return Path(setting) if setting else default_directory()
 
 
@@ -66,8 +66,8 @@ def init(directory: Path, replace: bool = False) -> Pair:
             "makes a new pair of the broker, after which every client needs its file again"
         )
     files.make_folder(directory.parent, "name another one with --dir, or as bus.keys in the topology", 0o700)
-    for one in (directory, directory / "allowed", directory / "clients"):
-        private_directory(one, "key directory", "use --dir with a directory of your own")
+    for folder in (directory, directory / "allowed", directory / "clients"):
+        private_directory(folder, "key directory", "use --dir with a directory of your own")
     pair = _new_pair()
     files.replace(directory / "server.key_secret", _text("the broker of a busrl bus; keep it secret", pair))
     files.replace(directory / "server.key", _text("the broker of a busrl bus", Pair(pair.public, "")))
@@ -154,24 +154,24 @@ def _listed(directory: Path) -> list[tuple[str, str]]:
 
     An OSError of the machine (no descriptor left) is passed on: it says nothing about any key.
     """
-    found = []
+    keys_or_problems = []
     folder = directory / "allowed"
     for file in sorted(folder / name for name in os.listdir(folder) if name.endswith(".key"))[:MAX_CLIENTS]:
         try:
-            found.append((file.name.removesuffix(".key"), _read(file, ("public-key",))["public-key"]))
+            keys_or_problems.append((file.name.removesuffix(".key"), _read(file, ("public-key",))["public-key"]))
         except BadKeys as problem:
-            found.append((file.name, str(problem)))
-    return found
+            keys_or_problems.append((file.name, str(problem)))
+    return keys_or_problems
 
 
 def load_client(file: Path) -> ClientKeys:
     """The keys in a file that `busrl keys add` made."""
-    own = _read(file)
+    fields = _read(file)
     text = _open(file).partition("\nserver\n")[2]
     server = _fields(text).get("public-key", "")
     if not KEY.fullmatch(server):
         raise BadKeys(f"{file}: no public key of the broker in it; give the file that `busrl keys add` made")
-    return ClientKeys(Pair(own["public-key"], own["secret-key"]), server)
+    return ClientKeys(Pair(fields["public-key"], fields["secret-key"]), server)
 
 
 def _check(directory: Path) -> None:
@@ -203,4 +203,4 @@ def _open(file: Path) -> str:
 
 
 def _fields(text: str) -> dict[str, str]:
-    return {found[1]: found[2] for line in text.splitlines() if (found := FIELD.match(line))}
+    return {match[1]: match[2] for line in text.splitlines() if (match := FIELD.match(line))}

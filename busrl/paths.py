@@ -76,7 +76,7 @@ class RunPaths:
     control_key = _Named("control.key")  # who may read it may ask; for the owner alone
     serve_key = _Named("serve.key")  # what clients claim episodes with; for the owner alone
     atropos_seen = _Named("atropos.seen")  # digests of the groups that environments posted and that were kept
-    hosts_now = _Named("hosts.json")  # what home's relay last heard of each host
+    hosts_now = _Named("hosts.json")  # what home's relay last received from each host
     hosts = _Named("hosts.jsonl")  # when other hosts started, joined, fell silent, came back, were replaced, went
     host_source = _Named("host.json")  # on another host: where home is, and who this host is there
     published = _Named("published")  # a folder per published checkpoint; gone when the run has ended
@@ -88,7 +88,7 @@ class RunPaths:
     @classmethod
     def names(cls) -> frozenset[str]:
         """Names of the files and folders that busrl makes in a run directory, besides locks."""
-        return frozenset(one.name for one in vars(cls).values() if isinstance(one, _Named))
+        return frozenset(path.name for path in vars(cls).values() if isinstance(path, _Named))
 
     def lock(self, role: str) -> Path:
         return self.root / f"{role}.lock"
@@ -155,7 +155,7 @@ class RunPaths:
 
     @property
     def rank_place(self) -> Path:
-        """The file in which it says at which port it meets those of other hosts."""
+        """File with the port at which the learner meets ranks of other hosts."""
         return self.ranks.with_suffix(".json")
 
     @property

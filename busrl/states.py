@@ -40,7 +40,7 @@ class Role(NamedTuple):
 
 
 # In the order in which a run starts them.
-ROLES: Final = {one.name: one for one in (
+ROLES: Final = {role.name: role for role in (
     Role("bus", 7, named=False, moves=False), Role("keeper", 6, named=False),
     Role("relay", 5, named=False, moves=False, where="both"), Role("satellite", 4, named=False, where="away"),
     Role("sinks", 5, named=False, moves=False, awaited=False, where="sinks"),
@@ -52,10 +52,10 @@ ROLES: Final = {one.name: one for one in (
 )}
 HOST_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # and of workers from outside: 39 bytes in the ring
 RANK: Final = "rank"  # the learner's further processes: rank/1, rank/2, ...
-IMPLIED_ROLES: Final = tuple(one.name for one in ROLES.values() if not one.named and one.name != RANK)
-SINGLE_ROLES: Final = tuple(one.name for one in ROLES.values() if one.single)
-CALLER_ROLES: Final = tuple(one.name for one in ROLES.values() if one.caller)
-FOREIGN_ROLES: Final = tuple(one.name for one in ROLES.values() if one.foreign)
+IMPLIED_ROLES: Final = tuple(role.name for role in ROLES.values() if not role.named and role.name != RANK)
+SINGLE_ROLES: Final = tuple(role.name for role in ROLES.values() if role.single)
+CALLER_ROLES: Final = tuple(role.name for role in ROLES.values() if role.caller)
+FOREIGN_ROLES: Final = tuple(role.name for role in ROLES.values() if role.foreign)
 
 # -- names that stand for files -----
 

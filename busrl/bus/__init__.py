@@ -1,7 +1,7 @@
 """The control bus: publish and subscribe through one broker, for messages that may be lost.
 
-Imports ZeroMQ, `protocol`, `keys` and `errors`. Knows nothing of the ring or of roles. `broker` is for who serves a
-bus, and is imported there.
+Imports ZeroMQ, `protocol`, `keys` and `errors`. Knows nothing of the ring or of roles. Only the process that serves a
+bus imports `broker`.
 """
 
 from __future__ import annotations

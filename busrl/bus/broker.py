@@ -5,8 +5,8 @@ main thread sends itself a ping through the proxy and reports progress only when
 proxy that is stuck.
 
 - One broker per address: the lock is taken before bind, since an ipc bind silently takes an address over.
-- If somebody removes the files of the sockets (a cleaner of temporary files), no new process could connect: the broker
-  ends as soon as they can be made again, says so, and its successor makes them.
+- If somebody removes the files of the sockets (a cleaner of temporary files), no new process can connect: the broker
+  ends by name as soon as they can be made again, and its successor makes them.
 - A broker has no state. After a kill and a new start, subscriptions come back from the subscribers by themselves; what
   was sent meanwhile is lost, which is safe (see `endpoint.py`).
 - A tap, where one is asked for, is a copy of everything on a socket of its own (the proxy's capture). Its listeners
@@ -81,8 +81,8 @@ class CurveListener:
     """
 
     def __init__(self, endpoint: str, admits: Path | Admission, others: tuple[str, ...] = ()) -> None:
-        """Listens where publishers and subscribers of the bus connect, or at `others` instead; `admits`: those of a key
-        directory, or of a list."""
+        """Listen where publishers and subscribers of the bus connect, or at `others` instead; `admits`: the key
+        directory, or a list in its place."""
         self.endpoints = others or tcp_pair(endpoint)
         if isinstance(admits, Path):
             admits = Admission(keys.server_pair(admits), partial(keys.allowed, admits))
@@ -120,17 +120,9 @@ class CurveListener:
         if self._thread is not None:
             self._thread.join()
 
-    def _serve(self, answers: zmq.Socket[bytes]) -> None:
-        try:
-            while True:
-                answers.send_multipart(self._answer(answers.recv_multipart()))
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            answers.close(0)
-
-    def _answer(self, frames: list[bytes]) -> list[bytes]:
-        """The verdict on one handshake: version, request id, domain, address, identity, mechanism, key."""
+    def verdict(self, frames: list[bytes]) -> list[bytes]:
+        """The reply to one handshake of these frames: version, request id, domain, address, identity, mechanism, key.
+        """
         number = frames[1] if len(frames) > 1 else b""
         if len(frames) == 7 and frames[5] == b"CURVE" and len(frames[6]) == 32:
             key = z85.encode(frames[6]).decode()
@@ -143,6 +135,15 @@ class CurveListener:
                 return [b"1.0", number, b"200", b"OK", name.encode(), b""]
             self._count(frames[3].decode(errors="replace"), key)
         return [b"1.0", number, b"400", b"not in the allow-list", b"", b""]
+
+    def _serve(self, answers: zmq.Socket[bytes]) -> None:
+        try:
+            while True:
+                answers.send_multipart(self.verdict(answers.recv_multipart()))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            answers.close(0)
 
     def _count(self, address: str, key: str) -> None:
         with self._lock:
@@ -168,22 +169,22 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self._given = False
+        self._is_set = False
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def set(self) -> None:
-        self._given = True
+        self._is_set = True
         with contextlib.suppress(BlockingIOError):  # the pipe is full: enough to wake anybody
             os.write(self._write, b"\0")
 
     def is_set(self) -> bool:
-        return self._given
+        return self._is_set
 
     def wait(self, timeout_s: float) -> bool:
-        """Tell whether it is set, now or within the time."""
-        if not self._given:
+        """Wait until it is set; false if it is not within the time."""
+        if not self._is_set:
             select.select([self._read], [], [], timeout_s)
-        return self._given
+        return self._is_set
 
 
 def run_broker(
@@ -203,8 +204,8 @@ def run_broker(
             "run first, or start this one in another run directory"
         )
     try:
-        made = Proxy(frontend, backend, hwm, max_bytes, tap, listener)
-        with made as proxy, Endpoint("bus", frontend, backend) as client:
+        proxy = Proxy(frontend, backend, hwm, max_bytes, tap, listener)
+        with proxy, Endpoint("bus", frontend, backend) as client:
             _round_trip(proxy, client, stuck_s)
             on_ready()
             while not stop.wait(ping_s):

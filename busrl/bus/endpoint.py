@@ -79,7 +79,7 @@ class Gaps:
         last[0], last[1] = seq, time_ns
 
     def tail(self, heartbeat: Message | Envelope, last_seqs: Mapping[str, int]) -> None:
-        """A heartbeat names its sender's last number of each topic: whatever lies between was lost at the end."""
+        """Count what a heartbeat shows as lost: between the last number seen and its sender's last one of a topic."""
         for name, seq in last_seqs.items():
             topic = name.encode(errors="replace")
             last = self._last.get(topic, {}).get(heartbeat.sender)
@@ -204,7 +204,7 @@ def configure(socket: zmq.Socket[bytes], hwm: int, max_bytes: int) -> None:
 
 
 def encrypt(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
-    """Only the broker that has the secret of `keys.server` is talked to, and only encrypted: there is no fall-back."""
+    """Talk only to the broker that has the secret of `keys.server`, and only encrypted: there is no fall-back."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.pair.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.pair.secret.encode())
@@ -243,7 +243,7 @@ class Endpoint:
         report: Callable[[str], None] = _log.warning, message_faults: MessageFaults | None = None,
         on_reject: Callable[[Rejected, str], None] | None = None,
     ) -> None:
-        """`on_reject` gets what was dropped, and the name of the message that its topic says."""
+        """`on_reject` gets what was dropped, and the name of the message in its topic."""
         self.name, self._frontend, self._backend = name, frontend, backend
         self._max_bytes, self._report, self._message_faults = max_bytes, report, message_faults
         self._on_reject = on_reject
@@ -305,7 +305,7 @@ class Endpoint:
         message.time_ns = time.time_ns()
         message.msg_seq = seq = line.seq + 1
         if isinstance(message, Heartbeat):
-            message.last_seqs = self._seqs()
+            message.last_seqs = self.last_seqs()
         raw = codec.encode(message)
         if len(raw) > self._max_bytes:
             raise MessageTooLarge(
@@ -326,7 +326,8 @@ class Endpoint:
         self._lines[kind, to] = line
         return line
 
-    def _seqs(self) -> dict[str, int]:
+    def last_seqs(self) -> dict[str, int]:
+        """The number of the last message to each topic, as the heartbeat carries them."""
         return {line.topic: line.seq for line in self._lines.values() if line.seq}
 
     def heartbeat(self, role: str, activity: str, control: int = 0) -> None:
@@ -334,6 +335,11 @@ class Endpoint:
         self.send(Heartbeat(role=role, activity=activity[:MAX_ACTIVITY], control=control))
 
     # receiving
+
+    @property
+    def pending(self) -> int:
+        """Messages that were decoded and not taken yet."""
+        return len(self._pending)
 
     def take(self) -> Message | None:
         """The next message that is already here, or None."""
@@ -343,10 +349,10 @@ class Endpoint:
 
     def drain(self, limit: int = 4096) -> list[Message]:
         """All messages that are already here (at most `limit`, so that a flood cannot hold the caller)."""
-        taken: list[Message] = []
-        while len(taken) < limit and (message := self.take()) is not None:
-            taken.append(message)
-        return taken
+        messages: list[Message] = []
+        while len(messages) < limit and (message := self.take()) is not None:
+            messages.append(message)
+        return messages
 
     def _take_new(self, flags: int = NOBLOCK) -> Message | None:
         """The next message, with none pending."""
@@ -358,7 +364,7 @@ class Endpoint:
         return None
 
     def _fetch(self, flags: int) -> int:
-        """Decode some of what is here into `_pending`, in order; how many were looked at, 0 if nothing is here."""
+        """Decode some of what is here into `_pending`, in order. Returns how many there were, 0 if nothing is here."""
         if self._closed:
             raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
         came = self._receive(flags)
@@ -393,7 +399,8 @@ class Endpoint:
         return kind
 
     def _serve(self, message: Message) -> Message | None:
-        """A ping is served here: one's own echo proves readiness, another's is answered."""
+        """Serve pings here: the echo of our own proves readiness, another's is answered. Other messages are passed on.
+        """
         if isinstance(message, Heartbeat):
             self.gaps.tail(message, message.last_seqs)
         if not isinstance(message, Ping):
@@ -449,11 +456,11 @@ class Endpoint:
             self._readable.unregister(fd)
 
     def fileno(self) -> int:
-        """The descriptor with which the `wait` of another endpoint waits for this one too; read out before, both."""
+        """The descriptor by which another endpoint's `wait` waits for this one too. Take all that is in both before."""
         return self._fd
 
     def ready(self, timeout_s: float) -> None:
-        """Return when a ping of our own came back through the broker; what else arrives is kept.
+        """Return when a ping of our own came back through the broker; what else arrives stays `pending`.
 
         BusNotReady after `timeout_s`.
         """

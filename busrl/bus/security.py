@@ -30,7 +30,7 @@ _LISTENING: Final = "0A"
 
 
 def check_endpoint(endpoint: str, keys: bool = False) -> None:
-    """Refuse an address that cannot work, or would be open to others; `keys` says that CURVE will guard it."""
+    """Refuse an address that cannot work, or would be open to others; `keys`: CURVE will guard it."""
     scheme, mark, rest = endpoint.partition("://")
     if not mark or scheme not in ("ipc", "tcp"):
         raise BadEndpoint(f"bus endpoint {endpoint!r}: it must begin with ipc:// or tcp://")
@@ -97,7 +97,7 @@ def private_umask() -> Iterator[None]:
 
 
 def prepare(endpoint: str) -> None:
-    """Everything before a bind without keys: the address is sound and its directory is private."""
+    """Check an address before a bind without keys, and make its directory private."""
     check_endpoint(endpoint)
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc":
@@ -105,7 +105,7 @@ def prepare(endpoint: str) -> None:
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Bind, so that nobody else can open the socket's file; an address that is taken names its holder."""
+    """Bind, so that nobody else can open the socket's file; RunInUse names the holder of an address in use."""
     try:
         with private_umask():
             socket.bind(endpoint)

@@ -1,8 +1,8 @@
 """The envelope of every message, and the messages between processes that map the ring, grouped by direction.
 
 Each is one flat msgpack map with its name in field `type`; the codec turns them into bytes. Talks to nothing, and knows
-nothing of sockets or of the ring. Other parts have messages of their own (`codec.ALL`); docs/protocol.md says who sends
-what.
+nothing of sockets or of the ring. Other parts have messages of their own (`codec.ALL`); docs/protocol.md lists the
+senders of each.
 
 - A message is a doorbell: it says "look at the ring". Losing, doubling, delaying or reordering any of them makes a
   run slower, never wrong; so no field here is the only copy of anything of value.
@@ -197,7 +197,7 @@ class ValidationSetDone(Message, tag="VALIDATION_SET_DONE"):
 
 # scheduler -> everybody
 class SchedulerState(Message, tag="SCHEDULER_STATE"):
-    """The scheduler's view: counts are of groups, `queued` and `free` of slots; `waiting` says for what it waits."""
+    """The scheduler's view: counts are of groups, `queued` and `free` of slots; `waiting` is what it waits for."""
 
     admitted: Count = 0
     open_groups: Count = 0
@@ -271,8 +271,8 @@ class Stop(Message, tag="STOP"):
 
 # whoever may read control.key -> launch, and back
 class Control(Message, tag="CONTROL"):
-    """Something is asked of the run by the program that `who` tells: `verb`, and what belongs to it in `key` and
-    `value`. Sent until it is answered; what has an `id` is done once. `proof` shows that the sender may ask."""
+    """A request to the run by the program `who`: the `verb`, with its `key` and `value`. Sent until it is answered; a
+    request of one `id` is done once. `proof` shows that the sender may ask."""
 
     id: Name
     verb: Name
@@ -287,7 +287,7 @@ class Control(Message, tag="CONTROL"):
         return hmac.new(secret, b"".join(text.encode() + b"\0" for text in fields), "sha256").hexdigest()
 
     def is_proved(self, secret: bytes) -> bool:
-        """Tell whether whoever made it knows the secret; a zero byte would let two meanings have one proof."""
+        """Check that the sender had the secret; a zero byte in a field would let two requests have one proof."""
         zero = "\0" in f"{self.id}{self.verb}{self.key}{self.value}{self.who}"
         return not zero and hmac.compare_digest(self.proof.encode(), self.proof_with(secret).encode())
 

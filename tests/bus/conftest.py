@@ -61,17 +61,17 @@ class BrokerProcess:
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="brl"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix="brl"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture
 def broker(short_dir: Path) -> Iterator[BrokerProcess]:
-    one = BrokerProcess(short_dir)
-    one.start()
-    yield one
-    one.kill()
+    process = BrokerProcess(short_dir)
+    process.start()
+    yield process
+    process.kill()
 
 
 @pytest.fixture(params=["reached", "plain"])
@@ -94,5 +94,5 @@ def endpoint(broker: BrokerProcess) -> Iterator[Callable[..., Endpoint]]:
         return opened[-1]
 
     yield open_one
-    for one in opened:
-        one.close()
+    for end in opened:
+        end.close()

@@ -31,11 +31,11 @@ def test_a_message_reaches_the_subscribers_of_its_name_and_nobody_else(endpoint)
 
 
 def test_an_addressed_message_reaches_its_addressee_alone(endpoint):
-    one, ten = (endpoint(name, topic(m.NewTask, name)) for name in ("rollout/1", "rollout/10"))
+    addressee, ten = (endpoint(name, topic(m.NewTask, name)) for name in ("rollout/1", "rollout/10"))
     everything = endpoint("monitor", topic(m.NewTask))
     sender = endpoint("scheduler")
     sender.send(m.NewTask(worker_id="rollout-1", slot_id=0, seq=0, uid=0), to="rollout/1")
-    assert isinstance(one.recv(PATIENCE_S), m.NewTask)
+    assert isinstance(addressee.recv(PATIENCE_S), m.NewTask)
     assert isinstance(everything.recv(PATIENCE_S), m.NewTask)
     ten.ready(PATIENCE_S)
     assert ten.drain() == []
@@ -46,11 +46,11 @@ def test_messages_that_come_while_readiness_is_awaited_are_kept(endpoint):
     for value in range(5):
         sender.send(m.SchedulerState(values={"x": value}))
     sender.send(m.Ping(token="t"), to="a")
-    while len(listener._pending) < 5:
+    while listener.pending < 5:
         listener.ready(PATIENCE_S)
         sender.ready(PATIENCE_S)
     got = [listener.recv(PATIENCE_S) for _ in range(5)]
-    assert [one.values["x"] for one in got] == [0, 1, 2, 3, 4]
+    assert [message.values["x"] for message in got] == [0, 1, 2, 3, 4]
 
 
 def test_an_endpoint_answers_the_ping_of_another(endpoint):
@@ -101,7 +101,7 @@ def test_sends_return_at_once_and_are_numbered_while_there_is_no_broker(short_di
     with Endpoint("alone", f"ipc://{short_dir}/a", f"ipc://{short_dir}/b", hwm=10) as alone:
         for _ in range(1000):
             alone.send(m.Hello(role="rollout"))
-        assert alone._seqs() == {"HELLO/": 1000}
+        assert alone.last_seqs() == {"HELLO/": 1000}
 
 
 def test_waiting_for_a_missing_broker_ends_and_names_the_endpoint(short_dir):
@@ -141,24 +141,24 @@ def test_sockets_and_their_directory_are_for_their_owner_alone(broker, short_dir
 
 
 def test_a_closed_endpoint_and_one_inherited_over_fork_refuse_to_work(endpoint):
-    one = endpoint("a")
+    inherited = endpoint("a")
     pid = os.fork()
     if pid == 0:
         try:
-            one.send(m.Goodbye())
+            inherited.send(m.Goodbye())
         except BusClosed:
             os._exit(0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    one.send(m.Goodbye())
-    one.close()
-    one.close()
+    inherited.send(m.Goodbye())
+    inherited.close()
+    inherited.close()
     with pytest.raises(BusClosed, match="closed"):
-        one.send(m.Goodbye())
+        inherited.send(m.Goodbye())
 
 
 def test_a_message_over_the_limit_is_refused_at_its_sender(endpoint):
-    one = endpoint("scheduler", max_bytes=1000)
+    sender = endpoint("scheduler", max_bytes=1000)
     with pytest.raises(MessageTooLarge, match=r"GATEWAY_ANSWER/rollout-0/.*limit is 1000"):
-        one.send(g.GatewayAnswer(code="refused", text="x" * 2000), to="rollout/0")
-    one.ready(PATIENCE_S)
+        sender.send(g.GatewayAnswer(code="refused", text="x" * 2000), to="rollout/0")
+    sender.ready(PATIENCE_S)

@@ -54,11 +54,11 @@ def test_an_address_that_is_none_is_refused(endpoint):
 
 
 def test_a_private_directory_is_made_or_closed(tmp_path: Path):
-    made = private_directory(tmp_path / "busrl-1" / "abc")
-    assert [one.stat().st_mode & 0o777 for one in (made, made.parent)] == [0o700, 0o700]
-    made.chmod(0o755)
-    private_directory(made)
-    assert made.stat().st_mode & 0o777 == 0o700
+    directory = private_directory(tmp_path / "busrl-1" / "abc")
+    assert [path.stat().st_mode & 0o777 for path in (directory, directory.parent)] == [0o700, 0o700]
+    directory.chmod(0o755)
+    private_directory(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_directory_that_others_may_write_into_is_refused_with_its_mode(tmp_path: Path):

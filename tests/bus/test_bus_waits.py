@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 
 import pytest
 
-from busrl.bus.endpoint import PING_EVERY_S, PING_FIRST_S
+from busrl.bus.endpoint import PING_EVERY_S, PING_FIRST_S, Endpoint
 from busrl.errors import BusNotReady
 from busrl.protocol import messages as m
 
@@ -39,12 +40,26 @@ def test_a_wait_ends_by_message_descriptor_or_time(endpoint):
         os.close(writer)
 
 
-def test_pauses_between_pings_grow_and_begin_again_with_the_next_round_trip(endpoint):
-    one = endpoint("one")
-    one._receive = lambda flags: []  # nothing comes back
+class NothingComesBack:
+    """Message faults of an endpoint that receives nothing."""
+
+    def lets_out(self, topic):
+        return True
+
+    def around(self, receive):
+        return lambda flags: []
+
+    def due_s(self):
+        return math.inf
+
+
+def test_pauses_between_pings_grow_and_begin_again_with_the_next_round_trip(short_dir):
+    addresses = f"ipc://{short_dir}/pub.sock", f"ipc://{short_dir}/sub.sock"
+    lonely = Endpoint("lonely", *addresses, message_faults=NothingComesBack())
     for _ in range(2):
         pauses: list[float] = []
-        one.wait = lambda pause_s, pauses=pauses: (pauses.append(pause_s), time.sleep(pause_s))
+        lonely.wait = lambda pause_s, pauses=pauses: (pauses.append(pause_s), time.sleep(pause_s))
         with pytest.raises(BusNotReady):
-            one.ready(8 * PING_EVERY_S)
+            lonely.ready(8 * PING_EVERY_S)
         assert pauses[0] <= PING_FIRST_S and PING_EVERY_S / 2 < max(pauses) <= PING_EVERY_S
+    lonely.close()

@@ -17,6 +17,7 @@ from busrl import _ring, _wire
 from busrl.bus import endpoint as module
 from busrl.bus.endpoint import KIND, NOBLOCK, WAIT, PlainWire, open_wire
 from busrl.errors import BusClosed
+from busrl.protocol import codec
 from busrl.protocol import messages as m
 
 MOST, MOST_BYTES = 64, 1 << 18  # of one call, as csrc/python/wire.cpp has it
@@ -60,9 +61,9 @@ class Pair:
 
 @pytest.fixture(params=[open_wire, PlainWire], ids=["reached", "plain"])
 def pair(request):
-    made = Pair(request.param)
-    yield made
-    made.close()
+    wires = Pair(request.param)
+    yield wires
+    wires.close()
 
 
 def told_apart(multipart: list[bytes]) -> list[tuple[bytes, ...]]:
@@ -77,7 +78,7 @@ def test_any_multiparts_come_out_in_order_and_none_shifts_the_next(make, multipa
     try:
         for multipart in multiparts:
             pair.pub.send_multipart(multipart)
-        assert pair.all() == [one for multipart in multiparts for one in told_apart(multipart)]
+        assert pair.all() == [frames for multipart in multiparts for frames in told_apart(multipart)]
     finally:
         pair.close()
 
@@ -209,15 +210,16 @@ def test_what_was_fetched_and_not_taken_is_gone_with_the_endpoint(endpoint):
 
 
 @pytest.mark.usefixtures("each_wire")
-def test_who_is_told_of_a_dropped_message_may_close_the_endpoint(endpoint):
+def test_who_is_told_of_a_dropped_message_may_close_the_endpoint(endpoint, broker):
     def close(*_: object) -> None:
         listener.close()
 
-    sender = endpoint("sender")
     listener = endpoint("listener", "GOODBYE/", report=lambda _: None, on_reject=close)
-    for _ in range(50):
-        sender.send(m.Goodbye())
-        sender._send(b"GOODBYE/", b"\xc1")
-    with pytest.raises(BusClosed):
-        while True:
-            listener.recv(LONG_S)
+    with zmq.Context() as strangers, strangers.socket(zmq.PUB) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(broker.frontend)
+        with pytest.raises(BusClosed):
+            while True:  # again and again: what is sent before the connection stands is lost
+                for payload in [codec.encode(m.Goodbye(sender="stranger", msg_seq=1)), b"\xc1"] * 25:
+                    stranger.send_multipart([b"GOODBYE/", payload])
+                listener.recv(0.05)

@@ -51,11 +51,11 @@ def test_a_host_is_answered_among_more_strangers_than_descriptors(home: tuple[st
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * STRANGERS)), hard))
     place, folder = home
-    own = keys.load_client(keys.client_file(folder, "laptop"))
+    client_keys = keys.load_client(keys.client_file(folder, "laptop"))
     with ExitStack() as stack:
         for _ in range(STRANGERS):
             stranger = stack.enter_context(socket.socket())
             stranger.setblocking(False)
             stranger.connect_ex(("127.0.0.1", int(place.rpartition(":")[2])))
-        asking = stack.enter_context(closing(Asking(place, own, "laptop")))
+        asking = stack.enter_context(closing(Asking(place, client_keys, "laptop")))
         assert isinstance(asking.ask(q.RanksMeet(), PATIENCE_S), q.Declined)

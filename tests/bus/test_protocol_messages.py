@@ -70,12 +70,12 @@ def sent(message: m.Message) -> m.Message:
     return message
 
 
-@pytest.mark.parametrize(("message", "fields"), GOLDEN, ids=[name_of(type(one)) for one, _ in GOLDEN])
+@pytest.mark.parametrize(("message", "fields"), GOLDEN, ids=[name_of(type(message)) for message, _ in GOLDEN])
 def test_an_independent_decoder_reads_the_fields_of_a_message(message, fields):
     assert msgpack.unpackb(codec.encode(sent(message))) == ENVELOPE | fields
 
 
-@pytest.mark.parametrize(("message", "fields"), GOLDEN, ids=[name_of(type(one)) for one, _ in GOLDEN])
+@pytest.mark.parametrize(("message", "fields"), GOLDEN, ids=[name_of(type(message)) for message, _ in GOLDEN])
 def test_bytes_of_an_independent_encoder_are_read_with_unknown_fields_ignored(message, fields):
     raw = msgpack.packb(ENVELOPE | fields | {"from_tomorrow": [1, {"x": 2}]})
     assert codec.decode(type(message), raw, 1 << 20) == sent(message)
@@ -92,7 +92,8 @@ def test_optional_fields_may_be_absent():
 
 def test_every_message_has_its_own_name_and_is_listed():
     assert len(BY_NAME) == len(ALL)
-    defined = {one for one in {**vars(m), **vars(g)}.values() if isinstance(one, type) and issubclass(one, m.Message)}
+    kinds = (kind for kind in {**vars(m), **vars(g)}.values() if isinstance(kind, type))
+    defined = {kind for kind in kinds if issubclass(kind, m.Message)}
     assert defined - {m.Message, g.Remote} == set(ALL)
 
 

@@ -20,9 +20,9 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 def with_faults(tmp_path: Path, text: str) -> Topology:
-    made = tmp_path / "faulty.toml"
-    made.write_text(f"{QUICKSTART.read_text()}\n{text}\n")
-    return load(made)
+    path = tmp_path / "faulty.toml"
+    path.write_text(f"{QUICKSTART.read_text()}\n{text}\n")
+    return load(path)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_check_says_that_faults_are_on_and_gives_them_to_every_process(tmp_path:
     topology = with_faults(tmp_path, "[faults]\nseed = 7\n[[faults.bus]]\ndrop = 0.3\n")
     assert Topology.from_json(topology.to_json()) == topology
     assert "FAULTS ARE ON: every message to everybody but the broker: 30% lost" in report(topology)
-    assert all(one["settings"]["faults"]["seed"] == 7 for one in process_configs(topology))
-    assert not any("faults" in one["settings"] for one in process_configs(load(QUICKSTART)))
+    assert all(config["settings"]["faults"]["seed"] == 7 for config in process_configs(topology))
+    assert not any("faults" in config["settings"] for config in process_configs(load(QUICKSTART)))
 
 
 def test_faults_may_be_given_on_the_command_line() -> None:
     topology = load(QUICKSTART, ["faults.bus=[{drop=1.0}, {types=['STOP'], duplicate=0.5}]", "faults.seed=3"])
-    assert [one.drop for one in topology.faults.bus] == [1.0, 0.0] and topology.faults.seed == 3
+    assert [fault.drop for fault in topology.faults.bus] == [1.0, 0.0] and topology.faults.seed == 3
 
 
 def test_several_crashes_of_one_process_occur_in_sequence_in_their_own_lives() -> None:
@@ -83,8 +83,8 @@ def test_several_crashes_of_one_process_occur_in_sequence_in_their_own_lives() -
         CrashFault("learner", "drop.cas", 1, 1),
     )
     faults = Faults(crash=entries)
-    given = [crash_environment(faults, "learner", life).get("BUSRL_CRASH_POINT", "") for life in range(1, 6)]
-    assert given == ["finish.fate:9", "finish.fate:9", "drop.cas:1", "", ""]
+    points = [crash_environment(faults, "learner", life).get("BUSRL_CRASH_POINT", "") for life in range(1, 6)]
+    assert points == ["finish.fate:9", "finish.fate:9", "drop.cas:1", "", ""]
     assert all(crash_environment(faults, "rollout/0", life) for life in range(1, 100))
     assert crash_environment(faults, "keeper", 1) == {}
 
@@ -105,7 +105,7 @@ def test_page_and_rules_agree_on_which_process_passes_each_crash_point() -> None
     told: dict[str, set[str]] = {}
     for row in (ROOT / "docs" / "faults.md").read_text().splitlines():
         if row.startswith("| `") and len(cells := row.split(" | ")) == 3 and "." in cells[0]:
-            roles = {one.strip() for one in cells[1].partition(":")[0].split(",")}
+            roles = {role.strip() for role in cells[1].partition(":")[0].split(",")}
             told |= dict.fromkeys(re.findall(r"`([a-z]+\.[a-z]+)`", cells[0]), roles)
     assert told == {point: set(roles) for point, roles in PASSED_BY.items()}
 

@@ -19,10 +19,10 @@ def dial(endpoint: str) -> socket.socket:
     """A bare connection to an ipc:// or tcp:// address."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc":
-        made = socket.socket(socket.AF_UNIX)
-        made.settimeout(TIMEOUT_S)
-        made.connect(rest)
-        return made
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(TIMEOUT_S)
+        connection.connect(rest)
+        return connection
     host, _, port = rest.rpartition(":")
     return socket.create_connection((host, int(port)), TIMEOUT_S)
 
@@ -72,17 +72,17 @@ class Garbage:
     def frames(self, count: int) -> bytes:
         """Frames of a peer whose handshake went well: messages, subscriptions, commands, with any bytes in them."""
         take, some = self.random.random, self.random.randbytes
-        made = bytearray()
+        garbage = bytearray()
         for _ in range(count):
             size = int(take() * 40)
             chance = take()
             if chance < 0.05:  # somebody listens to this
-                made += frame(LISTENED, 1) + frame(some(size))
+                garbage += frame(LISTENED, 1) + frame(some(size))
             elif chance < 0.15:
-                made += frame(b"\x01" + some(size % 8))
+                garbage += frame(b"\x01" + some(size % 8))
             else:  # never MORE alone: an endless message is another test; a bad command ends the connection, so few
-                made += frame(some(size), 4 if chance < 0.1505 else 0)
-        return bytes(made)
+                garbage += frame(some(size), 4 if chance < 0.1505 else 0)
+        return bytes(garbage)
 
     def _noise(self) -> bytes:
         return self.random.randbytes(self.random.randrange(4096))

@@ -23,8 +23,8 @@ HEADS = [bytes.fromhex(text) for text in _HEADS.split()]
 def sample(info: inspect.Type) -> Any:
     """Plain data that a decoder of this type accepts, every optional field filled."""
     if isinstance(info, inspect.StructType):
-        made = {field.encode_name: sample(field.type) for field in info.fields}
-        return {str(info.tag_field): info.tag, **made} if info.tag_field else made
+        fields = {field.encode_name: sample(field.type) for field in info.fields}
+        return {str(info.tag_field): info.tag, **fields} if info.tag_field else fields
     if isinstance(info, inspect.StrType):
         return "fuzz"
     if isinstance(info, inspect.BytesType):
@@ -48,12 +48,12 @@ def sample(info: inspect.Type) -> Any:
 
 def golden() -> list[tuple[type[Message], bytes]]:
     """Every kind with the bytes of a message of it."""
-    made = []
+    corpus = []
     for kind in ALL:
         raw = msgspec.msgpack.encode({**sample(inspect.type_info(kind)), "v": 1, "type": name_of(kind)})
         msgspec.msgpack.decode(raw, type=kind)
-        made.append((kind, raw))
-    return made
+        corpus.append((kind, raw))
+    return corpus
 
 
 class Mutator:
@@ -63,33 +63,33 @@ class Mutator:
         self.random, self.corpus = random.Random(seed), corpus
 
     def next(self, raw: bytes) -> bytes:
-        made = bytearray(raw)
+        changed = bytearray(raw)
         for _ in range(1 + int(self.random.random() * 4)):
-            self._change(made)
-        return bytes(made)
+            self._change(changed)
+        return bytes(changed)
 
-    def _change(self, made: bytearray) -> None:
+    def _change(self, changed: bytearray) -> None:
         chance = self.random.random
-        at = int(chance() * (len(made) + 1))
+        at = int(chance() * (len(changed) + 1))
         what = int(chance() * 8)
-        if what == 0 and made:
-            made[min(at, len(made) - 1)] ^= 1 << int(chance() * 8)
-        elif what == 1 and made:
-            made[min(at, len(made) - 1)] = int(chance() * 256)
+        if what == 0 and changed:
+            changed[min(at, len(changed) - 1)] ^= 1 << int(chance() * 8)
+        elif what == 1 and changed:
+            changed[min(at, len(changed) - 1)] = int(chance() * 256)
         elif what == 2:
-            del made[at:]
+            del changed[at:]
         elif what == 3:
             head = HEADS[int(chance() * len(HEADS))]
-            made[at : at + len(head)] = head
+            changed[at : at + len(head)] = head
         elif what == 4:
-            made[at:at] = HEADS[int(chance() * len(HEADS))]
+            changed[at:at] = HEADS[int(chance() * len(HEADS))]
         elif what == 5:
             end = at + int(chance() * 16)
-            made[at:at] = made[at:end]
+            changed[at:at] = changed[at:end]
         elif what == 6:
             other = self.corpus[int(chance() * len(self.corpus))]
-            made[at:] = other[int(chance() * len(other)) :]
+            changed[at:] = other[int(chance() * len(other)) :]
         elif chance() < 0.02:
-            made[at:at] = (b"\x91", b"\x81\xa1x")[int(chance() * 2)] * int(chance() * 20_000)
+            changed[at:at] = (b"\x91", b"\x81\xa1x")[int(chance() * 2)] * int(chance() * 20_000)
         else:
-            made[at:at] = self.random.randbytes(int(chance() * 12))
+            changed[at:at] = self.random.randbytes(int(chance() * 12))

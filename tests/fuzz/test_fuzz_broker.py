@@ -32,9 +32,9 @@ FRAMES = 2_000
 @pytest.fixture
 def broker(short_dir: Path, tmp_path: Path) -> Iterator[Broker]:  # noqa: F811
     keys.init(tmp_path / "keys")
-    one = Broker(short_dir, tmp_path / "keys", f"tcp://127.0.0.1:{free_port()}").start()
-    yield one
-    one.kill()
+    broker = Broker(short_dir, tmp_path / "keys", f"tcp://127.0.0.1:{free_port()}").start()
+    yield broker
+    broker.kill()
 
 
 class Talk:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec import inspect
 
 from busrl.bus import Endpoint
+from busrl.bus.endpoint import MAX_ADDRESSED
 from busrl.hosts import messages as g
 from busrl.protocol import codec
 from busrl.protocol import messages as m
@@ -30,7 +35,36 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def feed(endpoint: Endpoint, inputs: int, seed: int) -> None:
+class HandedIn:
+    """Message faults of an endpoint that give it frames of the test's in the place of what its socket receives."""
+
+    def __init__(self) -> None:
+        self.messages: Iterator[Sequence[bytes]] = iter(())
+        self.all_taken = False
+
+    def lets_out(self, topic: str) -> bool:
+        return True
+
+    def around(self, receive: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:
+        return lambda flags: self.next()
+
+    def next(self) -> list[tuple[bytes, ...]]:
+        messages = [tuple(frames) for frames in itertools.islice(self.messages, 100)]
+        self.all_taken = not messages
+        return messages
+
+    def due_s(self) -> float:
+        return math.inf
+
+
+def take_all(endpoint: Endpoint, handed: HandedIn, messages: Iterator[Sequence[bytes]]) -> None:
+    """Let the endpoint take every one of these messages, and forget what it gives."""
+    handed.messages, handed.all_taken = messages, False
+    while not handed.all_taken:
+        endpoint.drain()
+
+
+def changed(inputs: int, seed: int) -> Iterator[Sequence[bytes]]:
     """`inputs` changed messages, a tenth of them under a changed or another topic."""
     corpus = golden()
     mutator = Mutator(seed, [raw for _, raw in corpus])
@@ -43,8 +77,8 @@ def feed(endpoint: Endpoint, inputs: int, seed: int) -> None:
             target = mutator.next(target) if chance() < 0.5 else targets[int(chance() * len(targets))]
         frames = [target, mutator.next(corpus[which][1])]
         if number % 1000 == 0:
-            frames = [mutator.next(one) for one in frames * (number // 1000 % 3 + 1)]
-        endpoint._accept(frames or [b""])
+            frames = [mutator.next(frame) for frame in frames * (number // 1000 % 3 + 1)]
+        yield frames or [b""]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +88,11 @@ def feed(endpoint: Endpoint, inputs: int, seed: int) -> None:
 def test_changed_messages_are_taken_or_counted_and_memory_stays_bounded(tmp_path: Path, inputs: int, seed: int) -> None:
     said: list[str] = []
     sockets = f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b"
-    with Endpoint("fuzz", *sockets, subscribe=[topic(kind) for kind in ALL], report=said.append) as endpoint:
-        feed(endpoint, 2_000, seed=0)
+    topics, handed = [topic(kind) for kind in ALL], HandedIn()
+    with Endpoint("fuzz", *sockets, subscribe=topics, report=said.append, message_faults=handed) as endpoint:
+        take_all(endpoint, handed, changed(2_000, seed=0))
         before, size = endpoint.faults.total(), resident_bytes()
-        feed(endpoint, inputs, seed)
+        take_all(endpoint, handed, changed(inputs, seed))
         grown = resident_bytes() - size
     dropped = endpoint.faults.total() - before
     assert grown < GROWTH_BYTES, f"{grown >> 20} MiB more after {inputs} inputs"
@@ -88,20 +123,20 @@ def test_an_unknown_field_that_nests_a_little_is_ignored() -> None:
 
 def unbounded(info: inspect.Type, where: str) -> set[str]:
     """Fields below a type whose strings, bytes, lists or maps have no greatest length."""
-    found: set[str] = set()
+    fields: set[str] = set()
     if isinstance(info, (inspect.StrType, inspect.BytesType, inspect.ListType, inspect.DictType, inspect.AnyType)):
-        found |= {where} if getattr(info, "max_length", None) is None else set()
+        fields |= {where} if getattr(info, "max_length", None) is None else set()
     if isinstance(info, inspect.ListType):
-        found |= unbounded(info.item_type, where)
+        fields |= unbounded(info.item_type, where)
     if isinstance(info, inspect.DictType):
-        found |= unbounded(info.key_type, where) | unbounded(info.value_type, where)
+        fields |= unbounded(info.key_type, where) | unbounded(info.value_type, where)
     if isinstance(info, inspect.UnionType):
-        for one in info.types:
-            found |= unbounded(one, where)
+        for alternative in info.types:
+            fields |= unbounded(alternative, where)
     if isinstance(info, inspect.StructType):
         for field in info.fields:
-            found |= unbounded(field.type, field.name)
-    return found
+            fields |= unbounded(field.type, field.name)
+    return fields
 
 
 @pytest.mark.parametrize("kind", ALL, ids=name_of)
@@ -135,10 +170,11 @@ def test_a_header_that_promises_gigabytes_is_refused_without_room_being_made() -
 
 
 def test_pings_from_ever_new_names_cost_no_memory_and_spare_the_heartbeat(tmp_path: Path) -> None:
-    with Endpoint("victim", f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b", report=lambda _: None) as endpoint:
+    sockets, handed = (f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b"), HandedIn()
+    with Endpoint("victim", *sockets, report=lambda _: None, message_faults=handed) as endpoint:
         target = topic(m.Ping, "victim").encode()
-        for number in range(5_000):
-            endpoint._accept([target, codec.encode(m.Ping(token="t", sender=f"n{number}"))])
-        assert 0 < len(endpoint._seqs()) <= 1024
-        beat = m.Heartbeat(last_seqs=endpoint._seqs())
+        pings = (codec.encode(m.Ping(token="t", sender=f"n{number}")) for number in range(5_000))
+        take_all(endpoint, handed, ((target, ping) for ping in pings))
+        assert 0 < len(endpoint.last_seqs()) <= MAX_ADDRESSED
+        beat = m.Heartbeat(last_seqs=endpoint.last_seqs())
         assert isinstance(codec.decode(m.Heartbeat, codec.encode(beat), LIMIT), m.Heartbeat)

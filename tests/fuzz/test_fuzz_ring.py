@@ -43,7 +43,7 @@ def valid() -> Iterator[tuple[Path, bytes]]:
 
 
 def changed(content: bytes, chance: random.Random) -> bytes:
-    made = bytearray(content)
+    damaged = bytearray(content)
     lines, tables = (int.from_bytes(content[at : at + 8], "little") for at in (0x50, 0x58))
     regions = [(0x80, 0x2000), (0x2000, 0x2000 + PROCESSES * 256), (lines, lines + SLOTS * 128)]
     regions += [(tables + slot * 6272, tables + slot * 6272 + 128 + 3 * 128) for slot in range(SLOTS)] * 2
@@ -51,11 +51,11 @@ def changed(content: bytes, chance: random.Random) -> bytes:
         low, high = chance.choice(regions)
         at = chance.randrange(low, high)
         if chance.random() < 0.5:
-            made[at] = chance.randrange(256)
+            damaged[at] = chance.randrange(256)
         else:
             at -= at % 8
-            made[at : at + 8] = chance.choice(WORDS).to_bytes(8, "little")
-    return bytes(made)
+            damaged[at : at + 8] = chance.choice(WORDS).to_bytes(8, "little")
+    return bytes(damaged)
 
 
 def look(ring: Ring) -> int:
@@ -63,7 +63,7 @@ def look(ring: Ring) -> int:
     ring.stats(), ring.lines(), ring.words()
     states(ring)
     render_processes(ring)
-    [repr(one) for one in ring.processes()]
+    [repr(process) for process in ring.processes()]
     read = 0
     for slot in range(ring.n_slots):
         for what in (lambda at=slot: ring.tensors(at).values(), lambda at=slot: [ring.get(at, "tokens", 0)]):

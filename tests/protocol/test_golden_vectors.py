@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "vectors"
 MESSAGES, VARIANTS, REJECTED = (
     json.loads((FOLDER / f"{name}.json").read_text()) for name in ("messages", "variants", "rejected")
 )
-BY_VECTOR = {one["name"]: one for one in MESSAGES}
+BY_VECTOR = {vector["name"]: vector for vector in MESSAGES}
 LIMIT = 1 << 20
 
 
@@ -29,8 +29,8 @@ def of_kind(name: str):
     return BY_NAME[name.partition(".")[0]]
 
 
-def ids(found: list[dict]) -> list[str]:
-    return [one["name"] for one in found]
+def ids(entries: list[dict]) -> list[str]:
+    return [entry["name"] for entry in entries]
 
 
 @pytest.mark.parametrize("vector", MESSAGES, ids=ids(MESSAGES))
@@ -47,7 +47,7 @@ def test_an_independent_decoder_reads_the_map_of_a_vector(vector):
     got = msgpack.unpackb(bytes.fromhex(vector["hex"]))
     want = vectors.natural(vector["map"])
     assert got == want and list(got) == list(want)
-    assert {key: type(one) for key, one in got.items()} == {key: type(one) for key, one in want.items()}
+    assert {key: type(value) for key, value in got.items()} == {key: type(value) for key, value in want.items()}
 
 
 @pytest.mark.parametrize("vector", VARIANTS, ids=ids(VARIANTS))
@@ -78,8 +78,9 @@ def test_the_files_are_what_the_code_makes_now():
 
 
 def test_wide_vectors_reach_long_forms_of_msgpack_and_utf8():
-    wide = b"".join(bytes.fromhex(one["hex"]) for one in MESSAGES if one["name"].endswith(".wide"))
-    texts = [one for vector in MESSAGES for one in vectors.natural(vector["map"]).values() if isinstance(one, str)]
+    wide = b"".join(bytes.fromhex(vector["hex"]) for vector in MESSAGES if vector["name"].endswith(".wide"))
+    values = (value for vector in MESSAGES for value in vectors.natural(vector["map"]).values())
+    texts = [value for value in values if isinstance(value, str)]
     assert {len(char.encode()) for text in texts for char in text} == {1, 2, 3, 4}
     assert max(len(text.encode()) for text in texts) > 256
     for form in (0xCF, 0xCB, 0xD9, 0xDA, 0xDE, 0xDC):

@@ -132,8 +132,8 @@ def test_bytes_taken_apart_for_a_reader_stay_whole(value):
 
 def keys_in(value) -> int:
     if isinstance(value, dict):
-        return len(value) + sum(keys_in(one) for one in value.values())
-    return sum(keys_in(one) for one in value) if isinstance(value, list) else 0
+        return len(value) + sum(keys_in(child) for child in value.values())
+    return sum(keys_in(child) for child in value) if isinstance(value, list) else 0
 
 
 @given(st.binary(max_size=40))

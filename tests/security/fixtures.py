@@ -35,11 +35,11 @@ PATIENCE_S = 30.0
 def free_port() -> int:
     """A port that nobody has now, nor the next one."""
     while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
             try:
-                two.bind(("127.0.0.1", port + 1))
+                second.bind(("127.0.0.1", port + 1))
             except OSError:
                 continue
             return port
@@ -83,11 +83,11 @@ class Broker:
     def until(self, text: str) -> str:
         """The first line that holds `text`."""
         with self.heard:
-            found = self.heard.wait_for(
+            heard = self.heard.wait_for(
                 lambda: next((line for line in self.said if text in line or line == "ended"), None), PATIENCE_S
             )
-        assert found is not None and found != "ended", f"never heard {text!r}: {self.said[-5:]}"
-        return found
+        assert heard is not None and heard != "ended", f"never heard {text!r}: {self.said[-5:]}"
+        return heard
 
     def beat(self) -> None:
         """Return after two more round trips through the proxy: it lives, and passes messages on."""
@@ -109,9 +109,9 @@ class Broker:
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="brl"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix="brl"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture
@@ -124,6 +124,6 @@ def key_directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def broker(short_dir: Path, key_directory: Path) -> Iterator[Broker]:
-    one = Broker(short_dir, key_directory, f"tcp://127.0.0.1:{free_port()}").start()
-    yield one
-    one.kill()
+    broker = Broker(short_dir, key_directory, f"tcp://127.0.0.1:{free_port()}").start()
+    yield broker
+    broker.kill()

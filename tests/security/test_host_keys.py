@@ -35,9 +35,9 @@ def home(key_directory: Path, endpoint: str) -> Iterator[Answering]:
 
 def stranger(key_directory: Path, folder: Path, name: str = "gpu2") -> Path:
     """The file of a client that was listed once."""
-    made = keys.add(key_directory, name)
-    assert made is not None
-    kept = shutil.copy(made, folder / f"{name}.key_secret")
+    file = keys.add(key_directory, name)
+    assert file is not None
+    kept = shutil.copy(file, folder / f"{name}.key_secret")
     keys.remove(key_directory, name)
     return Path(kept)
 

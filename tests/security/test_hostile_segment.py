@@ -70,9 +70,9 @@ class Segment:
 @pytest.fixture
 def segment() -> Iterator[Segment]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="busrl.test.") as folder:
-        one = Segment(Path(folder))
-        yield one
-        one.ring.close()
+        segment = Segment(Path(folder))
+        yield segment
+        segment.ring.close()
 
 
 def test_another_magic_is_named_with_the_expected_one_and_the_remedy(segment):
@@ -171,9 +171,9 @@ BAD = [
 
 @pytest.mark.parametrize(("changes", "why"), BAD, ids=[f"{list(changes)}" for changes, _ in BAD])
 def test_a_bad_descriptor_names_slot_tensor_and_rule(segment, changes, why):
-    for slot, made in ((0, entry(**changes)), (1, entry())):
+    for slot, content in ((0, entry(**changes)), (1, entry())):
         segment.write(segment.tables + slot * (128 + 48 * 128), struct.pack("<I", 1))
-        segment.write(segment.tables + slot * (128 + 48 * 128) + 128, made)
+        segment.write(segment.tables + slot * (128 + 48 * 128) + 128, content)
     for read in (lambda: segment.ring.get(0, "x"), lambda: segment.ring.tensors(0)):
         with pytest.raises(BadTensor, match=rf"slot 0: tensor x: .*{why}"):
             read()

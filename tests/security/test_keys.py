@@ -16,8 +16,8 @@ from busrl.errors import BadKeys, InsecureDirectory
 
 
 def modes(directory: Path) -> dict[str, int]:
-    found = {str(path.relative_to(directory)): stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*")}
-    return {".": stat.S_IMODE(directory.stat().st_mode), **found}
+    modes = {str(path.relative_to(directory)): stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*")}
+    return {".": stat.S_IMODE(directory.stat().st_mode), **modes}
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    code = main([str(one) for one in arguments])
+    code = main([str(argument) for argument in arguments])
     said = capsys.readouterr()
     return code, said.out, said.err
 

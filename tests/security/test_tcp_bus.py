@@ -32,8 +32,8 @@ def endpoint() -> Iterator[Callable[..., Endpoint]]:
         return opened[-1]
 
     yield open_one
-    for one in opened:
-        one.close()
+    for end in opened:
+        end.close()
 
 
 def laptop(broker) -> ClientKeys:
@@ -47,8 +47,8 @@ def stranger(broker) -> ClientKeys:
 
 def test_a_listed_key_talks_with_local_processes_in_both_directions(broker, endpoint):
     near, far = endpoint("near", broker.ipc, HEARD), endpoint("far", broker.tcp, HEARD, keys=laptop(broker))
-    for one in (near, far):
-        one.ready(PATIENCE_S)
+    for end in (near, far):
+        end.ready(PATIENCE_S)
     near.send(m.Goodbye(reason="from near"))
     assert far.recv(PATIENCE_S).reason == "from near"
     far.send(m.Goodbye(reason="from far"))
@@ -109,7 +109,7 @@ def test_a_key_that_is_added_while_the_broker_runs_is_let_in(broker, endpoint):
 def test_a_listed_key_tries_again_while_the_list_is_unreadable(key_directory: Path):
     door = CurveListener("tcp://127.0.0.1:1", key_directory)
     (key_directory / "allowed").rename(key_directory / "away")
-    verdict = door._answer([b"1.0", b"7", b"busrl", b"10.0.0.1", b"", b"CURVE", bytes(32)])
+    verdict = door.verdict([b"1.0", b"7", b"busrl", b"10.0.0.1", b"", b"CURVE", bytes(32)])
     assert verdict[1:3] == [b"7", b"300"] and door.refusals() == []
 
 
@@ -165,12 +165,12 @@ def test_a_flood_of_unknown_keys_is_counted_in_bounded_memory(key_directory: Pat
     door = CurveListener("tcp://127.0.0.1:1", key_directory)
     for number in range(MAX_REFUSED * 3):
         frames = [b"1.0", b"7", b"busrl", f"10.0.{number % 256}.9".encode(), b"", b"CURVE", number.to_bytes(32, "big")]
-        assert door._answer(frames)[1:3] == [b"7", b"400"]
+        assert door.verdict(frames)[1:3] == [b"7", b"400"]
     refusals = door.refusals()
-    assert len(refusals) == MAX_REFUSED + 1 and sum(one.count for one in refusals) == MAX_REFUSED * 3
+    assert len(refusals) == MAX_REFUSED + 1 and sum(refusal.count for refusal in refusals) == MAX_REFUSED * 3
     assert door.refusals() == []
 
 
 @pytest.mark.parametrize("frames", [[], [b"1.0"], [b""] * 7, [b"1.0", b"1", b"", b"", b"", b"NULL"], [b"x"] * 9])
 def test_a_request_that_is_none_is_refused(key_directory: Path, frames):
-    assert b"400" in CurveListener("tcp://127.0.0.1:1", key_directory)._answer(frames)
+    assert b"400" in CurveListener("tcp://127.0.0.1:1", key_directory).verdict(frames)
