@@ -420,8 +420,8 @@ MUTANTS = (
            '{**row, "share": share}', "row", ("tests/run/test_mixture_run.py",)),
     # -- validation
     Mutant("validation at the training temperature", VALIDATOR,
-           "temperature=asked.temperature", "temperature=self.topology.generation.temperature", RUN),
-    Mutant("validation is greedy", VALIDATOR, "temperature=asked.temperature", "temperature=0.0", RUN),
+           "temperature=spec.temperature", "temperature=self.topology.generation.temperature", RUN),
+    Mutant("validation is greedy", VALIDATOR, "temperature=spec.temperature", "temperature=0.0", RUN),
     Mutant("samples of a prompt weigh more the more there are", FIGURES,
            "return [float(np.mean(numbers)) for numbers in of_prompt.values()]", "return sum(of_prompt.values(), [])",
            ("tests/roles/test_validation_rounds.py",)),

@@ -3,8 +3,8 @@
 `launch` alone appends; every process follows the file's size, and reads what it needs. Talks to one file. Knows nothing
 of the bus, of topologies or of what a verb does.
 
-- A line is there once what it says is in force for whoever reads now: topology.json is written before it.
-- What has an id was done once: the same id again is answered from its line.
+- A line is written after topology.json: whoever reads the line finds the new value in force.
+- A request of one id was done once: the same id again is answered from its line.
 - Lines are folded in order, over all starts of a run: the newest value of a key holds until it is set again.
 """
 
@@ -54,10 +54,10 @@ class Controls:
 
     @classmethod
     def read(cls, paths: RunPaths) -> Controls:
-        found = cls()
+        controls = cls()
         for line in read_lines(paths):
-            found.add(line)
-        return found
+            controls.add(line)
+        return controls
 
     def add(self, line: ControlLine) -> None:
         """The next line: refusals change nothing."""

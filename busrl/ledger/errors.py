@@ -51,7 +51,7 @@ class _Kind:
 
     reported: float
     every_s: float
-    held: int = 0
+    count: int = 0
     latest: tuple[str, ...] = ()
     uids: list[int] = field(default_factory=list)
 
@@ -76,23 +76,23 @@ class Throttle:
         """Check whether to report this line now; if not, it is counted and comes back from `due`."""
         if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
             kind = OTHERS
-        known = self._kinds.get(kind)
-        if known is None:
+        entry = self._kinds.get(kind)
+        if entry is None:
             self._kinds[kind] = _Kind(now, self.every_s)
             return True
-        known.held, known.latest = known.held + 1, line
-        known.uids += uids[: MOST_UIDS - len(known.uids)]
+        entry.count, entry.latest = entry.count + 1, line
+        entry.uids += uids[: MOST_UIDS - len(entry.uids)]
         return False
 
     def due(self, now: float, everything: bool = False) -> list[Due]:
         """Lines that were held back long enough. A kind that was quiet is forgotten."""
-        found = []
-        for kind, known in list(self._kinds.items()):
-            if not everything and now - known.reported < known.every_s:
+        lines = []
+        for kind, entry in list(self._kinds.items()):
+            if not everything and now - entry.reported < entry.every_s:
                 continue
-            if known.held:
-                found.append(Due(known.held, known.latest, tuple(known.uids)))
-                self._kinds[kind] = _Kind(now, self.every_s if known.uids else min(2 * known.every_s, LONGEST_S))
+            if entry.count:
+                lines.append(Due(entry.count, entry.latest, tuple(entry.uids)))
+                self._kinds[kind] = _Kind(now, self.every_s if entry.uids else min(2 * entry.every_s, LONGEST_S))
             else:
                 del self._kinds[kind]
-        return found
+        return lines

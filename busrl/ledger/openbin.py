@@ -88,7 +88,7 @@ def record_put_back(path: str | os.PathLike[str], uids: Iterable[int], why: str)
 def read_draws(path: str | os.PathLike[str]) -> list[DrawsLine]:
     """All put-backs in order; none if there is no file. Half a last line was never acted upon and is left out."""
     try:
-        whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
+        lines, _, _ = Path(path).read_bytes().rpartition(b"\n")
     except FileNotFoundError:
         return []
-    return [msgspec.json.decode(line, type=DrawsLine) for line in whole.splitlines() if line]
+    return [msgspec.json.decode(line, type=DrawsLine) for line in lines.splitlines() if line]

@@ -1,10 +1,10 @@
-"""`skips.jsonl`: which prompts the scheduler left out by their pass rates, and what was known when it decided.
+"""`skips.jsonl`: which prompts the scheduler left out by their pass rates, and on how many ended groups it decided.
 
 The scheduler writes a line before it stores the fates that the line is about; a successor stores them again. Knows
-nothing of how it was decided.
+nothing of the rule by which a prompt is left out.
 
-- `draws` of all lines together are every draw that was left out; `told` groups of groups.jsonl, in the order of that
-  file, were known to the decision, so it can be made again from both files.
+- `draws` of all lines together are every draw that was left out. The decision stands on the first `told` groups of
+  groups.jsonl, so it can be made again from both files.
 - The other numbers are totals up to the line, by source.
 """
 
@@ -22,7 +22,7 @@ TAIL_BYTES = 1 << 18
 
 
 class SkipLine(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Draws left out at one look of the scheduler; `given_up`: the first draw after a pass without leaving out."""
+    """Draws left out in one pass of the scheduler; `given_up`: the first draw after an epoch that left nothing out."""
 
     time: float
     told: int

@@ -4,15 +4,15 @@ Talks to `train.jsonl`, `trained.bin` in the checkpoints and `wal/`. The learner
 for people and for the audit. `launch` mends before any role runs, and so does a learner that starts. Knows nothing of
 groups, models or the ring: what else a checkpoint holds is looked at where it is loaded.
 
-- A line with step s takes the place of all earlier lines with a step >= s: that is how a replay after a restart, or a
-  return to a checkpoint with `wal = "off"`, shows. But for mending nothing in the file is ever changed.
+- A line with step s takes the place of all earlier lines with a step >= s: so a replay after a restart, or a return to
+  a checkpoint with `wal = "off"`, needs no change of the file. Only mending changes it.
 - `crc` is the crc32 of the prompt line, so the file proves which prompt each uid was trained on.
 - `trained.bin`, little endian: "BUSRLTRD", u32 layout 1, u32 crc32 of the packed bytes, u64 uids in the set, u64 bytes
   of the bitmap; then the bitmap, zlib-packed. Bit uid % 8 (from the lowest) of byte uid // 8.
 - A file is the old one or the new one, and a damaged one is refused, never half used.
 - The train log is made durable before each checkpoint, so its lines up to the checkpoint's step name the very same
-  samples. So do the trained set of the checkpoint before and the log's records from there on. Either is believed only
-  if it has as many as meta.json says.
+  samples. So do the trained set of the checkpoint before and the log's records from there on. Either is used only if
+  its number of samples is that of meta.json.
 - A line of the train log with an impossible uid counts as damaged; the file is read a line at a time.
 - A checkpoint whose writer died while it took another's place has its name again before anybody looks for it.
 - A set that cannot be made again is refused with what to do; else what was trained would be forgotten.
@@ -188,13 +188,13 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
 
 def _checkpoints(paths: RunPaths) -> list[Path]:
     """All that have a meta.json, newest first."""
-    return [one for one in checkpoints_of(paths.checkpoints) if (one / "meta.json").is_file()]
+    return [folder for folder in checkpoints_of(paths.checkpoints) if (folder / "meta.json").is_file()]
 
 
 def checkpoints_of(root: Path) -> list[Path]:
     """The directories with a checkpoint's name, newest first."""
-    named = [one for one in root.glob(f"{CHECKPOINT}*") if is_checkpoint(one) and one.is_dir()]
-    return sorted(named, key=step_of, reverse=True)
+    folders = [path for path in root.glob(f"{CHECKPOINT}*") if is_checkpoint(path) and path.is_dir()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -206,10 +206,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def mend_trained_set(paths: RunPaths) -> str | None:
-    """Look at the newest checkpoint's trained set, and write it again if it is damaged; what was done, if anything.
-
-    `FileCorrupt` with the remedy if it cannot be made again.
-    """
+    """Check the newest checkpoint's trained set, and write it again if it is damaged. Returns what was done, None for
+    nothing; `FileCorrupt` with the remedy if the set cannot be made again."""
     files.finish_replacements(paths.checkpoints)
     folder = newest_checkpoint(paths)
     fault = _fault_of(folder / NAME) if folder else None
@@ -217,13 +215,13 @@ def mend_trained_set(paths: RunPaths) -> str | None:
         return None
     step, samples = _meta(folder, fault)
     standing, source = _Standing(paths.train_log), paths.train_log.name
-    found = _uids_of(standing.lines(step))
-    if len(found) != samples:
-        why = f"{paths.train_log} names {len(found)} samples up to its step, not {samples}{standing.damage}"
-        found, source = _trained_before(paths, folder, step), "the checkpoint before and the log"
-        if len(found) != samples:
-            raise _beyond_repair(folder, fault, f"{why}; {source} hold {len(found)}")
-    found.save(folder / NAME)
+    trained = _uids_of(standing.lines(step))
+    if len(trained) != samples:
+        why = f"{paths.train_log} names {len(trained)} samples up to its step, not {samples}{standing.damage}"
+        trained, source = _trained_before(paths, folder, step), "the checkpoint before and the log"
+        if len(trained) != samples:
+            raise _beyond_repair(folder, fault, f"{why}; {source} hold {len(trained)}")
+    trained.save(folder / NAME)
     _list(folder)
     return f"{fault}; it was written again: {samples} samples, from {source}"
 
@@ -247,10 +245,10 @@ def _meta(folder: Path, fault: str) -> tuple[int, int]:
 
 
 def _uids_of(lines: Iterable[TrainLine]) -> TrainedSet:
-    found = TrainedSet()
+    trained = TrainedSet()
     for line in lines:
-        found.add(uid for uid, _, _ in line.samples)
-    return found
+        trained.add(uid for uid, _, _ in line.samples)
+    return trained
 
 
 class _Standing:
@@ -295,7 +293,7 @@ class _Standing:
 
 
 def train_log_is_whole(path: Path, least: int) -> bool:
-    """Check that it has as many bytes as a checkpoint says that it had, and nothing but lines at its end."""
+    """Check that the log has at least the bytes that a checkpoint noted, and nothing but lines at its end."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
@@ -312,36 +310,41 @@ def mend_train_log(
     path: Path, step: int, trained: TrainedSet, records: Iterable[Record], crc_of: Callable[[int], int], least: int
 ) -> str:
     """Write a line again for every step up to `step`: as it stands, or from its record. Samples of `trained` whose line
-    is gone stand together in one, with the crc of their prompts; spaces make it `least` bytes long, so that it
-    is not taken for a shortened one. The damaged file is kept; what was done."""
-    standing, own = _Standing(path), dict[int, TrainLine]()  # its own are those of the records
-    for record in records:
-        if record.step <= step:
-            own[record.step] = TrainLine.of(record)
-    named = _uids_of(_merged(standing, own, step))
-    gone = [uid for uid in trained if uid not in named]
+    is gone stand together in one, with the crc of their prompts. Spaces make the file `least` bytes long, so that it
+    is not taken for a shortened one. The damaged file gets another name. Returns what was done."""
+    standing = _Standing(path)
+    replayed = {record.step: TrainLine.of(record) for record in records if record.step <= step}
+    on_lines = _uids_of(_merged(standing, replayed, step))
+    gone = [uid for uid in trained if uid not in on_lines]
     if gone:
-        known = {*standing.steps, *own}
-        free = next((one for one in range(step, 0, -1) if one not in known), step)
-        line = next((one for one in _merged(standing, own, step) if one.step == free), TrainLine(step=free, samples=[]))
+        line = _line_for_the_gone(standing, replayed, step)
         line.samples += [(uid, 0, crc_of(uid)) for uid in gone]
-        own[free] = line
-    kept = next(one for k in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{k}")).exists())
-    _keep(path, kept)
-    standing.path = kept
-    files.replace(path, _written(_merged(standing, own, step), least))
+        replayed[line.step] = line
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    _keep(path, aside)
+    standing.path = aside
+    files.replace(path, _written(_merged(standing, replayed, step), least))
     return (
         f"{path} was damaged or removed{standing.damage}; it was written again from checkpoint and log, the steps of "
         f"{len(gone)} samples are not known any more"
-        f"{f', and what was there is kept as {kept.name}' if kept.exists() else ''}"
+        f"{f', and what was there is kept as {aside.name}' if aside.exists() else ''}"
     )
 
 
-def _merged(standing: _Standing, own: Mapping[int, TrainLine], until: int) -> Iterator[TrainLine]:
-    """The lines by step; one of `own` takes the place of the one that stands."""
+def _line_for_the_gone(standing: _Standing, replayed: Mapping[int, TrainLine], step: int) -> TrainLine:
+    """The line that takes samples of unknown steps: a new one of the highest step without a line, else the last."""
+    steps = {*standing.steps, *replayed}
+    free = next((number for number in range(step, 0, -1) if number not in steps), step)
+    lines = (line for line in _merged(standing, replayed, step) if line.step == free)
+    return next(lines, TrainLine(step=free, samples=[]))
+
+
+def _merged(standing: _Standing, replayed: Mapping[int, TrainLine], until: int) -> Iterator[TrainLine]:
+    """The lines by step; a replayed one takes the place of the one that stands."""
     return heapq.merge(
-        (line for line in standing.lines(until) if line.step not in own),
-        (own[step] for step in sorted(own)),
+        (line for line in standing.lines(until) if line.step not in replayed),
+        (replayed[step] for step in sorted(replayed)),
         key=lambda line: line.step,
     )
 
@@ -360,34 +363,34 @@ def _written(lines: Iterable[TrainLine], least: int) -> Iterator[bytes]:
     yield end
 
 
-def _keep(path: Path, kept: Path) -> None:
+def _keep(path: Path, aside: Path) -> None:
     """Give a file a second name, so that a death before it is replaced leaves it where it was."""
     try:
-        os.link(path, kept)
+        os.link(path, aside)
     except FileNotFoundError:
         return
     except OSError:  # a file system without second names, or something else than a file
-        path.rename(kept)
+        path.rename(aside)
 
 
 def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:
     """The trained set of the checkpoint before `folder`, and the samples of the records up to a step."""
-    older = next((one for one in _checkpoints(paths) if one.name != folder.name), None)
+    older = next((checkpoint for checkpoint in _checkpoints(paths) if checkpoint.name != folder.name), None)
     try:
-        found = TrainedSet.load(older / NAME) if older else TrainedSet()
+        trained = TrainedSet.load(older / NAME) if older else TrainedSet()
     except (FileCorrupt, OSError):
         return TrainedSet()
-    return add_logged(found, paths.wal, step)
+    return add_logged(trained, paths.wal, step)
 
 
-def add_logged(found: TrainedSet, log: Path, until: int = sys.maxsize, superseded: int = -1) -> TrainedSet:
-    """The set, with the samples of the log's records up to a step; damage in those up to `superseded`, which the set
-    has already, is passed over."""
+def add_logged(trained: TrainedSet, log: Path, until: int = sys.maxsize, superseded: int = -1) -> TrainedSet:
+    """Add the samples of the log's records up to a step to the set, and return it. Damage in records up to
+    `superseded`, whose samples the set has already, is passed over."""
     if log.is_dir():
         with Wal(log, superseded=superseded) as wal:
             for record in wal.records():
-                found.add(sample.uid for sample in record.samples if record.step <= until)
-    return found
+                trained.add(sample.uid for sample in record.samples if record.step <= until)
+    return trained
 
 
 def _list(folder: Path) -> None:

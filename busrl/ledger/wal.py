@@ -47,7 +47,7 @@ REMEDY = "Restore it, or remove it: what no checkpoint holds of its steps is los
 
 
 def _no_segments() -> list[int]:
-    """A default that is written all the same: every sample of the log has the key, also for other readers."""
+    """A default that `omit_defaults` does not leave out: every sample of the log has the key, for other readers too."""
     return []
 
 
@@ -205,9 +205,9 @@ class Wal:
     """The log in `directory`, opened for appending.
 
     `sync=True` makes every record durable before `append` returns; without it a record survives the death of every
-    process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `damage` says
-    what was passed over, `cut_bytes` what opening cut off; `last_step` and `last_version` are the highest ever seen
-    here, -1 with none.
+    process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `damage` lists
+    what was passed over, `cut_bytes` counts what opening cut off; `last_step` and `last_version` are the highest ever
+    seen here, -1 with none.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class Wal:
                     yield record
 
     def drop_before(self, step: int) -> int:
-        """Remove the segments with no record of step `step` or later (a checkpoint's step + 1); how many."""
+        """Remove the segments with no record of step `step` or later (a checkpoint's step + 1). Returns how many."""
         dropped = 0
         while self._segments and self._segments[0].last_step < step:
             if len(self._segments) == 1:
@@ -279,11 +279,11 @@ class Wal:
         return dropped
 
     def fault(self) -> str:
-        """Name what was done to the files from outside, so that a restart would not find all records; empty if nothing.
-        Each call looks at the newest segment and, in turn, at one of all."""
+        """Name a change of the files from outside by which a restart would miss records; empty for none. Each call
+        looks at the newest segment and, in turn, at one of all."""
         self._looks += 1
-        one_of_all = self._looks % max(1, len(self._segments))
-        for segment in [*self._segments[-1:], *self._segments[one_of_all : one_of_all + 1]]:
+        turn = self._looks % max(1, len(self._segments))
+        for segment in [*self._segments[-1:], *self._segments[turn : turn + 1]]:
             try:
                 now = os.stat(segment.path)
             except OSError as exc:

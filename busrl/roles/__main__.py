@@ -57,9 +57,9 @@ def main() -> tuple[int, str]:
     return code, ""
 
 
-def said(code: int, why: str, verdict: int | None, pid: int) -> int:
-    """The exit code, which launch has been told through its descriptor, with the cause: libraries may write more into
-    the log while the process ends. Not by a copy of the process."""
+def reported(code: int, why: str, verdict: int | None, pid: int) -> int:
+    """Write the exit code and the cause to launch's descriptor, and return the code: libraries may write more into the
+    log while the process ends. A copy of the process (another pid) reports nothing."""
     if verdict is not None and os.getpid() == pid:
         with contextlib.suppress(OSError):  # user code may have closed it
             os.write(verdict, f"{code} {why}".encode()[:LONGEST_VERDICT])
@@ -67,7 +67,7 @@ def said(code: int, why: str, verdict: int | None, pid: int) -> int:
 
 
 def verdict() -> int | None:
-    """The descriptor for this process's code, which nothing that it starts inherits; None where nobody listens."""
+    """The descriptor for this process's exit code, which no child inherits; None where launch gave none."""
     text = os.environ.pop(VERDICT, "")
     if not text.isdigit():
         return None
@@ -80,6 +80,6 @@ if __name__ == "__main__":
     try:
         end = main()
     except Exception as problem:
-        said(RETRY, cause(problem), listener, own_pid)
+        reported(RETRY, cause(problem), listener, own_pid)
         raise
-    sys.exit(said(*end, listener, own_pid))
+    sys.exit(reported(*end, listener, own_pid))

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy.typing as npt
 
 from busrl.bus import Endpoint
@@ -58,18 +59,21 @@ class Doorbell:
     """Coalesces announcements of one topic: a message that names the first slot and counts the others."""
 
     def __init__(self) -> None:
-        self._message: Any = None
+        self._message: m.Message | None = None
+        self._count = 0
 
     def add(self, make: Callable[[], m.Message], count: int = 1) -> None:
-        """`count` slots more; their message is made only if they are the first, since the others are merely counted."""
+        """Announce `count` slots more. Only the first of them needs its message, `make`; the others are counted."""
         if self._message is None:
             self._message = make()
-            self._message.count = 0
-        self._message.count += count
+        self._count += count
 
     def take(self) -> m.Message | None:
-        message: m.Message | None = self._message
-        self._message = None
+        """The message that announces all slots since the last call; None if there were none."""
+        if self._message is None:
+            return None
+        message = msgspec.structs.replace(self._message, count=self._count)
+        self._message, self._count = None, 0
         return message
 
 
@@ -108,7 +112,7 @@ class WorkDeadline:
 
 
 class Shown:
-    """The text of a process in the table of processes: the innermost declared piece of work, else the usual text."""
+    """The text of a process in the ring's process table: the innermost declared piece of work, else the usual text."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -136,7 +140,7 @@ class Shown:
                 self._ring.activity(self._usual)
 
     def waits(self, reason: str, draw: int | None = None) -> None:
-        """Show for what this process waits, and for which group; "" = for nothing. The monitor reads it."""
+        """Show what this process waits for, and for which group; "" = for nothing. The monitor reads it."""
         self.usually(f"waits: {reason}{f', group {draw}' if draw is not None else ''}" if reason else "")
 
 
@@ -198,7 +202,7 @@ class Actor(ABC):
     unreadable: Callable[[Rejected, str], None] | None = None
 
     def __init__(self, run_dir: str | Path, name: str, parts: Parts | None = None) -> None:
-        """With `parts` the role is attached already, and is driven by its methods; without, `main` attaches it."""
+        """With `parts` the role is attached already, and its methods drive it; without, `main` attaches it."""
         self.name, self.worker_id = name, name.replace("/", "-")
         self.paths = RunPaths.of(run_dir)
         self.followed, self._next_follow = size_of(self.paths.control), 0.0  # before what it stands for is read
@@ -253,7 +257,7 @@ class Actor(ABC):
         """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
 
     def follow(self) -> None:
-        """Something was asked of the run: `topology` is another one, and control.jsonl has a line more."""
+        """The run got a request: control.jsonl has a new line, and `topology` is read anew."""
 
     def teardown(self) -> None:
         """Flush what the role still holds; the bus and the ring are open."""
@@ -261,7 +265,7 @@ class Actor(ABC):
     def idle(self, timeout_s: float) -> None:
         """Wait for a reason to look again: a message, or the time."""
         if (message := self.bus.recv(timeout_s)) is not None:
-            self._receive(message)
+            self.receive(message)
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
@@ -271,7 +275,8 @@ class Actor(ABC):
         return self.shown.activity(name, deadline_s)
 
     def awaited(self) -> str:
-        """Called while other processes are waited for, which may take as long as a host is away; why to end that."""
+        """Show progress while waiting for other processes, which may take as long as a host is away. Returns the reason
+        to stop waiting, "" for none."""
         self.ring.progress()
         return self.stopping
 
@@ -322,10 +327,10 @@ class Actor(ABC):
         self.validate_fates = Fates(str(self.paths.validate_fates))
         self.ring.bind_fates(self.fates, self.validate_fates)
         self.message_faults = message_faults(self.topology.faults, self.role, self.worker_id)
-        own = self.topology.bus
+        settings = self.topology.bus
         self.bus = Endpoint(
-            self.worker_id, self.paths.frontend, self.paths.backend, subscribe=self.subscriptions(), hwm=own.hwm,
-            max_bytes=own.max_message_bytes, message_faults=self.message_faults,
+            self.worker_id, self.paths.frontend, self.paths.backend, subscribe=self.subscriptions(), hwm=settings.hwm,
+            max_bytes=settings.max_message_bytes, message_faults=self.message_faults,
             report=lambda text: self.warn("bus", text), on_reject=self.unreadable,
         )
 
@@ -361,7 +366,7 @@ class Actor(ABC):
     def look_around(self) -> None:
         """Begin a pass: messages, progress, presence."""
         for message in self.bus.drain():
-            self._receive(message)
+            self.receive(message)
         self.ring.progress()
         self._follow()
         self._heartbeat()
@@ -371,7 +376,7 @@ class Actor(ABC):
         return bool(self.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSED)
 
     def _follow(self) -> None:
-        """Between two passes: read again what was changed in flight, and say so at once."""
+        """Between two passes: read what was changed in flight, and report it with a heartbeat at once."""
         if (now := time.monotonic()) < self._next_follow:
             return
         self._next_follow = now + FOLLOW_EVERY_S
@@ -380,7 +385,9 @@ class Actor(ABC):
             self.follow()
             self.followed, self._next_heartbeat = size, 0.0
 
-    def _receive(self, message: m.Message) -> None:
+    def receive(self, message: m.Message) -> None:
+        """Handle a message, unless another process sent it than the one that may: a STOP that counts, or one of the
+        role's own."""
         if m.is_from_another(message):
             kind = m.name_of(type(message))
             text = f"{kind} of {message.sender!r} is ignored: only {m.ONLY_FROM[type(message)]} sends it"

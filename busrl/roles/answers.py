@@ -119,10 +119,10 @@ def read_generated(ring: Ring, slot: int, name: str, segments: int) -> Array:
     return np.concatenate([read_segment(ring, slot, name, k) for k in range(max(1, segments))])
 
 
-def read_copies(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[bytes]:
-    """Copies of one tensor of each slot that we hold (of its last segment); `UNREADABLE` if any cannot be read."""
+def read_copies(ring: Ring, claims: Sequence[tuple[int, int]], name: str) -> list[bytes]:
+    """Copies of one tensor of each claimed slot (of its last segment); `UNREADABLE` if any cannot be read."""
     last = name not in ("task", "prompt_ids")
-    return ring.copies(held, name, DTYPES[name], last_segment=last)
+    return ring.copies(claims, name, DTYPES[name], last_segment=last)
 
 
 def read_segment(ring: Ring, slot: int, name: str, segment: int) -> Array:
@@ -157,13 +157,13 @@ def claim_queued(
 ) -> tuple[list[tuple[int, int]], bool]:
     """Claim up to `limit` QUEUED slots for generation: (slot, word) of each. A sample that was tried before goes only
     to a worker that holds nothing (`idle`), which runs it alone: then the second value is true."""
-    taken = _take(ring, waves, limit, 1, cls)
-    if taken or not idle:
-        return taken, False
-    taken = _take(ring, waves, 1, ANY_ATTEMPT, cls)
-    for slot, word in taken:
+    claims = _take(ring, waves, limit, 1, cls)
+    if claims or not idle:
+        return claims, False
+    claims = _take(ring, waves, 1, ANY_ATTEMPT, cls)
+    for slot, word in claims:
         ring.mark_alone(slot, word)
-    return taken, bool(taken)
+    return claims, bool(claims)
 
 
 def _take(

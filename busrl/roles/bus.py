@@ -55,11 +55,11 @@ class Bus:
     def _serve(self) -> None:
         allow_many_connections()
         self._least_mib = resident_mib()
-        own, paths = self.settings, self.paths
+        settings, paths = self.settings, self.paths
         run_broker(
             paths.frontend, paths.backend, self.lock.lock, self.stop, tap=paths.tap, on_ready=self._ready,
-            on_progress=self._progress, listener=CurveListener.of(own["endpoint"], own["keys"]),
-            on_refused=self.refused, max_bytes=own["max_message_bytes"], hwm=own["hwm"],
+            on_progress=self._progress, listener=CurveListener.of(settings["endpoint"], settings["keys"]),
+            on_refused=self.refused, max_bytes=settings["max_message_bytes"], hwm=settings["hwm"],
         )
 
     def _ready(self) -> None:
@@ -97,10 +97,11 @@ def check_queues(ring: Ring, queued_mib: float) -> None:
     if queued_mib <= MOST_QUEUED_MIB:
         return
     now = time.monotonic_ns()
-    here = [one for one in ring.processes() if not one.remote and one.role != "bus"]
-    silent = [(one.label, (now - one.progress_ns) / 1e9) for one in here if now - one.progress_ns > SILENT_NS]
-    named = ", ".join(f"{label} has not moved for {seconds:.0f} s" for label, seconds in silent) or "all of them move"
+    here = [process for process in ring.processes() if not process.remote and process.role != "bus"]
+    ages = {process.label: now - process.progress_ns for process in here}
+    silent = [f"{label} has not moved for {age / 1e9:.0f} s" for label, age in ages.items() if age > SILENT_NS]
     raise PeerLost(
-        f"messages for processes that do not read them take {queued_mib:.0f} MiB (at most {MOST_QUEUED_MIB}; {named}): "
-        "the bus starts again without them, which costs time and no sample. `busrl monitor` shows who sends so much"
+        f"messages for processes that do not read them take {queued_mib:.0f} MiB (at most {MOST_QUEUED_MIB}; "
+        f"{', '.join(silent) or 'all of them move'}): the bus starts again without them, which costs time and no "
+        "sample. `busrl monitor` shows who sends so much"
     )

@@ -53,7 +53,7 @@ class Intake(ABC):
     """The slots of one rollout process. `version` is that of the engine's weights, `steps` has the steps of all."""
 
     fields: ClassVar[list[str]]  # of a slot's line, for its request
-    asked: ClassVar[str]  # what may be too long for the engine, with its verb
+    overlong: ClassVar[str]  # what may be too long for the engine, with its verb
     segments: SegmentCuts | None = None  # where answers are cut
     waves: Waves | None = None
     only_validates = False  # validation.mode = "dedicated"
@@ -67,29 +67,35 @@ class Intake(ABC):
         self.claimed: dict[int, Any] = {}  # by slot
         self.alone = False
 
+    def loaded(self, version: int, step: int) -> None:
+        """The engine has the weights of another version, which a step of the learner made."""
+        self.version = version
+        self.steps.add(version, step)
+
     def take(self, room: int, behind: Callable[[], bool]) -> list[Request]:
         """Claim up to `room` slots; a suspect one only when nothing else runs. What cannot be used is dropped.
         `behind`: whether newer weights must come first."""
         while not (self.alone and self.claimed):
-            taken, alone = self._claim(room)
-            if taken and behind():  # asked after the claim: what it is admitted with was published before it
-                for slot, word in taken:
+            claims, alone = self.claim(room)
+            if claims and behind():  # asked after the claim: what it is admitted with was published before it
+                for slot, word in claims:
                     self.ring.release(slot, word, State.QUEUED)
                 break
             self.alone = alone
-            if not taken:
+            if not claims:
                 break
-            if requests := self._requests(taken):
+            if requests := self._requests(claims):
                 return requests
         return []
 
-    def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
+    def claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
+        """Claim up to `room` slots: (slot, word) of each, and whether the one of them has to run alone."""
         return answers.claim_queued(self.ring, None, room, not self.claimed)
 
-    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
+    def _requests(self, claims: Sequence[tuple[int, int]]) -> list[Request]:
         """The request of each claimed slot; one that cannot be used is dropped, or refused."""
-        described = self.ring.lines([slot for slot, _ in taken])[self.fields].tolist()
-        requests = [self._request(*claim, dict(zip(self.fields, values))) for claim, values in zip(taken, described)]
+        described = self.ring.lines([slot for slot, _ in claims])[self.fields].tolist()
+        requests = [self._request(*claim, dict(zip(self.fields, values))) for claim, values in zip(claims, described)]
         return [request for request in requests if request is not None]
 
     @abstractmethod
@@ -105,7 +111,7 @@ class Intake(ABC):
             self.ring.release(slot, task.word, State.QUEUED)
             return False
         elif not len(answer.token_ids):
-            why = f"its {self.asked} no room in the engine's {self.engine.max_length} tokens"
+            why = f"its {self.overlong} no room in the engine's {self.engine.max_length} tokens"
             self._drop(slot, task.word, Fate.LONG, why)
         elif len(wrong := self._known.foreign(answer.token_ids[np.isfinite(answer.logprobs)])):
             self._drop(slot, task.word, Fate.MALFORMED, f"{self._known.describe(wrong)} ({self._drawn_by} drew them)")
@@ -129,18 +135,18 @@ class Intake(ABC):
 
     @abstractmethod
     def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
-        """The messages to send now, each with its address ("" = everybody); `engine`: one that can say what was
-        drawn."""
+        """The messages to send now, each with its address ("" = everybody); `engine`: one that shows the tokens drawn
+        so far."""
 
     def holds(self, slot: int, seq: int) -> bool:
-        """True if the slot may be cancelled, and is held by this claim."""
+        """True if this claim has the slot, which may be cancelled."""
         return False
 
     def cancelled(self, answer: Finished) -> None:
-        """The engine has stopped working on it as it was asked to."""
+        """The engine has stopped working on a slot that was cancelled."""
 
     def orphans(self) -> list[int]:
-        """Slots with which nobody wants to have anything to do any more."""
+        """Slots for whose answers nobody waits any more."""
         return []
 
     def give_back(self) -> None:
@@ -169,7 +175,7 @@ class SampleIntake(Intake):
     claimed: dict[int, ClaimedSlot]
     segments: SegmentCuts
     fields: ClassVar = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
-    asked = "prompt leaves"
+    overlong = "prompt leaves"
 
     def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
         super().__init__(ring, topology, name, engine, warn)
@@ -202,7 +208,7 @@ class SampleIntake(Intake):
             if (message := bell.take()) is not None:
                 yield message, ""
 
-    def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
+    def claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
         return answers.claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
 
     def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
@@ -300,7 +306,7 @@ class CallIntake(Intake):
 
     claimed: dict[int, ClaimedCall]
     fields: ClassVar = ["uid", "max_new_tokens", "temperature", "top_p", "group"]
-    asked = "ids leave"
+    overlong = "ids leave"
     trains = False
 
     def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
@@ -342,7 +348,7 @@ class CallIntake(Intake):
         return True
 
     def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
-        """A call has no fate: its caller is told why."""
+        """A call has no fate: the reason goes to its caller."""
         self.warn("rollout", f"a model call gets no answer: {why}", kind="call refused")
         write_refusal(self.ring, slot, word, why)
 

@@ -1,9 +1,9 @@
-"""The keeper: takes back what dead processes held, completes their half-done drops, and runs other parts' tenders.
+"""The keeper: takes back the slots of dead processes, completes their half-done drops, and runs other parts' tenders.
 
 Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It also clears the version pin of
 a dead validator. Knows nothing of what its tenders do: the gateway for workers that do not map the ring is one.
 
-- Nothing that arrives can end the keeper: bytes that are no message go to the tenders, which may answer their sender.
+- Nothing that arrives ends the keeper: bytes that are no message go to the tenders, which may answer their sender.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Keeper(Actor):
 
     def _look(self) -> bool:
         reaped = self.ring.reap()
-        if self.calls is not None:  # calls that dead engines had wait again, those of dead callers end
+        if self.calls is not None:  # the calls of dead engines wait again, those of dead callers end
             for text, _ in taken_back(self.calls, self.calls.reap(), "calls"):
                 self.warn("keeper", text)
         try:

@@ -8,7 +8,7 @@ slots and of what the learner finds.
   run has. So the same prompts meet an engine's caches at each version.
 - Those that prove an update are made up, the same for the learner, and others at each version: they meet other
   experts and other rows of the embedding. One token is drawn behind each, so the learner knows before what it is worth.
-- An answer during which the version changed says nothing, and is not told.
+- An answer during which the version changed proves nothing, and is not sent.
 - A probe that is lost costs a comparison, nothing else.
 """
 
@@ -36,29 +36,29 @@ UID = 1 << 62  # of the random numbers of a probe; no sample has it
 
 
 def comparable(topology: Topology) -> bool:
-    """Tell whether engines can agree with the learner at all: with a model, without chance in its forward, and with the
+    """True if engines can agree with the learner at all: with a model, without chance in its forward, and with the
     weights of the version."""
     return not (topology.scripted or topology.lora.dropout or topology.experiments.forced_age)
 
 
 def due(every: int, version: int) -> bool:
-    """Tell whether a version is compared: two after each other, so that what is left of the first shows in the second.
-    The samples of the first step stand for version 0."""
+    """True if a version is compared: two after each other, so that what is left of the first shows in the second. The
+    samples of the first step stand for version 0."""
     return every > 0 and version > 0 and version % every in (0, every - 1)
 
 
 def workers(topology: Topology) -> set[str]:
     """The processes that may answer, by the names that they have on the bus."""
     return {
-        one.name.replace("/", "-") for one in topology.processes()
-        if one.role == "rollout" and one.spec.serves == "all"
+        process.name.replace("/", "-") for process in topology.processes()
+        if process.role == "rollout" and process.spec.serves == "all"
     }
 
 
 def by_chat(topology: Topology) -> bool:
-    """Tell whether an engine takes chats, which can neither be cut nor made up of ids."""
+    """True if an engine takes chats, which can neither be cut nor made up of ids."""
     return topology.openai.endpoint == "chat" and any(
-        one.role == "rollout" and one.engine == "openai" for one in topology.process
+        process.role == "rollout" and process.engine == "openai" for process in topology.process
     )
 
 
@@ -78,22 +78,22 @@ def proofs(topology: Topology, version: int) -> list[Ids]:
 
 
 @dataclass
-class Asked:
-    """Requests of one message: what waits for a row, what runs, by key, and what has ended."""
+class Batch:
+    """Requests of one message: those that wait for a row, those that run, by key, and those that have ended."""
 
     waiting: list[Request] = field(default_factory=list)
     running: dict[int, Request] = field(default_factory=dict)
     done: list[tuple[Request, Finished]] = field(default_factory=list)
 
     def take(self, room: int) -> list[Request]:
-        taken, self.waiting = self.waiting[:room], self.waiting[room:]
-        self.running.update((one.key, one) for one in taken)
-        return taken
+        requests, self.waiting = self.waiting[:room], self.waiting[room:]
+        self.running.update((request.key, request) for request in requests)
+        return requests
 
     def ended(self, answer: Finished) -> None:
         request = self.running.pop(answer.key, None)
-        whole = answer.finish != Finish.ABORTED and not answer.refused and len(answer.token_ids) > 0
-        if whole and request is not None:
+        is_whole = answer.finish != Finish.ABORTED and not answer.refused and len(answer.token_ids) > 0
+        if is_whole and request is not None:
             self.done.append((request, answer))
 
     def answers(self) -> list[tuple[Request, Finished]]:
@@ -105,7 +105,7 @@ class Asked:
 
 
 class Prober:
-    """The probes of one rollout process that are to be asked, run, or are answered."""
+    """The probes of one rollout process: those that are due, those that run, and their answers."""
 
     def __init__(self, topology: Topology, only_validates: bool) -> None:
         on = comparable(topology) and not only_validates
@@ -116,11 +116,11 @@ class Prober:
         self._first = 1 if self._cut and keeps else 0
         self._prompts: dict[bytes, Request] = {}
         self._version, self._wanted = 0, False  # whether answers are to be compared under this version
-        self._proof, self._compared = Asked(), Asked()  # of this version; their keys, which no slot has, are below 0
+        self._proof, self._compared = Batch(), Batch()  # of this version; their keys, which no slot has, are below 0
         self._keys = itertools.count(-1, -1)
 
     def see(self, requests: Iterable[Request]) -> None:
-        """Note what the run asks of this engine: its first prompts are those of the probe."""
+        """Note the run's own requests: the first prompts of the process are those of the probe."""
         for request in requests if len(self._prompts) < PROMPTS and self._every else ():
             ids = request.prompt_ids[self._first :][:PROMPT_TOKENS] if self._cut else request.prompt_ids
             if 0 < len(ids) <= PROMPT_TOKENS and request.temperature > 0 and len(self._prompts) < PROMPTS:
@@ -129,7 +129,7 @@ class Prober:
     def loaded(self, version: int) -> None:
         """The engine has the weights of another version."""
         self._version, self._wanted = version, due(self._every, version)
-        self._proof, self._compared = Asked(self._proving()), Asked()
+        self._proof, self._compared = Batch(self._proving()), Batch()
 
     def _proving(self) -> list[Request]:
         temperature, seed = self._topology.generation.temperature, self._topology.run.seed
@@ -141,10 +141,10 @@ class Prober:
     def _begin(self) -> None:
         """Make the requests to compare of this version, if it is due and there are prompts."""
         if self._wanted and self._prompts:
-            self._wanted, own = False, list(self._prompts.values())
-            self._compared = Asked([
+            self._wanted, prompts = False, list(self._prompts.values())
+            self._compared = Batch([
                 replace(
-                    own[i % len(own)], key=next(self._keys), uid=UID + i, segment=0, prefix_ids=NO_IDS,
+                    prompts[i % len(prompts)], key=next(self._keys), uid=UID + i, segment=0, prefix_ids=NO_IDS,
                     max_new_tokens=TOKENS, top_p=1.0, stop_ids=(),
                 )
                 for i in range(PROMPTS)
@@ -153,8 +153,8 @@ class Prober:
     def take(self, room: int) -> list[Request]:
         """At most `room` requests to submit, before anything else gets a row."""
         self._begin()
-        taken = self._proof.take(room)
-        return taken + self._compared.take(room - len(taken))
+        requests = self._proof.take(room)
+        return requests + self._compared.take(room - len(requests))
 
     def ended(self, answer: Finished) -> None:
         """End a request of its own, perhaps of an earlier version."""
@@ -163,18 +163,18 @@ class Prober:
 
     def messages(self, worker: str) -> list[m.ProbeDrawn]:
         """Messages for the learner, once all of the same kind have ended."""
-        return [self._message(worker, done) for asked in (self._proof, self._compared) if (done := asked.answers())]
+        return [self._message(worker, done) for batch in (self._proof, self._compared) if (done := batch.answers())]
 
     def _message(self, worker: str, done: list[tuple[Request, Finished]]) -> m.ProbeDrawn:
         return m.ProbeDrawn(
             worker_id=worker, version=self._version,
-            lengths=[len(two.token_ids) for _, two in done],
-            prompt_lengths=[len(one.prompt_ids) for one, _ in done],
-            prompt_ids=_bytes("<i4", (one.prompt_ids for one, _ in done)),
-            tokens=_bytes("<i4", (two.token_ids for _, two in done)),
-            logprobs=_bytes("<f4", (two.logprobs for _, two in done)),
-            versions=_bytes("<u4", (two.versions for _, two in done)),
-            temperatures=[one.temperature for one, _ in done],
+            lengths=[len(answer.token_ids) for _, answer in done],
+            prompt_lengths=[len(request.prompt_ids) for request, _ in done],
+            prompt_ids=_bytes("<i4", (request.prompt_ids for request, _ in done)),
+            tokens=_bytes("<i4", (answer.token_ids for _, answer in done)),
+            logprobs=_bytes("<f4", (answer.logprobs for _, answer in done)),
+            versions=_bytes("<u4", (answer.versions for _, answer in done)),
+            temperatures=[request.temperature for request, _ in done],
         )
 
 

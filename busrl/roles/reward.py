@@ -109,11 +109,11 @@ class Reward(Actor):
         self.rung = True
 
     def work(self) -> bool:
-        taken = self._take()
-        if taken:
-            self.pool.submit(self._items(taken))
+        claims = self._take()
+        if claims:
+            self.pool.submit(self.items(claims))
         # In a stream of answers one look takes many; the last ones of a round come few at a time and are not kept.
-        self.streaming = len(taken) >= STREAM_BATCH
+        self.streaming = len(claims) >= STREAM_BATCH
         return bool(self._settle()) and not self.streaming
 
     def _take(self) -> list[tuple[int, int]]:
@@ -122,9 +122,9 @@ class Reward(Actor):
         if not self.rung and now < self.next_look:
             return []
         self.next_look = now + self.tick_s
-        taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=limit)
-        self.rung = len(taken) == limit  # there may be more than fitted
-        return taken
+        claims = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=limit)
+        self.rung = len(claims) == limit  # there may be more than fitted
+        return claims
 
     def idle(self, timeout_s: float) -> None:
         """Wait; in a stream let answers gather until the next doorbell: a wake-up for many of them, not for each."""
@@ -163,16 +163,16 @@ class Reward(Actor):
         self.shown.usually(f"in {what}" if seconds >= LONG_S else "", again=LONG_S <= seconds < self.call_s)
         self.call_s = seconds
 
-    def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
-        """The input of the function for each sample; one that cannot be read is dropped as malformed."""
-        self.claimed.update(taken)
+    def items(self, claims: Sequence[tuple[int, int]]) -> list[Item]:
+        """The input of the function for each claimed sample; one that cannot be read is dropped as malformed."""
+        self.claimed.update(claims)
         if self.known.without:
-            taken = [claim for claim in taken if self._is_text(*claim)]
+            claims = [claim for claim in claims if self._is_text(*claim)]
         try:
-            both = zip(read_copies(self.ring, taken, "task"), map(text_of, read_copies(self.ring, taken, "text")))
-            return [Item(slot, *read, *self._more(slot, word)) for (slot, word), read in zip(taken, both)]
+            both = zip(read_copies(self.ring, claims, "task"), map(text_of, read_copies(self.ring, claims, "text")))
+            return [Item(slot, *read, *self._more(slot, word)) for (slot, word), read in zip(claims, both)]
         except UNREADABLE:  # one by one, to find which of them
-            return [item for slot, word in taken if (item := self._item(slot, word)) is not None]
+            return [item for slot, word in claims if (item := self._item(slot, word)) is not None]
 
     def _is_text(self, slot: int, word: int) -> bool:
         """True if all ids of an answer stand for tokens; it is dropped if not: a program that is no rollout of busrl's

@@ -103,7 +103,7 @@ class Pace:
         self._began, self.row = now, PaceRow()
 
     def close(self) -> None:
-        if self.row.steps:  # so that the lines tell of every token
+        if self.row.steps:  # so that the lines count every token
             self.write_when_due(last=True)
         self._file.close()
 
@@ -131,41 +131,41 @@ class EngineRestart:
     def __init__(self, finish: bool) -> None:
         self.finish = finish
         self.draining = False
-        self._answers: dict[int, PartialAnswer] = {}
+        self.answers: dict[int, PartialAnswer] = {}  # of what runs in the engine or is cut, by key
         self._cut: list[int] = []  # keys of what was taken out of the engine, until `resume`
 
     def submitted(self, requests: Iterable[Request]) -> None:
         """Remember what runs; every request comes back by `merged`."""
-        self._answers.update((request.key, PartialAnswer(request)) for request in requests)
+        self.answers.update((request.key, PartialAnswer(request)) for request in requests)
 
     def waits(self, engine: Engine) -> bool:
-        """Tell whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
+        """True if the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
         self.draining = self.finish and engine.active > 0
         return self.draining
 
     def take_out(self, engine: Engine) -> list[Finished]:
         """Stop the engine and take out what runs. Returns the answers that had ended."""
         ended = []
-        for one in engine.pause("abort"):
-            if one.finish == Finish.ABORTED:
-                self._cut.append(one.key)
-                self._answers[one.key].add_piece(one)
+        for answer in engine.pause("abort"):
+            if answer.finish == Finish.ABORTED:
+                self._cut.append(answer.key)
+                self.answers[answer.key].add_piece(answer)
             else:
-                ended.append(one)
+                ended.append(answer)
         return ended
 
     def resume(self, engine: Engine) -> None:
         """Let the engine work again, on the answers that were cut."""
         engine.resume()
         cut, self._cut = self._cut, []
-        engine.submit([self._answers[key].rest() for key in cut])
+        engine.submit([self.answers[key].rest() for key in cut])
 
     def merged(self, last: Finished) -> Finished:
         """The answer whose last piece is `last`, with the pieces before it."""
-        partial = self._answers.pop(last.key, None)
+        partial = self.answers.pop(last.key, None)
         if partial is None or not partial.pieces:
             return last
-        partial.add_piece(last)  # without its text: the engine knows that of the last piece at most
+        partial.add_piece(last)  # without its text: the engine has that of the last piece at most
         return partial.finished(last.finish, refused=last.refused)
 
 
@@ -176,7 +176,7 @@ class Rollout(Actor):
     role = "rollout"
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     restart: EngineRestart | None = None  # where new weights make the engine start again
-    held = False  # the engine, since the run is paused
+    engine_held = False  # since the run is paused
     refused = 0  # version that could not be used here
 
     def setup(self) -> None:
@@ -186,15 +186,15 @@ class Rollout(Actor):
         if self.intake.waves is not None:
             self.tick_s = WAVE_TICK_S
         weights = TransportSettings.of(self.topology, self.paths)
-        own = self.engine.receiver(weights, self.worker_id)
-        self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
+        receiver = self.engine.receiver(weights, self.worker_id)
+        self.receiver: Receiver = receiver or make_receiver(weights, self.worker_id)
         if self.receiver.kind == "folder":
             self.restart = EngineRestart(finish=self.topology.weights.on_restart == "finish")
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
         self.behind = LeftBehind(LEFT_BEHIND_S)
-        self._update_weights(wait=True)
+        self.update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics, self.topology.log.keep)
 
     def _make_intake(self) -> Intake:
@@ -207,23 +207,23 @@ class Rollout(Actor):
         return CallIntake(calls, self.topology, self.name, self.engine, self.warn)
 
     def work(self) -> bool:
-        self._update_weights()
+        self.update_weights()
         for slot in self.intake.orphans():
             self._cancel(slot)
         if self.paused:
             self._hold()
             return False
-        if self.held:
-            self.held = False
+        if self.engine_held:
+            self.engine_held = False
             self.engine.resume()
-        self._take()
+        self.take()
         self._request_tasks()
         if not self.engine.active:
             return False
         begun, active, drawn = time.monotonic(), self.engine.active, self.engine.drawing
         # Counted before they are drawn: a death in the middle of the step hides none.
         self.ring.add(tokens=drawn)
-        finished = self._engine_step(joining=self.joined or drawn < active)
+        finished = self.step_engine(joining=self.joined or drawn < active)
         whole = self._commit(finished)
         self._announce()
         busy_s = time.monotonic() - begun
@@ -235,11 +235,11 @@ class Rollout(Actor):
 
     def _hold(self) -> None:
         """While the run is paused answers stay as they are, and what had ended is given back."""
-        self.held = True
+        self.engine_held = True
         if not self.engine.paused:  # new weights may have made it work again
             self.ring.add(samples=self._commit(self.engine.pause("keep")))
 
-    def _engine_step(self, joining: bool) -> list[Finished]:
+    def step_engine(self, joining: bool) -> list[Finished]:
         """A decoding step; declared if it may compute long prompts, or all keys again after new weights."""
         self.joined = False
         if not joining:
@@ -268,7 +268,7 @@ class Rollout(Actor):
         self._ring_bells()
         ring = self.intake.ring
         seen = ring.transitions(State.QUEUED)
-        if not self._take():
+        if not self.take():
             begun = time.monotonic()
             ring.wait(State.QUEUED, seen, timeout_s)
             self.pace.row.idle_s += time.monotonic() - begun
@@ -288,14 +288,14 @@ class Rollout(Actor):
             self.intake.cancelled(ended if self.restart is None else self.restart.merged(ended))
 
     def _request_tasks(self) -> None:
-        """Send the scheduler this worker's name and how many rows it has for training; it answers with doorbells."""
+        """Send the scheduler this worker's name and its rows for training; the scheduler answers with doorbells."""
         if (now := time.monotonic()) >= self._next_request and self.intake.trains:
             self._next_request, rows = now + REQUEST_EVERY_S, self.engine.capacity
             self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=rows - self.engine.active, rows=rows))
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def _update_weights(self, wait: bool = False) -> None:
+    def update_weights(self, wait: bool = False) -> None:
         """Load the newest version if there is one. At the start `wait` for it: old weights would age every sample. A
         worker that only validates keeps its version through a round."""
         if self.intake.only_validates and not wait and version_pin.pinned_by(self.ring):
@@ -303,7 +303,7 @@ class Rollout(Actor):
         newest, _ = self.receiver.newest()
         # Version 0 is the model folder that the engine has loaded; nothing was published then.
         if wait and self.ring.header(HeaderWord.VERSION) > max(newest, 0):
-            self._wait_for_weights(self.ring.header(HeaderWord.VERSION))
+            self.wait_for_weights(self.ring.header(HeaderWord.VERSION))
             newest, _ = self.receiver.newest()
         if newest <= max(self.intake.version, self.refused):
             return
@@ -312,7 +312,7 @@ class Rollout(Actor):
         begun = time.monotonic()
         try:
             with self.activity("new weights", self.topology.limits.ready_s):  # some engines restart for them
-                self.intake.version, step = self._new_weights()
+                version, step = self._new_weights()
         except WeightsRefused as problem:
             self.refused = newest
             text = f"continues with version {self.intake.version}: {problem}"
@@ -322,9 +322,9 @@ class Rollout(Actor):
         seconds = time.monotonic() - begun
         if self.intake.segments is not None:
             self.intake.segments.fetched(seconds)
-        self.intake.steps.add(self.intake.version, step)
-        self.ring.set_version_seen(self.intake.version)
-        self.prober.loaded(self.intake.version)
+        self.intake.loaded(version, step)
+        self.ring.set_version_seen(version)
+        self.prober.loaded(version)
         if not wait:
             self.pace.row.weights_s += seconds
             self.pace.row.updates += 1
@@ -335,16 +335,16 @@ class Rollout(Actor):
             return self.engine.update_weights(self.receiver)
         ended, refused = self.restart.take_out(self.engine), None
         try:
-            found = self.engine.update_weights(self.receiver)
+            loaded = self.engine.update_weights(self.receiver)
         except WeightsRefused as problem:
             refused = problem
         self.restart.resume(self.engine)
         self.ring.add(samples=self._commit(ended))
         if refused is not None:
             raise refused
-        return found
+        return loaded
 
-    def _wait_for_weights(self, version: int) -> None:
+    def wait_for_weights(self, version: int) -> None:
         """Wait for a version in short turns: the learner may be starting too, and the run may be stopped.
 
         The limit counts from the learner's last progress, since it may have many steps to train again.
@@ -360,7 +360,8 @@ class Rollout(Actor):
                 if self.stopping:
                     return
                 left -= 1
-                learners = [(one.pid, one.progress) for one in self.ring.processes() if one.role == "learner"]
+                processes = self.ring.processes()
+                learners = [(process.pid, process.progress) for process in processes if process.role == "learner"]
                 if learners != seen:
                     seen, left = learners, turns
                     self.ring.progress()
@@ -368,16 +369,17 @@ class Rollout(Actor):
 
     # -- slots --------------------------------------------------------------------------------------------------
 
-    def _take(self) -> bool:
+    def take(self) -> bool:
+        """Claim work for the free rows of the engine, and submit it; True if there was any."""
         room = self.engine.capacity - self.engine.active
         draining = self.restart is not None and self.restart.draining
-        if room <= 0 or draining or self.paused or self._left_behind():
+        if room <= 0 or draining or self.paused or self.is_left_behind():
             return False
         requests = self.prober.take(room)
         if len(requests) < room:
-            own = self.intake.take(room - len(requests), self._left_behind)
-            self.prober.see(own)
-            requests += own
+            of_run = self.intake.take(room - len(requests), self.is_left_behind)
+            self.prober.see(of_run)
+            requests += of_run
         if requests:
             if self.restart is not None:
                 self.restart.submitted(requests)
@@ -387,7 +389,7 @@ class Rollout(Actor):
         return bool(requests)
 
     def _commit(self, ended: Iterable[Finished]) -> int:
-        """Give the answers back, when there is memory for them; returns how many are whole."""
+        """Give the answers back, when there is memory for them. Returns how many are whole."""
         if self.restart is not None:
             ended = map(self.restart.merged, ended)
         whole: list[bool] = []
@@ -402,8 +404,8 @@ class Rollout(Actor):
                 self.write_or_wait("generation", partial(commit, answer))
         return sum(whole)
 
-    def _left_behind(self) -> bool:
-        """Tell whether this worker starts nothing because new weights do not reach it, and warn when that lasts."""
+    def is_left_behind(self) -> bool:
+        """True if this worker starts nothing because new weights do not reach it; warn when that lasts."""
         if self.intake.only_validates:
             return False
         bound = steps_behind(self.topology.derived.limits, self.topology.experiments.forced_age)

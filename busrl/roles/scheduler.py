@@ -24,9 +24,9 @@ out. Knows nothing of tokens.
 - A member of an open group is dispatched before any new group, so that no group stays half open.
 - A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.admission`).
 - A draw whose prompt is left out by its pass rate is over without being opened.
-- With a damaged fate table nothing is dispatched: what it says to do is wrong.
-- Nothing is remembered that ring and fates do not say: a successor continues where this process was killed. What is
-  lost of the dispatch policy with the process costs order, never a sample.
+- With a damaged fate table nothing is dispatched: what would follow from it is wrong.
+- All state follows from ring and fates: a successor continues where this process was killed. What the dispatch policy
+  learned is lost with the process, which costs order, never a sample.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def predictor_of(topology: Topology, paths: RunPaths, stream: JsonlStream, warn:
     """The predictor that the policy asks; a policy that asks none needs no `busrl.predict`."""
     if topology.scheduler.policy == UNPREDICTED:
         return NothingKept()
-    kept: KeptPredictor = capabilities.plug("predict", "kept")(topology, paths, stream, warn)
-    return kept
+    predictor: KeptPredictor = capabilities.plug("predict", "kept")(topology, paths, stream, warn)
+    return predictor
 
 
 class DispatchFeed:
@@ -114,7 +114,7 @@ class DispatchFeed:
         if len(uids):
             self.policy.finished(place_of(uids, view.group_size)[0].tolist(), tokens.tolist())
         self.policy.look(open_draws, (view.running + view.due).tolist(), rows)
-        self._write(self.policy.take_records())
+        self.write(self.policy.take_records())
 
     def offer(self, view: GroupView, groups: int, arrived: int) -> None:
         """Supply the policy with the draws within its horizon that have arrived: those below `arrived`."""
@@ -126,7 +126,10 @@ class DispatchFeed:
     def _candidates(self, draws: Sequence[int]) -> list[Candidate]:
         prompt_key, limit = self.topology.data.prompt_key, self.topology.generation.max_new_tokens
         records = [(draw, self.stream.record(self.stream.item(draw))) for draw in draws]
-        return [Candidate(draw, plain_text(one[prompt_key]), limit, str(one.get(TAG_KEY, ""))) for draw, one in records]
+        return [
+            Candidate(draw, plain_text(record[prompt_key]), limit, str(record.get(TAG_KEY, "")))
+            for draw, record in records
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Numbers about policy and predictor, for SCHEDULER_STATE and `scheduler.jsonl`."""
@@ -135,8 +138,9 @@ class DispatchFeed:
         measures = self.predictor.metrics()
         return self.policy.metrics() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
-    def _write(self, records: Sequence[OpenGroup], least: int = RECORDS_A_LINE) -> None:
-        """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""
+    def write(self, records: Sequence[OpenGroup], least: int = RECORDS_A_LINE) -> None:
+        """Append ended groups to `scheduler.jsonl` once there are `least`: a list per number and line, and how good the
+        predictions are."""
         self._records += records
         if len(self._records) < max(1, least):
             return
@@ -151,7 +155,7 @@ class DispatchFeed:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 
     def close(self) -> None:
-        self._write(self.policy.take_records(), least=1)
+        self.write(self.policy.take_records(), least=1)
 
 
 # -- which prompts are left out ------------------------------------------------------------------------------------
@@ -165,8 +169,8 @@ class GroupRewards(msgspec.Struct):
 
 
 class SkippedPrompts:
-    """The prompts that are left out by their pass rates ([data.skip]): what is known, and what was written down. `warn`
-    gets what people should know; without [data.skip] nothing happens.
+    """The prompts that are left out by their pass rates ([data.skip]): the filter, and its record in skips.jsonl.
+    `warn` gets what people should know; without [data.skip] nothing happens.
 
     - A line of skips.jsonl first, then the fates that it is about: a scheduler that is killed in between leaves a line
       by which its successor stores them, so a draw that was left out stays left out.
@@ -180,8 +184,8 @@ class SkippedPrompts:
         self.on, self._solved, self._warn = skip.on, topology.validation.solved, warn
         self._stream, self._fates, self._size = stream, fates, topology.groups.size
         mixed = len(sources) > 1
-        self._names = [one.name for one in sources] if mixed else [Path(topology.data.train).stem]
-        sizes = [one.count for one in sources] if mixed else [len(stream)]
+        self._names = [source.name for source in sources] if mixed else [Path(topology.data.train).stem]
+        sizes = [source.count for source in sources] if mixed else [len(stream)]
         rates = PassRates(Band(skip.min_pass_rate, skip.max_pass_rate, skip.after, skip.rest), sizes)
         self.filter = PromptFilter(rates, stream.place, stream.epochs)
         self.left_out = [0 for _ in sizes]
@@ -194,13 +198,13 @@ class SkippedPrompts:
     def _restore(self, path: Path) -> None:
         """Take over what predecessors left out: their fates, their counts, a pass for which they had given up."""
         for line in skip_lines(path):
-            self.filter.given_up = max(self.filter.given_up, line.given_up)
+            self.filter.resume(max(self.filter.given_up, line.given_up))
             self._newest = max([self._newest, *line.draws])
             self._end(line.draws)
             self.left_out = [line.left_out.get(name, 0) for name in self._names]
 
     def look(self) -> None:
-        """Learn of the groups that ended since the last look."""
+        """Feed the filter the groups that ended since the last look."""
         for text in self._groups.new() if self.on else ():
             try:
                 line = msgspec.json.decode(text, type=GroupRewards)
@@ -231,14 +235,14 @@ class SkippedPrompts:
         self._newest = max([self._newest, *draws])
         now = self.filter.given_up if self.filter.given_up != given_up else 0
         line = SkipLine(
-            time=round(time.time(), 3), told=self.filter.rates.told, draws=draws, given_up=now,
+            time=round(time.time(), 3), told=self.filter.rates.groups, draws=draws, given_up=now,
             left_out=dict(zip(self._names, counts)), resting=self._resting(),
             prompts=dict(zip(self._names, self.filter.rates.sizes)),
         )
         try:
             self._file.append(msgspec.json.encode(line))
         except MachineError:
-            self.filter.given_up = given_up  # decided again, as the draws are
+            self.filter.resume(given_up)  # decided again, as the draws are
             raise
         self.left_out = counts
         self._end(draws)
@@ -301,7 +305,7 @@ class Scheduler(Actor):
         self.trained = 0  # groups, by the learner's last message
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
-        self._reap_predecessor()
+        self.reap_predecessor()
         with self.activity("read what prompts were answered", self.topology.limits.work_s):
             warn = partial(self.warn, "scheduler")
             self.skipped = SkippedPrompts(self.topology, self.paths, self.stream, self.fates, warn)
@@ -310,7 +314,7 @@ class Scheduler(Actor):
         self._repair_next_admission()
 
     def _order(self) -> None:
-        """The order of dispatch, and what it is decided by."""
+        """Make the policy of dispatch and its predictor."""
         warn = partial(self.warn, "scheduler")
         self.predictor = predictor_of(self.topology, self.paths, self.stream, warn)
         self.predictor.restore()
@@ -334,7 +338,7 @@ class Scheduler(Actor):
             self.trained = int(total) if math.isfinite(total) and total else self.trained
 
     def _announced(self, message: m.TaskRequest) -> None:
-        """Note a worker: its name must be one that a topic can hold, and its rows count up to the number of slots."""
+        """Note a worker; its name must fit a topic, and its rows count up to the number of slots."""
         rows, now = min(max(message.rows, message.capacity), self.ring.n_slots), time.monotonic()
         if not is_address(message.worker_id) or not self.rows.announce(message.worker_id, rows, now):
             text = f"TASK_REQUEST of {message.sender!r} for {message.worker_id!r} is ignored: "
@@ -351,7 +355,7 @@ class Scheduler(Actor):
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
         view = self.scan(self.scanner)
-        if view.unrecorded:  # they look as if they were never dispatched; `launch` ends the run for it
+        if view.unrecorded:  # they look as if they were never dispatched; `launch` ends the run
             text = f"{view.unrecorded} samples in slots have no fate in {self.paths.fates}: another program changed it"
             self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")
             return False
@@ -391,7 +395,7 @@ class Scheduler(Actor):
             # would shift the rounds of `sync`, which are cut by counting.
             newest = max(0, self.ring.header(HeaderWord.NEXT_ADMISSION) - 1)
             index = todo.admission if todo.admission >= 0 else newest
-            if self._put(todo.uid, todo.member, members, self._fields(todo.draw, index)) < members:
+            if self._put(todo.uid, todo.member, members, self.fields_of_group(todo.draw, index)) < members:
                 break
 
     def _open_new(self, view: GroupView) -> None:
@@ -399,11 +403,11 @@ class Scheduler(Actor):
         if self.room.groups <= 0:
             return
         self.feed.offer(view, self.room.groups, self.arrived)
-        found, left_out = self.skipped.take(self.policy.next, self.room.groups)
-        self._unread = left_out and len(found) < self.room.groups
-        if self.arrivals is not None and not found:
+        candidates, left_out = self.skipped.take(self.policy.next, self.room.groups)
+        self._unread = left_out and len(candidates) < self.room.groups
+        if self.arrivals is not None and not candidates:
             self.room = Room(0, "arrivals")
-        for candidate in found:
+        for candidate in candidates:
             self._open_group(candidate)
 
     def _room(self, view: GroupView) -> Room:
@@ -424,12 +428,12 @@ class Scheduler(Actor):
     def _open_group(self, candidate: Candidate) -> None:
         """Dispatch all members; the next scan dispatches those that find no slot, before new groups."""
         draw, index = candidate.draw, self.ring.header(HeaderWord.NEXT_ADMISSION)
-        if self._put(uid_of(draw, 0, 0, self.group_size), 0, self.group_size, self._fields(draw, index)):
+        if self._put(uid_of(draw, 0, 0, self.group_size), 0, self.group_size, self.fields_of_group(draw, index)):
             # After its members: once the index is counted the whole group is in the ring.
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, index + 1)
 
-    def _fields(self, draw: int, index: int) -> dict[str, Any]:
-        """Fields that the members of a group have in common."""
+    def fields_of_group(self, draw: int, index: int) -> dict[str, Any]:
+        """Fields of a slot's line that the members of a group have in common; `index`: its admission index."""
         generation, item = self.topology.generation, self.stream.item(draw)
         return {
             "group": draw, "admission": index, "group_size": self.group_size, "cls": SampleClass.TRAIN,
@@ -442,7 +446,7 @@ class Scheduler(Actor):
 
     def _put(self, uid: int, member: int, members: int, fields: dict[str, Any]) -> int:
         """Dispatch `members` of a group, `member` the first of them; how many found a slot."""
-        self._check_room(uid + members)
+        self.require_fates(uid + members)
         self.fates.reserve(uid + members)
         done = self.ring.dispatch(uid=uid, member=member, members=members, **fields)
         if done:
@@ -450,7 +454,8 @@ class Scheduler(Actor):
             self.bell.add(lambda: m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid), len(done))
         return len(done)
 
-    def _check_room(self, samples: int) -> None:
+    def require_fates(self, samples: int) -> None:
+        """CannotTrain if the fate table has no place for so many samples."""
         most = self.fates.capacity
         if samples > most:
             prompts = most // (2 * self.group_size)
@@ -494,7 +499,7 @@ class Scheduler(Actor):
 
     # -- trouble ------------------------------------------------------------------------------------------------
 
-    def _reap_predecessor(self) -> None:
+    def reap_predecessor(self) -> None:
         """Wait until no slot is RESERVED by an earlier scheduler, whose sample might be dispatched a second time: the
         kernel frees its lock a moment before its death is proven (docs/models.md, `a scheduler does not wait`)."""
         with self.activity("reap the predecessor", self.topology.limits.ready_s):
@@ -508,7 +513,8 @@ class Scheduler(Actor):
         """Process ids of other schedulers that own a RESERVED slot."""
         lines = self.ring.lines()
         owners = set(lines["owner"][lines["state"] == State.RESERVED].tolist()) - {self.ring.index}
-        return [one.pid for one in self.ring.processes() if one.index in owners and one.role == self.role]
+        schedulers = (process for process in self.ring.processes() if process.role == self.role)
+        return [process.pid for process in schedulers if process.index in owners]
 
     def _repair_next_admission(self) -> None:
         """A predecessor may have died between a group's slots and the counter."""

@@ -1,8 +1,8 @@
-"""The validator: puts held-out prompts through the same engines and rewards, and writes what they amount to.
+"""The validator: puts held-out prompts through the same engines and rewards, and writes their figures.
 
 Talks to the ring (it dispatches and consumes the slots of class `validate`), to the request of `busrl validate`, and
 publishes VALIDATION_STARTED, VALIDATION_DONE and VALIDATION_SET_DONE. Validation slots never enter the window, the
-trigger or staleness. Knows nothing of the optimiser; what answers amount to is `busrl.data.figures`.
+trigger or staleness. Knows nothing of the optimiser; `busrl.data.figures` makes the figures.
 
 `validation.mode`: "hold" pins the published version, the learner publishes nothing while the header word `hold` names
 this process; "dedicated" pins that of the rollouts which only validate, and training goes on; "free" pins nothing.
@@ -68,7 +68,7 @@ class Result(msgspec.Struct, frozen=True):
     parts: dict[str, float] = {}  # of its reward
     set: str = ""
     line: int = -1  # of the set's file, from 0; not there in logs of before
-    answer: str | None = None  # what the reward took from it, where answers of a prompt are compared
+    answer: str | None = None  # what the reward took from its text, where answers of a prompt are compared
 
 
 # -- which round ------------------------------------------------------------------------------------------------------
@@ -104,23 +104,40 @@ class Request(msgspec.Struct):
 
 @dataclass
 class MeasuredSet:
-    """A set in this process: its prompts, which of its rounds are done, and the results of the round under way."""
+    """A set in this process: its prompts, which of its rounds are done, and the results of the round under way.
 
-    asked: AskedSet
+    `answers_of_all`: the answers of all sets in a round, by which the uids of rounds are apart.
+    """
+
+    spec: AskedSet
     stream: JsonlStream
     rounds: Rounds
+    answers_of_all: int
     groups_done: int = 0  # trained when its newest round began
     results: dict[int, Result] = field(default_factory=dict)  # by uid
 
     def __post_init__(self) -> None:
-        self.lines = lines_of(self.asked.prompts, len(self.stream), self.asked.k)
+        self.lines = lines_of(self.spec.prompts, len(self.stream), self.spec.k)
 
-    def judged(self, uid_of_first: int) -> list[Judged]:
-        """The results of a round whose first answer of this set has that uid."""
-        found = sorted((uid - uid_of_first, one) for uid, one in self.results.items())
+    def uids(self, number: int) -> range:
+        """The uids of a round. Rounds are numbered by steps, so those of two rounds never meet."""
+        first = VALIDATE_BIT | (number * self.answers_of_all + self.spec.first)
+        return range(first, first + self.spec.answers)
+
+    def is_result(self, number: int, uid: int, result: Result) -> bool:
+        """True if a result of the log is of the prompt of this uid now: sets may have changed since it was written."""
+        uids = self.uids(number)
+        if uid not in uids or result.set != self.spec.name:
+            return False
+        return result.line in (-1, int(self.lines[uid - uids.start]))
+
+    def judged(self, number: int) -> list[Judged]:
+        """The results of a round, with the prompt and the place of each."""
+        first = self.uids(number).start
+        results, k = sorted((uid - first, result) for uid, result in self.results.items()), self.spec.k
         return [
-            Judged(int(self.lines[place]), place // self.asked.k, one.reward, one.answer, one.tokens, one.parts)
-            for place, one in found
+            Judged(int(self.lines[place]), place // k, result.reward, result.answer, result.tokens, result.parts)
+            for place, result in results
         ]
 
 
@@ -157,7 +174,7 @@ class RoundPin:
         return True
 
     def _ready_at(self, version: int) -> bool:
-        """Tell whether the rollouts that only validate all have one version, this or a later one."""
+        """True if the rollouts that only validate all have one version, this or a later one."""
         seen = {entry.version for entry in self._ring.processes() if entry.label in self._keepers}
         return len(seen) <= 1 and min(seen, default=version) >= version
 
@@ -171,8 +188,8 @@ class Validator(Actor):
         topology, config = self.topology, self.topology.validation
         start = next(iter(deque(json_lines(self.paths.starts), maxlen=1)), {})
         self.begun_at = step if isinstance(step := start.get("step"), int) else 0  # steps that were done by then
-        self.sets = [self._measured(asked) for asked in topology.sets]
         self.answers = topology.derived.val_samples
+        self.sets = [self.measured(spec) for spec in topology.sets]
         self.log_path, keep = self.paths.validation_log, topology.log.keep
         # A successor finds in it what was judged of the round that is under way.
         self.log = LineFile(self.log_path, keep=keep and max(keep, 4 * self.answers * RESULT_BYTES))
@@ -192,14 +209,15 @@ class Validator(Actor):
         # A slot that a predecessor was about to fill must be decided before its sample is dispatched again.
         self.ring.reap()
 
-    def _measured(self, asked: AskedSet) -> MeasuredSet:
+    def measured(self, spec: AskedSet) -> MeasuredSet:
+        """A set with what the run's files say of its rounds."""
         topology, config = self.topology, self.topology.validation
-        done = _finished_rounds(self.paths.validation, asked.name)
-        begun = self.validate_fates.view()[asked.first : asked.first + asked.answers].any()  # the first round
-        late = (self.begun_at > 0 and not begun) or 0 in _rounds(self.paths.validation, asked.name)
-        rounds = Rounds(config.at_start, asked.every, config.at_end, set(done), late)
-        stream = JsonlStream(asked.data, topology.run.seed, False, topology.data.prompt_key)
-        return MeasuredSet(asked, stream, rounds, max(done.values(), default=0))
+        done = _finished_rounds(self.paths.validation, spec.name)
+        begun = self.validate_fates.view()[spec.first : spec.first + spec.answers].any()  # the first round
+        late = (self.begun_at > 0 and not begun) or 0 in _rounds(self.paths.validation, spec.name)
+        rounds = Rounds(config.at_start, spec.every, config.at_end, set(done), late)
+        stream = JsonlStream(spec.data, topology.run.seed, False, topology.data.prompt_key)
+        return MeasuredSet(spec, stream, rounds, self.answers, max(done.values(), default=0))
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.LearnerStateUpdate):
@@ -229,11 +247,11 @@ class Validator(Actor):
         if self.begun_at and self.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSE_STARTING:
             return  # the learner has not said yet which step the run is at
         step, request = self.ring.header(HeaderWord.STEP), None
-        found = self._scheduled(step, finished)
-        if found is None and (request := self._asked(step)) is not None:
-            due = [one for one in self.sets if one.asked.name in request.sets and request.round not in one.rounds.done]
-            found = (request.round, due)
-        if found is None:
+        next_round = self._scheduled(step, finished)
+        if next_round is None and (request := self._requested(step)) is not None:
+            wanted = (measured for measured in self.sets if measured.spec.name in request.sets)
+            next_round = (request.round, [measured for measured in wanted if request.round not in measured.rounds.done])
+        if next_round is None:
             if finished:
                 self.stop("all rounds are done")
             return
@@ -243,25 +261,25 @@ class Validator(Actor):
         if request is not None:
             self._answer(request, "begun")
         self.request = request
-        self._begin(*found)
+        self.begin(*next_round)
 
     def _scheduled(self, step: int, finished: bool) -> tuple[int, list[MeasuredSet]] | None:
         """The lowest round that is due, and the sets that it is due for."""
         due: dict[int, list[MeasuredSet]] = {}
-        for one in self.sets:
+        for measured in self.sets:
             newest = None  # where groups are counted: the round that is due by them, 0 if none is
             if self.interval:
-                newest = step if due_by(self.interval * one.asked.every, one.groups_done, self.groups) else 0
-            if (number := one.rounds.due(step, finished, newest)) is not None:
-                due.setdefault(number, []).append(one)
-        return min(due.items(), key=lambda found: found[0]) if due else None
+                newest = step if due_by(self.interval * measured.spec.every, measured.groups_done, self.groups) else 0
+            if (number := measured.rounds.due(step, finished, newest)) is not None:
+                due.setdefault(number, []).append(measured)
+        return min(due.items(), key=lambda entry: entry[0]) if due else None
 
-    def _asked(self, step: int) -> Request | None:
+    def _requested(self, step: int) -> Request | None:
         """The request of `busrl validate`; it is the round of this step, or that which a predecessor began."""
         request = Request.read(self.paths)
         if request is None or not request.open:
             return None
-        unknown = sorted(set(request.sets) - {one.asked.name for one in self.sets})
+        unknown = sorted(set(request.sets) - {measured.spec.name for measured in self.sets})
         if unknown:
             self._answer(request, "refused", f"there is no set {unknown[0]!r} in this run")
             return None
@@ -274,47 +292,42 @@ class Validator(Actor):
 
     # -- a round ------------------------------------------------------------------------------------------------
 
-    def _begin(self, number: int, due: list[MeasuredSet]) -> None:
+    def begin(self, number: int, due: list[MeasuredSet]) -> None:
+        """Begin a round of these sets, or go on with what a predecessor left of it."""
         self.round, self.due, self.started = number, due, time.monotonic()
-        known = _read_log(self.log_path, number, self.answers * RESULT_BYTES)
+        logged = _read_log(self.log_path, number, self.answers * RESULT_BYTES)
         self.pending = []
-        for one in due:
-            one.groups_done = max(self.groups, one.groups_done)
-            one.results = {uid: result for uid, result in known.items() if self._is_of(one, uid, result)}
-            if not one.results:
-                self._forget(self._uids(one))
-            self.pending += [u for u in self._uids(one) if self.validate_fates.get(u & ~VALIDATE_BIT) == Fate.NONE]
+        for measured in due:
+            measured.groups_done = max(self.groups, measured.groups_done)
+            uids = measured.uids(number)
+            measured.results = {
+                uid: result for uid, result in logged.items() if measured.is_result(number, uid, result)
+            }
+            if not measured.results:
+                self._forget(uids)
+            self.pending += [uid for uid in uids if self.validate_fates.get(uid & ~VALIDATE_BIT) == Fate.NONE]
         self.ring.activity(f"validate round {number}", self.topology.limits.ready_s)
         version = self.ring.header(HeaderWord.VERSION)
-        asked = sum(one.asked.answers for one in due)
-        self.bus.send(m.ValidationStarted(round=number, version=version, samples=asked))
-        log.info("round %d of %s begins at version %d", number, ", ".join(one.asked.title for one in due), version)
+        samples = sum(measured.spec.answers for measured in due)
+        self.bus.send(m.ValidationStarted(round=number, version=version, samples=samples))
+        titles = ", ".join(measured.spec.title for measured in due)
+        log.info("round %d of %s begins at version %d", number, titles, version)
 
     def _forget(self, uids: range) -> None:
-        """A round that is over and measured nothing is asked again as it was: its samples have no fate then."""
+        """Take away the fates of a round that is over and measured nothing: it is asked again as it was."""
         first, last = uids.start & ~VALIDATE_BIT, uids.stop & ~VALIDATE_BIT
         codes = self.validate_fates.view()[first:last]
         if codes.size and np.isin(codes, [*TERMINAL]).all() and not _in_slots(self.ring, uids):
             with open(self.validate_fates.path, "r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), bytes(codes.size), first)
 
-    def _uids(self, one: MeasuredSet) -> range:
-        """Rounds are numbered by steps, so their uids are apart by the answers of all sets and never meet."""
-        first = VALIDATE_BIT | ((self.round or 0) * self.answers + one.asked.first)
-        return range(first, first + one.asked.answers)
 
-    def _is_of(self, one: MeasuredSet, uid: int, result: Result) -> bool:
-        """Tell whether the log's result is of what this set asks there: sets may have changed since it was written."""
-        uids = self._uids(one)
-        if uid not in uids or result.set != one.asked.name:
-            return False
-        return result.line in (-1, int(one.lines[uid - uids.start]))
 
     def _set_of(self, uid: int) -> tuple[MeasuredSet, int]:
         """The set of a sample, and its place in it."""
         place = (uid & ~VALIDATE_BIT) % self.answers
-        one = next(one for one in reversed(self.sets) if one.asked.first <= place)
-        return one, place - one.asked.first
+        measured = next(measured for measured in reversed(self.sets) if measured.spec.first <= place)
+        return measured, place - measured.spec.first
 
     def _dispatch_some(self) -> int:
         """Fill the class's own reserve, no more: training keeps the rest of the ring."""
@@ -332,49 +345,50 @@ class Validator(Actor):
         return sent
 
     def _dispatch_one(self, uid: int) -> bool:
-        one, place = self._set_of(uid)
-        item, asked = one.stream.at(int(one.lines[place])), one.asked
+        measured, place = self._set_of(uid)
+        item, spec = measured.stream.at(int(measured.lines[place])), measured.spec
         version, step = self.ring.header(HeaderWord.VERSION), self.ring.header(HeaderWord.STEP)
         self.validate_fates.reserve((uid & ~VALIDATE_BIT) + 1)
         done = self.ring.dispatch(
             uid=uid, group=uid, admission=0, member=0, group_size=1, cls=SampleClass.VALIDATE, task=item.line,
-            prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=asked.max_new_tokens,
-            temperature=asked.temperature, top_p=asked.top_p, version=version, step=step,
+            prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=spec.max_new_tokens,
+            temperature=spec.temperature, top_p=spec.top_p, version=version, step=step,
         )
         return bool(done)
 
     def _collect(self) -> int:
-        taken = self.ring.take(State.REWARDED, State.TRAINING, cls=SampleClass.VALIDATE, limit=256)
-        for slot, word in taken:
+        claims = self.ring.take(State.REWARDED, State.TRAINING, cls=SampleClass.VALIDATE, limit=256)
+        for slot, word in claims:
             line = self.ring.line(slot)
             try:
-                result = self._result(slot, word, line)
+                result = self.result_of(slot, word, line)
             except UNREADABLE as problem:
                 uid = int(line["uid"])
                 self.warn("validator", f"sample {shown_uid(uid)} is dropped: {problem}", kind="unreadable", uids=[uid])
                 self.ring.drop(slot, word, Fate.MALFORMED)
                 continue
             results = self._set_of(result.uid)[0].results
-            known = result.uid in results or result.round != self.round
-            if known or self._append(result, results):
+            is_logged = result.uid in results or result.round != self.round
+            if is_logged or self._append(result, results):
                 self.ring.finish(slot, word, Fate.VALIDATED)
             else:
                 self.ring.release(slot, word, State.REWARDED)  # not written: a successor writes it
-        return len(taken)
+        return len(claims)
 
-    def _result(self, slot: int, word: int, line: np.void) -> Result:
+    def result_of(self, slot: int, word: int, line: np.void) -> Result:
+        """The result of a judged answer, from its slot; one of `UNREADABLE` where the answer breaks a rule."""
         uid = int(line["uid"])
-        one, place = self._set_of(uid)
+        measured, place = self._set_of(uid)
         versions = read_generated(self.ring, slot, "versions", segments_of(word))
         if not len(versions):
             raise BadTensor(f"slot {slot}: no tokens")
         answer = None
-        if self.find is not None and one.asked.k > 1:
+        if self.find is not None and measured.spec.k > 1:
             answer = _short(self.find(read_text(self.ring, slot, segments_of(word))))
         return Result(
             uid=uid, round=(uid & ~VALIDATE_BIT) // self.answers, reward=float(line["reward"]),
             version=int(versions.max()), oldest=int(versions.min()), tokens=int(line["response_tokens"]),
-            parts=read_parts(self.ring, slot), set=one.asked.name, line=int(one.lines[place]), answer=answer,
+            parts=read_parts(self.ring, slot), set=measured.spec.name, line=int(measured.lines[place]), answer=answer,
         )
 
     def _append(self, result: Result, results: dict[int, Result]) -> bool:
@@ -384,14 +398,17 @@ class Validator(Actor):
         return written
 
     def _is_over(self) -> bool:
-        """Tell whether all are judged, or every sample has a final fate: a round ends although some were dropped."""
-        if all(len(one.results) == one.asked.answers for one in self.due):
+        """True once all are judged, or every sample has a final fate: a round ends although some were dropped."""
+        if all(len(measured.results) == measured.spec.answers for measured in self.due):
             return True
         if self.pending:
             return False
-        codes = self.validate_fates.view()
-        own = (codes[uids.start & ~VALIDATE_BIT : (uids.stop & ~VALIDATE_BIT)] for uids in map(self._uids, self.due))
-        return not any(bool(((found == Fate.NONE) | (found == Fate.DISPATCHED)).any()) for found in own)
+        return not any(self._has_unended(measured.uids(self.round or 0)) for measured in self.due)
+
+    def _has_unended(self, uids: range) -> bool:
+        """True if a sample of these has no fate that ends it."""
+        fates = self.validate_fates.view()[uids.start & ~VALIDATE_BIT : uids.stop & ~VALIDATE_BIT]
+        return bool(((fates == Fate.NONE) | (fates == Fate.DISPATCHED)).any())
 
     # -- its end ------------------------------------------------------------------------------------------------
 
@@ -408,48 +425,48 @@ class Validator(Actor):
             self._answer(self.request, "done")
         self.round, self.request = None, None
 
-    def _finish_set(self, one: MeasuredSet, number: int) -> bool:
-        record = self._record(one, number)
+    def _finish_set(self, measured: MeasuredSet, number: int) -> bool:
+        record = self.record_of(measured, number)
         if not self.write_or_wait("validation", lambda: self.rows.append(msgspec.json.encode(record))):
             return False
-        one.rounds.ended(number, record["samples"] > 0)
-        self._announce(one, record)
+        measured.rounds.ended(number, record["samples"] > 0)
+        self._announce(measured, record)
         if record["dropped"]:
             means = "its mean is over the others" if record["samples"] else (
                 "nothing was measured, and it is asked again when the run has made steps, and at its next start"
             )
             self.warn(
                 "validator",
-                f"{one.asked.title}, round {number}: {record['dropped']} of {one.asked.answers} samples ended without "
-                f"a reward; {means}",
+                f"{measured.spec.title}, round {number}: {record['dropped']} of {measured.spec.answers} samples ended "
+                f"without a reward; {means}",
             )
-        found = (one.asked.title, number, record["val/reward"], record["samples"], record["versions"])
-        log.info("%s, round %d: mean reward %s over %d samples of versions %s", *found)
+        figures = (measured.spec.title, number, record["val/reward"], record["samples"], record["versions"])
+        log.info("%s, round %d: mean reward %s over %d samples of versions %s", *figures)
         return True
 
-    def _announce(self, one: MeasuredSet, record: dict[str, Any]) -> None:
-        said = {"round": record["round"], "version": record["version"], "samples": record["samples"],
+    def _announce(self, measured: MeasuredSet, record: dict[str, Any]) -> None:
+        fields = {"round": record["round"], "version": record["version"], "samples": record["samples"],
                 "mean": record["val/reward"] or 0.0, "mixed": record["mixed"], "dropped": record["dropped"]}
-        if not one.asked.name and one.asked.k == 1:
-            self.bus.send(m.ValidationDone(**said))
+        if not measured.spec.name and measured.spec.k == 1:
+            self.bus.send(m.ValidationDone(**fields))
             return
         figures = {name: value for name, value in record.items()
                    if name.startswith("val/") and name != "val/parts" and value is not None}
-        self.bus.send(m.ValidationSetDone(**said, set=one.asked.name, figures=figures))
+        self.bus.send(m.ValidationSetDone(**fields, set=measured.spec.name, figures=figures))
 
-    def _record(self, one: MeasuredSet, number: int) -> dict[str, Any]:
-        """The line of validation.jsonl of one set."""
-        results, config = one.results.values(), self.topology.validation
+    def record_of(self, measured: MeasuredSet, number: int) -> dict[str, Any]:
+        """The line of validation.jsonl of one set in a round."""
+        results, config = measured.results.values(), self.topology.validation
         versions = sorted({v for result in results for v in (result.oldest, result.version)})
-        figures = Figures(one.judged(self._uids(one).start), one.asked.k, config.solved, self.find is not None)
+        figures = Figures(measured.judged(number), measured.spec.k, config.solved, self.find is not None)
         parts = figures.parts()
-        tagged = by_tag(figures, tags_of(one.stream.records(one.lines), config.tag_key))
+        tagged = by_tag(figures, tags_of(measured.stream.records(measured.lines), config.tag_key))
         return {
-            "round": number, **({"set": one.asked.name} if one.asked.name else {}), **figures.record(),
-            **({"val/parts": parts} if parts else {}), "dropped": one.asked.answers - len(results),
+            "round": number, **({"set": measured.spec.name} if measured.spec.name else {}), **figures.record(),
+            **({"val/parts": parts} if parts else {}), "dropped": measured.spec.answers - len(results),
             "version": versions[0] if versions else 0, "versions": versions, "mixed": len(versions) > 1,
             "time": round(time.time(), 3), "seconds": round(time.monotonic() - self.started, 3),
-            "groups": one.groups_done, "val/length": figures.mean("tokens"), "k": one.asked.k,
+            "groups": measured.groups_done, "val/length": figures.mean("tokens"), "k": measured.spec.k,
             **({"by": tagged} if tagged else {}),
         }
 
@@ -458,10 +475,10 @@ class Validator(Actor):
 
 
 def _in_slots(ring: Ring, uids: range) -> bool:
-    """Tell whether a slot still holds one of them: whoever frees it would store its fate once more."""
+    """True if a slot still holds a sample of these: whoever frees it would store its fate once more."""
     lines = ring.lines()
-    held = lines["uid"][lines["state"] != State.FREE]
-    return bool(((held >= uids.start) & (held < uids.stop)).any())
+    in_slots = lines["uid"][lines["state"] != State.FREE]
+    return bool(((in_slots >= uids.start) & (in_slots < uids.stop)).any())
 
 
 def _short(answer: str | None) -> str | None:
@@ -473,12 +490,12 @@ def _short(answer: str | None) -> str | None:
 
 def _rounds(path: Path, name: str = "") -> dict[int, dict[str, Any]]:
     """The line of each round of a set, of several the last that measured something; damaged ones are left out."""
-    found: dict[int, dict[str, Any]] = {}
+    rows: dict[int, dict[str, Any]] = {}
     for row in json_lines(path):
         number = row.get("round")
-        if isinstance(number, int) and row.get("set", "") == name and (number not in found or row.get("samples") != 0):
-            found[number] = row
-    return found
+        if isinstance(number, int) and row.get("set", "") == name and (number not in rows or row.get("samples") != 0):
+            rows[number] = row
+    return rows
 
 
 def _finished_rounds(path: Path, name: str = "") -> dict[int, int]:
@@ -490,12 +507,12 @@ def _finished_rounds(path: Path, name: str = "") -> dict[int, int]:
 
 def _read_log(path: Path, round_number: int, tail: int) -> dict[int, Result]:
     """Results of this round that an earlier validator wrote, among the last `tail` bytes: rounds follow each other."""
-    found: dict[int, Result] = {}
+    results: dict[int, Result] = {}
     for line in json_lines(path, tail):
         try:
             result = msgspec.convert(line, type=Result)
         except msgspec.ValidationError:
             continue
         if result.round == round_number:
-            found[result.uid] = result
-    return found
+            results[result.uid] = result
+    return results

@@ -45,11 +45,12 @@ def clear_stale(ring: Ring) -> bool:
 
 
 def is_stale(ring: Ring, seen: int) -> bool:
-    """Tell whether the life that this word names is over."""
+    """True if the life of the process that this word names is over."""
     lives = {entry.epoch << INDEX_BITS | entry.index for entry in ring.processes()}
     return seen not in lives or ring.is_dead(seen & ((1 << INDEX_BITS) - 1))
 
 
 def name_of(ring: Ring, seen: int) -> str:
     index = seen & ((1 << INDEX_BITS) - 1)
-    return next((f"{one.label} (pid {one.pid})" for one in ring.processes() if one.index == index), f"process {index}")
+    process = next((process for process in ring.processes() if process.index == index), None)
+    return f"process {index}" if process is None else f"{process.label} (pid {process.pid})"

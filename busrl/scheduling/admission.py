@@ -90,27 +90,28 @@ class AdmissionLimits:
 
     def problems(self) -> list[str]:
         """Rules that these numbers break; a run must not start with any."""
-        found = []
+        problems = []
         if self.n_min < 1 or self.group_size < 1:
-            found.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1")
+            problems.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1")
         if not self.n_lo <= self.n_min <= self.n_hi <= self.B:
-            found.append(f"n_lo <= n_min <= n_hi <= B does not hold: {self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}")
+            values = f"{self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}"
+            problems.append(f"n_lo <= n_min <= n_hi <= B does not hold: {values}")
         if self.window and self.window > min(self.B, self.W):
             room, most = self._room()
-            found.append(
+            problems.append(
                 f"weights.window = {self.window} is larger than the buffer: {room}; set window <= {most}, or 0 to "
                 "derive it"
             )
         elif self.W < 1:
             need = least_staleness(self.n_lo, self.n_hi)
-            found.append(
+            problems.append(
                 f"no window is left for thresholds {self.n_lo} to {self.n_hi} with max_staleness = "
                 f"{self.max_staleness}: W = {self.W} must be >= 1; set weights.max_staleness >= {need}"
             )
-        return found
+        return problems
 
     def _room(self) -> tuple[str, int]:
-        """Say what bounds W, and the largest W that leaves B >= W and a step of n_hi groups."""
+        """What bounds W, in words, and the largest W that leaves B >= W and a step of n_hi groups."""
         if self.max_staleness is None:
             return f"B = {self.B} groups are admitted at most", self.B
         total = (self.max_staleness + 1) * self.n_lo + 1
@@ -118,16 +119,16 @@ class AdmissionLimits:
         return text, max(1, min(total // 2, total - self.n_hi))
 
     def warnings(self) -> list[str]:
-        found = []
+        warnings = []
         if not self.sync and 1 <= self.W < self.B // 8:
             bound = f"weights.max_staleness to {least_staleness(self.n_lo, self.n_hi)} or more"
             remedy = "weights.window, or set it to 0, so that it is derived" if self.window else bound
-            found.append(
+            warnings.append(
                 f"W = {self.W} of B = {self.B}: one slow group holds up nearly everything behind it; raise {remedy}"
             )
         if self.mode == "fully-async":
-            found.append("fully-async: nothing bounds the age of a sample; watch age_max and the clip fraction")
-        return found
+            warnings.append("fully-async: nothing bounds the age of a sample; watch age_max and the clip fraction")
+        return warnings
 
 
 def derive(
@@ -137,7 +138,7 @@ def derive(
     """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act);
     `window`: W, 0 to derive it; `waves`: segments of an answer where rounds of sync are made of segments.
 
-    Never raises for numbers that do not fit together: `problems()` says what is wrong with the result.
+    Never raises for numbers that do not fit together: `problems()` lists what is wrong with the result.
     """
     low, high = n_min if n_lo is None else n_lo, n_min if n_hi is None else n_hi
     if mode == "sync":
@@ -243,7 +244,7 @@ class Arrivals:
 class Room:
     """Groups that may be opened now. With none, `reason` names the rule and `group` the draw that all wait for.
 
-    `whole`: engines can take none of them before all are opened, so to wait for engines would be to wait for ever.
+    `whole`: engines take none of them before all are opened, so waiting for engines would never end.
     """
 
     groups: int
@@ -365,13 +366,12 @@ class Waves:
     def claimable(self, lines: Lines, next_admission: int) -> Bools:
         """QUEUED slots that may have a segment in this wave; those of other classes always."""
         allowed = next_admission // self.n_min - lines["admission"].astype(np.int64) // self.n_min
-        found: Bools = (lines["state"] == QUEUED) & (
-            (lines["cls"] != SampleClass.TRAIN) | (lines["segs"].astype(np.int64) < allowed)
-        )
-        return found
+        may_begin = (lines["cls"] != SampleClass.TRAIN) | (lines["segs"].astype(np.int64) < allowed)
+        mask: Bools = (lines["state"] == QUEUED) & may_begin
+        return mask
 
     def over(self, lines: Lines, next_admission: int) -> bool:
-        """Tell whether every training slot has what this wave gives it, and is judged if it is whole."""
+        """True once every training slot has its segment of this wave, and every whole answer is judged."""
         if next_admission % self.n_min:
             return False
         state = lines["state"]
@@ -394,8 +394,8 @@ class Unbegun:
 def _best(lines: Lines, claimable: Bools, limit: int, most_attempts: int) -> list[int]:
     """Slots to claim, as the ring itself orders slots: unfinished first, then priority, then the older."""
     at = np.flatnonzero(claimable & (lines["attempt"] <= most_attempts))
-    own = {name: lines[name][at] for name in ("segs", "priority", "admission", "uid")}
-    order = np.lexsort((own["uid"], own["admission"], -own["priority"].astype(np.int64), own["segs"] == 0))
+    fields = {name: lines[name][at] for name in ("segs", "priority", "admission", "uid")}
+    order = np.lexsort((fields["uid"], fields["admission"], -fields["priority"].astype(np.int64), fields["segs"] == 0))
     return [int(slot) for slot in at[order[:limit]]]
 
 
@@ -479,8 +479,8 @@ class SegmentPlan:
 # -- workers that new weights do not reach -------------------------------------------------------------------
 
 class LeftBehind:
-    """The rule by which a worker starts nothing: new weights do not reach it, so what it starts would be too old before
-    it is trained. `patience_s`: after so long a person should know."""
+    """The rule by which a worker that new weights do not reach starts nothing: its samples would be too old before they
+    are trained. `patience_s`: a person should know after so long."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s, self._since = patience_s, math.inf
@@ -514,21 +514,24 @@ class Rows:
 
     def __init__(self, expected: int, forget_s: float, most: int = 1024) -> None:
         self.expected, self.forget_s, self.most = expected, forget_s, most
-        self._said: dict[str, tuple[int, float]] = {}
+        self._announced: dict[str, tuple[int, float]] = {}  # rows of each worker, and when it announced them
 
     def announce(self, worker: str, rows: int, now: float) -> bool:
-        """A worker can run `rows` sequences, 0 if it did not say; False if there are too many workers already."""
-        if worker not in self._said and len(self._said) >= self.most and len(self.workers(now)) >= self.most:
+        """A worker can run `rows` sequences, 0 for an unknown number; False if there are too many workers already."""
+        is_full = len(self._announced) >= self.most and len(self.workers(now)) >= self.most
+        if is_full and worker not in self._announced:
             return False
-        self._said[worker] = rows, now
+        self._announced[worker] = rows, now
         return True
 
     def workers(self, now: float) -> list[str]:
         """Names of those that announced lately."""
-        self._said = {name: said for name, said in self._said.items() if now - said[1] < self.forget_s}
-        return list(self._said)
+        self._announced = {
+            name: (rows, since) for name, (rows, since) in self._announced.items() if now - since < self.forget_s
+        }
+        return list(self._announced)
 
     def total(self, generating: int) -> int:
         """Rows of all workers; at least those in use."""
-        known = sum(rows for rows, _ in self._said.values())
-        return max(generating, known or self.expected)
+        announced = sum(rows for rows, _ in self._announced.values())
+        return max(generating, announced or self.expected)

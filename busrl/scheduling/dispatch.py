@@ -79,11 +79,11 @@ class Policy(ABC):
         return slot_priority(admission)
 
     def take_records(self) -> list[OpenGroup]:
-        """Take out what was predicted of groups that ended since the last call, and what came out."""
+        """Take out the groups that ended since the last call, with predicted and real lengths."""
         return []
 
     def metrics(self) -> dict[str, float]:
-        """A few numbers about itself, for the metrics and for people."""
+        """Numbers about the policy, for the metrics and for people."""
         return {}
 
 
@@ -194,7 +194,7 @@ BLOCKS = 1 << 22  # block numbers wrap here; far apart ones are never in the rin
 
 
 def priority_by_length(window: int, direction: int, admission: int, estimate: float) -> int:
-    """In which order workers take what is QUEUED, larger first. The ring serves unfinished segments before that.
+    """Priority of a QUEUED slot: workers take the largest first. The ring serves unfinished segments before that.
 
     `window`: the learner's W. `direction`: 1 shortest first, -1 longest first. Of a member of the group with this
     admission index and this estimated length in tokens. Blocks of `window` admission indices are served one after the
@@ -367,8 +367,8 @@ class WaitingDraws:
     def missing(self, draws: Iterable[int]) -> list[int]:
         draws = draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
         waits = np.frombuffer(self._flags, np.bool_).take(draws - self._base, mode="clip")
-        found: list[int] = draws[~waits].tolist()
-        return found
+        absent: list[int] = draws[~waits].tolist()
+        return absent
 
     def _make_room(self, draw: int) -> None:
         """Let the flags reach from the oldest draw that waits to `draw`, with room for as many again."""
@@ -397,8 +397,8 @@ class Ordered(Policy):
     strength, the mean (by a quarter) or the predictions change. A group is overtaken by at most min(H - 1, spread x H
     / (2 x aging)) groups drawn after it, spread being the largest difference of two predictions over their mean.
 
-    With aging 0.5, having been drawn H groups earlier is worth one mean length. What it knows of open groups is a hint:
-    a scheduler that lost it is given them again (`adopt`).
+    With aging 0.5, having been drawn H groups earlier is worth one mean length. The record of open groups is a hint: a
+    new scheduler hands them in again (`adopt`).
     """
 
     learns = True
@@ -484,9 +484,9 @@ class Ordered(Policy):
         return priority_by_length(self.window, self.way, admission, estimate)
 
     def take_records(self) -> list[OpenGroup]:
-        found = list(self._records)
+        records = list(self._records)
         self._records.clear()
-        return found
+        return records
 
     def metrics(self) -> dict[str, float]:
         waits = self._waits
@@ -576,10 +576,10 @@ class Adaptive(Ordered):
         self.rows = rows
 
     def metrics(self) -> dict[str, float]:
-        found = super().metrics()
+        metrics = super().metrics()
         if self.round_groups:
-            return found | {"wait_bound": float(self.round_groups - 1)}
-        return found | {"tail_rows": float(self.tail_rows), "tail_reserved": self.tail_share * self.rows}
+            return metrics | {"wait_bound": float(self.round_groups - 1)}
+        return metrics | {"tail_rows": float(self.tail_rows), "tail_reserved": self.tail_share * self.rows}
 
     def _limit(self, oldest: int) -> int:
         if self.round_groups:

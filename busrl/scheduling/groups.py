@@ -3,12 +3,12 @@
 A group is a draw of the loader; its members' uids are `(draw x 2 + try) x G + member`, try 1 being the one re-roll of
 a member that ended by accident. Knows nothing of policies, triggers or how the two arrays came about.
 
-- Everything is recomputed from ring and fates. What a scanner keeps (low and high water, admission indices of groups
+- Everything is recomputed from ring and fates. A scanner's own numbers (low and high water, admission indices of groups
   whose lines are all gone) are hints: losing them costs time or order, never a sample.
 - Take the lines *before* the fates are read (`scan` reads them when called): then a group can look busier than it is,
   never finished when it is not.
-- Only groups that may have something to say are looked at closely: those with a line or a fate that were not finished
-  at an earlier scan. So a look stays cheap when a policy leaves holes of a hundred thousand draws.
+- A scan computes only groups with a line or a fate that were not finished at an earlier scan. So it stays cheap when a
+  policy leaves holes of a hundred thousand draws.
 - A group is resolved when no member is running and none is due; usable with at least g_min survivors and no member
   that was ended by a rule; finished when it is resolved and holds no slot.
 """
@@ -32,7 +32,7 @@ Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 
 # Plain numbers: NumPy compares an array with a member of an enum five times slower.
-FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = (one.value for one in State)
+FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = (state.value for state in State)
 NONE, DISPATCHED = Fate.NONE.value, Fate.DISPATCHED.value
 FIELDS = ("state", "uid", "admission", "step", "reward")  # of a line, beside its class
 NOT_STARTED = np.iinfo(np.int64).max  # oldest_step of a group of which no member is in the ring
@@ -80,7 +80,7 @@ class GroupView:
         self.resolved: Bools = c.resolved[keep]
         self.usable: Bools = (c.resolved & (c.closed_by == NONE) & (c.survivors >= scanner.g_min))[keep]
         self.closed_by = c.closed_by[keep]  # fate of a member that ended the group: trained, set aside by a rule, or 0
-        self.free_slots, self.queued, self.generating = (int(counts[one]) for one in (FREE, QUEUED, GENERATING))
+        self.free_slots, self.queued, self.generating = (int(counts[state]) for state in (FREE, QUEUED, GENERATING))
         self.unrecorded = c.unrecorded
         self.ended_fates: Bytes = c.fate[c.opened & c.finished & ~c.ended[c.rows]]
         self._unopened: Ints = scanner._low + np.flatnonzero(~c.touched)
@@ -88,7 +88,7 @@ class GroupView:
 
     @cached_property
     def flat(self) -> Bools:
-        """All survivors have the same reward. (Computed when asked for: only a learner wants to know.)"""
+        """Groups whose survivors all have the same reward. Computed on first use: only a learner needs it."""
         return self._cells.flat()[self._keep]
 
     @cached_property
@@ -96,12 +96,12 @@ class GroupView:
         """Members to dispatch, groups in admission order (new ones last)."""
         if not np.any(self.due):
             return ()
-        found = [
+        members = [
             Todo(uid_of(int(self.draws[g]), int(t), int(m), self.group_size), int(self.draws[g]), int(t), int(m),
                  int(self.admission[g]))
             for g, t, m in zip(*np.nonzero(self._cells.due[self._keep]))
         ]
-        return tuple(sorted(found, key=lambda t: (t.admission == UNKNOWN, t.admission, t.uid)))
+        return tuple(sorted(members, key=lambda t: (t.admission == UNKNOWN, t.admission, t.uid)))
 
     @cached_property
     def _slots(self) -> npt.NDArray[np.int32]:
@@ -134,10 +134,10 @@ class GroupView:
 
     def unopened(self, count: int) -> Ints:
         """The next `count` draws of the loader that have no fate yet, in order."""
-        found = self._unopened[:count]
-        if not len(found):
+        draws = self._unopened[:count]
+        if not len(draws):
             return np.arange(self._high, self._high + count)
-        return np.concatenate((found, np.arange(self._high, self._high + count - len(found))))
+        return np.concatenate((draws, np.arange(self._high, self._high + count - len(draws))))
 
 
 class GroupScanner:
@@ -176,14 +176,14 @@ class GroupScanner:
         state = np.ascontiguousarray(lines["state"])
         counts = np.bincount(state, minlength=GENERATING + 1)
         # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
-        # No sample has a uid beyond the fates: a line that says so is none of ours, and must not size our arrays.
+        # No sample has a uid beyond the fates: a line with one is not busrl's, and must not size these arrays.
         possible = lines["uid"] < min(VALIDATE_BIT, len(self.fates))
         picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == SampleClass.TRAIN) & possible)
         # Field by field: indexing whole structured lines costs as much as all the rest together.
-        own = {name: lines[name][picked] for name in FIELDS}
-        uids = own["uid"].astype(np.int64)
+        fields = {name: lines[name][picked] for name in FIELDS}
+        uids = fields["uid"].astype(np.int64)
         self._cover(uids)
-        cells = _Cells(self, picked, own, uids)
+        cells = _Cells(self, picked, fields, uids)
         view = GroupView(self, cells, counts)
         self._ended = cells.ended
         self._ended[cells.rows[cells.opened & cells.finished]] = True
@@ -220,20 +220,20 @@ class GroupScanner:
 
 
 class _Cells:
-    """Cells, one per (group, try, member), of those groups of the window [low, high) that may be open, and what
-    follows.
+    """Cells, one per (group, try, member), of the groups of the window [low, high) that may be open, and what follows
+    from them.
 
-    `rows` are these groups, counted from low; `touched` says of every group of the window whether it was opened.
+    `rows` are these groups, counted from low; `touched` is a mask of the window's groups that were opened.
     """
 
-    def __init__(self, scanner: GroupScanner, picked: Ints, own: dict[str, npt.NDArray[Any]], uids: Ints) -> None:
+    def __init__(self, scanner: GroupScanner, picked: Ints, fields: dict[str, npt.NDArray[Any]], uids: Ints) -> None:
         size, low, high = scanner.group_size, scanner._low, scanner._high
-        self.own, self.picked = own, picked
+        self.fields, self.picked = fields, picked
         groups, cell = np.divmod(uids - low * 2 * size, 2 * size)
-        known = scanner.fates[low * 2 * size : high * 2 * size].copy()  # other processes store while this one looks
-        if missing := (high - low) * 2 * size - len(known):  # the last group lies partly beyond the fates
-            known = np.pad(known, (0, missing))
-        window = known.reshape(-1, 2 * size)
+        fates = scanner.fates[low * 2 * size : high * 2 * size].copy()  # other processes store while this one looks
+        if missing := (high - low) * 2 * size - len(fates):  # the last group lies partly beyond the fates
+            fates = np.pad(fates, (0, missing))
+        window = fates.reshape(-1, 2 * size)
         # D is stored before a slot leaves RESERVED, and the lines were copied before this.
         self.unrecorded = int(np.count_nonzero(window.reshape(-1)[uids - low * 2 * size] == NONE))
         self.ended = np.concatenate((scanner._ended, np.zeros(high - low - len(scanner._ended), np.bool_)))
@@ -248,7 +248,7 @@ class _Cells:
         self._derive(fates)
 
     def _derive(self, fates: Bytes) -> None:
-        state = self._spread(self.own["state"], 0, np.uint8)
+        state = self._spread(self.fields["state"], 0, np.uint8)
         rerolled = _IS_ACCIDENT[fates[:, 0]]
         self.fate = np.where(rerolled, fates[:, 1], fates[:, 0])
         now = np.where(rerolled, state[:, 1], state[:, 0])
@@ -265,10 +265,10 @@ class _Cells:
         self.survivors = self.rewarded.sum(1)
         self.training = (self.rewarded & (now == TRAINING)).sum(1)
         self.rerolled = rerolled
-        lines = self.own["state"]
-        held = (lines >= QUEUED) & (lines <= TRAINING)  # age counts from admission, so a queued member counts too
-        self.oldest_step = self._least(self.groups[held], self.own["step"][held])
-        self.admission = self._least(self.groups, self.own["admission"])
+        lines = self.fields["state"]
+        aging = (lines >= QUEUED) & (lines <= TRAINING)  # age counts from admission, so a queued member counts too
+        self.oldest_step = self._least(self.groups[aging], self.fields["step"][aging])
+        self.admission = self._least(self.groups, self.fields["admission"])
         self.admission[self.admission == NOT_STARTED] = UNKNOWN
 
     def _spread(self, values: npt.NDArray[Any], fill: float, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -284,7 +284,7 @@ class _Cells:
         return least
 
     def flat(self) -> Bools:
-        both = self._spread(self.own["reward"], 0.0, np.float64)
+        both = self._spread(self.fields["reward"], 0.0, np.float64)
         reward = np.where(self.rerolled, both[:, 1], both[:, 0])
         most = np.where(self.rewarded, reward, -np.inf).max(1)
         least = np.where(self.rewarded, reward, np.inf).min(1)
@@ -303,10 +303,10 @@ def _any_byte(rows: Bytes) -> Bools:
     length)."""
     width = next(bytes_ for bytes_ in (8, 4, 2) if rows.shape[1] % bytes_ == 0)
     words = rows.view(f"u{width}")
-    found = words[:, 0].copy()
+    any_byte = words[:, 0].copy()
     for column in range(1, words.shape[1]):
-        found |= words[:, column]
-    nonzero: Bools = found != 0
+        any_byte |= words[:, column]
+    nonzero: Bools = any_byte != 0
     return nonzero
 
 
@@ -314,7 +314,7 @@ def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:
     """Members whose uids follow each other, as the first of them and how many: what one dispatch can put."""
     runs = groupby(enumerate(todo), lambda pair: (pair[1].uid - pair[0], pair[1].draw, pair[1].attempt))
     for _, run in runs:
-        first, *rest = (one for _, one in run)
+        first, *rest = (member for _, member in run)
         yield first, 1 + len(rest)
 
 
@@ -332,23 +332,23 @@ NO_UID = (1 << 64) - 1
 
 
 class FinishedAnswers:
-    """Answers that were finished since the last look, from the ring's lines; each is given once.
+    """Answers that were finished since the last look, from the ring's lines; each comes once.
 
     A slot that came free still shows its last sample until it is used again, so an answer that was judged and trained
-    between two looks is seen too, unless its slot was used twice. A new scheduler is given those that the ring shows.
+    between two looks is seen too, unless its slot was used twice. A new scheduler gets those that the ring shows.
     """
 
     def __init__(self) -> None:
-        self._given = np.empty(0, np.uint64)
+        self._seen = np.empty(0, np.uint64)  # by slot: the uid of the answer that was returned last
 
     def look(self, lines: Lines) -> tuple[Ints, Ints]:
         """Uids, and lengths in tokens, of what is new in a copy of the ring's lines."""
         uids, state = lines["uid"], lines["state"]
-        if len(self._given) != len(lines):
-            self._given = np.full(len(lines), NO_UID, np.uint64)
+        if len(self._seen) != len(lines):
+            self._seen = np.full(len(lines), NO_UID, np.uint64)
         ended = ((state >= GENERATED) & (state <= TRAINING)) | (state == FREE)
-        fresh = np.flatnonzero(ended & (uids != self._given) & (uids < VALIDATE_BIT))
+        fresh = np.flatnonzero(ended & (uids != self._seen) & (uids < VALIDATE_BIT))
         # Field by field, and only of what is new: most slots are not.
         fresh = fresh[(lines["finish"][fresh] > 0) & (lines["cls"][fresh] == SampleClass.TRAIN)]
-        self._given[fresh] = uids[fresh]
+        self._seen[fresh] = uids[fresh]
         return uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64)

@@ -4,7 +4,7 @@ Takes groups that ended and draws that are to be opened. Knows nothing of files,
 line: places (source, epoch, line) are handed in.
 
 - A decision depends on the groups that ended, on the draw, and on passes for which it was given up; on no clock.
-- The order in which groups are told does not matter, as long as each is told once.
+- The order in which groups come in does not matter, as long as each comes once.
 - A prompt without a judgement is never left out, and neither is anything while every prompt would be.
 """
 
@@ -56,24 +56,24 @@ class PassRates:
 
     def __init__(self, band: Band, sizes: Sequence[int]) -> None:
         self.band, self.sizes = band, tuple(sizes)
-        self.told = 0  # groups
+        self.groups = 0  # that ended
         self._prompts: dict[int, _Prompt] = {}
         self._resting: list[Counter[int]] = [Counter() for _ in sizes]  # first epoch without rest -> prompts
 
     def ended(self, draw: int, place: Place, right: int, answers: int) -> None:
-        """The group of a draw ended with so many right answers; one that is told again counts once."""
-        self.told += 1
+        """The group of a draw ended with so many right answers. A group that comes in again counts once."""
+        self.groups += 1
         if answers < 1:
             return
         prompt = self._prompts.setdefault(place.line, _Prompt([]))
-        prompt.groups = [one for one in prompt.groups if one[0] != draw]
+        prompt.groups = [group for group in prompt.groups if group[0] != draw]
         insort(prompt.groups, (draw, place.epoch, right, answers))
-        while len(prompt.groups) > 1 and sum(one[3] for one in prompt.groups[1:]) >= max(1, self.band.after):
+        while len(prompt.groups) > 1 and sum(group[3] for group in prompt.groups[1:]) >= max(1, self.band.after):
             del prompt.groups[0]
         self._judge(prompt, self._resting[place.source])
 
     def _judge(self, prompt: _Prompt, resting: Counter[int]) -> None:
-        right, answers = (sum(one[at] for one in prompt.groups) for at in (2, 3))
+        right, answers = (sum(group[at] for group in prompt.groups) for at in (2, 3))
         until = 0
         if answers >= self.band.after and not self.band.holds(right, answers):
             until = prompt.groups[-1][1] + 1 + self.band.rest if self.band.rest else NEVER
@@ -86,10 +86,10 @@ class PassRates:
         return prompt is not None and place.epoch < prompt.until
 
     def resting(self, epochs: Sequence[int]) -> list[int]:
-        """Count the prompts of each source that rest while it is in such an epoch."""
+        """Prompts of each source that rest, the source being in the epoch of these `epochs`."""
         return [
-            sum(count for until, count in own.items() if until > max(0, epoch))
-            for own, epoch in zip(self._resting, epochs, strict=True)
+            sum(count for until, count in resting.items() if until > max(0, epoch))
+            for resting, epoch in zip(self._resting, epochs, strict=True)
         ]
 
 
@@ -97,7 +97,7 @@ class PromptFilter:
     """Decides draw by draw. `place`, `epochs`: those of the stream of prompts.
 
     Where every prompt of every source rests, nothing is left out for one pass: the next draws, as many as there are
-    prompts. `given_up` is the first draw after that pass; a successor takes it over.
+    prompts. `given_up` is the first draw after that pass; a successor takes it over with `resume`.
     """
 
     def __init__(
@@ -105,6 +105,10 @@ class PromptFilter:
     ) -> None:
         self.rates, self._place, self._epochs = rates, place, epochs
         self.given_up = 0
+
+    def resume(self, given_up: int) -> None:
+        """Go on where a predecessor was, or where a decision was that could not be written down."""
+        self.given_up = given_up
 
     def leaves_out(self, draw: int) -> bool:
         if draw < self.given_up or not self.rates.rests(self._place(draw)):

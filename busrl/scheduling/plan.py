@@ -47,12 +47,12 @@ def make_plan(topology: Topology, *, streamable: bool = True) -> LearnerPlan:
 
 
 def due(interval: int, before: int, after: int) -> bool:
-    """Tell whether a counter that went from `before` to `after` passed a multiple of `interval`; 0 = never."""
+    """True if a counter that went from `before` to `after` passed a multiple of `interval`; 0 = never."""
     return interval > 0 and after // interval > before // interval
 
 
 def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) -> bool:
-    """Tell whether a checkpoint follows step `step`, which trained `groups` groups of `total` so far."""
+    """True if a checkpoint follows step `step`, which trained `groups` groups of `total` so far."""
     every = topology.learner.checkpoint_every
     if topology.learner.batch_varies:
         return due(every * topology.learner.trigger.n_min, total - groups, total)
@@ -60,7 +60,7 @@ def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) ->
 
 
 def checkpoint_may_follow(topology: Topology, step: int, total: int) -> bool:
-    """Tell whether the step after `step` may be the run's last or one with a checkpoint; `total`: groups trained."""
+    """True if the step after `step` may be the run's last or one with a checkpoint; `total`: groups trained."""
     run, most = topology.run, topology.derived.limits.n_hi
     if step + 1 >= run.max_steps or 0 < run.max_groups <= total + most:
         return True

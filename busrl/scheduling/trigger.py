@@ -63,7 +63,7 @@ def window_of_ready(admission: Ints, ready: Bools, width: int, limit: int) -> Wi
 # -- the trigger ---------------------------------------------------------------------------------------------
 
 class Cause(str, Enum):
-    """The reason why a step fired; the value is what the train log says."""
+    """The reason why a step fired; the value is the word in the train log."""
 
     COUNT = "count"
     TIME = "time"
@@ -245,8 +245,8 @@ class LearnerPlan:
             wait = self._wait(seen, len(claimed) + len(fresh), blocker)
             return [Claim(tuple(fresh)), wait] if self.streaming and fresh else [wait]
         draws = (*claimed, *fresh) if self.streaming else tuple(sorted((*claimed, *fresh)))
-        taken = tuple(fresh) if self.streaming else tuple(sorted(fresh))
-        return [Claim(taken), Fire(cause, draws)] if taken else [Fire(cause, draws)]
+        claimed_now = tuple(fresh) if self.streaming else tuple(sorted(fresh))
+        return [Claim(claimed_now), Fire(cause, draws)] if claimed_now else [Fire(cause, draws)]
 
     def _wait(self, seen: _Seen, groups: int, blocker: int | None) -> Wait:
         if blocker is not None and groups >= self.trigger.n_min:
@@ -259,8 +259,8 @@ class LearnerPlan:
 
 
 def _fate(view: GroupView, i: int, flat: Bools) -> str:
-    """The fate with which group i is set aside: the reason that a killed learner already gave to some of it, else what
-    it is."""
+    """The fate with which group i is set aside: the one that a killed learner already gave to some of its members, else
+    the one that its state asks for."""
     begun = int(view.closed_by[i])
     if begun in RULES:
         return chr(begun)
@@ -289,9 +289,8 @@ def publication_is_due(unpublished: int, step: int, *, n_min: int, admitted: int
 # -- rounds of validation ------------------------------------------------------------------------------------
 
 class Rounds:
-    """The rounds that are due, from the learner's step and what validation.jsonl says is done: `done` measured
-    something, `failed` did not in this life, in their order. `late`: what is asked first is not what the run began
-    with."""
+    """The rounds that are due, from the learner's step and the rounds of validation.jsonl: `done` measured something,
+    `failed` did not in this life, in their order. `late`: the run has made steps before its first round."""
 
     def __init__(self, before: bool, every: int, at_end: bool, done: set[int], late: bool = False) -> None:
         self.before, self.every, self.at_end, self.done, self.late = before, every, at_end, done, late
@@ -303,18 +302,18 @@ class Rounds:
 
         A missed step is not made up for: the newest multiple of `every` counts, or `newest` where groups are counted.
         """
-        known = max(self.done, default=-1)
+        newest_done = max(self.done, default=-1)
         if finished:
             return step if self.at_end and step not in (*self.done, *self.failed[-1:]) else None
-        if failed := [number for number in self.failed if number > known]:
-            # Steps were made since, so answers are judged by now; if these are not, it is asked more and more rarely.
+        if failed := [number for number in self.failed if number > newest_done]:
+            # Steps were made since, so rewards work by now. If they do not, the pauses between such rounds double.
             pause = min(1 << min(len(failed) - 1, 20), self.every or sys.maxsize)
             return step if step >= failed[-1] + pause else None
         if self.before and not self.done:
             return step if self.late else 0
         if newest is None:
             newest = step - step % self.every if self.every else 0
-        return newest if newest and newest not in self.done and newest > max(0, known) else None
+        return newest if newest and newest not in self.done and newest > max(0, newest_done) else None
 
     def ended(self, number: int, measured: bool) -> None:
         if measured:

@@ -29,7 +29,7 @@ def lines_of(path: Path) -> list[int]:
 
 
 def bytes_of(path: Path) -> int:
-    return sum(one.stat().st_size for _, one in parts(path)) + (path.stat().st_size if path.exists() else 0)
+    return sum(part.stat().st_size for _, part in parts(path)) + (path.stat().st_size if path.exists() else 0)
 
 
 def test_a_bounded_file_keeps_its_newest_lines_and_an_unbounded_one_all(tmp_path: Path) -> None:
@@ -39,8 +39,8 @@ def test_a_bounded_file_keeps_its_newest_lines_and_an_unbounded_one_all(tmp_path
         for n in range(1000):
             writer.append(b"%d" % n)
             assert not keep or bytes_of(path) <= keep
-        found = lines_of(path)
-        assert found == list(range(found[0], 1000)) and (found[0] == 0) == (keep == 0)
+        lines = lines_of(path)
+        assert lines == list(range(lines[0], 1000)) and (lines[0] == 0) == (keep == 0)
         assert bool(dropped(path)) == bool(parts(path)) == bool(keep)
         assert writer.size() == sum(len(b"%d\n" % n) for n in range(1000))
         if keep:
@@ -70,8 +70,8 @@ def test_lines_added_together_stay_below_the_bound_however_many_they_are(
         writer.extend(lines)
         told += lines
         assert bytes_of(path) <= keep and len(parts(path)) < PARTS
-    found = [line.rstrip(b"\n") for line in whole_file(path)]
-    assert found == told[len(told) - len(found):] and (found or not told)
+    lines = [line.rstrip(b"\n") for line in whole_file(path)]
+    assert lines == told[len(told) - len(lines):] and (lines or not told)
     writer.close()
 
 
@@ -196,7 +196,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         return tmp_path
     place = Path(f"/dev/shm/busrl-test-{os.getpid()}-{tmp_path.name}")
     place.mkdir()
-    request.addfinalizer(lambda: [*(one.unlink() for one in place.iterdir()), place.rmdir()])
+    request.addfinalizer(lambda: [*(file.unlink() for file in place.iterdir()), place.rmdir()])
     return place
 
 
@@ -222,7 +222,7 @@ def test_a_log_without_a_bound_is_left_alone(folder: Path) -> None:
     (folder / "log").write_bytes(b"x\n" * 100_000)
     bound(folder / "log", 0)
     bound(folder / "none", 100)
-    assert [one.name for one in folder.iterdir()] == ["log"] and dropped(folder / "log") == 0
+    assert [file.name for file in folder.iterdir()] == ["log"] and dropped(folder / "log") == 0
 
 
 @pytest.mark.parametrize("at", ["draft", "half a draft", "cut"])
@@ -263,7 +263,7 @@ def test_a_log_on_a_full_disk_is_not_bounded_and_loses_nothing(tmp_path: Path, l
     path.write_bytes(text)
     with largest_file(30_000):
         bound(path, 40_000)
-    assert path.read_bytes() == text and [one.name for one in tmp_path.iterdir()] == ["log"]
+    assert path.read_bytes() == text and [file.name for file in tmp_path.iterdir()] == ["log"]
 
 
 BOUNDER = """

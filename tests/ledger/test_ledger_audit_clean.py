@@ -200,11 +200,11 @@ def test_the_train_log_of_a_long_run_is_read_into_little_memory(tmp_path: Path) 
         for step in range(steps):
             entries = [[step * samples + k, 0, 4_000_000_000 + k] for k in range(samples)]
             file.write(json.dumps({"step": step, "version": 0, "cause": "n_min", "samples": entries}) + "\n")
-    found: list = []
+    reports: list = []
     tracemalloc.start()
-    lines = read_train_log(tmp_path / "train.jsonl", found)
+    lines = read_train_log(tmp_path / "train.jsonl", reports)
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert not found and lines[-1].end == (tmp_path / "train.jsonl").stat().st_size
+    assert not reports and lines[-1].end == (tmp_path / "train.jsonl").stat().st_size
     assert lines[7].samples[3].tolist() == (7 * samples + 3, 0, 4_000_000_003)
     assert peak < 32 * samples * steps, (held, peak)

@@ -57,8 +57,8 @@ def test_the_age_of_an_episode_counts_from_its_oldest_trained_token(run) -> None
     run.step(2, run.group(1))
     old = [2, 2, 1, 2, 2]  # the third id is of the turn that is not trained
 
-    def versions(found: list[int]) -> dict[str, object]:
-        return episode(versions=np.array(found, "<u4").tobytes(), version=2, step=2)
+    def versions(drawn_by: list[int]) -> dict[str, object]:
+        return episode(versions=np.array(drawn_by, "<u4").tobytes(), version=2, step=2)
 
     run.step(3, run.group(2), lies={run.uid(2, 0): versions(old), run.uid(2, 1): versions([2, 2, 2, 1, 2])})
     run.open()

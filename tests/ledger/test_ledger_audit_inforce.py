@@ -20,8 +20,8 @@ def topology(run, weights: dict[str, Any], **tables: dict[str, Any]) -> None:
     """What topology.json says by now."""
     path = run.root / "topology.json"
     content = json.loads(path.read_text())
-    for name, own in {"weights": weights, **tables}.items():
-        content[name] = {**content.get(name, {}), **own}
+    for name, keys in {"weights": weights, **tables}.items():
+        content[name] = {**content.get(name, {}), **keys}
     path.write_text(json.dumps(content))
 
 
@@ -113,7 +113,7 @@ def test_a_value_taken_up_late_is_the_one_of_the_record(run) -> None:
     trained(run, 0, 0, 0, 0, 2, 3, 1, bounds=(4, 4, 4, 4, 4, 1, 1))
     report = run.audit()
     assert not report.errors, render(report)
-    assert [(one.kind, one.examples) for one in report.findings] == [("bound_of_before", (5,))]
+    assert [(finding.kind, finding.examples) for finding in report.findings] == [("bound_of_before", (5,))]
 
 
 def test_a_record_above_the_bound_that_it_names_itself_is_too_old(run) -> None:
@@ -163,7 +163,7 @@ def test_what_was_rolled_back_before_a_log_was_kept_is_no_loss(run) -> None:
     run.open()
     report = run.audit()
     assert not report.errors, render(report)
-    assert [(one.kind, one.count) for one in report.findings] == [("rolled_back", 4)]
+    assert [(finding.kind, finding.count) for finding in report.findings] == [("rolled_back", 4)]
 
 
 def test_a_loss_after_a_log_was_kept_is_one_still(run) -> None:
@@ -175,4 +175,4 @@ def test_a_loss_after_a_log_was_kept_is_one_still(run) -> None:
     run.open()
     report = run.audit()
     assert "trained_unlogged" in report.kinds
-    assert next(one for one in report.errors if one.kind == "trained_unlogged").examples == (*run.group(2),)
+    assert next(error for error in report.errors if error.kind == "trained_unlogged").examples == (*run.group(2),)

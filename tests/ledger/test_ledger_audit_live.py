@@ -40,7 +40,7 @@ def test_a_running_run_is_never_accused_even_by_a_single_look(live, looks: int) 
     root, child = live
     steps = []
     for _ in range(looks):
-        report = audit_module._report(root, take(root, None))
+        report = audit_module.report_of(root, take(root, None))
         assert report.errors == (), report.errors
         assert report.state == "running"
         steps.append(report.counts.step)

@@ -51,11 +51,11 @@ def test_codes_are_looked_up_within_the_table_and_are_0_beyond(values: list[int]
 
 @given(few_uids, few_uids)
 def test_bitmaps_hold_what_was_put_in(some: set[int], others: set[int]) -> None:
-    one, other = (np.packbits([uid in which for uid in range(101)], bitorder="little") for which in (some, others))
+    bits, other = (np.packbits([uid in which for uid in range(101)], bitorder="little") for which in (some, others))
     last = max(others, default=-1) // 8 + 1  # a bitmap ends with its highest uid
-    assert readers.in_bitmap(one).tolist() == sorted(some)
-    assert readers.bitmap_minus(one, other[:last]).tolist() == sorted(some - others)
-    assert readers.bitmap_minus(other[:last], one).tolist() == sorted(others - some)
+    assert readers.in_bitmap(bits).tolist() == sorted(some)
+    assert readers.bitmap_minus(bits, other[:last]).tolist() == sorted(some - others)
+    assert readers.bitmap_minus(other[:last], bits).tolist() == sorted(others - some)
 
 
 def test_an_audit_takes_little_memory_for_each_trained_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,21 +22,21 @@ STEPS = {step: list(range(step * 8, step * 8 + 8)) for step in range(1, 6)}
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     """A run that was trained for five steps, went back to step 2 once, and has checkpoints of steps 2 and 4."""
-    made = RunPaths.of(tmp_path)
+    run = RunPaths.of(tmp_path)
     rolled_back = [TrainLine(step=3, version=3, cause="count", samples=[(900, 0, 0)])]
     lines = [TrainLine(step=step, version=step, cause="count", samples=[(u, 0, 0) for u in us]) for step, us in
              STEPS.items()]
     lines[2:2] = rolled_back
-    made.train_log.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines) + b'{"step": 6, "samp')
+    run.train_log.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines) + b'{"step": 6, "samp')
     for step in (2, 4):
-        folder = made.checkpoints / f"global_step_{step}"
+        folder = run.checkpoints / f"global_step_{step}"
         folder.mkdir(parents=True)
-        uids = [uid for one in range(1, step + 1) for uid in STEPS[one]]
+        uids = [uid for number in range(1, step + 1) for uid in STEPS[number]]
         TrainedSet(uids).save(folder / "trained.bin")
         data = (folder / "trained.bin").read_bytes()
         (folder / "meta.json").write_text(json.dumps({"step": step, "samples": len(uids)}))
         (folder / "files.json").write_text(json.dumps({"trained.bin": [len(data), zlib.crc32(data)], "a": [1, 2]}))
-    return made
+    return run
 
 
 def newest(paths: RunPaths) -> Path:

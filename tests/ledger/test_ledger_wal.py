@@ -49,11 +49,11 @@ def test_records_come_back_in_order_after_reopening(tmp_path: Path) -> None:
 
 
 def test_arrays_of_a_sample_have_the_types_that_were_written() -> None:
-    one = sample(9)
-    assert one.token_array().tolist() == [0, 1, 2] and one.token_array().dtype == np.int32
-    assert one.logprob_array().tolist() == [-1.5] * 3 and one.logprob_array().dtype == np.float32
-    assert one.version_array().tolist() == [2] * 3 and one.version_array().dtype == np.uint32
-    assert one.prompt_array().tolist() == [0, 1]
+    short = sample(9)
+    assert short.token_array().tolist() == [0, 1, 2] and short.token_array().dtype == np.int32
+    assert short.logprob_array().tolist() == [-1.5] * 3 and short.logprob_array().dtype == np.float32
+    assert short.version_array().tolist() == [2] * 3 and short.version_array().dtype == np.uint32
+    assert short.prompt_array().tolist() == [0, 1]
 
 
 def test_a_step_that_does_not_grow_is_refused_also_after_reopening(tmp_path: Path) -> None:
@@ -259,24 +259,25 @@ def test_a_sample_of_one_turn_is_written_without_what_episodes_need(tmp_path: Pa
     with Wal(tmp_path / "wal") as wal:
         wal.append(record(1, range(1)))
     ((payload, _),) = frames((tmp_path / "wal" / "00000001.wal").read_bytes())
-    one = sample(0)
+    plain = sample(0)
     names = ("uid", "group", "admission", "member", "attempt", "prompt_crc", "reward", "temperature", "version", "step",
              "finish", "prompt_ids", "token_ids", "logprobs", "versions", "segments")
-    written = {name: getattr(one, name) for name in names}
+    written = {name: getattr(plain, name) for name in names}
     content = {"step": 1, "version": 2, "cause": "count", "groups": [0], "samples": [written]}
     assert bytes(payload) == msgspec.msgpack.encode(content)
 
 
 def test_an_episode_comes_back_with_its_sequences_turns_and_their_rewards(tmp_path: Path) -> None:
     ids, logprobs = np.arange(12, dtype="<i4").tobytes(), np.full(5, -1, "<f4").tobytes()
-    own = {"seqs": [7, 5], "turns": [0, 2, 4, 1, 0, 6, 7, 2, 1, 3, 5, 5], "turn_rewards": [0.5, 0.0, -1.0]}
-    one = msgspec.structs.replace(sample(3), prompt_ids=b"", token_ids=ids, logprobs=logprobs, versions=logprobs, **own)
+    arrays = {"seqs": [7, 5], "turns": [0, 2, 4, 1, 0, 6, 7, 2, 1, 3, 5, 5], "turn_rewards": [0.5, 0.0, -1.0]}
+    drawn = {"prompt_ids": b"", "token_ids": ids, "logprobs": logprobs, "versions": logprobs}
+    episode = msgspec.structs.replace(sample(3), **drawn, **arrays)
     with Wal(tmp_path / "wal") as wal:
-        wal.append(msgspec.structs.replace(record(1), samples=[one, sample(4)]))
+        wal.append(msgspec.structs.replace(record(1), samples=[episode, sample(4)]))
     with Wal(tmp_path / "wal") as wal:
-        ((found, plain),) = (step.samples for step in wal.records())
-    assert found == one and found.tokens == 5 and plain == sample(4)
-    assert found.turn_array().tolist() == [[0, 2, 4, 1], [0, 6, 7, 2], [1, 3, 5, 5]]
+        ((read_back, plain),) = (step.samples for step in wal.records())
+    assert read_back == episode and read_back.tokens == 5 and plain == sample(4)
+    assert read_back.turn_array().tolist() == [[0, 2, 4, 1], [0, 6, 7, 2], [1, 3, 5, 5]]
     assert plain.turn_array().tolist() == [[0, 2, 5, 1]] and plain.tokens == 3 and not plain.seqs
 
 
@@ -313,13 +314,13 @@ def test_damage_among_records_superseded_by_a_checkpoint_is_skipped_and_reported
     with pytest.raises(FileCorrupt, match=r"00000001\.wal: the record at byte"):
         Wal(tmp_path / "wal", superseded=1)
     with Wal(tmp_path / "wal", superseded=3) as wal:
-        assert wal.steps() == [1, 4, 5, 6] == [one.step for one in wal.records()]
+        assert wal.steps() == [1, 4, 5, 6] == [record.step for record in wal.records()]
         assert len(wal.damage) == 2 and "00000002.wal: the record at byte 16 is damaged" in wal.damage[1]
         wal.append(record(7))
         assert wal.drop_before(5) == 2
     first.write_bytes(b"no log at all")
     with Wal(tmp_path / "wal", superseded=4) as wal:
-        assert [one.step for one in wal.records()] == [5, 6, 7]
+        assert [record.step for record in wal.records()] == [5, 6, 7]
     with pytest.raises(FileCorrupt, match="it is no log of this busrl"):
         Wal(tmp_path / "wal", superseded=3)
 
@@ -352,10 +353,10 @@ def test_a_log_notices_outside_changes_and_begins_anew_after_a_checkpoint(
         wal.append(record(2))
         assert not any(wal.fault() for _ in range(4))
         damage(tmp_path / "wal")
-        found = [fault for _ in range(2) if (fault := wal.fault())]
-        assert found and str(tmp_path / "wal") in found[0], found
+        faults = [fault for _ in range(2) if (fault := wal.fault())]
+        assert faults and str(tmp_path / "wal") in faults[0], faults
         wal.renew()
         wal.append(record(3))
         assert not any(wal.fault() for _ in range(4))
     with Wal(tmp_path / "wal") as wal:
-        assert [one.step for one in wal.records()] == [3]
+        assert [record.step for record in wal.records()] == [3]

@@ -120,8 +120,8 @@ class MadeRun:
         self.history.append(record)
         self.training.stale.at(version, step - 1)
         if not catalog.held_back(self.topology.learner):
-            self.training.accumulate([one for group in groups[:2] for one in group.records], version)
-            self.training.accumulate([one for group in groups[2:] for one in group.records], version)
+            self.training.accumulate([record for group in groups[:2] for record in group.records], version)
+            self.training.accumulate([record for group in groups[2:] for record in group.records], version)
             stats = self.training.finish(GROUPS)
         else:
             stats = self.training.train(samples, GROUPS, version)
@@ -150,7 +150,7 @@ class MadeRun:
         oldest = max(0, step - 1 - int(chance.integers(0, 3 if self.topology.weights.mode != "sync" else 1)))
         versions = np.sort(chance.integers(oldest, step, len(tokens)))
         versions[0] = oldest
-        made = SampleRecord(
+        record = SampleRecord(
             uid=2 * SIZE * group + member, group=group, admission=group, member=member, attempt=0, prompt_crc=0,
             reward=float(chance.integers(0, 3)), temperature=float(np.float32(self.topology.generation.temperature)),
             version=oldest, step=oldest, finish=2 if cut else 1,
@@ -158,7 +158,7 @@ class MadeRun:
             logprobs=b"\0" * 4 * len(tokens), versions=versions.astype("<u4").tobytes(),
             segments=_segments(chance, len(tokens)) if self.topology.segments.on else [],
         )
-        return _episode(chance, made) if self.episodes and member % 2 else made
+        return _episode(chance, record) if self.episodes and member % 2 else record
 
     def flat_group(self, step: int, draw: int = -1) -> None:
         """Set a flat group aside for the coming `step`, as the learner does: metrics first, then its fates."""
@@ -202,8 +202,9 @@ def _segments(chance: np.random.Generator, tokens: int) -> list[int]:
 
 def _topology(root: Path, folder: Path, tables: dict[str, dict[str, Any]]) -> Topology:
     base = load(ROOT / "configs" / "quickstart.toml")
-    mock = tuple(dataclasses.replace(one, engine="mock") for one in base.process)  # answers that no engine drew
-    given: dict[str, dict[str, Any]] = {
+    # Answers that no engine drew.
+    mock = tuple(dataclasses.replace(process, engine="mock") for process in base.process)
+    overrides: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder)}, "groups": {"size": SIZE},
         "run": {"max_steps": 6}, "generation": {"temperature": 0.7, "max_new_tokens": LIMIT},
         "reward": {"kind": "python", "function": JUDGE}, "learner": {}, "trigger": {"n_min": GROUPS},
@@ -211,15 +212,15 @@ def _topology(root: Path, folder: Path, tables: dict[str, dict[str, Any]]) -> To
     if "derived" in tables:
         tables = {**tables, "derived": {"limits": dataclasses.replace(base.derived.limits, **tables["derived"])}}
     for name, values in tables.items():
-        given[name] = {**given.get(name, {}), **values}
-    trigger = dataclasses.replace(base.learner.trigger, **given.pop("trigger"))
-    given["learner"] = {"checkpoint_every": 0, "trigger": trigger, "lr": 3e-4, **given["learner"]}
-    changed = {name: dataclasses.replace(getattr(base, name), **values) for name, values in given.items()}
+        overrides[name] = {**overrides.get(name, {}), **values}
+    trigger = dataclasses.replace(base.learner.trigger, **overrides.pop("trigger"))
+    overrides["learner"] = {"checkpoint_every": 0, "trigger": trigger, "lr": 3e-4, **overrides["learner"]}
+    changed = {name: dataclasses.replace(getattr(base, name), **values) for name, values in overrides.items()}
     return dataclasses.replace(base, **changed, process=mock)
 
 
 @pytest.fixture
-def made(tmp_path: Path, folder: Path) -> Callable[..., MadeRun]:
+def make_run(tmp_path: Path, folder: Path) -> Callable[..., MadeRun]:
     """Makes a finished run of so many steps with these tables of the topology."""
 
     def make(
@@ -243,6 +244,6 @@ def wrong() -> Callable[[Path], Sequence[str]]:
 def _wrong(root: Path) -> Sequence[str]:
     from oracle.check import check
 
-    found = check(root)
-    assert found.done["ages"] > 0 and found.done["loss"] > 0, found.text()
-    return found.wrong
+    report = check(root)
+    assert report.done["ages"] > 0 and report.done["loss"] > 0, report.text()
+    return report.wrong

@@ -35,8 +35,8 @@ def drawn(folder: Path) -> dict[int, tuple[Request, Finished]]:
     engine.submit(asked)
     done = {}
     while engine.active:
-        done.update({one.key: one for one in engine.step()})
-    return {one.key: (one, done[one.key]) for one in asked}
+        done.update({answer.key: answer for answer in engine.step()})
+    return {request.key: (request, done[request.key]) for request in asked}
 
 
 def test_each_token_is_the_one_that_its_random_number_draws(
@@ -48,9 +48,9 @@ def test_each_token_is_the_one_that_its_random_number_draws(
     model = Model(folder)
     weights, looked_at = model.weights(), 0
     for asked, answer in drawn.values():
-        given = [*asked.prompt_ids.tolist(), *asked.prefix_ids.tolist()]
-        ids = torch.tensor([[*given, *answer.token_ids.tolist()]])
-        logits = model.logits(weights, ids)[0, len(given) - 1 :].numpy()
+        before = [*asked.prompt_ids.tolist(), *asked.prefix_ids.tolist()]
+        ids = torch.tensor([[*before, *answer.token_ids.tolist()]])
+        logits = model.logits(weights, ids)[0, len(before) - 1 :].numpy()
         numbers = maths.uniforms(SEED, asked.uid, asked.segment, len(answer.token_ids))
         for at, token in enumerate(answer.token_ids.tolist()):
             chosen, room = maths.drawn(logits[at], asked.temperature, float(numbers[at]))
@@ -72,14 +72,14 @@ def test_every_end_token_of_the_generation_config_ends_an_answer(drawn: dict[int
     assert {1, 2} <= last
 
 
-def test_dropout_goes_on_after_a_restart_where_it_was(made: Callable[..., Any]) -> None:
+def test_dropout_goes_on_after_a_restart_where_it_was(make_run: Callable[..., Any]) -> None:
     """The random state is a part of the checkpoint: a learner that starts again drops the same inputs as one that
     lives on."""
     pytest.importorskip("peft")
     weights = []
     for restarted in (False, True):
         torch.manual_seed(7)
-        run = made(2, f"run-{restarted}", stop=False, lora={"rank": 3, "dropout": 0.5})
+        run = make_run(2, f"run-{restarted}", stop=False, lora={"rank": 3, "dropout": 0.5})
         run.checkpoint()
         if restarted:
             run.stop(checkpoint=False)
@@ -117,5 +117,5 @@ def test_a_sample_admitted_during_a_publication_never_looks_younger(before: int)
         stream=SimpleNamespace(item=lambda draw: SimpleNamespace(line=b"", crc=0)),
         policy=SimpleNamespace(priority=lambda *of: 0),
     )
-    fields = Scheduler._fields(scheduler, 0, 0)
+    fields = Scheduler.fields_of_group(scheduler, 0, 0)
     assert fields["step"] <= fields["version"]  # version n is of step n here

@@ -75,9 +75,9 @@ MANY_TURNS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def told(found: Sequence[str]) -> list[str]:
+def told(lines: Sequence[str]) -> list[str]:
     """Without what the made-up ages of samples break on purpose."""
-    return [text for text in found if "max_staleness" not in text]
+    return [text for text in lines if "max_staleness" not in text]
 
 
 @pytest.fixture
@@ -93,30 +93,30 @@ def filled(folder: Path, reference: Path, padded: Path) -> Callable[[dict[str, d
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_numbers_of_a_step_are_those_that_log_and_weights_give(
-    name: str, made: Callable[..., Any], wrong: Any, filled: Any
+    name: str, make_run: Callable[..., Any], wrong: Any, filled: Any
 ) -> None:
     if name.startswith("an adapter"):
         pytest.importorskip("peft")
-    run = made(3, **filled(SETTINGS[name]))
-    found = wrong(run.paths.root)
-    assert (told(found) if name.startswith("tokens") else list(found)) == []
+    run = make_run(3, **filled(SETTINGS[name]))
+    problems = wrong(run.paths.root)
+    assert (told(problems) if name.startswith("tokens") else list(problems)) == []
 
 
 @pytest.mark.parametrize("name", MANY_TURNS)
 def test_a_step_of_episodes_has_the_numbers_of_log_and_weights(
-    name: str, made: Callable[..., Any], wrong: Any, filled: Any
+    name: str, make_run: Callable[..., Any], wrong: Any, filled: Any
 ) -> None:
-    run = made(3, episodes=True, **filled(MANY_TURNS[name]))
+    run = make_run(3, episodes=True, **filled(MANY_TURNS[name]))
     assert told(wrong(run.paths.root)) == []
     masked = [json.loads(line)["masked"] for line in run.paths.metrics.read_text().splitlines()]
-    assert any("untrained" in one for one in masked)
-    assert ("cut ones masked" in name) == any("cut" in one for one in masked)
+    assert any("untrained" in line for line in masked)
+    assert ("cut ones masked" in name) == any("cut" in line for line in masked)
 
 
-def test_a_learner_that_starts_again_goes_on_with_the_very_numbers(made: Callable[..., Any], wrong: Any) -> None:
+def test_a_learner_that_starts_again_goes_on_with_the_very_numbers(make_run: Callable[..., Any], wrong: Any) -> None:
     """Once from a checkpoint, once by the log: optimiser, groups and versions are where they were."""
     settings = {"learner": {"warmup_groups": 30, "weight_decay": 0.1, "loss": "decoupled", "updates_per_batch": 2}}
-    run = made(2, **settings)
+    run = make_run(2, **settings)
     run.start()
     run.steps(2)
     run.stop(checkpoint=False)
@@ -126,8 +126,8 @@ def test_a_learner_that_starts_again_goes_on_with_the_very_numbers(made: Callabl
     assert wrong(run.paths.root) == []
 
 
-def test_the_line_of_a_replayed_step_has_the_ages_of_its_groups(made: Callable[..., Any], wrong: Any) -> None:
-    run = made(3, learner={"checkpoint_every": 0})
+def test_the_line_of_a_replayed_step_has_the_ages_of_its_groups(make_run: Callable[..., Any], wrong: Any) -> None:
+    run = make_run(3, learner={"checkpoint_every": 0})
     run.start()
     run.steps(2)
     run.stop(checkpoint=False)
@@ -142,7 +142,8 @@ def test_the_line_of_a_replayed_step_has_the_ages_of_its_groups(made: Callable[.
 
 def counted(run: Any, step: int) -> tuple[int, int, float]:
     """Groups and samples that a step's line counts, and its headline reward."""
-    (row,) = (one for line in run.paths.metrics.read_text().splitlines() if (one := json.loads(line))["step"] == step)
+    rows = map(json.loads, run.paths.metrics.read_text().splitlines())
+    (row,) = (row for row in rows if row["step"] == step)
     return row["groups_ended"], row["samples_ended"], row["reward"]
 
 
@@ -151,10 +152,10 @@ DIED = ("before the step", "in the middle of the drop", "before it dropped any",
 
 @pytest.mark.parametrize("died", DIED)
 def test_groups_that_a_dead_learner_set_aside_are_counted_once(
-    died: str, made: Callable[..., Any], wrong: Any
+    died: str, make_run: Callable[..., Any], wrong: Any
 ) -> None:
     """Four groups of rewards 0 to 2, and two flat ones of rewards of 2; one of these was set aside in another life."""
-    run = made(2, stop=False)
+    run = make_run(2, stop=False)
     before = len(run.fates)
     run.flat_group(3, 16)
     if died == "before it dropped any":
@@ -186,9 +187,9 @@ def check_log(run: Any) -> Any:
 
 
 def test_groups_that_an_earlier_life_counted_are_not_counted_again(
-    made: Callable[..., Any], wrong: Any
+    make_run: Callable[..., Any], wrong: Any
 ) -> None:
-    run = made(2, stop=False)
+    run = make_run(2, stop=False)
     for _ in range(3):
         run.start()
     run.step()
@@ -196,9 +197,9 @@ def test_groups_that_an_earlier_life_counted_are_not_counted_again(
     assert counted(run, 3)[:2] == (5, 20) and wrong(run.paths.root) == []
 
 
-def test_a_run_directory_of_an_older_busrl_is_read_still(made: Callable[..., Any], wrong: Any) -> None:
+def test_a_run_directory_of_an_older_busrl_is_read_still(make_run: Callable[..., Any], wrong: Any) -> None:
     """Its groups.jsonl has one line per step; what a learner had set aside died with it."""
-    run = made(3, derived={"W": 1})
+    run = make_run(3, derived={"W": 1})
     path, rows = run.paths.root / "groups.jsonl", []
     for line in map(json.loads, path.read_text().splitlines()):
         if line["fates"] == "f":
@@ -222,10 +223,10 @@ def test_a_run_directory_of_an_older_busrl_is_read_still(made: Callable[..., Any
 
 
 @pytest.mark.parametrize("name", ["kl", "dropped", "value_loss", "explained_variance"])
-def test_a_false_number_of_a_term_is_found(name: str, made: Callable[..., Any], wrong: Any) -> None:
+def test_a_false_number_of_a_term_is_found(name: str, make_run: Callable[..., Any], wrong: Any) -> None:
     keys: dict[str, Any] = {"loss": "reinforce", "correction": "token_tis"} if name == "dropped" else {
         "advantage": "gae", "kl": "k3", "kl_coef": 0.1}
-    run = made(2, learner=keys)
+    run = make_run(2, learner=keys)
     path = run.paths.metrics
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[-1][name] += 2e-5
@@ -233,17 +234,17 @@ def test_a_false_number_of_a_term_is_found(name: str, made: Callable[..., Any], 
     assert [text.split(":")[0] for text in wrong(run.paths.root)] == [name]
 
 
-def test_steps_of_other_weights_are_left_out_by_number(made: Callable[..., Any]) -> None:
+def test_steps_of_other_weights_are_left_out_by_number(make_run: Callable[..., Any]) -> None:
     from oracle.check import check
 
-    run = made(2)
+    run = make_run(2)
     path = run.paths.root / "topology.json"
     topology = json.loads(path.read_text())
     topology["learner"]["start_from"] = "/elsewhere/global_step_9"
     path.write_text(json.dumps(topology))
-    found = check(run.paths.root)
-    assert found.left_out == [f"step {step}: nobody kept the weights before it" for step in (1, 2)]
-    assert found.wrong == [] and not found.done["loss"]
+    report = check(run.paths.root)
+    assert report.left_out == [f"step {step}: nobody kept the weights before it" for step in (1, 2)]
+    assert report.wrong == [] and not report.done["loss"]
 
 
 FALSE: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -261,8 +262,8 @@ FALSE: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", FALSE)
-def test_a_number_that_was_changed_by_hand_is_found(name: str, made: Callable[..., Any], wrong: Any) -> None:
-    run = made(2, weights={"max_staleness": 2})
+def test_a_number_that_was_changed_by_hand_is_found(name: str, make_run: Callable[..., Any], wrong: Any) -> None:
+    run = make_run(2, weights={"max_staleness": 2})
     file, change = FALSE[name]
     path = run.paths.root / file
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -271,8 +272,8 @@ def test_a_number_that_was_changed_by_hand_is_found(name: str, made: Callable[..
     assert any(text.startswith(f"{name}:") for text in wrong(run.paths.root))
 
 
-def test_a_flat_group_that_no_step_counted_is_found(made: Callable[..., Any], wrong: Any) -> None:
-    run = made(4, derived={"W": 1})
+def test_a_flat_group_that_no_step_counted_is_found(make_run: Callable[..., Any], wrong: Any) -> None:
+    run = make_run(4, derived={"W": 1})
     path = run.paths.root / "groups.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0]["fates"] == "f"
@@ -281,9 +282,9 @@ def test_a_flat_group_that_no_step_counted_is_found(made: Callable[..., Any], wr
 
 
 def test_the_program_says_so_with_its_exit_code(
-    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = made(1)
+    run = make_run(1)
     monkeypatch.setattr(sys, "argv", ["oracle", str(run.paths.root)])
     path = run.paths.root / "metrics.jsonl"
     for code, line in ((0, "all numbers are right"), (1, "1 wrong")):

@@ -120,18 +120,18 @@ class Scene:
 
     def answers(self, *calls: ModelCall) -> list[list[int]]:
         """The ids of each answer, in the order of the calls."""
-        return [answer.ids.tolist() for answer in self.results(*[self.caller.put(one) for one in calls])]
+        return [answer.ids.tolist() for answer in self.results(*[self.caller.put(call) for call in calls])]
 
     def results(self, *put: PendingCall) -> list[CallAnswer]:
         """The answers to calls under way, once all of them are there."""
         self.ended(*put)
-        return [one.result() for one in put]
+        return [call.result() for call in put]
 
     def ended(self, *put: PendingCall) -> None:
         """Wait until all of these calls are done with, in whatever way."""
         end = time.monotonic() + PATIENCE_S
-        while not all(one.done for one in put):
-            assert time.monotonic() < end, f"{[self.caller.whose(one) for one in put if not one.done]} {self.logs()}"
+        while not all(call.done for call in put):
+            assert time.monotonic() < end, f"{[self.caller.whose(call) for call in put if not call.done]} {self.logs()}"
             self.caller.wait(0.1)
 
     def emptied(self) -> None:
@@ -142,7 +142,7 @@ class Scene:
         """The model's weights, those of the head scaled, as a learner would publish them."""
         model, sender = self.learner
         with torch.no_grad():
-            sender.publish(version, version, {name: one * scale for name, one in model.named_parameters()})
+            sender.publish(version, version, {name: weights * scale for name, weights in model.named_parameters()})
         self.run.ring.set_header(HeaderWord.VERSION_STEP, version)
         self.run.ring.set_header(HeaderWord.VERSION, version)
 

@@ -118,7 +118,7 @@ def test_only_a_decoding_step_that_may_compute_long_prompts_is_declared(
     tmp_path: Path, drawing: int, joined: bool, declared: bool
 ) -> None:
     role = rollout(tmp_path, drawing, joined)
-    role._engine_step(joining=role.joined or drawing < role.engine.active)
+    role.step_engine(joining=role.joined or drawing < role.engine.active)
     assert role.engine.during == [((("prefill", 77.0),) if declared else ())]
     assert not role.joined
 
@@ -135,7 +135,7 @@ def test_a_worker_waits_for_weights_only_while_a_learner_gets_on(tmp_path: Path)
 
     role.receiver = SimpleNamespace(wait_for=late)
     with pytest.raises(WeightsTimeout, match="no version 3, and no progress of a learner for 1 s"):
-        role._wait_for_weights(3)
+        role.wait_for_weights(3)
     assert len(waits) > 40, "it had given up after one second of turns"
 
 

@@ -31,10 +31,11 @@ def topology() -> Topology:
     return load(ROOT / "configs" / "quickstart.toml", [*overrides(KEYS), "weights.max_staleness=4"])
 
 
-def overrides(given: dict[str, object]) -> list[str]:
+def overrides(settings: dict[str, object]) -> list[str]:
     """What switches it stands in the learner's table, its thresholds in that of experiments."""
-    own = ("mode", "every", "cooldown")
-    return [f"{'learner' if key in own else 'experiments'}.controller.{key}={value}" for key, value in given.items()]
+    short = ("mode", "every", "cooldown")
+    tables = {key: "learner" if key in short else "experiments" for key in settings}
+    return [f"{tables[key]}.controller.{key}={value}" for key, value in settings.items()]
 
 
 class Living:
@@ -96,8 +97,9 @@ class Living:
         wanted = control_settings(self.topology)
         assert wanted is not None
         fresh = Controller(wanted)
-        found = [fresh.observe(Inputs.from_dict(line)) for line in read_lines(self.folder / "decisions.jsonl").values()]
-        return [decision.to_dict() if decision else None for decision in found], fresh.state()
+        lines = read_lines(self.folder / "decisions.jsonl").values()
+        decisions = [fresh.observe(Inputs.from_dict(line)) for line in lines]
+        return [decision.to_dict() if decision else None for decision in decisions], fresh.state()
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))

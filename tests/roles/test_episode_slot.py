@@ -37,11 +37,11 @@ from busrl.states import Fate, Finish
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     name = f"busrl.test.{os.getpid()}.episodes"
-    made = Ring.create(name, slots=4, slot_bytes=8192, processes=8, uuid=b"e" * 16)
-    made.register("learner", "test")
-    made.bind_fates(Fates(str(tmp_path_factory.mktemp("fates") / "fates.bin"), create=True), None)
-    yield made
-    made.close()
+    ring = Ring.create(name, slots=4, slot_bytes=8192, processes=8, uuid=b"e" * 16)
+    ring.register("learner", "test")
+    ring.bind_fates(Fates(str(tmp_path_factory.mktemp("fates") / "fates.bin"), create=True), None)
+    yield ring
+    ring.close()
     Ring.unlink(name)
 
 
@@ -70,9 +70,9 @@ def rewarded(ring: Ring, episode: Trajectory, **more: Any) -> int:
 
 
 def claim(ring: Ring, slot: int) -> Any:
-    found = claim_groups(ring, ring.lines(), [[slot]], lambda records: None)
-    assert found is not None
-    return found[0] if isinstance(found, list) else found
+    groups = claim_groups(ring, ring.lines(), [[slot]], lambda records: None)
+    assert groups is not None
+    return groups[0] if isinstance(groups, list) else groups
 
 
 def freed(ring: Ring, slot: int) -> None:
@@ -96,7 +96,7 @@ def grown(plan: list[Any]) -> Tree:
         before = turns[parent % (len(turns) + 1) - 1] if turns and parent % (len(turns) + 1) else None
         asked = tree.ask(before, read, 8, None, None, trained)
         versions = [min(5, 2 + number)] * len(drawn)
-        scores = [-0.1 * one - 0.5 for one in drawn]
+        scores = [-0.1 * token - 0.5 for token in drawn]
         turn = tree.answer(asked, drawn, scores, versions, Finish.EOS, {}, f"turn {number}", step=10 + versions[0])
         turn.delivered, turn.reward = True, reward
         turns.append(turn)
@@ -110,28 +110,28 @@ def test_a_tree_comes_back_from_its_slot_as_the_learners_record(ring: Ring, plan
     episode = tree.trajectory()
     assert episode is not None
     slot = rewarded(ring, episode, reward=0.25, messages=tree.transcript(1000))
-    found = claim(ring, slot)
-    assert isinstance(found, Claimed)
-    (record,) = found.records
+    claims = claim(ring, slot)
+    assert isinstance(claims, Claimed)
+    (record,) = claims.records
     expected = []  # each turn: what was before it, what it sampled, its log-probs and versions, call, trained
     for turn in tree.turns:
         expected.append((turn.path_ids[: turn.begin].tolist(), turn.ids.tolist(), turn.logprobs.tolist(),
                          turn.versions.tolist(), turn.number, turn.call.trained))
     ids, at, turns = record.token_array(), 0, []
     for sequence, begin, end, mark in record.turn_array().tolist():
-        own = ids[sum(record.seqs[:sequence]) :]
+        path = ids[sum(record.seqs[:sequence]) :]
         part = slice(at, at + end - begin)
-        turns.append((own[:begin].tolist(), own[begin:end].tolist(), record.logprob_array()[part].tolist(),
+        turns.append((path[:begin].tolist(), path[begin:end].tolist(), record.logprob_array()[part].tolist(),
                       record.version_array()[part].tolist(), mark // 2, bool(mark % 2)))
         at = part.stop
-    assert sorted(turns, key=lambda one: one[4]) == expected and at == record.tokens
+    assert sorted(turns, key=lambda turn: turn[4]) == expected and at == record.tokens
     trained = [version for _, _, _, versions, _, kept in expected if kept for version in versions]
     oldest = min([4, *trained])
     assert (record.version, record.step, record.finish, record.reward) == (oldest, min(14, 10 + oldest), 1, 1.5)
-    given = [turn.reward for turn in tree.turns]
+    rewards = [turn.reward for turn in tree.turns]
     order = np.argsort(record.turn_array()[:, 3] // 2)
-    assert [record.turn_rewards[i] for i in order] == [one or 0.0 for one in given] if any(
-        one is not None for one in given) else record.turn_rewards == []
+    assert [record.turn_rewards[i] for i in order] == [reward or 0.0 for reward in rewards] if any(
+        reward is not None for reward in rewards) else record.turn_rewards == []
     freed(ring, slot)
 
 
@@ -141,9 +141,9 @@ def test_a_tree_comes_back_from_its_slot_as_the_learners_record(ring: Ring, plan
 def three_turns() -> Trajectory:
     """Calls 0 and 1 in one sequence, call 2 forked from call 0."""
     tree = grown([(0, [7, 8], [1, 2, 3], True, 0.5), (1, [9], [4], True, None), (1, [6, 6], [5, 6], False, -2.0)])
-    found = tree.trajectory()
-    assert found is not None and found.seqs.tolist() == [7, 9]
-    return found
+    trajectory = tree.trajectory()
+    assert trajectory is not None and trajectory.seqs.tolist() == [7, 9]
+    return trajectory
 
 
 def test_reward_functions_see_turns_in_call_order_and_the_last_ids(ring: Ring) -> None:
@@ -151,8 +151,9 @@ def test_reward_functions_see_turns_in_call_order_and_the_last_ids(ring: Ring) -
     slot = rewarded(ring, three_turns(), reward={"right": 1.0, "short": -0.25}, messages=messages)
     seen = seen_by_reward(ring, slot)
     assert seen is not None
-    assert [(one["call"], one["sequence"], one["prompt_tokens"], one["tokens"], one["trained"]) for one in seen["turns"]
-            ] == [(0, 0, 2, 3, True), (1, 0, 6, 1, True), (2, 1, 7, 2, False)]
+    names = ("call", "sequence", "prompt_tokens", "tokens", "trained")
+    turns = [tuple(turn[name] for name in names) for turn in seen["turns"]]
+    assert turns == [(0, 0, 2, 3, True), (1, 0, 6, 1, True), (2, 1, 7, 2, False)]
     assert seen["turn_rewards"] == [0.5, 0.0, -2.0] and seen["reward"] == 0.75
     assert seen["messages"] == [[{"role": "user", "content": "a"}], []] == messages_of(ring, slot)
     assert reward_of(ring, slot) == (0.75, [1.0, -0.25]) and turn_rewards_of(ring, slot) == -1.5
@@ -173,10 +174,10 @@ def test_a_slot_with_an_answer_holds_no_episode(ring: Ring) -> None:
 
 
 def turns_with(*changes: tuple[int, int, int]) -> np.ndarray[Any, Any]:
-    found = three_turns().turns.copy()
+    turns = three_turns().turns.copy()
     for row, column, value in changes:
-        found[row, column] = value
-    return found
+        turns[row, column] = value
+    return turns
 
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -208,9 +209,9 @@ def test_an_episode_that_breaks_a_rule_is_dropped_with_the_rule(ring: Ring, name
     uid = int(ring.line(slot)["uid"])
     with pytest.raises(BadTensor, match=text):
         read_episode(ring, slot)
-    found = claim(ring, slot)
-    assert isinstance(found, Malformed)
-    assert found.args[0].startswith(f"sample {uid}: slot {slot}: ")
+    claims = claim(ring, slot)
+    assert isinstance(claims, Malformed)
+    assert claims.args[0].startswith(f"sample {uid}: slot {slot}: ")
     assert State(int(ring.lines()["state"][slot])) == State.FREE
 
 
@@ -222,8 +223,8 @@ def test_an_episode_without_a_needed_tensor_is_dropped_by_its_name(ring: Ring) -
     commit_episode(ring, slot, word, episode, episode.step)
     ((slot, word),) = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=1)
     ring.commit_rewards([(slot, word)], [0.0])
-    found = claim(ring, slot)
-    assert isinstance(found, Malformed) and "seqs" in str(found)
+    claims = claim(ring, slot)
+    assert isinstance(claims, Malformed) and "seqs" in str(claims)
 
 
 def test_the_messages_are_left_out_where_they_have_no_room(ring: Ring) -> None:
@@ -245,13 +246,13 @@ def test_the_bytes_of_an_episode_are_what_its_slot_needs(tmp_path: Path) -> None
     needed = episode_bytes(tokens=16, sampled=6, turns=3, sequences=2, transcript=40, text=20)
     assert needed["counts"] == np.dtype(np.uint64).itemsize * len(CONTEXT)
     name = f"busrl.test.{os.getpid()}.bytes"
-    made = Ring.create(name, slots=1, slot_bytes=sum(needed.values()) + 16 + 8, processes=2, uuid=b"b" * 16)
+    ring = Ring.create(name, slots=1, slot_bytes=sum(needed.values()) + 16 + 8, processes=2, uuid=b"b" * 16)
     try:
-        made.register("learner", "test")
-        made.bind_fates(Fates(str(tmp_path / "fates.bin"), create=True), None)
-        slot, word = claimed_for_generation(made)
-        write_episode(made, slot, word, episode, episode.text, 1.0, b"[" + b" " * 38 + b"]", range(len(CONTEXT)))
-        assert read_episode(made, slot) is not None and "messages" in {name for name, _ in made.tensors(slot)}
+        ring.register("learner", "test")
+        ring.bind_fates(Fates(str(tmp_path / "fates.bin"), create=True), None)
+        slot, word = claimed_for_generation(ring)
+        write_episode(ring, slot, word, episode, episode.text, 1.0, b"[" + b" " * 38 + b"]", range(len(CONTEXT)))
+        assert read_episode(ring, slot) is not None and "messages" in {name for name, _ in ring.tensors(slot)}
     finally:
-        made.close()
+        ring.close()
         Ring.unlink(name)

@@ -38,9 +38,9 @@ def test_plain_data_come_back_equal(data: dict[str, Any], shape: tuple[int], tmp
     path = tmp_path_factory.mktemp("plain") / "state.npz"
     arrays = {"f": np.ones(shape, np.float32), "deep": [{"i": np.arange(3)}]}
     predictor_state.save_plain(path, {"data": data, **arrays})
-    found = predictor_state.load_plain(path)
-    assert found is not None and found["data"] == data
-    assert found["f"].dtype == np.float32 and found["f"].shape == shape and found["deep"][0]["i"].tolist() == [0, 1, 2]
+    state = predictor_state.load_plain(path)
+    assert state is not None and state["data"] == data
+    assert state["f"].dtype == np.float32 and state["f"].shape == shape and state["deep"][0]["i"].tolist() == [0, 1, 2]
 
 
 def test_a_missing_file_is_nothing_and_a_damaged_one_is_named(tmp_path: Path) -> None:
@@ -127,5 +127,5 @@ def test_a_disk_that_refuses_costs_the_records_and_no_more(topology: Topology, t
     warnings: list[str] = []
     paths = RunPaths.of(tmp_path / "gone")
     told = DispatchFeed(topology, paths, JsonlStream(topology.data.train, 0, False), Counting(), warnings.append)
-    told._write([OpenGroup(Candidate(3, "", 8), 1.0, 0, longest=2, tokens=2, members=1)], least=1)
+    told.write([OpenGroup(Candidate(3, "", 8), 1.0, 0, longest=2, tokens=2, members=1)], least=1)
     assert warnings and "1 groups are missing from scheduler.jsonl" in warnings[0]

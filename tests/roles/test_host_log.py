@@ -39,7 +39,7 @@ def test_lines_of_joining_and_going_alternate(looks: list[tuple[int, float] | No
     log, told = Roster(["a"]), list[str]()
     for look in looks:
         told += events(log, **({} if look is None else {"a": (*look, 0)}))
-    doors = [one for one in told if one in ("a joined", "a gone")]
+    doors = [event for event in told if event in ("a joined", "a gone")]
     assert doors == ["a joined", "a gone"] * (len(doors) // 2) + ["a joined"] * (len(doors) % 2)
     assert (len(doors) % 2 == 1) == (bool(looks) and looks[-1] is not None)
 

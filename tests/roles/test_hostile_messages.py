@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ class Heard:
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> Any:
+def scheduler(tmp_path: Path) -> Any:
     """A scheduler that was never attached to a run."""
     ring, fates = SimpleNamespace(n_slots=SLOTS, header=lambda name: 0), SimpleNamespace(capacity=1 << 20)
     role: Any = Scheduler(tmp_path, "scheduler", parts(ring=ring, fates=fates))
@@ -47,39 +48,40 @@ def one(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["two words", "", "a/b", "ärger", "x\n", "\x00"])
-def test_a_worker_whose_name_fits_no_topic_is_named_and_not_rung(one, name):
-    one._receive(m.TaskRequest(worker_id=name, capacity=4, rows=4, sender="stranger"))
-    assert one.rows.workers(0.0) == []
-    assert [kind for kind, _ in one.warn.lines] == ["TASK_REQUEST"] and "'stranger'" in one.warn.lines[0][1]
+def test_a_worker_whose_name_fits_no_topic_is_named_and_not_rung(scheduler, name):
+    scheduler.receive(m.TaskRequest(worker_id=name, capacity=4, rows=4, sender="stranger"))
+    assert scheduler.rows.workers(0.0) == []
+    assert [kind for kind, _ in scheduler.warn.lines] == ["TASK_REQUEST"] and "'stranger'" in scheduler.warn.lines[0][1]
 
 
-def test_ever_new_workers_are_remembered_up_to_a_bound(one):
+def test_ever_new_workers_are_remembered_up_to_a_bound(scheduler):
     for number in range(1000):
-        one._receive(m.TaskRequest(worker_id=f"worker-{number}-of-many", sender=f"worker-{number}"))
-    assert len(one.rows._said) == MOST and {kind for kind, _ in one.warn.lines} == {"TASK_REQUEST"}
+        scheduler.receive(m.TaskRequest(worker_id=f"worker-{number}-of-many", sender=f"worker-{number}"))
+    assert len(scheduler.rows.workers(time.monotonic())) == MOST
+    assert {kind for kind, _ in scheduler.warn.lines} == {"TASK_REQUEST"}
 
 
-def test_a_worker_has_no_more_rows_than_there_are_slots(one):
-    one._receive(m.TaskRequest(worker_id="w", capacity=2**63, rows=2**64 - 1, sender="w"))
-    assert one.rows.total(0) == SLOTS
+def test_a_worker_has_no_more_rows_than_there_are_slots(scheduler):
+    scheduler.receive(m.TaskRequest(worker_id="w", capacity=2**63, rows=2**64 - 1, sender="w"))
+    assert scheduler.rows.total(0) == SLOTS
 
 
-def test_the_learners_state_counts_from_the_learner_alone_and_as_numbers(one):
-    one._receive(m.LearnerStateUpdate(step=5, metrics={"groups_total": 1e18}, sender="stranger"))
-    one._receive(m.LearnerStateUpdate(step=5, entropy=float("nan"), sender="learner"))
-    assert one.told == [] and one.trained == 0 and "'stranger'" in one.warn.lines[0][1]
-    one._receive(m.LearnerStateUpdate(step=5, metrics={"groups_total": 7.0}, sender="learner"))
-    assert len(one.told) == 1 and one.trained == 7
-    one._receive(m.LearnerStateUpdate(step=6, metrics={"groups_total": float("nan")}, sender="learner"))
-    assert one.trained == 7
+def test_the_learners_state_counts_from_the_learner_alone_and_as_numbers(scheduler):
+    scheduler.receive(m.LearnerStateUpdate(step=5, metrics={"groups_total": 1e18}, sender="stranger"))
+    scheduler.receive(m.LearnerStateUpdate(step=5, entropy=float("nan"), sender="learner"))
+    assert scheduler.told == [] and scheduler.trained == 0 and "'stranger'" in scheduler.warn.lines[0][1]
+    scheduler.receive(m.LearnerStateUpdate(step=5, metrics={"groups_total": 7.0}, sender="learner"))
+    assert len(scheduler.told) == 1 and scheduler.trained == 7
+    scheduler.receive(m.LearnerStateUpdate(step=6, metrics={"groups_total": float("nan")}, sender="learner"))
+    assert scheduler.trained == 7
 
 
 @pytest.mark.parametrize(("state", "sender", "ends"), [(0, "launch", False), (2, "launch", True), (1, "other", False)])
 def test_a_stop_counts_from_launch_once_the_ring_says_so(tmp_path, state, sender, ends):
-    one: Any = Keeper(tmp_path, "keeper", parts(ring=SimpleNamespace(header=lambda name: state)))
-    one.warn = Heard()
-    one._receive(m.Stop(reason="enough", sender=sender))
-    assert bool(one.stopping) == ends and len(one.warn.lines) == int(not ends)
+    keeper: Any = Keeper(tmp_path, "keeper", parts(ring=SimpleNamespace(header=lambda name: state)))
+    keeper.warn = Heard()
+    keeper.receive(m.Stop(reason="enough", sender=sender))
+    assert bool(keeper.stopping) == ends and len(keeper.warn.lines) == int(not ends)
 
 
 def test_the_page_and_the_roles_agree_on_what_only_one_process_sends():
@@ -92,11 +94,11 @@ def test_refusals_of_ever_new_names_are_few_kinds_of_lines():
     assert len(kinds) == 17 and lines.name("worker-0") == "worker-0"
 
 
-def test_a_full_table_of_fates_ends_the_run_with_the_remedy(one):
-    one.group_size = 8
-    one._check_room(1 << 20)
+def test_a_full_table_of_fates_ends_the_run_with_the_remedy(scheduler):
+    scheduler.group_size = 8
+    scheduler.require_fates(1 << 20)
     with pytest.raises(CannotTrain, match=r"/fates.bin is full.*65536 prompts.*new run directory") as raised:
-        one._check_room((1 << 20) + 1)
+        scheduler.require_fates((1 << 20) + 1)
     assert process_code(raised.value) == RUN_FAILED
 
 

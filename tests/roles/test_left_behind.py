@@ -67,8 +67,13 @@ class Worker(Rollout):
         self.receiver: Any = SimpleNamespace(newest=lambda: (3, 3))
         self.intake: Any = SimpleNamespace(steps=VersionSteps(), only_validates=False, segments=None, version=3)
         self.intake.steps.add(3, 3)
+        self.intake.loaded = self.note_version
         self.behind = LeftBehind(-1.0)
         self.said: list[str] = []
+
+    def note_version(self, version: int, step: int) -> None:
+        self.intake.version = version
+        self.intake.steps.add(version, step)
 
     def warn(self, where: str, text: str, *more: Any, **named: Any) -> None:
         self.said.append(text)
@@ -76,7 +81,7 @@ class Worker(Rollout):
 
 def test_a_worker_left_behind_names_both_versions_after_a_while(tmp_path: Path) -> None:
     worker = Worker(tmp_path, published=5)
-    assert worker._left_behind()
+    assert worker.is_left_behind()
     assert worker.said == ["takes no new prompts: version 5 is published, but only 3 has reached this worker"]
 
 
@@ -94,7 +99,7 @@ class Updated(Worker):
     def take(self, versions: int) -> int:
         """Bytes of memory after so many more."""
         for _ in range(versions):
-            self._update_weights()
+            self.update_weights()
         return tracemalloc.get_traced_memory()[0]
 
 

@@ -35,14 +35,14 @@ sys.stdin.readline()
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    made = Scene()
-    yield made
-    made.close()
+    scene = Scene()
+    yield scene
+    scene.close()
 
 
 def test_a_stream_gives_the_same_tokens_in_any_order_and_company(scene: Scene) -> None:
     calls = [call(number, max_new_tokens=20 + number) for number in range(6)]
-    alone = [scene.answers(one)[0] for one in calls]
+    alone = [scene.answers(call)[0] for call in calls]
     together = scene.answers(*calls)
     backwards = scene.answers(*reversed(calls))[::-1]
     assert alone == together == backwards
@@ -55,7 +55,7 @@ def test_an_answer_has_ids_logprobs_versions_and_who_made_it(scene: Scene) -> No
     [answer] = scene.results(pending)
     assert 1 <= len(answer.ids) == len(answer.logprobs) == len(answer.versions) <= 5
     assert (answer.logprobs <= 0).all() and answer.finish in (Finish.EOS, Finish.LENGTH)
-    [engine] = [one for one in scene.ring.processes() if one.role == "rollout"]
+    [engine] = [process for process in scene.ring.processes() if process.role == "rollout"]
     assert answer.engine == engine.index and answer.generated_s > 0 and answer.waited_s >= 0
 
 
@@ -87,8 +87,8 @@ def test_a_stop_id_ends_the_answer_with_it(scene: Scene) -> None:
 def test_a_killed_engines_answer_is_the_same_from_its_next_start(scene: Scene) -> None:
     calls = [call(number) for number in range(3)]
     before = scene.answers(*calls)
-    put = [scene.caller.put(one) for one in calls]
-    scene.until("an engine at work", lambda: any(scene.is_generating(one.slot) for one in put))
+    put = [scene.caller.put(ids) for ids in calls]
+    scene.until("an engine at work", lambda: any(scene.is_generating(call.slot) for call in put))
     scene.kill("rollout/0")
     scene.start("rollout/0")
     assert [answer.ids.tolist() for answer in scene.results(*put)] == before
@@ -105,15 +105,15 @@ def test_all_slots_are_free_after_a_killed_caller(scene: Scene) -> None:
     child.send_signal(signal.SIGKILL)
     child.communicate()
     scene.emptied()
-    assert [one.label for one in scene.ring.processes() if one.role == "agent"] == ["agent/0"]
+    assert [process.label for process in scene.ring.processes() if process.role == "agent"] == ["agent/0"]
 
 
 def test_a_cancelled_call_is_left_by_its_engine(scene: Scene) -> None:
-    one = scene.caller.put(call(1))
-    scene.until("an engine at work", lambda: scene.is_generating(one.slot))
-    scene.caller.cancel(one)
-    scene.ended(one)
-    assert isinstance(one.error, CallUnanswered) and one.error.code == "cancelled"
+    answer = scene.caller.put(call(1))
+    scene.until("an engine at work", lambda: scene.is_generating(answer.slot))
+    scene.caller.cancel(answer)
+    scene.ended(answer)
+    assert isinstance(answer.error, CallUnanswered) and answer.error.code == "cancelled"
     waiting = [scene.caller.put(call(number)) for number in range(8)]
     for each in waiting:
         scene.caller.cancel(each)
@@ -123,10 +123,10 @@ def test_a_cancelled_call_is_left_by_its_engine(scene: Scene) -> None:
 
 
 def test_a_call_with_an_unknown_id_is_refused_and_the_engine_lives(scene: Scene) -> None:
-    one = scene.caller.put(ModelCall(np.array([1, 1 << 30], np.int32), 4))
-    scene.ended(one)
+    answer = scene.caller.put(ModelCall(np.array([1, 1 << 30], np.int32), 4))
+    scene.ended(answer)
     with pytest.raises(CallUnanswered, match=f"token id {1 << 30}: the model knows 0 to") as refused:
-        one.result()
+        answer.result()
     assert refused.value.code == "refused" and scene.answers(call(0, max_new_tokens=2)) and scene.all_free()
 
 
@@ -134,16 +134,16 @@ def test_every_token_has_its_version_when_weights_change_during_a_call(scene: Sc
     scene.publish(1, 1.0)
     scene.until("version 1", lambda: _versions(scene, 5) == {1})
     for version in range(2, 30):
-        one = scene.caller.put(call(5))
-        scene.until("an engine at work", lambda one=one: one.done or scene.is_generating(one.slot))
+        answer = scene.caller.put(call(5))
+        scene.until("an engine at work", lambda answer=answer: answer.done or scene.is_generating(answer.slot))
         scene.publish(version, 1.0)
-        versions = scene.results(one)[0].versions
+        versions = scene.results(answer)[0].versions
         assert (np.diff(versions.astype(int)) >= 0).all()
         if len(set(versions.tolist())) == 2:
             break
     assert set(versions.tolist()) == {version - 1, version}
-    assert one.result().step == version - 1, "the step of the oldest version comes with the answer"
-    assert one.result().ids.tolist() == scene.answers(call(5))[0], "the weights were the same, so the tokens are"
+    assert answer.result().step == version - 1, "the step of the oldest version comes with the answer"
+    assert answer.result().ids.tolist() == scene.answers(call(5))[0], "the weights were the same, so the tokens are"
 
 
 def _versions(scene: Scene, number: int) -> set[int]:
@@ -154,7 +154,7 @@ def test_more_coroutines_than_slots_ask_and_a_late_call_names_its_holder(scene: 
     async def many() -> list[list[int]]:
         async with scene.async_caller() as caller:
             asks = [caller.ask(call(n % 5, max_new_tokens=4), PATIENCE_S) for n in range(scene.ring.n_slots + 20)]
-            answers = [one.ids.tolist() for one in await asyncio.gather(*asks)]
+            answers = [answer.ids.tolist() for answer in await asyncio.gather(*asks)]
             with pytest.raises(CallUnanswered, match=r"no answer within 0\.02 s: slot \d+ is ") as late:
                 await caller.ask(call(1), 0.02)
             assert late.value.code == "late"
@@ -185,5 +185,5 @@ def test_a_stream_gives_the_answer_piece_by_piece_and_whole_without_messages(sce
 
     for heard in (True, False):
         pieces, answer = asyncio.run(stream(heard))
-        assert [one for piece in pieces for one in piece] == answer.ids.tolist() == whole
+        assert [token for piece in pieces for token in piece] == answer.ids.tolist() == whole
         assert (len(pieces) > 1) == heard

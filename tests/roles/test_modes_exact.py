@@ -100,7 +100,7 @@ def test_tokens_before_across_and_after_an_update_have_the_right_log_probabiliti
 
     def steps(count: int) -> None:
         for _ in range(count):
-            done.update({one.key: restart.merged(one) for one in engine.step()})
+            done.update({answer.key: restart.merged(answer) for answer in engine.step()})
 
     submit(0, 1)
     for version in (1, 2):
@@ -117,14 +117,14 @@ def test_tokens_before_across_and_after_an_update_have_the_right_log_probabiliti
 
     assert sorted(done) == list(range(6))
     compared: set[int] = set()
-    for key, found in done.items():
-        first = int(found.versions[0])
-        for version in sorted(set(found.versions.tolist())):
+    for key, answer in done.items():
+        first = int(answer.versions[0])
+        for version in sorted(set(answer.versions.tolist())):
             if mode == "lora_hotswap" and version != first:
                 continue  # the keys and values of older weights are kept: no single forward pass has these numbers
-            mine = found.versions == version
-            expected = learner.logprobs(asked[key], found.token_ids, version)
-            np.testing.assert_allclose(found.logprobs[mine], expected[mine], atol=1e-4)
+            mine = answer.versions == version
+            expected = learner.logprobs(asked[key], answer.token_ids, version)
+            np.testing.assert_allclose(answer.logprobs[mine], expected[mine], atol=1e-4)
             compared.add(version)
     assert compared == {0, 1, 2}
     learner.sender.close()

@@ -53,29 +53,29 @@ def topology(folder: Path, loss: str, seed: int) -> Topology:
 def answers(engine: TorchEngine, step: int, seed: int) -> list[tuple[Request, list[Finished]]]:
     """A batch of answers, each made in two segments."""
     none = np.empty(0, np.int32)
-    made: list[tuple[Request, list[Finished]]] = []
+    answers: list[tuple[Request, list[Finished]]] = []
     for member in range(GROUPS * SIZE):
         prompt = np.array([6 + member // SIZE % 4, 6 + step % 4], np.int32)
         uid = step * GROUPS * SIZE + member
-        made.append((Request(member, uid, 0, prompt, none, SEGMENT, 1.0, 1.0, seed), []))
+        answers.append((Request(member, uid, 0, prompt, none, SEGMENT, 1.0, 1.0, seed), []))
     for segment in range(2):
         engine.submit([
             dataclasses.replace(r, segment=segment, prefix_ids=parts[0].token_ids if parts else none)
-            for r, parts in made
+            for r, parts in answers
         ])
         while engine.active:
             for done in engine.step():
-                made[done.key][1].append(done)
-    return made
+                answers[done.key][1].append(done)
+    return answers
 
 
-def records(made: list[tuple[Request, list[Finished]]]) -> list[SampleRecord]:
-    found = []
-    for request, parts in made:
+def records(answers: list[tuple[Request, list[Finished]]]) -> list[SampleRecord]:
+    records = []
+    for request, parts in answers:
         tokens, logprobs, versions = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs", "versions")
         )
-        found.append(
+        records.append(
             SampleRecord(
                 uid=request.uid, group=request.uid // SIZE, admission=request.uid // SIZE, member=request.uid % SIZE,
                 attempt=0, prompt_crc=0, reward=float(tokens[0] in RIGHT), temperature=1.0, version=0, step=0,
@@ -84,7 +84,7 @@ def records(made: list[tuple[Request, list[Finished]]]) -> list[SampleRecord]:
                 segments=[len(part.token_ids) for part in parts],
             )
         )
-    return found
+    return records
 
 
 def learn(folder: Path, loss: str, seed: int) -> tuple[float, float, float]:

@@ -182,9 +182,9 @@ def test_the_oracle_of_a_run_knows_its_trace(place: Place) -> None:
 def test_a_run_uses_the_users_words(place: Place) -> None:
     words = place.root / "words.toml"
     words.write_text('[words]\n"zebra" = 900\n')
-    one, other = (s.predictor.predict([Candidate(0, "a zebra", 4096)])[0]
+    restored, other = (s.predictor.predict([Candidate(0, "a zebra", 4096)])[0]
                   for s in (place.state("rules", str(words)), place.state("rules")))
-    assert one == other + 900
+    assert restored == other + 900
 
 
 def test_plain_data_comes_back_equal(tmp_path: Path) -> None:

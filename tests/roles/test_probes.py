@@ -29,77 +29,77 @@ def request(*ids: int, temperature: float = 1.0) -> Request:
     )
 
 
-def answered(one: Request, version: int, count: int = 3, finish: int = Finish.LENGTH) -> Finished:
-    return Finished(one.key, np.arange(count, dtype=np.int32), np.full(count, -0.5, np.float32),
+def answered(request: Request, version: int, count: int = 3, finish: int = Finish.LENGTH) -> Finished:
+    return Finished(request.key, np.arange(count, dtype=np.int32), np.full(count, -0.5, np.float32),
                     np.full(count, version, np.uint32), finish)
 
 
 def test_the_first_prompts_are_asked_anew_and_whole_at_each_version() -> None:
-    own = prober()
-    own.see([request(1, 2), request(1, 2), request(3, 4, 5, temperature=0.7)])
-    assert own.take(8) == []
-    own.loaded(1)
-    asked = own.take(8)
-    assert len(asked) == PROMPTS and own.take(8) == []
-    assert [one.prompt_ids.tolist() for one in asked] == [[1, 2], [3, 4, 5]] * 2
-    assert all(one.key < 0 and one.max_new_tokens == TOKENS and one.top_p == 1.0 for one in asked)
-    assert all(one.segment == 0 and one.prefix_ids is NO_IDS and not one.stop_ids for one in asked)
-    own.see([request(6)])
-    own.loaded(2)
-    later = own.take(8)
-    assert {one.key for one in later}.isdisjoint(one.key for one in asked)
-    assert [one.uid for one in later] == [one.uid for one in asked]  # the same random numbers
+    probes = prober()
+    probes.see([request(1, 2), request(1, 2), request(3, 4, 5, temperature=0.7)])
+    assert probes.take(8) == []
+    probes.loaded(1)
+    asked = probes.take(8)
+    assert len(asked) == PROMPTS and probes.take(8) == []
+    assert [request.prompt_ids.tolist() for request in asked] == [[1, 2], [3, 4, 5]] * 2
+    assert all(request.key < 0 and request.max_new_tokens == TOKENS and request.top_p == 1.0 for request in asked)
+    assert all(request.segment == 0 and request.prefix_ids is NO_IDS and not request.stop_ids for request in asked)
+    probes.see([request(6)])
+    probes.loaded(2)
+    later = probes.take(8)
+    assert {request.key for request in later}.isdisjoint(request.key for request in asked)
+    assert [request.uid for request in later] == [request.uid for request in asked]  # the same random numbers
 
 
 def test_the_learner_is_told_once_all_of_a_version_have_ended() -> None:
-    own = prober()
-    own.see([request(1, 2), request(3)])
-    own.loaded(1)
-    first, *rest = own.take(1) + own.take(8)
-    own.ended(answered(first, 1))
-    assert own.messages("rollout-0") == []
-    for one in rest:
-        own.ended(answered(one, 1, count=2))
-    found, = own.messages("rollout-0")
-    assert own.messages("rollout-0") == []
-    told = Answered.of(found)
+    probes = prober()
+    probes.see([request(1, 2), request(3)])
+    probes.loaded(1)
+    first, *rest = probes.take(1) + probes.take(8)
+    probes.ended(answered(first, 1))
+    assert probes.messages("rollout-0") == []
+    for probe in rest:
+        probes.ended(answered(probe, 1, count=2))
+    message, = probes.messages("rollout-0")
+    assert probes.messages("rollout-0") == []
+    told = Answered.of(message)
     assert told is not None and (told.worker, told.version, told.tokens) == ("rollout-0", 1, 9)
-    assert [one.prompt_ids.tolist() for one in told.samples] == [[1, 2], [3], [1, 2], [3]]
+    assert [sample.prompt_ids.tolist() for sample in told.samples] == [[1, 2], [3], [1, 2], [3]]
     assert told.samples[0].token_ids.tolist() == [0, 1, 2] and told.samples[0].policy_versions.tolist() == [1, 1, 1]
 
 
 def test_an_answer_that_was_cut_or_spans_two_versions_is_not_reported() -> None:
-    own = prober()
-    own.see([request(1, 2)])
-    own.loaded(1)
-    before = own.take(8)
-    own.loaded(2)
-    after = own.take(8)
-    for one in before:
-        own.ended(answered(one, 1))
-    for one in after[1:]:
-        own.ended(answered(one, 2, finish=Finish.ABORTED))
-    assert own.messages("rollout-0") == []
-    own.ended(answered(after[0], 2))
-    found, = own.messages("rollout-0")
-    assert found is not None and found.version == 2 and found.lengths == [3]
+    probes = prober()
+    probes.see([request(1, 2)])
+    probes.loaded(1)
+    before = probes.take(8)
+    probes.loaded(2)
+    after = probes.take(8)
+    for probe in before:
+        probes.ended(answered(probe, 1))
+    for probe in after[1:]:
+        probes.ended(answered(probe, 2, finish=Finish.ABORTED))
+    assert probes.messages("rollout-0") == []
+    probes.ended(answered(after[0], 2))
+    message, = probes.messages("rollout-0")
+    assert message is not None and message.version == 2 and message.lengths == [3]
 
 
 def test_nothing_is_asked_where_nothing_can_be_compared() -> None:
-    for own in (prober("learner.parity.every=0"), prober(only_validates=True)):
-        own.see([request(1, 2)])
-        own.loaded(1)
-        assert own.take(8) == []
+    for probes in (prober("learner.parity.every=0"), prober(only_validates=True)):
+        probes.see([request(1, 2)])
+        probes.loaded(1)
+        assert probes.take(8) == []
     greedy = prober()
     greedy.see([request(1, 2, temperature=0.0)])
     greedy.loaded(1)
     assert greedy.take(8) == []
 
 
-def prompts_of(own: Prober, *given: int) -> Any:
-    own.see([request(*given)])
-    own.loaded(1)
-    return [one.prompt_ids.tolist() for one in own.take(1)]
+def prompts_of(probes: Prober, *ids: int) -> Any:
+    probes.see([request(*ids)])
+    probes.loaded(1)
+    return [request.prompt_ids.tolist() for request in probes.take(1)]
 
 
 def test_a_long_prompt_is_cut_and_starts_later_where_old_keys_stay() -> None:
@@ -110,7 +110,9 @@ def test_a_long_prompt_is_cut_and_starts_later_where_old_keys_stay() -> None:
 
 def test_chat_prompts_are_asked_unchanged_or_not_at_all() -> None:
     topology = load(QUICK, ["learner.parity.every=1"])
-    entries = tuple(replace(one, engine="openai") if one.role == "rollout" else one for one in topology.process)
+    entries = tuple(
+        replace(process, engine="openai") if process.role == "rollout" else process for process in topology.process
+    )
     topology = replace(topology, process=entries, openai=replace(topology.openai, endpoint="chat"))
     assert prompts_of(Prober(topology, False), 1, 2, 3) == [[1, 2, 3]]
     assert prompts_of(Prober(topology, False), *range(PROMPT_TOKENS + 1)) == []

@@ -33,16 +33,16 @@ class Link:
         asked, self.asked = self.asked, []
         if self.gives == self._first:
             yield q.Declined(number=self.number + 1000, text="for an earlier question"), memoryview(b"")
-        for number, one in asked:
+        for number, question in asked:
             if self.gives > 0:
                 self.gives -= 1
-                self.given.add(one.at)
-                data = memoryview(VERSION)[one.at : one.at + one.size]
-                yield q.Piece(number=number, version=one.version, at=one.at), data
+                self.given.add(question.at)
+                data = memoryview(VERSION)[question.at : question.at + question.size]
+                yield q.Piece(number=number, version=question.version, at=question.at), data
             elif self.then == "refused":
                 yield q.Declined(number=number, text="overtaken"), memoryview(b"")
             elif self.then == "wrong":
-                yield q.Piece(number=number, version=one.version, at=one.at), memoryview(bytes(one.size))
+                yield q.Piece(number=number, version=question.version, at=question.at), memoryview(bytes(question.size))
 
 
 class Links:
@@ -88,8 +88,9 @@ def test_a_host_that_stops_giving_is_left_for_the_next() -> None:
         links = Links(home=Link(1000), a=Link(12, then), b=Link(17, then))
         copy, took, said, _ = fetch_over(links, ["a", "b"])
         assert copy.data == VERSION and len(copy.written) == len(set(copy.written)) == len(STARTS)
-        one, two, home = (links.all[name].given for name in ("a", "b", "home"))
-        assert (len(one), len(two), len(home)) == (12, 17, len(STARTS) - 29) and len(one | two | home) == len(STARTS)
+        first, second, home = (links.all[name].given for name in ("a", "b", "home"))
+        assert (len(first), len(second), len(home)) == (12, 17, len(STARTS) - 29)
+        assert len(first | second | home) == len(STARTS)
         assert len(said) == 2 and said[0].startswith({"silent": "nothing heard of a"}.get(then, "a: "))
         assert took < 2 * SILENT_S + 2
 

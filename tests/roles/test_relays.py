@@ -65,9 +65,9 @@ def begun(relays: Relays, name: str, version: int) -> bool:
     segment = attach_segment(relays.runs[name].paths.weights_file)
     if segment is None:
         return False
-    found = any(int(words[SEQ]) & 1 and int(words[WRITING]) == version for words in segment.buffer)
+    is_writing = any(int(words[SEQ]) & 1 and int(words[WRITING]) == version for words in segment.buffer)
     segment.close()
-    return found or relays.newest(name) >= version
+    return is_writing or relays.newest(name) >= version
 
 
 @pytest.mark.long
@@ -152,7 +152,7 @@ def test_home_numbers_the_starts_of_its_hosts_upwards(tmp_path: Path) -> None:
         relays.publish(3)
         relays.until_all_have(3)
         shown = home.paths.hosts_now
-        relays.until("home to show both", lambda: {one.get("weights") for one in files.read_map(shown).values()} == {3})
+        relays.until("home to show both", lambda: {row.get("weights") for row in files.read_map(shown).values()} == {3})
         reader = RunReader(home.paths)
         reader.refresh(0.0)
         joining, _ = hosts(reader.run)

@@ -54,19 +54,20 @@ def generate(engine: TorchEngine, requests: Sequence[Request], cuts: Sequence[in
         for ended in engine.step():
             done[ended.key] = restart.merged(ended)
         steps += 1
-    assert not restart._answers
+    assert not restart.answers
     return done
 
 
 def test_greedy_answers_are_the_same_however_often_they_are_cut(engine: TorchEngine) -> None:
     requests = [request(key, temperature=0.0) for key in range(3)]
     whole, cut = generate(engine, requests), generate(engine, requests, cuts=(0, 3, 4, 9))
-    for key, found in cut.items():
-        assert found.token_ids.tolist() == whole[key].token_ids.tolist()
-        np.testing.assert_allclose(found.logprobs, whole[key].logprobs, atol=1e-5)
-        assert found.versions.tolist() == sorted(found.versions.tolist())
-        assert found.finish == whole[key].finish and len(found.logprobs) == len(found.versions) == len(found.token_ids)
-    longest = max(cut.values(), key=lambda found: len(found.token_ids))
+    for key, answer in cut.items():
+        assert answer.token_ids.tolist() == whole[key].token_ids.tolist()
+        np.testing.assert_allclose(answer.logprobs, whole[key].logprobs, atol=1e-5)
+        assert answer.versions.tolist() == sorted(answer.versions.tolist())
+        assert answer.finish == whole[key].finish
+        assert len(answer.logprobs) == len(answer.versions) == len(answer.token_ids)
+    longest = max(cut.values(), key=lambda answer: len(answer.token_ids))
     assert len(longest.token_ids) == 12 and longest.finish == Finish.LENGTH
     assert len(set(longest.versions.tolist())) == 4, "before any cut nothing was drawn; after each comes its version"
 
@@ -78,7 +79,7 @@ def test_a_piece_draws_from_a_stream_of_its_own(engine: TorchEngine) -> None:
     for _ in range(3):
         assert not engine.step()
     restart.take_out(engine)
-    rest = restart._answers[0].rest()
+    rest = restart.answers[0].rest()
     assert rest.segment == PIECE and len(rest.prefix_ids) == 3 and rest.max_new_tokens == 9
     streams = engine._seats._streams
     first = streams.uniforms(0, 0, 0, 3)
@@ -120,5 +121,5 @@ def test_what_ended_by_itself_is_told_and_not_started_again() -> None:
     (ended,) = restart.take_out(other)  # type: ignore[arg-type]
     restart.resume(other)  # type: ignore[arg-type]
     assert ended.key == 0 and restart.merged(ended) is ended
-    assert [one.key for one in other.submitted] == [1]
+    assert [request.key for request in other.submitted] == [1]
     assert other.submitted[0].segment == 0, "nothing was drawn, so nothing is repeated"

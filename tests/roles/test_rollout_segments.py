@@ -58,13 +58,12 @@ class Worker(Rollout):
 
     def weights(self, version: int, step: int) -> None:
         published: Any = SimpleNamespace(fetch=lambda params: (version, step))
-        self.intake.version = self.engine.update_weights(published)[0]
-        self.intake.steps.add(version, step)
+        self.intake.loaded(*self.engine.update_weights(published))
 
     def run(self, steps: int = 1000) -> None:
         """So many decoding steps, or until nothing is left."""
         for _ in range(steps):
-            self._take()
+            self.take()
             if not self.engine.active:
                 return
             self._commit(self.engine.step())
@@ -89,8 +88,8 @@ def says(answers: dict[int, str], seen: list[Request] | None = None) -> Any:
 def rings(tmp_path: Path) -> Iterator[list[Ring]]:
     """One ring as two processes see it."""
     name = f"busrl.test.{os.getpid()}.segments"
-    made = Ring.create(name, slots=8, slot_bytes=4096, processes=8, uuid=b"s" * 16)
-    handles = [made, Ring.attach(name)]
+    ring = Ring.create(name, slots=8, slot_bytes=4096, processes=8, uuid=b"s" * 16)
+    handles = [ring, Ring.attach(name)]
     fates = [Fates(str(tmp_path / f"{part}.bin"), create=True) for part in ("fates", "validate")]
     for index, ring in enumerate(handles):
         ring.register("rollout", f"rollout/{index}")
@@ -140,8 +139,8 @@ def slot(ring: Ring, uid: int) -> int:
 
 def shown(ring: Ring, uid: int) -> tuple[State, int, int, int]:
     """State, segments, finish and length of a sample."""
-    own = line(ring, uid)
-    return State(int(own["state"])), int(own["segs"]), int(own["finish"]), int(own["response_tokens"])
+    values = line(ring, uid)
+    return State(int(values["state"])), int(values["segs"]), int(values["finish"]), int(values["response_tokens"])
 
 
 CASES = [  # what is said -> (segments, finish, tokens)
@@ -193,13 +192,13 @@ def test_any_worker_continues_another_answer_keeping_versions_and_log_probs(
 ) -> None:
     here, there = rings
     answers = {0: "abcdefgh$"}
-    one = Worker(topology(), here, PlannedEngine(1, script=says(answers)))
+    first = Worker(topology(), here, PlannedEngine(1, script=says(answers)))
     two = Worker(topology(), there, PlannedEngine(1, script=says(answers)))
     dispatch(here, [0], step=0)
-    one.run(4)
+    first.run(4)
     assert shown(here, 0) == (State.QUEUED, 1, 0, 4)
     two.weights(3, 2)
-    two._take()
+    two.take()
     two.engine.step()
     two.weights(5, 4)  # in the middle of the segment
     two.run()
@@ -211,9 +210,9 @@ def test_any_worker_continues_another_answer_keeping_versions_and_log_probs(
 def test_a_segment_of_a_dead_maker_is_remade_and_committed_ones_stay(rings: list[Ring]) -> None:
     here, there = rings
     answers, seen = {0: "abcdefgh$"}, []
-    one = Worker(topology(), here, PlannedEngine(1, script=says(answers)))
+    first = Worker(topology(), here, PlannedEngine(1, script=says(answers)))
     dispatch(here, [0])
-    one.run(4)
+    first.run(4)
     [(at, word)] = here.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     here.put(at, word, "tokens", np.arange(3, dtype=np.int32), 1)  # half of a segment, never committed
     here.release(at, word, State.QUEUED)
@@ -276,7 +275,7 @@ def test_with_last_segment_age_counts_from_when_the_trained_segment_was_queued(r
     ring = rings[0]
     worker = Worker(topology(loss="last_segment"), ring, PlannedEngine(1, script=says({0: "abcdef$"})))
     dispatch(ring, [0])
-    worker._take()
+    worker.take()
     ring.set_header("version", 7)
     ring.set_header("version_step", 6)
     worker.weights(7, 6)  # tokens are of version 7, the admission is of version 0
@@ -320,7 +319,7 @@ def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave
     ring, seen = rings[0], []
     answers = {0: "ab$", 1: "abcdefghi$", 2: "abcdef$"}
     worker = Worker(in_waves(1), ring, PlannedEngine(4, script=says(answers, seen)))
-    waves, made = worker.intake.waves, []
+    waves, rounds = worker.intake.waves, []
     assert waves is not None
     for admission in range(3):
         dispatch(ring, [admission])
@@ -329,7 +328,7 @@ def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave
         ring.set_header("next_admission", admission + 1)
         assert not waves.over(ring.lines(), admission + 1)
         worker.run()
-        made.append([(r.uid, r.segment) for r in seen])
+        rounds.append([(r.uid, r.segment) for r in seen])
         seen.clear()
         for at, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=4):
             assert not waves.over(ring.lines(), admission + 1)  # it is being judged
@@ -337,8 +336,8 @@ def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave
         assert waves.over(ring.lines(), admission + 1)
     ring.set_header("next_admission", 4)
     worker.run()
-    made.append([(r.uid, r.segment) for r in seen])
-    assert made == [[(0, 0)], [(1, 0)], [(1, 1), (2, 0)], [(1, 2), (2, 1)]]
+    rounds.append([(r.uid, r.segment) for r in seen])
+    assert rounds == [[(0, 0)], [(1, 0)], [(1, 1), (2, 0)], [(1, 2), (2, 1)]]
 
 
 
@@ -375,7 +374,7 @@ def test_a_sample_needing_weights_published_during_its_claim_stays_queued(
     derived = dataclasses.replace(topology().derived, limits=derive("sync", 1, 0, 4))
     worker = Worker(dataclasses.replace(topology(), derived=derived), ring, PlannedEngine(4, script=says({0: "ab$"})))
     worker.receiver = SimpleNamespace(newest=lambda: (0, 0))  # type: ignore[assignment]
-    claim = worker.intake._claim
+    claim = worker.intake.claim
 
     def late(room: int) -> tuple[list[tuple[int, int]], bool]:
         """The learner publishes, and the scheduler dispatches, between the look at the version and the claim."""
@@ -384,10 +383,10 @@ def test_a_sample_needing_weights_published_during_its_claim_stays_queued(
         dispatch(ring, [0], step=1, version=1)
         return claim(room)
 
-    monkeypatch.setattr(worker.intake, "_claim", late)
-    assert not worker._take() and shown(ring, 0)[0] == State.QUEUED
+    monkeypatch.setattr(worker.intake, "claim", late)
+    assert not worker.take() and shown(ring, 0)[0] == State.QUEUED
     monkeypatch.undo()
-    assert not worker._take(), "it has the old weights still"
+    assert not worker.take(), "it has the old weights still"
     worker.weights(1, 1)
     worker.run()
     assert shown(ring, 0) == (State.GENERATED, 1, EOS, 3) and line(ring, 0)["step"] == 1
@@ -398,7 +397,7 @@ def test_an_answer_with_an_invalid_token_id_is_dropped_and_named(
     rings: list[Ring], tmp_path: Path, said: str, wrong: int
 ) -> None:
     ring, base = rings[0], topology()
-    letters = {chr(one): one for one in range(ord("z"))}  # all but the last letter
+    letters = {chr(code): code for code in range(ord("z"))}  # all but the last letter
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 128, "eos_token_id": EOS_ID}))
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": letters}}))
     known = dataclasses.replace(base, model=dataclasses.replace(base.model, path=str(tmp_path)))
@@ -426,7 +425,7 @@ def test_an_invalid_token_id_is_found_before_the_reward_whoever_wrote_it(
     judge.claimed, judge.wants_ids, judge.bell = {}, False, Doorbell()
     judge.known, said = TokenRows(end=ord("z"), rows=128), []
     judge.warn = lambda where, text, **more: said.append(text)
-    items = judge._items(list(ring.take(State.GENERATED, State.REWARDING, cls=None, limit=8)))
+    items = judge.items(list(ring.take(State.GENERATED, State.REWARDING, cls=None, limit=8)))
     assert [item.completion for item in items] == ["abc"]
     why = "1 of its ids stand for no token of the tokenizer, the first is 122"
     assert sorted(said) == [f"sample {uid} is dropped: {why}" for uid in (0, 2)]

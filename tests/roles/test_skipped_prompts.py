@@ -19,6 +19,7 @@ from busrl.roles.scheduler import SkippedPrompts
 from busrl.scheduling.predictor import Candidate
 from busrl.states import Fate
 from busrl.status.view import _left_out
+from busrl.system.files import LineFile
 from busrl.topology import Topology
 from busrl.topology.prompts import Skip, SourceLines
 
@@ -51,9 +52,9 @@ class Place:
 
     def left_out(self) -> list[int]:
         """Draws by the table of fates; no other sample of such a draw has one."""
-        found = [uid for uid, code in enumerate(self.fates.view()) if code == Fate.SKIPPED]
-        assert all(uid % (2 * SIZE) == 0 for uid in found)
-        return [uid // (2 * SIZE) for uid in found]
+        uids = [uid for uid, code in enumerate(self.fates.view()) if code == Fate.SKIPPED]
+        assert all(uid % (2 * SIZE) == 0 for uid in uids)
+        return [uid // (2 * SIZE) for uid in uids]
 
 
 @pytest.fixture
@@ -65,11 +66,11 @@ def draws(first: int, last: int) -> Iterator[Candidate]:
     return (Candidate(draw, "", 1) for draw in range(first, last))
 
 
-def take(found: SkippedPrompts, first: int, last: int) -> list[int]:
-    found.look()
+def take(skipped: SkippedPrompts, first: int, last: int) -> list[int]:
+    skipped.look()
     candidates = draws(first, last)
-    wanted, _ = found.take(lambda: next(candidates, None), last - first)
-    return [one.draw for one in wanted]
+    wanted, _ = skipped.take(lambda: next(candidates, None), last - first)
+    return [candidate.draw for candidate in wanted]
 
 
 def test_draws_of_learned_prompts_are_recorded_and_the_others_are_opened(place: Place) -> None:
@@ -88,7 +89,7 @@ def test_a_scheduler_killed_before_the_fates_leaves_them_to_the_next(
 ) -> None:
     place.ended(1, 2, 3, right=SIZE)
     killed = place.filter()
-    monkeypatch.setattr(killed, "_end", lambda found: place.fates.store(found[0] * 2 * SIZE, Fate.DISPATCHED.letter))
+    monkeypatch.setattr(killed, "_end", lambda draws: place.fates.store(draws[0] * 2 * SIZE, Fate.DISPATCHED.letter))
     take(killed, 6, 12)
     assert place.left_out() == []
     place.ended(1, 2, 3, right=0)  # what the next one would decide by itself
@@ -109,17 +110,17 @@ def test_a_pass_omitting_nothing_survives_a_kill_and_is_told_once(place: Place) 
 
 def test_with_a_full_disk_nothing_is_left_out_or_forgotten(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ended(*range(PROMPTS), right=SIZE)
-    found = place.filter(rest=0)
+    skipped = place.filter(rest=0)
 
-    def full(line: bytes) -> None:
+    def full(file: LineFile, line: bytes) -> None:
         raise DiskFull("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(found._file, "append", full)
+        patch.setattr(LineFile, "append", full)
         with pytest.raises(DiskFull):
-            take(found, 6, 12)
+            take(skipped, 6, 12)
     assert place.left_out() == [] and newest_skips(place.paths.skips) is None and not place.told
-    assert take(found, 6, 12) == [6, 7, 8, 9, 10, 11] and len(place.told) == 1
+    assert take(skipped, 6, 12) == [6, 7, 8, 9, 10, 11] and len(place.told) == 1
 
 
 def test_damaged_lines_of_groups_leave_their_prompts_in(place: Place) -> None:
@@ -136,9 +137,9 @@ def test_prompts_of_several_sources_are_counted_by_source(place: Place) -> None:
     stream = JsonlStream(place.root / "p.jsonl", 0, shuffle=False, sections=parts)
     easy = [draw for draw in range(40) if stream.place(draw).source == 0]
     place.ended(*easy[:2], right=SIZE)
-    found = SkippedPrompts(topology, place.paths, stream, place.fates, place.told.append)
-    assert take(found, 20, 40) == [draw for draw in range(20, 40) if draw not in easy] and not place.told
+    skipped = SkippedPrompts(topology, place.paths, stream, place.fates, place.told.append)
+    assert take(skipped, 20, 40) == [draw for draw in range(20, 40) if draw not in easy] and not place.told
     out = float(len([draw for draw in easy if draw >= 20]))
-    assert found.metrics() == {
+    assert skipped.metrics() == {
         "left_out": out, "resting": 2.0, "left_out/easy": out, "left_out/hard": 0.0, "resting/easy": 2.0,
         "resting/hard": 0.0}

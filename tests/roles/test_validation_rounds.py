@@ -79,12 +79,12 @@ def test_each_prompt_has_the_same_weight_however_often_a_round_asks_it() -> None
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Iterator[Ring]:
-    made = Ring.create(str(tmp_path / "ring"), slots=4, slot_bytes=4096, processes=4, uuid=uuid.uuid4().bytes)
-    made.register("validator", "validator")
+    ring = Ring.create(str(tmp_path / "ring"), slots=4, slot_bytes=4096, processes=4, uuid=uuid.uuid4().bytes)
+    ring.register("validator", "validator")
     fates = [Fates(str(tmp_path / name), create=True) for name in ("fates", "validate_fates")]
-    made.bind_fates(*fates)
-    yield made
-    made.close()
+    ring.bind_fates(*fates)
+    yield ring
+    ring.close()
 
 
 def answered(ring: Ring, versions: list[int], admitted: int) -> tuple[int, int]:
@@ -109,11 +109,11 @@ def make(ring: Ring, tmp_path: Path) -> Iterator[Callable[..., Validator]]:
     def made(prompts: int, k: int = 1, lines: Sequence[str] = ('{"prompt": "x"}',) * 4, name: str = "") -> Validator:
         (tmp_path / "held-out.jsonl").write_text("\n".join(lines) + "\n")
         streams.append(JsonlStream(tmp_path / "held-out.jsonl", 0, False))
-        asked = AskedSet(name, "held-out.jsonl", len(lines), prompts, k, 1.0, 1.0, 8, 0, 0)
+        spec = AskedSet(name, "held-out.jsonl", len(lines), prompts, k, 1.0, 1.0, 8, 0, 0)
         role = Validator(tmp_path, "validator", parts(SimpleNamespace(validation=Validation()), ring))
-        role.answers, role.round, role.started = asked.answers, 0, time.monotonic()
+        role.answers, role.round, role.started = spec.answers, 0, time.monotonic()
         role.find = str.strip
-        role.sets = role.due = [MeasuredSet(asked, streams[-1], Rounds(True, 0, True, set()))]
+        role.sets = role.due = [MeasuredSet(spec, streams[-1], Rounds(True, 0, True, set()), spec.answers)]
         return role
 
     yield made
@@ -130,9 +130,9 @@ def test_an_answer_across_two_versions_makes_its_round_mixed(
 ) -> None:
     role = make(1)
     slot, word = answered(ring, versions, admitted=4)
-    result = role._result(slot, word, ring.line(slot))
+    result = role.result_of(slot, word, ring.line(slot))
     role.sets[0].results = {result.uid: result}
-    row = role._record(role.sets[0], 0)
+    row = role.record_of(role.sets[0], 0)
     assert (row["mixed"], row["versions"], row["version"]) == (mixed, seen, seen[0])
 
 
@@ -146,7 +146,7 @@ def test_a_round_is_mixed_exactly_when_its_oldest_and_newest_version_differ(
     role.sets[0].results = {
         (uid := VALIDATE_BIT + at): Result(uid, 0, 1.0, newest, oldest, 3) for at, (oldest, newest) in enumerate(both)
     }
-    row = role._record(role.sets[0], 0)
+    row = role.record_of(role.sets[0], 0)
     oldest, newest = min(low for low, _ in both), max(high for _, high in both)
     assert (row["versions"][0], row["versions"][-1], row["mixed"]) == (oldest, newest, oldest != newest)
 
@@ -156,12 +156,12 @@ def test_a_round_has_the_mean_of_each_part_of_the_reward(ring: Ring, make: Calla
     slot, word = answered(ring, [4], admitted=4)
     word = ring.claim(slot, word, State.REWARDING)
     write_parts(ring, slot, word, {"format": 1.0, "right": 0.5})
-    result = role._result(slot, word, ring.line(slot))
+    result = role.result_of(slot, word, ring.line(slot))
     again = msgspec.json.decode(msgspec.json.encode(result), type=Result)
     assert again == result, "as a successor reads it from validation.log"
     other = msgspec.structs.replace(result, uid=result.uid + 1, parts={"format": 0.0})
-    role.sets[0].results = {one.uid: one for one in (result, other)}
-    assert role._record(role.sets[0], 0)["val/parts"] == {"format": 0.5, "right": 0.5}
+    role.sets[0].results = {judged.uid: judged for judged in (result, other)}
+    assert role.record_of(role.sets[0], 0)["val/parts"] == {"format": 0.5, "right": 0.5}
 
 
 def test_k_answers_to_a_prompt_stand_together_and_give_its_figures(make: Callable[..., Validator]) -> None:
@@ -169,12 +169,12 @@ def test_k_answers_to_a_prompt_stand_together_and_give_its_figures(make: Callabl
     role = make(2, k=4, lines=tagged, name="exam")
     assert role.sets[0].lines.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     right = [True, True, True, False, False, False, True, False]
-    given = ["42" if good else f"no {at}" for at, good in enumerate(right)]
+    answers = ["42" if good else f"no {at}" for at, good in enumerate(right)]
     role.sets[0].results = {
         (uid := VALIDATE_BIT + at): Result(uid, 0, float(good), 3, 3, 5, set="exam", answer=answer)
-        for at, (good, answer) in enumerate(zip(right, given))
+        for at, (good, answer) in enumerate(zip(right, answers))
     }
-    row = role._record(role.sets[0], 0)
+    row = role.record_of(role.sets[0], 0)
     assert (row["set"], row["k"], row["prompts"], row["samples"]) == ("exam", 4, 2, 8)
     assert row["val/reward"] == row["val/avg@4"] == row["val/pass@1"] == 0.5
     assert row["val/pass@2"] == pytest.approx((1.0 + 0.5) / 2) and row["val/pass@4"] == 1.0
@@ -210,9 +210,9 @@ def living(make: Callable[..., Validator], tmp_path: Path) -> Iterator[Callable[
 
 def play(role: Validator, ring: Ring, judge: Callable[[int], float | None]) -> None:
     """Round 0 to its end: each sample gets the reward of its place, or none."""
-    role._begin(0, list(role.sets))
+    role.begin(0, list(role.sets))
     while role.round is not None:
-        role._dispatch_some()
+        role.work()
         for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=1, limit=9):
             write_segment(ring, slot, word, 0, np.ones(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.uint32))
             write_text(ring, slot, word, 0, "x")
@@ -223,9 +223,6 @@ def play(role: Validator, ring: Ring, judge: Callable[[int], float | None]) -> N
                 continue
             ring.set(slot, word, reward=reward)
             ring.release(slot, word, State.REWARDED)
-        role._collect()
-        if role._is_over():
-            role._finish()
 
 
 def lines(tmp_path: Path) -> list[dict[str, object]]:
@@ -240,8 +237,8 @@ def test_an_unjudged_round_is_null_and_a_successor_asks_again(
     (row,) = lines(tmp_path)
     assert (row["val/reward"], row["val/length"], row["samples"], row["dropped"]) == (None, None, 0, 3)
     assert first.sets[0].rounds.done == set()
-    told = [one for one in first.heard if isinstance(one, m.ValidationDone)]
-    assert [(one.samples, one.dropped) for one in told] == [(0, 3)]
+    told = [message for message in first.heard if isinstance(message, m.ValidationDone)]
+    assert [(message.samples, message.dropped) for message in told] == [(0, 3)]
     again = living()
     assert again.sets[0].rounds.due(0, False) == 0
     play(again, ring, lambda place: 0.25 * place)
@@ -277,27 +274,27 @@ def test_only_what_the_run_began_with_is_its_first_round(
     (tmp_path / "validation.jsonl").write_text(f"{written}\n" if written else "")
     role.begun_at, role.paths = begun_at, RunPaths.of(tmp_path)
     role.topology.run, role.topology.data = SimpleNamespace(seed=0), SimpleNamespace(prompt_key="prompt")
-    made = role._measured(dataclasses.replace(role.sets[0].asked, data=str(tmp_path / "held-out.jsonl")))
-    made.stream.close()
-    assert made.rounds.late == late and made.rounds.due(40, False) == (40 if late else 0)
+    measured = role.measured(dataclasses.replace(role.sets[0].spec, data=str(tmp_path / "held-out.jsonl")))
+    measured.stream.close()
+    assert measured.rounds.late == late and measured.rounds.due(40, False) == (40 if late else 0)
 
 
 def test_a_round_whose_samples_stand_in_slots_keeps_its_fates(ring: Ring, living: Callable[[], Validator]) -> None:
     role = living()
-    role._begin(0, list(role.sets))
-    role._dispatch_some()
+    role.begin(0, list(role.sets))
+    role.work()
     before = role.validate_fates.view()[:3].tolist()
-    role._forget(role._uids(role.sets[0]))
+    role.begin(0, list(role.sets))
     assert role.validate_fates.view()[:3].tolist() == before == [ord("D")] * 3
 
 
 def test_results_of_other_prompts_than_are_asked_now_are_not_counted(make: Callable[..., Validator]) -> None:
     role = make(4, name="exam")
-    one, uid = role.sets[0], VALIDATE_BIT + 2
+    measured, uid = role.sets[0], VALIDATE_BIT + 2
     good = Result(uid, 0, 1.0, 1, 1, 1, set="exam", line=2)
-    assert role._is_of(one, uid, good) and role._is_of(one, uid, msgspec.structs.replace(good, line=-1))
-    assert not role._is_of(one, uid, msgspec.structs.replace(good, line=1))
-    assert not role._is_of(one, uid, msgspec.structs.replace(good, set="other"))
+    assert measured.is_result(0, uid, good) and measured.is_result(0, uid, msgspec.structs.replace(good, line=-1))
+    assert not measured.is_result(0, uid, msgspec.structs.replace(good, line=1))
+    assert not measured.is_result(0, uid, msgspec.structs.replace(good, set="other"))
 
 
 def test_long_answers_that_differ_at_their_ends_stay_different() -> None:

@@ -49,11 +49,11 @@ role = "learner"
 
 def prompts() -> list[Any]:
     """Texts and conversations, as people mix them."""
-    found: list[Any] = [f"What is {n}+{n}?" for n in range(12)]
+    prompts: list[Any] = [f"What is {n}+{n}?" for n in range(12)]
     for n in range(12):
         turns = (("user", f"{n}?"), ("assistant", "yes"), ("user", "and then?"))
-        found.append([{"role": role, "content": content} for role, content in turns])
-    return found
+        prompts.append([{"role": role, "content": content} for role, content in turns])
+    return prompts
 
 
 def make_all(folder: Path, model: Path, system: str = SYSTEM) -> Path:
@@ -79,24 +79,24 @@ def expected_ids(model: Path, system: str = SYSTEM) -> set[tuple[int, ...]]:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    found = set()
+    pairs = set()
     for prompt in prompts():
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         chat = [{"role": "system", "content": system}, *chat] if system else chat
-        found.add(tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
-    return found
+        pairs.add(tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
+    return pairs
 
 
 def check_samples(run: Run, model: Path, system: str = SYSTEM) -> None:
     """Prompts are those of the template; answers end by every end id of generation_config, and by nothing else."""
     samples = trained(run)
     assert len(samples) >= 4 * 8 * 4
-    ids = {tuple(np.frombuffer(one.prompt_ids, np.int32).tolist()) for one in samples}
+    ids = {tuple(np.frombuffer(sample.prompt_ids, np.int32).tolist()) for sample in samples}
     assert ids <= expected_ids(model, system) and len(ids) >= 8
     ends = set()
-    for one in samples:
-        tokens = np.frombuffer(one.token_ids, np.int32).tolist()
+    for sample in samples:
+        tokens = np.frombuffer(sample.token_ids, np.int32).tolist()
         assert not END_IDS & set(tokens[:-1])
-        assert (tokens[-1] in END_IDS) == (one.finish == 1) and (one.finish == 1 or len(tokens) == 24)
+        assert (tokens[-1] in END_IDS) == (sample.finish == 1) and (sample.finish == 1 or len(tokens) == 24)
         ends |= {tokens[-1]} & END_IDS
     assert ends == END_IDS

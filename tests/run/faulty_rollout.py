@@ -20,7 +20,7 @@ def asked_wrongly(engine):
 
     def submits(requests):
         factor = 1.5 if engine.version >= SINCE else 1.0
-        submit([dataclasses.replace(one, temperature=one.temperature * factor) for one in requests])
+        submit([dataclasses.replace(request, temperature=request.temperature * factor) for request in requests])
 
     engine.submit = submits
 
@@ -29,13 +29,13 @@ def rounded(topology, process):
     """An engine in bfloat16, whose weights come in float32 as declared, and are rounded."""
     declared = make_engine(topology, process)
     engine = make_engine(dataclasses.replace(topology, model=dataclasses.replace(topology.model, dtype="bfloat16")))
-    target, own = declared.parameters(), engine.parameters()
+    target, weights = declared.parameters(), engine.parameters()
 
     def updates(receiver):
         taken = receiver.fetch(target)
         with torch.no_grad():
             for name, value in target.items():
-                own[name].copy_(value)
+                weights[name].copy_(value)
         return taken
 
     engine._update = updates
@@ -45,7 +45,7 @@ def rounded(topology, process):
 def told_wrongly(engine, tell):
     """The engine's answers come back changed by `tell`."""
     step = engine.step
-    engine.step = lambda: [tell(one) if engine.version >= SINCE else one for one in step()]
+    engine.step = lambda: [tell(answer) if engine.version >= SINCE else answer for answer in step()]
 
 
 def updated_wrongly(engine, left_out):
@@ -53,13 +53,13 @@ def updated_wrongly(engine, left_out):
     update = engine._update
 
     def updates(receiver):
-        own = engine.parameters()
-        before = {name: own[name].clone() for name in own if left_out(name)}
+        weights = engine.parameters()
+        before = {name: weights[name].clone() for name in weights if left_out(name)}
         taken = update(receiver)
         if taken[0] >= SINCE:
             with torch.no_grad():
                 for name, value in before.items():
-                    own[name].copy_(value)
+                    weights[name].copy_(value)
         return taken
 
     engine._update = updates
@@ -70,13 +70,13 @@ def cached_for_ever(engine):
     kept, submit, park, prompts = engine._kept, engine.submit, engine._kept.park, set()
 
     def submits(requests):
-        prompts.update(tuple(one.prompt_ids.tolist()) for one in requests)
+        prompts.update(tuple(request.prompt_ids.tolist()) for request in requests)
         submit(requests)
 
     def parks(row, ids):
-        found = [one for one in prompts if tuple(ids[: len(one)].tolist()) == one]
-        if found:
-            park(row, ids[: len(max(found, key=len)) - 1])
+        prefixes = [prompt for prompt in prompts if tuple(ids[: len(prompt)].tolist()) == prompt]
+        if prefixes:
+            park(row, ids[: len(max(prefixes, key=len)) - 1])
 
     engine.submit, kept.park, kept.clear = submits, parks, lambda: None
 
@@ -89,9 +89,9 @@ def planted(topology, process=""):
     if FAULT == "temperature":
         asked_wrongly(engine)
     elif FAULT == "shift":
-        told_wrongly(engine, lambda one: dataclasses.replace(one, logprobs=np.roll(one.logprobs, 1)))
+        told_wrongly(engine, lambda answer: dataclasses.replace(answer, logprobs=np.roll(answer.logprobs, 1)))
     elif FAULT == "version tag":
-        told_wrongly(engine, lambda one: dataclasses.replace(one, versions=one.versions - 1))
+        told_wrongly(engine, lambda answer: dataclasses.replace(answer, versions=answer.versions - 1))
     elif FAULT == "old weights":
         updated_wrongly(engine, lambda name: True)
     elif FAULT == "layer":

@@ -83,13 +83,13 @@ class Run:
     def until(self, what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
         """What `condition` gives once it is true. Fails at once, with the logs, if `launch` ends before that."""
         end = time.monotonic() + limit_s
-        while not (found := condition()):
+        while not (value := condition()):
             # Other processes' files can not be waited on, but the end of launch can.
             if ended(self.pidfd, LOOK_EVERY_S):
                 raise AssertionError(f"the run ended before {what}\n{self.tail()}")
             if time.monotonic() > end:
                 raise AssertionError(f"waited {limit_s:.0f} s for {what}\n{self.tail()}")
-        return found
+        return value
 
     def until_step(self, step: int) -> None:
         self.until(f"step {step}", lambda: self.step() >= step)
@@ -137,8 +137,8 @@ class Run:
         return int(rows[-1]["step"]) if rows else 0
 
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.paths.summary.read_text())
-        return found
+        summary: dict[str, Any] = json.loads(self.paths.summary.read_text())
+        return summary
 
     def restarts(self, name: str) -> int:
         return int(self.summary()["processes"][name]["restarts"])
@@ -146,8 +146,8 @@ class Run:
     def told(self, name: str) -> dict[str, Any]:
         """Where the process of that name listens, as soon as it does."""
         file = self.paths.root / f"{name}.json"
-        found: dict[str, Any] = json.loads(self.until(f"{name} listened", lambda: file.exists() and file.read_text()))
-        return found
+        record: dict[str, Any] = json.loads(self.until(f"{name} listened", lambda: file.exists() and file.read_text()))
+        return record
 
     def audit(self) -> AuditReport:
         return audit(self.directory)
@@ -203,7 +203,7 @@ class Run:
         self.child.kill()
         self.child.wait()
         end = time.monotonic() + limit_s
-        late = [one for one in descriptors if not ended(one, max(0.0, end - time.monotonic()))]
+        late = [descriptor for descriptor in descriptors if not ended(descriptor, max(0.0, end - time.monotonic()))]
         for descriptor in descriptors:
             os.close(descriptor)
         assert not late, f"{len(late)} children live {limit_s:g} s after launch: {self.leftover_processes()}"
@@ -217,14 +217,14 @@ class Run:
 
     def leftover_processes(self) -> list[str]:
         """Known by where they write: a title for `ps` takes the place of the environment that /proc shows."""
-        found, mark = [], f"BUSRL_RUN_DIR={self.paths.root}".encode()
+        leftovers, mark = [], f"BUSRL_RUN_DIR={self.paths.root}".encode()
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdigit() and (
                     self._writes_here(entry) or mark in (entry / "environ").read_bytes().split(b"\0")
                 ):
-                    found.append(f"pid {entry.name}: {(entry / 'cmdline').read_bytes().decode(errors='replace')}")
-        return found
+                    leftovers.append(f"pid {entry.name}: {(entry / 'cmdline').read_bytes().decode(errors='replace')}")
+        return leftovers
 
     def _writes_here(self, entry: Path) -> bool:
         return os.readlink(entry / "fd" / "2").startswith(f"{self.paths.logs}/")

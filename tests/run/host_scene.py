@@ -22,14 +22,14 @@ def free_ports() -> int:
         try:
             taken[0].bind(("127.0.0.1", 0))
             first = taken[0].getsockname()[1]
-            for offset, one in enumerate(taken[1:], 1):
-                one.bind(("127.0.0.1", first + offset))
+            for offset, port in enumerate(taken[1:], 1):
+                port.bind(("127.0.0.1", first + offset))
             return int(first)
         except (OSError, OverflowError):
             continue
         finally:
-            for one in taken:
-                one.close()
+            for port in taken:
+                port.close()
 
 
 class Cable:
@@ -55,11 +55,11 @@ class Cable:
         return self
 
     def _lay(self) -> None:
-        one, other = self.names
+        first, other = self.names
         for name in self.names:
             _ip("netns", "add", name)
-        _ip("-n", one, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", other)
-        for name, address in ((one, "10.77.0.1/24"), (other, "10.77.0.2/24")):
+        _ip("-n", first, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", other)
+        for name, address in ((first, "10.77.0.1/24"), (other, "10.77.0.2/24")):
             _ip("-n", name, "addr", "add", address, "dev", "cable")
             for link in ("lo", "cable"):
                 _ip("-n", name, "link", "set", link, "up")

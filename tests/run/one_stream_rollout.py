@@ -13,7 +13,7 @@ make_engine = rollout.make_engine
 def one_stream(topology, process=""):
     engine = make_engine(topology, process)
     submit = engine.submit
-    engine.submit = lambda requests: submit([replace(one, segment=0) for one in requests])
+    engine.submit = lambda requests: submit([replace(request, segment=0) for request in requests])
     return engine
 
 

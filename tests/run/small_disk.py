@@ -99,8 +99,8 @@ def disk_fills_up(folder: Path) -> None:
         run.until("training to pause", lambda: "training pauses" in run.output.read_text())
         before = run.processes()
         run.let_pass(7.0)  # longer than limits.progress_s: waiting is no reason to be killed
-        assert {name: one.pid for name, one in run.processes().items()} == {
-            name: one.pid for name, one in before.items()
+        assert {name: process.pid for name, process in run.processes().items()} == {
+            name: process.pid for name, process in before.items()
         }, run.tail()
         filler.unlink()
         run.until("training to go on", lambda: "training continues" in run.output.read_text())

@@ -63,8 +63,8 @@ def next_victim(run: Run, chance: random.Random, victims: list[str]) -> tuple[st
 
 
 def ready(run: Run, name: str):
-    found = run.processes().get(name)
-    return found if found is not None and found.state == "ready" else None
+    process = run.processes().get(name)
+    return process if process is not None and process.state == "ready" else None
 
 
 def drawn_per_ended(run: Run) -> float:
@@ -80,8 +80,8 @@ def clients(run: Run) -> Iterator[list[subprocess.Popen[str]]]:
     with ExitStack() as stack:
         quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         started = [stack.enter_context(subprocess.Popen(command, **quiet)) for command in commands]
-        for one in started:
-            stack.callback(one.kill)
+        for player in started:
+            stack.callback(player.kill)
         yield started
 
 
@@ -101,7 +101,7 @@ def test_a_storm_of_kills_costs_a_run_of_episodes_nothing_but_time(tmp_path: Pat
         calls = Ring.attach(run.paths.calls_name, calls=True)  # stays mapped past the end
         calls.register("agent", "the test")
         code = run.wait(LIMIT_S)
-        said = [one.communicate(timeout=LIMIT_S)[0].split()[0] for one in played]
+        said = [player.communicate(timeout=LIMIT_S)[0].split()[0] for player in played]
     check_end(run, code)
     calls.reap()  # what the last agent left in its last moment: the keeper had ended
     states, slots = {name: n for name, n in calls.stats().occupancy.items() if n}, calls.n_slots

@@ -76,7 +76,7 @@ def slots_of_calls(run: Run) -> dict[str, int]:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.long
@@ -92,18 +92,18 @@ def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
               config=config, steps=3)
     with running(run):
         check_end(run, run.wait())
-    samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
-    assert len(samples) >= 3 * 8 * 4 and {len(one.seqs) for one in samples} == {1}
-    assert {len(one.turn_array()) for one in samples} == {3}
+    samples = [sample for record in Wal(run.paths.wal).records() for sample in record.samples]
+    assert len(samples) >= 3 * 8 * 4 and {len(sample.seqs) for sample in samples} == {1}
+    assert {len(sample.turn_array()) for sample in samples} == {3}
     measured = [row["mismatch"] for row in run.metrics() if row["mismatch"] is not None]
     assert measured and max(measured) < 1e-4, "what was trained is not what was drawn"
-    shown = [one for one in read_lines(run.paths.samples) if one["versions"] == [one["step"] - 1]]
-    assert shown and all(one["logprob_gap"]["most"] < 1e-4 for one in shown), "of every turn of what people see"
+    shown = [line for line in read_lines(run.paths.samples) if line["versions"] == [line["step"] - 1]]
+    assert shown and all(line["logprob_gap"]["most"] < 1e-4 for line in shown), "of every turn of what people see"
     for row in run.metrics():
         assert row["episodes"]["prefix_hit_share"] > 0.1, "no row was continued"
         assert 0 < row["episodes"]["computed_per_trained"] < row["episodes"]["context_tokens_mean"]
         assert row["episodes"]["unparsed"] == row["episodes"]["overridden"] == row["episodes"]["refused"] == 0
-    assert {0.0} != {sum(one.turn_rewards) for one in samples}
+    assert {0.0} != {sum(sample.turn_rewards) for sample in samples}
 
 
 @pytest.mark.long
@@ -121,12 +121,12 @@ def test_an_episodes_return_is_a_part_and_its_turns_rewards_are_added(
     with running(run):
         check_end(run, run.wait())
     kept = {row["uid"]: row for row in read_lines(run.paths.samples)}
-    samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
-    assert samples and any(one.reward != samples[0].reward for one in samples)
-    for one in samples:
-        parts = kept[one.uid]["reward_parts"]
+    samples = [sample for record in Wal(run.paths.wal).records() for sample in record.samples]
+    assert samples and any(sample.reward != samples[0].reward for sample in samples)
+    for sample in samples:
+        parts = kept[sample.uid]["reward_parts"]
         assert set(parts) >= {"agent", "odd"} and parts["agent"] == int(parts["agent"]) < 7
-        assert one.reward == pytest.approx(parts["agent"] + 0.5 * parts["odd"] + sum(one.turn_rewards))
+        assert sample.reward == pytest.approx(parts["agent"] + 0.5 * parts["odd"] + sum(sample.turn_rewards))
     assert all({"agent", "odd"} <= row["reward_parts"].keys() for row in run.metrics())
 
 
@@ -145,7 +145,7 @@ def test_what_an_episode_does_decides_what_becomes_of_its_sample(tmp_path: Path,
     told = " ".join(line["text"] for line in read_lines(run.paths.errors))
     for words in ("a fault of the user's", "agents.episode_s", "without a model call", "with this episode alone"):
         assert words in told, words
-    rewards = {one.reward for record in Wal(run.paths.wal).records() for one in record.samples}
+    rewards = {sample.reward for record in Wal(run.paths.wal).records() for sample in record.samples}
     assert {0.25, -1.0} <= rewards, "Failed, and a budget that was used up, are trained"
     assert run.restarts("agent/0") == 0
 

@@ -63,9 +63,9 @@ def test_agents_on_a_host_train_a_run_whoever_dies_there(tmp_path: Path, quickst
 
 
 def samples_of(run: Run) -> dict[int, SampleRecord]:
-    found = [one for record in Wal(run.paths.wal).records() for one in record.samples]
-    assert len({one.uid for one in found}) == len(found), "one is trained twice"
-    return {one.uid: one for one in found}
+    samples = [sample for record in Wal(run.paths.wal).records() for sample in record.samples]
+    assert len({sample.uid for sample in samples}) == len(samples), "one is trained twice"
+    return {sample.uid: sample for sample in samples}
 
 
 @pytest.mark.long
@@ -83,8 +83,9 @@ def test_episodes_on_another_host_are_trained_bit_for_bit_alike(
         assert host.wait(30) == 0, host.tail()
     check_end(home, 0)
     there, here = samples_of(home), samples_of(alone)
-    assert there == here and {len(one.seqs) for one in here.values()} == {3}
-    assert len({sum(one.turn_rewards) for one in here.values()}) > 1 and len({one.reward for one in here.values()}) > 1
+    assert there == here and {len(sample.seqs) for sample in here.values()} == {3}
+    assert len({sum(sample.turn_rewards) for sample in here.values()}) > 1
+    assert len({sample.reward for sample in here.values()}) > 1
     kept = [{row["uid"]: row for row in read_lines(run.paths.samples)} for run in (home, alone)]
     assert kept[0].keys() == kept[1].keys()
     for uid, row in kept[0].items():
@@ -110,9 +111,9 @@ def test_a_lost_host_of_agents_costs_tokens_and_no_sample(
             assert home.wait() == 0, home.tail()
             assert second.wait(30) == 0, second.tail()
     check_end(home, 0)
-    for one in samples_of(home).values():
-        _, begin, end, _ = max(one.turn_array().tolist(), key=lambda turn: turn[3])
-        assert one.reward == len(one.turn_array()) + (end - begin) % 5, "a reward of that host judged it"
+    for sample in samples_of(home).values():
+        _, begin, end, _ = max(sample.turn_array().tolist(), key=lambda turn: turn[3])
+        assert sample.reward == len(sample.turn_array()) + (end - begin) % 5, "a reward of that host judged it"
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_samples_that_a_hosts_clients_leave_are_played_at_home(
     with running(home), running(host):
         told = host.told("serve-0")
         root, key = told["base_url"].removesuffix("/v1"), Path(told["key"]).read_text()
-        claimed = [one["episode"] for one in claim(root, key, 4)]
+        claimed = [task["episode"] for task in claim(root, key, 4)]
         assert home.wait() == 0, home.tail()  # with the silent client's samples, in the order of their draws
         assert host.wait(30) == 0, host.tail()
     check_end(home, 0)

@@ -48,14 +48,18 @@ def group(first: int) -> dict[str, Any]:
 
 def check_posted(run: Run, *firsts: int) -> None:
     """The groups by hand were trained once, with their ids, log-probabilities and scores."""
-    samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
+    samples = [sample for record in Wal(run.paths.wal).records() for sample in record.samples]
     for first in firsts:
         want = group(first)
-        own = [one for one in samples if np.frombuffer(one.token_ids, np.int32)[0] == first and len(one.turns) == 8
-               and one.logprobs == np.array([-0.5, -1.5, -2.5], np.float32).tobytes()]
-        assert sorted(one.reward for one in own) == want["scores"]
-        assert sorted(np.frombuffer(one.token_ids, np.int32).tolist() for one in own) == want["tokens"]
-        assert len({one.group for one in own}) == 1
+        logprobs = np.array([-0.5, -1.5, -2.5], np.float32).tobytes()
+        posted = [
+            sample for sample in samples
+            if np.frombuffer(sample.token_ids, np.int32)[0] == first and len(sample.turns) == 8
+            and sample.logprobs == logprobs
+        ]
+        assert sorted(sample.reward for sample in posted) == want["scores"]
+        assert sorted(np.frombuffer(sample.token_ids, np.int32).tolist() for sample in posted) == want["tokens"]
+        assert len({sample.group for sample in posted}) == 1
 
 
 @pytest.mark.long

@@ -35,7 +35,7 @@ SETTINGS = [
 
 
 def size_of(path: Path) -> int:
-    return sum(one.stat().st_size for one in (path, *(one for _, one in parts(path))))
+    return sum(file.stat().st_size for file in (path, *(file for _, file in parts(path))))
 
 
 @pytest.mark.long
@@ -44,8 +44,8 @@ def test_a_run_keeps_a_tiny_bound_and_its_readers_survive_deaths(
 ) -> None:
     (tmp_path / "words.py").write_text(REWARD)
     sinks = json.dumps([f"{ROOT}/examples/extending/sink.py:Table"])
-    own = [f"reward.function={tmp_path}/words.py:right", f"sinks.to={sinks}"]
-    run = Run(tmp_path / "run", *SETTINGS, *own, config=ROOT / "configs" / "scripted.toml", steps=STEPS)
+    settings = [f"reward.function={tmp_path}/words.py:right", f"sinks.to={sinks}"]
+    run = Run(tmp_path / "run", *SETTINGS, *settings, config=ROOT / "configs" / "scripted.toml", steps=STEPS)
     followed = tmp_path / "followed"
     with running(run), open(followed, "wb") as out:
         run.until("the reward's log", (run.paths.logs / "reward-0.log").exists)

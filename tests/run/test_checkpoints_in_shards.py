@@ -36,7 +36,7 @@ def test_a_run_continues_during_a_save_and_another_begins_from_it(
     assert main(["export", str(first.directory), "--out", str(tmp_path / "model")]) == 0
     named = dict(AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"), dtype="auto").named_parameters())
     shards = Shards(saved)
-    assert all(torch.equal(one, shards.whole(f"weights.{name}")) for name, one in named.items())
+    assert all(torch.equal(tensor, shards.whole(f"weights.{name}")) for name, tensor in named.items())
     capsys.readouterr()
     assert main(["evaluate", str(first.directory), "--samples", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] > 0

@@ -133,8 +133,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """)
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir()
-        own = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
-        self.begin("munged", "--foreground", "--force", f"--socket={socket}", *own)
+        options = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
+        self.begin("munged", "--foreground", "--force", f"--socket={socket}", *options)
         self.begin("slurmctld", "-D")
         for node in NODES:
             self.begin("slurmd", "-D", "-N", node, name=node)
@@ -182,8 +182,8 @@ class Job(Run):
         self.script = folder / "job.sh"
 
     def start(self, *arguments: str) -> Run:
-        given = [word for one in self.settings for word in ("--set", one)]
-        emit = ["busrl", "launch", str(self.config), "--run-dir", str(self.directory), *given, "--emit", "slurm"]
+        words = [word for setting in self.settings for word in ("--set", setting)]
+        emit = ["busrl", "launch", str(self.config), "--run-dir", str(self.directory), *words, "--emit", "slurm"]
         self.forget()
         environment = {**os.environ, **self.env}
         self.script.write_text(subprocess.run(

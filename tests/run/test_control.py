@@ -26,11 +26,11 @@ def decided_again(run: Run) -> list[dict[str, Any] | None]:
     settings = control_settings(Topology.from_json(run.paths.topology.read_text()))
     assert settings is not None
     controller = Controller(settings)
-    found = []
+    lines = []
     for line in valid_lines(run.paths.decisions).values():
         decision = controller.observe(Inputs.from_dict(line))
-        found.append(decision.to_dict() if decision else None)
-    return found
+        lines.append(decision.to_dict() if decision else None)
+    return lines
 
 
 def check_decisions(run: Run) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def check_decisions(run: Run) -> list[dict[str, Any]]:
 def test_a_killed_learner_goes_on_deciding_as_if_nothing_had_happened(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", *JUMPY, steps=26)
     with running(run):
-        run.until("a decision", lambda: any((one["decision"] or {}).get("applied") for one in lines_of(run)))
+        run.until("a decision", lambda: any((line["decision"] or {}).get("applied") for line in lines_of(run)))
         run.kill("learner")
         code = run.wait()
     check_end(run, code)
@@ -92,7 +92,7 @@ def test_budgets_count_groups_where_the_batch_varies(tmp_path: Path, quickstart:
     assert rows[-1]["groups_total"] == sum(row["groups"] for row in rows)
     rounds = read_lines(run.paths.validation)
     assert rounds[0]["round"] == 0 and rounds[-1]["round"] == rows[-1]["step"]
-    between = [one["groups"] // 40 for one in rounds[1:-1]]
+    between = [row["groups"] // 40 for row in rounds[1:-1]]
     assert between and between == sorted(set(between)) and between[-1] <= 3
     saved = [row for row in rows if row["checkpoint_s"] > 0]
     assert len(saved) == rows[-2]["groups_total"] // 40

@@ -39,7 +39,7 @@ def refused(run: Run, verb: str, key: str, value: str) -> str:
 
 
 def busrl(*arguments: object) -> int:
-    return main([str(one) for one in arguments])
+    return main([str(argument) for argument in arguments])
 
 
 def word(run: Run, name: HeaderWord) -> int:
@@ -83,7 +83,7 @@ def test_each_control_verb_works_amid_dying_processes_without_any_loss(
         old = {name: run.kill(name) for name in ("scheduler", "rollout/0", "learner")}
         for name, pid in old.items():
             until(run, f"{name} was ready again", lambda name=name, pid=pid: (
-                (one := run.processes().get(name)) and one.pid != pid and one.state == "ready"))
+                (process := run.processes().get(name)) and process.pid != pid and process.state == "ready"))
 
         assert "learner.lr = 1e-05" in done(run, "set", "learner.lr", "1e-5")
         assert 'scheduler.policy = "sjf"' in done(run, "set", "scheduler.policy", "sjf")
@@ -112,7 +112,7 @@ def test_each_control_verb_works_amid_dying_processes_without_any_loss(
         run.start()
         until(run, "the run said what is in force", lambda: "still in force: paused by" in run.text())
         until(run, "rollouts were ready", lambda: {"rollout/0", "rollout/1"} <= {
-            one.label for one in run.processes().values() if one.state == "ready"})
+            process.label for process in run.processes().values() if process.state == "ready"})
         assert word(run, HeaderWord.GENERATION_PAUSE) & PAUSED and run.step() <= paused_at + 1
         assert "it goes on" in done(run, "resume")
         assert "not paused" in done(run, "resume")

@@ -94,7 +94,7 @@ def test_a_trained_set_is_remade_from_an_earlier_checkpoint_and_the_log(
         run.start()
         code = run.wait()
     assert "from the checkpoint before and the log" in run.text(), run.tail()
-    assert code == 1 and {one.kind for one in run.audit().errors} == {"train_log_disagrees"}, run.tail()
+    assert code == 1 and {error.kind for error in run.audit().errors} == {"train_log_disagrees"}, run.tail()
     assert len(TrainedSet.load(run.paths.checkpoints / "global_step_30" / "trained.bin")) == run.audit().counts.trained
 
 
@@ -180,11 +180,11 @@ def damages_of(directory: Path) -> list[tuple[str, list[str], Callable[[bytes], 
     names = [str(path.relative_to(directory)) for path in sorted(directory.rglob("*")) if path.is_file()]
     names = [name for name in names if not name.endswith(".lock")]
     people = [name for name in names if FOR_PEOPLE.fullmatch(name) and name != "train.jsonl"]
-    found = [("all files for people", people, damage) for damage in DAMAGES]
-    for at, name in enumerate(one for one in names if one not in people):
+    cases = [("all files for people", people, damage) for damage in DAMAGES]
+    for at, name in enumerate(name for name in names if name not in people):
         chosen = [DAMAGES[at % len(DAMAGES)]] if name.startswith("checkpoints/") else DAMAGES
-        found += [(name, [name], damage) for damage in chosen]
-    return found
+        cases += [(name, [name], damage) for damage in chosen]
+    return cases
 
 
 def newest_log(directory: Path) -> str:
@@ -196,7 +196,7 @@ def newest_log(directory: Path) -> str:
 def check_told(run: Run, kinds: set[str]) -> None:
     """The goal was reached, the audit found these kinds of errors alone, and no sample is lost or doubled."""
     report = run.audit()
-    assert {one.kind for one in report.errors} == kinds and report.counts.step == GOAL, run.tail()
+    assert {error.kind for error in report.errors} == kinds and report.counts.step == GOAL, run.tail()
     assert report.counts.lost == 0 and report.counts.trained_twice == 0 and run.leftovers() == [], report
 
 
@@ -250,6 +250,6 @@ def test_a_start_beside_any_damaged_file_continues_or_names_it_without_loss(kill
         return problem and f"=== {what}, {damage.__name__}: {problem}"
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        jobs = [threads.submit(tried, at, *one) for at, one in enumerate(damages_of(killed))]
+        jobs = [threads.submit(tried, at, *damage) for at, damage in enumerate(damages_of(killed))]
         problems = [problem for job in jobs if (problem := job.result())]
     assert not problems, "\n".join(problems)

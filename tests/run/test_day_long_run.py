@@ -29,10 +29,10 @@ def family(pid: int) -> list[int]:
     """A process and what it has started."""
     try:
         files = Path(f"/proc/{pid}/task").glob("*/children")
-        children = [int(one) for file in files for one in file.read_text().split()]
+        children = [int(pid) for file in files for pid in file.read_text().split()]
     except OSError:
         return [pid]
-    return [pid, *(one for child in children for one in family(child))]
+    return [pid, *(descendant for child in children for descendant in family(child))]
 
 
 def taken(pids: list[int]) -> tuple[int, int]:
@@ -53,9 +53,11 @@ def disk(run: Run) -> dict[str, int]:
     paths = run.paths
     files = [paths.metrics, paths.samples, paths.groups, paths.errors, paths.scheduler_log, *paths.pace.glob("*.jsonl"),
              *paths.logs.glob("*.log")]
-    found = {one.name: sum(p.stat().st_size for p in (one, *(q for _, q in parts(one))) if p.exists()) for one in files}
-    kept = [one for folder in (paths.checkpoints, paths.wal) for one in folder.rglob("*")]
-    return found | {"state": sum(one.stat().st_size for one in kept if one.is_file())}
+    sizes = {
+        file.name: sum(p.stat().st_size for p in (file, *(q for _, q in parts(file))) if p.exists()) for file in files
+    }
+    kept = [path for folder in (paths.checkpoints, paths.wal) for path in folder.rglob("*")]
+    return sizes | {"state": sum(path.stat().st_size for path in kept if path.is_file())}
 
 
 @pytest.mark.slow
@@ -64,9 +66,9 @@ def test_memory_descriptors_and_disk_of_every_process_stay_where_they_were(quick
     """`BUSRL_SOAK_STEPS=100000` is a day and more of most runs."""
     trace = tmp_path / "trace.jsonl"
     rows = [{"prompt": f"{n}", "answer": f"{n}", "lengths": [7 + n % 5, 12], "rewards": [1, 0]} for n in range(64)]
-    own = f"data.train={trace}"
+    source = f"data.train={trace}"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = Run(tmp_path / "run", *SETTINGS, own, config=ROOT / "configs" / "scripted.toml", steps=STEPS)
+    run = Run(tmp_path / "run", *SETTINGS, source, config=ROOT / "configs" / "scripted.toml", steps=STEPS)
     seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
     state = []
     with running(run):
@@ -74,7 +76,7 @@ def test_memory_descriptors_and_disk_of_every_process_stay_where_they_were(quick
             at = STEPS * n // (SAMPLES + 1)
             run.until(f"step {at}", lambda at=at: run.step() >= at, limit_s=600 + STEPS)
             assert run.child is not None
-            others = {name: one.pid for name, one in run.processes().items()}
+            others = {name: process.pid for name, process in run.processes().items()}
             for name, pid in others.items():
                 seen[name].append(taken(family(pid) if name.startswith("reward") else [pid]))
             seen["launch"].append(taken([run.child.pid]))
@@ -83,7 +85,7 @@ def test_memory_descriptors_and_disk_of_every_process_stay_where_they_were(quick
     table = {}
     for name, samples in seen.items():
         middle, end = samples[len(samples) // 3 : len(samples) * 2 // 3], samples[len(samples) * 2 // 3 :]
-        table[name] = [int(statistics.median(one[k] for one in part)) for k in (0, 1) for part in (middle, end)]
+        table[name] = [int(statistics.median(row[k] for row in part)) for k in (0, 1) for part in (middle, end)]
     print(json.dumps(table | {"state": state[:: SAMPLES // 4]}, indent=1))
     assert {"bus", "keeper", "scheduler", "learner", "rollout/0", "reward/0", "launch"} <= table.keys()
     for name, (memory, later_memory, descriptors, later_descriptors) in table.items():

@@ -61,7 +61,8 @@ def with_untrained(run: Run) -> None:
     assert all(path.read_bytes().startswith(HEAD) for path in run.paths.wal.glob("*.wal"))
     rows = {row["step"]: row for row in run.metrics() if "lr" in row}
     for record in Wal(run.paths.wal).records():
-        turns = np.concatenate([one.turn_array() for one in record.samples])
+        turns = np.concatenate([sample.turn_array() for sample in record.samples])
         trained = int((turns[:, 2] - turns[:, 1])[turns[:, 3] % 2 == 1].sum())
         assert rows[record.step]["tokens"] == trained
-        assert rows[record.step]["masked"].get("untrained", 0) == sum(one.tokens for one in record.samples) - trained
+        drawn = sum(sample.tokens for sample in record.samples)
+        assert rows[record.step]["masked"].get("untrained", 0) == drawn - trained

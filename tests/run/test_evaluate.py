@@ -40,22 +40,22 @@ def rounds(run: Run) -> dict[int, dict[str, Any]]:
 
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     assert main(["evaluate", *map(str, arguments), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return figures
 
 
 @pytest.mark.parametrize("step", [0, STEPS])
 def test_a_checkpoint_has_the_mean_of_the_run_s_own_round(
     done: Run, step: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found, told = evaluated(capsys, done.directory, "--checkpoint", step), rounds(done)[step]
-    assert found["mean"] == pytest.approx(told["val/reward"], abs=1e-9) and found["samples"] == told["samples"]
-    assert found["length"] == pytest.approx(told["val/length"]) and found["failed"] == 0
-    rows = [json.loads(line) for line in Path(found["rows"]).read_text().splitlines()]
-    assert Path(found["rows"]) == done.directory / "evaluated" / f"step_{step}.jsonl" and len(rows) == 32
+    figures, told = evaluated(capsys, done.directory, "--checkpoint", step), rounds(done)[step]
+    assert figures["mean"] == pytest.approx(told["val/reward"], abs=1e-9) and figures["samples"] == told["samples"]
+    assert figures["length"] == pytest.approx(told["val/length"]) and figures["failed"] == 0
+    rows = [json.loads(line) for line in Path(figures["rows"]).read_text().splitlines()]
+    assert Path(figures["rows"]) == done.directory / "evaluated" / f"step_{step}.jsonl" and len(rows) == 32
     mean = sum(row["reward"] for row in rows) / 32
     spread = (sum((row["reward"] - mean) ** 2 for row in rows) / 31 / 32) ** 0.5
-    assert found["mean"] == pytest.approx(mean) and found["standard_error"] == pytest.approx(spread)
+    assert figures["mean"] == pytest.approx(mean) and figures["standard_error"] == pytest.approx(spread)
     assert all(row["prompt"].endswith("=") and row["completion"] and row["finish"] == "end" for row in rows)
 
 
@@ -100,7 +100,7 @@ class GivesUp:
 
     def submit(self, requests: Sequence[Request]) -> None:
         logprobs, versions = (np.ones(len(self.ids), kind) for kind in (np.float32, np.uint32))
-        self.ended = [Finished(one.key, self.ids, -logprobs, versions, self.finish) for one in requests]
+        self.ended = [Finished(request.key, self.ids, -logprobs, versions, self.finish) for request in requests]
         self.active = len(requests)
 
     def step(self) -> list[Finished]:

@@ -27,9 +27,9 @@ sys.stdin.readline()
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Iterator[Ring]:
-    made = Ring.create(str(tmp_path / "ring"), slots=4, slot_bytes=1024, processes=4, uuid=uuid.uuid4().bytes)
-    yield made
-    made.close()
+    ring = Ring.create(str(tmp_path / "ring"), slots=4, slot_bytes=1024, processes=4, uuid=uuid.uuid4().bytes)
+    yield ring
+    ring.close()
 
 
 class Holder:

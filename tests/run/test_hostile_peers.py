@@ -27,9 +27,9 @@ BROKEN = 3
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return min(port, 65534)
 
 
@@ -38,22 +38,22 @@ def break_descriptors(run: Run) -> list[int]:
     ring = Ring.attach(run.paths.ring_name, read_only=True)
     layout = header(run.paths.ring_file)
     descriptor = os.open(run.paths.ring_file, os.O_RDWR)
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
 
     def some() -> bool:
         lines = ring.lines()
-        for slot in (lines["state"] == State.GENERATING).nonzero()[0].tolist()[: BROKEN - len(found)]:
+        for slot in (lines["state"] == State.GENERATING).nonzero()[0].tolist()[: BROKEN - len(counts)]:
             at = layout["table_off"] + slot * (128 + 48 * 128) + 128 + 0x28
             os.pwrite(descriptor, (8).to_bytes(8, "little"), at)
-            found[int(lines["uid"][slot])] = slot
-        return len(found) >= BROKEN
+            counts[int(lines["uid"][slot])] = slot
+        return len(counts) >= BROKEN
 
     try:
         run.until("samples were in generation", some)
     finally:
         os.close(descriptor)
         ring.close()
-    return list(found)
+    return list(counts)
 
 
 def header(path: Path) -> dict[str, int]:

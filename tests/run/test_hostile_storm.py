@@ -77,24 +77,24 @@ class Strangers(threading.Thread):
 
     def come(self, port: int) -> None:
         """Fill up to STRANGERS connections; those that were cut off are replaced."""
-        kept = [one for one in self.here.get(port, ()) if not cut_off(one)]
+        kept = [connection for connection in self.here.get(port, ()) if not cut_off(connection)]
         for number in range(len(kept), STRANGERS):
             with suppress(OSError):
-                one = socket.create_connection(("127.0.0.1", port), timeout=1.0)
-                one.sendall(GARBAGE[number % len(GARBAGE)])
-                kept.append(one)
+                connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
+                connection.sendall(GARBAGE[number % len(GARBAGE)])
+                kept.append(connection)
                 self.opened += 1
         self.here[port] = kept
 
     def leave(self, port: int) -> None:
-        for one in self.here.pop(port):
-            one.close()
+        for connection in self.here.pop(port):
+            connection.close()
 
 
-def cut_off(one: socket.socket) -> bool:
-    one.setblocking(False)
+def cut_off(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        return one.recv(1 << 16) == b""
+        return connection.recv(1 << 16) == b""
     except BlockingIOError:
         return False
     except OSError:

@@ -50,8 +50,8 @@ def played(record: dict[str, str], *replies: str) -> float:
         async def chat(self, messages: list[Any]) -> dict[str, Any]:
             return {"role": "assistant", "content": rest.pop(0)}
 
-    found: float = asyncio.run(written(init.AGENT)["episode"](record, Model()))
-    return found
+    reward: float = asyncio.run(written(init.AGENT)["episode"](record, Model()))
+    return reward
 
 
 @pytest.mark.parametrize("again", [0, 7])
@@ -100,9 +100,9 @@ def test_the_written_case_describes_itself_and_passes_check(
     assert busrl("keys", "init", env=env).returncode == 0
     done = busrl("init", case, "--model", model, "--out", tmp_path / "mine", "--data", data, *options, env=env)
     assert done.returncode == 0, done.stderr
-    made = tmp_path / "mine" / f"{case}.toml"
-    assert holds in made.read_text() and "#" in made.read_text()
-    checked = busrl("check", made, env=env)
+    config = tmp_path / "mine" / f"{case}.toml"
+    assert holds in config.read_text() and "#" in config.read_text()
+    checked = busrl("check", config, env=env)
     assert checked.returncode == 0, checked.stderr
     prompt = json.loads((tmp_path / "mine" / "train.jsonl").read_text().splitlines()[0])["prompt"]
     assert ("Think step by step" in prompt) == (case not in ("own", "chat"))

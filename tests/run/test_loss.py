@@ -29,7 +29,7 @@ def faulty_run(tmp_path: Path, *entries: str, steps: int = STEPS) -> Run:
 
 def nobody_was_killed(run: Run) -> bool:
     """Nobody, that is, for being silent."""
-    return not any(one.get("killed_for_silence") for one in run.summary()["processes"].values())
+    return not any(process.get("killed_for_silence") for process in run.summary()["processes"].values())
 
 
 def counts(run: Run) -> Iterator[tuple[str, Counter[str]]]:
@@ -46,7 +46,7 @@ def test_with_every_message_lost_the_quickstart_finishes_with_a_clean_audit(tmp_
     run = faulty_run(tmp_path, "{drop=1.0}")
     for role, count in counts(run):
         assert count["passed"] == 0 and count["lost"] > 0, (role, count)
-    assert all(one["restarts"] == 0 for name, one in run.summary()["processes"].items() if name != "launch")
+    assert all(process["restarts"] == 0 for name, process in run.summary()["processes"].items() if name != "launch")
 
 
 @pytest.mark.slow
@@ -89,8 +89,8 @@ def test_a_broker_that_is_killed_every_two_seconds_kills_nobody_else(tmp_path: P
         code = run.wait()
     check_end(run, code)
     assert killed >= 3 and run.restarts("bus") == killed and nobody_was_killed(run), run.summary()["processes"]
-    others = {name: one for name, one in run.summary()["processes"].items() if name not in ("bus", "launch")}
-    assert all(one["restarts"] == 0 for one in others.values()), others
+    others = {name: process for name, process in run.summary()["processes"].items() if name not in ("bus", "launch")}
+    assert all(process["restarts"] == 0 for process in others.values()), others
 
 
 @pytest.mark.slow

@@ -28,9 +28,9 @@ tag = "short"
 
 def make_all(folder: Path) -> Path:
     """The quickstart with its prompts in two sources, one of them a function."""
-    made = paths("tiny:sort")
-    assert made is not None
-    lines = made.train.read_text().splitlines()
+    files = paths("tiny:sort")
+    assert files is not None
+    lines = files.train.read_text().splitlines()
     folder.mkdir()
     (folder / "long.jsonl").write_text("\n".join(lines[:50]) + "\n")
     (folder / "short.jsonl").write_text("\n".join(lines[50:70]) + "\n")
@@ -57,9 +57,9 @@ def test_a_mixture_resumes_at_the_exact_draw_and_cannot_be_another(
         code = run.start().wait()
         check_end(run, code)
     assert "prompts of short: 20 of 21 rows, 1 left out by where" in run.text()
-    (made,) = (run.directory / "data").iterdir()
+    (data,) = (run.directory / "data").iterdir()
     topology = Topology.from_json(run.paths.topology.read_text())
-    assert Path(topology.data.train) == made
+    assert Path(topology.data.train) == data
     draws = sorted({uid // (2 * topology.groups.size) for uid, _ in trained(run)})
     with training_stream(topology) as stream:
         tags = Counter(json.loads(stream.item(draw).line)["tag"] for draw in draws)
@@ -67,7 +67,7 @@ def test_a_mixture_resumes_at_the_exact_draw_and_cannot_be_another(
     assert len(draws) >= 64 and 0.6 < tags["long"] / len(draws) < 0.9
     by = [row["by"] for row in run.metrics() if "replayed" not in row]
     assert len(by) >= 6 and set().union(*by) == {"long", "short"}
-    assert all({"reward", "pass_rate", "length"} <= set(one) for row in by for one in row.values())
+    assert all({"reward", "pass_rate", "length"} <= set(figures) for row in by for figures in row.values())
     rows = [json.loads(line) for line in run.paths.samples.read_text().splitlines()]
     assert {row["record"]["tag"] for row in rows} == {"long", "short"}
     config.write_text(config.read_text().replace("weight = 3", "weight = 2"))
@@ -89,5 +89,5 @@ def test_a_moved_run_is_audited_with_its_own_prompts(tmp_path: Path, quickstart:
         check_end(run, run.wait())
     run.directory.rename(tmp_path / "moved")
     (tmp_path / "mine" / "long.jsonl").unlink()
-    found = Run(tmp_path / "moved", config=config).audit()
-    assert not found.errors and not any(one.rule == "prompts_unchecked" for one in found.findings)
+    report = Run(tmp_path / "moved", config=config).audit()
+    assert not report.errors and not any(finding.rule == "prompts_unchecked" for finding in report.findings)

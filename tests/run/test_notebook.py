@@ -43,8 +43,8 @@ def scripted(folder: Path, steps: int) -> dict[str, Any]:
 
 
 @given(st.dictionaries(WORDS, VALUES, max_size=4))
-def test_a_map_is_the_same_as_toml(found: dict[str, Any]) -> None:
-    assert tomllib.loads(notebook.toml(found)) == found
+def test_a_map_is_the_same_as_toml(settings: dict[str, Any]) -> None:
+    assert tomllib.loads(notebook.toml(settings)) == settings
 
 
 def test_a_value_that_toml_has_not_is_named() -> None:
@@ -91,14 +91,14 @@ def test_what_launch_says_against_a_topology_is_raised(tmp_path: Path, monkeypat
     assert not Path("runs").exists() and [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
-@pytest.mark.parametrize(("own", "said"), [({"name": "../a/b"}, "run.name"), (3, "run = 3")])
+@pytest.mark.parametrize(("key", "said"), [({"name": "../a/b"}, "run.name"), (3, "run = 3")])
 def test_a_name_that_no_run_may_have_makes_no_file_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Any, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: Any, said: str
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(UserError, match=said):
-        notebook.launch({**scripted(tmp_path / "here", 4), "run": own})
+        notebook.launch({**scripted(tmp_path / "here", 4), "run": key})
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "trace.jsonl"]
 
 

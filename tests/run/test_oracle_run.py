@@ -45,12 +45,12 @@ def two_updates(quickstart: None, tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 def test_every_number_of_a_run_follows_from_its_log_and_weights(two_updates: tuple[Run, Any]) -> None:
-    run, found = two_updates
-    assert found.wrong == [] and found.left_out == [], found.text()
-    assert found.done["loss"] == found.done["kl"] == found.done["mismatch"] == STEPS, found.text()
-    assert found.done["reward"] == STEPS, found.text()
-    assert found.done["tokens drawn"] > 1000 and found.done["validation samples"] > 20, found.text()
-    assert found.done["validation rounds"] == 3 and found.done["weights"] == 1, found.text()
+    run, report = two_updates
+    assert report.wrong == [] and report.left_out == [], report.text()
+    assert report.done["loss"] == report.done["kl"] == report.done["mismatch"] == STEPS, report.text()
+    assert report.done["reward"] == STEPS, report.text()
+    assert report.done["tokens drawn"] > 1000 and report.done["validation samples"] > 20, report.text()
+    assert report.done["validation rounds"] == 3 and report.done["weights"] == 1, report.text()
     rows = run.metrics()
     assert any(row["mismatch"] is not None for row in rows) and any(row["flat_share"] for row in rows)
     assert any(row["cut_share"] for row in rows) and max(row["segments_max"] for row in rows) == 3
@@ -87,8 +87,8 @@ def test_answers_of_several_versions_are_among_those_looked_at(two_updates: tupl
 def test_every_number_of_a_run_of_another_kind(
     settings: tuple[str, ...], tmp_path: Path, quickstart: None
 ) -> None:
-    _, found = finished(tmp_path / "run", *settings)
-    assert found.wrong == [] and found.left_out == [], found.text()
+    _, report = finished(tmp_path / "run", *settings)
+    assert report.wrong == [] and report.left_out == [], report.text()
 
 
 @pytest.mark.slow
@@ -102,8 +102,8 @@ def test_after_the_death_of_the_learner_the_numbers_are_right_still(tmp_path: Pa
             run.until("a group is set aside since the last step", lambda: groups(run)[-1:] not in ([], ["T"]))
             run.kill("learner")
         check_end(run, run.wait())
-    found = check(run.directory)
-    assert found.wrong == [] and found.done["loss"] == 12 and found.left_out == [], found.text()
+    report = check(run.directory)
+    assert report.wrong == [] and report.done["loss"] == 12 and report.left_out == [], report.text()
     rows, kinds = run.metrics(), groups(run)
     lines = (run.directory / "groups.jsonl").read_text().splitlines()[: len(kinds) - kinds[::-1].index("T")]
     draws = [draw for line in lines for draw in json.loads(line)["draws"]]

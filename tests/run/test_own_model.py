@@ -47,8 +47,8 @@ def test_a_model_with_too_few_positions_is_refused_up_front(verb: str, tmp_path:
 @pytest.mark.slow
 def test_a_model_with_rows_that_no_token_has_trains_on_tokens_alone(tmp_path: Path) -> None:
     """The quickstart's model of 16 tokens with 8 more rows, as likely as digits: nearly every answer would hold one."""
-    made = ensure("tiny:sort")
-    folder = widen(Path(made.model), tmp_path / "model", 24)
+    task = ensure("tiny:sort")
+    folder = widen(Path(task.model), tmp_path / "model", 24)
     run = Run(tmp_path / "run", f"model.path={folder}", steps=4)
     with running(run):
         code = run.wait()

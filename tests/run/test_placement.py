@@ -41,9 +41,9 @@ class Sshd:
             Path("/run/sshd").mkdir(exist_ok=True)
         options = {"Port": self.port, "ListenAddress": "127.0.0.1", "HostKey": folder / "server", "StrictModes": "no",
                    "AuthorizedKeysFile": folder / "allowed", "PidFile": "none", "UsePAM": "no"}
-        given = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
+        words = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
         self.log = open(folder / "sshd.log", "wb")  # noqa: SIM115
-        self.server = subprocess.Popen([program, "-D", "-e", "-f", "/dev/null", *given], stderr=self.log)
+        self.server = subprocess.Popen([program, "-D", "-e", "-f", "/dev/null", *words], stderr=self.log)
 
     def reach(self, scratch: Path) -> str:
         """The value of hosts.start that reaches a host through this server."""
@@ -54,8 +54,8 @@ class Sshd:
 
     def connections(self) -> list[int]:
         """Pids of the server's processes that each serve one connection."""
-        found = subprocess.run(["pgrep", "-P", str(self.server.pid)], capture_output=True, check=False).stdout.split()
-        return [int(pid) for pid in found]
+        done = subprocess.run(["pgrep", "-P", str(self.server.pid)], capture_output=True, check=False)
+        return [int(pid) for pid in done.stdout.split()]
 
     def close(self) -> None:
         self.server.terminate()

@@ -68,6 +68,6 @@ def again(topology: Topology, run: Run, lines: list[SkipLine]) -> None:
             rates = PassRates(Band(0.0, skip.max_pass_rate, skip.after, skip.rest), [PROMPTS])
             for draw, rewards in groups[: line.told]:
                 rates.ended(draw, stream.place(draw), sum(map(bool, rewards)), len(rewards))
-            found = PromptFilter(rates, stream.place, stream.epochs)
-            assert all(map(found.leaves_out, line.draws)) and rates.resting([line.draws[-1] // PROMPTS])[0] <= SOLVED
+            prompts = PromptFilter(rates, stream.place, stream.epochs)
+            assert all(map(prompts.leaves_out, line.draws)) and rates.resting([line.draws[-1] // PROMPTS])[0] <= SOLVED
             assert all(stream.place(draw).line % 3 == 0 for draw in line.draws)

@@ -33,8 +33,9 @@ def test_a_run_with_two_ranks_trains_every_sample_once(tmp_path: Path, quickstar
     with running(run):
         code = run.wait()
     check_end(run, code)
-    found = check(run.directory)  # the weights of its shards among them
-    assert found.wrong == found.left_out == [] and found.done["weights"] == 1 and found.done["kl"] == 3, found.text()
+    report = check(run.directory)  # the weights of its shards among them
+    assert report.wrong == report.left_out == [], report.text()
+    assert report.done["weights"] == 1 and report.done["kl"] == 3, report.text()
     compared = [row["parity"] for row in run.metrics() if row["parity_engines"]]
     assert len(compared) >= 2 and max(compared) < 1e-4
     assert run.paths.log("rank/1").exists() and run.restarts("rank/1") == run.restarts("learner") == 0
@@ -84,10 +85,10 @@ def test_a_deterministic_run_with_two_ranks_is_that_of_one(tmp_path: Path, quick
             check_end(run, run.wait())
         rows.append(run.metrics())
     # The same samples as long as the last bits of the weights draw the same tokens: at least in the first step.
-    one, two = (found[0] for found in rows)
-    assert two["tokens"] == one["tokens"]
-    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
-    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    alone, two = (of_run[0] for of_run in rows)
+    assert two["tokens"] == alone["tokens"]
+    assert two["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+    assert two["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -36,10 +36,10 @@ def test_ranks_of_two_hosts_take_the_steps_of_two_at_home(tmp_path: Path, quicks
             assert run.restarts("learner") == 0 and not run.paths.log("rank/1").exists()
             assert "the run is over" in host.text() and "ended with" not in host.text(), host.tail()
         rows.append(run.metrics())
-    one, two = ([[row[name] for name in ("tokens", "loss", "grad_norm")] for row in found] for found in rows)
+    alone, two = ([[row[name] for name in ("tokens", "loss", "grad_norm")] for row in of_run] for of_run in rows)
     # Float sums are those of the order in which samples came, which is mostly the same, and then to the bit.
-    assert [row[0] for row in one] == [row[0] for row in two]
-    assert np.allclose(one, two, rtol=1e-5, atol=1e-7), (one, two)
+    assert [row[0] for row in alone] == [row[0] for row in two]
+    assert np.allclose(alone, two, rtol=1e-5, atol=1e-7), (alone, two)
 
 
 AGAIN = ("validation.data=", "learner.checkpoint_every=3", "learner.parallel.collective_timeout_s=10")
@@ -55,11 +55,12 @@ def test_whatever_dies_of_a_learner_over_hosts_each_sample_is_trained_once(tmp_p
             pid = run.pid(name)
             run.kill(name)
             if name == "rank/1":
-                home.until("its name", lambda pid=pid: any(f"rank 1 on gpu-0 (pid {pid})" in one for one in said(home)))
+                title = f"rank 1 on gpu-0 (pid {pid})"
+                home.until("its name", lambda title=title: any(title in text for text in said(home)))
         home.until_step(10)
         pid = host.pid("rank/1")
         host.kill_launch()  # and with it all of its processes
-        home.until("its name", lambda: any(f"rank 1 on gpu-0 (pid {pid})" in one for one in said(home)))
+        home.until("its name", lambda: any(f"rank 1 on gpu-0 (pid {pid})" in text for text in said(home)))
         host.start()
         home.until_step(13)
         host.kill_launch()
@@ -82,7 +83,7 @@ def test_a_cut_between_ranks_is_named_in_time_and_the_run_continues(
         with running(home), running(host := Host(home, cable=cable)):
             home.until_step(2)
             cable.plug("down")
-            home.until("its name", lambda: any("rank 1 on gpu-0 (pid " in one for one in said(home)))
+            home.until("its name", lambda: any("rank 1 on gpu-0 (pid " in text for text in said(home)))
             cable.plug("up")
             assert home.wait(300) == 0, home.tail()
             assert host.wait(60) == 0, host.tail()

@@ -42,7 +42,7 @@ def test_a_prompt_that_kills_its_engine_is_quarantined_without_hurting_others(
     assert chr(fates.get(DEADLY)) == "P" and chr(fates.get(REROLL)) in "Tf", (fates.get(DEADLY), fates.get(REROLL))
     deaths = re.findall(r"dying of \d+ among (\d+)", run.paths.log("rollout/0").read_text())
     assert len(deaths) == run.restarts("rollout/0") == 4, deaths
-    assert [int(one) for one in deaths[2:]] == [1, 1] and min(int(one) for one in deaths[:2]) > 1, deaths
+    assert [int(death) for death in deaths[2:]] == [1, 1] and min(int(death) for death in deaths[:2]) > 1, deaths
     assert any(f"sample {DEADLY} is poison" in line["text"] for line in read_lines(run.paths.errors))
 
 
@@ -68,19 +68,19 @@ def entry(run: Run, pid: int) -> Process | None:
     except RingError:
         return None
     try:
-        return next((one for one in ring.processes() if one.pid == pid), None)
+        return next((process for process in ring.processes() if process.pid == pid), None)
     finally:
         ring.close()
 
 
 def waits(run: Run, pid: int, said: str) -> bool:
-    found = entry(run, pid)
-    return found is not None and found.activity == said
+    process = entry(run, pid)
+    return process is not None and process.activity == said
 
 
 def is_ready(run: Run, pid: int) -> bool:
-    found = entry(run, pid)
-    return found is not None and found.state == "ready" and not found.activity
+    process = entry(run, pid)
+    return process is not None and process.state == "ready" and not process.activity
 
 
 def holder(run: Run, name: str) -> int:
@@ -113,7 +113,8 @@ def test_a_waiting_second_process_takes_over_and_is_killed_if_it_stalls(
     text = run.text()
     assert f"killing {name} (pid {second.pid})" in text and "this launch did not start it" in text, text
     processes = run.summary()["processes"]
-    assert processes[name]["restarts"] == 1 and not any(one.get("killed_for_silence") for one in processes.values())
+    assert processes[name]["restarts"] == 1
+    assert not any(process.get("killed_for_silence") for process in processes.values())
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_two_runs_on_one_host_continue_side_by_side_without_meeting(tmp_path: Pa
         for run in runs:
             run.until_step(2)
         rings = [Ring.attach(run.paths.ring_name, read_only=True) for run in runs]
-        pids = [{one.pid for one in ring.processes()} for ring in rings]
+        pids = [{process.pid for process in ring.processes()} for ring in rings]
         assert rings[0].uuid != rings[1].uuid and not pids[0] & pids[1] and len(pids[0]) == len(pids[1]) == 7
         for ring in rings:
             ring.close()
@@ -153,7 +154,7 @@ def test_two_runs_on_one_host_continue_side_by_side_without_meeting(tmp_path: Pa
 def suspended(run: Run) -> Iterator[None]:
     """The whole run stands still, launch before its children, and goes on in the other order."""
     assert run.child is not None
-    names = {run.child.pid: "launch"} | {int(one.split()[1].rstrip(":")): one for one in run.leftover_processes()}
+    names = {run.child.pid: "launch"} | {int(line.split()[1].rstrip(":")): line for line in run.leftover_processes()}
     stopped = list(names)
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -176,4 +177,5 @@ def test_a_suspended_machine_continues_without_any_process_killed_for_it(tmp_pat
         code = run.wait()
     check_end(run, code)
     processes = run.summary()["processes"]
-    assert not any(one.get("restarts") or one.get("killed_for_silence") for one in processes.values()), processes
+    troubles = [process.get("restarts") or process.get("killed_for_silence") for process in processes.values()]
+    assert not any(troubles), processes

@@ -38,7 +38,7 @@ def test_the_waste_page_and_timeline_cover_ongoing_and_ended_runs(
     capsys.readouterr()
     assert main(["trace", str(run.directory), "-o", str(timeline)]) == 0
     assert "% of the decoding time falls into training" in capsys.readouterr().out
-    names = {one["name"] for one in json.loads(timeline.read_text())["traceEvents"]}
+    names = {event["name"] for event in json.loads(timeline.read_text())["traceEvents"]}
     assert {"step 12", "training", "decoding", "waits"} <= names
     assert 0 < (overlap(slices(read(run.directory))) or 0) < 1
     assert main(["audit", str(run.directory), "--waste", "--json"]) == 0

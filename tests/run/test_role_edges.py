@@ -36,8 +36,8 @@ class Called:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any, **_: Any) -> Any:
             self.calls.append((name, *arguments))
-            given = self.gives.get(name)
-            return given() if callable(given) else given
+            answer = self.gives.get(name)
+            return answer() if callable(answer) else answer
 
         return call
 
@@ -66,10 +66,10 @@ def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven(tmp_
     looks: list[float] = []
 
     def lines() -> Any:
-        made = np.zeros(2, [("state", np.uint8), ("owner", np.uint16)])
-        made[0] = (State.RESERVED, 4)  # a validator at work is nobody's predecessor
-        made[1] = (left.pop(0), 2)
-        return made
+        rows = np.zeros(2, [("state", np.uint8), ("owner", np.uint16)])
+        rows[0] = (State.RESERVED, 4)  # a validator at work is nobody's predecessor
+        rows[1] = (left.pop(0), 2)
+        return rows
 
     processes = [SimpleNamespace(index=2, pid=77, role="scheduler"), SimpleNamespace(index=4, pid=78, role="validator")]
     ring = Called(lines=lines, processes=lambda: processes)
@@ -78,7 +78,7 @@ def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven(tmp_
         tmp_path, "scheduler", parts(SimpleNamespace(limits=SimpleNamespace(ready_s=10.0)), ring)
     )
     role.idle = looks.append
-    role._reap_predecessor()
+    role.reap_predecessor()
     assert left == [] and len(looks) == 2 and [name for name, *_ in role.ring.calls].count("reap") == 3
 
 
@@ -90,7 +90,7 @@ def test_a_worker_awaiting_its_first_weights_ends_when_asked(tmp_path: Path) -> 
         raise WeightsTimeout("no version")
 
     role.receiver = Called(wait_for=late)
-    role._wait_for_weights(9)
+    role.wait_for_weights(9)
     assert role.stopping == "SIGTERM" and len(role.receiver.calls) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_broker_says_it_awaits_the_lock_of_its_dying_predecessor(tmp_path: Pat
     )
     assert child.stdout is not None and child.stdout.readline() == "waiting False\n"
     end, said = time.monotonic() + 30, f"waits for pid {os.getpid()}"
-    while not any(one.activity == said and one.deadline_s > 1e8 for one in ring.processes()):
+    while not any(process.activity == said and process.deadline_s > 1e8 for process in ring.processes()):
         assert time.monotonic() < end, ring.processes()
     while not RunPaths.of(tmp_path).errors.exists():
         assert time.monotonic() < end

@@ -36,8 +36,8 @@ def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, q
     taught = sum(row["tokens"] for row in rows[1:])
     assert rows[-1]["time_s"] - rows[0]["time_s"] > 0.00005 * taught * 0.9  # the learner's pace is kept
     page = (ROOT / "docs" / "operating.md").read_text()
-    found = {path.name for path in run.directory.iterdir() if path.suffix != ".lock"}
-    assert {name for name in found if f"`{name}" not in page} == set()
+    names = {path.name for path in run.directory.iterdir() if path.suffix != ".lock"}
+    assert {name for name in names if f"`{name}" not in page} == set()
 
 
 @pytest.mark.slow
@@ -60,15 +60,15 @@ def test_scripted_episodes_are_played_call_by_call(tmp_path: Path, quickstart: N
     text = text.replace('[reward]\nkind = "exact_match"', "[agents]\nepisodes = 64")
     text += '[[process]]\nrole = "agent"\nfunction = "busrl.agents.scripted:episode"\n'
     (tmp_path / "t.toml").write_text(text)
-    given = [*SCRIPTED, f"data.train={tmp_path}/episodes.jsonl", "groups.size=2", "learner.checkpoint_every=0",
+    settings = [*SCRIPTED, f"data.train={tmp_path}/episodes.jsonl", "groups.size=2", "learner.checkpoint_every=0",
              "process.rollout.count=1"]
-    run = Run(tmp_path / "run", *given, config=tmp_path / "t.toml", steps=2)
+    run = Run(tmp_path / "run", *settings, config=tmp_path / "t.toml", steps=2)
     with running(run):
         code = run.wait()
     check_end(run, code)
-    samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
-    found = {tuple((one.turn_array()[:, 2] - one.turn_array()[:, 1]).tolist()): one.reward for one in samples}
-    assert found == {(9, 5): 0.0, (7, 7, 3): 1.0} and {len(one.seqs) for one in samples} == {1}
+    samples = [sample for record in Wal(run.paths.wal).records() for sample in record.samples]
+    rewards = {tuple(sample.turn_lengths().tolist()): sample.reward for sample in samples}
+    assert rewards == {(9, 5): 0.0, (7, 7, 3): 1.0} and {len(sample.seqs) for sample in samples} == {1}
 
 
 def admitted(run: Run) -> int:
@@ -117,8 +117,8 @@ def test_a_learner_accumulating_beyond_the_silence_patience_is_not_killed(
 @pytest.mark.slow
 def test_a_bound_lowered_at_a_resume_ends_with_a_clean_audit(tmp_path: Path, quickstart: None) -> None:
     """What is in flight was admitted under the bound before; the ring that was left is larger than needed."""
-    given = [*SCRIPTED, "weights.max_staleness=4", "learner.checkpoint_every=0"]  # the log keeps all records
-    run = Run(tmp_path / "run", *given, config=ROOT / "configs" / "scripted.toml", steps=14)
+    settings = [*SCRIPTED, "weights.max_staleness=4", "learner.checkpoint_every=0"]  # the log keeps all records
+    run = Run(tmp_path / "run", *settings, config=ROOT / "configs" / "scripted.toml", steps=14)
     with running(run):
         for step, changed in ((5, "weights.max_staleness=1"), (9, "weights.mode=sync")):
             run.until_step(step)

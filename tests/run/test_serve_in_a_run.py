@@ -31,11 +31,11 @@ def post(url: str, key: str, body: Any) -> tuple[int, Any]:
 
 def claim(root: str, key: str, count: int) -> list[dict[str, Any]]:
     """Up to so many episodes, as soon as the run has one: its learner may still be starting."""
-    found: list[dict[str, Any]] = []
-    while not found:
-        status, found = post(f"{root}/busrl/v1/episodes", key, {"n": count, "wait_s": 10})
-        assert status == 200, found
-    return found
+    episodes: list[dict[str, Any]] = []
+    while not episodes:
+        status, episodes = post(f"{root}/busrl/v1/episodes", key, {"n": count, "wait_s": 10})
+        assert status == 200, episodes
+    return episodes
 
 
 def clients(run: Run) -> AbstractContextManager[None]:
@@ -53,7 +53,7 @@ def test_clients_over_http_train_a_run_and_silence_loses_an_episode(tmp_path: Pa
         assert Path(told["key"]).stat().st_mode & 0o777 == 0o600
         assert post(f"{root}/busrl/v1/episodes", "wrong", {})[0] == 401
         claimed = claim(root, key, 3)
-        assert 1 <= len(claimed) <= 3 and {one["class"] for one in claimed} == {"train"}
+        assert 1 <= len(claimed) <= 3 and {episode["class"] for episode in claimed} == {"train"}
         first, silent = claimed[0], claimed[-1]
         end = f"{root}/busrl/v1/episodes/{first['episode']}/end"
         assert post(end, first["api_key"], {})[1]["param"] == "reward"

@@ -51,7 +51,7 @@ def test_an_endpoint_with_another_model_ends_the_run_before_training(
     finally:
         endpoint.kill()
     assert run.metrics() == [] and run.audit().counts.trained == 0
-    told, end = [one for one in errors(run) if one["severity"] == "critical"]
+    told, end = [error for error in errors(run) if error["severity"] == "critical"]
     assert end["process"] == "launch" and "learner" in end["text"]
     assert told["process"] == "learner" and "engine openai, version 0" in told["text"]
     assert "more than learner.mismatch_limit = 1, which no arithmetic explains" in told["text"]
@@ -72,7 +72,7 @@ def test_a_disabled_limit_only_warns_and_steps_report_missing_comparisons(
         endpoint.kill()
     first, *later = run.metrics()
     assert first["mismatch"] > 1 and [row["mismatch"] for row in later] == [None, None]
-    (told,) = [one for one in errors(run) if "mismatch" in one["text"]]
+    (told,) = [error for error in errors(run) if "mismatch" in error["text"]]
     assert told["severity"] == "warning" and told["text"].startswith("step 1: the log-probabilities of engine openai")
     assert f"differ from the learner's by {first['mismatch']:.3g} on average" in told["text"]
 

@@ -44,9 +44,9 @@ def test_an_unknown_sink_is_refused_with_the_existing_ones(to: str, message: str
 
 def test_without_sinks_there_is_no_process_for_them() -> None:
     topology = load(ROOT / "configs" / "quickstart.toml", [])
-    assert "sinks" not in [one.name for one in topology.processes()]
+    assert "sinks" not in [process.name for process in topology.processes()]
     topology = load(ROOT / "configs" / "quickstart.toml", [f'sinks.to=["{TABLE}"]'])
-    assert "sinks" in [one.name for one in topology.processes()]
+    assert "sinks" in [process.name for process in topology.processes()]
 
 
 @pytest.mark.long
@@ -79,10 +79,10 @@ def test_every_number_of_a_run_stands_in_the_docs(quickstart: None, tmp_path: Pa
         run.wait()
     page = (ROOT / "docs" / "metrics.md").read_text()
     named = set(re.findall(r"`/?([a-z0-9_]+)[/`@*]", page))
-    found = {name for row in run.metrics() for name in row if "kind" not in row}
+    names = {name for row in run.metrics() for name in row if "kind" not in row}
     families = ("length_ks_",)
-    assert not {name for name in found - named if not name.startswith(families)}
+    assert not {name for name in names - named if not name.startswith(families)}
     shown = set(re.findall(r"busrl_([a-z0-9_]+)\{", (ROOT / "configs" / "grafana.json").read_text()))
     live = set(re.findall(r"busrl_([a-z_]+)", page))
-    known = {name.replace("/", "_") for name in found} | live | {"val_reward", "wait_s_groups"}
+    known = {name.replace("/", "_") for name in names} | live | {"val_reward", "wait_s_groups"}
     assert shown and shown <= known

@@ -112,7 +112,7 @@ class Storm:
         self.again()
 
     def freeze(self) -> None:
-        stopped = [one.pid for one in self.run.processes().values() if self.chance.random() < 0.5]
+        stopped = [process.pid for process in self.run.processes().values() if self.chance.random() < 0.5]
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in stopped:
                 with suppress(ProcessLookupError):
@@ -167,7 +167,8 @@ class ShortOfSpace(Storm):
         code = self.run.child.wait()
         text = self.run.text()[self._read_to :]
         if code in (1, 2):
-            assert self.was_full and any(one in text for one in REMEDIES), f"{self.done}: exit code {code}\n{text}"
+            has_remedy = any(remedy in text for remedy in REMEDIES)
+            assert self.was_full and has_remedy, f"{self.done}: exit code {code}\n{text}"
             self.said.append(text.strip().rpartition("\n")[2])
             self.make_space()
         self._read_to, self.was_full = len(self.run.text()), bool(self.full)

@@ -33,21 +33,21 @@ def rows_of(run: Run, name: str) -> list[dict[str, Any]]:
 
 def answers_of(run: Run, name: str, number: int) -> dict[int, list[dict[str, Any]]]:
     """The results of a round by line of the file, as validation.log has them."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for one in read_lines(run.directory / "validation.log"):
-        if one.get("set", "") == name and one["round"] == number:
-            found.setdefault(one["line"], []).append(one)
-    return found
+    results: dict[int, list[dict[str, Any]]] = {}
+    for row in read_lines(run.directory / "validation.log"):
+        if row.get("set", "") == name and row["round"] == number:
+            results.setdefault(row["line"], []).append(row)
+    return results
 
 
 def check_figures(row: dict[str, Any], answers: dict[int, list[dict[str, Any]]], k: int) -> None:
     """Every figure of a line again, by enumeration, from the answers in the log."""
-    right = {line: [one["reward"] >= 1 for one in given] for line, given in answers.items()}
+    right = {line: [row["reward"] >= 1 for row in rows] for line, rows in answers.items()}
     for size in (1, 2, 4):
         chosen = {line: list(itertools.combinations(of, size)) for line, of in right.items()}
         passed = [sum(map(any, some)) / len(some) for some in chosen.values()]
         assert row[f"val/pass@{size}"] == pytest.approx(sum(passed) / len(passed))
-    votes = [majority((one["answer"], one["reward"] >= 1) for one in given) for given in answers.values()]
+    votes = [majority((row["answer"], row["reward"] >= 1) for row in rows) for rows in answers.values()]
     assert row[f"val/maj@{k}"] == pytest.approx(sum(votes) / len(votes))
     assert row["val/avg@4"] == row["val/reward"] == pytest.approx(sum(map(sum, right.values())) / k / len(right))
     low, high = row["intervals"]["pass@4"]
@@ -64,21 +64,21 @@ def test_two_sets_are_measured_with_figures_that_their_answers_have(
     assert [row["round"] for row in rows_of(run, "four")] == [row["round"] for row in rows_of(run, "whole")] == [0, 2]
     for row in rows_of(run, "four"):
         answers = answers_of(run, "four", row["round"])
-        assert len(answers) == 8 and all(len(given) == 4 for given in answers.values())
+        assert len(answers) == 8 and all(len(rows) == 4 for rows in answers.values())
         check_figures(row, answers, 4)
     whole = answers_of(run, "whole", 2)
-    assert sorted(whole) == list(range(512)) and all(len(given) == 1 for given in whole.values()), "each line once"
+    assert sorted(whole) == list(range(512)) and all(len(rows) == 1 for rows in whole.values()), "each line once"
     assert not run.audit().errors, run.tail()
 
     seen = RunState()
     RunFiles(run.paths).fold_into(seen)
     assert "four 0." in judged(seen) and " · whole 0." in judged(seen)
-    assert {one.get("set") for one in run.summary()["validation"]} == {"four", "whole"}
+    assert {entry.get("set") for entry in run.summary()["validation"]} == {"four", "whole"}
     assert "validation 2 of four of version 2" in run.text()
     assert main(["evaluate", str(run.directory), "--validation", "four", "--json"]) == 0
-    found, told = json.loads(capsys.readouterr().out), rows_of(run, "four")[-1]
-    assert found["mean"] == told["val/reward"] and found["figures"]["pass@4"]["value"] == told["val/pass@4"]
-    assert found["figures"]["maj@4"]["value"] == told["val/maj@4"]
+    figures, told = json.loads(capsys.readouterr().out), rows_of(run, "four")[-1]
+    assert figures["mean"] == told["val/reward"] and figures["figures"]["pass@4"]["value"] == told["val/pass@4"]
+    assert figures["figures"]["maj@4"]["value"] == told["val/maj@4"]
     assert main(["validate", str(run.directory)]) == 2 and "no process runs it" in capsys.readouterr().err
 
 

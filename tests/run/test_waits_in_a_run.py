@@ -55,8 +55,8 @@ async def episode(task, llm):
 
 
 def waits(run: Run) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(status(run.directory, as_json=True)).get("waits", [])
-    return found
+    waits: list[dict[str, Any]] = json.loads(status(run.directory, as_json=True)).get("waits", [])
+    return waits
 
 
 def until_root(run: Run, process: str, root: str, because: str = "") -> list[dict[str, Any]]:
@@ -115,8 +115,8 @@ def test_each_stall_is_traced_to_its_root_and_warned_of_once(tmp_path: Path, qui
         run.until_step(4)
         for name in ("rollout/0", "reward/0", "scheduler", "learner"):
             with stopped(run, name) as pid:
-                found = until_root(run, name, f"kill -CONT {pid}")
-                assert found[0]["process"] == "learner"
+                root = until_root(run, name, f"kill -CONT {pid}")
+                assert root[0]["process"] == "learner"
                 if name == "reward/0":
                     run.until("the warning", lambda: told_of(run, f"kill -CONT {pid}"))
             moves_on(run)
@@ -124,8 +124,8 @@ def test_each_stall_is_traced_to_its_root_and_warned_of_once(tmp_path: Path, qui
             until_root(run, "reward/0", function, "has had")
         moves_on(run)
         with there(tmp_path / "hang"):
-            found = until_root(run, "reward/0", function, "no call returned for")
-            assert [one["for"] for one in found] == ["reward/0", function]
+            root = until_root(run, "reward/0", function, "no call returned for")
+            assert [wait["for"] for wait in root] == ["reward/0", function]
             until_root(run, "reward/0", function, "no slot is free")
         moves_on(run)
         with there(tmp_path / "unloadable"):
@@ -156,13 +156,13 @@ def test_an_episode_whose_tool_hangs_is_the_root(tmp_path: Path, quickstart: Non
     text = text.replace('[reward]\nkind = "exact_match"', "[agents]\nepisodes = 64")
     text += f'[[process]]\nrole = "agent"\nfunction = "{tmp_path}/play.py:episode"\n'
     (tmp_path / "t.toml").write_text(text)
-    given = [*SCRIPTED, f"data.train={tmp_path}/episodes.jsonl", "groups.size=2"]
-    run = Run(tmp_path / "run", *given, config=tmp_path / "t.toml", steps=100_000)
+    settings = [*SCRIPTED, f"data.train={tmp_path}/episodes.jsonl", "groups.size=2"]
+    run = Run(tmp_path / "run", *settings, config=tmp_path / "t.toml", steps=100_000)
     with running(run):
         run.until_step(2)
         with there(tmp_path / "hang"):
-            found = until_root(run, "agent/0", f"({tmp_path}/play.py:episode)", "no call under way")
-            assert found[0]["process"] == "learner"
+            root = until_root(run, "agent/0", f"({tmp_path}/play.py:episode)", "no call under way")
+            assert root[0]["process"] == "learner"
         moves_on(run)
         with stopped(run, "rollout/0") as pid:
             until_root(run, "rollout/0", f"kill -CONT {pid}")
@@ -171,9 +171,9 @@ def test_an_episode_whose_tool_hangs_is_the_root(tmp_path: Path, quickstart: Non
 
 @pytest.mark.long
 def test_weights_that_one_engine_does_not_take_are_traced_to_it(tmp_path: Path, quickstart: None) -> None:
-    given = ["weights.transport=broadcast", "weights.timeout_s=300", "weights.mode=sync", "process.rollout.count=2",
+    settings = ["weights.transport=broadcast", "weights.timeout_s=300", "weights.mode=sync", "process.rollout.count=2",
              "limits.progress_s=600", "learner.checkpoint_every=0", "validation.every=0"]
-    run = Run(tmp_path / "run", *given, steps=100_000)
+    run = Run(tmp_path / "run", *settings, steps=100_000)
 
     def idle() -> bool:
         """The engine stopped while it holds no sample, so that only its weights are waited for."""
@@ -189,11 +189,11 @@ def test_weights_that_one_engine_does_not_take_are_traced_to_it(tmp_path: Path, 
         ring = Ring.attach(run.paths.ring_name, read_only=True)
         run.until("an engine without samples", idle)
         pid = run.pid("rollout/1")
-        found = until_root(run, "rollout/1", f"kill -CONT {pid}")
+        root = until_root(run, "rollout/1", f"kill -CONT {pid}")
         # The learner publishes at that moment, or has, and the other engine waits for what it cannot have alone, be it
         # its first weights.
-        assert [one["process"] for one in found] in (["learner", "rollout/1"], ["learner", "rollout/0", "rollout/1"])
-        assert any(words in found[-2]["because"] for words in ("publishe", "first weights")), found
+        assert [wait["process"] for wait in root] in (["learner", "rollout/1"], ["learner", "rollout/0", "rollout/1"])
+        assert any(words in root[-2]["because"] for words in ("publishe", "first weights")), root
         os.kill(pid, signal.SIGCONT)
         ring.close()
         moves_on(run)
@@ -201,8 +201,8 @@ def test_weights_that_one_engine_does_not_take_are_traced_to_it(tmp_path: Path, 
 
 @pytest.mark.long
 def test_a_version_that_a_stopped_validator_holds_is_traced_to_it(tmp_path: Path, quickstart: None) -> None:
-    given = ["limits.progress_s=600", "learner.checkpoint_every=0", "validation.every=2", "validation.samples=64"]
-    run = Run(tmp_path / "run", *given, steps=100_000)
+    settings = ["limits.progress_s=600", "learner.checkpoint_every=0", "validation.every=2", "validation.samples=64"]
+    run = Run(tmp_path / "run", *settings, steps=100_000)
 
     def held() -> bool:
         """The validator stopped while it holds a version."""
@@ -219,8 +219,8 @@ def test_a_version_that_a_stopped_validator_holds_is_traced_to_it(tmp_path: Path
         ring = Ring.attach(run.paths.ring_name, read_only=True)
         run.until("a round", held)
         pid = run.pid("validator")
-        found = until_root(run, "validator", f"kill -CONT {pid}")
-        assert "is held" in found[0]["because"]
+        root = until_root(run, "validator", f"kill -CONT {pid}")
+        assert "is held" in root[0]["because"]
         os.kill(pid, signal.SIGCONT)
         ring.close()
         moves_on(run)

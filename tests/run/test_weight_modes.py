@@ -87,8 +87,8 @@ def in_the_middle_of_a_publication(run: Run, mode: str) -> bool:
 
 
 def newest(run: Run, mode: str) -> int:
-    found = folders.versions(root_of(run, mode))
-    return found[-1].version if found else 0
+    versions = folders.versions(root_of(run, mode))
+    return versions[-1].version if versions else 0
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_a_wrong_start_is_refused_by_name(
     folder: Path, verb: str, reward: str, settings: list[str], told: str
 ) -> None:
     (folder / "judge.py").write_text(reward)
-    done = busrl(verb, folder, *(part for one in settings for part in ("--set", one)))
+    done = busrl(verb, folder, *(part for setting in settings for part in ("--set", setting)))
     assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (folder / "run").exists()
 

@@ -25,14 +25,14 @@ def make(**more: Any) -> Controller:
 
 def feed(controller: Controller, steps: Iterable[int], **more: Any) -> list[Decision]:
     """Steps of which every fifth scores the probe; `more` may be numbers or functions of the step."""
-    found = []
+    decisions = []
     for step in steps:
         values = {name: value(step) if callable(value) else value for name, value in {**CALM, **more}.items()}
         probe = values.pop("probe", 0.5)
         scored = probe if controller.probe_is_due(step) else None
         decision = controller.observe(Inputs(step, 32, probe=scored, **values))
-        found += [decision] if decision else []
-    return found
+        decisions += [decision] if decision else []
+    return decisions
 
 
 def moves(decisions: list[Decision]) -> list[tuple[int, str, Any, Any]]:
@@ -77,8 +77,8 @@ def test_a_band_is_left_only_inside_of_its_threshold() -> None:
 
 def test_one_move_in_ten_steps_even_if_entropy_jumps_to_and_fro() -> None:
     it = make(ema=0.0)
-    found = moves(feed(it, range(1, 200), probe=lambda step: 0.5 if step <= 20 else (0.1, 2.0)[step // 5 % 2]))
-    steps = [step for step, *_ in found]
+    changes = moves(feed(it, range(1, 200), probe=lambda step: 0.5 if step <= 20 else (0.1, 2.0)[step // 5 % 2]))
+    steps = [step for step, *_ in changes]
     assert len(steps) > 5 and min(b - a for a, b in itertools.pairwise(steps)) >= 10
 
 
@@ -92,8 +92,8 @@ def test_one_move_in_ten_steps_even_if_entropy_jumps_to_and_fro() -> None:
 )
 def test_a_danger_vetoes_smaller_steps_and_the_log_says_which(more: dict[str, Any], veto: str) -> None:
     it = make()
-    found = feed(it, range(1, 61), probe=lambda step: 0.5 if step <= 20 else 0.5 + 0.05 * (step - 20), **more)
-    vetoed = [d for d in found if d.vetoes]
+    decisions = feed(it, range(1, 61), probe=lambda step: 0.5 if step <= 20 else 0.5 + 0.05 * (step - 20), **more)
+    vetoed = [d for d in decisions if d.vetoes]
     assert vetoed and all(veto in d.vetoes[0] for d in vetoed) and it.knobs.n_min == 32
     assert not any(d.applied or d.moved for d in vetoed)
 
@@ -106,9 +106,9 @@ def test_nothing_vetoes_larger_steps() -> None:
 
 def test_advice_is_what_act_would_do_and_is_never_applied() -> None:
     runs = {mode: make(mode=mode) for mode in ("advise", "act")}
-    found = {m: feed(it, range(1, 80), probe=lambda s: 0.5 if s <= 20 else 0.1) for m, it in runs.items()}
-    assert moves(found["advise"]) == moves(found["act"]) != []
-    assert not any(d.applied for d in found["advise"]) and any(d.applied for d in found["act"])
+    decisions = {m: feed(it, range(1, 80), probe=lambda s: 0.5 if s <= 20 else 0.1) for m, it in runs.items()}
+    assert moves(decisions["advise"]) == moves(decisions["act"]) != []
+    assert not any(d.applied for d in decisions["advise"]) and any(d.applied for d in decisions["act"])
 
 
 # -- anything -------------------------------------------------------------------------------------------------------
@@ -189,5 +189,5 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
 def test_a_controller_joining_late_makes_its_reference_from_then_on() -> None:
     it = make()
     feed(it, range(501, 521))
-    found = feed(it, range(521, 561), probe=0.2)
-    assert it.knobs.n_min == 64 and found[0].reason != "no reference entropy yet"
+    decisions = feed(it, range(521, 561), probe=0.2)
+    assert it.knobs.n_min == 64 and decisions[0].reason != "no reference entropy yet"

@@ -168,7 +168,7 @@ def test_the_view_agrees_with_a_plain_reading_of_the_rules(table: Any, groups: l
             last.append((second if plus or first in ("R", "P") else first, bool(plus) or first in ("R", "P")))
         want[draw] = expected(members, last)
     view = ring.view()
-    assert view.draws.tolist() == [draw for draw, found in want.items() if found]
+    assert view.draws.tolist() == [draw for draw, is_open in want.items() if is_open]
     for i, draw in enumerate(view.draws.tolist()):
         due, running, survivors, resolved, usable = want[draw]  # type: ignore[misc]
         assert sorted(t.member for t in view.todo if t.draw == draw) == due
@@ -220,9 +220,10 @@ def test_a_scanner_skipping_ended_groups_sees_what_a_full_scanner_sees(
             if not skips:
                 patched.setattr(GroupScanner, "_skip_ended", lambda self: None)
             views.append(GroupScanner(fates, G, horizon=4).scan(lines))
-    one, other = views
-    assert one.draws.tolist() == other.draws.tolist() and one.due.tolist() == other.due.tolist()
-    assert one.unopened(5).tolist() == other.unopened(5).tolist() and one.closed_by.tolist() == other.closed_by.tolist()
+    first, other = views
+    assert first.draws.tolist() == other.draws.tolist() and first.due.tolist() == other.due.tolist()
+    assert first.unopened(5).tolist() == other.unopened(5).tolist()
+    assert first.closed_by.tolist() == other.closed_by.tolist()
 
 
 def test_a_start_beside_a_long_table_of_ended_groups_takes_little_memory(table: Any) -> None:

@@ -38,21 +38,21 @@ def epochs(draw: int) -> list[int]:
 
 def rates_of(band: Band, groups: list[Told]) -> PassRates:
     rates = PassRates(band, [3, 5])
-    for one in groups:
-        rates.ended(one.draw, place(one.draw), one.right, one.answers)
+    for group in groups:
+        rates.ended(group.draw, place(group.draw), group.right, group.answers)
     return rates
 
 
 def by_definition(band: Band, groups: list[Told], draw: int) -> bool:
     """Whether a prompt rests, from all of its groups."""
-    own = sorted(one for one in groups if place(one.draw).line == place(draw).line and one.answers)
+    of_line = sorted(group for group in groups if place(group.draw).line == place(draw).line and group.answers)
     newest: list[Told] = []
-    while own and (not newest or sum(one.answers for one in newest) < band.after):
-        newest.append(own.pop())
-    answers = sum(one.answers for one in newest)
+    while of_line and (not newest or sum(group.answers for group in newest) < band.after):
+        newest.append(of_line.pop())
+    answers = sum(group.answers for group in newest)
     if not newest or answers < band.after:
         return False
-    rate = sum(one.right for one in newest) / answers
+    rate = sum(group.right for group in newest) / answers
     out = rate < band.least or (band.most > 0 and rate >= band.most)
     return out and (not band.rest or place(draw).epoch <= place(newest[0].draw).epoch + band.rest)
 
@@ -63,7 +63,7 @@ BANDS = st.builds(
 GROUPS = st.lists(
     st.builds(lambda draw, right, lost: Told(draw, min(right, SIZE - lost), SIZE - lost),
               st.integers(0, 60), st.integers(0, SIZE), st.integers(0, 1)),
-    max_size=40, unique_by=lambda one: one.draw)
+    max_size=40, unique_by=lambda group: group.draw)
 
 
 @settings(max_examples=200)
@@ -73,19 +73,19 @@ def test_a_prompt_rests_by_its_newest_groups_in_any_ending_order(
 ) -> None:
     shuffled = list(groups)
     chance.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, other = rates_of(band, groups), rates_of(band, [*shuffled, *groups[:3]])
+    rates, other = rates_of(band, groups), rates_of(band, [*shuffled, *groups[:3]])
     for draw in range(80):
-        assert one.rests(place(draw)) == other.rests(place(draw)) == by_definition(band, groups, draw)
+        assert rates.rests(place(draw)) == other.rests(place(draw)) == by_definition(band, groups, draw)
     for draw in range(0, 80, 8):
-        resting = [sum(one.rests(place(draw + at)) for at in own) for own in (range(3), range(3, 8))]
-        assert one.resting(epochs(draw)) == resting
+        resting = [sum(rates.rests(place(draw + at)) for at in lines) for lines in (range(3), range(3, 8))]
+        assert rates.resting(epochs(draw)) == resting
 
 
 @settings(max_examples=200)
 @given(BANDS, GROUPS, st.integers(0, 80))
 def test_some_prompt_of_two_passes_is_opened_whatever_was_answered(band: Band, groups: list[Told], first: int) -> None:
-    found = PromptFilter(rates_of(band, groups), place, epochs)
-    left_out = [found.leaves_out(draw) for draw in range(first, first + 17)]
+    prompts = PromptFilter(rates_of(band, groups), place, epochs)
+    left_out = [prompts.leaves_out(draw) for draw in range(first, first + 17)]
     assert not all(left_out)
 
 
@@ -97,19 +97,19 @@ def test_a_successor_that_is_told_the_same_decides_the_same(
     whole = PromptFilter(rates_of(band, groups), place, epochs)
     expected = [whole.leaves_out(draw) for draw in range(first, first + 40)]
     before = PromptFilter(rates_of(band, groups), place, epochs)
-    made = [before.leaves_out(draw) for draw in range(first, first + killed)]
+    decided = [before.leaves_out(draw) for draw in range(first, first + killed)]
     after = PromptFilter(rates_of(band, groups), place, epochs)
     after.given_up = before.given_up  # as the file says
-    made += [after.leaves_out(draw) for draw in range(first + killed, first + 40)]
-    assert made == expected
+    decided += [after.leaves_out(draw) for draw in range(first + killed, first + 40)]
+    assert decided == expected
 
 
 def test_where_every_prompt_rests_one_pass_is_opened_whole() -> None:
     solved = [Told(draw, SIZE, SIZE) for draw in range(8)]
-    found = PromptFilter(rates_of(Band(0.0, 0.9, 0, 0), solved), place, epochs)
-    assert not any(found.leaves_out(draw) for draw in range(10, 18))
-    found.rates.ended(10, place(10), 0, SIZE)  # one was forgotten: it alone goes on after the pass
-    assert [draw for draw in range(18, 34) if not found.leaves_out(draw)] == [18, 26]
+    prompts = PromptFilter(rates_of(Band(0.0, 0.9, 0, 0), solved), place, epochs)
+    assert not any(prompts.leaves_out(draw) for draw in range(10, 18))
+    prompts.rates.ended(10, place(10), 0, SIZE)  # one was forgotten: it alone goes on after the pass
+    assert [draw for draw in range(18, 34) if not prompts.leaves_out(draw)] == [18, 26]
 
 
 def test_a_rested_prompt_is_tried_again_and_a_new_answer_counts() -> None:

@@ -158,8 +158,8 @@ def test_the_rest_is_trained_at_the_end_with_nothing_in_flight(ring: Any) -> Non
 def test_window_choice_is_by_admission_and_names_the_anchor() -> None:
     admission = np.array([14, 10, 13, 11, 12])
     ready = np.array([True, True, True, False, True])
-    found = window_of_ready(admission, ready, width=3, limit=10)
-    assert admission[found.chosen].tolist() == [10, 12, 13] and admission[found.anchor] == 11 and found.waiting == 1
+    window = window_of_ready(admission, ready, width=3, limit=10)
+    assert admission[window.chosen].tolist() == [10, 12, 13] and admission[window.anchor] == 11 and window.waiting == 1
     assert admission[window_of_ready(admission, ready, 3, 2).chosen].tolist() == [10, 12]
     assert window_of_ready(admission, ready, 1, 10).chosen.tolist() == [1]
     empty = window_of_ready(np.empty(0, np.int64), np.empty(0, np.bool_), 3, 5)

@@ -199,8 +199,8 @@ def test_features_are_words_and_pairs_of_any_script_and_digits_are_alike() -> No
 def test_features_of_a_prompt_do_not_depend_on_its_batch(texts: list[tuple[str, str]]) -> None:
     batch = [Candidate(i, text, 5, tag) for i, (text, tag) in enumerate(texts)]
     together = features(batch, 14)
-    for i, one in enumerate(batch):
-        alone, mine = features([one], 14), together.row == i
+    for i, candidate in enumerate(batch):
+        alone, mine = features([candidate], 14), together.row == i
         assert np.array_equal(together.column[mine], alone.column)
         assert np.array_equal(together.value[mine], alone.value)
         assert np.array_equal(together.counts[i], alone.counts[0])

@@ -29,8 +29,8 @@ class Faulty:
         self.seen = 0
 
     def predict(self, candidates: Sequence[Candidate]) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = self.says(candidates)
-        return found
+        lengths: npt.NDArray[np.float64] = self.says(candidates)
+        return lengths
 
     def observe(self, finished: Sequence[tuple[Candidate, int]]) -> None:
         self.learns()

@@ -45,13 +45,13 @@ def test_a_round_that_is_done_is_never_due_again(
 
 def asked_when_nothing_is_judged(rounds: Rounds, steps: range) -> list[int]:
     """The steps at which a round is asked, if every one of them measures nothing."""
-    found = []
+    numbers = []
     for step in steps:
         if (number := rounds.due(step, False)) is not None:
             assert number in (step, 0)
-            found.append(step)
+            numbers.append(step)
             rounds.ended(number, measured=False)
-    return found
+    return numbers
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,13 @@ def audit(run_dir: str | os.PathLike[str], *, prompts: str | os.PathLike[str] | 
     """
     root = Path(run_dir).resolve()
     for _ in range(1 + SECOND_OPINIONS):
-        report = _report(root, take(root, Path(prompts) if prompts else None))
+        report = report_of(root, take(root, Path(prompts) if prompts else None))
         if report.state != "running" or not report.errors:
             break
     return report
 
 
-def _report(root: Path, snapshot: Snapshot) -> AuditReport:
+def report_of(root: Path, snapshot: Snapshot) -> AuditReport:
     history = rules.history_of(snapshot)
     where = rules.dispatched(snapshot, history)
     checked = (
