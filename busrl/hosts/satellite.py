@@ -135,7 +135,7 @@ class Satellite(Actor):
         if (message := self.home.take()) is not None:
             self._from_home(message)
         elif (message := self.bus.take()) is not None:
-            self._receive(message)
+            self.receive(message)
         else:
             self.bus.wait(timeout_s, self.home.fileno())
 

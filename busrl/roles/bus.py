@@ -98,8 +98,8 @@ def check_queues(ring: Ring, queued_mib: float) -> None:
         return
     now = time.monotonic_ns()
     here = [process for process in ring.processes() if not process.remote and process.role != "bus"]
-    ages = {process.label: now - process.progress_ns for process in here}
-    silent = [f"{label} has not moved for {age / 1e9:.0f} s" for label, age in ages.items() if age > SILENT_NS]
+    ages = ((process.label, now - process.progress_ns) for process in here)
+    silent = [f"{label} has not moved for {age / 1e9:.0f} s" for label, age in ages if age > SILENT_NS]
     raise PeerLost(
         f"messages for processes that do not read them take {queued_mib:.0f} MiB (at most {MOST_QUEUED_MIB}; "
         f"{', '.join(silent) or 'all of them move'}): the bus starts again without them, which costs time and no "

@@ -518,8 +518,8 @@ class Rows:
 
     def announce(self, worker: str, rows: int, now: float) -> bool:
         """A worker can run `rows` sequences, 0 for an unknown number; False if there are too many workers already."""
-        is_full = len(self._announced) >= self.most and len(self.workers(now)) >= self.most
-        if is_full and worker not in self._announced:
+        is_new = worker not in self._announced
+        if is_new and len(self._announced) >= self.most and len(self.workers(now)) >= self.most:
             return False
         self._announced[worker] = rows, now
         return True
