@@ -136,7 +136,7 @@ MUTANTS = (
            "max(least.get(sample.group, sample.step), sample.step)",
            (f"{PLANTED}::test_the_age_of_a_group_is_that_of_its_oldest_member",)),
     Mutant("the audit allows one step more", "busrl/ledger/audit/rules.py",
-           "age <= own.bound:", "age <= own.bound + 1:", (f"{PLANTED}::test_a_group_one_step_above_the_bound_is_found",)),
+           "age <= term.bound:", "age <= term.bound + 1:", (f"{PLANTED}::test_a_group_one_step_above_the_bound_is_found",)),
     Mutant("the audit forgets the bound under which a group was admitted", "busrl/ledger/audit/rules.py",
            "self._timeline.during(first, step - 1)", "self._timeline.during(step - 1, step - 1)",
            ("tests/ledger/test_ledger_audit_inforce.py",)),

@@ -42,7 +42,8 @@ class Talk:
 
     def __init__(self, broker: Broker) -> None:
         heard = topic(m.Goodbye)
-        self.one, self.two = Endpoint("one", *broker.ipc), Endpoint("two", *broker.ipc, subscribe=[heard])
+        self.speaker = Endpoint("speaker", *broker.ipc)
+        self.listener = Endpoint("listener", *broker.ipc, subscribe=[heard])
         self.count = 0
 
     def __enter__(self) -> Talk:
@@ -50,18 +51,18 @@ class Talk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.one.close()
-        self.two.close()
+        self.speaker.close()
+        self.listener.close()
 
     def goes_on(self) -> None:
-        for endpoint in (self.two, self.one):  # the listener first: the sender then knows of its subscription
+        for endpoint in (self.listener, self.speaker):  # the listener first: the sender then knows of its subscription
             endpoint.ready(PATIENCE_S)
         self.count += 1
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             # Again and again: the sender's socket may learn of the subscription after its first message.
-            self.one.send(m.Goodbye(reason=f"number {self.count}"))
-            while (got := self.two.recv(0.5)) is not None:
+            self.speaker.send(m.Goodbye(reason=f"number {self.count}"))
+            while (got := self.listener.recv(0.5)) is not None:
                 if isinstance(got, m.Goodbye) and got.reason == f"number {self.count}":
                     return
         raise AssertionError(f"message {self.count} did not come through in {PATIENCE_S:g} s")

@@ -37,6 +37,7 @@ def audit(run_dir: str | os.PathLike[str], *, prompts: str | os.PathLike[str] | 
 
 
 def report_of(root: Path, snapshot: Snapshot) -> AuditReport:
+    """Check one snapshot by all rules."""
     history = rules.history_of(snapshot)
     where = rules.dispatched(snapshot, history)
     checked = (

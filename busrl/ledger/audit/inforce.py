@@ -4,8 +4,8 @@ Reads `starts.jsonl` and `control.jsonl` with readers of its own; knows nothing 
 
 - A change at step S lies between two periods that both hold S: a batch that was logged before the change may be trained
   after it, and a group is in flight on both sides of it.
-- What was asked of a running run is taken up some steps later; until then records say by which terms they were made.
-- A file that is damaged or not there tells of no changes: then the values of now held all the time.
+- A request to a running run takes effect some steps later; until then each record has the terms that it was made by.
+- A file that is damaged or missing stands for no changes: then the values of now held all the time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Timeline:
 
     def during(self, first: int, last: int) -> Iterator[Promise]:
         """The promises at any time from `first` to `last` finished steps."""
-        return (one.promise for one in self.periods if one.first <= last and first <= one.last)
+        return (period.promise for period in self.periods if period.first <= last and first <= period.last)
 
     def at(self, step: int) -> list[Promise]:
         """The promises that may have held when step `step` was made: two at a change."""
@@ -81,7 +81,7 @@ class Timeline:
 
     def unlogged(self, step: int) -> bool:
         """Check whether step `step` may have been made without a log."""
-        return any(one.wal == "off" for one in self.at(step))
+        return any(promise.wal == "off" for promise in self.at(step))
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,17 @@ class Change:
 def timeline_of(run_dir: Path, topology: Mapping[str, Any]) -> Timeline:
     """The periods of the run in a directory, from the topology that it has now."""
     values = {key: value for key in KEYS if (value := _at(topology, key)) is not None}
-    found: list[Period] = []
+    periods: list[Period] = []
     last = math.inf
     changes = [*_of_starts(run_dir / "starts.jsonl"), *_of_controls(run_dir / "control.jsonl")]
-    for change in sorted(changes, key=lambda one: one.time, reverse=True):
-        own = {key: value for key, value in change.before.items() if key in KEYS}
-        if own:
+    for change in sorted(changes, key=lambda change: change.time, reverse=True):
+        before = {key: value for key, value in change.before.items() if key in KEYS}
+        if before:
             first = int(min(change.step, last))
-            found.append(Period(first, last, Promise.of(values)))
-            values = {key: value for key, value in {**values, **own}.items() if value != ABSENT}
+            periods.append(Period(first, last, Promise.of(values)))
+            values = {key: value for key, value in {**values, **before}.items() if value != ABSENT}
             last = first
-    return Timeline((*found, Period(0, last, Promise.of(values))))
+    return Timeline((*periods, Period(0, last, Promise.of(values))))
 
 
 def _at(topology: Mapping[str, Any], key: str) -> Any:
@@ -134,7 +134,7 @@ class _Asked(msgspec.Struct):
 
 def _of_starts(path: Path) -> Iterator[Change]:
     for row in readers.read_lines(path, _Start):
-        yield Change(row.time, row.step, {key: own["was"] for key, own in row.changes.items() if "was" in own})
+        yield Change(row.time, row.step, {key: change["was"] for key, change in row.changes.items() if "was" in change})
 
 
 def _of_controls(path: Path) -> Iterator[Change]:

@@ -1,7 +1,7 @@
 """The files of a run, each read from its bytes by readers that share no code with the writers, and sets of their uids.
 
-Talks to one run directory, read-only, also while the run is alive. Knows nothing of the rules; what it cannot read it
-reports as findings, and continues with what it can.
+Talks to one run directory, read-only, also while the run is alive. Knows nothing of the rules; what cannot be read
+becomes a finding, and the reading goes on.
 
 - A file that vanishes between listing and reading was removed by the run, and counts as not there.
 - Sets of uids are sorted arrays, bitmaps and tables of codes, made for millions of samples: a question takes one block
@@ -51,11 +51,11 @@ def distinct(values: Uids) -> Uids:
 
 
 def is_among(values: Uids, ascending: Uids) -> Mask:
-    found = np.zeros(values.size, np.bool_)
+    mask = np.zeros(values.size, np.bool_)
     for part in blocks(values.size if ascending.size else 0):
         places = np.minimum(np.searchsorted(ascending, values[part]), ascending.size - 1)
-        found[part] = ascending[places] == values[part]
-    return found
+        mask[part] = ascending[places] == values[part]
+    return mask
 
 
 def minus(values: Uids, ascending: Uids) -> Uids:
@@ -85,10 +85,10 @@ def with_code(codes: Codes, code: int) -> Uids:
 def is_one_of(codes: Codes, some: Iterable[int]) -> Mask:
     table = np.zeros(256, np.bool_)
     table[list(some)] = True
-    found = np.zeros(codes.shape, np.bool_)
+    mask = np.zeros(codes.shape, np.bool_)
     for part in blocks(codes.size):
-        found[part] = table[codes[part]]
-    return found
+        mask[part] = table[codes[part]]
+    return mask
 
 
 def mask_of(uids: Uids, size: int) -> Mask:
@@ -267,35 +267,36 @@ def _blocks(fd: int) -> Iterator[bytes]:
 # -- write-ahead log -----
 
 
-def read_log(directory: Path, found: list[Finding]) -> list[LoggedStep]:
+def read_log(directory: Path, findings: list[Finding]) -> list[LoggedStep]:
     """All whole records in the order of the segments; damage and a torn end become findings."""
     paths = sorted(directory.glob("*.wal"), key=lambda path: path.name)
     steps: list[LoggedStep] = []
     for path in paths:
         data = read_bytes(path)
         if data is not None:
-            steps += _read_segment(path, data, path == paths[-1], found)
+            steps += _read_segment(path, data, path == paths[-1], findings)
     return steps
 
 
-def _read_segment(path: Path, data: bytes, newest: bool, found: list[Finding]) -> Iterator[LoggedStep]:
+def _read_segment(path: Path, data: bytes, newest: bool, findings: list[Finding]) -> Iterator[LoggedStep]:
     if newest and len(data) < WAL_HEAD.size:
         return
     magic, layout, crc = WAL_HEAD.unpack_from(data) if len(data) >= WAL_HEAD.size else (b"", 0, 0)
     if (magic, crc) != (b"BUSRLWAL", zlib.crc32(data[:12])) or layout != WAL_LAYOUT:
-        found.append(error("log_damaged", [path.name], "a log segment does not begin as one"))
+        findings.append(error("log_damaged", [path.name], "a log segment does not begin as one"))
         return
     offset = WAL_HEAD.size
     while offset < len(data):
         payload = _frame(data, offset)
         if payload is None:
-            offset = _skip_damage(path, data, offset, newest, found)
+            offset = _skip_damage(path, data, offset, newest, findings)
             continue
         offset += WAL_FRAME.size + len(payload)
         try:
             yield _without_payload(msgspec.msgpack.decode(payload, type=LoggedStep))
         except msgspec.DecodeError as exc:
-            found.append(error("log_damaged", [path.name], f"a record with a good checksum cannot be decoded: {exc}"))
+            text = f"a record with a good checksum cannot be decoded: {exc}"
+            findings.append(error("log_damaged", [path.name], text))
 
 
 def _without_payload(step: LoggedStep) -> LoggedStep:
@@ -351,24 +352,25 @@ def _frame(data: bytes, offset: int) -> bytes | None:
     return payload if good else None
 
 
-def _skip_damage(path: Path, data: bytes, offset: int, newest: bool, found: list[Finding]) -> int:
+def _skip_damage(path: Path, data: bytes, offset: int, newest: bool, findings: list[Finding]) -> int:
     """The offset of the next whole record, or the end."""
     following = offset
     while (following := data.find(b"WREC", following + 1)) >= 0 and _frame(data, following) is None:
         pass
     place = f"{path.name}+{offset}"
     if following >= 0 or not newest:
-        found.append(error("log_damaged", [place], "a log record does not match its checksum, and records follow it"))
+        text = "a log record does not match its checksum, and records follow it"
+        findings.append(error("log_damaged", [place], text))
     else:
         torn = f"{len(data) - offset} bytes of half a record end the log: its writer was killed, or writes it now"
-        found.append(note("torn_tail", [place], torn))
+        findings.append(note("torn_tail", [place], torn))
     return following if following >= 0 else len(data)
 
 
 # -- checkpoints -----
 
 
-def read_checkpoints(directory: Path, found: list[Finding]) -> list[Checkpoint]:
+def read_checkpoints(directory: Path, findings: list[Finding]) -> list[Checkpoint]:
     """All checkpoints that can be read, oldest step first. Read again if a newer one came meanwhile, since the run may
     then have removed the one that was being read."""
     for _ in range(CHECKPOINT_LOOKS):
@@ -376,7 +378,7 @@ def read_checkpoints(directory: Path, found: list[Finding]) -> list[Checkpoint]:
         result = [_read_checkpoint(path, path == paths[-1], attempt) for path in paths]
         if paths[-1:] == _checkpoint_paths(directory)[-1:]:
             break
-    found += attempt
+    findings += attempt
     return [checkpoint for checkpoint in result if checkpoint is not None]
 
 
@@ -385,19 +387,19 @@ def _checkpoint_paths(directory: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
 
-def _read_checkpoint(path: Path, newest: bool, found: list[Finding]) -> Checkpoint | None:
+def _read_checkpoint(path: Path, newest: bool, findings: list[Finding]) -> Checkpoint | None:
     try:
         meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=CheckpointMeta)
         bitmap, count = unpack_trained((path / meta.uids).read_bytes())
     except (OSError, ValueError, zlib.error, struct.error) as exc:
         if newest:
-            found.append(error("checkpoint_damaged", [path.name], f"the newest checkpoint cannot be read: {exc}"))
+            findings.append(error("checkpoint_damaged", [path.name], f"the newest checkpoint cannot be read: {exc}"))
         elif not isinstance(exc, FileNotFoundError):  # older ones are removed file by file
-            found.append(note("old_checkpoint_damaged", [path.name], f"an older checkpoint cannot be read: {exc}"))
+            findings.append(note("old_checkpoint_damaged", [path.name], f"an older checkpoint cannot be read: {exc}"))
         return None
     if meta.samples != count:
         text = f"meta.json says {meta.samples} samples, {meta.uids} holds {count}"
-        found.append(error("checkpoint_damaged", [path.name], text))
+        findings.append(error("checkpoint_damaged", [path.name], text))
     return Checkpoint(path, meta, bitmap)
 
 
@@ -408,16 +410,16 @@ def unpack_trained(data: bytes) -> tuple[Codes, int]:
     if (magic, layout) != (b"BUSRLTRD", 1) or zlib.crc32(body) != crc:
         raise ValueError("the trained set does not match its checksum")
     bitmap = zlib.decompress(body)
-    held = int.from_bytes(bitmap, "little").bit_count()
-    if (len(bitmap), held) != (size, count):
-        raise ValueError(f"the trained set holds {held} uids, its head says {count}")
-    return np.frombuffer(bitmap, np.uint8), held
+    set_bits = int.from_bytes(bitmap, "little").bit_count()
+    if (len(bitmap), set_bits) != (size, count):
+        raise ValueError(f"the trained set holds {set_bits} uids, its head says {count}")
+    return np.frombuffer(bitmap, np.uint8), set_bits
 
 
 # -- smaller files -----
 
 
-def read_open(path: Path, found: list[Finding]) -> Uids | None:
+def read_open(path: Path, findings: list[Finding]) -> Uids | None:
     data = read_bytes(path)
     if data is None:
         return None
@@ -425,23 +427,23 @@ def read_open(path: Path, found: list[Finding]) -> Uids | None:
     magic, layout, count, crc, _ = OPEN_HEAD.unpack_from(data) if len(data) >= OPEN_HEAD.size else (b"", 0, 0, 0, 0)
     if (magic, layout, crc) != (b"BUSRLOPN", 1, zlib.crc32(body)) or len(body) != 16 * count:
         text = "open.bin does not match its checksum; nothing in it is believed"
-        found.append(error("open_damaged", [path.name], text))
+        findings.append(error("open_damaged", [path.name], text))
         return np.zeros(0, np.uint64)
     uids: Uids = np.frombuffer(body, np.uint64)[::2]  # each is followed by the slot's state and index
     return uids
 
 
-def read_train_log(path: Path, found: list[Finding]) -> list[TrainStep]:
+def read_train_log(path: Path, findings: list[Finding]) -> list[TrainStep]:
     steps: list[TrainStep] = []
     decoder, offset = msgspec.json.Decoder(_TrainLine), 0
     for line in _lines(path):
         offset += len(line)
         try:
-            told = decoder.decode(line)
-            steps.append(TrainStep(told.step, np.array(told.samples, ENTRY), offset))
+            entry = decoder.decode(line)
+            steps.append(TrainStep(entry.step, np.array(entry.samples, ENTRY), offset))
         except (ValueError, OverflowError) as exc:  # msgspec's errors are the former
             place = f"byte {offset - len(line)}"
-            found.append(error("train_log_disagrees", [place], f"a line is not what it must be: {exc}"))
+            findings.append(error("train_log_disagrees", [place], f"a line is not what it must be: {exc}"))
     return steps
 
 

@@ -55,20 +55,20 @@ class Bounds:
 
     def __init__(self, timeline: Timeline, log: Sequence[LoggedStep]) -> None:
         self._timeline, self._steps, self._bounds = timeline, list[int](), list[int | None]()
-        for step in log:  # where what they say changes
+        for step in log:  # where the bound of the records changes
             if step.terms is not None and (not self._bounds or self._bounds[-1] != step.terms.bound):
                 self._steps.append(step.step)
                 self._bounds.append(step.terms.bound)
 
     def of_group(self, first: int, step: int) -> int | None:
         """The bound of a group that counts from step `first` and is trained by step `step`; None for no bound."""
-        said = self._bounds[max(0, bisect_right(self._steps, first + 1) - 1) : bisect_right(self._steps, step)]
-        found = [*(one.bound for one in self._timeline.during(first, step - 1)), *said]
-        return None if None in found else max(bound for bound in found if bound is not None)
+        in_log = self._bounds[max(0, bisect_right(self._steps, first + 1) - 1) : bisect_right(self._steps, step)]
+        bounds = [*(promise.bound for promise in self._timeline.during(first, step - 1)), *in_log]
+        return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
 
 def terms_of(step: LoggedStep, timeline: Timeline) -> list[Promise | LoggedTerms]:
-    """The terms that a record was made by: as it says itself, else as the topology of its time does."""
+    """The terms that a record was made by: its own, else those of the topology of its time."""
     return [*timeline.at(step.step)] if step.terms is None else [step.terms]
 
 
@@ -76,24 +76,24 @@ def check_ages(snapshot: Snapshot) -> Iterator[Finding]:
     step_of, timeline = StepOf(snapshot.log), snapshot.terms.timeline
     bounds = Bounds(timeline, snapshot.log)
     wrong: list[int] = []
-    found: dict[str, list[int]] = {"old": [], "masked": [], "before": []}
+    groups: dict[str, list[int]] = {"old": [], "masked": [], "before": []}
     for step in snapshot.log:
         terms = terms_of(step, timeline)
         wrong += [sample.uid for sample in step.samples if not counts_right(sample, step, step_of, terms)]
         for group, age in ages_of(step).items():
             if kind := _above(step, group, age, bounds, terms, step_of):
-                found[kind].append(group)
+                groups[kind].append(group)
     text = "counts its age from a later step than its oldest trained token, or from one that was not finished"
     yield error("wrong_age", wrong, text)
-    yield error("too_old", found["old"], "groups trained above the bound in force (weights.max_staleness)")
-    yield note("old_tokens", found["masked"], "groups trained above the bound, without the tokens that are too old")
-    yield note("bound_of_before", found["before"], "groups trained above a bound that came while they were in flight")
+    yield error("too_old", groups["old"], "groups trained above the bound in force (weights.max_staleness)")
+    yield note("old_tokens", groups["masked"], "groups trained above the bound, without the tokens that are too old")
+    yield note("bound_of_before", groups["before"], "groups trained above a bound that came while they were in flight")
 
 
 def check_terms(snapshot: Snapshot) -> Iterator[Finding]:
     """No record may claim a bound that neither a topology nor a person ever gave."""
-    given = {one.bound for one in snapshot.terms.timeline.during(0, sys.maxsize)}
-    strange = [step.step for step in snapshot.log if step.terms is not None and step.terms.bound not in given]
+    bounds = {promise.bound for promise in snapshot.terms.timeline.during(0, sys.maxsize)}
+    strange = [step.step for step in snapshot.log if step.terms is not None and step.terms.bound not in bounds]
     yield error("unknown_bound", strange, "steps that name a bound on age that was never in force")
 
 
@@ -102,10 +102,10 @@ def _above(
 ) -> str:
     """Name how a group is above the bound of its step, "" if it is not: it may be for its old tokens, or came before
     it."""
-    for own in terms:
-        if own.bound is None or age <= own.bound:
+    for term in terms:
+        if term.bound is None or age <= term.bound:
             return ""
-    if any(own.masks_old and _has_old_token(step, group, step_of, own.bound or 0) for own in terms):
+    if any(term.masks_old and _has_old_token(step, group, step_of, term.bound or 0) for term in terms):
         return "masked"
     bound = bounds.of_group(step.step - 1 - age, step.step)
     return "before" if bound is None or age <= bound else "old"
@@ -133,17 +133,17 @@ def counts_right(
         return True
     if sample.step >= step.step:
         return False
-    last_only = any(one.last_segment for one in terms)
+    last_only = any(term.last_segment for term in terms)
     versions = np.frombuffer(sample.last_versions if last_only else sample.versions, "<u4")
-    made = step_of(int(versions.min())) if versions.size else UNKNOWN
-    return made == UNKNOWN or sample.step <= made
+    oldest = step_of(int(versions.min())) if versions.size else UNKNOWN
+    return oldest == UNKNOWN or sample.step <= oldest
 
 
 def _has_old_token(step: LoggedStep, group: int, step_of: StepOf, bound: int) -> bool:
     versions = b"".join(sample.versions for sample in step.samples if sample.group == group)
-    made = [step_of(version) for version in np.unique(np.frombuffer(versions, "<u4")).tolist()]
+    steps = [step_of(version) for version in np.unique(np.frombuffer(versions, "<u4")).tolist()]
     # A version from before the log is older than the log's first step.
-    return any(one == UNKNOWN or step.step - 1 - one > bound for one in made)
+    return any(number == UNKNOWN or step.step - 1 - number > bound for number in steps)
 
 
 # -- all rules -----
@@ -256,7 +256,7 @@ def check_trained(snapshot: Snapshot, history: History, where: Dispatched) -> It
     known = readers.mask_of(history.uids, snapshot.first.size)
     missing = np.flatnonzero((snapshot.first == T) & ~known).view(np.uint64)
     logged = [line for line in snapshot.train_log if not snapshot.terms.timeline.unlogged(line.step)]
-    chosen = any(one.wal == "off" for one in snapshot.terms.timeline.during(0, sys.maxsize))
+    chosen = any(promise.wal == "off" for promise in snapshot.terms.timeline.during(0, sys.maxsize))
     lost = np.intersect1d(missing, uids_of(logged)) if chosen else missing
     hint = " (with wal = async a power cut can do this)" if snapshot.terms.wal == "async" else ""
     yield error("trained_unlogged", lost, f"fate T, but in no checkpoint and no log{hint}")
@@ -338,13 +338,13 @@ def log_claims(log: list[LoggedStep]) -> Iterator[Claims]:
 
 def train_log_claims(lines: list[TrainStep]) -> Iterator[Claims]:
     some: list[TrainStep] = []
-    held = 0
+    size = 0
     for line in lines:
         some.append(line)
-        held += line.samples.size
-        if held >= readers.UIDS_AT_ONCE or line is lines[-1]:
-            yield Claims(uids_of(some), np.concatenate([one.samples["crc"] for one in some]).astype(np.int64))
-            some, held = [], 0
+        size += line.samples.size
+        if size >= readers.UIDS_AT_ONCE or line is lines[-1]:
+            yield Claims(uids_of(some), np.concatenate([step.samples["crc"] for step in some]).astype(np.int64))
+            some, size = [], 0
 
 
 def uids_of(lines: list[TrainStep]) -> Uids:
@@ -396,23 +396,23 @@ def check_slots(snapshot: Snapshot) -> Iterator[Finding]:
     slots = snapshot.slots
     if slots is None:
         return
-    mine = believed(slots)
-    uids, state = slots.lines["uid"][mine], slots.state[mine]
+    is_believed = believed(slots)
+    uids, state = slots.lines["uid"][is_believed], slots.state[is_believed]
     is_validate = (uids & VALIDATE) != 0
     codes = codes_of(uids, snapshot.first, snapshot.validate_first)
     ended = np.isin(codes, list(TERMINAL))
     # T is stored before the slot is freed.
     settled = np.isin(codes, [T, V]) & np.isin(state, [State.REWARDED, State.TRAINING])
-    dropped = (state == State.DROPPED) & ((codes == slots.reason[mine]) | (codes == T))
+    dropped = (state == State.DROPPED) & ((codes == slots.reason[is_believed]) | (codes == T))
     wrong = ended & ~settled & ~dropped
-    names = ", ".join(sorted(one.name for one in State if one in state[wrong]))
+    names = ", ".join(sorted(kind.name for kind in State if kind in state[wrong]))
     yield error("terminal_in_slot", uids[wrong], f"has ended, but a slot still holds it ({names})")
     never = (codes == 0) & (codes_of(uids, snapshot.last, snapshot.validate_last) == 0)
     yield error("slot_without_fate", uids[never], "stands in a slot, but was never dispatched by its fate")
-    odd = is_validate != ((slots.lines["cls"][mine] & 1) == 1)
-    odd |= ~is_validate & (slots.lines["group_size"][mine] != snapshot.terms.group_size)
+    odd = is_validate != ((slots.lines["cls"][is_believed] & 1) == 1)
+    odd |= ~is_validate & (slots.lines["group_size"][is_believed] != snapshot.terms.group_size)
     yield error("wrong_class", uids[odd], "class or group size of the slot is not the one of the uid")
-    unique, counts = np.unique(uids[slots.still[mine]], return_counts=True)
+    unique, counts = np.unique(uids[slots.still[is_believed]], return_counts=True)
     yield error("uid_in_two_slots", unique[counts > 1], "stands in two slots at once")
 
 

@@ -137,9 +137,9 @@ def _header(data: bytes, size: int, path: Path) -> tuple[bytes, int, int]:
 def _damage(data: bytes, size: int) -> str:
     """The reason why no start would adopt a ring with this head; empty if its head is whole."""
     crc, ready = struct.unpack_from("<II", data, FIXED_BYTES)
-    own, (total,) = crc32c(data[:FIXED_BYTES]), struct.unpack_from("<Q", data, 0x10)
-    if crc != own:
-        return f"its header checksum is wrong: it says {crc:08x}, its bytes give {own:08x}"
+    checksum, (total,) = crc32c(data[:FIXED_BYTES]), struct.unpack_from("<Q", data, 0x10)
+    if crc != checksum:
+        return f"its header checksum is wrong: it says {crc:08x}, its bytes give {checksum:08x}"
     if ready != 1:
         return f"it was never finished: ready is {ready}"
     if total != size:
@@ -228,8 +228,8 @@ class Prompts:
         blocks, places = np.divmod(draws, DRAWS_MIXED)
         kinds, order_in_source = self._mixed(blocks, places)
         for kind, (first, count, share) in enumerate(self.sources):
-            mine = kinds == kind
-            lines[mine] = first + self._epochs(blocks[mine] * share + order_in_source[mine], count, kind + 1)
+            of_kind = kinds == kind
+            lines[of_kind] = first + self._epochs(blocks[of_kind] * share + order_in_source[of_kind], count, kind + 1)
         return lines
 
     def _mixed(
@@ -327,9 +327,9 @@ def take(run_dir: Path, prompts: Path | None) -> Snapshot:
 
 def ring_file(run_dir: Path) -> Path:
     """The path of the run's ring: as run.json says, else by the rule for its name."""
-    named = readers.read_json(run_dir / "run.json").get("ring")
-    if isinstance(named, str) and named:
-        return SHARED / named  # an absolute path replaces the directory
+    name = readers.read_json(run_dir / "run.json").get("ring")
+    if isinstance(name, str) and name:
+        return SHARED / name  # an absolute path replaces the directory
     key = sha1(str(run_dir.resolve()).encode()).hexdigest()[:12]
     return SHARED / f"busrl.{os.getuid()}.{key}.ring"
 
@@ -349,20 +349,20 @@ def _info(path: Path) -> tuple[int, int, int] | None:
 
 
 def _look(run_dir: Path, prompts: Path | None) -> Snapshot:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     terms = read_terms(run_dir)
     first, validate_first = (readers.read_fates(run_dir / name) for name in FATES)
-    known = (_info(run_dir / "train.jsonl") or (0, 0, 0))[2]
-    log = readers.read_log(run_dir / "wal", found)
-    checkpoints = readers.read_checkpoints(run_dir / "checkpoints", found)
-    train_log = readers.read_train_log(run_dir / "train.jsonl", found)
-    slots, damaged = _slots(run_dir, found)
-    open_uids = readers.read_open(run_dir / "open.bin", found)
+    train_log_bytes = (_info(run_dir / "train.jsonl") or (0, 0, 0))[2]
+    log = readers.read_log(run_dir / "wal", findings)
+    checkpoints = readers.read_checkpoints(run_dir / "checkpoints", findings)
+    train_log = readers.read_train_log(run_dir / "train.jsonl", findings)
+    slots, damaged = _slots(run_dir, findings)
+    open_uids = readers.read_open(run_dir / "open.bin", findings)
     last, validate_last = (readers.read_fates(run_dir / name) for name in FATES)
     return Snapshot(
         terms, _state(run_dir, slots, damaged, open_uids), first, last, validate_first, validate_last, log, checkpoints,
-        train_log, known, slots, open_uids, put_back=readers.read_put_backs(run_dir / "draws.log"),
-        prompts=_prompts(run_dir, terms, prompts, found), problems=found,
+        train_log, train_log_bytes, slots, open_uids, put_back=readers.read_put_backs(run_dir / "draws.log"),
+        prompts=_prompts(run_dir, terms, prompts, findings), problems=findings,
     )
 
 
@@ -388,8 +388,8 @@ def read_terms(run_dir: Path) -> Terms:
             wal=str(topology["learner"]["wal"]),
             train=str(data["train"]),
             sources=tuple(
-                (int(one["start"]), int(one["count"]), int(one["share"]))
-                for one in topology.get("derived", {}).get("sources", ())
+                (int(source["start"]), int(source["count"]), int(source["share"]))
+                for source in topology.get("derived", {}).get("sources", ())
             ),
             timeline=timeline_of(run_dir, topology),
         )
@@ -400,29 +400,29 @@ def read_terms(run_dir: Path) -> Terms:
         ) from exc
 
 
-def _slots(run_dir: Path, found: list[Finding]) -> tuple[Slots | None, bool]:
+def _slots(run_dir: Path, findings: list[Finding]) -> tuple[Slots | None, bool]:
     """The slots of the run's own ring, and whether a ring is there that nobody can use."""
     try:
         slots = read_ring(ring_file(run_dir))
     except NotARing as exc:
         text = f"the ring cannot be read, so dispatched samples are not found in it: {exc}"
-        found.append(error("bad_ring", [], text, 1))
+        findings.append(error("bad_ring", [], text, 1))
         return None, True
     uuid = readers.read_json(run_dir / "run.json").get("uuid")
     if slots is not None and isinstance(uuid, str) and uuid.replace("-", "").lower() not in ("", slots.uuid.hex()):
         text = f"the ring is not the one of this run ({uuid}); it is left out"
-        found.append(note("foreign_ring", [slots.uuid.hex()], text))
+        findings.append(note("foreign_ring", [slots.uuid.hex()], text))
         return None, False
     return slots, False
 
 
-def _prompts(run_dir: Path, terms: Terms, given: Path | None, found: list[Finding]) -> Prompts | None:
-    path = given or Path(terms.train)
+def _prompts(run_dir: Path, terms: Terms, file: Path | None, findings: list[Finding]) -> Prompts | None:
+    path = file or Path(terms.train)
     if terms.sources:  # made for the run, and wherever its directory is now
         path = run_dir / "data" / path.name
     try:
         prompts = Prompts(path, terms.seed, terms.shuffle, terms.sources)
     except OSError as exc:
-        found.append(note("prompts_unchecked", [str(path)], f"no prompt file, so prompts were not checked: {exc}"))
+        findings.append(note("prompts_unchecked", [str(path)], f"no prompt file, so prompts were not checked: {exc}"))
         return None
     return prompts if len(prompts) else None
