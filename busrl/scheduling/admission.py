@@ -111,7 +111,7 @@ class AdmissionLimits:
         return problems
 
     def _room(self) -> tuple[str, int]:
-        """What bounds W, in words, and the largest W that leaves B >= W and a step of n_hi groups."""
+        """The bound on W in words, and the largest W that leaves B >= W and a step of n_hi groups."""
         if self.max_staleness is None:
             return f"B = {self.B} groups are admitted at most", self.B
         total = (self.max_staleness + 1) * self.n_lo + 1
