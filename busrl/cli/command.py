@@ -24,8 +24,6 @@ from typing import TextIO, TypeAlias, TypeVar, cast
 from busrl import capabilities
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError, Unfailing, UserError, escaped
 
-ELSEWHERE = {"doctor": "busrl.preflight.doctor"}  # modules of verbs that do not lie in busrl.cli
-
 
 def positive(text: str) -> float:
     """The value of an option that is a time or a size."""
@@ -53,7 +51,7 @@ T = TypeVar("T")
 
 
 def progress(line: Callable[[T], str], every_s: float) -> Callable[[T], None]:
-    """A function that prints `line` of its argument on stderr, at most once in `every_s` seconds."""
+    """Make a function that prints `line` of its argument on stderr, at most once in `every_s` seconds."""
     due = time.monotonic() + every_s
 
     def show(state: T) -> None:
@@ -65,7 +63,7 @@ def progress(line: Callable[[T], str], every_s: float) -> Callable[[T], None]:
     return show
 
 
-# Of files that a verb cannot use where they are: the person who named them knows what to do.
+# Errors of a file that a verb cannot use where it is: they go to the person who named it, without a traceback.
 UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT,
             errno.ELOOP, errno.ENAMETOOLONG}
 
@@ -84,18 +82,18 @@ Afterwards:      busrl report runs/NAME   busrl audit runs/NAME    busrl evaluat
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0, the verb's own, or that of the error's family."""
     _open_streams()
-    told = Unfailing(sys.stderr)
+    stderr = Unfailing(sys.stderr)
     try:
-        with contextlib.redirect_stderr(cast(TextIO, told)):
+        with contextlib.redirect_stderr(cast(TextIO, stderr)):
             return _ended(sys.argv[1:] if arguments is None else arguments)
     finally:
-        if told.lost:
+        if stderr.lost:
             _discard(sys.stderr)
 
 
 def _open_streams() -> None:
-    """Give a standard stream that is closed the null device: the next file would get its number, and what processes
-    print. What its encoding lacks is spelt out."""
+    """Open each closed standard stream as the null device: else the next file would get its number, and with it what
+    processes print. Characters that the encoding of a stream lacks are spelt out."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -110,14 +108,15 @@ def _open_streams() -> None:
 
 
 def _require_names(options: argparse.Namespace) -> None:
-    """UserError for a path that is no UTF-8: busrl's files, messages and process titles have names in it."""
+    """UserError for a path that is no UTF-8, the encoding of names in busrl's files, messages and process titles."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
         raise UserError("the current directory does not exist any more; change to another one") from None
-    named = [one for value in vars(options).values() for one in (value if isinstance(value, list) else [value])]
-    paths = [os.path.realpath(one) for one in named if isinstance(one, Path)]
-    for text in (here, *paths, *(one for one in named if isinstance(one, str))):
+    options_of = vars(options).values()
+    values = [value for option in options_of for value in (option if isinstance(option, list) else [option])]
+    paths = [os.path.realpath(value) for value in values if isinstance(value, Path)]
+    for text in (here, *paths, *(value for value in values if isinstance(value, str))):
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -126,12 +125,9 @@ def _require_names(options: argparse.Namespace) -> None:
 
 
 def _function_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    """The function of the verb that was parsed, its module loaded."""
+    """Load the module of the verb that was parsed; its function."""
     module, _, name = options.verb.partition(":")
-    return cast(
-        Callable[[argparse.Namespace], int],
-        getattr(importlib.import_module(ELSEWHERE.get(module, f"busrl.cli.{module}")), name),
-    )
+    return cast(Callable[[argparse.Namespace], int], getattr(importlib.import_module(f"busrl.{module}"), name))
 
 
 def _ended(arguments: Sequence[str]) -> int:
@@ -144,32 +140,32 @@ def _ended(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except BusrlError as error:
-        return _tell(error)
+        return _print_error(error)
     except ModuleNotFoundError as error:
         from busrl.system.imports import remedy_for  # only here: `busrl --help` is to be quick
 
         package = (error.name or "").partition(".")[0]
         if not (remedy := remedy_for(package)):
             raise
-        return _tell(UserError(f"`busrl {verb}` needs {package}, which {sys.executable} has not: {remedy}"))
+        return _print_error(UserError(f"`busrl {verb}` needs {package}, which {sys.executable} has not: {remedy}"))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `busrl check x | head`: nobody reads any more
+    except BrokenPipeError:  # `busrl check x | head`, after head has ended
         _discard(sys.stdout)
         return 141
     except OSError as error:
         if error.filename is not None and error.errno in UNUSABLE:
             remedy = f"give a place that `busrl {verb}` can use"
-            return _tell(MachineError(f"{error.filename}: {error.strerror}; {remedy}"))
-        if not _output_fails():  # another file's: the code that opened it should have named it
+            return _print_error(MachineError(f"{error.filename}: {error.strerror}; {remedy}"))
+        if not _output_fails():  # then another file failed, and the code that opened it should have named it
             raise
         _discard(sys.stdout)
-        return _tell(MachineError(f"standard output: {error.strerror}; make room where it goes, or send it elsewhere"))
+        remedy = "make room where it goes, or send it elsewhere"
+        return _print_error(MachineError(f"standard output: {error.strerror}; {remedy}"))
 
 
 def _output_fails() -> bool:
-    """Check whether standard output takes nothing: an empty line is the test, as what was printed may be lost
-    already."""
+    """Check by an empty line whether standard output takes nothing: what was printed before may be lost already."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")
@@ -179,12 +175,13 @@ def _output_fails() -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Give up what is still to be printed, or the interpreter would fail at it again when it ends."""
+    """Drop what a stream still holds: the interpreter would fail at it again when it ends."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _tell(error: BusrlError) -> int:
+def _print_error(error: BusrlError) -> int:
+    """Print an error; the exit code of its family."""
     if isinstance(error, BugError):
         traceback.print_exception(error)
         print("busrl: this is a bug of busrl; please report it with the lines above", file=sys.stderr)
@@ -192,7 +189,7 @@ def _tell(error: BusrlError) -> int:
         print(escaped(f"busrl: {len(error.problems)} problems\n{error}"), file=sys.stderr)
     else:
         print(escaped(f"busrl: {error}"), file=sys.stderr)
-    if getattr(sys.stderr, "lost", False):  # both outputs on a full disk: the last place where somebody may look
+    if getattr(sys.stderr, "lost", False):  # a full disk takes no output: the system log is what is left
         syslog.openlog("busrl")
         syslog.syslog(syslog.LOG_ERR, str(error))
     return error.exit_code
@@ -202,7 +199,7 @@ def _tell(error: BusrlError) -> int:
 
 
 def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of all verbs. Options of an optional part's verb are there only if `arguments` begin with it."""
+    """The parser of all verbs. The verb of an optional part has its options only if `arguments` begin with it."""
     top = argparse.ArgumentParser(
         prog="busrl",
         description="Asynchronous reinforcement-learning post-training of language models, as processes on a bus.",
@@ -212,13 +209,17 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
     _add_init(verbs)
+    _add_launch(verbs)
+    _add_checks(verbs)
     _add_runs(verbs)
+    _add_control(verbs)
+    _add_accounts(verbs)
     _add_evaluate(verbs)
     _add_export(verbs)
     _add_ring(_group(verbs, "ring", "look at or remove shared-memory rings of this user"))
     _add_keys(_group(verbs, "keys", "make and manage the keys that TCP connections to the bus need"))
     _add_parts(verbs, arguments)
-    _verb(verbs, "version", "run:version", "print the version of busrl and of what it uses")
+    _verb(verbs, "version", "cli.run:version", "print the version of busrl and of what it uses")
     return top
 
 
@@ -227,17 +228,18 @@ Add: TypeAlias = Callable[..., argparse.Action]
 
 
 def _group(verbs: Verbs, name: str, text: str) -> Verbs:
-    made: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
-    return made.add_subparsers(title="verbs", metavar="VERB", required=True)
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+    return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
 
 def _verb(verbs: Verbs, name: str, function: str, text: str, more: str = "") -> Add:
-    """`add_argument` of one verb; `function`: "MODULE:NAME" in `busrl.cli`, which takes the options."""
-    made: argparse.ArgumentParser = verbs.add_parser(
+    """Add a verb; its `add_argument`. `function` is "MODULE:NAME", the module relative to `busrl`: it takes the
+    options and returns the exit code."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip(), allow_abbrev=False
     )
-    made.set_defaults(verb=function, control=name)
-    return made.add_argument
+    parser.set_defaults(verb=function, control=name)
+    return parser.add_argument
 
 
 def _set(add: Add, text: str) -> None:
@@ -254,7 +256,7 @@ CASES = {  # of init
 def _add_init(verbs: Verbs) -> None:
     text = "write a folder to begin with: prompts, a reward and a topology for your model"
     more = "Questions come from reasoning-gym (gsm_symbolic), or from a file of yours; nothing is downloaded."
-    add = _verb(verbs, "init", "init:init", text, more)
+    add = _verb(verbs, "init", "cli.init:init", text, more)
     add("name", choices=CASES, metavar="CASE", help="; ".join(f"{name}: {text}" for name, text in CASES.items()))
     add("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face model folder")
     add("--out", type=Path, metavar="FOLDER", help="where to write (default: a folder of the task's name)")
@@ -266,61 +268,59 @@ def _add_init(verbs: Verbs) -> None:
     add("--endpoint", metavar="ENDPOINT", help=f"{text} (default: tcp://ITS_NAME:5600)")
 
 
-def _add_runs(verbs: Verbs) -> None:
-    overrides = "change one key, e.g. learner.trigger.n_min=16 or process.rollout.count=2; may be repeated"
+OVERRIDES = "change one key, e.g. learner.trigger.n_min=16 or process.rollout.count=2; may be repeated"
+
+
+def _add_launch(verbs: Verbs) -> None:
     more = "Starting again in the same run directory continues that run: nothing is lost, nothing is trained twice."
-    add = _verb(verbs, "launch", "run:launch", "start every process of a run, watch them, end with a summary", more)
+    text = "start every process of a run, watch them, end with a summary"
+    add = _verb(verbs, "launch", "cli.run:launch", text, more)
     add("topology", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
-    _set(add, overrides)
+    _set(add, OVERRIDES)
     add("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/NAME-TIME)")
     add("--dry-run", action="store_true", help="explain what would be started, and start nothing")
     text = "print what a cluster starts this run by (a JobSet or LeaderWorkerSet of Kubernetes, or a job of Slurm)"
     add("--emit", choices=("jobset", "lws", "slurm"), help=f"{text}, and start nothing")
     text = "auto: go on from what the run directory holds (default); never: refuse if it holds a run; "
     add("--resume", default="auto", metavar="auto|never|PATH", help=f"{text}PATH: go on in this run directory")
+
+
+def _add_checks(verbs: Verbs) -> None:
     text = "look at this machine and at what is installed, and say what to do about what is wrong"
-    add = _verb(verbs, "doctor", "doctor:doctor", text, "Exit code 0 if busrl can run here, 1 if not.")
+    add = _verb(verbs, "doctor", "preflight.doctor:doctor", text, "Exit code 0 if busrl can run here, 1 if not.")
     add("--json", action="store_true", help="print one JSON list")
     text = "print the JSON schema of topology files, for editors (docs/your-run.md)"
-    _verb(verbs, "schema", "run:schema", text)
+    _verb(verbs, "schema", "cli.run:schema", text)
     text = "explain a topology: processes, sums, sizes, prompts, model; or everything that is wrong with it"
-    add = _verb(verbs, "check", "run:check", text)
+    add = _verb(verbs, "check", "cli.run:check", text)
     add("topology", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
-    _set(add, overrides)
+    _set(add, OVERRIDES)
     add("--verbose", action="store_true", help="also how slots, memory and limits follow from the keys")
     text = "list the published algorithms of learner.recipe, and the keys that each sets"
-    add = _verb(verbs, "recipes", "run:recipes", text)
+    add = _verb(verbs, "recipes", "cli.run:recipes", text)
     add("names", nargs="*", metavar="NAME", help="only these (default: all)")
-    add = _verb(verbs, "status", "run:status", "show what a run is doing now, changing nothing")
+
+
+def _add_runs(verbs: Verbs) -> None:
+    add = _verb(verbs, "status", "cli.run:status", "show what a run is doing now, changing nothing")
     add("--json", action="store_true", help="one JSON object; its keys stand in docs/operating.md")
     add("--host", default="", metavar="NAME", help="only another host of the run, with its processes")
     add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
     more = "A name that another host has too is of this machine; there, name the directory of `busrl host`."
-    add = _verb(verbs, "logs", "run:logs", "print what the processes of a run wrote, all of them or one", more)
+    add = _verb(verbs, "logs", "cli.run:logs", "print what the processes of a run wrote, all of them or one", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("name", nargs="?", default="", metavar="NAME", help="one process, as `busrl status` names it (default: all)")
     add("-f", "--follow", action="store_true", help="go on with what they write, until Ctrl-C or the end of the run")
     more = "What is in flight stays in the ledger, and a later `busrl launch` in the same directory continues."
-    add = _verb(verbs, "stop", "run:stop", "end a run in order and wait until it has ended", more)
+    add = _verb(verbs, "stop", "cli.run:stop", "end a run in order and wait until it has ended", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("--now", action="store_true", help="kill everything at once; the next start repairs it")
     add("--wait", type=positive, default=120.0, metavar="S", help="give up after this long (default 120)")
-    _add_control(verbs)
-    _add_accounts(verbs)
-
-
-def _add_accounts(verbs: Verbs) -> None:
-    more = "Exit code 0 if every promise holds, 1 if not. It works on a run that is running, has ended, or was killed."
-    add = _verb(verbs, "audit", "run:audit", "recompute the fate of every sample from the files of a run", more)
-    add("run_dir", type=Path, metavar="RUN_DIR")
-    text = "also what became of the tokens, and whether long answers are lost more often"
-    add("--waste", action="store_true", help=text)
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def _add_control(verbs: Verbs) -> None:
     def verb(name: str, text: str, more: str) -> Add:
-        add = _verb(verbs, name, "run:control", text, more)
+        add = _verb(verbs, name, "cli.run:control", text, more)
         add("run_dir", type=Path, metavar="RUN_DIR")
         add("--wait", type=positive, default=60.0, metavar="S", help="give up after this long (default 60)")
         return add
@@ -339,9 +339,18 @@ def _add_control(verbs: Verbs) -> None:
     add("value", metavar="N")
 
 
+def _add_accounts(verbs: Verbs) -> None:
+    more = "Exit code 0 if every promise holds, 1 if not. It works on a run that is running, has ended, or was killed."
+    add = _verb(verbs, "audit", "cli.run:audit", "recompute the fate of every sample from the files of a run", more)
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    text = "also what became of the tokens, and whether long answers are lost more often"
+    add("--waste", action="store_true", help=text)
+    add("--json", action="store_true", help="print one JSON object")
+
+
 def _add_evaluate(verbs: Verbs) -> None:
     text = "measure a model or a checkpoint on held-out prompts, without a run"
-    add = _verb(verbs, "evaluate", "evaluate:evaluate", text)
+    add = _verb(verbs, "evaluate", "cli.evaluate:evaluate", text)
     add("target", type=Path, metavar="TOPOLOGY|RUN_DIR", help="where engine, prompts and reward are described")
     text = "a step of the run, or a folder: a checkpoint or any model (default: the newest of the run, or model.path)"
     add("--checkpoint", default="", metavar="STEP|PATH", help=text)
@@ -354,7 +363,8 @@ def _add_evaluate(verbs: Verbs) -> None:
     add("--out", type=Path, metavar="FILE", help="a line per sample (default: RUN_DIR/evaluated/step_N.jsonl)")
     add("--json", action="store_true", help="print one JSON object")
     text = "ask a run that is running for a round of validation now, and wait for its figures"
-    add = _verb(verbs, "validate", "evaluate:validate", text, "Training goes on meanwhile, as validation.mode says.")
+    more = "Training goes on meanwhile, as validation.mode says."
+    add = _verb(verbs, "validate", "cli.evaluate:validate", text, more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("names", nargs="*", metavar="NAME", help="sets of the run (default: all of them)")
     add("--free", action="store_true", help="hold nothing: answers may be of several versions, which is said")
@@ -365,7 +375,7 @@ def _add_evaluate(verbs: Verbs) -> None:
 def _add_export(verbs: Verbs) -> None:
     text = "write the model of a checkpoint as a Hugging Face folder, its tokenizer beside it"
     more = "With LoRA base and adapter are merged. Nothing is overwritten, and the run may be running."
-    add = _verb(verbs, "export", "evaluate:export", text, more)
+    add = _verb(verbs, "export", "cli.evaluate:export", text, more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("--step", type=_count, metavar="N", help="the checkpoint of this step (default: the newest)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
@@ -374,21 +384,22 @@ def _add_export(verbs: Verbs) -> None:
 
 
 def _add_ring(verbs: Verbs) -> None:
-    _verb(verbs, "list", "rings:show_all", "list the rings in /dev/shm and who uses them")
+    _verb(verbs, "list", "cli.rings:show_all", "list the rings in /dev/shm and who uses them")
     more = "With --uid: all that the run knows of one sample, also when it has ended."
-    add = _verb(verbs, "inspect", "rings:inspect", "show a ring's slots by state and owner, and its processes", more)
+    text = "show a ring's slots by state and owner, and its processes"
+    add = _verb(verbs, "inspect", "cli.rings:inspect", text, more)
     text = "name as `busrl ring list` shows it, or a run directory (default: the newest below runs/)"
     add("ring", metavar="RING", nargs="?", default="", help=text)
     add("--uid", default="", metavar="UID", help="print one sample's history (v7: of a validation sample)")
     more = "A later start of that run generates again what was in its slots."
-    add = _verb(verbs, "clean", "rings:clean", "remove the shared memory of a run that is over", more)
+    add = _verb(verbs, "clean", "cli.rings:clean", "remove the shared memory of a run that is over", more)
     add("ring", metavar="RING", help="name as `busrl ring list` shows it, a run directory, or `all`")
     add("--force", action="store_true", help="also while processes use it, or if it cannot be read")
 
 
 def _add_keys(verbs: Verbs) -> None:
     def verb(name: str, text: str, more: str = "") -> Add:
-        add = _verb(verbs, name, f"keys:{'show_all' if name == 'list' else name}", text, more)
+        add = _verb(verbs, name, f"cli.keys:{'show_all' if name == 'list' else name}", text, more)
         where = "key directory (default $XDG_CONFIG_HOME/busrl/keys, or ~/.config/busrl/keys)"
         add("--dir", type=Path, metavar="DIR", help=where)
         return add
@@ -404,14 +415,14 @@ def _add_keys(verbs: Verbs) -> None:
     more = "It cannot connect again; a connection that it has lasts until the process `bus` ends."
     verb("remove", "take a client off the list and delete its file", more)("name", metavar="NAME")
     text = "connect to a broker with a client's file and say whether it accepts us"
-    add = _verb(verbs, "try", "keys:try_to_connect", text)
+    add = _verb(verbs, "try", "cli.keys:try_to_connect", text)
     add("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT, as in bus.endpoint")
     add("file", metavar="FILE", type=Path, help="the file that `busrl keys add` printed")
     add("--wait", type=positive, default=5.0, metavar="S", help="give up after this long (default 5)")
 
 
 def _add_parts(verbs: Verbs, arguments: Sequence[str]) -> None:
-    """Verbs of the optional parts that are there. UserError: the verb that is used is of one that is not."""
+    """Add the verbs of the optional parts that are installed. UserError: `arguments` use a verb of one that is not."""
     for part, command in capabilities.commands():
         used = command.name in arguments[:1]
         if not part.here:

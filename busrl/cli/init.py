@@ -1,9 +1,9 @@
 """`busrl init CASE --model DIR`: a folder with prompts, a reward and a topology, ready for `busrl check` and `launch`.
 
-Talks to the converter of sources (`busrl.data.sources`), in a process of its own, and to the loader, which tries what
-was written. Knows nothing of runs.
+Talks to the converter of sources (`busrl.data.sources`), in a process of its own, and to the loader, which checks the
+topology that was written. Knows nothing of runs.
 
-- Nothing that is there is overwritten; what could not be made leaves no half of a folder's files behind.
+- No file is overwritten. If one of the files cannot be made, none stays.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from busrl.rewards.kinds import NUMBER
 from busrl.system.imports import interpreter
 
 TIMEOUT_S = 900.0
-MADE, HELD_OUT = 4_000, 200  # prompts
+GENERATED, HELD_OUT = 4_000, 200  # prompts
 ASK = "Think step by step, and end with the answer as a number."
 COLUMNS = ("question", "prompt", "problem")  # of a file with --data, the first that it has
-# The code below is the user's from then on, so it stands alone. It compares whole numbers or words at the end: neither
-# "12" for 2 nor a list of all numbers wins, and where a record has no right answer, nothing is right by accident.
+# The code below becomes the user's, so it stands alone. It compares whole numbers or words at the end: neither "12" for
+# 2 nor a list of all numbers wins. A record without a right answer is an error, so that nothing is right by accident.
 NUMBERS = f'''
 import re
 
@@ -165,11 +165,11 @@ def init(options: argparse.Namespace) -> int:
     model = options.model.expanduser().absolute()
     if not (model / "config.json").is_file():
         raise UserError(f"--model {options.model}: no model folder (config.json); nothing is downloaded")
-    _fits(options, model)
+    _require_case(options, model)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lines = _lines(options.data, folder / "all.jsonl", "" if code[1] is TEXT_REWARD else f"\n{ASK}")
-        _judged(lines, code[1], options.data)
+        _require_comparable(lines, code[1], options.data)
         step = max(10, len(lines) // HELD_OUT)
         held_out = lines[::step][:HELD_OUT]
         train = [line for at, line in enumerate(lines) if at % step or at // step >= HELD_OUT]
@@ -182,12 +182,13 @@ def init(options: argparse.Namespace) -> int:
         raise
     (folder / "all.jsonl").unlink()
     print(f"{folder}: {len(train)} prompts, {len(held_out)} held out, {', '.join(names[2:])}")
-    made = folder / names[-1]
-    print(f"next: busrl check {made}, then busrl launch {made} --run-dir runs/{options.name}")
+    topology = folder / names[-1]
+    print(f"next: busrl check {topology}, then busrl launch {topology} --run-dir runs/{options.name}")
     return 0
 
 
-def _fits(options: argparse.Namespace, model: Path) -> None:
+def _require_case(options: argparse.Namespace, model: Path) -> None:
+    """UserError if the options or the model lack what the case needs."""
     if options.name in ("own", "chat") and options.data is None:
         columns = "question (or prompt, problem) and answer"
         raise UserError(f"init {options.name} needs --data FILE: JSONL or Parquet with {columns}")
@@ -215,7 +216,7 @@ def _topology(options: argparse.Namespace, samples: int) -> str:
 
 
 def _case(options: argparse.Namespace, context: int) -> str:
-    """Choose what gives the reward, and the processes besides those that every run has."""
+    """The tables of a case: its reward, and its processes besides those of every run."""
     if options.name == "agents":
         return EPISODES.format(context=context)
     if options.name == "gpus":
@@ -226,7 +227,7 @@ def _case(options: argparse.Namespace, context: int) -> str:
             generate=", ".join(numbers[:-train]), train=", ".join(numbers[-train:]),
         )
     if options.name == "hosts":
-        names = ", ".join(msgspec.json.encode(one).decode() for one in options.host)
+        names = ", ".join(msgspec.json.encode(host).decode() for host in options.host)
         return REWARD + ELSEWHERE.format(
             endpoint=options.endpoint or f"tcp://{socket.gethostname()}:5600", hosts=names
         )
@@ -234,7 +235,8 @@ def _case(options: argparse.Namespace, context: int) -> str:
 
 
 def _lines(data: Path | None, out: Path, ask: str) -> list[str]:
-    """The lines of prompts: of the user's file, or questions that reasoning-gym makes up."""
+    """Make the lines of prompts, from the user's file or from questions that reasoning-gym generates. Of several
+    sources the first that has no problems is taken."""
     problems: list[str] = []
     for source in _sources(data, ask):
         job = Job(
@@ -252,21 +254,21 @@ def _lines(data: Path | None, out: Path, ask: str) -> list[str]:
 
 
 def _left_out(event: Event) -> Iterator[str]:
-    """Tell which rows became no prompts, and why."""
-    for one in event.made:
-        if one.left_out:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in one.left_out.items())
-            yield f"{one.name}: {one.count} of {one.read} rows are prompts; left out: {reasons}"
+    """A line for each source of which rows were left out, with the reasons."""
+    for source in event.made:
+        if source.left_out:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in source.left_out.items())
+            yield f"{source.name}: {source.count} of {source.read} rows are prompts; left out: {reasons}"
 
 
-def _judged(lines: list[str], code: str, data: Path | None) -> None:
-    """UserError if an answer is none that the reward can compare with: each of its samples would be lost."""
-    written: dict[str, Any] = {}
-    exec(code, written)
+def _require_comparable(lines: list[str], code: str, data: Path | None) -> None:
+    """UserError if the reward cannot compare with one of the answers: each of its samples would be lost."""
+    module: dict[str, Any] = {}
+    exec(code, module)
     faults = []
     for line in lines:
         try:
-            written["right_answer"](json.loads(line))
+            module["right_answer"](json.loads(line))
         except ValueError as fault:
             faults.append(str(fault))
     if faults:
@@ -280,12 +282,13 @@ def _sources(data: Path | None, ask: str) -> Iterator[Source]:
         yield Source(
             name=path or "gsm_symbolic", path=path, split="train", function="", prompt_key=column,
             format=format_of(path) if data else "reasoning_gym", tasks={} if data else {"gsm_symbolic": 1.0},
-            task_options={}, size=0 if data else MADE, prompt_text=f"{{{column}}}{ask}", answer_key="answer",
+            task_options={}, size=0 if data else GENERATED, prompt_text=f"{{{column}}}{ask}", answer_key="answer",
             tag="gsm8k", where="", filter="", dedupe=True, min_prompt_tokens=0, max_prompt_tokens=0, too_long="drop",
         )
 
 
 def _converted(job: Job) -> Event:
+    """Run the converter of sources; its last event."""
     command = [*interpreter(), "busrl.data.sources"]
     try:
         done = subprocess.run(command, input=msgspec.json.encode(job) + b"\n", capture_output=True, timeout=TIMEOUT_S)
@@ -295,6 +298,6 @@ def _converted(job: Job) -> Event:
     last = done.stdout.splitlines()[-1:]
     event = msgspec.json.decode(last[0], type=Event) if last and not done.returncode else Event()
     if not (event.made or event.problems):
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise UserError(f"making the prompts failed: {''.join(said)}; see whether python -m busrl.data.sources starts")
+        last_error = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
+        raise UserError(f"making the prompts failed: {last_error}; see whether python -m busrl.data.sources starts")
     return event

@@ -1,7 +1,7 @@
 """`busrl keys init | add | list | show | remove | try`: who may reach the bus over TCP.
 
-Talks to the key directory (`busrl.keys`), and with `try` to a broker. Knows nothing of runs: a broker that is running
-reads the list at every handshake.
+Talks to the key directory (`busrl.keys`), and with `try` to a broker. Knows nothing of runs: a running broker reads the
+list at every handshake.
 
 - A secret is never printed: `show` prints public keys and the places of files.
 """

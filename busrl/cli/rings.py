@@ -1,12 +1,12 @@
 """`busrl ring list | inspect | clean`: the shared memory that runs of this user have, or left behind.
 
-Maps rings read-only and asks the ring for proof of life. Removes files only in `clean`. `inspect --uid` has all that a
-run keeps of one sample, from its files and its ring: while the run lasts, after it, and after it was killed.
+Maps rings read-only and reads from them which processes live. Only `clean` removes files. `inspect --uid` shows all
+that a run keeps of one sample, from its files and its ring: while the run lasts, after it, and after it was killed.
 
-- `clean` refuses while a launch has the ring or a registered process lives: what it wrote would be lost unnoticed.
-- A ring that cannot be read may be in use by another version of busrl, so it takes --force too.
-- Every line about a sample is what one place says about its uid. Places that say nothing are left out, except where
-  that is the news. Which process worked on it is not kept once it has left its slot without an accident.
+- `clean` refuses while a launch has the ring or a registered process lives: what it writes would be lost unnoticed.
+- Another version of busrl may use a ring that cannot be read, so removing it takes --force too.
+- Every line about a sample is what one file, or the ring, has about its uid. Files that have nothing give no line,
+  except where that is the news. No record says which process worked on a sample that left its slot without an accident.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def show_all(_options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Slots by state with owners and ages, header words, and processes of one ring; or what is known of one sample."""
+    """Print slots by state with owners and ages, header words and processes of a ring; or the history of a sample."""
     target = options.ring or str(newest_run(Path("runs")))
     if options.uid:
         _show(history(Path(target), options.uid).split("\n"))
@@ -76,7 +76,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def _show(lines: Iterable[str]) -> None:
-    """Names, activities and texts were written by others."""
+    """Print lines that hold names, activities and texts of other programs, without what a terminal would obey."""
     print("\n".join(map(printable, lines)))
 
 
@@ -84,24 +84,24 @@ def clean(options: argparse.Namespace) -> int:
     """Remove the ring, the weights and the sockets of a run; with `all`, of every run that nobody uses."""
     every = options.ring == "all"
     for name in ring_names() if every else [ring_name(options.ring)]:
-        if living := _removed(name, options.force):
+        if user := _remove(name, options.force):
             if not every:
-                raise RunInUse(f"{name}: {living}; stop the run first (`busrl stop RUN_DIR`), or use --force")
-            print(printable(f"{name}: kept, {living}"))
+                raise RunInUse(f"{name}: {user}; stop the run first (`busrl stop RUN_DIR`), or use --force")
+            print(printable(f"{name}: kept, {user}"))
     return 0
 
 
-def _removed(name: str, force: bool) -> str:
-    """Unlink what a run that nobody uses has outside its directory; who uses it, in words, else."""
+def _remove(name: str, force: bool) -> str:
+    """Unlink what a run has outside its directory; a text that names its user if a process uses it."""
     try:
         guard = RingGuard(SHM / name)
-    except OSError as error:  # gone already, or not ours to open
+    except OSError as error:  # removed already, or of another user
         return "" if isinstance(error, FileNotFoundError) else f"it cannot be opened: {error.strerror}"
     try:
         if not guard.try_take() and not force:
             return "in use by a launch"
-        if not force and (living := users(name)):
-            return living
+        if not force and (user := users(name)):
+            return user
         if guard.has_name():
             unlink_segments(name)
             sockets = RunPaths(Path("/")).runtime_dir.parent / name.removesuffix(SUFFIX).rpartition(".")[2]
@@ -117,7 +117,7 @@ def ring_names() -> list[str]:
 
 
 def ring_name(target: str) -> str:
-    """The ring that a name or a run directory means; UserError if there is none."""
+    """The name of a ring, by that name or by the directory of its run; UserError if there is no such ring."""
     name = target if target in ring_names() or not Path(target).is_dir() else RunPaths.of(target).ring_name
     if "/" in name or not (SHM / name).is_file() or not name.endswith(SUFFIX):
         raise UserError(f"{target}: there is no ring of that name or run directory; see `busrl ring list`")
@@ -125,61 +125,62 @@ def ring_name(target: str) -> str:
 
 
 def users(name: str) -> str:
-    """Name the processes that use a ring; empty if none does."""
+    """A text that names the processes that use a ring; empty if none does."""
     try:
         ring = Ring.attach(name, read_only=True)
     except RingError as error:
         return f"it cannot be read ({error}), so another version of busrl may use it"
     with closing(ring):
-        there = [f"{one.label} (pid {one.pid})" for one in living(ring)]
-    return f"in use by {', '.join(there)}" if there else ""
+        processes = [f"{process.label} (pid {process.pid})" for process in living(ring)]
+    return f"in use by {', '.join(processes)}" if processes else ""
 
 
 def states(ring: Ring) -> dict[str, int]:
     counts = Counter(map(int, ring.lines()["state"]))
-    known = {int(state): state.name for state in State}
-    return {known.get(state, f"in no state ({state})"): counts[state] for state in sorted(counts)}
+    names = {int(state): state.name for state in State}
+    return {names.get(state, f"in no state ({state})"): counts[state] for state in sorted(counts)}
 
 
 def render_slots(ring: Ring) -> list[str]:
     """A line per state and owner of the slots that hold a sample: how many, since when, and which uid the longest."""
     lines, now = ring.lines(), time.monotonic_ns()
-    held = lines[(lines["state"] != State.FREE) & (lines["uid"] != UID_NONE)]
-    if not len(held):
+    samples = lines[(lines["state"] != State.FREE) & (lines["uid"] != UID_NONE)]
+    if not len(samples):
         return ["  no sample in any slot"]
     owners = {process.index: process.label for process in ring.processes()}
     table = [f"  {'state':<12}{'owner':<14}{'slots':>6}{'oldest':>10}  its uid"]
-    for state, owner in sorted({(int(line["state"]), int(line["owner"])) for line in held}):
-        here = held[(held["state"] == state) & (held["owner"] == owner)]
+    for state, owner in sorted({(int(line["state"]), int(line["owner"])) for line in samples}):
+        here = samples[(samples["state"] == state) & (samples["owner"] == owner)]
         oldest = here[here["changed_ns"].argmin()]
         age, uid = (now - int(oldest["changed_ns"])) / 1e9, int(oldest["uid"])
-        # In DROPPED the owner's place holds the reason.
+        # In DROPPED the owner's word holds the reason.
         name = owners.get(owner, f"process {owner}") if owner and State(state) in WORKING else "-"
         table.append(f"  {State(state).name:<12}{name:<14}{len(here):>6}{age:>8.1f} s  {shown_uid(uid)}")
     return table
 
 
 def render_calls(ring: Ring, name: str) -> list[str]:
-    """The ring of model calls by state, and what the open episodes do; nothing where the run has none."""
+    """Lines about the ring of model calls by state, and about the open episodes; none if the run has no such ring."""
     try:
         calls = Ring.attach(name, read_only=True, calls=True)
     except RingError:
         return []
     with closing(calls):
-        found = open_episodes(ring.lines(), calls.lines(), time.monotonic_ns())
-        told = [f"  {state:<12}{count:>6} episodes, the oldest {age:.1f} s" for state, (count, age) in found.items()]
-        return [f"  calls: {', '.join(f'{count} {state}' for state, count in states(calls).items())}", *told]
+        episodes = open_episodes(ring.lines(), calls.lines(), time.monotonic_ns())
+        lines = [f"  calls: {', '.join(f'{count} {state}' for state, count in states(calls).items())}"]
+        for state, (count, age) in episodes.items():
+            lines.append(f"  {state:<12}{count:>6} episodes, the oldest {age:.1f} s")
+        return lines
 
 
 def render_processes(ring: Ring) -> list[str]:
     """The table of registered processes; busy is the share of time spent working."""
     lines = [f"  {'process':<14}{'pid':>8}  {'state':<10}{'busy':>6}  {'samples':>9}  {'version':>7}  activity"]
-    for one in ring.processes():
-        state = "dead" if ring.is_dead(one.index) else one.state
-        busy = f"{one.busy_ns / (one.busy_ns + one.idle_ns):.0%}" if one.idle_ns else "-"
-        lines.append(
-            f"  {one.label:<14}{one.pid:>8}  {state:<10}{busy:>6}  {one.samples:>9,}  {one.version:>7}  {one.activity}"
-        )
+    for process in ring.processes():
+        state = "dead" if ring.is_dead(process.index) else process.state
+        busy = f"{process.busy_ns / (process.busy_ns + process.idle_ns):.0%}" if process.idle_ns else "-"
+        counts = f"{busy:>6}  {process.samples:>9,}  {process.version:>7}"
+        lines.append(f"  {process.label:<14}{process.pid:>8}  {state:<10}{counts}  {process.activity}")
     return lines if len(lines) > 1 else ["  no processes"]
 
 
@@ -187,7 +188,7 @@ def render_processes(ring: Ring) -> list[str]:
 
 
 def history(run_dir: Path, text: str) -> str:
-    """Everything that the run knows of a sample, line by line. UserError if it knows nothing."""
+    """Everything that a run keeps of a sample, line by line. UserError if it keeps nothing."""
     paths = RunPaths.of(run_dir)
     if not paths.topology.exists():
         raise NoSuchRun(f"{paths.root}: no topology.json there; --uid needs a run directory")
@@ -195,7 +196,7 @@ def history(run_dir: Path, text: str) -> str:
 
 
 def number(text: str) -> int:
-    """The uid that a person typed: a number, or v and the number of a validation sample."""
+    """Read the uid that a person typed: a number, or v and the number of a validation sample."""
     digits = text[1:] if text.startswith("v") else text
     if not digits.isascii() or not digits.isdigit() or int(digits) >= UID_NONE:
         raise UserError(f"--uid {text}: a uid is a whole number below 2**64 - 1 (v7 is a validation sample)")
@@ -203,7 +204,7 @@ def number(text: str) -> int:
 
 
 class SampleHistory:
-    """History of a uid of one run: of a training sample, or of a row of the validation's fates."""
+    """Everything that a run keeps of one uid, of a training or of a validation sample (which has a bit of its own)."""
 
     def __init__(self, paths: RunPaths, uid: int) -> None:
         self.paths, self.uid = paths, uid
@@ -218,10 +219,10 @@ class SampleHistory:
 
     def text(self) -> str:
         slots = list(self._ring())
-        found, place = [*slots, *self._files()], self._place()
-        if not found and self.fate == Fate.NONE:
-            known = np.flatnonzero(self.fates)
-            highest = f"{'v' if self.validates else ''}{known[-1]}" if len(known) else ""
+        evidence, place = [*slots, *self._files()], self._place()
+        if not evidence and self.fate == Fate.NONE:
+            dispatched = np.flatnonzero(self.fates)
+            highest = f"{'v' if self.validates else ''}{dispatched[-1]}" if len(dispatched) else ""
             rest = f"the highest uid of this run is {highest}" if highest else "nothing was dispatched yet"
             raise UserError(
                 f"--uid {self.name}: {self.paths.root} knows no such sample, {place}: it was never dispatched; {rest}"
@@ -231,7 +232,7 @@ class SampleHistory:
         lines.append(f"  fate      {fate_name(self.fate)}{kind}")
         if self.fate == Fate.DISPATCHED and not slots:
             lines.append("  slot      none: with the run stopped the next start generates it again")
-        return "\n".join([*lines, *found, *self._relatives()])
+        return "\n".join([*lines, *evidence, *self._relatives()])
 
     def _place(self) -> str:
         if self.validates:
@@ -242,32 +243,32 @@ class SampleHistory:
 
     def _prompt(self) -> Iterator[str]:
         try:
-            with self._stream() as one:
-                item = one.at(self._line(len(one))) if self.validates else one.item(self.draw)
+            with self._stream() as stream:
+                item = stream.at(self._validation_line(len(stream))) if self.validates else stream.item(self.draw)
                 text = short(item.line.decode(errors="replace"))
-                yield f"  prompt    {one.path}:{item.index + 1} (crc {item.crc:08x}) {text}"
+                yield f"  prompt    {stream.path}:{item.index + 1} (crc {item.crc:08x}) {text}"
         except (BusrlError, OSError) as error:
             yield f"  prompt    cannot be read: {error}"
 
     def _stream(self) -> JsonlStream:
         if not self.validates:
             return training_stream(self.topology)
-        return JsonlStream(self._asked()[0].data, self.topology.run.seed, False, self.topology.data.prompt_key)
+        return JsonlStream(self._validation_set()[0].data, self.topology.run.seed, False, self.topology.data.prompt_key)
 
-    def _asked(self) -> tuple[AskedSet, int]:
-        """The set of validation that the sample is of, and its place in it."""
+    def _validation_set(self) -> tuple[AskedSet, int]:
+        """The validation set of the sample, and its place in the set."""
         place = self.row % max(1, self.topology.derived.val_samples)
-        one = next((one for one in reversed(self.topology.sets) if one.first <= place), None)
-        if one is None:
-            raise UserError("the topology asks no set of validation")
-        return one, place - one.first
+        for asked_set in reversed(self.topology.sets):
+            if asked_set.first <= place:
+                return asked_set, place - asked_set.first
+        raise UserError("the topology asks no set of validation")
 
-    def _line(self, lines: int) -> int:
-        one, place = self._asked()
-        return int(lines_of(one.prompts, lines, one.k)[place])
+    def _validation_line(self, lines: int) -> int:
+        asked_set, place = self._validation_set()
+        return int(lines_of(asked_set.prompts, lines, asked_set.k)[place])
 
     def _relatives(self) -> Iterator[str]:
-        """A member that ended by accident is rolled again once."""
+        """A line about the sample's re-roll or its parent: a member that ended by accident is rolled again once."""
         if self.validates:
             return
         size = self.topology.groups.size
@@ -297,8 +298,8 @@ class SampleHistory:
         state = State(int(line["state"]))
         age = (time.monotonic_ns() - int(line["changed_ns"])) / 1e9
         owner = owner_name(ring, int(line["owner"]))
-        held = f", held by {owner}" if owner else ""
-        yield f"  slot      {slot}: {state.name} for {age:.1f} s{held}; claim number {int(line['seq'])}"
+        holder = f", held by {owner}" if owner else ""
+        yield f"  slot      {slot}: {state.name} for {age:.1f} s{holder}; claim number {int(line['seq'])}"
         yield (
             f"  attempts  {int(line['attempt'])} since the last commit, {int(line['alone_deaths'])} of them alone; "
             f"admitted as number {int(line['admission'])} at version {int(line['version'])}"
@@ -318,14 +319,14 @@ class SampleHistory:
             yield from self._train_log()
             yield from self._excerpt()
         yield from self._warnings()
-        for one in read_open(self.paths.open_bin) or []:
-            if one.uid == self.uid:
-                yield f"  open.bin  was {State(one.state).name} in slot {one.slot} when the run ended in order"
+        for entry in read_open(self.paths.open_bin) or []:
+            if entry.uid == self.uid:
+                yield f"  open.bin  was {State(entry.state).name} in slot {entry.slot} when the run ended in order"
 
     def _put_backs(self) -> Iterator[str]:
-        for one in read_draws(self.paths.draws):
-            if self.uid in one.uids:
-                yield f"  put back  {clock(one.time_ns / 1e9)}: {one.why}"
+        for draw in read_draws(self.paths.draws):
+            if self.uid in draw.uids:
+                yield f"  put back  {clock(draw.time_ns / 1e9)}: {draw.why}"
 
     def _log(self) -> Iterator[str]:
         for path in sorted(self.paths.wal.glob("*.wal")):
@@ -344,29 +345,30 @@ class SampleHistory:
                 yield f"  trained   {path.name} cannot be read: {error}"
 
     def _train_log(self) -> Iterator[str]:
-        """Each training of it once: a step that was trained again after a restart stands in the file again."""
+        """A line for each training of the sample, once: the file has a step again that was trained again after a
+        restart."""
         replayed: Counter[tuple[int, int]] = Counter()
-        found: list[tuple[tuple[int, int], str, bool]] = []
+        trainings: list[tuple[tuple[int, int], str, bool]] = []
         for line, stands in standing(list(json_lines(self.paths.train_log))):
             for attempt in [attempt for uid, attempt, _ in line["samples"] if uid == self.uid]:
                 key = (line["step"], attempt)
                 replayed[key] += not stands
                 version, cause = line["version"], line["cause"]
                 text = f"  step      {line['step']} (version {version}, {cause}) trained its attempt {attempt}"
-                found.append((key, text, stands))
-        kept = {key for key, _, stands in found if stands}
-        for key, text, stands in found:
+                trainings.append((key, text, stands))
+        standing_keys = {key for key, _, stands in trainings if stands}
+        for key, text, stands in trainings:
             if stands:
                 yield text + (f"; replayed {replayed[key]}×, counted once" if replayed[key] else "")
-            elif key not in kept:
+            elif key not in standing_keys:
                 yield f"{text}; taken back: the learner went on from an earlier step"
 
     def _warnings(self) -> Iterator[str]:
-        """Lines of errors.jsonl about it: those that name it, and texts of programs that give no names."""
-        named = re.compile(rf"\bsample {self.uid}\b")
+        """Rows of errors.jsonl that list the uid, or whose text mentions it where the row lists none."""
+        mention = re.compile(rf"\bsample {self.uid}\b")
         for row in json_lines(self.paths.errors):
             uids, text = row.get("uids"), str(row.get("text", ""))
-            if self.uid in uids if isinstance(uids, list) else named.search(text):
+            if self.uid in uids if isinstance(uids, list) else mention.search(text):
                 when = clock(float(row.get("time", 0.0)))
                 yield f"  told      {when}: {row.get('process')} {row.get('severity')}: {short(text)}"
 
@@ -374,8 +376,8 @@ class SampleHistory:
         for line in json_lines(self.paths.samples):
             if line.get("uid") == self.uid:
                 versions = line.get("versions") or [line.get("version")]  # one, where nothing was trained
-                made = f"reward {line['reward']:g}, versions {versions}"
-                yield f"  answer    {short(line['completion'])} ({made})"
+                details = f"reward {line['reward']:g}, versions {versions}"
+                yield f"  answer    {short(line['completion'])} ({details})"
 
     def _validation(self) -> Iterator[str]:
         for line in json_lines(self.paths.validation_log):
@@ -387,14 +389,14 @@ class SampleHistory:
 
 
 def logged(sample: SampleRecord) -> str:
-    """The words of a record of the log about one sample."""
+    """Describe one sample of a record of the log."""
     versions = sample.version_array()
-    made = f"versions {versions.min()} to {versions.max()}" if len(versions) else "no tokens"
+    tokens = f"versions {versions.min()} to {versions.max()}" if len(versions) else "no tokens"
     if sample.segments:
-        made += f" in segments of {', '.join(map(str, sample.segments))}"
+        tokens += f" in segments of {', '.join(map(str, sample.segments))}"
     if sample.turns:
-        made += f" in {len(sample.turn_array())} turns of {len(sample.seqs)} sequences"
-    return f"attempt {sample.attempt}, {len(versions)} tokens of {made}, reward {sample.reward:g}"
+        tokens += f" in {len(sample.turn_array())} turns of {len(sample.seqs)} sequences"
+    return f"attempt {sample.attempt}, {len(versions)} tokens of {tokens}, reward {sample.reward:g}"
 
 
 def segment_text(ring: Ring, slot: int, segment: int) -> str:
@@ -406,20 +408,21 @@ def segment_text(ring: Ring, slot: int, segment: int) -> str:
 
 
 def owner_name(ring: Ring, index: int) -> str:
-    entry = next((one for one in ring.processes() if one.index == index), None) if index else None
+    entry = next((process for process in ring.processes() if process.index == index), None) if index else None
     if entry is None:
         return f"process {index}" if index else ""
     return f"{entry.label} (pid {entry.pid}{', dead' if ring.is_dead(index) else ''})"
 
 
 def standing(lines: list[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:
-    """Each line of the train log, and whether it stands: a line replaces all earlier ones from its step on."""
-    found, lowest = [], None
+    """Each line of the train log, and whether it stands: a line replaces all earlier ones of its step and later steps.
+    """
+    marked, lowest = [], None
     for line in reversed(lines):
         stands = lowest is None or line["step"] < lowest
-        found.append((line, stands))
+        marked.append((line, stands))
         lowest = line["step"] if stands else lowest
-    return found[::-1]
+    return marked[::-1]
 
 
 def clock(seconds: float) -> str:
@@ -427,6 +430,6 @@ def clock(seconds: float) -> str:
 
 
 def short(text: str) -> str:
-    """A line of a text that may be long."""
+    """A text as one line of at most `SHOWN` characters."""
     text = printable(text)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."

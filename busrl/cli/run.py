@@ -1,10 +1,13 @@
-"""`busrl launch`, `check`, `recipes`, `audit` and `version`, and what a person asks of a run that runs: `stop`,
-`pause`, `resume`, `checkpoint`, `set` and `scale`.
+"""Verbs about a run: `launch`, `check`, `schema`, `recipes`, `status`, `logs`, `audit` and `version`, and the
+requests to a running run: `stop`, `pause`, `resume`, `checkpoint`, `set` and `scale`.
+
+Talks to preflight, which reads and checks topologies, to `busrl.launch`, and to the files and the bus of a run. A
+request goes to the run's launch, which decides. Knows nothing of roles.
 
 - The same run directory is the same run: a start there continues it, unless --resume never forbids it.
-- What was set in flight holds at the next start too, over the file and over --set.
-- `stop` also works where the bus does not: it then signals the launch that run.json names through a pidfd, and only if
-  the run's lock names the same pid as its holder; a pid alone is no proof.
+- A key that was set in flight stays set at the next start, over the file and over --set.
+- `stop` also works where the bus does not: it then signals, through a pidfd, the launch that run.json names, if that
+  pid also holds the run's lock. A pid alone is no proof.
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ def launch(options: argparse.Namespace) -> int:
     if options.emit:
         print(capabilities.plug("hosts", "manifest")(options), end="")
         return 0
-    known = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
-    topology = _with_what_was_set(load(options.topology, options.overrides, known), options, known)
+    run_dir = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
+    topology = _as_set_in_flight(load(options.topology, options.overrides, run_dir), options, run_dir)
     if options.dry_run:
         print(escaped(explain.dry_run(topology)), end="")
         return 0
@@ -72,9 +75,9 @@ def launch(options: argparse.Namespace) -> int:
     return launching.launch(topology, directory, resume=options.resume != "never")
 
 
-def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir: Path | None) -> Topology:
-    """The topology with what was set while the run of this directory ran; a ring that is there keeps its size, where
-    that is enough."""
+def _as_set_in_flight(topology: Topology, options: argparse.Namespace, run_dir: Path | None) -> Topology:
+    """The topology with the keys that were set while the run of this directory ran. A ring that exists keeps its size,
+    if that is enough."""
     if run_dir is None:
         return topology
     paths = RunPaths.of(run_dir)
@@ -88,11 +91,11 @@ def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir:
 def check(options: argparse.Namespace) -> int:
     topology = load(options.topology, options.overrides)
     print(escaped(explain.report(topology, options.verbose)), end="", flush=True)
-    asked = pythons.pythons(topology)
-    for line in pythons.lines(topology, asked):
+    versions = pythons.versions_of(topology)
+    for line in pythons.lines(topology, versions):
         print(line)
     pythons.require_here(topology.processes())
-    pythons.require(topology, asked)
+    pythons.require(topology, versions)
     pythons.require_devices(topology)
     explain.require_memory(topology)
     explain.require_cores_and_disk(topology, Path("runs"))
@@ -140,8 +143,8 @@ def logs(options: argparse.Namespace) -> int:
     if not paths.logs.is_dir():
         raise NoSuchRun(f"{paths.logs}: no logs there; name the directory that `busrl launch` or `busrl host` printed")
     if options.name and not paths.log(options.name).is_file():
-        known = ", ".join(one.stem for one in _files(paths)) or "none"
-        raise UserError(f"{options.name}: no process of that name has a log in {paths.logs}; there are {known}")
+        names = ", ".join(path.stem for path in _files(paths)) or "none"
+        raise UserError(f"{options.name}: no process of that name has a log in {paths.logs}; there are {names}")
     with suppress(KeyboardInterrupt):
         _print(paths, options.name, options.follow)
     return 0
@@ -152,22 +155,21 @@ def _files(paths: RunPaths) -> list[Path]:
 
 
 def _on_a_terminal(line: bytes) -> bytes:
-    """A line without what the terminal would obey: user code prints into logs, and what it prints a model may have
-    written."""
+    """A line without what the terminal would obey: user code prints into logs, among others what a model wrote."""
     return escaped(line.decode(errors="backslashreplace")).encode()
 
 
 def _print(paths: RunPaths, name: str, follow: bool) -> None:
-    known: dict[Path, LineFollower] = {}
+    followers: dict[Path, LineFollower] = {}
     out = sys.stdout.buffer
     shown = _on_a_terminal if sys.stdout.isatty() else bytes
     while True:
-        lives = follow and holder_of(paths) is not None  # asked before: what is written at the end is read after it
-        found = [paths.log(name)] if name else _files(paths)
-        width = max((len(path.stem) for path in found), default=0)
-        for path in found:
+        lives = follow and holder_of(paths) is not None  # before the files are read: their last lines come at the end
+        files = [paths.log(name)] if name else _files(paths)
+        width = max((len(path.stem) for path in files), default=0)
+        for path in files:
             before = b"" if name else f"{path.stem:<{width}} | ".encode()
-            log = known.setdefault(path, LineFollower(path, ALL))
+            log = followers.setdefault(path, LineFollower(path, ALL))
             while lines := log.new(rest=not lives, most=PART):
                 out.writelines(before + shown(line) + b"\n" for line in lines)
         out.flush()
@@ -216,15 +218,15 @@ def version(_options: argparse.Namespace) -> int:
     return 0
 
 
-# -- what is asked of a run that runs, in a message to its launch, which decides; sent until it is answered -----
+# -- requests to a running run: a message to its launch, which decides; sent until it is answered -----
 
 AGAIN_S, READY_S = 0.5, 2.0
 BUS_S = 5.0  # after which `stop` sends a signal instead
-TELL_S, MOST_NAMED = 10.0, 4  # how often `stop` says what it waits for
+TELL_S, MOST_NAMED = 10.0, 4  # how often `stop` prints which processes it waits for, and how many of them
 
 
 def control(options: argparse.Namespace) -> int:
-    """Ask, wait for the answer, print it; 1 if it was refused."""
+    """Send the request, wait for the answer and print it; UserError if it was refused."""
     paths, verb = RunPaths.of(options.run_dir), options.control
     if launch_pid(paths) is None:
         how = read_map(paths.summary).get("outcome") or "not over"
@@ -238,7 +240,8 @@ def control(options: argparse.Namespace) -> int:
 
 
 def ask(paths: RunPaths, verb: str, key: str, value: str, wait_s: float) -> m.ControlDone:
-    """The last answer of the run's launch; PeerTimeout names who has not answered, or not taken it up."""
+    """Send a request to the run's launch until it is carried out; the last answer. PeerTimeout names the process that
+    has not answered, or not taken it up."""
     try:
         secret = paths.control_key.read_bytes()
     except PermissionError:
@@ -246,16 +249,16 @@ def ask(paths: RunPaths, verb: str, key: str, value: str, wait_s: float) -> m.Co
         raise UserError(f"{paths.root}: {whose}, and only they (or root) can {verb} it") from None
     except OSError as problem:
         raise PeerTimeout(f"{paths.control_key}: {problem.strerror}; is the run starting? Try again") from None
-    asked = m.Control(id=uuid.uuid4().hex, verb=verb, key=key, value=value, who=_me(verb))
-    asked.proof = asked.proof_with(secret)
+    request = m.Control(id=uuid.uuid4().hex, verb=verb, key=key, value=value, who=_requester(verb))
+    request.proof = request.proof_with(secret)
     name, end, heard = f"control-{os.getpid()}", time.monotonic() + wait_s, None
     with closing(Endpoint(name, paths.frontend, paths.backend, subscribe=[topic(m.ControlDone, name)])) as bus:
         with suppress(BusNotReady):
             bus.ready(min(READY_S, wait_s))
         while (left := end - time.monotonic()) > 0:
-            bus.send(asked)
+            bus.send(request)
             answer = bus.recv(min(AGAIN_S, left))
-            if not isinstance(answer, m.ControlDone) or answer.id != asked.id or m.is_from_another(answer):
+            if not isinstance(answer, m.ControlDone) or answer.id != request.id or m.is_from_another(answer):
                 continue
             heard = answer
             if not (answer.ok and answer.waits):
@@ -269,7 +272,8 @@ def ask(paths: RunPaths, verb: str, key: str, value: str, wait_s: float) -> m.Co
     )
 
 
-def _me(verb: str) -> str:
+def _requester(verb: str) -> str:
+    """The sender of a request: the user, this process and its verb."""
     user = f"user {os.getuid()}"
     with suppress(KeyError):
         user = pwd.getpwuid(os.getuid()).pw_name
@@ -302,7 +306,8 @@ def stop(options: argparse.Namespace) -> int:
 
 
 def _ask_to_stop(paths: RunPaths, descriptor: int, pid: int, options: argparse.Namespace) -> str:
-    """By a message until it is answered; by a signal, which cannot be lost, where it is not. What was done besides."""
+    """Request the end by a message; by a signal, which cannot be lost, if no answer comes. How it was done, if not by
+    the message."""
     if paths.control_key.exists() and os.access(paths.control_key, os.R_OK):
         with suppress(PeerTimeout, BadEndpoint):
             answer = ask(paths, "stop", "", "now" if options.now else "", min(BUS_S, options.wait))
@@ -320,13 +325,13 @@ def _ask_to_stop(paths: RunPaths, descriptor: int, pid: int, options: argparse.N
 
 
 def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
-    end, told = time.monotonic() + wait_s, ""
+    end, printed = time.monotonic() + wait_s, ""
     while (left := end - time.monotonic()) > 0:
         if select.select([descriptor], [], [], min(left, TELL_S))[0]:  # a pidfd is readable when its process has ended
             return
-        if (still := still_there(paths, pid)) != told and left > TELL_S:
+        if (still := still_there(paths, pid)) != printed and left > TELL_S:
             print(f"{paths.root}: {still}", file=sys.stderr, flush=True)
-            told = still
+            printed = still
     raise PeerTimeout(
         f"{paths.root}: process {pid} has not ended {wait_s:g} s after it was asked: {still_there(paths, pid)}; see "
         f"{paths.logs}, wait longer (--wait), or end it with: kill -9 {pid} (the next launch continues from the ledger)"
@@ -334,19 +339,19 @@ def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
 
 
 def still_there(paths: RunPaths, pid: int) -> str:
-    """Name the processes that keep a run, which was asked to stop, from its end."""
+    """A text that names the processes that keep a stopping run from its end."""
     if how := halted(pid):
         return f"its launch is {how}"
     try:
         with closing(Ring.attach(paths.ring_name, read_only=True)) as ring:
             phase, table = ring.header(HeaderWord.RUN_STATE), ring.processes()
-            living = [one for one in table if not one.remote and not ring.is_dead(one.index)]
+            living = [process for process in table if not process.remote and not ring.is_dead(process.index)]
     except (RingError, OSError):
         return "it has no ring: its launch begins, or audits the run and writes summary.json"
     if phase == RunPhase.RUNNING:
         return f"its launch has not taken it up (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores)"
-    doing = [f"{one.label} ({halted(one.pid) or one.activity or one.state})" for one in living]
+    doing = [f"{process.label} ({halted(process.pid) or process.activity or process.state})" for process in living]
+    if not doing:
+        return "all its processes have ended; its launch closes the ring"
     more = f" and {len(doing) - MOST_NAMED} more" if len(doing) > MOST_NAMED else ""
-    return f"{', '.join(doing[:MOST_NAMED])}{more} {'has' if len(doing) == 1 else 'have'} still to end" if doing else (
-        "all its processes have ended; its launch closes the ring"
-    )
+    return f"{', '.join(doing[:MOST_NAMED])}{more} {'has' if len(doing) == 1 else 'have'} still to end"

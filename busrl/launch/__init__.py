@@ -1,7 +1,7 @@
 """`busrl launch`: one run from its topology to its summary.
 
-Talks to everything a run has on this host: directory, ring, children, bus. Never imports torch: what needs it (making a
-quickstart model, the roles) runs in processes of its own. Knows nothing of tasks or weights.
+Talks to everything that a run has on this host: directory, ring, children, bus. Never imports torch: what needs it
+(making a quickstart model, the roles) runs in other processes. Knows nothing of tasks or weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def launch(
         for line in opened.restore():
             display.say(line)
         still_open = close_run(opened)
-        if opened.displaced:  # the run is another launch's, and so is its summary
+        if opened.displaced:  # the run belongs to another launch, and so does its summary
             return outcome.exit_code
         return _conclude(opened.paths.root, topology, running, outcome, still_open, signals, display)
 
@@ -66,20 +66,20 @@ def _conclude(
     root: Path, topology: Topology, running: Launch, outcome: RunOutcome, still_open: int, signals: Signals,
     display: Display,
 ) -> int:
-    """Audit, summary, the last lines. Nothing is held any more."""
+    """Audit the run, write its summary and print the last lines. The run directory is released already."""
     report, unaudited = None, ""
     try:
         with signals.interrupting():
             report = audit(root, prompts=task_prompts(topology.data.train))
     except Interrupted as name:
         unaudited = f"{name} interrupted it; `busrl audit {root}` makes it"
-    except (OSError, BusrlError) as problem:  # whatever happened to the run's files, a run has a summary
+    except (OSError, BusrlError) as problem:  # a run has a summary, also if its files cannot be read
         unaudited = str(problem)
     if unaudited:
         display.say(f"no audit is made: {unaudited}")
     if outcome.exit_code == 0 and (report is None or report.errors):
-        said = "the audit found errors" if report else f"no audit is made: {unaudited}"
-        outcome = RunOutcome("failed", f"the goal was reached, but {said}", 1)
+        why = "the audit found errors" if report else f"no audit is made: {unaudited}"
+        outcome = RunOutcome("failed", f"the goal was reached, but {why}", 1)
     summary = build(
         outcome, running.progress, report, still_open, running.usage.summary(), running.residence.summary(),
         running.crashes.missing(),

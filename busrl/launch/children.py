@@ -1,14 +1,14 @@
-"""Starts the children of `launch` and knows when they have ended: environment, log file, group, death with the parent;
-and the signals that ask launch itself for an end.
+"""Children of `launch` as processes of this host: how they are started and end, and the last lines of their logs; and
+the signals that end launch itself.
 
-Talks to the kernel only; the supervisor decides which child to start and when. Knows nothing of the ring or the bus.
+Talks to the kernel only; `processes.py` decides which child to start and when. Knows nothing of the ring or the bus.
 
 - A child dies with `launch` (PR_SET_PDEATHSIG). The kernel sends that signal when the *thread* that forked ends, so
   children are started from the main thread only.
-- Each child has its own session, so Ctrl-C in a terminal reaches `launch` alone, which then stops them in order. A
-  death takes along what the child has started: its group, and what bears its mark (`guardian.py`).
+- Each child has its own session, so Ctrl-C in a terminal reaches `launch` alone, which then stops them in order. What a
+  child has started ends with it: its group, and what bears its mark (`guardian.py`).
 - busrl's own children inherit the run's lock on purpose: it is free only when the last of them is gone. A foreign
-  command does not: what it starts may have its reasons to outlive the run.
+  command does not inherit it: what it starts may have reasons to outlive the run.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 @dataclass
 class RunningChild:
-    """A child that was started and whose end has not been seen yet."""
+    """A child that was started and whose end was not noticed yet."""
 
     name: str
     popen: subprocess.Popen[bytes]
     pidfd: int
     mark: str = ""
-    unlogged: str = ""  # why what it says is lost
-    on_end: Callable[[int], None] = lambda pid: None  # called when its group is ended, while the pid is taken
-    told: int = -1  # the descriptor by which a process of busrl's says its verdict
+    unlogged: str = ""  # why it has no log
+    on_end: Callable[[int], None] = lambda pid: None  # called after its group was killed, before its pid is free again
+    verdict_fd: int = -1  # a process of busrl writes its verdict to the other end
 
     @property
     def pid(self) -> int:
@@ -66,25 +66,25 @@ class RunningChild:
         return self.pidfd
 
     def ended(self) -> Exit | None:
-        """Return how it ended, or None while it runs; what it left behind in its group is killed first."""
+        """Return how it ended, or None while it runs. What is left of its group is killed first."""
         if self.popen.returncode is None:
             if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-            self.kill_group()  # while the pid is still taken, so that the group cannot be somebody else's
+            self.kill_group()  # before the pid is free: another group could have its number
             self.on_end(self.pid)
             self.popen.wait()
             if self.mark:
                 end_marked(self.mark, MARKED_S)
         code, (verdict, why) = self.popen.returncode, self._verdict()
-        foreign = self.told >= 0 and code > 0 and code != verdict
+        foreign = self.verdict_fd >= 0 and code > 0 and code != verdict
         return Exit(code, f"exit code {code}, which busrl did not give" if foreign else "", verdict, why)
 
     def _verdict(self) -> tuple[int, str]:
-        """Read the verdict that the child wrote; of a foreign program only an end with 0 says something."""
-        if self.told < 0:
+        """Read the verdict that the child wrote. A foreign program writes none: only its end with 0 counts."""
+        if self.verdict_fd < 0:
             return 0 if self.popen.returncode == 0 else RETRY, ""
         with contextlib.suppress(OSError, ValueError):
-            code, _, why = os.read(self.told, LONGEST_VERDICT).decode(errors="replace").partition(" ")
+            code, _, why = os.read(self.verdict_fd, LONGEST_VERDICT).decode(errors="replace").partition(" ")
             return int(code), why
         return RETRY, ""
 
@@ -97,7 +97,7 @@ class RunningChild:
         self.kill_group()
 
     def kill_group(self) -> None:
-        """End what it has started itself and left behind."""
+        """Kill what the child has started itself."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -108,30 +108,30 @@ class RunningChild:
 
     def close(self) -> None:
         os.close(self.pidfd)
-        if self.told >= 0:
-            os.close(self.told)
+        if self.verdict_fd >= 0:
+            os.close(self.verdict_fd)
 
 
 def command_of(process: ProcessName, paths: RunPaths) -> list[str]:
     if process.spec.command:
-        known = {"{run_dir}": str(paths.root), "{name}": process.name}
-        return [re.sub(r"\{(run_dir|name)\}", lambda found: known[found[0]], part) for part in process.spec.command]
+        values = {"{run_dir}": str(paths.root), "{name}": process.name}
+        return [re.sub(r"\{(run_dir|name)\}", lambda match: values[match[0]], part) for part in process.spec.command]
     return [*interpreter(own_python(process), with_busrl=True), "busrl.roles", str(paths.root), process.name]
 
 
 def own_python(process: ProcessName) -> str:
-    """The interpreter of another environment that the process runs in; empty: this one."""
+    """The interpreter of another environment in which the process runs; "" for this one."""
     return "" if process.role == AGENT else process.spec.python
 
 
 def environment_of(
     process: ProcessName, paths: RunPaths, more: Mapping[str, str], hosts: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Variables of a child: thread counts from `threads`, where the run is, what the topology adds, then `more`; and no
-    proxy for the run's own addresses, `hosts` among them."""
-    # Another Python has a busrl of its own; what is installed must not come before the standard library.
-    own = [] if own_python(process) or os.path.basename(PACKAGES).endswith("-packages") else [PACKAGES]
-    searched = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Environment of a child: thread counts from `threads`, the place of the run, what the topology adds, then `more`;
+    and no proxy for the run's own addresses, `hosts` among them."""
+    # Another Python has a busrl of its own, and site-packages must not come before the standard library.
+    packages = [] if own_python(process) or os.path.basename(PACKAGES).endswith("-packages") else [PACKAGES]
+    searched = [*packages, *filter(None, [os.environ.get("PYTHONPATH")])]
     return proxies.environment({
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(process.spec.threads)),
@@ -150,21 +150,21 @@ def start(
     process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = (), env: Mapping[str, str] | None = None,
     cores: frozenset[int] = frozenset(), mark: str = "", hosts: Sequence[str] = (),
 ) -> RunningChild:
-    """Start one child on these cores (none named: any), with its mark and `env`; its output goes to its log."""
-    known = environment_of(process, paths, {**(env or {}), MARK: mark}, hosts)
+    """Start one child on these cores (empty: on any), with its mark and `env`; its output goes to its log."""
+    variables = environment_of(process, paths, {**(env or {}), MARK: mark}, hosts)
     command, log = command_of(process, paths), paths.log(process.name)
     if process.spec.command:
-        return spawn(process.name, command, log, known, (), cores, mark)
-    told, tells = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        return spawn(process.name, command, log, variables, (), cores, mark)
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        known[VERDICT] = str(tells)
-        child = spawn(process.name, command, log, known, (*keep_fds, tells), cores, mark)
+        variables[VERDICT] = str(writer)
+        child = spawn(process.name, command, log, variables, (*keep_fds, writer), cores, mark)
     except BaseException:
-        os.close(told)
+        os.close(reader)
         raise
     finally:
-        os.close(tells)
-    child.told = told
+        os.close(writer)
+    child.verdict_fd = reader
     return child
 
 
@@ -172,7 +172,7 @@ def spawn(
     name: str, command: Sequence[str], log: Path, env: Mapping[str, str], keep_fds: tuple[int, ...] = (),
     cores: frozenset[int] = frozenset(), mark: str = "", stdin: int = subprocess.DEVNULL,
 ) -> RunningChild:
-    """A program in a session of its own that dies with launch; a descriptor `stdin` is closed here."""
+    """Start a program in a session of its own that dies with launch; a descriptor `stdin` is closed here."""
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{name} was to be started from a thread, with whose end the kernel would kill it")
     output, unlogged = _open_log(log)
@@ -189,7 +189,8 @@ def spawn(
 
 
 def _open_log(log: Path) -> tuple[BinaryIO, str]:
-    """The end of a log file, and why it is not that one: a process does its work with a full disk and without a log."""
+    """Open a log file at its end. Where that fails, open the null device, and return the reason too: a process works
+    without a log."""
     unlogged = ""
     try:
         if log.parent.parent.is_dir():
@@ -203,14 +204,15 @@ def _open_log(log: Path) -> tuple[BinaryIO, str]:
 
 
 def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:
-    """Done in the child: it dies with launch, and it is bound before it has any thread."""
+    """Make the function that runs in the child before its program: it binds it to cores while it has one thread, and
+    to the life of launch."""
 
     def prepare() -> None:
         if cores:
-            with contextlib.suppress(OSError):  # a core that was there when the topology was checked
+            with contextlib.suppress(OSError):  # a core was removed since the topology was checked
                 os.sched_setaffinity(0, cores)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above: no signal would come any more
+        if os.getppid() != parent:  # launch died before the line above: no signal would come any more
             os._exit(1)
 
     return prepare
@@ -225,13 +227,13 @@ def last_lines(path: Path, count: int = 12) -> list[str]:
 
 
 def lines_of_life(path: Path) -> list[str]:
-    """The last lines of a log, of the newest life of the process alone."""
+    """The last lines of a log, of the newest life of its process alone."""
     lines = last_lines(path, 200)
     begun = max((at for at, line in enumerate(lines) if STARTED.match(line)), default=-1)
     return lines[begun + 1 :]
 
 
-# What libraries write while a process ends, whatever it died of.
+# Lines that libraries write while a process ends, whatever it died of.
 NOISE = re.compile(
     r"nanobind: |See https://nanobind| - (leaked|\.\.\. skipped) |OMP: (Info|Warning|Hint)|terminate called|"
     r"WARNING: All log messages before absl::|[IWE]\d{4} \d\d:\d\d:\d+|(\[rank\d+\]:)?\[[IW]\d+ |"
@@ -243,23 +245,20 @@ FATAL = re.compile(r"  what\(\): |Fatal Python error: ")
 
 
 def last_words(path: Path) -> str:
-    """Read what a child that died said last, in one line: its exception if its log ends in a traceback, else what ended
-    it, else the last line; but not what libraries say of every end.
-
-    Of this life of it alone; "" if it said nothing.
-    """
+    """The cause of death that a child's log shows, in one line: its exception if the log ends in a traceback, else a
+    fatal error, else the last line that is not `NOISE`. Of the newest life alone; "" if that wrote nothing."""
     lines = _without_asides(lines_of_life(path))
     trace = max((at for at, line in enumerate(lines) if line.startswith(TRACE)), default=None)
     if trace is not None:
         return first_line("\n".join(lines[trace:]))
     fatal = [line.strip().removeprefix("what():").strip() for line in lines if FATAL.match(line)]
-    own = [line for line in lines if not NOISE.match(line)]
-    return first_line((fatal[:1] or own[-1:] or lines[-1:] or [""])[0])
+    telling = [line for line in lines if not NOISE.match(line)]
+    return first_line((fatal[:1] or telling[-1:] or lines[-1:] or [""])[0])
 
 
 def _without_asides(lines: Sequence[str]) -> list[str]:
-    """Without the tracebacks of what Python calls ignored, or not the main thread's."""
-    kept, aside = list[str](), ""
+    """The lines without tracebacks that Python calls ignored, or that are of other threads than the main one."""
+    remaining, aside = list[str](), ""
     for line in lines:
         if line.startswith(ASIDE):
             aside = "head"
@@ -268,22 +267,23 @@ def _without_asides(lines: Sequence[str]) -> list[str]:
         elif aside == "head":  # the exception itself ends it
             aside = ""
         else:
-            kept.append(line)
-    return kept
+            remaining.append(line)
+    return remaining
 
 
-# -- signals that ask for an end ---------------------------------------------------------------------------------------
+# -- signals that end launch -------------------------------------------------------------------------------------------
 
 ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """A signal came while nothing was at stake any more (`Signals.interrupting`); its name is the text."""
+    """A signal came during work that may be given up (`Signals.interrupting`); its name is the text."""
 
 
 class Signals:
-    """Installed with `with`, in the main thread; what was there before is put back."""
+    """Handlers of the signals that end launch: `with` installs them, in the main thread, and restores those of before.
+    `first` is the first signal's number, `count` how many came."""
 
     def __init__(self) -> None:
         self.first = 0
@@ -301,7 +301,7 @@ class Signals:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside, a signal raises `Interrupted`: for work that only reads and that nobody has to wait for."""
+        """Have a signal raise `Interrupted`: for work that only reads, and that may be given up."""
         self._raises = True
         try:
             yield
@@ -316,8 +316,8 @@ class Signals:
             raise Interrupted(signal.Signals(number).name)
 
     def __enter__(self) -> Signals:
-        caught = [one for one in ORDERLY if one not in LEFT_IGNORED or signal.getsignal(one) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._received) for number in caught}
+        ignored = {number for number in LEFT_IGNORED if signal.getsignal(number) is signal.SIG_IGN}
+        self._before = {number: signal.signal(number, self._received) for number in ORDERLY if number not in ignored}
         self._before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self

@@ -1,14 +1,14 @@
-"""Requests to a running run: who may ask, whether a request makes sense, what is done, and the answer.
+"""Requests to a running run (CONTROL): who may send one, whether it makes sense, what is done, and the answer.
 
-Talks to CONTROL messages that `run.py` brings, to `control.jsonl`, `topology.json` and the header word
-`generation_pause`. Knows nothing of sockets; children are started and ended by `run.py`.
+`run.py` brings the messages and sends the answers; `processes.py` starts and ends children. Writes `control.jsonl`,
+`topology.json` and the header word `generation_pause`. Knows nothing of sockets.
 
-- Only who can read control.key may ask: the run's own user, and whom that user gave it. Each start makes another
-  key, and a message that it does not prove changes nothing.
-- What has an id is done once, however often it comes; each time it is answered with what is so by then.
-- topology.json and the line in control.jsonl are written before anything is answered: whoever starts or dies from then
-  on has what was set, and the next start of the run too.
-- A process has taken something up when its HEARTBEAT says that it follows control.jsonl so far.
+- A sender proves that it can read control.key: the run's own user can, and whoever that user gave it. Each start makes
+  another key, and a request without proof changes nothing.
+- A request is carried out once, however often its id comes. Each time the answer is the state by then.
+- topology.json and the line of control.jsonl are written before the answer: a process that starts from then on has the
+  new value, and so has the next start of the run.
+- A process has taken up a request when its HEARTBEAT says that it follows control.jsonl up to that line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Children(Protocol):
 
 
 class ControlDesk:
-    """The desk of one start of a run. `outcome`: the run is to end; `at_once`: without an orderly end."""
+    """Requests of one start of a run. `outcome` is set when the run is to end, `at_once` if it is not to end in order.
+    """
 
     outcome: RunOutcome | None = None
     at_once = False
@@ -62,13 +63,14 @@ class ControlDesk:
         self._secret = secrets.token_hex(32).encode()
         run.written[run.paths.control_key] = self._secret
         files.replace(run.paths.control_key, self._secret)
-        self._sizes: dict[str, int] = {}  # of control.jsonl when the line of an id was there
-        self._followed: dict[str, int] = {}  # by process, as in topics
+        self._sizes: dict[str, int] = {}  # by id: the size of control.jsonl up to its line
+        self._followed: dict[str, int] = {}  # by process, as in topics: the size up to which it follows
         if not run.topology.here:
             self._begin()
 
     def _begin(self) -> None:
-        """Before any child is there: what was in force is so again; the topology has the values already."""
+        """Put in force what was in force at the end of the last start, before any child starts. The topology has the
+        values already."""
         for words in self.controls.words():
             self._say(f"still in force: {words}")
         word = self._run.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSE_STARTING
@@ -79,44 +81,48 @@ class ControlDesk:
         return self.controls.paused is not None
 
     def look(self) -> None:
-        """Keep the bit as it should be. The learner writes the word while it clears bit 0, and nobody afterwards."""
+        """Restore the bit of the pause in its word. The learner writes that word until it has cleared bit 0, and no
+        process afterwards."""
         word, wanted = self._run.ring.header(HeaderWord.GENERATION_PAUSE), PAUSED if self.paused else 0
         if word != wanted and not word & PAUSE_STARTING and not self._run.topology.here:
             self._run.ring.set_header(HeaderWord.GENERATION_PAUSE, wanted)
 
-    def heard(self, beat: m.Heartbeat) -> None:
-        """Note how far a process follows."""
+    def note_heartbeat(self, beat: m.Heartbeat) -> None:
+        """Note how far a process follows control.jsonl."""
         self._followed[beat.sender] = beat.control
 
     def signalled(self, name: str) -> None:
-        """A signal asks for the end of the run: that is written down like what is asked by a message."""
+        """Record the end of the run by a signal as a request is recorded."""
         line = ControlLine(uuid.uuid4().hex, "stop", True, "its processes end in order", who=f"a signal ({name})",
                            step=self._run.ring.header(HeaderWord.STEP))  # fmt: skip
         with suppress(BusrlError):  # a full disk, say: the run ends all the same
             self._record(line)
 
-    def handle(self, asked: m.Control) -> m.ControlDone:
-        """Do what was asked, once, and answer what became of it."""
-        if not asked.is_proved(self._secret):
-            return m.ControlDone(id=asked.id, ok=False, text=NO_PROOF)
-        return self._answer(self.controls.ids.get(asked.id) or self._do(asked))
+    def handle(self, request: m.Control) -> m.ControlDone:
+        """Carry out a request, once; the answer."""
+        if not request.is_proved(self._secret):
+            return m.ControlDone(id=request.id, ok=False, text=NO_PROOF)
+        return self._answer(self.controls.ids.get(request.id) or self._do(request))
 
-    def _do(self, asked: m.Control) -> ControlLine:
+    def _do(self, request: m.Control) -> ControlLine:
         step, before = self._run.ring.header(HeaderWord.STEP), self._run.topology
-        line = ControlLine(asked.id, asked.verb, False, who=asked.who, key=asked.key, new=asked.value, step=step)
+        line = ControlLine(
+            request.id, request.verb, False, who=request.who, key=request.key, new=request.value, step=step
+        )
         try:
-            self._act(asked, line)
+            self._act(request, line)
             line.ok = True
-        except TopologyError as problem:  # the place is what was typed
-            told = "\n".join(f"{one.value or asked.key}: {one.rule}; {one.remedy}" for one in problem.problems)
-            line.text = told.replace("--set ", "")
-        except UserError as problem:
-            line.text = str(problem)
+        except TopologyError as error:  # of a place in the topology the person typed only the key
+            faults = [f"{fault.value or request.key}: {fault.rule}; {fault.remedy}" for fault in error.problems]
+            line.text = "\n".join(faults).replace("--set ", "")
+        except UserError as error:
+            line.text = str(error)
         try:
             self._record(line)
-        except BusrlError as problem:
+        except BusrlError as error:
             self._use(before)
-            return ControlLine(asked.id, asked.verb, False, f"it cannot be written down, so it is not done: {problem}")
+            text = f"it cannot be written down, so it is not done: {error}"
+            return ControlLine(request.id, request.verb, False, text)
         self.look()
         value = f" {line.key} {line.old} -> {line.new}" if line.key else f" {line.new}" if line.new else ""
         self._say(f"{line.verb}{value}, asked by {line.who}: {line.text if line.ok else f'refused: {line.text}'}")
@@ -131,30 +137,30 @@ class ControlDesk:
 
     # -- verbs --------------------------------------------------------------------------------------------------
 
-    def _act(self, asked: m.Control, line: ControlLine) -> None:
-        """Fill in what is done; UserError if it is not to be done."""
-        if asked.verb not in VERBS:
-            raise UserError(f"{asked.verb}: nothing that can be asked of a run; there are {', '.join(VERBS)}")
-        if asked.verb == "stop":
-            self._stop(asked, line)
+    def _act(self, request: m.Control, line: ControlLine) -> None:
+        """Carry out a request and fill in its line; UserError if it is refused."""
+        if request.verb not in VERBS:
+            raise UserError(f"{request.verb}: nothing that can be asked of a run; there are {', '.join(VERBS)}")
+        if request.verb == "stop":
+            self._stop(request, line)
             return
         if self._run.topology.here:
             raise UserError("this is the part of a run on another host: ask its launch at home")
         if self.outcome or self._run.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             raise UserError("the run is ending")
-        match asked.verb:
+        match request.verb:
             case "pause" | "resume":
-                line.text = self._pause(asked.verb)
+                line.text = self._pause(request.verb)
             case "checkpoint":
                 line.text = self._checkpoint(line.step)
             case _:
-                self._set(asked, line)
+                self._set(request, line)
 
-    def _stop(self, asked: m.Control, line: ControlLine) -> None:
-        if asked.value not in ("", "now"):
-            raise UserError(f'stop {asked.value}: expected nothing, or "now"')
-        self.at_once = self.at_once or asked.value == "now"
-        self.outcome = self.outcome or RunOutcome("stopped", f"asked to by {asked.who}", 128 + signal.SIGTERM)
+    def _stop(self, request: m.Control, line: ControlLine) -> None:
+        if request.value not in ("", "now"):
+            raise UserError(f'stop {request.value}: expected nothing, or "now"')
+        self.at_once = self.at_once or request.value == "now"
+        self.outcome = self.outcome or RunOutcome("stopped", f"asked to by {request.who}", 128 + signal.SIGTERM)
         line.text = "every process is killed" if self.at_once else "its processes end in order"
 
     def _pause(self, verb: str) -> str:
@@ -168,23 +174,19 @@ class ControlDesk:
             raise UserError("no step is done yet: the run is as its model was")
         return f"of step {step} or a later one"
 
-    def _set(self, asked: m.Control, line: ControlLine) -> None:
+    def _set(self, request: m.Control, line: ControlLine) -> None:
         before = self._run.topology
-        line.key = inflight.count_key(asked.key) if asked.verb == "scale" else asked.key
-        made = inflight.changed(before, line.key, asked.value)
-        line.old, line.new = inflight.value_of(before, line.key), inflight.value_of(made, line.key)
+        line.key = inflight.count_key(request.key) if request.verb == "scale" else request.key
+        topology = inflight.changed(before, line.key, request.value)
+        line.old, line.new = inflight.value_of(before, line.key), inflight.value_of(topology, line.key)
         line.text = f"{line.key} = {line.new}" + (" already" if line.old == line.new else f", it was {line.old}")
-        self._use(made)
+        self._use(topology)
 
     def _use(self, topology: Topology) -> None:
         """Put a topology in force: processes read it from here on."""
-        paths = self._run.paths
-        if topology is self._run.topology:
-            return
-        data = topology.to_json().encode()
-        files.replace(paths.topology, data)
-        self._run.written[paths.topology], self._run.topology = data, topology
-        self._children.adopt(topology)
+        if topology is not self._run.topology:
+            self._run.use(topology)
+            self._children.adopt(topology)
 
     # -- answers ------------------------------------------------------------------------------------------------
 
@@ -197,10 +199,12 @@ class ControlDesk:
         return m.ControlDone(id=line.id, ok=ok, text=text[:m.MAX_TEXT], waits=[name[:m.MAX_NAME] for name in waits])
 
     def _waits(self, line: ControlLine) -> list[str]:
-        """Processes that have not taken it up yet."""
+        """Processes that have not taken up a request yet."""
         roles = inflight.followers(line.key) if line.verb == "set" else TAKE_UP.get(line.verb, ())
-        own = [name for name, one in self._processes.items() if one.role in roles and not one.spec.command]
         needed = self._sizes.get(line.id, 0)
-        late = [name for name in own if self._followed.get(address(name), -1) < needed]
+        late = [
+            name for name, process in self._processes.items()
+            if process.role in roles and not process.spec.command and self._followed.get(address(name), -1) < needed
+        ]
         scaled = inflight.is_count(line.key) and line.verb in ("set", "scale")
         return [*late, *(self._children.unsettled() if scaled else [])]

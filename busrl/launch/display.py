@@ -1,13 +1,14 @@
-"""Shows a run to whoever started it: a picture that is redrawn in place on a terminal, plain lines everywhere else.
+"""Display of a run for the person who started it: a picture that is redrawn in place on a terminal, plain lines
+everywhere else.
 
 Talks to one output stream. The picture comes from an optional part (`capabilities`, "launch_picture"); without it a
 terminal gets plain lines too. Knows nothing of processes, the ring or the bus.
 
 - Lines that stay (a restart, a validation, an error) are printed above the picture.
-- Nothing here waits for a reader: a thread of its own writes. While nobody reads (a full pipe, Ctrl-S), no picture is
-  drawn, and lines are kept up to `MOST_WAITING` bytes. A line says how many others there were: here once somebody
-  reads, else, at the end, in the log.
-- What others wrote reaches the terminal as plain text.
+- Launch never waits for a reader: a thread writes. While nobody reads (a full pipe, Ctrl-S), no picture is drawn, and
+  lines are stored up to `MOST_WAITING` bytes. The others are counted, and their number is printed once somebody reads,
+  else written to the log at the end.
+- Texts of other programs reach the terminal without what it would obey.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ UP_AND_CLEAR = "\x1b[{}A\x1b[J"
 
 
 def open_display(stream: TextIO, clock: Callable[[], float]) -> Display:
-    """The picture that an optional part draws, where one is there and the stream is a terminal; plain lines else."""
+    """A display with the picture of an optional part if one is installed and the stream is a terminal; else with plain
+    lines."""
     fancy = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and "NO_COLOR" not in os.environ
     pictures: tuple[Picture, ...] = capabilities.plugs("launch_picture") if fancy else ()
     return LiveDisplay(stream, clock, pictures[0]) if pictures else Display(stream, clock)
 
 
 class Outlet:
-    """A stream that a thread writes to, so that `write` never waits; written directly if it has no descriptor."""
+    """A stream that a thread writes to, so that `write` never waits. A stream without a descriptor is written directly.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._encoding = stream, getattr(stream, "encoding", None) or "utf-8"
@@ -62,11 +65,11 @@ class Outlet:
 
     @property
     def stalled(self) -> bool:
-        """True while something waits for a reader that has taken nothing for a while."""
+        """True while text waits for a reader that has taken nothing for a while."""
         return bool(self._waiting) and time.monotonic() - self._moved > STALLED_S
 
     def write(self, text: str) -> None:
-        """Hand text on; what does not fit is counted."""
+        """Queue a text; a text that does not fit is counted instead."""
         if self._fd < 0:
             with contextlib.suppress(OSError, ValueError):
                 self._stream.write(text)
@@ -81,7 +84,7 @@ class Outlet:
             self._hand_on(text)
 
     def _unread(self) -> str:
-        """The line that stands in place of those that did not fit."""
+        """The line in place of those that did not fit."""
         unshown, self._unshown = self._unshown, 0
         return f"({unshown} lines are not shown, as nobody read: they are in logs/launch.log)\n"
 
@@ -92,7 +95,8 @@ class Outlet:
         self._changed.notify_all()
 
     def close(self) -> int:
-        """Wait until all is written, or until nobody has read for `UNREAD_S`; how many lines nobody was shown."""
+        """Wait until all is written, or until nobody has read for `UNREAD_S`; the number of lines that nobody was
+        shown."""
         with self._changed:
             unshown = self._unshown
             if unshown:
@@ -113,25 +117,24 @@ class Outlet:
                     os.close(self._fd)
                     return
                 piece = bytes(self._waiting[:PIECE])
-            taken = self._put(piece)
+            count = self._put(piece)
             with self._changed:
-                del self._waiting[:taken]
+                del self._waiting[:count]
                 self._changed.notify_all()
 
     def _put(self, data: bytes) -> int:
-        """Write, and return how much is done with: all, if the reader is gone, as a run does not depend on being
-        watched."""
+        """Write; the number of bytes that are settled. If the reader is gone these are all: a run goes on unwatched."""
         try:
-            taken = os.write(self._fd, data)
+            count = os.write(self._fd, data)
             self._moved = time.monotonic()
-            return taken
-        except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
+            return count
+        except BlockingIOError:  # another program has made the terminal non-blocking
             poller = select.poll()
             poller.register(self._fd, select.POLLOUT)
             poller.poll()
             return 0
         except OSError as problem:
-            if problem.errno != errno.ENOSPC:  # a file may have room again
+            if problem.errno != errno.ENOSPC:  # there may be room again later
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._fd)
             return len(data)
 
@@ -143,14 +146,14 @@ class Display:
         self._outlet, self._clock = Outlet(stream), clock
         self._next = 0.0
         self._shown_step = -1
-        self.log: Path | None = None  # says at the end how many lines nobody read
+        self.log: Path | None = None  # gets at the end the number of lines that nobody read
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._outlet.write(f"{printable(line)}\n")
 
     def show(self, progress: Progress) -> None:
-        """The state now; cheap to call often."""
+        """Show the state of the run; cheap to call often."""
         now = self._clock()
         step = progress.run.at_step
         if now < self._next or step == self._shown_step or self._outlet.stalled:
@@ -159,10 +162,10 @@ class Display:
         self.say(f"{line(progress.run, now)} · {duration(now - progress.started)}")
 
     def settle(self) -> None:
-        """No more pictures: lines follow."""
+        """Draw no more pictures: lines follow."""
 
     def close(self) -> None:
-        """The end, once all lines are written, or nobody reads them: then the log says how many they were."""
+        """End once all lines are written, or once nobody reads: then the log gets the number of those left."""
         if not (unread := self._outlet.close()) or self.log is None:
             return
         with contextlib.suppress(OSError), open(self.log, "a", encoding="utf-8") as file:
@@ -196,7 +199,7 @@ class LiveDisplay(Display):
         self._height = text.count("\n")
 
     def settle(self) -> None:
-        self._outlet.write(self._erase())  # the summary says it all
+        self._outlet.write(self._erase())
 
     def _erase(self) -> str:
         height, self._height = self._height, 0

@@ -1,18 +1,18 @@
-"""The fate tables at a start and during a run: samples in no slot are put back, and damage from outside is noticed.
+"""Fate tables at a start and during a run: `put_back` settles samples that are in no slot, `FateWatch` notices damage.
 
 `put_back` talks to the files of one run directory (fates, log, newest checkpoint, draws.log), under the run's lock and
 before any role runs. `FateWatch` reads `fates.bin` and `fates.validate.bin` through descriptors of its own, and the
 ring. Knows nothing of processes or of how a run ends.
 
-- Put back: a uid in the newest checkpoint or in the log was trained; its fate becomes T, never 0.
-- `draws.log` names a put-back durably before its fate changes, so a kill in between repeats it and loses nothing.
-  Doing it twice changes nothing.
+- A uid in the newest checkpoint or in the log was trained: putting it back makes its fate T, never 0.
+- `draws.log` names a put-back durably before its fate changes. A kill in between repeats the put-back, which changes
+  nothing the second time.
 - The watch never maps a table: SIGBUS kills a process that reads a mapping beyond the end of a shortened file.
-- busrl only ever makes a table longer, and stores D before a slot is QUEUED. So a shorter file, another file under the
-  name, or a sample in a slot whose fate is none is damage from outside, never a matter of timing.
-- A line whose uid contradicts its own group and member was written over: that is that slot's fault, not the tables'.
-- With fates lost a run cannot continue: dispatched members would look as if they had never been dispatched, and
-  trained samples as if they were new. A start mends it: it has the checkpoint and the log.
+- busrl makes a table only longer, and stores D before a slot is QUEUED. So a shorter file, another file of that name,
+  or a sample in a slot without a fate is damage from outside, never a matter of timing.
+- A line whose uid contradicts its own group and member was written over. That damages the slot, not the tables.
+- A run cannot continue with fates lost: dispatched members would look as if they had never been dispatched, and trained
+  samples as if they were new. A start repairs the tables from the checkpoint and the log.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class PutBack:
-    """Samples that became T, that go back, validation's that go back, and T of no checkpoint and no log."""
+    """Counts of samples: those that became T, training and validation samples that go back, and T that are in no
+    checkpoint and no log."""
 
     trained: int = 0
     again: int = 0
@@ -72,13 +73,13 @@ def put_back(paths: RunPaths) -> PutBack:
         newest = newest_checkpoint(paths)
         history = TrainedSet() if newest is None else TrainedSet.load(newest / "trained.bin")
         add_logged(history, paths.wal, superseded=-1 if newest is None else step_of(newest))
-        known = history.contains_all(dispatched.astype(np.uint64))
-        trained, again = dispatched[known], dispatched[~known]
+        in_history = history.contains_all(dispatched.astype(np.uint64))
+        trained, again = dispatched[in_history], dispatched[~in_history]
         openbin.record_put_back(paths.draws, again.tolist(), "the run was started without a ring")
         _store(paths.fates, trained, Fate.TRAINED)
         _store(paths.fates, again, Fate.NONE)
-        called = (np.flatnonzero(codes == Fate.TRAINED) + at for at, codes in _written(paths.fates))
-        unlogged = sum(int((~history.contains_all(uids.astype(np.uint64))).sum()) for uids in called)
+        stored = (np.flatnonzero(codes == Fate.TRAINED) + at for at, codes in _written(paths.fates))
+        unlogged = sum(int((~history.contains_all(uids.astype(np.uint64))).sum()) for uids in stored)
         settled = replace(settled, trained=int(trained.size), again=int(again.size), unlogged=unlogged)
     _store(paths.validate_fates, validation, Fate.NONE)
     return settled
@@ -87,31 +88,32 @@ def put_back(paths: RunPaths) -> PutBack:
 def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:
     """Indices with fate D.
 
-    A byte that is no fate, or the fate that this table `never` holds, is damage: nobody could tell which of the other
-    bytes are true, so the start is refused and nothing changed.
+    A byte that is no fate, or the fate that this table `never` holds, is damage: the other bytes cannot be trusted
+    either, so the start is refused and nothing changed.
     """
-    known, found = _codes_but(never), [np.empty(0, np.int64)]
+    possible, indices = _codes_but(never), [np.empty(0, np.int64)]
     for at, codes in _written(path):
-        if not known[codes].all():
-            wrong = int(np.argmin(known[codes]))
+        if not possible[codes].all():
+            wrong = int(np.argmin(possible[codes]))
             raise UserError(
                 f"{path}: byte {at + wrong} is {codes[wrong]}, which is no fate there: the file is damaged. Restore "
                 "it, or remove it: what checkpoint and log hold counts as trained again, and all other samples are "
                 "generated again"
             )
-        found.append(np.flatnonzero(codes == Fate.DISPATCHED) + at)
-    return np.concatenate(found)
+        indices.append(np.flatnonzero(codes == Fate.DISPATCHED) + at)
+    return np.concatenate(indices)
 
 
 def _codes_but(*never: Fate) -> npt.NDArray[np.bool_]:
-    """A flag for each byte: whether it is a fate that a table can hold."""
-    known = np.zeros(256, np.bool_)
-    known[[code for code in FATE_NAMES if code not in never]] = True
-    return known
+    """A flag for each of the 256 codes: whether it is a fate, and none of `never`."""
+    flags = np.zeros(256, np.bool_)
+    flags[[code for code in FATE_NAMES if code not in never]] = True
+    return flags
 
 
 def _written(path: Path) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """Yield what was ever written of a table, a sparse file, and where it stands; nothing if there is no table."""
+    """Yield the written pieces of a table, which is a sparse file, each with its offset; nothing if there is no table.
+    """
     with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
         fd, end, size = file.fileno(), 0, os.fstat(file.fileno()).st_size
         while end < size:
@@ -146,17 +148,17 @@ Lines = npt.NDArray[Any]
 
 
 class Table:
-    """A fate table, read with `pread`. `grown` is the most bytes it was seen to have."""
+    """A fate table, read with `pread`. `grown` is its largest size so far."""
 
     def __init__(self, path: Path, never: Fate) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._file = os.fstat(self._fd)
         self.grown = self._file.st_size
-        self._known = _codes_but(Fate.NONE, never)
+        self._possible = _codes_but(Fate.NONE, never)
 
     def fault(self) -> str:
-        """Name what was done to the file as such; "" if nothing."""
+        """Name the damage to the file as such; "" if there is none."""
         try:
             now = os.stat(self.path)
         except OSError as error:
@@ -168,15 +170,15 @@ class Table:
         self.grown = now.st_size
         return ""
 
-    def without(self, uids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """For each sample that stands in a slot whether its byte is none that such a sample can have."""
+    def lacks(self, uids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """For each sample of a slot, whether the table lacks its fate: the byte is none that such a sample can have."""
         if not uids.size:
             return np.zeros(0, np.bool_)
         low, high = int(uids.min()), int(uids.max())
         codes = np.zeros(high - low + 1, np.uint8)
-        found = np.frombuffer(os.pread(self._fd, codes.size, low), np.uint8)
-        codes[: found.size] = found
-        missing: npt.NDArray[np.bool_] = ~self._known[codes[(uids - np.uint64(low)).astype(np.int64)]]
+        stored = np.frombuffer(os.pread(self._fd, codes.size, low), np.uint8)
+        codes[: stored.size] = stored
+        missing: npt.NDArray[np.bool_] = ~self._possible[codes[(uids - np.uint64(low)).astype(np.int64)]]
         return missing
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ class Table:
 
 
 class FateWatch:
-    """Both tables of a run, and the ring whose samples they must know."""
+    """Watch over both tables of a run: each sample in a slot of the ring has a fate in one of them."""
 
     def __init__(self, fates: Path, validate_fates: Path, ring: Ring, group_size: int) -> None:
         self._tables = (Table(fates, Fate.VALIDATED), Table(validate_fates, Fate.TRAINED))
@@ -192,28 +194,29 @@ class FateWatch:
         self._next_look = 0.0
 
     def fault(self) -> str:
-        """Name what was done to the files as such; two calls of `stat`. "" if nothing."""
-        found = next((fault for table in self._tables if (fault := table.fault())), "")
-        return found and f"{found}: {REMEDY}"
+        """Name the damage to the files as such, by two calls of `stat`; "" if there is none."""
+        text = next((fault for table in self._tables if (fault := table.fault())), "")
+        return text and f"{text}: {REMEDY}"
 
     def look(self, now: float) -> str:
-        """`fault`, and every `LOOK_EVERY_S` whether each sample in a slot has a fate."""
-        found = self.fault()
-        if not found and now >= self._next_look:
+        """Name the damage: that of `fault`, and every `LOOK_EVERY_S` that of `unrecorded` too."""
+        text = self.fault()
+        if not text and now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
-            found = self.unrecorded()
-        return found
+            text = self.unrecorded()
+        return text
 
     def unrecorded(self) -> str:
-        """Names the samples in slots that have no fate; "" if all have one.
+        """Name the samples in slots that have no fate; "" if all have one.
 
-        The lines are copied first, for a fate is never taken back; and a line counts only if it has not moved since.
+        The lines are copied before the table is read, as a fate is stored before its slot is filled. A line counts only
+        if its slot has not changed since.
         """
         lines, slots = self._believed(self._ring.lines())
         validate = (lines["uid"] & VALIDATE) != 0
-        for table, own in zip(self._tables, (~validate, validate)):
-            missing = np.flatnonzero(own)[table.without(lines["uid"][own] & ~VALIDATE)]
-            still = [one for one in missing if self._ring.line(int(slots[one]))["word"] == lines["word"][one]]
+        for table, in_table in zip(self._tables, (~validate, validate)):
+            missing = np.flatnonzero(in_table)[table.lacks(lines["uid"][in_table] & ~VALIDATE)]
+            still = [place for place in missing if self._ring.line(int(slots[place]))["word"] == lines["word"][place]]
             if still:
                 uids = sorted((lines["uid"][still] & ~VALIDATE).tolist())
                 some = ", ".join(map(str, uids[:5])) + (" ..." if len(uids) > 5 else "")
@@ -222,12 +225,12 @@ class FateWatch:
         return ""
 
     def _believed(self, lines: Lines) -> tuple[Lines, npt.NDArray[np.int64]]:
-        """The lines that hold a sample and do not contradict themselves, and their slots."""
+        """Lines that hold a sample and do not contradict themselves, and their slots."""
         uids = lines["uid"]
         training = (uids & VALIDATE) == 0
         draw, _, member = place_of(uids, self._group_size)
-        own = (lines["group"] == draw) & (lines["member"] == member)
-        believed = (lines["state"] >= State.QUEUED) & ((uids & ~VALIDATE) < CAPACITY) & (own | ~training)
+        in_group = (lines["group"] == draw) & (lines["member"] == member)
+        believed = (lines["state"] >= State.QUEUED) & ((uids & ~VALIDATE) < CAPACITY) & (in_group | ~training)
         slots = np.flatnonzero(believed)
         return lines[slots], slots
 

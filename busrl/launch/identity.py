@@ -1,11 +1,11 @@
 """Comparison of a start with the run in its directory: is it the same run, what has changed, what is left to do.
 
-Compares the topology and the files it names with what earlier starts left, before anything is written and before any
-child runs. Talks to the file system alone. Knows nothing of rings, locks or processes (`rundir`).
+Compares the topology and the files that it names with what earlier starts left, before anything is written and before
+any child runs. Talks to the file system alone. Knows nothing of rings, locks or processes (`rundir`).
 
-- What a uid means (seed, prompts, order, group size) never changes in a run directory. The prompts are known by their
-  content, so an edited file is refused and a moved one is not.
-- Everything else may change; what did is printed, and kept in starts.jsonl.
+- The meaning of a uid (seed, prompts, order, group size) never changes in a run directory. Prompts are identified by
+  their content, so an edited file is refused and a moved one is not.
+- Everything else may change. Changes are printed, and recorded in starts.jsonl.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ MISSING = object()
 
 @dataclass
 class Start:
-    """A start of a run: what it continues from, what differs from the one before, and what a person should read."""
+    """A start of a run: the step that it continues from, what differs from the start before, and notes for a person."""
 
     step: int = 0
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)  # which file -> digest of its content
+    files: dict[str, str] = field(default_factory=dict)  # by the key that names the file: digest of its content
     notes: list[str] = field(default_factory=list)
 
     def record(self, paths: RunPaths) -> None:
-        """Append it to starts.jsonl. A full disk costs a line without changes, and refuses a start with some: the audit
-        judges what was trained before by the values of then."""
+        """Append the start to starts.jsonl. With a full disk, one without changes is not recorded, and one with changes
+        is refused: the audit judges samples by the values with which they were trained."""
         row = {
             "time": time.time(), "pid": os.getpid(), "busrl": busrl.__version__, "step": self.step,
             "versions": _versions(), "files": self.files,
@@ -66,53 +66,55 @@ class Start:
 
 def _versions() -> dict[str, str]:
     """The versions of packages that launch runs with; a [[process]] with a Python of its own may have others."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "numpy", "vllm"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def compare(
-    paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool, made: Mapping[str, Path] | None = None
+    paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool,
+    prompt_files: Mapping[str, Path] | None = None,
 ) -> Start:
-    """Compare this start with the run in the directory; `before`: its topology.json, empty if there is none; `made`:
-    the prompts that were made of others, where they lie now.
+    """Compare this start with the run in the directory. `before` is its topology.json, empty if there is none;
+    `prompt_files` has the present places of prompts that were made from others.
 
     UserError if it is another run, or has nothing to do; RunFinished if its goal was reached before.
     """
-    start = Start(files=digests(topology, made))
+    start = Start(files=digests(topology, prompt_files))
     if not before:
         start.notes += _foreign_files(paths)
-        start.notes += [f"prompts of {one.name}: {one.text}" for one in topology.derived.sources]
-        start.notes += [f"validation prompts of {one.text}" for one in topology.derived.made]
+        start.notes += [f"prompts of {source.name}: {source.text}" for source in topology.derived.sources]
+        start.notes += [f"validation prompts of {source.text}" for source in topology.derived.made]
         return start
     if not resume:
         raise UserError(
             f"{paths.root} holds a run already, and it is not to be resumed; choose another directory, or remove it"
         )
     starts = list(json_lines(paths.starts))
-    # Of each file the newest digest: one that could not be read at some start is the same file all the same.
-    known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
+    # The newest digest of each file, as the last start may not have been able to read it.
+    digests_before = {name: digest for row in starts for name, digest in as_map(row.get("files")).items()}
     now = json.loads(topology.to_json())
     start.changes = _changes(before, now)
-    _check_identity(paths, before, now, start, known)
+    _check_identity(paths, before, now, start, digests_before)
     run = RunState()  # run.json need not be there
     RunFiles(paths).fold_into(run)
     start.step = run.at_step
-    start.notes += [*_change_lines(start.changes), *_file_lines(start.files, known, topology)]
+    start.notes += [*_change_lines(start.changes), *_file_lines(start.files, digests_before, topology)]
     _check_goal(paths, topology, run.at_step)
     if run.at_step:
-        first, last = run.first_reward, run.steps.recent(lambda one: one.reward)
+        first, last = run.first_reward, run.steps.recent(lambda step: step.reward)
         reward = f", reward {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
         start.notes.append(f"continues after step {run.at_step} of {topology.run.max_steps}{reward}")
     return start
 
 
 def _check_identity(
-    paths: RunPaths, before: dict[str, Any], now: dict[str, Any], start: Start, known: dict[str, Any]
+    paths: RunPaths, before: dict[str, Any], now: dict[str, Any], start: Start, digests_before: dict[str, Any]
 ) -> None:
-    same = bool(known.get("data.train")) and known["data.train"] == start.files.get("data.train")
+    """UserError if a uid of the run in this directory would mean another sample, or if its model has another shape."""
+    same = bool(digests_before.get("data.train")) and digests_before["data.train"] == start.files.get("data.train")
     for key in IDENTITY:
         section, _, name = key.partition(".")
         if not isinstance(before.get(section), dict):
@@ -123,10 +125,11 @@ def _check_identity(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
                 "sample of the run is, so it cannot change: choose another run directory"
             )
-    trained = next((shape for one in checkpoints_of(paths.checkpoints) if (shape := _shape(one / "model"))), "")
-    if trained and (given := _shape(Path(now["model"]["path"]))) and given != trained:
+    shapes = (_shape(checkpoint / "model") for checkpoint in checkpoints_of(paths.checkpoints))
+    trained = next(filter(None, shapes), "")
+    if trained and (shape := _shape(Path(now["model"]["path"]))) and shape != trained:
         raise UserError(
-            f"model.path = {now['model']['path']!r} has {given}, and the checkpoints in {paths.root} are of {trained}: "
+            f"model.path = {now['model']['path']!r} has {shape}, and the checkpoints in {paths.root} are of {trained}: "
             "another model lies there now; put back the one that the run began with, or choose another run directory"
         )
     if (old := _mixture(before)) != (new := _mixture(now)):
@@ -135,7 +138,7 @@ def _check_identity(
             f"{new or 'one file'} (lines and draws in 1000 of each [[data.source]]); this says what a sample of the "
             "run is, so it cannot change: choose another run directory"
         )
-    if known.get("data.train") and start.files.get("data.train") and not same:
+    if digests_before.get("data.train") and start.files.get("data.train") and not same:
         what = "the prompts made of [[data.source]]" if new else now["data"]["train"]
         raise UserError(
             f"{what}: its content is not what it was when the run in {paths.root} was started last; "
@@ -146,20 +149,20 @@ def _check_identity(
 
 
 def _shape(folder: Path) -> str:
-    """Sizes of the model in a folder, in words; "" where they are not known."""
+    """Sizes of the model in a folder as a text; "" if its config does not say them."""
     facts = model_facts(folder)
     sizes = {"layers": facts.layers, "channels": facts.hidden, "token ids": facts.vocabulary}
     return ", ".join(f"{size} {name}" for name, size in sizes.items()) if all(sizes.values()) else ""
 
 
 def _mixture(topology: dict[str, Any]) -> str:
-    """The shares of several sources in the draws, in words; empty for one file."""
+    """The shares of several sources in the draws as a text; empty for one file."""
     rows = as_map(topology.get("derived")).get("sources") or []
-    return ", ".join(f"{one['name']} ({one['count']}, {one['share']})" for one in rows) if len(rows) > 1 else ""
+    return ", ".join(f"{row['name']} ({row['count']}, {row['share']})" for row in rows) if len(rows) > 1 else ""
 
 
 def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
-    """Nothing is started for a goal that is behind us. Where groups are counted, only the learner knows."""
+    """UserError or RunFinished if the goal was reached before. Only the learner counts towards a goal of groups."""
     goal, summary = topology.run.max_steps, read_map(paths.summary)
     if topology.run.max_groups or done < goal:
         return
@@ -174,7 +177,7 @@ def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    old, new = (dict(_flat(_by_role(one))) for one in (before, now))
+    old, new = (dict(_flat(_by_role(topology))) for topology in (before, now))
     keys = [*new, *(key for key in old if key not in new)]
     return {
         key: (old.get(key, "not there"), new.get(key, "not there"))
@@ -184,59 +187,60 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any
 
 
 def _by_role(topology: dict[str, Any]) -> dict[str, Any]:
-    """With the processes in an order that their entries do not make."""
+    """The topology with its processes sorted by role, so that the order of entries is no change."""
     entries = topology.get("process", [])
-    return {**topology, "process": sorted(entries, key=lambda one: str(as_map(one).get("role")))}
+    return {**topology, "process": sorted(entries, key=lambda entry: str(as_map(entry).get("role")))}
 
 
-def _flat(found: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested maps and lists under its dotted key; an empty map or list is a value."""
-    inside = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
-    if not inside or (isinstance(found, list) and not any(isinstance(one, (dict, list)) for one in found)):
-        yield at, found
+def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested maps and lists with its dotted key. An empty map or list is a value, and so is a list
+    without maps or lists in it."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not inside or (isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value)):
+        yield at, value
         return
-    for key, value in inside:
-        yield from _flat(value, f"{at}.{key}" if at else str(key))
+    for key, inner in inside:
+        yield from _flat(inner, f"{at}.{key}" if at else str(key))
 
 
 def _change_lines(changes: dict[str, tuple[Any, Any]]) -> Iterator[str]:
-    said = [f"{key} {was!r} → {now!r}" for key, (was, now) in changes.items()]
-    if said:
-        more = f"; and {len(said) - SHOWN} more, see starts.jsonl" if len(said) > SHOWN else ""
-        yield f"changed since the last start: {'; '.join(said[:SHOWN])}{more}"
+    texts = [f"{key} {was!r} → {now!r}" for key, (was, now) in changes.items()]
+    if texts:
+        more = f"; and {len(texts) - SHOWN} more, see starts.jsonl" if len(texts) > SHOWN else ""
+        yield f"changed since the last start: {'; '.join(texts[:SHOWN])}{more}"
 
 
-def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) -> Iterator[str]:
-    """Files that may change, and what their change means."""
+def _file_lines(now: dict[str, str], before: dict[str, Any], topology: Topology) -> Iterator[str]:
+    """A line for each file that may change and has changed, with what its change means."""
     for key, file in _named_files(topology).items():
-        if key in now and known.get(key, now[key]) != now[key] and key != "data.train":
+        if key in now and before.get(key, now[key]) != now[key] and key != "data.train":
             yield f"{file.path} is not what it was: {file.means}"
 
 
-def digests(topology: Topology, made: Mapping[str, Path] | None = None) -> dict[str, str]:
-    """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read; `made`: the prompts
-    that were made of others."""
-    named = _named_files(topology)
-    found = {key: _digest_of_model(file.path) if file.model else _digest(file.path) for key, file in named.items()}
+def digests(topology: Topology, prompt_files: Mapping[str, Path] | None = None) -> dict[str, str]:
+    """SHA-256, by key, of each readable file that gives a run its meaning. `prompt_files` has the prompts that were
+    made from others."""
+    files = _named_files(topology)
+    by_key = {key: _digest_of_model(file.path) if file.model else _digest(file.path) for key, file in files.items()}
     if (tiny := task_prompts(topology.data.train)) is not None:
-        found["data.train"] = _digest(tiny)
-    found |= {key: _digest(path) for key, path in (made or {}).items()}
-    return {key: digest for key, digest in found.items() if digest}
+        by_key["data.train"] = _digest(tiny)
+    by_key |= {key: _digest(path) for key, path in (prompt_files or {}).items()}
+    return {key: digest for key, digest in by_key.items() if digest}
 
 
 class NamedFile(NamedTuple):
-    """A file that the topology names, and what it means that it is another one by now."""
+    """A file that the topology names, and what a change of it means."""
 
     path: Path
     means: str
-    model: bool = False  # the folder of one that a run only asks
+    model: bool = False  # it is the folder of a model that the run does not train
 
 
 def _named_files(topology: Topology) -> dict[str, NamedFile]:
     """Prompts, the user's functions and models, by the key that names them."""
-    learner, own, parts = topology.learner, topology.model, topology.reward.part
+    learner, model, parts = topology.learner, topology.model, topology.reward.part
     data = {"data.train": topology.data.train, "validation.data": topology.validation.data}
-    data |= {f"validation.set {one.name}": one.data for one in topology.validation.set}
+    data |= {f"validation.set {asked_set.name}": asked_set.data for asked_set in topology.validation.set}
     functions = {
         "reward.function": (topology.reward.function, "rewards"), "learner.loss": (learner.loss, "losses"),
         "learner.advantage": (learner.advantage, "advantages"), "learner.optimizer": (learner.optimizer, "updates"),
@@ -246,53 +250,53 @@ def _named_files(topology: Topology) -> dict[str, NamedFile]:
         **{f"process.{n}.function": (entry.function, "episodes") for n, entry in enumerate(topology.process)},
     }
     models = {f"reward.part.{n}.path": (part.path, "rewards") for n, part in enumerate(parts)}
-    models |= {"model.reference": (own.reference, "KL terms"), "model.teacher": (own.teacher, "its targets")}
-    named = {key: (path, OTHER_PROMPTS, False) for key, path in data.items() if not path.startswith(TINY)}
-    for key, (function, made) in functions.items():
+    models |= {"model.reference": (model.reference, "KL terms"), "model.teacher": (model.teacher, "its targets")}
+    rows = {key: (path, OTHER_PROMPTS, False) for key, path in data.items() if not path.startswith(TINY)}
+    for key, (function, what) in functions.items():
         if (file := function.rpartition(":")[0]).endswith(".py"):
-            named[key] = (file, f"{made} from here on are those of the new code", False)
-    for key, (folder, made) in models.items():
-        named[key] = (folder, f"{made} from here on are those of the new model", True)
-    return {key: NamedFile(Path(path), means, model) for key, (path, means, model) in named.items() if path}
+            rows[key] = (file, f"{what} from here on are those of the new code", False)
+    for key, (folder, what) in models.items():
+        rows[key] = (folder, f"{what} from here on are those of the new model", True)
+    return {key: NamedFile(Path(path), means, is_model) for key, (path, means, is_model) in rows.items() if path}
 
 
 def _digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with suppress(OSError), open(path, "rb") as file:  # the process that needs it says so
+    digest = hashlib.sha256()
+    with suppress(OSError), open(path, "rb") as file:  # the process that needs the file reports it
         while block := file.read(BLOCK):
-            found.update(block)
-        return found.hexdigest()
+            digest.update(block)
+        return digest.hexdigest()
     return ""
 
 
 def _digest_of_model(folder: Path) -> str:
-    """SHA-256 over the names, sizes and ends of the files of a model: reading all of its weights would take minutes."""
-    found = hashlib.sha256()
+    """SHA-256 over names, sizes, first and last blocks of a model's files: to read all weights would take minutes."""
+    digest = hashlib.sha256()
     with suppress(OSError):
-        for path in sorted(one for one in folder.iterdir() if one.suffix in (".json", ".safetensors", ".bin")):
+        for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin")):
             with open(path, "rb") as file:
-                found.update(f"{path.name} {path.stat().st_size} ".encode())
-                found.update(file.read(BLOCK))
+                digest.update(f"{path.name} {path.stat().st_size} ".encode())
+                digest.update(file.read(BLOCK))
                 file.seek(max(0, path.stat().st_size - BLOCK))
-                found.update(file.read(BLOCK))
-        return found.hexdigest()
+                digest.update(file.read(BLOCK))
+        return digest.hexdigest()
     return ""
 
 
 def _foreign_files(paths: RunPaths) -> list[str]:
-    """A directory without a run: refused if it looks like half of one, what else lies there is named."""
+    """Notes about other files in a directory without a run; UserError if parts of a run lie there."""
     if paths.run_json.exists():
         return []
-    there = sorted(one.name for one in paths.root.iterdir())
-    parts = [name for name in there if name in DATA and (paths.root / name).stat().st_size]
+    names = sorted(path.name for path in paths.root.iterdir())
+    parts = [name for name in names if name in DATA and (paths.root / name).stat().st_size]
     parts += ["checkpoints"] if any(paths.checkpoints.glob("*")) else []
     if parts:
         raise UserError(
             f"--run-dir {paths.root}: it holds {', '.join(parts)}, but neither topology.json nor run.json, so it is "
             "not known what run these are of; choose another directory, or move them away"
         )
-    known = RunPaths.names()
-    others = [name for name in there if name not in known and not name.endswith(".lock") and not name.startswith(".")]
+    of_run = RunPaths.names()
+    others = [name for name in names if name not in of_run and not name.endswith(".lock") and not name.startswith(".")]
     if not others:
         return []
     more = f" and {len(others) - 5} more" if len(others) > 5 else ""

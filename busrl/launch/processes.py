@@ -1,9 +1,9 @@
-"""The processes of a run on this host over all their lives: started, watched, killed for silence, started again, ended.
+"""Processes of a run on this host over all their lives: started, watched, killed for silence, started again, ended.
 
 Talks to the children (pids, exit codes), to the ring's process table and to the journal of launch. `supervisor.py`
 decides about each child, `run.py` what an end means for the run as a whole. Knows nothing of the bus or of samples.
 
-- What a dead process held goes back to rest before anything else is done about its death.
+- The slots of a dead process are taken back before anything else is done about its death.
 - A new rank never meets an old one: when one of a team ends, all are ended, and none starts before the last is gone.
 """
 
@@ -42,19 +42,19 @@ DYING_S = 10.0  # after SIGKILL
 
 
 def failed(paths: RunPaths, fault: str, before: str = "") -> RunOutcome:
-    """The run cannot go on for a fault of its ledger, which errors.jsonl gets too."""
+    """Record a fault of the ledger for which the run cannot go on; the run's outcome."""
     record_error(paths, "launch", "critical", "ledger", fault)
     return RunOutcome("failed", before + fault, 1)
 
 
 def is_hopeless(how: Exit, was_ready: bool) -> bool:
-    """Check whether a child would end the same in its next life, as a process of busrl says itself. One that was ready
-    may only have met a bad moment."""
+    """Check by the verdict of a process whether its next life would end the same. A missing fix (NEEDS_FIX) counts only
+    before it was ready: later a moment's fault may look like one."""
     return how.verdict in (RUN_FAILED, NOT_IMPORTED) or (how.verdict == NEEDS_FIX and not was_ready)
 
 
 class ProcessTable:
-    """The ring's process table as it was read last: `entries` of this host by pid, and the labels of `remote` ones."""
+    """The ring's process table as last read: `entries` of this host by pid, and the labels of `remote` processes."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -67,8 +67,8 @@ class ProcessTable:
         self.remote = {entry.label for entry in table if entry.remote}
 
     def makes_ready(self, child: Child) -> bool:
-        """Check whether the ring shows for the first time that a child is ready. One that does not map it has no
-        entry."""
+        """Check whether the ring shows for the first time that a child is ready. A child that does not map the ring has
+        no entry."""
         entry = self.entries.get(child.pid)
         return entry is not None and entry.state == "ready" and child.became_ready()
 
@@ -80,7 +80,7 @@ class Deaths:
         self._run, self._paths, self._names, self._journal = run, run.paths, names, journal
 
     def judge(self, child: Child, how: Exit) -> RunOutcome | None:
-        """Note the death; the outcome of the run if the run ends for it."""
+        """Record a death; the outcome of the run if the run ends for it."""
         if child.was_ready and how.verdict == NO_SPACE:
             self.lacks_space(child, how)
             return None
@@ -103,13 +103,13 @@ class Deaths:
         return None
 
     def lacks_space(self, child: Child, how: Exit) -> None:
-        """Start it again until there is space on the disk."""
+        """Have a child started again until there is space on the disk."""
         if line := child.no_space(how, time.monotonic()):
             self._journal.warn(line, "error")
 
     def _given_up(self, child: Child, how: Exit, death: Death, words: str, hopeless: bool) -> RunOutcome:
-        """The run fails with this child; the last lines of its log where the child did not say why itself."""
-        if how.why and hopeless:  # the death and its exit code have been said
+        """Fail the run with this child; print the last lines of its log if its verdict has no reason."""
+        if how.why and hopeless:  # the journal has the death and its exit code
             return RunOutcome("failed", f"{child.name}: {how.why}", 1)
         log = self._paths.log(child.name)
         if words and not how.why:
@@ -122,8 +122,8 @@ class Deaths:
         return RunOutcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
     def _work_of(self, child: Child) -> int | None:
-        """A number that grows with a child's own work: steps, dispatches, rounds. A process that finishes samples
-        counts them itself; None for one whose work is to be there."""
+        """A number that grows with a child's own work: steps, dispatches, rounds; 0 for a role whose samples the ring
+        counts, None for one whose work is to be there."""
         process, ring = self._names[child.name], self._run.ring
         match process.role:
             case "learner" | "rank":
@@ -133,16 +133,14 @@ class Deaths:
             case "validator":
                 return self._paths.validation.stat().st_size if self._paths.validation.exists() else 0
             case role if role in (*FOREIGN_ROLES, AGENT):
-                # A program that does not map the ring shows only in what the run does.
+                # The work of a program that does not map the ring shows only in what the run does.
                 return sum(ring.stats().transitions.values()) if process.spec.command else 0
         return None
 
 
 class Processes:
-    """All children of one launch. `names`: each process of the topology in force, by its name; `children`: their lives.
-
-    Both are changed in place when the number of processes changes.
-    """
+    """All children of one launch. `names` has each process of the topology in force by its name, `children` their
+    lives. Both change in place when the number of processes changes."""
 
     def __init__(
         self, run: OpenRun, names: dict[str, ProcessName], children: list[Child], journal: Journal, fates: FateWatch,
@@ -154,7 +152,7 @@ class Processes:
         self.crashes = CrashWatch(run.topology.faults)
         self.running: dict[str, RunningChild] = {}
         ranks = {name for name, process in names.items() if process.role == RANK}
-        self._team = ranks | {"learner"} if ranks else ranks  # one of them ends: all start again
+        self._team = ranks | {"learner"} if ranks else ranks  # when one of them ends, all start again
         singles = {*IMPLIED_ROLES, *SINGLE_ROLES} & names.keys()
         self._foreign = ForeignProcesses(singles, run.topology.limits)
         self._mark = mark(run.paths.key, os.getpid())
@@ -174,12 +172,13 @@ class Processes:
         return min((child.due - time.monotonic() for child in waiting), default=math.inf)
 
     def _awaits_team(self, child: Child) -> bool:
-        """Check whether another of its team is still to end: a new rank must not meet an old one."""
+        """Check whether another process of the child's team is still to end."""
         return child.name in self._team and any(
             other.went_along and other.name in self.running for other in self.children
         )
 
     def _start(self, child: Child) -> RunOutcome | None:
+        """Start a child; the outcome of the run if it can never be started."""
         for line in self._run.restore():
             self._journal.say(line)
         if gone := self._run.ring_gone():
@@ -202,11 +201,11 @@ class Processes:
         return None
 
     def _spawned(self, child: Child) -> RunningChild:
-        """The child's process, on its devices and cores, held by the guardian."""
+        """Start the child's process on its devices and cores, under the guardian."""
         process, topology = self._names[child.name], self._run.topology
         crash = crash_environment(topology.faults, child.name, child.restarts + 1)
-        known = {**os.environ, **process.spec.env}
-        devices = device.environment(topology.device_of(child.name), process.devices, known)
+        variables = {**os.environ, **process.spec.env}
+        devices = device.environment(topology.device_of(child.name), process.devices, variables)
         cores = machine.cores_of(topology, process.spec, machine.cores())
         sign = f"{self._mark}{child.name}/{child.restarts}/"
         running = start(
@@ -219,7 +218,7 @@ class Processes:
     # -- a number of processes that changes -------------------------------------------------------------------------
 
     def adopt(self, topology: Topology) -> None:
-        """Start what this topology has and the run has not; end what it has no more, in order, the last ones first."""
+        """Add the processes that only this topology has; end those that it lacks, in order and the last ones first."""
         wanted = {process.name: process for process in topology.processes()}
         for name, process in wanted.items():
             if name not in self._names:
@@ -241,7 +240,7 @@ class Processes:
         return [child.name for child in self.children if child.phase not in (Phase.READY, Phase.GONE)]
 
     def left(self, child: Child, how: Exit) -> None:
-        """A child that was to end has ended; it may be wanted again by now."""
+        """Record the end of a child that was to end; the topology in force may have it again by now."""
         self._journal.say(f"{child.name} is not needed any more and has ended: {how}")
         child.ended(how, time.monotonic())
         self._forget(child)
@@ -254,7 +253,7 @@ class Processes:
     # -- deaths -----------------------------------------------------------------------------------------------------
 
     def ended(self) -> Iterator[tuple[Child, Exit]]:
-        """Each child that has ended, and how."""
+        """Yield each child that has ended, and how."""
         for name, running in list(self.running.items()):
             how = running.ended()
             if how is None:
@@ -263,7 +262,7 @@ class Processes:
             running.close()
             del self.running[name]
             child = next(child for child in self.children if child.name == name)
-            # It may have become ready since the last look; the ring says so until the entry is reaped.
+            # It may have become ready since the last look: its entry shows that until it is reaped.
             self.table.read()
             self.table.makes_ready(child)
             if how.killed and not child.condemned:
@@ -272,21 +271,21 @@ class Processes:
             yield child, how
 
     def _reap(self) -> None:
-        """Take back what the dead held, as the keeper does on its next tick; but launch knows of a death at once, and
-        the dead may be the keeper.
+        """Take back the slots of dead processes. The keeper does so on its next tick, but launch sees a death at once,
+        and the dead process may be the keeper.
 
-        Not with a fate table cut short: to look beyond its end is death, and the run ends for it anyway.
+        Nothing is done while a fate table is cut short: a look beyond its end kills, and the run ends for it anyway.
         """
         if self._fates.fault():
             return
         for text, uids in taken_back(self._run.ring, self._run.ring.reap()):
             self._journal.note(text)
             self._journal.events.warn(text, uids=uids)
-        with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
+        with contextlib.suppress(FateRefused):  # the keeper meets it too, and reports it
             self._run.ring.finish_drops()
 
     def end_team(self, dead: Child) -> None:
-        """End the others of its team: a rank alone can do nothing, and what the others wait for does not come."""
+        """Kill the others of a dead child's team: they would wait for it in vain."""
         if dead.name not in self._team:
             return
         for other in self.children:
@@ -297,7 +296,7 @@ class Processes:
     # -- looking ----------------------------------------------------------------------------------------------------
 
     def look(self, now: float, passed_s: float) -> None:
-        """Read the ring's table, `passed_s` after the last time; kill who is silent, or does not leave."""
+        """Read the ring's table, `passed_s` after the last time; kill a process that is silent, or does not leave."""
         self.table.read()
         self._journal.events.note_entries(self.table.entries.values())
         for line in self._journal.events.tick(now):
@@ -329,7 +328,7 @@ class Processes:
             self.running[child.name].kill()
 
     def greeted(self, hello: m.Hello) -> None:
-        """A process that does not map the ring shows by its HELLO alone that it is ready."""
+        """Take a HELLO as the sign that a process is ready, if it does not map the ring."""
         sender = hello.sender.replace("/", "-")
         for child in self.children:
             foreign = address(child.name) == sender and self._names[child.name].spec.command
@@ -343,12 +342,12 @@ class Processes:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """No child is started again from here on."""
+        """Start no child again from here on."""
         for child in self.children:
             child.stop()
 
     def end(self, ending: Ending) -> None:
-        """Ask a child to end, or kill it where it was asked long ago."""
+        """Send SIGTERM to a child, or kill it if that was long ago."""
         if ending.overdue:
             self._journal.say(ending.overdue)
             self.running[ending.name].kill()
@@ -356,7 +355,7 @@ class Processes:
             self.running[ending.name].signal(signal.SIGTERM)
 
     def note_ended(self) -> None:
-        """Deaths while the run ends: said where a child did not end well, and nothing else."""
+        """Record deaths while the run ends: only those with another exit code than 0 are reported."""
         for child, how in self.ended():
             death = child.ended(how, time.monotonic())
             if how.code:
@@ -364,7 +363,7 @@ class Processes:
                 self._journal.events.died(child, death.text)
 
     def kill_all(self) -> None:
-        """Nobody outlives this; also the way out of an error of launch itself."""
+        """Kill every child and wait for its end; also the way out of an error of launch itself."""
         for running in self.running.values():
             running.kill()
         for running in self.running.values():

@@ -1,11 +1,11 @@
-"""The Pythons that the processes of a run start with, this one or one of their own (`python`): what each has, and
-whether that will do.
+"""Interpreters of a run's processes, this one or one of their own (`python`): what each has installed, and whether that
+is enough.
 
 Runs each other interpreter once, before anything of a run starts. Knows nothing of how processes are started
 (`children`).
 
-- Such a process imports the busrl of its environment, which must be of this version, with this layout of the ring: both
-  map the same slots.
+- A process with an interpreter of its own imports the busrl of that environment. It must have this version and this
+  layout of the ring, as both map the same slots.
 """
 
 from __future__ import annotations
@@ -49,17 +49,20 @@ NEEDED = {"learner": MODEL, "rank": MODEL, "torch": MODEL, "vllm": MODEL, "opena
 
 
 def _needs(process: Process, role: str) -> tuple[str, ...]:
-    """The packages without which a process can do nothing."""
+    """Packages without which a process can do nothing."""
     return NEEDED.get(process.engine if role == "rollout" else role, ())
 
 
 def require_here(processes: Iterable[ProcessName]) -> None:
     """UserError if this Python lacks a package without which one of these processes would start in vain."""
-    here = [(one, package) for one in processes if not (one.spec.python or one.spec.command)
-            for package in _needs(one.spec, one.role) if not is_installed(package)]
-    if here:
-        names = list(dict.fromkeys(one.name for one, _ in here))
-        packages = dict.fromkeys(package for _, package in here)
+    here = [process for process in processes if not (process.spec.python or process.spec.command)]
+    lacking = [
+        (process, package) for process in here for package in _needs(process.spec, process.role)
+        if not is_installed(package)
+    ]
+    if lacking:
+        names = list(dict.fromkeys(process.name for process, _ in lacking))
+        packages = dict.fromkeys(package for _, package in lacking)
         scripted = " (with scripted engines too it trains a real model)" if names == ["learner"] else ""
         raise UserError(
             f"{sys.executable} lacks {', '.join(packages)}, which {' and '.join(names[:2])} cannot run "
@@ -67,14 +70,17 @@ def require_here(processes: Iterable[ProcessName]) -> None:
         )
 
 
-def pythons(t: Topology) -> dict[int, dict[str, str]]:
+def versions_of(t: Topology) -> dict[int, dict[str, str]]:
     """Versions, for each entry with a Python of its own: of that Python, of its busrl, of the layout of its ring,
     and of the packages that its role needs ("": not there). Runs each once; UserError for one that cannot be run."""
-    own = [i for i, one in enumerate(t.process) if one.python and one.role != AGENT and not one.command and one.count]
-    return {index: _probed(index, t.process[index]) for index in own}
+    return {
+        index: _probed(index, entry) for index, entry in enumerate(t.process)
+        if entry.python and entry.role != AGENT and not entry.command and entry.count
+    }
 
 
 def _probed(index: int, entry: Process) -> dict[str, str]:
+    """Run the interpreter of an entry; the versions that it prints."""
     more = PACKAGES if entry.role == "rollout" and entry.engine == "vllm" else ()
     names = ("busrl", "msgspec", "numpy", "pyzmq", *_needs(entry, entry.role), *more)
     try:
@@ -89,40 +95,43 @@ def _probed(index: int, entry: Process) -> dict[str, str]:
         raise UserError(f"{at}: cannot be asked for its busrl: {problem}; {remedy}") from None
 
 
-def require(t: Topology, asked: dict[int, dict[str, str]] | None = None) -> None:
+def require(t: Topology, versions: dict[int, dict[str, str]] | None = None) -> None:
     """UserError if the Python of an entry has another busrl or ring than this one, or lacks a package of its role.
-    `asked`: what `pythons` has found already."""
+    `versions`: the result of `versions_of`, where it was called before."""
     ring = "{}.{}".format(*LAYOUT)
-    for index, found in (pythons(t) if asked is None else asked).items():
+    for index, of_entry in (versions_of(t) if versions is None else versions).items():
         entry = t.process[index]
         at = f"process.{index}.python = {entry.python!r}"
         remedy = f"{entry.python} -m pip install {Path(busrl.__file__).parents[1]}"
-        if found["busrl"] != busrl.__version__ or found.get("ring") != ring:
-            theirs = f"busrl {found['busrl']} with ring {found.get('ring')}" if found["busrl"] else found["problem"]
+        if of_entry["busrl"] != busrl.__version__ or of_entry.get("ring") != ring:
+            theirs = of_entry.get("problem", "")
+            if of_entry["busrl"]:
+                theirs = f"busrl {of_entry['busrl']} with ring {of_entry.get('ring')}"
             raise UserError(f"{at}: {theirs}; this is busrl {busrl.__version__} with ring {ring}: {remedy}")
-        if missing := [name for name, version in found.items() if not version and name not in PACKAGES]:
+        if missing := [name for name, version in of_entry.items() if not version and name not in PACKAGES]:
             raise UserError(f"{at}: it has no {', '.join(missing)}, which a {entry.role} needs: install it there")
         if entry.role == "rollout" and entry.engine == "vllm":
-            package = next((name for name in PACKAGES if found[name]), "")
-            why, what = vllm_objection(package, found.get(package, ""))
+            package = next((name for name in PACKAGES if of_entry[name]), "")
+            why, what = vllm_objection(package, of_entry.get(package, ""))
             if why:
                 raise UserError(f"{at}: {why}; {what}")
 
 
 def require_devices(t: Topology) -> None:
-    """UserError where a process of this host is to work on a device that its Python does not find: its start would end
-    there. A device that drivers and torch's build speak for is believed."""
-    for one in t.processes():
-        kind = t.device_of(one.name) if has_model(one.spec) else "cpu"
-        if kind in ("auto", "cpu") or (device.likely(kind) and not one.spec.python):
+    """UserError for a process of this host whose Python does not find its device: its start would end there. A device
+    that is likely by the drivers and torch's build is not looked for."""
+    for process in t.processes():
+        kind = t.device_of(process.name) if has_model(process.spec) else "cpu"
+        if kind in ("auto", "cpu") or (device.likely(kind) and not process.spec.python):
             continue
-        if why := _device_missing(kind, one.spec):
-            key = f"{one.role}'s device" if one.spec.device else "model.device"
+        if why := _device_missing(kind, process.spec):
+            key = f"{process.role}'s device" if process.spec.device else "model.device"
             raise UserError(f'{key} = "{kind}": {why}; set it to "cpu", or to "auto" for the best one')
 
 
 def _device_missing(kind: str, entry: Process) -> str:
-    """Ask the Python of an entry why it lacks such a device; empty too where it cannot be asked: a start tells more."""
+    """The reason why the Python of an entry does not find such a device; empty too if it cannot be run, as a start
+    reports that better."""
     code = f"from busrl.system.device import missing; print(missing({kind!r}))"
     seen = {**os.environ, **entry.env, **device.visible(kind, ",".join(entry.devices))}
     command = [entry.python or sys.executable, "-c", code]
@@ -133,10 +142,10 @@ def _device_missing(kind: str, entry: Process) -> str:
     return done.stdout.strip()
 
 
-def lines(t: Topology, asked: dict[int, dict[str, str]]) -> list[str]:
-    """The lines of a check about what `pythons` has found."""
-    said = []
-    for index, found in asked.items():
-        text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-        said.append(f"process.{index}.python = {t.process[index].python}: {text}")
-    return said
+def lines(t: Topology, versions: dict[int, dict[str, str]]) -> list[str]:
+    """The lines of a check about the result of `versions_of`."""
+    texts = []
+    for index, of_entry in versions.items():
+        text = ", ".join(f"{name} {version}" for name, version in of_entry.items() if version)
+        texts.append(f"process.{index}.python = {t.process[index].python}: {text}")
+    return texts

@@ -1,15 +1,15 @@
-"""The loop of `launch`: one run from its first child to its last, and what is written when it has ended.
+"""The loop of `launch`: one run from its first child to its last, and the files that are written at its end.
 
-Talks to the bus (progress, STOP, CONTROL), to the display and to the signals that ask for an end. `processes.py` starts
-and ends the children, `supervisor.py` decides the order of a stop, `control.py` what people ask of the run. Knows
-nothing of samples, groups or weights.
+Talks to the bus (progress, STOP, CONTROL), to the display and to the signals that end a run. `processes.py` starts and
+ends the children, `supervisor.py` decides the order of a stop, `control.py` carries out requests. Knows nothing of
+samples, groups or weights.
 
-- The run has reached its goal when the learner has ended with 0 after setting `run_state` to finishing, and the
-  validator, if there is one, with 0 after that; and only then.
-- Everything is done in one thread, with one wait: for a death, a signal, or the next look.
-- Nothing here depends on the bus: with every message lost the picture is poorer and the run the same.
-- At the end: reclaim what the dead held, write and sync open.bin and the fates, then unlink the ring. Killed in
-  between, the next start adopts the ring and forgets open.bin.
+- The run has reached its goal only when the learner has set `run_state` to finishing and ended with 0, and the
+  validator, if there is one, has ended with 0 after that.
+- One thread does everything, with one wait: for a death, a signal, or the next look.
+- The run does not depend on the bus here: with every message lost only the picture is poorer.
+- At the end, slots of dead processes are taken back, open.bin and the fates are written and synced, then the ring is
+  unlinked. After a kill in between, the next start adopts the ring and removes open.bin.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from busrl.topology import Topology
 # -- closing -----------------------------------------------------------------------------------------------------------
 
 def close_run(run: OpenRun) -> int:
-    """Write what is open, unlink everything, let go of the directory. Returns how many samples are open."""
+    """Write open.bin, unlink the shared memory and release the directory. Returns the number of open samples."""
     if run.displaced:
         run.release()
         return 0
     if run.moved() or run.read_only():
         return _abandon(run)
-    # Mapped again: a table that somebody cut short must not be read as long as it was.
+    # Mapped again: a table may have been cut short since, and reading beyond its end kills.
     run.fates = Fates(str(run.paths.fates), create=True)
     run.validate_fates = Fates(str(run.paths.validate_fates), create=True)
     run.ring.bind_fates(run.fates, run.validate_fates)
     run.ring.reap()
     run.ring.finish_drops()
     lines = run.ring.lines()
-    held = np.flatnonzero((lines["state"] != State.FREE) & (lines["uid"] != UID_NONE))
-    still_open = [OpenSlot(int(lines["uid"][slot]), int(lines["state"][slot]), int(slot)) for slot in held]
+    occupied = np.flatnonzero((lines["state"] != State.FREE) & (lines["uid"] != UID_NONE))
+    still_open = [OpenSlot(int(lines["uid"][slot]), int(lines["state"][slot]), int(slot)) for slot in occupied]
     run.fates.sync()
     run.validate_fates.sync()
     write_open(run.paths.open_bin, still_open)
@@ -77,13 +77,13 @@ def close_run(run: OpenRun) -> int:
 
 
 def _abandon(run: OpenRun) -> int:
-    """The run directory is not where it was, or cannot be written: nothing is written in its place. Without a ring and
-    an open.bin the next start, wherever it is, generates again what was open."""
+    """Close a run whose directory was moved or cannot be written: nothing is written there. Without a ring and an
+    open.bin the next start, wherever that is, generates again what was open."""
     unlink_segments(run.paths.ring_name)
     remove_runtime_dir(run.paths)
-    held = sum(count for state, count in run.ring.stats().occupancy.items() if state != "FREE")
+    occupied = sum(count for state, count in run.ring.stats().occupancy.items() if state != "FREE")
     run.release()
-    return held
+    return occupied
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -91,8 +91,8 @@ def _abandon(run: OpenRun) -> int:
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
 BOUND_EVERY_S = 5.0  # logs grow on until the next look
-STOP_LOOK_S, STOP_LATE_S = 0.05, 0.5  # a busy machine's lateness counts, a machine that was suspended does not
-STOOD_STILL_S = 10.0  # the least time without a step that is told when a run ends otherwise than at its goal
+STOP_LOOK_S, STOP_LATE_S = 0.05, 0.5  # lateness of a busy machine counts, time for which it was suspended does not
+STOOD_STILL_S = 10.0  # the least time without a step that is reported when a run ends otherwise than at its goal
 ALONE = 3  # exit code of a host that has lost its run
 SUBSCRIBED = (
     m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.ValidationSetDone, m.Error,
@@ -119,22 +119,22 @@ def placement_of(
 
 
 class StandStill:
-    """Watch over a run that makes no step: for how long, and who waits for whom."""
+    """Watch for times in which a run makes no step: how long they are, and which process waits for which."""
 
     def __init__(self, paths: RunPaths, group_size: int, progress: Progress, events: EventLog) -> None:
         self._progress, self._events = progress, events
         self._alarm, self._picture = StallAlarm(), RingLook(paths, group_size=group_size)
 
     def look(self, passed_s: float) -> str:
-        """`passed_s` after the last look; a line to show, once for each time that the run stands still."""
+        """Look, `passed_s` after the last time; a line to show, once for each time that the run stands still."""
         if self._alarm.look(self._progress.run, passed_s) and (waits := self._waits()):
             return f"no step for {self._alarm.quiet_s:.0f} s, the run stands still: {sentence_of(waits)}"
         return ""
 
     def at_end(self) -> None:
-        """Keep for the summary that the run stood still when it ended."""
+        """Record for the summary that the run stood still when it ended."""
         if self._alarm.quiet_s > limit_s(self._progress.run, STOOD_STILL_S):
-            self._progress.stood_still = (self._alarm.quiet_s, self._waits())
+            self._progress.ended_still(self._alarm.quiet_s, self._waits())
 
     def _waits(self) -> list[Link]:
         run, now = self._progress.run, time.monotonic()
@@ -155,19 +155,19 @@ class Launch:
         self._run, self._paths, self._display, self._signals = opened, paths, display, signals
         names = {process.name: process for process in topology.processes()}
         children = [Child(name, topology.limits) for name in names]
-        own = [name for name, process in names.items() if not process.spec.command]
-        self._journal = Journal(paths, display.say, EventLog(paths, children, own))
+        programs = [name for name, process in names.items() if not process.spec.command]
+        self._journal = Journal(paths, display.say, EventLog(paths, children, programs))
         self._fates = FateWatch(paths.fates, paths.validate_fates, opened.ring, topology.groups.size)
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._processes = Processes(opened, names, children, self._journal, self._fates, self._selector)
         self._names = names
-        # The processes that have to end in order, after the last step, for the goal to be reached.
+        # Processes that have to end with 0 after the last step for the goal to be reached.
         self._goal = {"learner", "validator", "satellite"} & names.keys()
         self._done: set[str] = set()
         self.usage, self.residence, self.crashes = Usage(), ResidenceTimes(), self._processes.crashes
-        known, faults = run_of_files(RunFiles(paths)), describe(topology.faults)
-        self.progress = Progress(known, children, time.monotonic(), faults)
+        state, faults = run_of_files(RunFiles(paths)), describe(topology.faults)
+        self.progress = Progress(state, children, time.monotonic(), faults)
         self._stand = StandStill(paths, topology.groups.size, self.progress, self._journal.events)
         self._bus = Endpoint(
             "launch", paths.frontend, paths.backend, subscribe=[topic(kind) for kind in SUBSCRIBED],
@@ -180,7 +180,7 @@ class Launch:
         self._desk = ControlDesk(opened, names, self._processes, self._journal.say)
 
     def run(self) -> RunOutcome:
-        """Until the goal is reached, the run has failed, or a signal asks for the end."""
+        """Run until the goal is reached, the run has failed, or a signal or a request ends it."""
         for line in self.progress.faults:
             self._journal.say(f"FAULTS ARE ON: {line}")
         try:
@@ -188,7 +188,7 @@ class Launch:
             self._journal.say(f"ending: {outcome.why}")
             if outcome.kind != "finished":
                 self._stand.at_end()
-            if not self._run.displaced:  # without a turn it asks nobody to stop: the others would obey too
+            if not self._run.displaced:  # else the processes of the other launch would obey too
                 self._stop_all(outcome)
                 if self._placement:
                     self._placement.end(self._run.topology.limits.stop_s, self._signals)
@@ -199,7 +199,7 @@ class Launch:
             self._close()
 
     def _close(self) -> None:
-        """Leave nobody behind, and nothing open."""
+        """Kill what still runs, and close everything."""
         self._processes.kill_all()
         self._bound_logs()
         if self._placement:
@@ -226,7 +226,7 @@ class Launch:
             self._signals.clear()
 
     def _handle_deaths(self) -> RunOutcome | None:
-        """The learner's end may be the run's."""
+        """Settle each child that has ended; the outcome of the run if the run ends with one of them."""
         for child, how in self._processes.ended():
             if child.leaves_by is not None:
                 self._processes.left(child, how)
@@ -239,8 +239,7 @@ class Launch:
         return None
 
     def _is_done(self, child: Child, how: Exit) -> bool:
-        """Check whether a child ended because its work is done: those of the goal, and ranks once the learner is
-        done."""
+        """Check whether a child ended because its work is done: one of the goal, or a rank once the learner is done."""
         if not self._finishing:
             return False
         if child.name in self._goal and how.verdict == 0:
@@ -249,8 +248,9 @@ class Launch:
         return self._names[child.name].role == RANK
 
     def _judged(self, child: Child, how: Exit) -> RunOutcome | None:
-        """A death before the work was done; the others of a team end with it, unless it went along itself."""
-        if how.verdict == TEAM_ENDED and self._run.topology.here:  # home counts the deaths
+        """Judge a death before the work was done. The others of a team end with the child, unless it ended with them.
+        """
+        if how.verdict == TEAM_ENDED and self._run.topology.here:  # the launch at home counts that death
             child.goes_with("its team")
         went_along = child.went_along
         outcome = self._processes.deaths.judge(child, how)
@@ -259,7 +259,8 @@ class Launch:
         return outcome
 
     def _why_finished(self) -> str:
-        """Say why the run is finished. If it made its last step, the newest line of metrics.jsonl is that step's."""
+        """The reason why the run is finished. With its last step done, the newest line of metrics.jsonl is that step's.
+        """
         topology = self._run.topology
         if topology.here:
             return "the run is over"
@@ -280,13 +281,14 @@ class Launch:
         return RunOutcome("stopped", f"asked to by {name}", 128 + number)
 
     def _left_alone(self) -> RunOutcome | None:
-        """On another host: its relay has found that what is claimed here is nobody's any more."""
+        """The outcome on another host whose relay has found that the run at home does not count on it any more."""
         if not self._run.topology.here or self._run.ring.header(HeaderWord.RUN_STATE) != RunPhase.STOPPING:
             return None
         return RunOutcome("stopped", "this host has no part in the run any more: see errors.jsonl", ALONE)
 
     def _ledger_damaged(self) -> RunOutcome | None:
-        """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
+        """The outcome if the ledger is damaged. Looked for before a child is started again: a scheduler that finds no
+        fates would dispatch samples a second time."""
         if line := self._run.keep_lock():
             self._journal.warn(line, "error")
             if self._run.displaced:
@@ -299,7 +301,7 @@ class Launch:
             if m.is_from_another(message):
                 continue
             if isinstance(message, m.Heartbeat):
-                self._desk.heard(message)
+                self._desk.note_heartbeat(message)
             if isinstance(message, m.Control) and is_address(message.sender):
                 self._control(message)
             if isinstance(message, m.Hello):
@@ -309,23 +311,23 @@ class Launch:
             for line in (*lines, *self.progress.handle(message, now)):
                 self._journal.say(line)
 
-    def _control(self, asked: m.Control) -> None:
-        """Answer a request; one without proof is filed as other errors from outside are."""
-        answer = self._desk.handle(asked)
+    def _control(self, request: m.Control) -> None:
+        """Answer a request. One without proof is recorded like other errors from outside."""
+        answer = self._desk.handle(request)
         if answer.text == NO_PROOF:
-            text = f"CONTROL {asked.verb} of {asked.sender} {answer.text}"
+            text = f"CONTROL {request.verb} of {request.sender} {answer.text}"
             refused = m.Error(severity="warning", where="control", text=text)
-            refused.sender = asked.sender
+            refused.sender = request.sender
             for line in self._journal.events.received(refused, time.monotonic()):
                 self._journal.say(line)
         if self._desk.at_once:
             self._signals.count += 2
-        self._bus.send(answer, asked.sender)
+        self._bus.send(answer, request.sender)
 
     def _look(self) -> None:
         now = time.monotonic()
         self._desk.look()
-        passed_s = 0.0 if self._desk.paused else self._fair.passed(now)  # nobody is too slow while nothing moves
+        passed_s = 0.0 if self._desk.paused else self._fair.passed(now)  # no process is too slow during a pause
         self._processes.look(now, passed_s)
         if now >= self._bound_at:
             self._bound_at = now + BOUND_EVERY_S
@@ -349,7 +351,7 @@ class Launch:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _stop_all(self, outcome: RunOutcome) -> None:
-        """STOP on the bus, then SIGTERM stage by stage; a second signal ends the patience."""
+        """Publish STOP, then send SIGTERM stage by stage; after a second signal kill what still runs."""
         if outcome.kind != "finished":
             self._run.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
         self._processes.stop()

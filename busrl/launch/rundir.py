@@ -1,16 +1,16 @@
-"""The run directory: locked, compared with what earlier starts left (`identity`), and given its ring, new or adopted.
+"""The run directory: locked, compared with what earlier starts left (`identity`), with a ring that is new or adopted.
 
 Talks to the file system, the ring and the ledger's files, before any child runs. Knows nothing of processes or of the
 bus. Recovery is the ordinary path: a first start is a start that finds nothing.
 
-- One launch per directory: `run.lock` is held, and inherited by every child, so a directory is free only when the last
-  process of its run is gone.
-- run.lock counts while it is the file of that name. If somebody removes it the launch makes it again; one that finds
-  another launch there has lost its turn and touches nothing more of the run.
-- Whether it is the same run, with something left to do, is settled before anything is written.
+- One launch per directory: it holds `run.lock`, and every child inherits that, so a directory is free only when the
+  last process of its run is gone.
+- run.lock counts while it is the file of that name. If it is removed, the launch makes it again; if another launch has
+  it by then, this one has lost its turn and touches nothing more of the run.
+- Before anything is written it is settled that it is the same run, and that something is left to do.
 - A ring is adopted only if it is this run's (uuid), of this boot and of this layout. With a ring nothing is put back:
   its slots still hold their samples. Without one, samples in no slot are settled before the new ring has its name.
-- A ring whose samples have lost their fates is not adopted: only checkpoint and log can tell what was trained.
+- A ring whose samples have lost their fates is not adopted: only checkpoint and log show what was trained.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ class OpenRun:
     ring: Ring
     fates: Fates
     validate_fates: Fates
-    written: dict[Path, bytes]  # topology.json and run.json as they were written
-    directory: int  # a descriptor of it, wherever it is moved
+    written: dict[Path, bytes]  # topology.json, run.json and others, as they were written
+    directory: int  # a descriptor of the directory, wherever it is moved
     guard: RingGuard
     calls: Ring | None = None  # the ring of model calls, where agents make the samples
     notes: list[str] = field(default_factory=list)
-    displaced: str = ""  # by whom
+    displaced: str = ""  # by which launch, as a text
     _last_problem: str = ""
 
     def keep_lock(self) -> str | None:
-        """See that run.lock is what it was; what was done, or why this launch has lost its turn (`displaced`)."""
+        """Make run.lock again if it was removed; a line about that, or about another launch that has it by now
+        (`displaced`)."""
         if self.lock.stands or self.displaced or self.moved():
             return None
         try:
@@ -77,8 +78,8 @@ class OpenRun:
             pid = OfdLock(self.lock.path).holder()
         except RingError as problem:
             text = f"{problem}; another launch cannot be kept out of {self.paths.root} until that is mended"
-            known, self._last_problem = self._last_problem, text
-            return None if known == text else text
+            previous, self._last_problem = self._last_problem, text
+            return None if previous == text else text
         self.displaced = (
             f"another launch (pid {pid or 'unknown'}) has run in {self.paths.root} since somebody removed run.lock; "
             "this one has lost its turn and leaves ring and files to it"
@@ -86,7 +87,7 @@ class OpenRun:
         return self.displaced
 
     def moved(self) -> str | None:
-        """Tell where the run directory is now, if another directory has its name by now; None if none has."""
+        """A text that says where the run directory is now; None if it still has its name."""
         with suppress(OSError):
             if os.path.samestat(os.stat(self.paths.root), os.fstat(self.directory)):
                 return None
@@ -99,7 +100,7 @@ class OpenRun:
         )
 
     def ring_gone(self) -> str:
-        """The reason why no process can attach any more; those that did go on with what they have mapped."""
+        """A text if the ring has lost its name, so that no process can attach any more; "" while it has it."""
         if self.guard.has_name():
             return ""
         return (
@@ -107,8 +108,14 @@ class OpenRun:
             "is trained, what was in its slots is generated again"
         )
 
+    def use(self, topology: Topology) -> None:
+        """Put another topology in force, in topology.json too."""
+        data = topology.to_json().encode()
+        files.replace(self.paths.topology, data)
+        self.written[self.paths.topology], self.topology = data, topology
+
     def read_only(self) -> str:
-        """The reason why nothing can be written in the run directory any more, and what to do; "" while it can."""
+        """A text if the run directory cannot be written any more, with what to do; "" while it can."""
         try:
             os.close(os.open(self.paths.log("launch"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
@@ -120,9 +127,9 @@ class OpenRun:
         return ""
 
     def restore(self) -> list[str]:
-        """Write again what somebody removed or changed of the files that every process of the run reads; what was done.
+        """Write files again that every process of the run reads and that were removed or changed; lines about that.
 
-        A child that starts later, `status` and the audit are to see what the others saw.
+        A child that starts later, `status` and the audit have to read the same as the others.
         """
         done: list[str] = []
         if self.moved():
@@ -138,7 +145,7 @@ class OpenRun:
         return done
 
     def release(self) -> None:
-        """Let go of everything; the files and the ring stay."""
+        """Close and unlock everything; the files and the ring stay."""
         self.ring.close()
         if self.calls is not None:
             self.calls.close()
@@ -150,25 +157,25 @@ class OpenRun:
 
 
 def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: bool = True) -> OpenRun:
-    """Hold the directory and have its ring; whatever an earlier start left there is used, or refused by name."""
+    """Lock the directory and make or adopt its ring. What an earlier start left there is used, or refused by name."""
     paths = RunPaths.of(run_dir)
     if (whose := belongs_to_another(paths.root)) and not os.access(paths.root, os.W_OK | os.X_OK):
         raise UserError(f"--run-dir {paths.root}: {whose}; give a directory of your own, or have them start it again")
     make_directories("--run-dir", paths.root, paths.logs, paths.checkpoints)
     with locked(paths) as lock:
-        made = made_files(topology)
+        prompt_files = made_files(topology)
         topology = placed(topology, paths.data)
-        start = compare(paths, topology, _read_json(paths.topology), resume, made)
+        start = compare(paths, topology, _read_json(paths.topology), resume, prompt_files)
         for endpoint in (paths.frontend, paths.backend):
             prepare_endpoint(endpoint)
-        for file in made.values():
+        for file in prompt_files.values():
             _take_prompts(file, paths.data / file.name)
         return opened(paths, topology, lock, start)
 
 
 @contextmanager
 def locked(paths: RunPaths) -> Iterator[OfdLock]:
-    """run.lock, which stays held unless what follows raises."""
+    """Hold run.lock; it stays held unless the body raises."""
     lock = take_lock(paths)
     try:
         yield lock
@@ -179,7 +186,7 @@ def locked(paths: RunPaths) -> Iterator[OfdLock]:
 
 
 def make_directories(option: str, *wanted: Path) -> None:
-    """UserError for what cannot be made; `option` named the first of them."""
+    """Make directories; UserError names `option`, which the first of them was given by."""
     for directory in wanted:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -190,18 +197,18 @@ def make_directories(option: str, *wanted: Path) -> None:
             ) from None
 
 
-def _take_prompts(made: Path, place: Path) -> None:
-    """Give prompts that were made of others their place in the run directory, durably."""
-    if made.resolve() == place.resolve() or not made.exists():  # two sets may have the same lines
+def _take_prompts(source: Path, place: Path) -> None:
+    """Move prompts that were made from others to their place in the run directory, durably."""
+    if source.resolve() == place.resolve() or not source.exists():  # two sets may have the same lines
         return
     place.parent.mkdir(exist_ok=True)
-    with open(made, "rb") as file:
+    with open(source, "rb") as file:
         files.replace(place, iter(lambda: file.read(BLOCK), b""))
-    made.unlink(missing_ok=True)
+    source.unlink(missing_ok=True)
 
 
 def belongs_to_another(root: Path) -> str:
-    """The owner of the run directory, in words; empty if it is this user's, or not there."""
+    """A text that names the owner of the run directory; "" if it is this user, or if there is no directory."""
     try:
         owner, me = root.stat().st_uid, os.geteuid()
     except OSError:
@@ -216,11 +223,11 @@ def _user(uid: int) -> str:
 
 
 def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
-    """Hold run.lock, so that children can inherit it. Waits only for the children of a launch that is gone."""
+    """Take run.lock in a way that children can inherit. Waits only for children of a launch that is gone."""
     lock = OfdLock(str(paths.lock("run")))
     try:
         if lock.holder() is None:
-            _wait_for_those_without_a_name(paths, timeout_s)
+            _await_holders_of_a_removed_lock(paths, timeout_s)
         acquired = lock.try_acquire()
     except RingError as problem:
         raise UserError(f"{paths.root}: {problem}; move away what is there") from None
@@ -231,7 +238,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
                 f"{paths.root}: another launch is running there (pid {holder}); watch it with "
                 f"`busrl status {paths.root}`, or choose another run directory"
             )
-        # They die with their launch, and its guardian ends what they had started; if it was ended too, that is for us.
+        # Children die with their launch, and its guardian ends what they had started; it may have been ended too.
         end_left_behind(paths.key)
         try:
             lock.acquire(timeout_s)
@@ -243,7 +250,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
 
 
 def _still_held(paths: RunPaths, lock: OfdLock, waited_s: float) -> str:
-    """Name who holds run.lock though no launch of this machine does, and what to do about it."""
+    """A text that names the holders of run.lock, none of them a launch of this machine, and what to do about them."""
     if here := [pid for pid in _holders(str(paths.lock("run"))) if pid != os.getpid()]:
         return (
             f"the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold run.lock after "
@@ -256,8 +263,9 @@ def _still_held(paths: RunPaths, lock: OfdLock, waited_s: float) -> str:
     )
 
 
-def _wait_for_those_without_a_name(paths: RunPaths, timeout_s: float) -> None:
-    """A launch that holds a removed run.lock runs here all the same: no new lock shows it, /proc does."""
+def _await_holders_of_a_removed_lock(paths: RunPaths, timeout_s: float) -> None:
+    """Wait until no process holds a run.lock that was removed; RunInUse if a launch does. A new lock does not show
+    them, /proc does."""
     end = time.monotonic() + timeout_s
     while holders := _holders(f"{paths.lock('run')} (deleted)"):
         launch = next((pid for pid in holders if is_titled(pid, "launch")), 0)
@@ -270,22 +278,23 @@ def _wait_for_those_without_a_name(paths: RunPaths, timeout_s: float) -> None:
 
 
 def _holders(name: str) -> list[int]:
-    """Processes of this user that have a file of this name open, as the kernel shows it."""
-    others = [int(one) for one in os.listdir("/proc") if one.isdigit() and one != str(os.getpid())]
+    """Processes of this user that have a file open which the kernel shows by this name."""
+    others = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and entry != str(os.getpid())]
     return [pid for pid in others if Path(name) in files_of(pid)]
 
 
 def opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> OpenRun:
+    """Write the files of a start in a locked directory, and make or adopt its ring."""
     before = _read_json(paths.run_json)
     uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
-    start.record(paths)  # before topology.json: what changed is known though this start is killed here
-    written = _write_files(paths, topology, uuid, before)
+    start.record(paths)  # before topology.json: its changes are on record even if this start is killed here
+    written = write_files(paths, topology, uuid, before)
     fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))
     mended = mend_trained_set(paths)
     notes = [*start.notes, mended] if mended else start.notes
     adopted = _adopted(paths, topology, uuid, notes)
-    if adopted is None:  # what the old one's claims are called comes again: its successor's are another ring's
-        written = _write_files(paths, topology, uuid, {**before, CLAIMED_FROM: ""})
+    if adopted is None:  # another prefix: claims of the new ring must not have the names of the old ring's claims
+        written = write_files(paths, topology, uuid, {**before, CLAIMED_FROM: ""})
     ring, guard = adopted or _created(paths, topology, uuid, notes)
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
@@ -296,7 +305,7 @@ def opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> 
 
 
 def _new_calls(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
-    """The ring of model calls, if the run has one. What an earlier start left in one had no caller any more."""
+    """Make the ring of model calls, if the run has one. Calls of an earlier start have no caller any more."""
     Ring.unlink(paths.calls_name)
     size = topology.derived
     if not size.call_slots:
@@ -307,8 +316,8 @@ def _new_calls(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
     )
 
 
-def _guard(paths: RunPaths) -> RingGuard | None:
-    """The guard of the run's ring, held; None if the ring has lost its name."""
+def take_guard(paths: RunPaths) -> RingGuard | None:
+    """Take the guard of the run's ring; None if the ring has lost its name, RunInUse if a cleaner holds the guard."""
     try:
         guard = RingGuard(paths.ring_file)
     except FileNotFoundError:
@@ -324,21 +333,21 @@ def _guard(paths: RunPaths) -> RingGuard | None:
 
 
 def _created(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str]) -> tuple[Ring, RingGuard]:
-    """A new ring of the topology's size, once the samples that are in no slot are settled."""
+    """Make a ring of the topology's size, once the samples that are in no slot are settled."""
     settled, size = put_back(paths), topology.derived
     notes += [str(settled)] if settled != PutBack() else []
-    # The weights that an earlier run left are of versions that the new ring knows nothing of.
+    # Weights that an earlier run left are of policy versions that the new ring does not count from.
     unlink_segments(paths.ring_name)
     shutil.rmtree(paths.published, ignore_errors=True)
     while True:
         ring = Ring.create(
             paths.ring_name, slots=size.slots, slot_bytes=size.slot_bytes, processes=topology.ring.processes, uuid=uuid
         )
-        # Nothing is admitted before the learner has said which version is the newest: it clears this bit.
+        # The learner clears this bit when it has set the newest version; no sample is admitted before.
         ring.set_header(HeaderWord.GENERATION_PAUSE, PAUSE_STARTING)
-        if (guard := _guard(paths)) is not None:
+        if (guard := take_guard(paths)) is not None:
             return ring, guard
-        ring.close()  # somebody who cleans up removed it before it was guarded
+        ring.close()  # `busrl ring clean` removed it before it was guarded
 
 
 def _adopted(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str]) -> tuple[Ring, RingGuard] | None:
@@ -350,7 +359,7 @@ def _adopted(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str])
         lost = watch.unrecorded()
     if lost:
         notes.append(f"the ring that an earlier launch left is not used: {lost}")
-    elif (guard := _guard(paths)) is not None:  # without its guard it was removed by another program just now
+    elif (guard := take_guard(paths)) is not None:  # else another program has just removed the ring
         counts = {name.lower(): count for name, count in ring.stats().occupancy.items() if count}
         left = ", ".join(f"{count} {name}" for name, count in counts.items())
         notes.append(f"adopted the ring that an earlier launch left: {left}")
@@ -360,7 +369,7 @@ def _adopted(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str])
 
 
 def _attached(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
-    """The run's ring if there is one; one of another shape, or of another user, is refused."""
+    """Attach the run's ring if there is one; a ring of another shape, or of another user, is refused."""
     _require_own(SHM / paths.ring_name)
     try:
         ring = Ring.attach(paths.ring_name)
@@ -386,7 +395,7 @@ def _attached(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
 
 
 def _require_own(file: Path) -> None:
-    """UserError for a file of somebody else at the ring's name: what lies in /dev/shm is removed by its owner alone."""
+    """UserError for another user's file of the ring's name: only its owner can remove a file in /dev/shm."""
     with suppress(FileNotFoundError):
         if (owner := file.lstat().st_uid) != os.geteuid():
             raise UserError(
@@ -397,8 +406,9 @@ def _require_own(file: Path) -> None:
 
 
 def _remove_stale(paths: RunPaths, ring: Ring) -> None:
-    """A ring under this run's name that belongs to another run, whose directory was removed."""
-    # A remote entry is no process here: it keeps nothing alive, and nothing proves its death.
+    """Remove a ring of this run's name that belongs to another run, whose directory was removed; RunInUse if one of its
+    processes lives."""
+    # A remote entry is no process here: it keeps no ring in use, and nothing here proves its death.
     alive = living(ring)
     ring.close()
     if alive:
@@ -411,8 +421,8 @@ def _remove_stale(paths: RunPaths, ring: Ring) -> None:
 
 
 def _how_to_end(ring: Path, pids: Collection[int]) -> str:
-    """A remedy for processes that use a ring. With one /dev/shm for two containers these are of another one, where the
-    numbers mean other processes or none."""
+    """A remedy for processes that use a ring. If two containers share one /dev/shm they may be of the other one, where
+    their pids mean other processes or none."""
     here = {*_holders(str(ring)), os.getpid()}
     if here >= set(pids):
         return f"end those processes first: kill {' '.join(map(str, pids))}"
@@ -423,7 +433,7 @@ def _how_to_end(ring: Path, pids: Collection[int]) -> str:
 
 
 def unlink_segments(ring_name: str) -> None:
-    """Remove a ring, and calls, weights, adapters and drafts of weights of the same run, from shared memory."""
+    """Remove from shared memory a ring, and the calls, weights, adapters and drafts of weights of the same run."""
     run = ring_name.removesuffix(".ring")
     for file in (SHM / ring_name, SHM / f"{run}.calls", *SHM.glob(f"{run}.weights*")):
         try:
@@ -439,13 +449,15 @@ def unlink_segments(ring_name: str) -> None:
 
 
 def remove_runtime_dir(paths: RunPaths) -> None:
-    """Remove the directory of the sockets, and the user's one above it if this was the last run."""
+    """Remove the directory of the sockets, and the user's directory above it if this was the last run."""
     shutil.rmtree(paths.runtime_dir, ignore_errors=True)
     with suppress(OSError):
         paths.runtime_dir.parent.rmdir()
 
 
-def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[str, Any]) -> dict[Path, bytes]:
+def write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[str, Any]) -> dict[Path, bytes]:
+    """Write topology.toml, topology.json and run.json; the content of the last two. `before` is the run.json of an
+    earlier start."""
     source = Path(topology.source)
     if topology.source and source.is_file() and source.resolve() != paths.topology_file:
         files.replace(paths.topology_file, source.read_bytes())
@@ -466,7 +478,7 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
 
 
 def _uuid_of(info: dict[str, Any], path: Path) -> bytes:
-    """By this a ring is known to be this run's: a new one in its place would throw away what the ring holds."""
+    """The uuid by which a ring is this run's; UserError if it is damaged, as a new one would give up the ring."""
     text = info.get("uuid")
     if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{32}", text):
         raise UserError(
@@ -477,10 +489,11 @@ def _uuid_of(info: dict[str, Any], path: Path) -> bytes:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The map in a file; empty if there is no file. Files of ours are written whole, so half of one is an error."""
+    """The map in a file; empty if there is no file. busrl replaces such files as a whole, so half of one is an error.
+    """
     try:
-        found = json.loads(path.read_bytes())
-        if not found or not isinstance(found, dict):
+        content = json.loads(path.read_bytes())
+        if not content or not isinstance(content, dict):
             raise ValueError("expected a map")
     except FileNotFoundError:
         return {}
@@ -490,4 +503,4 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: not what busrl wrote ({error}); was it edited? Restore it, or start in another directory"
         ) from None
-    return found
+    return content

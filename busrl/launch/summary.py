@@ -1,14 +1,14 @@
 """Accounts of `launch`: progress, CPU and residence times, its event log and journal, and `summary.json` at the end.
 
-Talks to /proc, `errors.jsonl` and `supervisor.json`. Is given messages, the ring's records and the
-children; decides nothing.
+Reads /proc; writes `errors.jsonl`, `supervisor.json` and launch's log. `run.py` passes it messages, the ring's records
+and the children. Decides nothing.
 
-- Processes of busrl file their own warnings before they publish them, so only those of others are filed here. A sender
-  belongs to busrl by its place in the topology, or by its entry in the ring together with its title.
-- What foreign programs send is bounded: a line each 5 s for each of `MOST_SENDERS`, the rest counted.
-- A process that was started again counts on: what its predecessors used is kept. A process's own children (the judges
-  of a reward worker) count as its own.
-- Shares of the training time run from the learner's first step that was seen to the last look before the end, so that
+- A process of busrl records its own warnings before it publishes them, so launch records only those of other programs.
+  A sender is one of busrl by its place in the topology, or by its entry in the ring together with its title.
+- Lines about messages of foreign programs are bounded: one each 5 s for each of `MOST_SENDERS`; the others are counted.
+- CPU seconds of a process are those of all its lives. Its own children (the judges of a reward worker) count as its
+  own.
+- Shares of the training time run from the learner's first step of this start to the last look before the end, so that
   imports and model loading are left out.
 """
 
@@ -49,9 +49,9 @@ from busrl.system.guardian import stat_of
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 class Progress:
-    """The state of the run as its launch sees it, and the sums of this start that `summary.json` tells.
+    """The state of the run as its launch sees it, and the sums of this start for `summary.json`.
 
-    The ring is the better witness: step and version come from its header, so lost messages spoil nothing.
+    Step and version come from the ring's header, so lost messages do not falsify them.
     """
 
     def __init__(self, run: RunState, children: Sequence[Child], now: float, faults: Sequence[str] = ()) -> None:
@@ -59,20 +59,24 @@ class Progress:
         run.launched, run.faults, run.errors = True, bool(faults), RecentErrors()
         self.before = self._newest = run.at_step  # steps that were done before this start
         self.groups = self.samples = self.tokens = 0
-        self.stood_still: tuple[float, list[Link]] = (0.0, [])  # when it ended: for how long, and who waited for whom
+        self.stood_still: tuple[float, list[Link]] = (0.0, [])
+
+    def ended_still(self, seconds: float, waits: list[Link]) -> None:
+        """Record that the run made no step for so long when it ended, and which process waited for which."""
+        self.stood_still = (seconds, waits)
 
     def handle(self, message: m.Message, now: float) -> list[str]:
         """Fold one message in; the lines that a person should read."""
         if isinstance(message, m.LearnerStateUpdate) and not self._counts(message):
             return []
-        if not isinstance(message, m.Error):  # those are lines of the log
+        if not isinstance(message, m.Error):  # `EventLog` records errors
             self.run.handle(message, now)
         if not isinstance(message, (m.ValidationDone, m.ValidationSetDone)):
             return []
-        mixed, asked = ", versions mixed" if message.mixed else "", message.samples + message.dropped
-        samples = f"{message.samples} of {asked} samples, {message.dropped} had no reward"
-        judged = f"{message.mean:.3f} over {samples if message.dropped else f'{asked} samples'}{mixed}"
-        judged, name = judged if message.samples else nothing(asked), ""
+        mixed, answers = ", versions mixed" if message.mixed else "", message.samples + message.dropped
+        samples = f"{message.samples} of {answers} samples, {message.dropped} had no reward"
+        judged = f"{message.mean:.3f} over {samples if message.dropped else f'{answers} samples'}{mixed}"
+        judged, name = judged if message.samples else nothing(answers), ""
         if isinstance(message, m.ValidationSetDone):
             name = f" of {safe(message.set)}" if message.set else ""
             at_k = {key: value for key, value in message.figures.items() if re.fullmatch(r"val/(pass|maj)@[0-9]+", key)}
@@ -80,19 +84,19 @@ class Progress:
         return [f"validation {message.round}{name} of version {message.version}: {judged}"]
 
     def _counts(self, update: m.LearnerStateUpdate) -> bool:
-        """Count a step that is news: not doubled, late, of no step that there is, or with a mean of nothing in it."""
+        """Count a step, and return True, unless its message is a double, late, beyond the last step, or has a value
+        that is not finite."""
         values = (update.reward, update.entropy, update.age_mean, *update.metrics.values())
         if not self._newest < update.step <= self.run.facts.max_steps or not all(map(math.isfinite, values)):
             return False
         self._newest = update.step
         self.groups, self.samples = self.groups + update.groups, self.samples + update.samples
         self.tokens += update.tokens
-        if self.run.first_reward is None:
-            self.run.first_reward = update.reward
+        self.run.begin_rewards(update.reward)
         return True
 
     def rows(self, now: float) -> list[ProcessRow]:
-        """The children, with what the ring says about each."""
+        """A row for each child, with what the ring's table has about it."""
         seen = {row.pid: row for row in self.run.rows(now) if not row.remote}
         rows = ((child, seen.get(child.pid or -1, ProcessRow(child.name, pid=child.pid))) for child in self.children)
         return [replace(row, name=child.name, state=child.phase.value, restarts=child.restarts) for child, row in rows]
@@ -107,7 +111,7 @@ NOTHING: Seconds = np.zeros(2)
 
 
 class Usage:
-    """Fed with a look now and then; `summary` at the end."""
+    """CPU and busy seconds of the run's processes: `look` now and then, `summary` at the end."""
 
     def __init__(self) -> None:
         self._used: dict[tuple[str, int], Seconds] = {}  # by name and pid
@@ -115,13 +119,14 @@ class Usage:
         self._next = self._began = self._ended = 0.0
 
     def look(self, pids: Iterable[tuple[str, int]], entries: dict[int, Process], step: int, now: float) -> None:
-        """`pids`: name and pid of every living process; `step`: the learner's. Cheap: reads /proc twice a second."""
+        """Add up what the processes have used so far. `pids` has name and pid of every living process, `step` is the
+        learner's. Cheap: reads /proc twice a second."""
         if now < self._next:
             return
         self._next = now + LOOK_EVERY_S
         for life in pids:
             entry = entries.get(life[1])
-            # An entry that is gone while its process still ends says nothing new.
+            # The entry may be gone while its process still ends: the busy seconds are those of the last look.
             busy = entry.busy_ns / 1e9 if entry else self._used.get(life, NOTHING)[1]
             self._used[life] = np.array([cpu_of(life[1], children=life[1] != os.getpid()), busy])
         if step > 0 and not self._began:
@@ -129,7 +134,7 @@ class Usage:
         self._ended = now
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Per process: cpu_s in all, and the shares of the training time; None where nothing was trained."""
+        """By process: cpu_s in all, and the shares of the training time; those are None if nothing was trained."""
         span, shares = self._ended - self._began if self._began else 0.0, {}
         for name, used in self._sums().items():
             cpu, busy = (used - self._before.get(name, NOTHING)) / span if span > 0 else (None, None)
@@ -141,7 +146,7 @@ class Usage:
         return shares
 
     def _sums(self) -> dict[str, Seconds]:
-        """Sums for each name over all of its lives."""
+        """Sums of each name over all of its lives."""
         sums: dict[str, Seconds] = {}
         for (name, _), used in self._used.items():
             sums[name] = sums.get(name, NOTHING) + used
@@ -167,8 +172,8 @@ EVERY_S = 0.25
 class ResidenceTimes:
     """Residence times of slots in each state, by Little's law: mean slots in a state / entries into it per second.
 
-    `look` four times a second while the learner trains: sampled by the clock and not when something happens, so that no
-    phase of the run counts more than it lasts. `summary` at the end.
+    `look` samples four times a second while the learner trains: by the clock and not at events, so that each phase of
+    the run counts by its length. `summary` at the end.
     """
 
     def __init__(self) -> None:
@@ -177,7 +182,8 @@ class ResidenceTimes:
         self._looks, self._next = 0, 0.0
 
     def look(self, occupancy: Mapping[str, int], transitions: Mapping[str, int], step: int, now: float) -> None:
-        """`occupancy`: slots by state; `transitions`: entries into each, ever; `step`: the learner's."""
+        """Take a sample. `occupancy` has slots by state, `transitions` all entries into each; `step` is the learner's.
+        """
         if step < 1 or now < self._next:
             return
         self._next = now + EVERY_S
@@ -186,16 +192,17 @@ class ResidenceTimes:
         self._looks += 1
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """By state: mean slots, entries per second, seconds that one stays (0 where none came); empty without looks."""
+        """By state: mean slots, entries per second, and seconds for which a sample stays (0 if none came); empty if
+        there were no looks."""
         if len(self._entered) < 2:
             return {}
         (begin, first), (end, last) = self._entered
-        found = {}
+        times = {}
         for state, total in self._slots.items():
             mean, rate = total / self._looks, (last.get(state, 0) - first.get(state, 0)) / (end - begin)
             stay = mean / rate if rate > 0 else 0.0
-            found[state.lower()] = {"mean": round(mean, 3), "per_s": round(rate, 3), "stay_s": round(stay, 6)}
-        return found
+            times[state.lower()] = {"mean": round(mean, 3), "per_s": round(rate, 3), "stay_s": round(stay, 6)}
+        return times
 
 
 # -- the event log -----------------------------------------------------------------------------------------------------
@@ -204,23 +211,24 @@ MOST_SENDERS = 64
 SAVE_EVERY_S = 1.0
 TRACE = 4000
 TEXT = 200
-TOLD_AGAIN = 160  # characters of why a run ended: what is longer stands in its place alone, whole
+REPEATED = 160  # characters of the reason for a run's end: a longer one is printed once, in full
 
 
 class EventLog:
-    """`own`: names of the children that are busrl's own programs. `tick` now and then, with `everything` at the end."""
+    """Records of what happened (`errors.jsonl`), and the counts of `supervisor.json`. `programs`: names of the children
+    that are busrl's own programs. `tick` now and then, with `everything` at the end."""
 
-    def __init__(self, paths: RunPaths, children: Sequence[Child], own: Collection[str]) -> None:
+    def __init__(self, paths: RunPaths, children: Sequence[Child], programs: Collection[str]) -> None:
         self._paths, self._children = paths, children
-        self._own = {address(name) for name in own} | {"launch"}
-        self._noted: set[tuple[int, int]] = set()
+        self._programs = {address(name) for name in programs} | {"launch"}
+        self._noted: set[tuple[int, int]] = set()  # pid and index of entries
         self._throttle, self._shown, self._tally = Throttle(), Throttle(), Tally(most=MOST_SENDERS)
         self.deaths: dict[str, str] = {}  # the latest of each child
         self._changed, self._next_save = True, 0.0
 
     def has(self, name: str) -> None:
-        """Take a child more into account, a program of busrl's own."""
-        self._own.add(address(name))
+        """Add a child that is a program of busrl's own."""
+        self._programs.add(address(name))
 
     def died(self, child: Child, text: str, *, gives_up: bool = False) -> None:
         self.warn(text, "critical" if gives_up else "warning")
@@ -228,34 +236,33 @@ class EventLog:
         self._changed = True
 
     def warn(self, text: str, severity: str = "warning", uids: Sequence[int] = ()) -> None:
-        """Anything else that launch itself saw or did."""
+        """Record what launch itself saw or did."""
         record_error(self._paths, "launch", severity, "supervisor", text, uids=uids)
 
     def note_entries(self, entries: Iterable[Process]) -> None:
-        """The process table: a role of busrl that somebody else started files its warnings itself."""
-        for one in entries:
-            if not one.remote and (one.pid, one.index) not in self._noted:
-                self._noted.add((one.pid, one.index))
-                if is_titled(one.pid, one.label):
-                    self._own.add(one.label.replace("/", "-"))
+        """Add roles of busrl that were not started by launch: the process table and their titles show them."""
+        for entry in entries:
+            if not entry.remote and (entry.pid, entry.index) not in self._noted:
+                self._noted.add((entry.pid, entry.index))
+                if is_titled(entry.pid, entry.label):
+                    self._programs.add(entry.label.replace("/", "-"))
 
     def received(self, error: m.Error, now: float) -> list[str]:
-        """An ERROR came; the lines that a person should read now."""
+        """Take an ERROR from the bus; the lines that a person should read now."""
         severity = error.severity if error.severity in m.SEVERITIES else m.SEVERITIES[0]
-        if error.sender in self._own:
-            # It files and holds back itself; this is for one that does not, or that is none of ours.
+        if error.sender in self._programs:  # it has recorded the error and limits its rate; a forged sender may not
             if severity == "critical" and error.sender in {address(child.name) for child in self._children}:
-                return []  # launch says it of its end
-            own = (error.sender, severity, error.where, error.text)
+                return []  # launch reports the death that follows
+            shown_line = (error.sender, severity, error.where, error.text)
             kind = f"{error.sender}/{error.where}/{alike(error.text)[:TEXT]}"
-            return [shown(*own)] if self._shown.admit(kind, own, now) else []
+            return [shown(*shown_line)] if self._shown.admit(kind, shown_line, now) else []
         sender = self._tally.add(error.sender, severity, text=first_line(error.text))
         self._changed = True
         line = (sender, severity, error.where, error.text, error.traceback[-TRACE:])
         return [self._file(line)] if self._throttle.admit(sender, line, now) else []
 
     def tick(self, now: float, everything: bool = False) -> list[str]:
-        """File what was held back and is due, save the counts; the lines to show. `everything`: at the end."""
+        """Record what was held back and is due, and save the counts; the lines to show. `everything`: at the end."""
         lines = []
         for count, (sender, severity, where, text, trace), _ in self._throttle.due(now, everything):
             lines.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
@@ -267,21 +274,17 @@ class EventLog:
         return lines
 
     def _file(self, line: tuple[str, ...]) -> str:
+        """Record a line; the text to show."""
         sender, severity, where, text, trace = line
         record_error(self._paths, sender, severity, where, text, trace)
         return shown(sender, severity, where, text)
 
     def plain(self) -> dict[str, Any]:
         """The content of supervisor.json."""
-        deaths = self.deaths
-        return {
-            "time": time.time(),
-            "processes": {
-                child.name: {**child.account(), **({"latest": latest} if (latest := deaths.get(child.name)) else {})}
-                for child in self._children
-            },
-            "errors_from_outside": self._tally.plain(),
-        }
+        processes: dict[str, dict[str, Any]] = {child.name: {**child.account()} for child in self._children}
+        for name in processes.keys() & self.deaths.keys():
+            processes[name]["latest"] = self.deaths[name]
+        return {"time": time.time(), "processes": processes, "errors_from_outside": self._tally.plain()}
 
 
 def shown(sender: str, severity: str, where: str, text: str) -> str:
@@ -289,19 +292,20 @@ def shown(sender: str, severity: str, where: str, text: str) -> str:
 
 
 class Journal:
-    """Lines of launch: for the person who watches (`show`), for its own log, and for errors.jsonl (`events`)."""
+    """Lines of launch: `show` prints them for the person who watches, `events` records them in errors.jsonl, and all go
+    into its log."""
 
     def __init__(self, paths: RunPaths, show: Callable[[str], None], events: EventLog) -> None:
         self._show, self.events = show, events
         self._log = open(paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 
     def note(self, line: str) -> None:
-        """For whoever looks at the log afterwards."""
-        with contextlib.suppress(OSError):  # a full disk must not end the run from here
+        """Write a line to the log alone."""
+        with contextlib.suppress(OSError):  # a full disk must not end the run
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(line)}\n")
 
     def say(self, line: str) -> None:
-        """For the person who watches, and for the log."""
+        """Print a line, and write it to the log."""
         self.note(line)
         self._show(line)
 
@@ -310,7 +314,7 @@ class Journal:
         self.events.warn(line, severity)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # its last lines may have no place, as in `note`
+        with contextlib.suppress(OSError):  # a full disk, as in `note`
             self._log.close()
 
 
@@ -318,7 +322,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The end of a run: "finished", "stopped" (by a signal) or "failed"; `why` is for a person."""
+    """The end of a run: "finished", "stopped" (by a signal or a request) or "failed"; `why` is for a person."""
 
     kind: str
     why: str
@@ -329,8 +333,8 @@ def build(
     outcome: RunOutcome, progress: Progress, report: AuditReport | None, still_open: int,
     usage: dict[str, dict[str, Any]], residence: dict[str, dict[str, float]], crashes_missing: list[str],
 ) -> dict[str, Any]:
-    """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `residence` as
-    `ResidenceTimes.summary` does; `crashes_missing`: planned deaths that never came."""
+    """The content of summary.json. `usage` is the result of `Usage.summary`, "launch" included, `residence` that of
+    `ResidenceTimes.summary`; `crashes_missing` has planned deaths that never came."""
     run = progress.run
     processes = {child.name: {**child.account(), **usage.get(child.name, {})} for child in progress.children}
     return {
@@ -342,7 +346,7 @@ def build(
         "version": run.version,
         "seen": {"groups": progress.groups, "samples": progress.samples, "tokens": progress.tokens},
         "generated_tokens": run.ring.tokens if run.ring else 0,
-        "reward": {"first": run.first_reward, "last_10_steps": run.steps.recent(lambda one: one.reward)},
+        "reward": {"first": run.first_reward, "last_10_steps": run.steps.recent(lambda step: step.reward)},
         **run.judged(),
         "processes": {"launch": usage.get("launch", {}), **processes},
         "slots": residence,
@@ -355,7 +359,7 @@ def build(
 
 def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:
     mark = "✓" if summary["goal_reached"] else "✗"
-    why = summary["why"] if len(summary["why"]) <= TOLD_AGAIN else 'by what "ending:" above says'
+    why = summary["why"] if len(summary["why"]) <= REPEATED else 'by what "ending:" above says'
     lines = [f"{mark} {summary['name']}: {summary['outcome']}, {why}"]
     before = f" ({summary['steps_before']} were done before)" if summary["steps_before"] else ""
     facts = [f"step {summary['steps']}/{summary['max_steps']} in {duration(summary['seconds'])}{before}"]
@@ -366,13 +370,13 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
         facts.append(judged)
     lines.append("  " + " · ".join(facts))
     busy = [
-        f"{name} {one['busy_share']:.0%}"
-        for name, one in summary["processes"].items()
-        if name.partition("/")[0] in ("learner", "rollout", "reward") and one.get("busy_share") is not None
+        f"{name} {account['busy_share']:.0%}"
+        for name, account in summary["processes"].items()
+        if name.partition("/")[0] in ("learner", "rollout", "reward") and account.get("busy_share") is not None
     ]
     if busy:
         lines.append("  busy: " + ", ".join(busy))
-    again = {name: one["restarts"] for name, one in summary["processes"].items() if one.get("restarts")}
+    again = {name: account["restarts"] for name, account in summary["processes"].items() if account.get("restarts")}
     if again:
         lines.append("  restarted: " + ", ".join(f"{name} {count}×" for name, count in again.items()))
     if summary["waits"]:
@@ -387,7 +391,7 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
 
 
 def _waste(report: AuditReport | None) -> list[str]:
-    """The share that was generated and not trained, by rule; nothing where it was less than a hundredth."""
+    """A line about samples that were generated and not trained, by rule; none below one percent."""
     if report is None:
         return []
     ended = sum(report.rules.values()) + sum(report.accidents.values()) + report.counts.trained

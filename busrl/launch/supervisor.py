@@ -1,29 +1,29 @@
-"""Decisions of `launch` about its processes: a pure state machine for each child, the order of a stop, foreign ones.
+"""Decisions of `launch` about its processes: a state machine for each child, the order of a stop, foreign processes.
 
-Talks to nothing but, for foreign processes, /proc; `run.py` does what it answers. It is fed with entries of the process
-table, deaths and a clock. It starts no process and sends no signal, so every rule here is tested without either.
+Takes entries of the process table, deaths and times; `processes.py` carries out what it decides. It starts no process
+and sends no signal, so that every rule is tested without either. Reads /proc only for the titles of foreign processes.
 
-- A child that had become ready is started again at once, and as often as it dies, as long as it does some of its own
-  work in between; one that serves by being there (bus, keeper) has done some after `SERVED_S`. Deaths before ready, in
-  a row, count towards giving up, and so do deaths after it with no work in between; a growing pause follows each.
-- A death before ready by SIGKILL that launch did not send says less than an exit code: somebody may kill at random, or
-  the machine be short of memory for a moment. It takes `KILLS_FOR_ONE` of them to count as one.
-- The ranks of a learner live and die together: with one the others are ended, which is no death of their own and ends
-  nobody, and all start again as soon as the last of them is gone.
-- Silence on the bus kills nobody. What counts is the progress counter in the ring, timed on the caller's own clock
-  from the last change that it saw, without the time for which the caller itself was late.
-- The limit is that of the declared activity if there is one, else the usual one; an activity declared to be endless
-  (waiting for another's lock, for disk space) has none. A child that does not map the ring only has to become ready in
-  time.
-- Before it is ready, time in which a child uses the processor does not count, up to five times the limit: a
-  machine under load is no reason to begin again.
-- A child that is held (SIGSTOP, a debugger, a frozen group) does not go on by itself, whatever it declares: it is named
-  at once, and killed early enough to be back within `limits.progress_s`.
+- A child that died after it was ready is started again at once, as often as it does some of its own work in between. A
+  process that serves by being there (bus, keeper) has done some after `SERVED_S`. Deaths before ready, in a row, count
+  towards giving up, and so do deaths after it without work in between; a growing pause follows each.
+- A death before ready by SIGKILL that launch did not send shows less than an exit code: a person may kill at random, or
+  the machine be short of memory for a moment. `KILLS_FOR_ONE` of them count as one death.
+- The ranks of a learner live and die together: when one dies the others are ended, which counts as no death, and all
+  start again as soon as the last of them is gone.
+- Silence on the bus kills no process. What counts is the progress counter in the ring, timed on the caller's clock from
+  its last change that the caller saw, without the time for which the caller itself was late.
+- The limit is that of the declared activity if there is one, else the usual one. An activity declared to be endless
+  (waiting for another's lock, or for disk space) has none. A child that does not map the ring only has to become ready
+  in time.
+- Before a child is ready, time in which it uses the processor does not count, up to five times the limit: a machine
+  under load is no reason to begin again.
+- A child that is halted (SIGSTOP, a debugger, a frozen group) does not go on by itself, whatever it declares: a line
+  names it at once, and it is killed early enough to be back within `limits.progress_s`.
 - At a stop producers end before consumers, so that nothing new arrives at a process that is ending; the bus is last. A
-  process is asked once (SIGTERM, beside STOP on the bus) and killed by name after its time.
+  process gets SIGTERM once (beside STOP on the bus) and is killed by name after its time.
 - A foreign process (started by hand, or left by an earlier launch) may hold the place and the lock of a child that
-  exists once. It may well do the work: our own child waits for the lock. It is killed only for lack of progress, as a
-  child would be, and only if its title says that it is what the table says: a pid alone may be somebody else's.
+  exists once. It may well do the work, and launch's own child waits for the lock. It is killed only for lack of
+  progress, as a child would be, and only if its title agrees with the table: a pid alone may be another program's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from busrl.topology.schema import Limits
 
 @dataclass(frozen=True)
 class Ending:
-    """Send SIGTERM, or SIGKILL if `overdue` says how long the process was waited for."""
+    """A process to end now: by SIGTERM, or by SIGKILL if `overdue`, a line for the person, is set."""
 
     name: str
     overdue: str = ""
@@ -52,22 +52,22 @@ class Ending:
 
 @dataclass
 class Shutdown:
-    """An orderly stop. `stop_s` is the patience with each stage."""
+    """An orderly stop. Each stage has `stop_s` to end."""
 
     stop_s: float
     _stage: int = -1
     _since: float = 0.0
-    _asked: set[str] = field(default_factory=set)
+    _signalled: set[str] = field(default_factory=set)
     _forced: set[str] = field(default_factory=set)
 
     def step(self, alive: Collection[str], now: float) -> list[Ending]:
-        """Decide what to do now, given the names of the processes that still run."""
+        """The processes to end now. `alive` has the names of those that still run."""
         stage = min(map(stage_of, alive), default=len(ROLES))
         if stage != self._stage:
             self._stage, self._since = stage, now
         here, waited = [name for name in alive if stage_of(name) == stage], now - self._since
-        actions = [Ending(name) for name in here if name not in self._asked]
-        self._asked.update(here)
+        actions = [Ending(name) for name in here if name not in self._signalled]
+        self._signalled.update(here)
         if waited > self.stop_s:
             why = f"did not end within {waited:.1f} s of SIGTERM: killed"
             actions += [Ending(name, f"{name} {why}") for name in here if name not in self._forced]
@@ -76,7 +76,7 @@ class Shutdown:
 
 
 def stage_of(name: str) -> int:
-    """Place of a process in the order of a stop; names that are none of ours go with the rollouts."""
+    """Place of a process in the order of a stop; names of no role stop with the rollouts."""
     return ROLES.get(name.partition("/")[0], ROLES["rollout"]).stop
 
 
@@ -94,7 +94,8 @@ KILLED_BY_OTHERS = (
 )
 DEATHS_WITHOUT_PAUSE = 5  # after ready, without work; then pauses
 WORKING_SHARE = 0.02  # of a core: a child that uses so much of it while it starts is not stalled at all
-HELD_TOLD_S, HELD_SHARE = 1.0, 1 / 3  # when it is named; of `limits.progress_s`, when it is killed
+HELD_NAMED_S = 1.0  # after which a line names a halted child
+HELD_SHARE = 1 / 3  # of `limits.progress_s`: when it is killed
 
 
 NOT_STARTED = 127  # the exit code of a program that could not be started, as shells have it
@@ -102,9 +103,9 @@ NOT_STARTED = 127  # the exit code of a program that could not be started, as sh
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a process; as text what a person reads. `code` as in Popen.returncode: -n after signal n; `verdict`:
-    what busrl's own code in it said of its end (`errors.process_code`), RETRY where it said nothing; `why`: the cause
-    that it said with it."""
+    """The end of a process; its text is for a person. `code` is as in Popen.returncode: -n after signal n. `verdict` is
+    what busrl's own code in the process gave as its exit code (`errors.process_code`), RETRY if it gave none, and `why`
+    the cause that it gave."""
 
     code: int
     text: str = ""
@@ -152,7 +153,8 @@ class Death:
 
 @dataclass
 class Child:
-    """A child over all of its lives."""
+    """A child over all of its lives. The methods record what happened to it; those that return a text or a `Death` also
+    judge it."""
 
     name: str
     limits: Limits
@@ -163,8 +165,8 @@ class Child:
     early_deaths: float = 0.0  # before ready, in a row
     idle_deaths: int = 0  # after it, in a row, with no work done since the last one
     was_ready: bool = False  # in any of its lives
-    unlogged: str = ""  # why what it says in this life is lost
-    leaves_by: float | None = None  # of one that the run does not need any more: when it is killed
+    unlogged: str = ""  # why it has no log in this life
+    leaves_by: float | None = None  # of a child that the run does not need any more: when it is killed
     waits_for_space: bool = False
     due: float = 0.0
     entry: Process | None = None  # of the process table, as it was last seen
@@ -184,12 +186,12 @@ class Child:
         return {"restarts": self.restarts, "killed_for_silence": self.kills}
 
     def goes_with(self, name: str) -> None:
-        """Launch has killed it because another of its team has ended: that is no death of its own."""
+        """Record that launch has killed it because another of its team has ended, which is no death of its own."""
         self._goes_with = name
 
     @property
     def went_along(self) -> bool:
-        """True if it was ended, or is to end, because another of its team has."""
+        """True if it was ended, or is being ended, because another of its team has ended."""
         return bool(self._goes_with)
 
     @property
@@ -209,7 +211,7 @@ class Child:
         self._goes_with, self._starting_s, self._cpu_s, self._held_s, self._held_by = "", 0.0, 0.0, 0.0, ""
 
     def became_ready(self) -> bool:
-        """Ready, as the ring or (for a process that does not map it) a HELLO says; True the first time."""
+        """Record that it is ready, by the ring or (if it does not map it) by its HELLO; True the first time."""
         if self.phase is not Phase.STARTING:
             return False
         self.phase, self.early_deaths, self._silent_s, self.was_ready = Phase.READY, 0.0, 0.0, True
@@ -221,17 +223,18 @@ class Child:
         return self.phase in (Phase.STARTING, Phase.READY) and not self._killed_for
 
     def held(self, how: str, passed_s: float) -> str:
-        """`how`: who holds it, as the kernel says; "" if nobody does. A line to show, once."""
-        told = self._held_s > HELD_TOLD_S
+        """Record that it is halted; a line to show, once. `how` says by what, as the kernel shows it; "" if it is not.
+        """
+        was_named = self._held_s > HELD_NAMED_S
         self._held_s, self._held_by = self._held_s + passed_s if how else 0.0, how
-        if told or self._held_s <= HELD_TOLD_S or not self.watched:
+        if was_named or self._held_s <= HELD_NAMED_S or not self.watched:
             return ""
         limit = self.limits.progress_s * HELD_SHARE
         return f"{self.name} (pid {self.pid}) is {how}; after {limit:g} s it is killed and started again"
 
     def looked(self, entry: Process | None, passed_s: float, cpu_s: float = 0.0) -> str:
-        """The ring was read, `passed_s` (without the reader's own lateness) after the last time; `entry`: what it says
-        of this child; `cpu_s`: the processor's time that it has used. Why it has to be killed; "" if it has not."""
+        """Judge its progress; a line if it has to be killed, else "". `entry` is its entry in the ring, read `passed_s`
+        after the last time (without the reader's own lateness), `cpu_s` the processor's time that it has used."""
         if not self.watched:
             return ""
         ready, before = self.phase is Phase.READY, self.entry
@@ -242,8 +245,8 @@ class Child:
         changed = entry is not None and (before is None or entry.progress != before.progress)
         renewed = entry is not None and before is not None and entry.activity != before.activity
         deadline_s = entry.deadline_s if entry is not None else 0.0
-        # To be ready has one limit for all of it; but a long piece that is declared (steps that are trained again) has
-        # its own from each sign of progress on.
+        # A start has one limit in all; but a long piece of it that is declared (steps that are trained again) has a
+        # limit of its own, from each sign of progress on.
         if deadline_s >= ENDLESS_S or (changed and deadline_s > 0) or (ready and (changed or renewed)):
             self._silent_s = self._starting_s = 0.0
         else:
@@ -268,8 +271,8 @@ class Child:
         return f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}"
 
     def ended(self, how: Exit, now: float, hopeless: bool = False, did: int | None = 0) -> Death:
-        """Record its death. `hopeless`: it would end the same in its next life.
-        `did`: a number that grows with its own work; None: its work is to be there."""
+        """Record and judge its death. `hopeless`: its next life would end the same. `did` is a number that grows with
+        its own work; None if its work is to be there."""
         text = f"{self.name} (pid {self.pid}) ended while {self.phase.value}, after {now - self._since:.1f} s: {how}"
         if self._killed_for:
             text += f", killed for {self._killed_for}"
@@ -318,14 +321,14 @@ class Child:
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (deaths - 1)) if deaths > 0 else 0.0
 
     def no_space(self, how: Exit, now: float) -> str:
-        """Record an end for want of space: it is restarted until there is some, uncounted. A line to show, the first
-        time."""
+        """Record an end for want of space, after which it is started again, uncounted, until there is some. A line to
+        show, the first time."""
         self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
         before, self.waits_for_space = self.waits_for_space, True
         return "" if before else f"{self.name} cannot go on without space ({how}); it is started again until there is"
 
     def stop(self) -> None:
-        """End it now, and start it no more."""
+        """Record that it is to end, and not to start again."""
         if self.phase is Phase.BACKOFF:
             self.phase = Phase.GONE
         elif self.alive:
@@ -339,31 +342,31 @@ class Child:
 # -- foreign processes -------------------------------------------------------------------------------------------------
 
 class ForeignProcesses:
-    """`names`: those of the processes of which there is one each."""
+    """Processes that launch did not start and that have the place of a child. `names`: roles with one process each."""
 
     def __init__(self, names: Collection[str], limits: Limits) -> None:
         self._names, self._limits = names, limits
-        self._known: dict[tuple[int, int], Child] = {}
+        self._children: dict[tuple[int, int], Child] = {}
 
     def look(self, entries: Iterable[Process], ours: Collection[int], passed_s: float) -> list[tuple[int, str]]:
-        """The table was read, `passed_s` after the last time; pid and reason of each that has to be killed."""
-        theirs = [one for one in entries if not one.remote and one.label in self._names]
-        here = {(one.pid, one.index): one for one in theirs if one.pid not in ours}
-        for key in here.keys() - self._known.keys():
-            self._known[key] = child = Child(here[key].label, self._limits)
+        """Judge their progress, `passed_s` after the last time; pid and reason of each that has to be killed."""
+        theirs = [entry for entry in entries if not entry.remote and entry.label in self._names]
+        here = {(entry.pid, entry.index): entry for entry in theirs if entry.pid not in ours}
+        for key in here.keys() - self._children.keys():
+            self._children[key] = child = Child(here[key].label, self._limits)
             child.started(here[key].pid, 0.0)
             child.became_ready()
-        self._known = {key: self._known[key] for key in here}
+        self._children = {key: self._children[key] for key in here}
         condemned = []
-        for key, child in self._known.items():
-            one = here[key]
-            if (why := child.looked(one, passed_s)) and is_titled(one.pid, one.label):
-                condemned.append((one.pid, f"{why}; this launch did not start it, and it holds a lock of the run"))
+        for key, child in self._children.items():
+            entry = here[key]
+            if (why := child.looked(entry, passed_s)) and is_titled(entry.pid, entry.label):
+                condemned.append((entry.pid, f"{why}; this launch did not start it, and it holds a lock of the run"))
         return condemned
 
 
 def is_titled(pid: int, name: str) -> bool:
-    """Check whether a process shows itself as this one of a run."""
+    """Check whether a process has the title of this process of a run."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0 ") == f"busrl:{name}".encode()
     except OSError:

@@ -1,10 +1,10 @@
-"""`busrl monitor`, `record`, `replay`, `report` and `trace` show a run from outside, and change nothing.
+"""Commands that show a run from outside and change nothing: `busrl monitor`, `record`, `replay`, `report` and `trace`.
 
-Chooses how to show a run, and an endpoint where none is named; says what was recorded, and what was missed. Knows
-nothing of how any of that is done.
+Adds their options, resolves their arguments and prints their results. The parts that draw, record and replay are in
+`monitor` and `report`.
 
-- A command imports what it shows a run with: on a busy machine rich, aiohttp and the report are a third of the time to
-  the first picture of those that need none of them.
+- A command imports a part when it uses it: on a busy machine rich, aiohttp and the report are a third of the time to
+  the first picture of a command that needs none of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from busrl.system import files
 if TYPE_CHECKING:
     from busrl.observe.report.record import RunRecord
 
-LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a replay says when it is over
+LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a mark ends a replay
 
 
 Verb: TypeAlias = Callable[[argparse.Namespace], int]
@@ -83,29 +83,29 @@ def trace_options(parser: argparse.ArgumentParser) -> Verb:
     return trace
 
 
-# -- what each of them does --------------------------------------------------------------------------------------------
+# -- the commands ------------------------------------------------------------------------------------------------------
 
 def report(options: argparse.Namespace) -> int:
     from busrl.observe.report.page import page
     from busrl.observe.report.record import read
 
-    records = [read(one) for one in options.run_dirs]
-    beside = os.path.commonpath([one.paths.root for one in records])  # several runs: a page of none of them
-    out = options.out or RunPaths.of(beside).report
+    records = [read(run_dir) for run_dir in options.run_dirs]
+    folder = os.path.commonpath([record.paths.root for record in records])  # of several runs: the one above them
+    out = options.out or RunPaths.of(folder).report
     files.replace(out, page(records).encode())
     return _written(out, records)
 
 
 def trace(options: argparse.Namespace) -> int:
-    """The timeline of a run, and how far its parts overlap."""
+    """Write the timeline of a run; print how much of the decoding falls into training."""
     from busrl.observe.report import trace as timeline
     from busrl.observe.report.record import read
 
     record = read(options.run_dir)
-    found = timeline.slices(record)
+    slices = timeline.slices_of(record)
     out = options.out or record.paths.timeline
-    files.replace(out, timeline.trace(record, found).encode())
-    share = timeline.overlap(found)
+    files.replace(out, timeline.trace(record, slices).encode())
+    share = timeline.overlap(slices)
     _written(out, [record])
     if share is None:
         print("no overlap is known: no steps, or no decoding, with a `time` in metrics.jsonl and pace/")
@@ -123,7 +123,7 @@ def _written(out: Path, records: Sequence[RunRecord]) -> int:
 
 
 def monitor(options: argparse.Namespace) -> int:
-    """The live screen until `q`, plain lines where there is no terminal, a page for a browser, or one look."""
+    """Show a run: on a live screen until `q`, as plain lines without a terminal, as a page for a browser, or once."""
     target = find(options.target)
     watcher = Watcher(target)
     try:
@@ -173,11 +173,11 @@ def _until_quit(watcher: Watcher, plain: bool) -> None:
 
 
 MIB = 1 << 20
-NICE = 15  # less than a run's, more than a monitor's: what it is too late for is gone
+NICE = 15  # a run goes first; but a monitor comes later, as a message that the recorder is too late for is lost
 
 
 def record(options: argparse.Namespace) -> int:
-    """Record until Ctrl-C, a limit or the end of the run; 0 whichever comes, since the file is whole."""
+    """Record until Ctrl-C, a limit or the end of the run; the exit code is 0 in each case, as the file is complete."""
     from busrl.observe.monitor.recording import Recorder
 
     target, out, seconds = find(options.run_dir), options.out, options.seconds
@@ -195,7 +195,7 @@ def record(options: argparse.Namespace) -> int:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Publish a recording once, or say what it holds."""
+    """Publish a recording once, or print what it holds."""
     from busrl.observe.monitor.recording import Recording, Replayer, own_endpoint
 
     if options.info:
@@ -205,8 +205,8 @@ def replay(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        with Recording(options.file) as recording, own_endpoint() as own:
-            bind = options.bind or own
+        with Recording(options.file) as recording, own_endpoint() as endpoint:
+            bind = options.bind or endpoint
             with Replayer(recording, bind, speed=factor) as replayer:
                 print(f"waiting for a listener: busrl monitor {bind}", flush=True)
                 count = replayer.run(options.wait, lambda: print("publishing", flush=True))
@@ -231,15 +231,16 @@ def speed_of(text: str) -> float:
 def _described(file: Path) -> list[str]:
     from busrl.observe.monitor.recording import summary
 
-    held = summary(file)
-    header = held["header"]
+    contents = summary(file)
+    header = contents["header"]
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall_ns / 1e9))
     lines = [
         f"{file}: {header.facts.run_id or header.facts.name or 'a run'} on {header.host}, from {at} for "
-        f"{duration(held['seconds'])}",
+        f"{duration(contents['seconds'])}",
         f"  protocol {header.protocol}, busrl {header.busrl}, run uuid {header.uuid}",
-        f"  {sum(held['messages'].values()):,} messages, {held['missed']:,} missed; "
-        + (f"ended: {held['ended']}" if held["ended"] else "not ended in order"),
+        f"  {sum(contents['messages'].values()):,} messages, {contents['missed']:,} missed; "
+        + (f"ended: {contents['ended']}" if contents["ended"] else "not ended in order"),
     ]
-    lines += [f"    {name:<22}{count:>9,}" for name, count in sorted(held["messages"].items(), key=lambda one: -one[1])]
-    return [*lines, f"  torn: {held['torn']}"] if held["torn"] else lines
+    by_count = sorted(contents["messages"].items(), key=lambda item: -item[1])
+    lines += [f"    {name:<22}{count:>9,}" for name, count in by_count]
+    return [*lines, f"  torn: {contents['torn']}"] if contents["torn"] else lines

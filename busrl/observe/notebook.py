@@ -1,7 +1,8 @@
 """A run from Python, for notebooks and scripts: `launch` starts one, `attach` finds one, and a `Run` is read and ended.
 
-Talks to the command `busrl`, in processes of its own, and to the files of the run directory. Knows nothing of the ring
-and of the bus, and is no part of the run: it goes on when the notebook ends or its kernel is interrupted.
+Starts the command `busrl` and reads the files of the run directory. Knows nothing of the ring and the bus.
+
+- The run does not depend on the notebook: it goes on when that ends or when its kernel is interrupted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from busrl.system.imports import interpreter
 
 BUSRL = (*interpreter(), "busrl.cli")
 LOOK_S = 0.5
-START_S = 300.0  # a model is checked, prompts are tokenized
+START_S = 300.0  # within which a launch checks the model and tokenizes prompts
 ALL = 1 << 40  # bytes of a file: all of it
 
 
@@ -46,15 +47,17 @@ def launch(
         with _as_file(topology) as file:
             return launch(file, run_dir or _new(_name(topology)), overrides)
     root = Path(run_dir or _new(Path(topology).stem))
-    settings = [part for one in overrides for part in ("--set", one)]
+    settings = [part for override in overrides for part in ("--set", override)]
     command = [*BUSRL, "launch", os.fspath(topology), "--run-dir", str(root), *settings]
-    with tempfile.TemporaryFile() as said:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True)
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
         run = Run(RunPaths.of(root), child)
         _await_start(run, child)
         if code := child.poll():
-            said.seek(0)
-            raise UserError(said.read().decode(errors="replace").strip() or f"busrl launch ended with {code}")
+            output.seek(0)
+            raise UserError(output.read().decode(errors="replace").strip() or f"busrl launch ended with {code}")
     return run
 
 
@@ -68,9 +71,9 @@ def _await_start(run: Run, child: subprocess.Popen[bytes]) -> None:
 
 
 def _name(topology: Mapping[str, Any]) -> str:
-    """The name of its files, until launch has looked at it."""
-    own = topology.get("run")
-    return re.sub(r"[^\w.-]", "-", str(own.get("name", "run")))[:64] if isinstance(own, Mapping) else "run"
+    """The run's name as part of a file's name, before launch has checked it."""
+    run = topology.get("run")
+    return re.sub(r"[^\w.-]", "-", str(run.get("name", "run")))[:64] if isinstance(run, Mapping) else "run"
 
 
 def _new(name: str) -> Path:
@@ -94,7 +97,7 @@ class Run:
 
     @property
     def live(self) -> bool:
-        """True while a launch holds the directory."""
+        """True while a launch has the directory locked."""
         return holder_of(self.paths) is not None
 
     @property
@@ -109,8 +112,8 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The object of `busrl status --json` (docs/operating.md)."""
-        found: dict[str, Any] = json.loads(status(self.paths.root, as_json=True))
-        return found
+        answer: dict[str, Any] = json.loads(status(self.paths.root, as_json=True))
+        return answer
 
     def metrics(self, follow: bool = False) -> Iterator[dict[str, Any]]:
         """A map per step (docs/metrics.md)."""
@@ -147,7 +150,7 @@ class Run:
     def _rows(self, path: Path, follow: bool) -> Iterator[dict[str, Any]]:
         lines = LineFollower(path, ALL)
         while True:
-            live = follow and self.live  # before the look: what was written by then is seen
+            live = follow and self.live  # before the look, which then sees the last lines of an ended run
             for line in lines.new():
                 with contextlib.suppress(ValueError):  # damaged
                     if isinstance(row := json.loads(line), dict):
@@ -157,7 +160,7 @@ class Run:
             self.pause()
 
     def pause(self) -> None:
-        """Until it ends, at most a look's time."""
+        """Wait until the run ends, at most the time between two looks."""
         pid = self.child.pid if self.child is not None and self.child.poll() is None else holder_of(self.paths)
         try:
             descriptor = os.pidfd_open(pid or 0)
@@ -177,13 +180,13 @@ def _as_file(topology: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def toml(topology: Mapping[str, Any]) -> str:
-    """A map of sections as TOML; UserError for what TOML has no word for."""
+    """A map of sections as TOML; UserError for a value that TOML cannot express."""
     return "".join(f"{_string(name)} = {_toml(value)}\n" for name, value in topology.items())
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_string(name)} = {_toml(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_string(name)} = {_toml(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, (str, os.PathLike)):

@@ -548,10 +548,15 @@ class RunState:
             case m.Hello() | m.Heartbeat() | m.Goodbye():
                 self._presence(message, now)
 
-    def replayed(self, what: str, pace: float, over: bool) -> None:
-        """Mark the state as a replay of `what`, at `pace` times the speed of the run; 0: as fast as possible."""
+    def begin_rewards(self, reward: float) -> None:
+        """Set the mean reward of the first step ever, unless it is set."""
+        if self.first_reward is None:
+            self.first_reward = reward
+
+    def replayed(self, facts: Facts, pace: float, over: bool) -> None:
+        """Mark the state as a replay of the run of these facts, at `pace` times its speed; 0: as fast as possible."""
         speed = f"at {pace:g}x" if pace else "as fast as it goes"
-        self.replay, self.replay_over = f"{what} {speed}", over
+        self.facts, self.replay, self.replay_over = facts, f"{facts.run_id or 'a recording'} {speed}", over
         if pace != self.pace:
             self.pace, self._generated = pace, Rate()
 

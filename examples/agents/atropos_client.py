@@ -1,9 +1,9 @@
-"""What an environment of Atropos does, in plain Python: asks the model for a group of answers, scores them, posts them.
+"""The work of an environment of Atropos in plain Python: draws a group of answers from the model, scores and posts it.
 
     python examples/agents/atropos_client.py RUN_DIR [--at-once 4]
 
 For `configs/atropos.toml`. An environment of atroposlib needs nothing of this: its rollout_server_url is the `url` in
-RUN_DIR/atropos.json. It ends when the run has: the file is gone then, or nobody answers.
+RUN_DIR/atropos.json. The client ends with the run: then that file is gone, or no process answers.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the r
 
 def post(url: str, body: dict[str, Any], key: str = "") -> Any:
     head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", "Content-Encoding": "gzip"}
-    asked = urllib.request.Request(url, gzip.compress(json.dumps(body).encode()), head)
-    with DIRECTLY.open(asked, timeout=300) as answer:
+    request = urllib.request.Request(url, gzip.compress(json.dumps(body).encode()), head)
+    with DIRECTLY.open(request, timeout=300) as answer:
         return json.load(answer)
 
 
 def group(base_url: str, key: str) -> dict[str, Any]:
-    """Eight answers to one question: digits, which the model is to sort."""
+    """Draw eight answers to one question: digits that the model has to sort."""
     digits = "".join(random.choices("0123456789", k=random.randint(2, 5)))
-    made: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
-    asked = {"prompt": f"{digits}=", "n": GROUP, "logprobs": 1, "return_token_ids": True}
-    answer = post(f"{base_url}/completions", asked, key)
+    samples: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
+    request = {"prompt": f"{digits}=", "n": GROUP, "logprobs": 1, "return_token_ids": True}
+    answer = post(f"{base_url}/completions", request, key)
     prompt = answer["prompt_token_ids"]
     for choice in answer["choices"]:
         ids = choice["token_ids"]
-        made["tokens"].append(prompt + ids)
-        made["masks"].append([-100] * len(prompt) + ids)
-        made["inference_logprobs"].append([1.0] * len(prompt) + choice["logprobs"]["token_logprobs"])
-        made["scores"].append(float(choice["text"].rpartition("|")[2] == "".join(sorted(digits))))
-    return made
+        samples["tokens"].append(prompt + ids)
+        samples["masks"].append([-100] * len(prompt) + ids)
+        samples["inference_logprobs"].append([1.0] * len(prompt) + choice["logprobs"]["token_logprobs"])
+        samples["scores"].append(float(choice["text"].rpartition("|")[2] == "".join(sorted(digits))))
+    return samples
 
 
-def work(told: Path) -> None:
-    """Post one group after another until the run is over. A process that died comes back at another port."""
+def work(about_file: Path) -> None:
+    """Post one group after another until the run is over. `about_file` has the address, which changes when the process
+    died and was started again."""
     answered, waiting = time.monotonic(), None
-    while told.exists() and time.monotonic() < answered + SILENT_S:
+    while about_file.exists() and time.monotonic() < answered + SILENT_S:
         try:
-            about = json.loads(told.read_text())
+            about = json.loads(about_file.read_text())
             waiting = waiting or group(about["base_url"], Path(about["key"]).read_text())
             post(f"{about['url']}/scored_data", waiting)
             answered, waiting = time.monotonic(), None
         except urllib.error.HTTPError as problem:
             print(problem.code, problem.read().decode(), file=sys.stderr)
-            waiting = waiting if problem.code >= 500 else None  # no room now; or never
+            waiting = waiting if problem.code >= 500 else None  # below 500 it would be refused again
         except (OSError, http.client.HTTPException):
             time.sleep(0.2)
 
@@ -70,12 +71,12 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--at-once", type=int, default=4)
     options = parser.parse_args()
-    told, until = options.run_dir / "atropos.json", time.monotonic() + START_S
-    while not told.exists():
+    about_file, until = options.run_dir / "atropos.json", time.monotonic() + START_S
+    while not about_file.exists():
         if time.monotonic() > until:
-            sys.exit(f"{told} is not there after {START_S:g} s: does the run have a process of the role atropos?")
+            sys.exit(f"{about_file} is not there after {START_S:g} s: does the run have a process of the role atropos?")
         time.sleep(0.1)
-    threads = [threading.Thread(target=work, args=(told,)) for _ in range(options.at_once)]
+    threads = [threading.Thread(target=work, args=(about_file,)) for _ in range(options.at_once)]
     for thread in threads:
         thread.start()
     for thread in threads:

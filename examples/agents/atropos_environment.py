@@ -31,17 +31,17 @@ class Sort(BaseEnv):
         return "".join(random.choices("0123456789", k=random.randint(2, 5)))
 
     async def collect_trajectories(self, item: str) -> tuple[Any, list[str]]:
-        made: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
+        samples: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             answer = await managed.completion(prompt=f"{item}=", n=self.config.group_size)
             for choice, node in zip(answer.choices, managed.get_state()["nodes"]):
-                made["tokens"].append(node.tokens)
-                made["masks"].append(node.masked_tokens)
-                made["inference_logprobs"].append(node.logprobs)
-                made["scores"].append(float(choice.text.rpartition("|")[2] == "".join(sorted(item))))
-        return made, []  # one whose scores are all the same is not posted: the library's default
+                samples["tokens"].append(node.tokens)
+                samples["masks"].append(node.masked_tokens)
+                samples["inference_logprobs"].append(node.logprobs)
+                samples["scores"].append(float(choice.text.rpartition("|")[2] == "".join(sorted(item))))
+        return samples, []  # one whose scores are all the same is not posted: the library's default
 
-    async def evaluate(self, *args: Any, **named: Any) -> None:
+    async def evaluate(self, *args: Any, **options: Any) -> None:
         pass
 
 

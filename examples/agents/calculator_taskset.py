@@ -17,7 +17,7 @@ SHARED = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="of the episode
 
 
 class Calculator(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
-    """What it shows after both digits were typed."""
+    """A tool that shows the result after both digits were typed."""
 
     @vf.tool
     def add(self, a: int, b: int) -> str:
@@ -36,7 +36,7 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
 
     @vf.metric
     async def tool_results(self, trace: Any) -> float:
-        return float(sum(one.role == "tool" for branch in trace.branches for one in branch.messages))
+        return float(sum(message.role == "tool" for branch in trace.branches for message in branch.messages))
 
 
 class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
@@ -51,7 +51,7 @@ class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
 
 
 class CallsTools(vf.Harness[vf.HarnessConfig]):
-    """Asks with the tools of all servers, gives back what they say, and asks once more."""
+    """A harness that calls the model with the tools of all servers, returns their results, and calls it once more."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
@@ -65,17 +65,17 @@ class CallsTools(vf.Harness[vf.HarnessConfig]):
         served = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
         client = SHARED.with_options(base_url=endpoint, api_key=secret)
         async with AsyncExitStack() as stack:
-            tools, named, servers = await connect_mcp(served, stack)
-            for room in (2, 1):  # two digits to add, one to say
-                made = await client.chat.completions.create(
+            tools, places, servers = await connect_mcp(served, stack)
+            for room in (2, 1):  # two digits to add, and one as the answer
+                answer = await client.chat.completions.create(
                     model=ctx.model, messages=messages, tools=tools, max_tokens=room)
-                messages.append(made.choices[0].message.model_dump(exclude_none=True))
+                messages.append(answer.choices[0].message.model_dump(exclude_none=True))
                 if not (calls := messages[-1].get("tool_calls")):
                     break
                 for call in calls:
-                    asked = call["function"]
-                    said = await call_mcp(servers, named, asked["name"], json.loads(asked["arguments"]))
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+                    function = call["function"]
+                    result = await call_mcp(servers, places, function["name"], json.loads(function["arguments"]))
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 

@@ -1,9 +1,9 @@
-"""A client of `configs/serve.toml` in plain Python: claims episodes, asks the model for each, says what it was worth.
+"""A client of `configs/serve.toml` in plain Python: claims episodes, calls the model for each, posts its reward.
 
     python examples/agents/http_client.py RUN_DIR [--at-once 16] [--server 0]
 
-Any language that speaks HTTP can do this. It ends when the run has: serve-0.json is gone then, or nobody answers. What
-it prints then is how many episodes it ended.
+Any language that speaks HTTP can do this. It ends with the run: then serve-0.json is gone, or no server answers. At the
+end it prints the number of its episodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-SECOND_TRY = 0.5  # a right answer is worth this much then
+SECOND_TRY = 0.5  # the reward of an answer that is right the second time
 START_S, SILENT_S = 120.0, 60.0
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the run is behind no proxy
 
@@ -40,12 +40,13 @@ def play(episode: dict[str, Any]) -> float:
     return 0.0
 
 
-def work(told: Path, ended: list[float]) -> None:
-    """Claim, play and end one episode after another until the run is over. A server that died comes back elsewhere."""
+def work(about_file: Path, ended: list[float]) -> None:
+    """Claim, play and end one episode after another until the run is over. `about_file` has the server's address, which
+    changes when the server died and was started again."""
     answered = time.monotonic()
-    while told.exists() and time.monotonic() < answered + SILENT_S:
+    while about_file.exists() and time.monotonic() < answered + SILENT_S:
         try:
-            about = json.loads(told.read_text())
+            about = json.loads(about_file.read_text())
             server, key = about["base_url"].removesuffix("/v1"), Path(about["key"]).read_text()
             for episode in post(f"{server}/busrl/v1/episodes", key, {"n": 1, "wait_s": 10}):
                 reward = play(episode)
@@ -53,7 +54,7 @@ def work(told: Path, ended: list[float]) -> None:
                 ended.append(reward)
             answered = time.monotonic()
         except urllib.error.HTTPError as problem:
-            print(problem.code, problem.read().decode(), file=sys.stderr)  # this episode is somebody else's now
+            print(problem.code, problem.read().decode(), file=sys.stderr)  # another client may have this episode now
         except (OSError, http.client.HTTPException):
             time.sleep(0.2)
 
@@ -64,13 +65,14 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--server", type=int, default=0)
     options = parser.parse_args()
-    told, until = options.run_dir / f"serve-{options.server}.json", time.monotonic() + START_S
-    while not told.exists():
+    about_file, until = options.run_dir / f"serve-{options.server}.json", time.monotonic() + START_S
+    while not about_file.exists():
         if time.monotonic() > until:
-            sys.exit(f"{told} is not there after {START_S:g} s: does the run have a [[process]] with role = \"serve\"?")
+            question = 'does the run have a [[process]] with role = "serve"?'
+            sys.exit(f"{about_file} is not there after {START_S:g} s: {question}")
         time.sleep(0.1)
     ended: list[float] = []
-    threads = [threading.Thread(target=work, args=(told, ended)) for _ in range(options.at_once)]
+    threads = [threading.Thread(target=work, args=(about_file, ended)) for _ in range(options.at_once)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,7 +1,7 @@
 """A tiny model that plays both games of `games.py` badly, and their tasks: `python make_games.py [FOLDER]`.
 
-It is taught by transcripts in which a move is wrong as often as makes the mean reward about 0.3: reinforcement learning
-then has something to undo within minutes on a CPU. Half a minute on one core; the model is that of the quickstart with
+It learns from transcripts with so many wrong moves that the mean reward is about 0.3: reinforcement learning then has
+something to undo within minutes on a CPU. Takes half a minute on one core. The model is that of the quickstart, with
 fresh weights.
 """
 
@@ -25,29 +25,29 @@ TEMPLATE = (  # contents one after another; a call of the calculator is the digi
     "{{ call.function.arguments.a }}{{ call.function.arguments.b }}{% endfor %}{% endfor %}"
 )
 STEPS, BATCH, LR, WRONG, WILD = 400, 128, 2e-3, 0.36, 0.62
-Moves = list[tuple[str, bool]]  # text, and whether the model says it
+Moves = list[tuple[str, bool]]  # text, and whether it is the model's
 
 
 def calculation(rng: random.Random) -> Moves:
-    """A transcript: each of the three digits that are said is wrong in a third of all cases."""
+    """A transcript of the calculator: each of the model's three digits is wrong in a third of all cases."""
     a, b = rng.randrange(10), rng.randrange(10)
-    keys = [str(rng.randrange(10)) if rng.random() < WRONG else str(one) for one in (a, b)]
+    keys = [str(rng.randrange(10)) if rng.random() < WRONG else str(digit) for digit in (a, b)]
     show = sum(map(int, keys)) % 10
-    said = rng.randrange(10) if rng.random() < WRONG else show
-    return [(f"{a}{b}=", False), ("".join(keys), True), (f"|{show}=", False), (str(said), True)]
+    answer = rng.randrange(10) if rng.random() < WRONG else show
+    return [(f"{a}{b}=", False), ("".join(keys), True), (f"|{show}=", False), (str(answer), True)]
 
 
 def guessing(rng: random.Random) -> Moves:
-    """A transcript: the middle of what is left, and else any digit."""
+    """A transcript of guessing: the model takes the middle of the numbers that are left, or else any digit."""
     hidden, low, high = rng.randint(1, 6), 1, 6
     moves: Moves = [("=", False)]
     for _ in range(3):
-        said = rng.randint(1, 6) if rng.random() < WILD else (low + high) // 2
-        moves.append((str(said), True))
-        if said == hidden:
+        digit = rng.randint(1, 6) if rng.random() < WILD else (low + high) // 2
+        moves.append((str(digit), True))
+        if digit == hidden:
             break
-        moves.append(("|" if said < hidden else ".", False))
-        low, high = (max(low, said + 1), high) if said < hidden else (low, min(high, said - 1))
+        moves.append(("|" if digit < hidden else ".", False))
+        low, high = (max(low, digit + 1), high) if digit < hidden else (low, min(high, digit - 1))
         low, high = (low, high) if low <= high else (1, 6)
     return moves
 
@@ -57,9 +57,9 @@ def batch(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(sum(len(text) for text, _ in row) for row in rows)
     ids, labels = torch.zeros(BATCH, width, dtype=torch.long), torch.full((BATCH, width), -100)
     for place, row in enumerate(rows):
-        own = [(IDS[one], says) for text, says in row for one in text]
-        ids[place, : len(own)] = torch.tensor([one for one, _ in own])
-        labels[place, : len(own)] = torch.tensor([one if says else -100 for one, says in own])
+        letters = [(IDS[letter], by_model) for text, by_model in row for letter in text]
+        ids[place, : len(letters)] = torch.tensor([index for index, _ in letters])
+        labels[place, : len(letters)] = torch.tensor([index if by_model else -100 for index, by_model in letters])
     return ids, labels
 
 
@@ -79,9 +79,9 @@ def main(folder: Path) -> None:
     save(folder / "model", recipe, new_tokenizer(recipe), model)
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     sums = [{"prompt": f"{a}{b}=", "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
-    numbers = [{"prompt": "=", "answer": str(one)} for one in range(1, 7)]
+    numbers = [{"prompt": "=", "answer": str(number)} for number in range(1, 7)]
     for name, tasks in (("calculator", sums), ("guess", numbers)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""An episode of the quickstart's task: the model may try a second time where its first answer is wrong.
+"""An episode of the quickstart's task: the model may try a second time if its first answer is wrong.
 
-Played by the agents of `configs/agents.toml`. `task` is the line of the data; what the function returns is the reward.
+Played by the agents of `configs/agents.toml`. `task` is the line of the data; the function returns the reward.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-SECOND_TRY = 0.5  # a right answer is worth this much then
+SECOND_TRY = 0.5  # the reward of an answer that is right the second time
 
 
 async def episode(task: dict[str, Any], llm: Any) -> float:

@@ -1,6 +1,6 @@
-"""Way 4: a program that knows only OpenAI's client, and where the run is: python client.py RUN_DIR [--at-once 64].
+"""Way 4: a program with OpenAI's client that gets the run's directory: python client.py RUN_DIR [--at-once 64].
 
-It claims episodes, asks the model for each, and says what the answer was worth. It ends when the run has.
+It claims episodes, calls the model for each, and posts the reward. It ends with the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ START_S = 120.0
 
 
 async def play(shared: openai.AsyncOpenAI, episode: dict[str, Any]) -> float:
-    """One episode: any code that uses OpenAI's client. Making one for each would cost more than the call."""
+    """Play one episode: any code that uses OpenAI's client. A new client for each would cost more than the call."""
     prompt = episode["task"]["prompt"]
     client = shared.with_options(base_url=episode["base_url"], api_key=episode["api_key"])
     messages: Any = [{"role": "user", "content": prompt}]
@@ -30,7 +30,7 @@ async def play(shared: openai.AsyncOpenAI, episode: dict[str, Any]) -> float:
 
 
 async def work(shared: openai.AsyncOpenAI, server: str, head: dict[str, str]) -> None:
-    """Claim, play and end one episode after another until nobody answers."""
+    """Claim, play and end one episode after another until the server does not answer any more."""
     async with aiohttp.ClientSession(server, headers=head) as run:
         try:
             while True:
@@ -48,10 +48,10 @@ async def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--at-once", type=int, default=64)
     options = parser.parse_args()
-    told, until = options.run_dir / "serve-0.json", time.monotonic() + START_S
-    while not told.exists() and time.monotonic() < until:
+    about_file, until = options.run_dir / "serve-0.json", time.monotonic() + START_S
+    while not about_file.exists() and time.monotonic() < until:
         await asyncio.sleep(0.1)
-    about = json.loads(told.read_text())
+    about = json.loads(about_file.read_text())
     head = {"Authorization": f"Bearer {Path(about['key']).read_text()}"}
     server = about["base_url"].removesuffix("/v1")
     os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))

@@ -1,6 +1,6 @@
-"""The task of all five ways: `50213=` is to be continued by anything, a bar, and the digits in order.
+"""The task of all five ways: continue `50213=` by anything, a bar, and the digits in order.
 
-`questions` takes it from reasoning-gym; `Sort` is an environment as gymnasium knows them, registered as Sort-v0.
+`questions` takes it from reasoning-gym; `Sort` is an environment for gymnasium, registered as Sort-v0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ LONGEST = 128  # characters of an answer
 
 
 def reward(prompt: str, answer: str) -> float:
-    """1 if what stands behind the last bar is the prompt's digits in order."""
+    """1 if the text behind the last bar is the prompt's digits in order."""
     return float(answer.rpartition("|")[2] == "".join(sorted(prompt.removesuffix("="))))
 
 
@@ -20,12 +20,12 @@ def questions() -> Iterator[dict[str, str]]:
     """Rows of reasoning-gym's `number_sorting`, written as the model reads them."""
     import reasoning_gym
 
-    made = reasoning_gym.create_dataset(
+    rows = reasoning_gym.create_dataset(
         "number_sorting", size=2000, seed=0, min_numbers=3, max_numbers=10, min_decimals=0, max_decimals=0,
         min_value=0, max_value=9,
     )
-    for entry in made:
-        digits = "".join(str(int(float(one))) for one in entry["metadata"]["original_numbers"])
+    for entry in rows:
+        digits = "".join(str(int(float(number))) for number in entry["metadata"]["original_numbers"])
         yield {"prompt": f"{digits}=", "answer": "".join(sorted(digits))}
 
 

@@ -3,8 +3,8 @@
     python actor.py RUN_DIR [NAME]        (both are in the environment of a process that `launch` started)
 
 It joins through the keeper's gateway, claims generated answers, judges them and sends rewards back. Every message may
-be lost, doubled or late, and broker and keeper may die at any time: so it asks again until it is answered, knows tasks
-by their name, and keeps each result until the keeper has said what became of it.
+be lost, doubled or late, and broker and keeper may die at any time. So it repeats a request until an answer comes,
+identifies tasks by their names, and stores each result until the keeper has settled its task.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import zmq
 
 CAPACITY = 64
 CLAIM_S, RESEND_S, HEARTBEAT_S = 0.25, 0.5, 1.0
-OVER_S = 5.0  # the run's sockets are gone for so long: it has ended
+OVER_S = 5.0  # when the run's sockets are gone for so long, the run has ended
 
 
 def judge(record: dict[str, Any], completion: str) -> float:
     """1 if the digits after the last bar are the sorted ones. Put your own reward here."""
-    found = re.search(r"\|([0-9]+)$", completion)
-    return float(found is not None and found[1] == str(record["answer"]))
+    match = re.search(r"\|([0-9]+)$", completion)
+    return float(match is not None and match[1] == str(record["answer"]))
 
 
 class Actor:
-    """One worker. `held` maps each task to the result that was sent for it, until the keeper has answered."""
+    """A worker. `results` has the result that was sent for each task, until the keeper has settled it."""
 
     def __init__(self, run_dir: str, name: str) -> None:
         self.name, self.life = name, time.time_ns() // 1_000_000  # a later start of the same name has a larger life
         self.numbers: dict[str, int] = {}
-        self.held: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
         self.sent_at: dict[str, float] = {}
         self.joined, self.stopping, self.request, self.judged = False, "", 0, 0
         run = json.loads(Path(run_dir, "run.json").read_text())
@@ -49,8 +49,8 @@ class Actor:
             socket.setsockopt(zmq.LINGER, 250)
             socket.setsockopt(zmq.RECONNECT_IVL, 100)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        mine = [f"{kind}/{name}/" for kind in ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER")]
-        for topic in ("STOP/", "DATA_GENERATED/", *mine):
+        answers = [f"{kind}/{name}/" for kind in ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER")]
+        for topic in ("STOP/", "DATA_GENERATED/", *answers):
             self.sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self.pub.connect(run["frontend"])
         self.sub.connect(run["backend"])
@@ -63,30 +63,30 @@ class Actor:
         self.pub.send_multipart([topic.encode(), msgpack.packb({**envelope, "time_ns": time.time_ns(), **fields})])
 
     def ask(self, kind: str, **fields: Any) -> None:
-        """A request to the gateway. Its number grows, so that late copies can be told."""
+        """Send a request to the gateway. Its number grows, so that the gateway can ignore late copies."""
         self.request += 1
         self.send(kind, life=self.life, req=self.request, **fields)
 
     def claim(self) -> None:
-        """Ask for work; naming what is held extends its leases. Before that: who we are."""
+        """Claim tasks, which extends the leases of those that are listed; before the gateway's welcome, join."""
         if self.joined:
-            self.ask("REMOTE_CLAIM", capacity=CAPACITY, holding=list(self.held))
+            self.ask("REMOTE_CLAIM", capacity=CAPACITY, holding=list(self.results))
         else:
             self.send("HELLO", role="reward", pid=os.getpid(), host=os.uname().nodename)
             self.ask("REMOTE_JOIN", role="reward")
 
-    def tell(self, task: str) -> None:
+    def send_result(self, task: str) -> None:
         """Send the result of a task, the first time or again."""
         self.sent_at[task] = time.monotonic()
-        self.ask("REMOTE_REWARDED", task=task, **self.held[task])
+        self.ask("REMOTE_REWARDED", task=task, **self.results[task])
 
-    def heard(self, message: dict[str, Any]) -> bool:
-        """Take one message in; True if it is a reason to ask for work now."""
+    def receive(self, message: dict[str, Any]) -> bool:
+        """Act on a message; True if it is a reason to claim tasks now."""
         kind = message["type"]
         if kind == "STOP":
             self.stopping = f"STOP: {message.get('reason', '')}"
         elif kind == "DATA_GENERATED":
-            return len(self.held) < CAPACITY
+            return len(self.results) < CAPACITY
         elif message.get("life") not in (self.life, 0):
             return False  # an answer to an earlier life of this name
         elif kind == "GATEWAY_WELCOME":
@@ -96,20 +96,20 @@ class Actor:
             for task in message["tasks"]:
                 self.work(task)
         elif kind == "GATEWAY_ANSWER":
-            self.answered(message["code"], message["task"], message["text"])
+            self.settle(message["code"], message["task"], message["text"])
         return False
 
     def work(self, task: dict[str, Any]) -> None:
-        if task["task"] not in self.held:  # else a copy: its result is on the way
-            self.held[task["task"]] = {"reward": judge(json.loads(task["record"]), task["completion"])}
-            self.tell(task["task"])
+        if task["task"] not in self.results:  # else a copy: its result is on the way
+            self.results[task["task"]] = {"reward": judge(json.loads(task["record"]), task["completion"])}
+            self.send_result(task["task"])
 
-    def answered(self, code: str, task: str, text: str) -> None:
+    def settle(self, code: str, task: str, text: str) -> None:
         if code == "unknown":
-            self.joined = False  # a new keeper, or we were silent for too long; results are sent again afterwards
+            self.joined = False  # a new keeper, or this worker was silent too long: it joins, then sends results again
         elif code == "replaced":
             self.stopping = text
-        elif self.held.pop(task, None) is not None:
+        elif self.results.pop(task, None) is not None:
             self.judged += code in ("done", "already")
         if code not in ("done", "already", "late", "unknown"):
             print(f"{self.name}: {code}: {text}", file=sys.stderr, flush=True)
@@ -124,15 +124,15 @@ class Actor:
                 self.send("HEARTBEAT", role="reward", activity="judging", last_seqs=self.numbers)
                 seen = now if os.path.exists(self.socket_file) else seen
                 self.stopping = "the run is over" if now - seen > OVER_S else self.stopping
-            for task in [one for one, at in self.sent_at.items() if now - at > RESEND_S]:
-                self.tell(task) if task in self.held else self.sent_at.pop(task)
+            for task in [task for task, at in self.sent_at.items() if now - at > RESEND_S]:
+                self.send_result(task) if task in self.results else self.sent_at.pop(task)
             if now >= next_claim:
                 next_claim = now + CLAIM_S
                 self.claim()
             if self.sub.poll(50):
                 rang = False
                 while self.sub.poll(0):
-                    rang |= self.heard(msgpack.unpackb(self.sub.recv_multipart()[1]))
+                    rang |= self.receive(msgpack.unpackb(self.sub.recv_multipart()[1]))
                 next_claim = now if rang else next_claim
         self.ask("REMOTE_LEAVE", reason=self.stopping)
         self.send("GOODBYE", reason=self.stopping)

@@ -1,8 +1,8 @@
 """Curves of runs as one SVG, from metrics.jsonl and validation.jsonl: `python curves.py RUN_DIR ... [-o FILE]`.
 
-Writes RUN_DIR/curves.svg, or FILE, and prints what validation measured. Talks to those files alone; draws by itself.
+Writes RUN_DIR/curves.svg, or FILE, and prints the results of validation. Uses those files alone, and no library.
 
-- A line of metrics.jsonl is a step; a resume may write a step twice, and then the last one counts.
+- A line of metrics.jsonl is a step. After a resume a step may have two lines: the last one counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 Points = list[tuple[float, float]]
 WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 150, 34, 24, 46
 COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7d4e9e")
-SMOOTH = 5  # steps that a point of a step's curve is the mean of
+SMOOTH = 5  # a point of a curve is the mean of so many steps
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -25,22 +25,22 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def of_steps(run: Path, number: str) -> Points:
-    """A number of each step, `reward_parts/right` for one within another; means over a few steps."""
-    found: dict[int, float] = {}
+    """A number of each step, as means over a few steps; `reward_parts/right` is one within a map."""
+    by_step: dict[int, float] = {}
     for row in lines(run / "metrics.jsonl"):
         value: Any = row if "kind" not in row else None
         for part in number.split("/"):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            found[int(row["step"])] = float(value)
-    steps = sorted(found)
-    return [(at, mean(found[one] for one in steps if at - SMOOTH < one <= at)) for at in steps]
+            by_step[int(row["step"])] = float(value)
+    steps = sorted(by_step)
+    return [(at, mean(by_step[step] for step in steps if at - SMOOTH < step <= at)) for at in steps]
 
 
 def of_rounds(run: Path, name: str) -> Points:
     """pass@1 of a set, by the step of its rounds."""
-    found = {row["round"]: row for row in lines(run / "validation.jsonl") if row.get("set", "") == name}
-    return [(at, right(found[at])) for at in sorted(found)]
+    by_round = {row["round"]: row for row in lines(run / "validation.jsonl") if row.get("set", "") == name}
+    return [(at, right(by_round[at])) for at in sorted(by_round)]
 
 
 def right(row: dict[str, Any]) -> float:

@@ -1,9 +1,9 @@
 """Makes the model of the real run: `python make_model.py FOLDER [--seed N]`, from nothing that has to be downloaded.
 
 FOLDER/model becomes an ordinary Hugging Face folder: a Qwen2 of 10 million parameters with Qwen's whole vocabulary of
-151,643 tokens, which the package dashscope carries, and ChatML as its chat template. A supervised warm-up teaches it
-the task half way. FOLDER/short.jsonl and long.jsonl are the held-out questions. Plain torch and transformers; nothing
-of busrl.
+151,643 tokens, which the package dashscope has, and ChatML as its chat template. After a supervised warm-up it gives
+right answers to a share of the questions. FOLDER/short.jsonl and long.jsonl have the held-out questions. Uses plain
+torch and transformers, and nothing of busrl.
 
 - The warm-up ends on a measured share of right answers, drawn at temperature 1 on questions that it is not trained on.
 - It sees no question that is held out (task.py).
@@ -40,16 +40,16 @@ CHATML = (
 
 
 def vocabulary() -> dict[bytes, int]:
-    """Each token's bytes and rank. The package is looked for, not imported: its client is not needed."""
-    found = find_spec("dashscope")
-    if found is None or not found.origin:
+    """Bytes and rank of each token. The package is not imported: its client is not needed."""
+    package = find_spec("dashscope")
+    if package is None or not package.origin:
         raise SystemExit("Qwen's vocabulary comes with a package: pip install --no-deps dashscope")
-    lines = (Path(found.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
+    lines = (Path(package.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
     return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
 
 
 def make_tokenizer() -> Any:
-    """Byte-level BPE: of two neighbours those are joined first whose joint token has the lowest rank."""
+    """Make a byte-level BPE tokenizer, which first joins the two neighbours whose joint token has the lowest rank."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -67,11 +67,11 @@ def make_tokenizer() -> Any:
     ])
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIAL))
-    made: Any = PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left",
     )
-    made.chat_template = CHATML
-    return made
+    tokenizer.chat_template = CHATML
+    return tokenizer
 
 
 # -- the model and its warm-up -----
@@ -93,43 +93,43 @@ def make_model(tokenizer: Any, seed: int) -> Any:
     return model
 
 
-def asked(tokenizer: Any, row: dict[str, Any]) -> str:
+def prompted(tokenizer: Any, row: dict[str, Any]) -> str:
     turn = [{"role": "user", "content": row["prompt"]}]
     text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     return text
 
 
 class WarmUp:
-    """Supervised steps on right answers, half of them bare (`12`), half as the reward wants it (`<answer>12</answer>`).
+    """Supervised steps on right answers, half of them bare (`12`), half in the reward's form (`<answer>12</answer>`).
 
-    Of the embedding only the rows of the task's tokens are trained. The others stay as they were drawn, so small that
-    each adds about 1 to the sum under the softmax: they are counted there and not computed, which is a hundredth of
-    the cost. What is measured, and the run itself, computes all of them.
+    Only the embedding's rows of the task's tokens are trained. The others stay as they were drawn, so small that each
+    adds about 1 to the sum under the softmax: they are counted there and not computed, at a hundredth of the cost. The
+    measurement of right answers, and the run itself, compute all of them.
     """
 
     def __init__(self, model: Any, tokenizer: Any, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.chance = random.Random(options.seed)
-        self.prompts = tokenizer([asked(tokenizer, row) for row in rows])["input_ids"]
+        self.prompts = tokenizer([prompted(tokenizer, row) for row in rows])["input_ids"]
         ends = tokenizer.eos_token
         plain = tokenizer([f"{row['answer']}{ends}" for row in rows])["input_ids"]
         formed = tokenizer([f"<answer>{row['answer']}</answer>{ends}" for row in rows])["input_ids"]
         self.answers = (plain, formed)
-        own = torch.tensor(sorted({one for ids in (*self.prompts, *plain, *formed) for one in ids}))
-        self.own, self.place = own, torch.full((ROWS,), -1)
-        self.place[own] = torch.arange(len(own))
+        ids_of_task = torch.tensor(sorted({index for row in (*self.prompts, *plain, *formed) for index in row}))
+        self.ids_of_task, self.place = ids_of_task, torch.full((ROWS,), -1)
+        self.place[ids_of_task] = torch.arange(len(ids_of_task))
         self.table = model.get_input_embeddings().weight
-        self.rows = torch.nn.Parameter(torch.randn(len(own), self.table.shape[1]) * 0.1)
-        layers = [one for one in model.parameters() if one is not self.table]
+        self.rows = torch.nn.Parameter(torch.randn(len(ids_of_task), self.table.shape[1]) * 0.1)
+        layers = [weights for weights in model.parameters() if weights is not self.table]
         self.optimizer = torch.optim.AdamW([*layers, self.rows], lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, number: int) -> float:
         ids, labels = self._batch()
-        given = functional.embedding(self.place[ids[:, :-1]], self.rows)
-        hidden = self.model.model(inputs_embeds=given, use_cache=False).last_hidden_state
+        embedded = functional.embedding(self.place[ids[:, :-1]], self.rows)
+        hidden = self.model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
         chosen = labels[:, 1:] != IGNORED
         logits = hidden[chosen] @ self.rows.T
-        others = torch.full((len(logits), 1), math.log(ROWS - len(self.own)))
+        others = torch.full((len(logits), 1), math.log(ROWS - len(self.ids_of_task)))
         loss = functional.cross_entropy(torch.cat([logits, others], 1), self.place[labels[:, 1:][chosen]])
         self.optimizer.param_groups[0]["lr"] = self.options.lr * min(1.0, number / 50)
         self.optimizer.zero_grad()
@@ -140,7 +140,7 @@ class WarmUp:
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         drawn = [self.chance.randrange(len(self.prompts)) for _ in range(self.options.batch)]
-        pairs = [(self.prompts[one], self.chance.choice(self.answers)[one]) for one in drawn]
+        pairs = [(self.prompts[place], self.chance.choice(self.answers)[place]) for place in drawn]
         width = max(len(prompt) + len(answer) for prompt, answer in pairs)
         ids = torch.full((len(pairs), width), self.tokenizer.eos_token_id)
         labels = torch.full((len(pairs), width), IGNORED)
@@ -151,21 +151,21 @@ class WarmUp:
 
     @torch.no_grad()
     def right(self, rows: list[dict[str, Any]]) -> float:
-        """Share of right answers among one per question, drawn at temperature 1 from the whole vocabulary."""
-        self.table[self.own] = self.rows
-        given = self.tokenizer([asked(self.tokenizer, row) for row in rows], return_tensors="pt", padding=True)
+        """The share of right answers, with one per question, drawn at temperature 1 from the whole vocabulary."""
+        self.table[self.ids_of_task] = self.rows
+        inputs = self.tokenizer([prompted(self.tokenizer, row) for row in rows], return_tensors="pt", padding=True)
         longest = max(map(len, self.answers[1])) + 2
-        made = self.model.generate(**given, max_new_tokens=longest, do_sample=True, top_k=0, top_p=1.0)
-        texts = self.tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        drawn = self.model.generate(**inputs, max_new_tokens=longest, do_sample=True, top_k=0, top_p=1.0)
+        texts = self.tokenizer.batch_decode(drawn[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         wanted = [(row["answer"], f"<answer>{row['answer']}</answer>") for row in rows]
         return sum(text in both for text, both in zip(texts, wanted)) / len(rows)
 
 
 def warm_up(model: Any, tokenizer: Any, options: argparse.Namespace) -> None:
-    """Until a share of `--until` is right, or `--steps` are done."""
-    made = [row for kind in KINDS for row in questions(kind, options.questions, 10**6, held=False)]
-    random.Random(0).shuffle(made)
-    check, rows = made[:128], made[128:]
+    """Train until a share of `--until` is right, or `--steps` are done."""
+    rows = [row for kind in KINDS for row in questions(kind, options.questions, 10**6, held=False)]
+    random.Random(0).shuffle(rows)
+    check, rows = rows[:128], rows[128:]
     work, began = WarmUp(model, tokenizer, rows, options), time.monotonic()
     for number in range(1, options.steps + 1):
         loss = work.step(number)
@@ -195,7 +195,8 @@ def main() -> None:
         (options.folder / f"{kind}.jsonl").write_text("".join(lines), encoding="utf-8")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, options.seed)
-    print(f"{sum(one.numel() for one in model.parameters()):,} parameters, {len(tokenizer):,} tokens", flush=True)
+    size = sum(weights.numel() for weights in model.parameters())
+    print(f"{size:,} parameters, {len(tokenizer):,} tokens", flush=True)
     warm_up(model, tokenizer, options)
     model.save_pretrained(options.folder / "model")
     tokenizer.save_pretrained(options.folder / "model")

@@ -1,11 +1,11 @@
-"""`make demo-real`: makes the model, trains it, kills a process and then the whole run on the way, and resumes it.
+"""`make demo-real`: makes the model, trains it, kills a process and later the whole run, and resumes it.
 
     python run.py [--seed 0] [--run-dir runs/real] [--set KEY=VALUE] [--warm-up KEY=VALUE ...]
 
-Talks to make_model.py and to busrl by its commands alone, as a person would. Started again, it goes on where it ended.
+Uses make_model.py and the commands of busrl, as a person would. Started again, it continues.
 
-- At a third of the steps the rollout is killed with SIGKILL: `launch` starts another. At two thirds `launch` itself is,
-  and its children end with it: the same command again continues.
+- At a third of the steps it kills the rollout with SIGKILL: `launch` starts another. At two thirds it kills `launch`
+  itself, whose children end with it: the same command again continues.
 - Ends with the audit's exit code: 0 only if nothing was lost and nothing trained twice.
 """
 
@@ -28,7 +28,7 @@ LOOK_S = 0.5
 
 
 def prepare(arguments: list[str]) -> None:
-    """The folder of the model, unless it is there; it appears whole or not at all."""
+    """Make the folder of the model, unless it is there; it gets its name when it is complete."""
     if (MADE / "model" / "config.json").is_file():
         print(f"{MADE}: the model is there already; remove the folder to make it again", flush=True)
         return
@@ -42,7 +42,7 @@ class Demo:
 
     def __init__(self, run_dir: Path, seed: int, settings: list[str]) -> None:
         self.run_dir = run_dir
-        pairs = [one for setting in (f"run.seed={seed}", *settings) for one in ("--set", setting)]
+        pairs = [part for setting in (f"run.seed={seed}", *settings) for part in ("--set", setting)]
         self.command = [*BUSRL, "launch", str(HERE / "real.toml"), "--run-dir", str(run_dir), *pairs]
 
     def launch(self) -> subprocess.Popen[bytes]:
@@ -58,11 +58,11 @@ class Demo:
 
     def status(self) -> dict[str, Any]:
         done = subprocess.run([*BUSRL, "status", str(self.run_dir), "--json"], capture_output=True, check=False)
-        found: dict[str, Any] = json.loads(done.stdout or b"{}")
-        return found
+        answer: dict[str, Any] = json.loads(done.stdout or b"{}")
+        return answer
 
     def wait(self, running: subprocess.Popen[bytes], step: int) -> bool:
-        """Whether the run reached that step; False if it ended before."""
+        """Wait until the run has reached that step; False if it ended before."""
         while running.poll() is None:
             if self.step() >= step:
                 return True
@@ -71,14 +71,14 @@ class Demo:
 
 
 def kill_rollout(demo: Demo) -> None:
-    for one in demo.status().get("processes", []):
-        if one["role"] == "rollout" and one["state"] == "ready":
-            print(f"-- SIGKILL of {one['name']} at step {demo.step()}", flush=True)
-            os.kill(one["pid"], signal.SIGKILL)
+    for process in demo.status().get("processes", []):
+        if process["role"] == "rollout" and process["state"] == "ready":
+            print(f"-- SIGKILL of {process['name']} at step {demo.step()}", flush=True)
+            os.kill(process["pid"], signal.SIGKILL)
 
 
 def go(demo: Demo) -> int:
-    """The run from where it is to its end; its exit code."""
+    """Run from where it is to its end; its exit code."""
     running = demo.launch()
     try:
         steps = 0
@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--warm-up", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of make_model.py")
     options = parser.parse_args()
     began = time.monotonic()
-    prepare([f"--{one}" for one in options.warm_up])
+    prepare([f"--{argument}" for argument in options.warm_up])
     warmed = time.monotonic()
     code = go(Demo(options.run_dir, options.seed, options.set))
     if code == 0:

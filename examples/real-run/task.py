@@ -1,9 +1,9 @@
-"""The questions of the real run: sums of one-digit numbers as reasoning-gym asks them, and which of them are held out.
+"""Questions of the real run: sums of one-digit numbers from reasoning-gym, and which of them are held out.
 
-Talks to reasoning-gym where questions are made. `trained` is the filter of real.toml, called with each row of a source.
+Imports reasoning-gym when it makes questions. `trained` is the filter of real.toml, called with each row of a source.
 
-- A held-out question is known by its text, so no source and no warm-up can hold it, whatever its seed: reasoning-gym's
-  item i of seed s is item i + 1 of seed s - 1, and a seed of its own keeps nothing apart.
+- Its text decides whether a question is held out, so no source and no warm-up has one, with any seed: reasoning-gym's
+  item i of seed s is item i + 1 of seed s - 1, so that another seed does not separate the sets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KINDS = {  # a validation set each: options of the task chain_sum
     "short": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
     "long": {"min_terms": 4, "max_terms": 4, "min_digits": 1, "max_digits": 1},
 }
-ONE_IN = 12  # questions that are held out
+ONE_IN = 12  # one question in so many is held out
 
 
 def held_out(question: str) -> bool:
@@ -23,7 +23,7 @@ def held_out(question: str) -> bool:
 
 
 def trained(record: dict[str, Any]) -> bool:
-    """Whether a row may be trained on."""
+    """Check whether a row may be trained on."""
     return not held_out(record["prompt"])
 
 
@@ -31,10 +31,10 @@ def questions(kind: str, count: int, seed: int, *, held: bool) -> list[dict[str,
     """So many different questions, as lines of prompts; all of them held out, or none."""
     import reasoning_gym
 
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     size = count * (4 * ONE_IN if held else 4)  # of up to three numbers there are 4,200
     for entry in reasoning_gym.create_dataset("chain_sum", seed=seed, size=size, **KINDS[kind]):
-        if held_out(entry["question"]) is held and len(found) < count:
+        if held_out(entry["question"]) is held and len(rows) < count:
             row = {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"], "tag": kind}
-            found[entry["question"]] = row
-    return list(found.values())
+            rows[entry["question"]] = row
+    return list(rows.values())

@@ -26,8 +26,8 @@ EXPECTED = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    with running(Run(tmp_path / "run", "validation.every=2", steps=4)) as one:
-        yield one
+    with running(Run(tmp_path / "run", "validation.every=2", steps=4)) as started:
+        yield started
 
 
 def everything(run: Run) -> list[list[bytes]]:

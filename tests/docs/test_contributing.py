@@ -29,8 +29,8 @@ def block(start: str) -> str:
 
 def insert(path: Path, after: str, text: str) -> None:
     """Put a text behind another that stands there once."""
-    before, found, rest = path.read_text().rpartition(after)
-    assert found, f"{path} has no {after!r}"
+    before, place, rest = path.read_text().rpartition(after)
+    assert place, f"{path} has no {after!r}"
     path.write_text(before + after + text + rest)
 
 

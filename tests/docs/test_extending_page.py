@@ -104,8 +104,8 @@ def test_an_engine_is_a_module_and_its_names_in_one_table(copy: Path) -> None:
         "assert has_model(rollout)\n"
         "print(make_engine(t, 'rollout/0'), '|', text().split('engine = ')[1].splitlines()[0])\n"
     )
-    made, _, page = run(copy, code).partition(" | ")
-    assert made == "echo of rollout/0" and "echo" in page
+    printed, _, page = run(copy, code).partition(" | ")
+    assert printed == "echo of rollout/0" and "echo" in page
 
 
 def test_a_role_is_a_row_a_class_and_a_module(copy: Path) -> None:

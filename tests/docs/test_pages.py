@@ -63,8 +63,8 @@ def default_of(key: str) -> Any:
     cls = getattr(schema, str(declared), None)
     if cls is None:  # a table of another module of the configuration
         cls = type(next(field.default for field in fields(schema.Topology) if field.name == table))
-    [found] = [field.default for field in fields(cls) if field.name == name]
-    return found
+    [default] = [field.default for field in fields(cls) if field.name == name]
+    return default
 
 
 @pytest.mark.parametrize(

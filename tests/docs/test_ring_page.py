@@ -86,7 +86,7 @@ def test_the_word_the_ident_and_the_constants_are_as_the_page_says(layout):
 
 
 def test_sizes_that_the_page_says_in_words_are_those_of_the_structs(layout):
-    size = {name: one["bytes"] for name, one in layout["structs"].items()}
+    size = {name: struct["bytes"] for name, struct in layout["structs"].items()}
     said = " ".join(PAGE.split())
     assert f"`proc_off` = {size['Header']:#x}" in said
     assert f"`line_off` = `proc_off` + {size['ProcEntry']} `n_procs`" in said

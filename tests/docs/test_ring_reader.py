@@ -114,13 +114,13 @@ class Reader:
 
     def processes(self) -> dict[int, dict[str, Any]]:
         """Live entries: those that hold their byte of the lock."""
-        found = {}
+        by_index = {}
         for index in range(1, self.procs):
             at = self.proc_off + 256 * index
             ident = self.u64(at)
             if ident & 1:
                 role, label = struct.unpack_from("<16s40s", self.map, at + 0x28)
-                found[index] = {
+                by_index[index] = {
                     "pid": ident >> 32,
                     "epoch": ident >> 8 & 0xFFFFFF,
                     "role": role.rstrip(b"\0").decode(),
@@ -130,7 +130,7 @@ class Reader:
                     "ready": struct.unpack_from("<I", self.map, at + 0x20)[0],
                     "locked": self.is_locked(index),
                 }
-        return found
+        return by_index
 
     def is_locked(self, index: int) -> bool:
         asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
@@ -166,7 +166,7 @@ class Reader:
 
     def tensors(self, slot: int) -> dict[tuple[str, int], tuple[tuple[int, ...], list[Any]]]:
         """(name, segment) -> (shape, elements) of the entries that count."""
-        line, found = self.line(slot), {}
+        line, by_key = self.line(slot), {}
         table = self.table_off + 6272 * slot
         used = min(struct.unpack_from("<I", self.map, table)[0], 48)
         for i in range(used):
@@ -190,8 +190,8 @@ class Reader:
             if flags & 2 and crc32c(data) != crc:
                 raise Damaged(f"slot {slot}: the checksum of entry {i} is wrong")
             key = name.rstrip(b"\0").decode(), segment
-            found[key] = shape, list(struct.unpack(f"<{count}{ELEMENT[code, bits]}", data))
-        return found
+            by_key[key] = shape, list(struct.unpack(f"<{count}{ELEMENT[code, bits]}", data))
+        return by_key
 
 
 # -- a real ring ---------------------------------------------------------------------------------------------------
@@ -250,18 +250,18 @@ class Maker:
 @pytest.fixture
 def maker() -> Iterator[Maker]:
     folder = Path(tempfile.mkdtemp(prefix="busrl.test.", dir="/dev/shm"))
-    made = Maker(folder)
-    yield made
-    made.process.kill()
-    made.process.communicate(timeout=30)
+    started = Maker(folder)
+    yield started
+    started.process.kill()
+    started.process.communicate(timeout=30)
     shutil.rmtree(folder)
 
 
 @pytest.fixture
 def reader(maker) -> Iterator[Reader]:
-    made = Reader(maker.path)
-    yield made
-    made.close()
+    mapped = Reader(maker.path)
+    yield mapped
+    mapped.close()
 
 
 def test_a_stranger_reads_the_header_and_the_words_of_the_run(reader):
@@ -329,5 +329,5 @@ def test_a_stranger_refuses_a_header_of_which_one_byte_is_wrong(maker, tmp_path)
 
 
 def test_the_reader_knows_nothing_of_busrl():
-    own = Path(__file__).read_text().split("MAKER = ")[0]
-    assert not [line for line in own.splitlines() if line.lstrip().startswith(("import busrl", "from busrl"))]
+    program = Path(__file__).read_text().split("MAKER = ")[0]
+    assert not [line for line in program.splitlines() if line.lstrip().startswith(("import busrl", "from busrl"))]

@@ -38,8 +38,8 @@ COMMAND, LONG = 4, 2
 def lines() -> list[tuple[str, str, bytes]]:
     """(socket, direction, bytes) of every line of the page's session."""
     block = PAGE.split("<!-- generated: session -->")[1].split("```")[1]
-    found = [line.split(";")[0].split() for line in block.splitlines()]
-    return [(words[0], words[1], bytes.fromhex("".join(words[2:]))) for words in found if words]
+    fields = [line.split(";")[0].split() for line in block.splitlines()]
+    return [(words[0], words[1], bytes.fromhex("".join(words[2:]))) for words in fields if words]
 
 
 def steps() -> list[tuple[str, str, bytes]]:
@@ -105,26 +105,26 @@ def is_wish(frame: bytes) -> bool:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="busrl-session-"))
-    broker = subprocess.Popen([sys.executable, "-c", SERVE, str(made)], stdout=subprocess.PIPE, text=True)
+    place = Path(tempfile.mkdtemp(prefix="busrl-session-"))
+    broker = subprocess.Popen([sys.executable, "-c", SERVE, str(place)], stdout=subprocess.PIPE, text=True)
     try:
         assert broker.stdout is not None and broker.stdout.readline() == "ready\n"
-        yield made
+        yield place
     finally:
         broker.terminate()
         broker.wait(PATIENCE_S)
-        shutil.rmtree(made)
+        shutil.rmtree(place)
 
 
 def frames(raw: bytes) -> list[bytes]:
     """The bodies of message frames."""
-    found, at = [], 0
+    bodies, at = [], 0
     while at < len(raw):
         head = 9 if raw[at] & LONG else 2
         size = int.from_bytes(raw[at + 1 : at + head], "big")
-        found.append(raw[at + head : at + head + size])
+        bodies.append(raw[at + head : at + head + size])
         at += head + size
-    return found
+    return bodies
 
 
 class Others:

@@ -90,19 +90,19 @@ class Keeper:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="busrl-actor-"))
+    place = Path(tempfile.mkdtemp(prefix="busrl-actor-"))
     stop, ready = threading.Event(), threading.Event()
-    addresses = f"ipc://{made}/pub.sock", f"ipc://{made}/sub.sock"
-    lock = OfdLock(str(made / "bus.lock"))
+    addresses = f"ipc://{place}/pub.sock", f"ipc://{place}/sub.sock"
+    lock = OfdLock(str(place / "bus.lock"))
     broker = threading.Thread(target=run_broker, args=(*addresses, lock, stop), kwargs={"on_ready": ready.set})
     broker.start()
     assert ready.wait(PATIENCE_S)
-    (made / "run.json").write_text(json.dumps({"frontend": addresses[0], "backend": addresses[1]}))
-    (made / "my_reward.py").write_text(program())
-    yield made
+    (place / "run.json").write_text(json.dumps({"frontend": addresses[0], "backend": addresses[1]}))
+    (place / "my_reward.py").write_text(program())
+    yield place
     stop.set()
     broker.join(PATIENCE_S)
-    shutil.rmtree(made)
+    shutil.rmtree(place)
 
 
 @pytest.mark.parametrize("how", ["STOP", "SIGTERM"])
@@ -148,8 +148,8 @@ def judge() -> Callable[[dict[str, Any], str], float]:
     """The reward of step 5 alone."""
     names: dict[str, Any] = {"re": re}
     exec(re.findall(r"(def judge.*?\n)\n", program(), re.DOTALL)[0], names)
-    found: Callable[[dict[str, Any], str], float] = names["judge"]
-    return found
+    judge: Callable[[dict[str, Any], str], float] = names["judge"]
+    return judge
 
 
 @pytest.mark.parametrize(("answer", "completion", "worth"), [
@@ -179,8 +179,8 @@ def test_the_worker_of_the_page_imports_nothing_of_busrl():
 
 
 def test_the_c_program_of_the_page_compiles_without_a_warning(tmp_path):
-    (found,) = re.findall(r"```c\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "reward.c").write_text(found)
+    (source,) = re.findall(r"```c\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "reward.c").write_text(source)
     command = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{ROOT / 'csrc' / 'include'}"]
     subprocess.run([*command, str(tmp_path / "reward.c")], check=True, timeout=60)
 

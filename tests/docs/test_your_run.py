@@ -35,8 +35,8 @@ def blocks(language: str) -> list[str]:
 
 
 def fences() -> Iterator[tuple[str, str, str]]:
-    for found in re.finditer(r"(?:`([\w.-]+)`:\n)?```(\w*)\n(.*?)```", PAGE, re.S):
-        yield found[1] or "", found[2], found[3]
+    for match in re.finditer(r"(?:`([\w.-]+)`:\n)?```(\w*)\n(.*?)```", PAGE, re.S):
+        yield match[1] or "", match[2], match[3]
 
 
 class Follower:
@@ -144,7 +144,7 @@ def test_every_key_of_the_page_is_one(followed: tuple[Follower, dict[str, str]])
 def _keys(text: str) -> Iterator[tuple[str, str]]:
     section = ""
     for line in text.splitlines():
-        if found := re.match(r"#?\[+([\w.]+)\]", line):
-            section = found[1]
-        elif found := re.match(r"#?(\w+) = ", line):
-            yield section, found[1]
+        if match := re.match(r"#?\[+([\w.]+)\]", line):
+            section = match[1]
+        elif match := re.match(r"#?(\w+) = ", line):
+            yield section, match[1]

@@ -135,8 +135,8 @@ class Lossy:
             if self.chance.random() >= self.loss:
                 super().send(kind, **fields)  # type: ignore[misc]
 
-    def heard(self, message: dict[str, Any]) -> bool:
-        return self.chance.random() >= self.loss and super().heard(message)  # type: ignore[misc,no-any-return]
+    def receive(self, message: dict[str, Any]) -> bool:
+        return self.chance.random() >= self.loss and super().receive(message)  # type: ignore[misc,no-any-return]
 
 
 @pytest.mark.slow

@@ -118,10 +118,10 @@ while not stop.wait(0.02):
 def until(condition: Callable[[], Any], what: str) -> Any:
     """Wait for something that other processes do; names what did not happen."""
     deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {PATIENCE_S:g} s for: {what}"
         pause.wait(0.02)
-    return found
+    return value
 
 
 def alive(pid: int) -> bool:
@@ -232,7 +232,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-    one = Scripted(tmp_path / "run", runtime)
-    yield one
-    one.clean()
+    run = Scripted(tmp_path / "run", runtime)
+    yield run
+    run.clean()
     shutil.rmtree(runtime, ignore_errors=True)

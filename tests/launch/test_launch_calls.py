@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def opened(folder: Path, calls: bool) -> OpenRun:
-    made = ensure("tiny:sort")
-    keys = [f"model.path={made.model}", f"data.train={made.train}", "validation.data=", "generation.max_batch=4"]
+    files = ensure("tiny:sort")
+    keys = [f"model.path={files.model}", f"data.train={files.train}", "validation.data=", "generation.max_batch=4"]
     topology = load(ROOT / "configs" / "quickstart.toml", keys)
     assert not topology.has_callers and topology.derived.call_slots == 0
     slots, slot_bytes = call_ring(topology) if calls else (0, 0)
@@ -57,6 +57,6 @@ def test_the_longest_call_of_a_topology_fits_a_slot_of_its_ring(tmp_path: Path, 
     _, slot_bytes = call_ring(dataclasses.replace(base, generation=generation))
     details = ModelCall(np.zeros(1, np.int32), 1, stream=(1 << 64) - 1, stop=tuple(range(1 << 20, (1 << 20) + 50)))
     align = 64
-    ids, said = 4 * (prompt + answer), len(details.details())
-    needed = sum(-(-size // align) * align for size in (ids, said, 4 * answer, 4 * answer, 4 * answer, 24))
+    ids, details_length = 4 * (prompt + answer), len(details.details())
+    needed = sum(-(-size // align) * align for size in (ids, details_length, 4 * answer, 4 * answer, 4 * answer, 24))
     assert needed <= slot_bytes

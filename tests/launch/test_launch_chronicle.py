@@ -36,15 +36,15 @@ def test_a_killed_process_is_a_problem_in_status_and_counts_its_restarts(scripte
     pid = scripted.ready("rollout/0", 2)
     scripted.until(lambda: "restarted 1×" in status(scripted.root), "the restart to be counted")
     shown = status(scripted.root)
-    [line] = [one for one in shown.splitlines() if f"pid {pid}" in one]
+    [line] = [text for text in shown.splitlines() if f"pid {pid}" in text]
     assert "rollout/0" in line and "restarted 1×" in line, shown
     assert "launch warning: rollout/0 (pid" in shown and "signal SIGKILL; starting it again" in shown, shown
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
     assert "restarted: rollout/0 1×" in status(scripted.root)
-    told = json.loads(scripted.paths.supervisor.read_text())["processes"]
-    assert told["rollout/0"]["restarts"] == 1 and told["learner"]["restarts"] == 0
-    assert "SIGKILL" in told["rollout/0"]["latest"]
+    processes = json.loads(scripted.paths.supervisor.read_text())["processes"]
+    assert processes["rollout/0"]["restarts"] == 1 and processes["learner"]["restarts"] == 0
+    assert "SIGKILL" in processes["rollout/0"]["latest"]
 
 
 def test_an_error_from_outside_is_shown_filed_and_counted_in_status(scripted) -> None:
@@ -52,15 +52,16 @@ def test_an_error_from_outside_is_shown_filed_and_counted_in_status(scripted) ->
     scripted.ready("learner")
     texts = {"warning": "thin ice", "error": "a crack", "critical": "\x1b[2Jit broke", "nonsense": "who knows"}
 
-    def told() -> bool:
+    def counted() -> bool:
         for severity, text in texts.items():
-            mine.send(m.Error(severity=severity, where="pond", text=text))
+            endpoint.send(m.Error(severity=severity, where="pond", text=text))
         shown = status(scripted.root)
-        return "ERROR from my-actor: " in shown and all(f"{one}" in shown for one in ("critical", "error", "warning"))
+        severities = ("critical", "error", "warning")
+        return "ERROR from my-actor: " in shown and all(severity in shown for severity in severities)
 
-    with Endpoint("my-actor", scripted.paths.frontend, scripted.paths.backend) as mine:
-        mine.ready(60.0)
-        scripted.until(told, "status to count the errors")
+    with Endpoint("my-actor", scripted.paths.frontend, scripted.paths.backend) as endpoint:
+        endpoint.ready(60.0)
+        scripted.until(counted, "status to count the errors")
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
     shown = status(scripted.root)

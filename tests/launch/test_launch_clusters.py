@@ -23,11 +23,11 @@ HOSTS = ["process.rollout.hosts=['gpu-1', 'gpu-0']", "process.rollout.devices=['
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    made = tmp_path_factory.mktemp("for") / "keys"
-    keys.init(made)
+    folder = tmp_path_factory.mktemp("for") / "keys"
+    keys.init(folder)
     for host in ("gpu-0", "gpu-1"):
-        keys.add(made, host)
-    return [*HOSTS, f"bus.keys='{made}'", "run.name='My.run'"]
+        keys.add(folder, host)
+    return [*HOSTS, f"bus.keys='{folder}'", "run.name='My.run'"]
 
 
 @pytest.fixture(scope="module")
@@ -35,33 +35,33 @@ def topology(settings: list[str]) -> Topology:
     return load(QUICKSTART, settings)
 
 
-def pods(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def pods(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The pods' specs by name, of either kind."""
-    spec = found["spec"]
-    if found["kind"] == "JobSet":
+    spec = manifest["spec"]
+    if manifest["kind"] == "JobSet":
         return {job["name"]: job["template"]["spec"]["template"]["spec"] for job in spec["replicatedJobs"]}
     both = spec["leaderWorkerTemplate"]
     return {"home": both["leaderTemplate"]["spec"], "hosts": both["workerTemplate"]["spec"]}
 
 
 def test_a_jobset_has_a_pod_for_home_and_each_host(topology: Topology) -> None:
-    found = clusters.jobset(topology)
-    assert (found["apiVersion"], found["metadata"]["name"]) == ("jobset.x-k8s.io/v1alpha2", "my-run")
-    jobs = {job["name"]: job["template"]["spec"] for job in found["spec"]["replicatedJobs"]}
+    manifest = clusters.jobset(topology)
+    assert (manifest["apiVersion"], manifest["metadata"]["name"]) == ("jobset.x-k8s.io/v1alpha2", "my-run")
+    jobs = {job["name"]: job["template"]["spec"] for job in manifest["spec"]["replicatedJobs"]}
     assert {name: (job["parallelism"], job["completions"]) for name, job in jobs.items()} == {
         "home": (1, 1), "hosts": (2, 2),
     }
     assert all(job["completionMode"] == "Indexed" and job["backoffLimit"] > 1000 for job in jobs.values())
     assert all(job["template"]["spec"]["restartPolicy"] == "OnFailure" for job in jobs.values())
-    assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == ["home"]
-    assert "tcp://my-run-home-0-0.my-run:5600" in script(pods(found)["hosts"])
+    assert manifest["spec"]["successPolicy"]["targetReplicatedJobs"] == ["home"]
+    assert "tcp://my-run-home-0-0.my-run:5600" in script(pods(manifest)["hosts"])
 
 
 def test_a_leader_worker_set_is_one_group_whose_rings_outlive_a_pod(topology: Topology) -> None:
-    found = clusters.leader_worker_set(topology)
-    assert (found["apiVersion"], found["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
-    both = found["spec"]["leaderWorkerTemplate"]
-    assert (found["spec"]["replicas"], both["size"], both["restartPolicy"]) == (1, 3, "None")
+    manifest = clusters.leader_worker_set(topology)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    both = manifest["spec"]["leaderWorkerTemplate"]
+    assert (manifest["spec"]["replicas"], both["size"], both["restartPolicy"]) == (1, 3, "None")
 
 
 @pytest.mark.parametrize("kind", clusters.MANIFESTS)
@@ -76,14 +76,14 @@ def test_every_mount_has_its_volume_and_shared_memory_is_the_pods(kind: str, top
 
 
 def test_hosts_get_their_devices_and_home_none(topology: Topology) -> None:
-    found = pods(clusters.jobset(topology))
-    assert found["hosts"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 2}}
-    assert "resources" not in found["home"]["containers"][0]
+    by_name = pods(clusters.jobset(topology))
+    assert by_name["hosts"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+    assert "resources" not in by_name["home"]["containers"][0]
 
 
 def test_an_item_of_several_devices_counts_each(settings: list[str]) -> None:
-    found = pods(clusters.jobset(load(QUICKSTART, [*settings, "process.rollout.devices=['0,1', '2,3']"])))
-    assert found["hosts"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    by_name = pods(clusters.jobset(load(QUICKSTART, [*settings, "process.rollout.devices=['0,1', '2,3']"])))
+    assert by_name["hosts"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
 
 
 def script(spec: dict[str, Any]) -> str:
@@ -96,36 +96,36 @@ def script(spec: dict[str, Any]) -> str:
 def test_a_pod_runs_the_command_with_its_name_and_keys(
     kind: str, index: dict[str, str], topology: Topology, tmp_path: Path
 ) -> None:
-    found = pods(clusters.MANIFESTS[kind](topology))
+    by_name = pods(clusters.MANIFESTS[kind](topology))
     program = tmp_path / "busrl"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; stat -c %a keys keys/file\n')
     program.chmod(0o755)
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "file").write_text("a key")
-    said = {}
-    for name, spec in found.items():
+    texts = {}
+    for name, spec in by_name.items():
         text = script(spec).replace(clusters.SECRETS, "secret").replace(clusters.KEYS, "keys")
         done = subprocess.run(
             ["sh", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=True,
             env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "10.1.2.3", "LWS_LEADER_ADDRESS": "leader", **index},
         )
-        said[name] = done.stdout.split("\n")
-        assert said[name][-3:] == ["700", "600", ""]
-    assert said["hosts"][0] == "host" and said["hosts"][3] == "keys/gpu-1.key_secret"
-    assert said["hosts"][1] == ("tcp://leader:5600" if kind == "lws" else "tcp://my-run-home-0-0.my-run:5600")
-    assert said["home"][0] == "launch" and 'bus.endpoint="tcp://10.1.2.3:5600"' in said["home"]
-    assert 'bus.keys="keys"' in said["home"]
+        texts[name] = done.stdout.split("\n")
+        assert texts[name][-3:] == ["700", "600", ""]
+    assert texts["hosts"][0] == "host" and texts["hosts"][3] == "keys/gpu-1.key_secret"
+    assert texts["hosts"][1] == ("tcp://leader:5600" if kind == "lws" else "tcp://my-run-home-0-0.my-run:5600")
+    assert texts["home"][0] == "launch" and 'bus.endpoint="tcp://10.1.2.3:5600"' in texts["home"]
+    assert 'bus.keys="keys"' in texts["home"]
 
 
 def test_a_job_of_slurm_gives_each_host_its_node(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
-    given = [part for one in (*HOSTS[:3], "run.name='My.run'") for part in ("--set", one)]
-    assert main(["launch", str(QUICKSTART), "--emit", "slurm", *given]) == 0, "address and keys are made in the job"
+    options = [part for setting in (*HOSTS[:3], "run.name='My.run'") for part in ("--set", setting)]
+    assert main(["launch", str(QUICKSTART), "--emit", "slurm", *options]) == 0, "address and keys are made in the job"
     job = tmp_path / "job.sh"
     job.write_text(capsys.readouterr().out)
-    asked = [line.split()[1] for line in job.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert {"--job-name=my-run", "--nodes=3", "--gpus-per-node=2", "--no-kill"} <= set(asked)
+    directives = [line.split()[1] for line in job.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--job-name=my-run", "--nodes=3", "--gpus-per-node=2", "--no-kill"} <= set(directives)
     for name in ("busrl", "srun"):
         (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@" >> {tmp_path}/said\n')
         (tmp_path / name).chmod(0o755)
@@ -150,7 +150,8 @@ def test_a_job_of_slurm_gives_each_host_its_node(
 def test_a_job_of_slurm_goes_on_in_the_resumed_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
-    command = ["launch", str(QUICKSTART), "--emit", "slurm", *(part for one in HOSTS[:3] for part in ("--set", one))]
+    options = [part for setting in HOSTS[:3] for part in ("--set", setting)]
+    command = ["launch", str(QUICKSTART), "--emit", "slurm", *options]
     assert main([*command, "--resume", str(tmp_path / "earlier")]) == 0
     assert f"--run-dir {tmp_path}/earlier " in capsys.readouterr().out
     assert main([*command, "--resume", "never"]) != 0
@@ -160,8 +161,8 @@ def test_a_job_of_slurm_goes_on_in_the_resumed_directory(
 def test_the_command_prints_it_and_a_run_on_one_host_is_refused(
     capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
-    given = [part for one in settings for part in ("--set", one)]
-    assert main(["launch", str(QUICKSTART), "--emit", "lws", *given]) == 0
+    options = [part for setting in settings for part in ("--set", setting)]
+    assert main(["launch", str(QUICKSTART), "--emit", "lws", *options]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "LeaderWorkerSet"
     with pytest.raises(UserError, match="no other host"):
         clusters.jobset(load(QUICKSTART, []))

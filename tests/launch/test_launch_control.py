@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from busrl.errors import TopologyError, UserError
 from busrl.launch.control import NO_PROOF, ControlDesk
+from busrl.launch.rundir import OpenRun
 from busrl.ledger.controls import ControlLine, Controls, read_lines
 from busrl.paths import RunPaths
 from busrl.preflight import inflight
@@ -37,14 +38,20 @@ class Words(dict[HeaderWord, int]):
         self[word] = value
 
 
+class FileRun(SimpleNamespace):
+    """A run of files and header words alone."""
+
+    use = OpenRun.use
+
+
 class Desk(ControlDesk):
-    """One whose run has files and header words, and no processes."""
+    """The desk of a run without processes."""
 
     def __init__(self, root: Path, topology: Topology = QUICKSTART, pause: int = 0) -> None:
         self.ring = Words({HeaderWord.GENERATION_PAUSE: pause, HeaderWord.STEP: 7})
         self.said: list[str] = []
-        run: Any = SimpleNamespace(paths=RunPaths.of(root), topology=topology, ring=self.ring, written={})
-        self.run, processes = run, {one.name: one for one in topology.processes()}
+        run: Any = FileRun(paths=RunPaths.of(root), topology=topology, ring=self.ring, written={})
+        self.run, processes = run, {process.name: process for process in topology.processes()}
         super().__init__(run, processes, self, self.said.append)
 
     def adopt(self, topology: Topology) -> None:
@@ -63,7 +70,7 @@ class Desk(ControlDesk):
         for name in self._processes:
             beat = m.Heartbeat(control=self.run.paths.control.stat().st_size)
             beat.sender = address(name)
-            self.heard(beat)
+            self.note_heartbeat(beat)
 
     @property
     def pause_word(self) -> int:
@@ -77,17 +84,17 @@ texts = st.text(max_size=20)
 
 @given(texts, texts, texts, texts, texts, st.binary(min_size=1, max_size=64), st.data())
 def test_a_proof_is_of_every_field_and_of_the_key(
-    one: str, verb: str, key: str, value: str, who: str, secret: bytes, data: st.DataObject
+    number: str, verb: str, key: str, value: str, who: str, secret: bytes, data: st.DataObject
 ) -> None:
-    asked = m.Control(id=one, verb=verb, key=key, value=value, who=who)
-    asked.proof = asked.proof_with(secret)
-    whole = not any("\0" in text for text in (one, verb, key, value, who))
-    assert asked.is_proved(secret) == whole
-    assert not asked.is_proved(secret + b"x")
+    request = m.Control(id=number, verb=verb, key=key, value=value, who=who)
+    request.proof = request.proof_with(secret)
+    unambiguous = not any("\0" in text for text in (number, verb, key, value, who))
+    assert request.is_proved(secret) == unambiguous
+    assert not request.is_proved(secret + b"x")
     name = data.draw(st.sampled_from(("id", "verb", "key", "value", "who")))
-    other = data.draw(texts.filter(lambda text: text != getattr(asked, name)))
-    setattr(asked, name, other)
-    assert not asked.is_proved(secret), f"{name} can be another one with the same proof"
+    other = data.draw(texts.filter(lambda text: text != getattr(request, name)))
+    setattr(request, name, other)
+    assert not request.is_proved(secret), f"{name} can be another one with the same proof"
 
 
 def test_what_is_not_proved_changes_nothing_and_leaves_no_line(tmp_path: Path) -> None:
@@ -278,7 +285,7 @@ def test_an_existing_ring_keeps_its_size_where_the_limits_fit() -> None:
 
 
 def test_every_process_that_follows_a_key_is_one_of_a_run() -> None:
-    roles = {one.role for one in QUICKSTART.processes()}
+    roles = {process.role for process in QUICKSTART.processes()}
     assert {role for key in inflight.KEYS for role in inflight.followers(key)} <= roles
     assert isinstance(QUICKSTART.processes()[0], ProcessName)
 

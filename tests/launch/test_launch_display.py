@@ -45,24 +45,24 @@ def record(step: int, version: int, tokens: int, *processes: ProcessRecord) -> R
 def begun(goal: int = 200, children: int = 2) -> Progress:
     """A run whose learner is ready while its rollout workers start again."""
     names = ["learner", *(f"rollout/{number}" for number in range(children - 1))]
-    made = [Child(name, Limits(ready_s=9, progress_s=9, restart_attempts=9, crash_attempts=0)) for name in names]
-    for pid, child in enumerate(made, 100):
+    children = [Child(name, Limits(ready_s=9, progress_s=9, restart_attempts=9, crash_attempts=0)) for name in names]
+    for pid, child in enumerate(children, 100):
         child.started(pid, 0.0)
-    made[0].became_ready()
-    for child in made[1:]:
+    children[0].became_ready()
+    for child in children[1:]:
         child.restarts = 2
-    return Progress(RunState(facts=Facts(name="sort", max_steps=goal)), made, 0.0)
+    return Progress(RunState(facts=Facts(name="sort", max_steps=goal)), children, 0.0)
 
 
 def progress() -> Progress:
-    made = begun()
+    progress = begun()
     for step in range(1, 85):
         update = {"step": step, "version": step + 1, "groups": 32, "samples": 256, "tokens": 9000, "reward": step / 200}
-        made.handle(m.LearnerStateUpdate(**update), 0.0)
+        progress.handle(m.LearnerStateUpdate(**update), 0.0)
     for second, busy in ((0.0, 0), (2.0, 1_860_000_000)):
         learner = ProcessRecord("learner", "learner", 100, "ready", "training", 0.0, 0.1, busy, 0, 0, 85)
-        made.run.look(record(84, 85, 1000 + int(3100 * second), learner), second)
-    return made
+        progress.run.look(record(84, 85, 1000 + int(3100 * second), learner), second)
+    return progress
 
 
 def shown(state: Progress, width: int = 100, height: int = 30, now: float = 2.0) -> list[str]:
@@ -174,7 +174,7 @@ def test_no_message_that_the_bus_lets_pass_can_end_the_picture(messages):
         state.handle(message, 1.0)
         assert line(state.run, 1.0)
     assert shown(state)
-    reward = state.run.steps.recent(lambda one: one.reward)
+    reward = state.run.steps.recent(lambda step: step.reward)
     assert reward is None or math.isfinite(reward)
 
 
@@ -192,7 +192,7 @@ def test_the_picture_is_smaller_than_the_terminal(width, height, children):
     state = progress()
     state.children = begun(children=children).children
     lines = shown(state, width, height)
-    assert 0 < len(lines) < height and all(len(one) < width for one in lines)
+    assert 0 < len(lines) < height and all(len(line) < width for line in lines)
 
 
 def test_late_and_doubled_updates_change_nothing():
@@ -223,15 +223,15 @@ def test_what_others_wrote_moves_no_cursor_on_a_pipe_or_a_terminal(monkeypatch):
     learner = ProcessRecord(HOSTILE, "learner", 100, "ready", HOSTILE, 0.0, 0.1, 0, 0, 0, 1)
     state.run.look(record(0, 0, 0, learner), 0.0)
     state.run.facts = Facts(name=HOSTILE, max_steps=200)
-    for one in shown(state):
-        assert one.isprintable(), one
+    for text in shown(state):
+        assert text.isprintable(), text
 
 
 def test_validations_are_lines_that_stay():
     state = progress()
-    (said,) = state.handle(m.ValidationDone(round=1, version=7, samples=512, mean=0.5), 2.0)
-    assert said == "validation 1 of version 7: 0.500 over 512 samples"
-    assert [(one.round, one.mean, one.samples) for one in state.run.validations.values()] == [(1, 0.5, 512)]
+    (text,) = state.handle(m.ValidationDone(round=1, version=7, samples=512, mean=0.5), 2.0)
+    assert text == "validation 1 of version 7: 0.500 over 512 samples"
+    assert [(entry.round, entry.mean, entry.samples) for entry in state.run.validations.values()] == [(1, 0.5, 512)]
 
 
 def test_faults_on_purpose_are_shown_all_the_time():
@@ -249,8 +249,8 @@ def test_a_rate_starts_afresh_when_its_counter_does():
 
 
 def test_durations_and_numbers_are_short():
-    assert [duration(one) for one in (5, 187, 3725)] == ["5s", "3m 07s", "1h 02m"]
-    assert [short(one) for one in (7, 3100, 123456, 2.5e6)] == ["7", "3.1k", "123k", "2.5M"]
+    assert [duration(seconds) for seconds in (5, 187, 3725)] == ["5s", "3m 07s", "1h 02m"]
+    assert [short(count) for count in (7, 3100, 123456, 2.5e6)] == ["7", "3.1k", "123k", "2.5M"]
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["somebody reads at last", "nobody does"])
@@ -266,10 +266,10 @@ def test_lines_that_nobody_read_are_counted_at_the_end(tmp_path, monkeypatch, re
     for number in range(1000):
         display.say(f"{number:099}")
     with os.fdopen(reader, "rb") as source, ThreadPoolExecutor(1) as thread:
-        whole = thread.submit(source.read) if reads else None
+        reading = thread.submit(source.read) if reads else None
         display.close()
-        if whole is not None:
-            read = whole.result(60).splitlines()
+        if reading is not None:
+            read = reading.result(60).splitlines()
             assert read[-1] == b"(600 lines are not shown, as nobody read: they are in logs/launch.log)"
             assert len(read) == 1 + 400 + 1 and not display.log.exists()
     if not reads:

@@ -33,20 +33,20 @@ class Place:
         (self.root / name).write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
 
     def topology(self, *settings: str) -> Topology:
-        own = [f"data.train={self.root}/train.jsonl", f"validation.data={self.root}/held-out.jsonl"]
-        own += ["reward.kind=python", f"reward.function={self.root}/judge.py:score", "run.max_steps=60"]
-        return load(QUICKSTART, [*own, *settings])
+        common = [f"data.train={self.root}/train.jsonl", f"validation.data={self.root}/held-out.jsonl"]
+        common += ["reward.kind=python", f"reward.function={self.root}/judge.py:score", "run.max_steps=60"]
+        return load(QUICKSTART, [*common, *settings])
 
     def start(self, *settings: str, resume: bool = True) -> Start:
         """What a start does with the files before anything runs."""
         topology, before = self.topology(*settings), {}
         if self.paths.topology.exists():
             before = json.loads(self.paths.topology.read_text())
-        found = compare(self.paths, topology, before, resume)
+        start = compare(self.paths, topology, before, resume)
         self.paths.topology.write_text(topology.to_json())
         self.paths.run_json.write_text("{}")
-        found.record(self.paths)
-        return found
+        start.record(self.paths)
+        return start
 
     def stepped(self, steps: int) -> None:
         rows = [{"step": step, "reward": step / 100} for step in range(1, steps + 1)]
@@ -61,11 +61,11 @@ def place(tmp_path: Path) -> Place:
 def test_changes_since_the_last_start_are_reported_by_key_and_kept(place: Place) -> None:
     assert place.start().notes == []
     place.stepped(30)
-    found = place.start("learner.lr=0.5", "limits.progress_s=99", "process.rollout.threads=2")
-    told = "\n".join(found.notes)
-    assert "changed since the last start:" in told and "learner.lr 0.0" in told and "→ 0.5" in told
-    assert "limits.progress_s" in told and ".threads 1 → 2" in told
-    assert "continues after step 30 of 60, reward 0.010 → 0.255" in told
+    start = place.start("learner.lr=0.5", "limits.progress_s=99", "process.rollout.threads=2")
+    notes = "\n".join(start.notes)
+    assert "changed since the last start:" in notes and "learner.lr 0.0" in notes and "→ 0.5" in notes
+    assert "limits.progress_s" in notes and ".threads 1 → 2" in notes
+    assert "continues after step 30 of 60, reward 0.010 → 0.255" in notes
     rows = [json.loads(line) for line in place.paths.starts.read_text().splitlines()]
     assert rows[0]["changes"] == {} and rows[1]["changes"]["learner.lr"]["now"] == 0.5 and rows[1]["step"] == 30
     assert not any("changed" in note for note in place.start("learner.lr=0.5", "limits.progress_s=99",
@@ -78,7 +78,7 @@ def test_a_change_is_kept_before_the_topology_that_has_it_is_written(
     """A start that is killed in between leaves no topology of which nobody knows since when it holds."""
     place.start()
     place.paths.run_json.unlink()
-    monkeypatch.setattr("busrl.launch.rundir._write_files", lambda *_: pytest.fail("killed here"))
+    monkeypatch.setattr("busrl.launch.rundir.write_files", lambda *_: pytest.fail("killed here"))
     with pytest.raises(pytest.fail.Exception):
         open_run(place.paths.root, place.topology("weights.max_staleness=1"))
     assert json.loads(place.paths.topology.read_text())["weights"]["max_staleness"] == 2
@@ -116,8 +116,8 @@ def test_edited_validation_prompts_and_an_edited_reward_are_said(place: Place) -
     place.start()
     place.prompts("held-out.jsonl", "3+3=")
     (place.root / "judge.py").write_text("def score(record, completion, token_ids): return 2.0\n")
-    told = "\n".join(place.start().notes)
-    assert "held-out.jsonl is not what it was: validation" in told and "judge.py is not what it was: rewards" in told
+    notes = "\n".join(place.start().notes)
+    assert "held-out.jsonl is not what it was: validation" in notes and "judge.py is not what it was: rewards" in notes
     assert place.start().notes == []
 
 
@@ -125,14 +125,14 @@ def test_an_edited_loss_metric_and_optimiser_are_said_too(place: Place) -> None:
     (place.root / "own.py").write_text("def loss(inputs, settings): return inputs.trainer_logprobs\n")
     (place.root / "counts.py").write_text("def metric(samples, row): return {}\n")
     (place.root / "steps.py").write_text("from torch.optim import SGD as Steps\n")
-    named = (f"learner.loss={place.root}/own.py:loss", f'learner.metrics=["{place.root}/counts.py:metric"]',
+    settings = (f"learner.loss={place.root}/own.py:loss", f'learner.metrics=["{place.root}/counts.py:metric"]',
              f"learner.optimizer={place.root}/steps.py:Steps")
-    place.start(*named)
+    place.start(*settings)
     for name in ("own.py", "counts.py", "steps.py"):
         (place.root / name).write_text("# another one\n" + (place.root / name).read_text())
-    told = "\n".join(place.start(*named).notes)
-    assert "own.py is not what it was: losses" in told and "counts.py is not what it was: metrics" in told
-    assert "steps.py is not what it was: updates" in told
+    notes = "\n".join(place.start(*settings).notes)
+    assert "own.py is not what it was: losses" in notes and "counts.py is not what it was: metrics" in notes
+    assert "steps.py is not what it was: updates" in notes
 
 
 def test_another_reward_model_in_the_same_folder_is_reported(place: Place, tmp_path: Path) -> None:
@@ -141,13 +141,14 @@ def test_another_reward_model_in_the_same_folder_is_reported(place: Place, tmp_p
     (folder / "config.json").write_text(json.dumps({"architectures": ["TestForSequenceClassification"]}))
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(3 << 20))
     part = f'reward.part=[{{kind="model", path="{folder}"}}]'
-    named = ("reward.kind=exact_match", "reward.function=", "reward.extract=", part)
-    place.start(*named)
-    kept = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(kept)
-    assert place.start(*named).notes == []
-    (folder / "model.safetensors").write_bytes(kept[:-1] + b"1")
-    assert f"{folder} is not what it was: rewards from here on are those of the new model" in place.start(*named).notes
+    settings = ("reward.kind=exact_match", "reward.function=", "reward.extract=", part)
+    place.start(*settings)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights)
+    assert place.start(*settings).notes == []
+    (folder / "model.safetensors").write_bytes(weights[:-1] + b"1")
+    changed = f"{folder} is not what it was: rewards from here on are those of the new model"
+    assert changed in place.start(*settings).notes
 
 
 def test_another_model_in_the_run_folder_is_refused_with_both_sizes(place: Place, tmp_path: Path) -> None:
@@ -159,22 +160,22 @@ def test_another_model_in_the_run_folder_is_refused_with_both_sizes(place: Place
         (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         return folder
 
-    own = (f"model.path={model(tmp_path / 'model', 32)}",)
-    place.start(*own)
+    settings = (f"model.path={model(tmp_path / 'model', 32)}",)
+    place.start(*settings)
     place.stepped(2)
     model(place.paths.checkpoints / "global_step_2" / "model", 32)
-    place.start(*own)
+    place.start(*settings)
     model(tmp_path / "model", 64)
-    told = "has 2 layers, 64 channels, 93 token ids, and the checkpoints in .* are of 2 layers, 32 channels"
-    with pytest.raises(UserError, match=told):
-        place.start(*own)
+    pattern = "has 2 layers, 64 channels, 93 token ids, and the checkpoints in .* are of 2 layers, 32 channels"
+    with pytest.raises(UserError, match=pattern):
+        place.start(*settings)
 
 
 def test_files_that_are_no_longer_named_were_not_edited(place: Place) -> None:
     place.start()
-    found = place.start("validation.data=", "validation.every=0", "reward.kind=exact_match", "reward.function=")
-    assert "reward.kind" in found.notes[0]
-    assert not any("is not what it was" in note for note in found.notes)
+    start = place.start("validation.data=", "validation.every=0", "reward.kind=exact_match", "reward.function=")
+    assert "reward.kind" in start.notes[0]
+    assert not any("is not what it was" in note for note in start.notes)
 
 
 def test_an_unreadable_prompt_file_stays_known_at_the_next_start(place: Place) -> None:
@@ -205,9 +206,9 @@ def test_a_goal_behind_the_progress_is_refused_and_a_reached_one_reported(place:
     place.stepped(60)
     assert any("continues after step 60 of 60" in note for note in place.start().notes), "its end may be missing"
     place.paths.summary.write_text(json.dumps({"outcome": "finished"}))
-    with pytest.raises(RunFinished, match=r"60 of 60 steps are done; to go on set run\.max_steps above 60") as told:
+    with pytest.raises(RunFinished, match=r"60 of 60 steps are done; to go on set run\.max_steps above 60") as finished:
         place.start()
-    assert told.value.exit_code == 0
+    assert finished.value.exit_code == 0
     with pytest.raises(UserError, match=r"run\.max_steps = 40: the run in .* has done 60 steps; to go on") as refused:
         place.start("run.max_steps=40")
     assert refused.value.exit_code == 2
@@ -233,14 +234,14 @@ def test_other_files_in_a_new_run_directory_are_named_and_left_alone(place: Plac
         (place.paths.root / name).touch()
     for name in ("logs", "checkpoints"):
         (place.paths.root / name).mkdir()
-    (told,) = place.start().notes
-    assert "0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 6 more" in told and "left alone" in told
+    (note,) = place.start().notes
+    assert "0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 6 more" in note and "left alone" in note
     assert place.start().notes == []
 
 
 def test_a_digest_is_of_what_can_be_read(place: Place) -> None:
-    found: dict[str, Any] = digests(place.topology())
-    assert set(found) == {"data.train", "validation.data", "reward.function"} and len(set(found.values())) == 3
+    by_key: dict[str, Any] = digests(place.topology())
+    assert set(by_key) == {"data.train", "validation.data", "reward.function"} and len(set(by_key.values())) == 3
     topology = place.topology("validation.data=")
     (place.root / "judge.py").unlink()
     assert set(digests(topology)) == {"data.train"}

@@ -43,7 +43,7 @@ DAMAGE: dict[str, tuple[Callable[[RunPaths], object], str]] = {
 SLOW = ("cut within a page", "removed")  # as the others, and a start takes its time
 
 
-@pytest.mark.parametrize("how", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in DAMAGE])
+@pytest.mark.parametrize("how", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DAMAGE])
 def test_a_run_with_lost_fates_ends_and_names_file_and_remedy(scripted, how: str) -> None:
     damage, said = DAMAGE[how]
     scripted.start(MODES)

@@ -29,12 +29,12 @@ def test_a_start_on_a_full_disk_names_file_and_keeps_topology(
     def full(*args: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    paths, given = RunPaths.of(tmp_path), tmp_path / "given.toml"
-    shutil.copyfile(QUICKSTART, given)
+    paths, source = RunPaths.of(tmp_path), tmp_path / "given.toml"
+    shutil.copyfile(QUICKSTART, source)
     paths.topology_file.write_text("# of before\n")
     monkeypatch.setattr(files, "write_all", full)
     with pytest.raises(DiskFull, match=r"topology\.toml: no space for \d+ bytes.*make space"):
-        rundir._write_files(paths, load(given), bytes(16), {})
+        rundir.write_files(paths, load(source), bytes(16), {})
     assert paths.topology_file.read_text() == "# of before\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given.toml", "topology.toml"]
 
@@ -82,7 +82,7 @@ def test_a_launch_that_lost_its_turn_ends_and_yields_the_run(scripted):
     assert scripted.paths.ring_file.exists() and scripted.paths.runtime_dir.exists()
     assert not scripted.paths.open_bin.exists() and not scripted.paths.summary.exists()
     ring = Ring.attach(scripted.paths.ring_name, read_only=True)
-    assert ring.header("run_state") == 0 and all(ring.is_dead(one.index) for one in ring.processes())
+    assert ring.header("run_state") == 0 and all(ring.is_dead(process.index) for process in ring.processes())
     ring.close()
     other.release()
 
@@ -141,8 +141,8 @@ def test_ring_clean_keeps_a_launched_ring_before_any_process_registers(scripted)
     guard = RingGuard(scripted.paths.ring_file)
     assert guard.take()
     command = [sys.executable, "-m", "busrl.cli", "ring", "clean", scripted.paths.ring_name]
-    kept = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert kept.returncode == 2 and "in use by a launch" in kept.stderr and guard.has_name(), kept
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert printed.returncode == 2 and "in use by a launch" in printed.stderr and guard.has_name(), printed
     guard.release()
     removed = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert removed.returncode == 0 and not scripted.paths.ring_file.exists(), removed
@@ -190,7 +190,7 @@ def test_a_stuck_cleaner_holding_a_ring_is_named_and_the_start_refused(tmp_path,
         assert cleaner.try_take()
         monkeypatch.setattr(RingGuard.take, "__defaults__", (0.01,))
         with pytest.raises(RunInUse, match="has been removing it"):
-            rundir._guard(paths)
+            rundir.take_guard(paths)
     finally:
         cleaner.release()
         Ring.unlink(paths.ring_name)

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def topology(tmp_path: Path) -> Topology:
     keys.init(tmp_path / "keys")
-    own = ['process.rollout.hosts=["gpu-0"]', 'bus.endpoint="tcp://10.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
-    return of_host(load(ROOT / "configs" / "scripted.toml", own), "gpu-0")
+    settings = ['process.rollout.hosts=["gpu-0"]', 'bus.endpoint="tcp://10.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
+    return of_host(load(ROOT / "configs" / "scripted.toml", settings), "gpu-0")
 
 
 def started(folder: Path, topology: Topology, life: int, holds: int) -> tuple[bool, int]:
@@ -29,10 +29,10 @@ def started(folder: Path, topology: Topology, life: int, holds: int) -> tuple[bo
     source = HostSource("tcp://10.0.0.1:5600", "", "gpu-0", "00" * 16, life)
     opened = open_host(folder / "scratch", topology, source, holds)
     opened.ring.register("launch", "launch")
-    found = any("adopted the ring" in note for note in opened.notes), HostSource.read(opened.paths.host_source).life
+    state = any("adopted the ring" in note for note in opened.notes), HostSource.read(opened.paths.host_source).life
     remove_runtime_dir(opened.paths)
     opened.release()
-    return found
+    return state
 
 
 def test_a_start_goes_on_with_ring_and_life_of_the_last(

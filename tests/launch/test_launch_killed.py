@@ -19,14 +19,14 @@ def test_children_end_with_a_killed_launch_and_the_next_adopts_the_ring(scripted
     scripted.dispatch_one(uid=3)
     scripted.kill_launch(MODES)
     assert scripted.paths.ring_file.exists()
-    known = json.loads(scripted.paths.run_json.read_text())
-    uuid = known["uuid"]
+    info = json.loads(scripted.paths.run_json.read_text())
+    uuid = info["uuid"]
     scripted.start(MODES)
     scripted.life("learner", 2)
     ring = Ring.attach(scripted.paths.ring_name, read_only=True)
     line = ring.lines()[ring.lines()["state"] == State.QUEUED]
     assert line["uid"].tolist() == [3] and ring.uuid.hex() == uuid
-    assert json.loads(scripted.paths.run_json.read_text())["claimed_from"] == known["claimed_from"]
+    assert json.loads(scripted.paths.run_json.read_text())["claimed_from"] == info["claimed_from"]
     ring.close()
     scripted.finish()
     assert scripted.wait() == 0, scripted.output

@@ -80,8 +80,8 @@ def test_a_foreign_command_does_not_inherit_the_lock_of_the_run(scripted):
     scripted.start({"rollout/0": "well", "learner": "learner"})
     pid = scripted.ready("rollout/0")
     lock = os.path.realpath(scripted.paths.lock("run"))
-    held = [os.path.realpath(f"/proc/{pid}/fd/{one}") for one in os.listdir(f"/proc/{pid}/fd")]
-    assert lock not in held
+    files = [os.path.realpath(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    assert lock not in files
     assert not OfdLock(str(scripted.paths.lock("run"))).try_acquire()
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
@@ -90,16 +90,17 @@ def test_a_foreign_command_does_not_inherit_the_lock_of_the_run(scripted):
 def test_only_processes_with_the_mark_are_ended():
     prefix = mark("test", os.getpid())
     env = {**os.environ, MARK: f"{prefix}rollout/0/1/"}
-    own, other = (subprocess.Popen(["sleep", "60"], env=one) for one in (env, {**env, MARK: f"{prefix}rollout/0/11/"}))
+    environments = (env, {**env, MARK: f"{prefix}rollout/0/11/"})
+    ours, other = (subprocess.Popen(["sleep", "60"], env=variables) for variables in environments)
     try:
-        waited(lambda: mark_of(own.pid) and mark_of(other.pid))
-        assert end_marked(f"{prefix}rollout/0/1/") == [own.pid]
-        assert own.wait(10) == -signal.SIGKILL and other.poll() is None
+        waited(lambda: mark_of(ours.pid) and mark_of(other.pid))
+        assert end_marked(f"{prefix}rollout/0/1/") == [ours.pid]
+        assert ours.wait(10) == -signal.SIGKILL and other.poll() is None
         assert end_left_behind("test") == []  # their launch, this process, lives
     finally:
-        for one in (own, other):
-            one.kill()
-            one.wait()
+        for process in (ours, other):
+            process.kill()
+            process.wait()
 
 
 def test_leftovers_of_a_gone_launch_are_known_by_pid_and_start_time():
@@ -198,7 +199,7 @@ def test_the_number_of_another_process_is_spared_without_kernel_group_signals(mo
 
 def children(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(one) for one in file.read().split()]
+        return [int(pid) for pid in file.read().split()]
 
 
 def waited(condition) -> None:

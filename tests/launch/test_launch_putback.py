@@ -16,9 +16,9 @@ from busrl.ring import Fates
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    made = RunPaths.of(tmp_path)
-    made.checkpoints.mkdir()
-    return made
+    paths = RunPaths.of(tmp_path)
+    paths.checkpoints.mkdir()
+    return paths
 
 
 def fates_of(path: Path, codes: dict[int, str]) -> Fates:
@@ -67,9 +67,9 @@ def test_a_first_start_finds_nothing_to_put_back(paths):
 def test_a_table_of_fates_from_another_run_is_named_with_a_remedy(paths):
     fates_of(paths.fates, {1: "D", 4: "T", 5: "T", 2_000_000: "T"})
     checkpoint(paths, 2, [4])
-    found = put_back(paths)
-    assert found == PutBack(trained=0, again=1, validation=0, unlogged=2)
-    assert "fates.bin calls 2 others trained that neither" in str(found) and "restore or remove it" in str(found)
+    settled = put_back(paths)
+    assert settled == PutBack(trained=0, again=1, validation=0, unlogged=2)
+    assert "fates.bin calls 2 others trained that neither" in str(settled) and "restore or remove it" in str(settled)
 
 
 def test_damage_in_records_that_the_newest_checkpoint_holds_costs_nothing(paths):

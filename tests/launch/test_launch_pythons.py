@@ -38,7 +38,7 @@ def scripted(python: Path | str, *more: str):  # type: ignore[no-untyped-def]
 
 def test_a_folder_equals_its_interpreter_and_a_check_reports_its_contents(environment: Path) -> None:
     (line,), (same,) = (
-        pythons.lines(t, pythons.pythons(t)) for t in (scripted(environment), scripted(environment / "bin/python"))
+        pythons.lines(t, pythons.versions_of(t)) for t in (scripted(environment), scripted(environment / "bin/python"))
     )
     assert line == same
     assert f"{environment}/bin/python: Python 3." in line and f"busrl {busrl.__version__}" in line and "ring 3." in line

@@ -36,15 +36,15 @@ def test_slots_of_a_killed_child_return_to_rest_without_a_keeper(scripted):
     ring = Ring.attach(RunPaths.of(scripted.root).ring_name)
     ring.register("scheduler", "test")
     ring.bind_fates(Fates(str(scripted.paths.fates)), None)
-    [made] = ring.dispatch(
+    [dispatched] = ring.dispatch(
         uid=3, group=0, admission=0, member=3, group_size=8, cls=0, task=b"{}", prompt_crc=0, max_new_tokens=4,
         temperature=1.0,
     )
     scripted.until(lambda: (scripted.root / "seen" / "holding").exists(), "the slot to be held")
-    assert ring.line(made[0])["state"] == State.GENERATING
+    assert ring.line(dispatched[0])["state"] == State.GENERATING
     os.kill(pid, signal.SIGKILL)
     scripted.said(f"1 slots of rollout/0 (pid {pid}) went back from GENERATING to QUEUED")
-    assert ring.line(made[0])["state"] == State.QUEUED
+    assert ring.line(dispatched[0])["state"] == State.QUEUED
     ring.close()
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
@@ -71,7 +71,7 @@ def test_a_declared_endless_wait_never_counts_as_silence():
 def looks(
     strangers: ForeignProcesses, seconds: int, *entries: Entry, ours: tuple[int, ...] = ()
 ) -> list[tuple[int, str]]:
-    return [one for _ in range(seconds) for one in strangers.look(entries, ours, 1.0)]  # type: ignore[arg-type]
+    return [stranger for _ in range(seconds) for stranger in strangers.look(entries, ours, 1.0)]  # type: ignore[arg-type]
 
 
 def titled(name: str) -> subprocess.Popen[bytes]:

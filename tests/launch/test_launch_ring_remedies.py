@@ -38,8 +38,8 @@ def topology() -> Topology:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Iterator[RunPaths]:
-    yield (found := RunPaths.of(tmp_path))
-    (SHM / found.ring_name).unlink(missing_ok=True)
+    yield (paths := RunPaths.of(tmp_path))
+    (SHM / paths.ring_name).unlink(missing_ok=True)
 
 
 def held(paths: RunPaths, *before: str) -> subprocess.Popen[bytes]:
@@ -54,11 +54,11 @@ def held(paths: RunPaths, *before: str) -> subprocess.Popen[bytes]:
 
 def refused(paths: RunPaths, topology: Topology, child: subprocess.Popen[bytes]) -> str:
     try:
-        with pytest.raises(RunInUse) as told:
+        with pytest.raises(RunInUse) as refused_with:
             _attached(paths, topology, uuid.uuid4().bytes)
     finally:
         child.communicate(timeout=30)
-    return str(told.value)
+    return str(refused_with.value)
 
 
 def test_processes_of_this_machine_are_named_with_the_command_that_ends_them(
@@ -83,9 +83,9 @@ def test_a_file_of_another_user_is_theirs_to_remove(paths: RunPaths, topology: T
     file.write_bytes(content)
     os.chown(file, NOBODY, NOBODY)
     remedy = rf"user {NOBODY}.*have it removed by that user or by root \(`rm {file}`\)"
-    with pytest.raises(UserError, match=remedy) as told:
+    with pytest.raises(UserError, match=remedy) as refused_with:
         _attached(paths, topology, uuid.uuid4().bytes)
-    assert "ring clean" not in str(told.value) and "--run-dir another path" in str(told.value)
+    assert "ring clean" not in str(refused_with.value) and "--run-dir another path" in str(refused_with.value)
 
 
 LOCKED = """
@@ -110,12 +110,12 @@ def test_a_lock_without_a_launch_names_its_holders_or_another_machine(
     if not seen:
         monkeypatch.setattr(rundir, "_holders", lambda name: [])
     try:
-        with pytest.raises(RunInUse) as told:
+        with pytest.raises(RunInUse) as refused_with:
             rundir.take_lock(paths, timeout_s=0.1)
     finally:
         child.communicate(timeout=30)
     wanted = f"end them: kill {child.pid}" if seen else "shared with another container or host"
-    assert wanted in str(told.value) and ("kill" in str(told.value)) == seen
+    assert wanted in str(refused_with.value) and ("kill" in str(refused_with.value)) == seen
 
 
 def test_a_command_in_an_error_of_the_ring_can_be_typed(paths: RunPaths) -> None:

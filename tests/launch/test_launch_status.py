@@ -44,9 +44,9 @@ def test_a_directory_that_is_no_run_is_an_error_with_a_remedy(tmp_path, monkeypa
 def test_without_a_directory_the_newest_run_is_shown(tmp_path, monkeypatch):
     for age, name in enumerate(("new", "old")):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        made = RunPaths.of(tmp_path / "runs" / name).run_json
-        made.write_text(json.dumps({"run_id": name}))
-        os.utime(made, (1000 - age, 1000 - age))
+        file = RunPaths.of(tmp_path / "runs" / name).run_json
+        file.write_text(json.dumps({"run_id": name}))
+        os.utime(file, (1000 - age, 1000 - age))
     monkeypatch.chdir(tmp_path)
     assert status().startswith("new: no ring and no summary")
 

@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def story(paths: RunPaths) -> RunState:
@@ -50,15 +50,15 @@ def story(paths: RunPaths) -> RunState:
 
 
 def reward(run: RunState) -> float | None:
-    return run.steps.recent(lambda one: one.reward)
+    return run.steps.recent(lambda step: step.reward)
 
 
 def test_a_story_begins_with_the_first_step_and_ends_with_the_newest(run: RunPaths) -> None:
-    told = story(run)
-    assert (told.at_step, told.first_reward, reward(told)) == (60, 0.01, pytest.approx(0.555))
-    assert told.steps.flat_share() == pytest.approx(0.8) and told.steps.recent(lambda one: one.ess) is None
-    assert told.steps.pace(0.0) == Speed(0.0, 50.0, 30.0) and told.steps.pace(22.0) == Speed(0.0, 25.0, 15.0)
-    rounds = [(one.round, one.mean, one.samples) for one in told.validations.values()]
+    state = story(run)
+    assert (state.at_step, state.first_reward, reward(state)) == (60, 0.01, pytest.approx(0.555))
+    assert state.steps.flat_share() == pytest.approx(0.8) and state.steps.recent(lambda step: step.ess) is None
+    assert state.steps.pace(0.0) == Speed(0.0, 50.0, 30.0) and state.steps.pace(22.0) == Speed(0.0, 25.0, 15.0)
+    rounds = [(entry.round, entry.mean, entry.samples) for entry in state.validations.values()]
     assert rounds == [(0, 0.0, 8), (30, 0.3, 8), (60, 0.6, 8)]
 
 
@@ -67,8 +67,8 @@ def test_a_long_file_is_read_at_both_ends_without_bad_lines(run: RunPaths) -> No
         b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * FOLLOWED_BYTES + b"\n"
         + b'{"step": 7, "reward": 1e999}\n{"step": 8, "reward": 0.5}\n{"step": 9, "rew'
     )
-    told = story(run)
-    assert (told.first_reward, told.at_step, told.steps.course(lambda one: one.reward)) == (0.01, 8, [0.5])
+    state = story(run)
+    assert (state.first_reward, state.at_step, state.steps.course(lambda step: step.reward)) == (0.01, 8, [0.5])
     empty = RunState()
     RunFiles(RunPaths.of(run.root / "nothing")).fold_into(empty)
     assert empty == RunState(errors=empty.errors, steps=empty.steps) and not len(empty.steps)
@@ -86,11 +86,11 @@ def test_status_shows_reward_validation_waste_and_a_sample_in_words(run: RunPath
 
 
 def test_status_as_json_tells_the_same_and_no_number_that_is_none(run: RunPaths) -> None:
-    told = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
-    assert (told["schema"], told["state"], told["step"], told["max_steps"]) == (1, "stopped", 60, 90)
-    assert told["reward"] == {"first": 0.01, "last_10_steps": pytest.approx(0.555)} and told["steps_per_min"] == 30
-    assert told["flat_share"] == pytest.approx(0.8) and told["ess"] is None and told["sample"]["completion"] == "3"
-    assert told["samples"]["trained"] == 200 and told["validation"][-1] == {"round": 60, "mean": 0.6, "samples": 8}
+    shown = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
+    assert (shown["schema"], shown["state"], shown["step"], shown["max_steps"]) == (1, "stopped", 60, 90)
+    assert shown["reward"] == {"first": 0.01, "last_10_steps": pytest.approx(0.555)} and shown["steps_per_min"] == 30
+    assert shown["flat_share"] == pytest.approx(0.8) and shown["ess"] is None and shown["sample"]["completion"] == "3"
+    assert shown["samples"]["trained"] == 200 and shown["validation"][-1] == {"round": 60, "mean": 0.6, "samples": 8}
 
 
 def test_files_with_numbers_that_are_none_are_no_obstacle(run: RunPaths) -> None:
@@ -102,8 +102,8 @@ def test_files_with_numbers_that_are_none_are_no_obstacle(run: RunPaths) -> None
             file.write(f'{{"{key}": {10**300}}}\n{{"{key}": -1}}\n{{"{key}": true}}\n')
     assert story(run).at_step == newest and all(0 <= at < 100 for _, at in story(run).validations)
     run.summary.write_text('{"outcome": "stopped", "why": "x", "seconds": NaN, "open_samples": NaN, "steps": 1e999}')
-    told = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
-    assert told["seconds"] is told["step"] is told["sample"]["reward"] is None
+    shown = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
+    assert shown["seconds"] is shown["step"] is shown["sample"]["reward"] is None
     assert "stopped, x" in status(run.root)
 
 
@@ -136,10 +136,10 @@ def test_a_resumed_run_goes_on_with_its_story(run: RunPaths) -> None:
     progress.handle(m.LearnerStateUpdate(step=60, version=60, reward=0.0), 1.0)
     newest = progress.run.steps.newest
     assert newest and (progress.run.first_reward, progress.before, newest.reward) == (0.01, 60, 0.9)
-    assert [one.mean for one in progress.run.validations.values()] == [0.0, 0.3, 0.6]
+    assert [entry.mean for entry in progress.run.validations.values()] == [0.0, 0.3, 0.6]
     assert reward(progress.run) == pytest.approx(0.594)
-    told = line(progress.run, 2.0)
-    assert "step 61/90 · reward 0.594" in told and "79% flat" in told
+    text = line(progress.run, 2.0)
+    assert "step 61/90 · reward 0.594" in text and "79% flat" in text
 
 
 def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> None:
@@ -147,14 +147,14 @@ def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> No
             "seconds": 99.0, "idle_groups": 100, "idle_limit": 128, "idle_causes": {"flat": 100}}
     with open(run.metrics, "a") as file:
         file.write(json.dumps(idle) + "\n")
-    told = story(run)
-    assert (told.at_step, reward(told)) == (60, pytest.approx(0.555))
-    assert told.steps.pace(0.0) == Speed(0.0, 50.0, 30.0) and told.steps.flat_share(told.idle) == pytest.approx(0.9)
+    state = story(run)
+    assert (state.at_step, reward(state)) == (60, pytest.approx(0.555))
+    assert state.steps.pace(0.0) == Speed(0.0, 50.0, 30.0) and state.steps.flat_share(state.idle) == pytest.approx(0.9)
     text = status(run.root)
     assert "idle      100 groups in a row ended with nothing to train (100 flat), the run ends after 128" in text
     write(run.metrics, idle)
-    told = story(run)
-    assert (told.first_reward, len(told.steps), told.steps.flat_share(told.idle)) == (None, 0, 1.0)
+    state = story(run)
+    assert (state.first_reward, len(state.steps), state.steps.flat_share(state.idle)) == (None, 0, 1.0)
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), True, "7", None, [], {}])

@@ -244,14 +244,14 @@ def test_a_supervisor_that_slept_kills_nobody_for_that_time():
 
 @given(st.lists(st.sampled_from(["bus", "keeper", "scheduler", "learner", "validator", "rollout/0", "reward/0", "x"])))
 def test_an_orderly_stop_asks_everybody_once_and_stages_never_go_back(names):
-    alive, shutdown, asked = set(names), Shutdown(stop_s=10.0), []
+    alive, shutdown, order = set(names), Shutdown(stop_s=10.0), []
     for now in range(100):
         for action in shutdown.step(sorted(alive), float(now)):
             assert not action.overdue
-            asked.append(action.name)
-        alive.difference_update(asked)
-    assert sorted(asked) == sorted(set(names))
-    places = [stage_of(one) for one in asked]
+            order.append(action.name)
+        alive.difference_update(order)
+    assert sorted(order) == sorted(set(names))
+    places = [stage_of(name) for name in order]
     assert places == sorted(places)
 
 
@@ -283,13 +283,13 @@ def test_deaths_after_ready_without_work_end_the_run_after_growing_pauses():
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["it finished a sample itself", "the run got on"])
-def test_a_child_that_works_between_its_deaths_restarts_at_once_forever(own):
+def test_a_child_that_works_between_its_deaths_restarts_at_once_forever(works):
     child = Child("rollout/0", ENDING)
     for life in range(100):
         child.started(4711, 0.0)
         child.became_ready()
-        child.looked(Entry(7, samples=int(own)), 0.2)
-        assert not child.ended(Exit(1), 0.0, did=0 if own else life // 5).gives_up
+        child.looked(Entry(7, samples=int(works)), 0.2)
+        assert not child.ended(Exit(1), 0.0, did=0 if works else life // 5).gives_up
         assert child.is_due(0.0)
 
 
@@ -331,8 +331,8 @@ def test_lack_of_space_never_counts_and_is_told_once_until_ready() -> None:
     child.started(1, 0.0)
     assert child.became_ready()
     for turn in range(5):
-        told = child.no_space(Exit(4), 10.0 * turn)
-        assert ("without space" in told) == (turn == 0)
+        text = child.no_space(Exit(4), 10.0 * turn)
+        assert ("without space" in text) == (turn == 0)
         assert child.phase is Phase.BACKOFF and not child.is_due(10.0 * turn + 1) and child.is_due(10.0 * turn + 2)
         child.started(2 + turn, 10.0 * turn + 2)
     assert child.became_ready() and child.early_deaths == 0

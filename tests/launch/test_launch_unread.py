@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from busrl.cli import command
-from busrl.errors import MachineError, Unfailing, UserError
+from busrl.errors import MachineError
 from busrl.quickstart import cache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,11 +55,11 @@ def test_an_error_that_nobody_can_read_keeps_its_exit_code() -> None:
 
 
 def test_an_error_that_no_output_takes_goes_to_the_system_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(command.syslog, "syslog", lambda _, text: said.append(text))
-    monkeypatch.setattr(sys, "stderr", Unfailing(Full()))
-    assert command._tell(UserError("lost: 1; find it")) == 2
-    assert said == ["lost: 1; find it"]
+    logged: list[str] = []
+    monkeypatch.setattr(command.syslog, "syslog", lambda _, text: logged.append(text))
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert command.main(["check", "no-such-file.toml"]) == 2
+    assert len(logged) == 1 and "no-such-file.toml" in logged[0]
 
 
 @FULL
@@ -82,9 +82,9 @@ def maker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> str:
     program.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(MachineError) as told:
+    with pytest.raises(MachineError) as failure:
         cache.ensure("tiny:sort")
-    return str(told.value)
+    return str(failure.value)
 
 
 def test_a_maker_that_was_killed_is_told_as_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -148,5 +148,5 @@ def test_a_host_is_given_up_for_busrl_verdicts_and_not_shell_codes(
 def test_a_verdict_is_that_of_the_problem() -> None:
     from busrl.errors import process_code
 
-    assert [process_code(one) for one in (ImportError("x"), ModuleNotFoundError("x"), RunInUse("x"))] == [
+    assert [process_code(error) for error in (ImportError("x"), ModuleNotFoundError("x"), RunInUse("x"))] == [
         NOT_IMPORTED, NOT_IMPORTED, RETRY]

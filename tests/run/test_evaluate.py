@@ -122,7 +122,7 @@ def test_part_of_an_answer_or_what_is_no_text_is_not_judged(
     evaluation = Evaluation(topology, MeasuredRound(dataclasses.replace(topology.sets[0], prompts=4), 4))
     rows = evaluation.run()
     assert len(rows) == 4 and all(told in row.error and row.reward is None for row in rows), rows
-    assert evaluation.found().samples == 0 and evaluation.found().failed == 4
+    assert evaluation.figures().samples == 0 and evaluation.figures().failed == 4
 
 
 @pytest.mark.parametrize(

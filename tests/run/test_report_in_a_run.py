@@ -11,7 +11,7 @@ from harness import ROOT, Run, running
 
 from busrl.cli.command import main
 from busrl.observe.report.record import read
-from busrl.observe.report.trace import overlap, slices
+from busrl.observe.report.trace import overlap, slices_of
 from busrl.observe.report.waste import waste_of
 
 SETTINGS = [
@@ -40,7 +40,7 @@ def test_the_waste_page_and_timeline_cover_ongoing_and_ended_runs(
     assert "% of the decoding time falls into training" in capsys.readouterr().out
     names = {event["name"] for event in json.loads(timeline.read_text())["traceEvents"]}
     assert {"step 12", "training", "decoding", "waits"} <= names
-    assert 0 < (overlap(slices(read(run.directory))) or 0) < 1
+    assert 0 < (overlap(slices_of(read(run.directory))) or 0) < 1
     assert main(["audit", str(run.directory), "--waste", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["clean"] and told["waste"]["faults"] == []

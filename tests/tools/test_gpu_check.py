@@ -43,11 +43,11 @@ def test_cpu_checks_run_and_put_both_reports_at_the_out_path(tmp_path: Path) -> 
     done = run("--cpu", "--only", "machine,bandwidth,cuda_ipc-tiny", OUT=str(tmp_path))
     assert done.returncode == gpu_check.GOOD_ON_CPU == 4, done.stdout + done.stderr
     data, page = sorted(tmp_path.iterdir())
-    found = json.loads(data.read_text())
-    assert [(check["name"], check["status"]) for check in found["checks"]] == [
+    results = json.loads(data.read_text())
+    assert [(check["name"], check["status"]) for check in results["checks"]] == [
         ("machine", "passed"), ("bandwidth", "passed"), ("cuda_ipc-tiny", "passed"),
     ]
-    one_copy = found["checks"][2]
+    one_copy = results["checks"][2]
     assert one_copy["figures"]["tiny cuda_ipc: copied inside the fence / device to device"] > 0
     assert all(bar["kept"] for bar in one_copy["bars"]) and len(one_copy["bars"]) == 2
     text = page.read_text()
@@ -112,14 +112,13 @@ def test_a_folder_that_takes_no_report_is_told_before_anything_runs(tmp_path: Pa
 
 
 def test_runs_of_one_second_get_two_reports_that_name_devices_later(tmp_path: Path) -> None:
-    found = {"device": "cuda", "when": "now", "verdict": "", "seconds": 1.0, "minutes": 9.0, "checks": []}
-    first, second = report.Report(tmp_path), report.Report(tmp_path)
-    first._stamp = second._stamp = "20260101-000000"
-    for one in (first, second):
-        one.write(found)
+    results = {"device": "cuda", "when": "now", "verdict": "", "seconds": 1.0, "minutes": 9.0, "checks": []}
+    first, second = (report.Report(tmp_path, stamp="20260101-000000") for _ in range(2))
+    for pair in (first, second):
+        pair.write(results)
     assert first.data.name == "gpu-cuda-20260101-000000.json" and second.page.name == "gpu-cuda-20260101-000000-2.md"
-    for one in (first, second):
-        one.write(found | {"device": "Some H100"})
+    for pair in (first, second):
+        pair.write(results | {"device": "Some H100"})
     stem = "gpu-some-h100-20260101-000000"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         f"{stem}{more}" for more in ("-2.json", "-2.md", ".json", ".md")
@@ -188,10 +187,10 @@ def test_a_stopped_tool_ends_its_check_and_reports_what_was_done(
     assert tool.wait(60) == 128 + number
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
     assert not list((tmp_path / "tmp").glob("gpucheck-*"))
-    found = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
-    assert found["verdict"] == "1 checks passed, 1 stopped (long), 1 skipped (later)."
-    assert found["checks"][1]["why"].startswith(number.name)
-    assert found["checks"][2]["why"] == f"not begun: {number.name}"
+    results = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    assert results["verdict"] == "1 checks passed, 1 stopped (long), 1 skipped (later)."
+    assert results["checks"][1]["why"].startswith(number.name)
+    assert results["checks"][2]["why"] == f"not begun: {number.name}"
 
 
 @pytest.mark.slow
@@ -201,26 +200,26 @@ def test_a_killed_tool_takes_its_check_along_and_leaves_a_report(
     tool, pids = sleeper
     tool.kill()
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
-    found = json.loads(next((tmp_path / "out").glob("gpu-none-*.json")).read_text())
-    assert found["verdict"] == "1 checks passed, 2 still to come (long, later)."
+    results = json.loads(next((tmp_path / "out").glob("gpu-none-*.json")).read_text())
+    assert results["verdict"] == "1 checks passed, 2 still to come (long, later)."
 
 
 def test_an_unknown_check_is_refused_with_the_names() -> None:
     with pytest.raises(SystemExit, match="no check 'speed'; there are machine, bandwidth"):
         gpu_check.select(gpu_check.checks(True), "machine,speed")
-    assert sum(one.seconds for one in gpu_check.checks(False)[:6]) < 9 * 60  # what matters most fits in any case
+    assert sum(check.seconds for check in gpu_check.checks(False)[:6]) < 9 * 60  # what matters most fits in any case
 
 
 @pytest.mark.parametrize(("size", "billions"), [("0.6B", 0.596), ("1.7B", 1.72), ("8B", 8.19)])
 def test_the_shapes_are_those_of_the_published_models(size: str, billions: float) -> None:
     import torch
 
-    own = shapes.checkpoint_shapes(size)
-    assert shapes.nbytes(own, torch.bfloat16) / 2e9 == pytest.approx(billions, rel=0.01)
-    fused = shapes.fused_shapes(own)
-    assert shapes.nbytes(fused, torch.bfloat16) == shapes.nbytes(own, torch.bfloat16)
+    tensors = shapes.checkpoint_shapes(size)
+    assert shapes.nbytes(tensors, torch.bfloat16) / 2e9 == pytest.approx(billions, rel=0.01)
+    fused = shapes.fused_shapes(tensors)
+    assert shapes.nbytes(fused, torch.bfloat16) == shapes.nbytes(tensors, torch.bfloat16)
     assert "model.layers.0.self_attn.qkv_proj.weight" in fused and "model.layers.0.mlp.gate_up_proj.weight" in fused
-    assert ("lm_head.weight" in own) == (size == "8B")
+    assert ("lm_head.weight" in tensors) == (size == "8B")
 
 
 def test_the_page_marks_what_was_missed() -> None:
@@ -244,8 +243,8 @@ def test_the_learner_s_checks_find_their_figures_on_a_cpu(
 
     context = Context("cpu", True, tmp_path / "found.json", 60.0)
     getattr(learner_checks, function)(context, *arguments)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert all(bar["kept"] for bar in found["bars"]) and found["figures"][figure] > 0
+    results = json.loads((tmp_path / "found.json").read_text())
+    assert all(bar["kept"] for bar in results["bars"]) and results["figures"][figure] > 0
 
 
 def test_memory_is_judged_on_an_accelerator_from_both_sides(tmp_path: Path) -> None:
@@ -259,20 +258,20 @@ def test_memory_is_judged_on_an_accelerator_from_both_sides(tmp_path: Path) -> N
 
 
 def test_learner_checks_fit_ten_minutes_except_for_the_largest_updates() -> None:
-    own = gpu_check.learner_checks(False)
-    assert [one.name for one in own if one.name.startswith("learner-")] == [
+    checks = gpu_check.learner_checks(False)
+    assert [check.name for check in checks if check.name.startswith("learner-")] == [
         "learner-memory", "learner-again", "learner-attention", "learner-optimizers"]
-    assert {"cuda_ipc-0.6B", "shm-1.7B", "cuda_ipc-8B"} <= {one.name for one in own}
-    assert sum(one.seconds for one in own if one.name.startswith("learner-")) < 9 * 60
-    assert not {one.name for one in gpu_check.checks(False)} & {"learner-memory"}
+    assert {"cuda_ipc-0.6B", "shm-1.7B", "cuda_ipc-8B"} <= {check.name for check in checks}
+    assert sum(check.seconds for check in checks if check.name.startswith("learner-")) < 9 * 60
+    assert not {check.name for check in gpu_check.checks(False)} & {"learner-memory"}
 
 
 @pytest.mark.slow
 def test_the_whole_check_of_the_learner_is_tried_on_a_cpu(tmp_path: Path) -> None:
     done = run("--cpu", "--learner", "--no-build", "--out", str(tmp_path))
     assert done.returncode == gpu_check.GOOD_ON_CPU, done.stdout + done.stderr
-    found = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert found["verdict"] == "8 checks passed."
-    figures = next(one["figures"] for one in found["checks"] if one["name"] == "learner-optimizers")
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert results["verdict"] == "8 checks passed."
+    figures = next(check["figures"] for check in results["checks"] if check["name"] == "learner-optimizers")
     # It has learned something, so that the comparison says something.
     assert figures["adamw: loss after 50 steps"] < 0.8 * figures["adamw: loss before"]

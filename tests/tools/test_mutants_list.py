@@ -21,8 +21,8 @@ def test_a_planted_mistake_fits_the_code_and_names_tests_that_are_there(mutant: 
 
 
 def test_each_mistake_is_planted_once() -> None:
-    assert len({one.name for one in MUTANTS}) == len(MUTANTS)
-    assert len({(one.file, one.old, one.new) for one in MUTANTS}) == len(MUTANTS)
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
 
 
 def test_a_mistake_whose_text_is_gone_is_an_error() -> None:

@@ -80,14 +80,14 @@ def test_a_name_that_is_gone_is_seen() -> None:
 
 def missing(tree: ast.Module) -> Iterator[str]:
     """What is imported from busrl, or read from a module of it, and is not there."""
-    found, bound = [], {}
+    places, bound = [], {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, one.name) for one in node.names if ours(one.name) and not there(one.name)]
-            bound.update({one.asname: one.name for one in node.names if one.asname and ours(one.name)})
+            places += [(node.lineno, alias.name) for alias in node.names if ours(alias.name) and not there(alias.name)]
+            bound.update({alias.asname: alias.name for alias in node.names if alias.asname and ours(alias.name)})
         elif isinstance(node, ast.ImportFrom) and ours(node.module or ""):
-            names = {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
-            found += [(node.lineno, name) for name in names.values() if not there(name)]
+            names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            places += [(node.lineno, name) for name in names.values() if not there(name)]
             bound.update({alias: name for alias, name in names.items() if isinstance(at(name), ModuleType)})
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -95,8 +95,8 @@ def missing(tree: ast.Module) -> Iterator[str]:
             name = ".".join([bound.get(first, first), *rest])
             inside = at(name.rpartition(".")[0]) if ours(name) else None
             if isinstance(inside, ModuleType) and not there(name):
-                found.append((node.lineno, name))
-    return (f"line {line}: {name}" for line, name in sorted(found))
+                places.append((node.lineno, name))
+    return (f"line {line}: {name}" for line, name in sorted(places))
 
 
 def ours(name: str) -> bool:

@@ -25,8 +25,9 @@ def test_both_are_given_the_same_groups_with_rewards_that_differ() -> None:
         assert sorted(group["rewards"]) == [0.0] * 4 + [1.0] * 4
         assert all(4 <= len(row) <= OPTIONS.longest for row in group["completions"])
     samples = trainers.samples_of(1, 3, work["steps"][0][1])
-    assert [(one.group, one.member, one.fault()) for one in samples] == [(1, k, "") for k in range(trainers.GROUP)]
-    assert {int(version) for one in samples for version in one.policy_versions} == {3}
+    fields = [(sample.group, sample.member, sample.fault()) for sample in samples]
+    assert fields == [(1, k, "") for k in range(trainers.GROUP)]
+    assert {int(version) for sample in samples for version in sample.policy_versions} == {3}
 
 
 @pytest.mark.slow
@@ -35,6 +36,6 @@ def test_without_the_rival_our_side_is_measured_and_the_bars_say_so(tmp_path: Pa
                "--longest", "12", "--median", "6", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
-    found = json.loads(next(tmp_path.glob("trainers_*.json")).read_text())
-    assert not found["failures"] and found["medians"]["busrl:tokens_per_s"]["value"] > 0
-    assert found["medians"]["busrl:first_norm"]["value"] > 0 and {bar["met"] for bar in found["bars"]} == {None}
+    results = json.loads(next(tmp_path.glob("trainers_*.json")).read_text())
+    assert not results["failures"] and results["medians"]["busrl:tokens_per_s"]["value"] > 0
+    assert results["medians"]["busrl:first_norm"]["value"] > 0 and {bar["met"] for bar in results["bars"]} == {None}

@@ -12,12 +12,12 @@ from typing import Any
 
 
 class Report:
-    """The two files of one run of the tool, under a name that no other run has. May be written any number of times;
-    whoever reads or kills finds each file whole."""
+    """The two files of one run of the tool, under a name that no other run has: the device and a stamp, by default the
+    time. May be written any number of times; each file is replaced as a whole."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stamp: str = "") -> None:
         self._folder = folder
-        self._stamp = time.strftime("%Y%m%d-%H%M%S")
+        self._stamp = stamp or time.strftime("%Y%m%d-%H%M%S")
         self._wanted = ""
         self.data = self.page = folder
 

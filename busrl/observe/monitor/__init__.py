@@ -1,6 +1,6 @@
-"""A run looked at without touching it: shown live or as one page, recorded, and played again.
+"""A run watched without touching it: shown on a terminal or in a browser, recorded, and replayed.
 
-Talks to the tap of the bus, and to the ring and the files of a run, all for reading. `RunState` is what is known of a
-run; `Reader` and `Watcher` keep it true; `screen`, `text`, `status` and `web` show it. `launch` shows its own run
-with the same views. `Recorder` writes what passes the tap into a file; `Replayer` publishes such a file again.
+Opens the tap of the bus, the ring and the files of a run, all for reading. A `Watcher` (`sources`) keeps a `RunState`
+(`busrl.status`) up to date; `screen`, `phrases` and `web` show it. `Recorder` writes what passes the tap into a file,
+`Replayer` publishes such a file again (`recording`). `launch` shows its own run by `screen` too.
 """

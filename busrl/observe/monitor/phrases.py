@@ -1,6 +1,6 @@
-"""Phrases and the plain view of the monitor: what a listener on the bus shows beside `status.words`.
+"""Phrases of the monitor beside those of `status.words`, and its plain view.
 
-Pure: takes a `RunState` and clock values. Knows nothing of colours, terminals or of where a state came from.
+Pure: takes a `RunState` and clock values. Knows nothing of colours, of terminals, and of where a state comes from.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def headline(run: RunState, wall: float) -> str:
     if run.replay:
         return f"{name} · replay of {safe(run.replay)}{' · over' if run.replay_over else ''}"
     age = f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and run.ring is not None else ""
-    said = {
+    states = {
         "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",
         "damaged": "its ring is damaged and cannot be read",
     }
     now = " · validating" if run.validating else ""
     faults = " · FAULTS ARE ON" if run.faults else ""
-    return f"{name} · {said.get(run.state, run.state)}{age}{now}{faults}"
+    return f"{name} · {states.get(run.state, run.state)}{age}{now}{faults}"
 
 
 def bus(run: RunState, now: float) -> str:
-    """Messages per second, and whether this picture is complete and of now."""
+    """Messages per second, and whether the monitor has missed some or lags behind."""
     traffic = run.traffic
     quiet = now - traffic.last_at if traffic.last_at is not None else 0.0
     return joined(
@@ -51,7 +51,7 @@ def error_line(error: ErrorRecord, wall: float) -> str:
 
 
 def lines(run: RunState, now: float, wall: float) -> list[str]:
-    """Everything, in some twenty lines without colours."""
+    """The plain view: everything in some twenty lines without colours."""
     out = [headline(run, wall)]
     if run.damage:
         out.append(f"  damaged   {safe(run.damage)}")

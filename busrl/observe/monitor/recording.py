@@ -7,14 +7,16 @@ Talks to the tap and the ring of a run (read-only), to recordings, and to the on
     record:  u32 bytes of the payload, u32 crc32 of the payload, payload
     payload: u64 monotonic ns, u8 kind, u8 0, u16 bytes of the topic, topic, body
 
-- A record is whole or it is not there: reading stops at the first one that is cut or damaged, and says so.
-- Recording cannot hurt the run: the tap drops for it rather than wait, it stops before it fills the disk, and it reads
-  in batches, which costs a tenth of waking up for each message. A record's time is when its message was sent, by the
-  sender's clock, but never before the record before it or after it was read.
-- A replay refuses an address that somebody serves, or that lies in the socket directory of a run. It begins when a
-  listener's subscriptions are complete: one to everything (a monitor), or to a PING topic, which an `Endpoint`
-  subscribes to last, or others, once no more have come for a second. Nothing is lost on the way: it waits for a slow
-  listener, and ends with an error when that has read nothing for long, or when the last listener has left.
+- A record is complete or it counts as missing: reading stops at the first one that is cut or damaged, and says so.
+- Recording cannot hurt the run: the tap drops messages rather than make it wait, the recorder stops before it fills the
+  disk, and it reads in batches, which costs a tenth of a wake-up for each message.
+- The time of a record is when its message was sent, by the sender's clock, but never before the time of the record
+  before it, and never after it was read.
+- A replay refuses an address that another process serves, or that lies in the socket directory of a run. It begins when
+  a listener's subscriptions are complete: one to everything (a monitor), or to a PING topic, which an `Endpoint`
+  subscribes to last, or others, once no more have come for a second.
+- A replay loses no message: it waits for a slow listener, and ends with an error when that has read nothing for long,
+  or when the last listener has left.
 """
 
 from __future__ import annotations
@@ -63,16 +65,16 @@ BUFFER: Final = 1 << 16
 
 
 class Kind(IntEnum):
-    """Kinds of records. A reader passes over kinds that it does not know."""
+    """Kinds of records. A reader skips other kinds."""
 
     MESSAGE = 0  # a message of the bus: its topic and its bytes
     LOOK = 1  # a look at the ring (RingRecord, msgpack)
-    DROPS = 2  # Drops: what was missed so far
-    END = 3  # End: the last record of a recording that was ended in order
+    DROPS = 2  # Drops: the messages that were missed so far
+    END = 3  # End: the last record of a recording that ended in order
 
 
 class Drops(msgspec.Struct):
-    """Messages that were sent while this recorded and did not reach it, so far; by sender and topic."""
+    """Messages that were sent so far during the recording and did not reach it; by sender and topic."""
 
     missed: int
     by: dict[str, int] = msgspec.field(default_factory=dict)
@@ -88,7 +90,7 @@ class End(msgspec.Struct):
 
 
 class Header(msgspec.Struct):
-    """The head of a recording. `wall_ns` and `monotonic_ns` are one instant: the start."""
+    """The head of a recording. `wall_ns` and `monotonic_ns` are the same instant: its start."""
 
     protocol: int
     uuid: str
@@ -107,7 +109,7 @@ class RecordedFrame(NamedTuple):
 
 
 class Writer:
-    """Appends records to a new file. DiskFull if it cannot; what was written stays readable."""
+    """A new recording that is written. DiskFull if there is no room; the records before that stay readable."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.bytes, self._last_at = path, 0, 0
@@ -123,7 +125,7 @@ class Writer:
         self.flush()
 
     def add(self, kind: Kind, topic: bytes, body: bytes, at_ns: int | None = None) -> None:
-        """Append a record; its time is now unless it is given, and never before that of the record before it."""
+        """Append a record, at this time (default: now) or that of the record before it if that is later."""
         at = self._last_at = max(self._last_at, time.monotonic_ns() if at_ns is None else at_ns)
         payload = PAYLOAD.pack(at, kind, 0, len(topic)) + topic + body
         self._write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
@@ -141,7 +143,7 @@ class Writer:
                 self._file.flush()
                 os.fsync(self._file.fileno())
         finally:
-            with suppress(OSError):  # what is still buffered has no place
+            with suppress(OSError):  # there is no room for what is still buffered
                 self._file.close()
 
     def _write(self, data: bytes) -> None:
@@ -160,7 +162,7 @@ class Writer:
 
 
 class Recording(AbstractContextManager["Recording"]):
-    """A recording that is read: `header`, then iterate over `entries`. `torn` says where and why reading stopped."""
+    """A recording that is read: its `header` and its `entries`. `torn` says where and why reading stopped early."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.torn = Path(path), ""
@@ -257,7 +259,8 @@ LOOK_TOPIC: Final = b"LOOK/"
 
 
 class Recorder:
-    """`run` records until the end, or within its bounds, and gives its last record; `stop` asks for the end."""
+    """A recorder of a run: `run` records until the run ends, a bound is reached or `stop` is called, and returns the
+    last record."""
 
     def __init__(self, paths: RunPaths, out: Path, seconds: float = math.inf, limit_bytes: float = math.inf) -> None:
         self._files, self._seconds, self._limit_bytes, self._out = RunFiles(paths), seconds, limit_bytes, out
@@ -268,19 +271,19 @@ class Recorder:
         header = Header(VERSION, facts.uuid, **begun, busrl=busrl.__version__, host=os.uname().nodename, facts=facts)
         self._writer = Writer(out, header)
         self._tap = Tap(self._files.tap())
-        self._asked, self._stopped = "", StopRequest()
+        self._reason, self._stopped = "", StopRequest()
         self._missed_written = 0
         self._absent = 0
         self.messages = self.bytes = 0
 
     def stop(self, why: str) -> None:
-        self._asked = self._asked or why
+        self._reason = self._reason or why
         self._stopped.set()
 
     def run(self) -> End:
         end, next_look = time.monotonic() + self._seconds, 0.0
         try:
-            while not (why := self._asked):
+            while not (why := self._reason):
                 now = time.monotonic()
                 if now >= next_look:
                     next_look = now + LOOK_EVERY_S
@@ -298,18 +301,18 @@ class Recorder:
     def _drain(self) -> None:
         came = self._tap.take()
         mono, wall = time.monotonic_ns(), time.time_ns()
-        for one in came:
-            ago = wall - one.envelope.time_ns if one.envelope is not None else 0
-            self._writer.add(Kind.MESSAGE, one.topic, one.body, mono - max(0, ago))
+        for message in came:
+            ago = wall - message.envelope.time_ns if message.envelope is not None else 0
+            self._writer.add(Kind.MESSAGE, message.topic, message.body, mono - max(0, ago))
             self.messages += 1
-            self.bytes += len(one.body)
+            self.bytes += len(message.body)
 
     def _once_a_second(self) -> None:
         self._write_drops()
         seen = self._look.look()
         if seen is not None:
             self._writer.add(Kind.LOOK, LOOK_TOPIC, msgspec.msgpack.encode(seen))
-        # Twice in a row: a launch that was just started has a ring, and nobody registered in it.
+        # Twice in a row: a launch that was just started has a ring without a registered process.
         self._absent = 0 if seen is not None and seen.living else self._absent + 1
         if self._absent >= 2:
             self.stop("the run has ended")
@@ -335,20 +338,20 @@ class Recorder:
 
 
 def refuse_if_over(paths: RunPaths, look: RingLook) -> None:
-    """NoSuchRun if nobody runs there, in the words of `busrl status`; a launch that just starts is somebody."""
+    """NoSuchRun, with the first line of `busrl status`, if no process runs there; a launch that just starts counts."""
     seen = look.look()
     if seen is not None and (seen.living or holder_of(paths) is not None):
         return
     look.close()
     if look.damage:
         raise NoSuchRun(f"{paths.root}: its ring is damaged, so nothing was recorded: {look.damage}")
-    said = status(paths.root).splitlines()[0]
-    raise NoSuchRun(f"{paths.root}: nothing runs there, so nothing was recorded; `busrl status` says: {said}")
+    line = status(paths.root).splitlines()[0]
+    raise NoSuchRun(f"{paths.root}: nothing runs there, so nothing was recorded; `busrl status` says: {line}")
 
 
 # -- the replayer ------------------------------------------------------------------------------------------------------
 
-STALLED_S: Final = 15.0  # longer than a listener that was stopped takes to be cut off by the transport's heartbeats
+STALLED_S: Final = 15.0  # longer than the transport's heartbeats take to cut off a listener that was stopped
 LINGER_MS: Final = 15_000
 QUIET_S: Final = 1.0  # between the subscriptions of a listener that shows no sign of having all
 REPLAY_TOPIC: Final = b"REPLAY/"
@@ -356,21 +359,22 @@ PING, STOP = b"PING/", b"STOP/"
 
 
 class Replayer(AbstractContextManager["Replayer"]):
-    """Binds at once; `run` waits for a listener and publishes. Use with `with`."""
+    """A replay of a recording: binds at once; `run` waits for a listener and publishes. Use with `with`."""
 
     def __init__(self, recording: Recording, bind: str, *, speed: float = 0.0) -> None:
-        """`speed` 1 is as it was, N is N times as fast, 0 as fast as the listener reads."""
+        """Bind the endpoint. `speed` N is N times that of the run, 0 as fast as the listener reads."""
         self._recording, self._bind, self._speed = recording, bind, speed
         self._messages = self._missed = 0
         self._stopped = False
         self._subscribed_at = 0.0
-        self._subscribed: set[bytes] = set()  # topics that somebody is subscribed to
+        self._subscribed: set[bytes] = set()  # topics with a subscriber
         refuse_if_served(bind)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._bound()
 
     def run(self, wait_s: float, begun: Callable[[], None] = lambda: None) -> int:
-        """Wait so long for a listener, then publish everything; how many messages that were. PeerTimeout by name."""
+        """Wait so long for a listener, then publish everything; the number of messages. PeerTimeout if none comes, or
+        if the last one leaves or reads nothing."""
         self._await_listener(wait_s)
         begun()
         self._mark("running")
@@ -379,12 +383,12 @@ class Replayer(AbstractContextManager["Replayer"]):
         except PeerTimeout:
             if self._subscribed or not self._stopped:
                 raise
-            return self._messages  # a listener that leaves because the run stops has seen all there is for it
+            return self._messages  # the listener has left because of STOP, with all that it listens for
         self._mark("over")
         return self._messages
 
     def close(self) -> None:
-        """Let what is queued leave, and take the socket away; idempotent."""
+        """Send what is queued, and remove the socket; idempotent."""
         if self._context.closed:
             return
         self._socket.close(LINGER_MS)
@@ -395,32 +399,32 @@ class Replayer(AbstractContextManager["Replayer"]):
         self.close()
 
     def _bound(self) -> zmq.Socket[bytes]:
-        made = self._context.socket(zmq.XPUB)
-        configure(made, DEFAULT_HWM, DEFAULT_MAX_BYTES)
-        made.setsockopt(zmq.XPUB_NODROP, 1)
-        made.setsockopt(zmq.XPUB_VERBOSE, 1)
-        made.setsockopt(zmq.SNDTIMEO, int(STALLED_S * 1000))
+        socket = self._context.socket(zmq.XPUB)
+        configure(socket, DEFAULT_HWM, DEFAULT_MAX_BYTES)
+        socket.setsockopt(zmq.XPUB_NODROP, 1)
+        socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        socket.setsockopt(zmq.SNDTIMEO, int(STALLED_S * 1000))
         try:
             with private_umask():
-                made.bind(self._bind)
+                socket.bind(self._bind)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             if error.errno == errno.EADDRINUSE:
                 raise _served(self._bind) from None
             raise BadEndpoint(f"{self._bind} cannot be bound: {error.strerror}; choose another with --bind") from None
-        return made
+        return socket
 
     def _await_listener(self, wait_s: float) -> None:
-        """Until a listener has all its subscriptions, or shows no sign of having more."""
+        """Wait until a listener's subscriptions are complete, or until no more have come for `QUIET_S`."""
         end, left = time.monotonic() + wait_s, wait_s
         while True:
             self._subscriptions(min(left, QUIET_S / 4))
             now = time.monotonic()
             left = end - now
-            if any(one == b"" or one.startswith(PING) for one in self._subscribed):
+            if any(topic == b"" or topic.startswith(PING) for topic in self._subscribed):
                 return
             if self._subscribed and (now - self._subscribed_at >= QUIET_S or left <= 0):
-                return  # a foreign listener, which need not have a PING topic
+                return  # a foreign listener, which may have no PING topic
             if left <= 0:
                 raise PeerTimeout(f"nobody listened at {self._bind} within {wait_s:g} s; nothing was published")
 
@@ -429,19 +433,19 @@ class Replayer(AbstractContextManager["Replayer"]):
         for entry in self._recording.entries():
             first = entry.at_ns if first is None else first
             left = math.inf if self._speed > 0 else 0.0
-            while left > 0:  # look after listeners until it is time for this one
+            while left > 0:  # serve listeners until it is time for this record
                 left = start + (entry.at_ns - first) / 1e9 / self._speed - time.monotonic()
                 self._serve(left)
             self._publish(entry)
 
     def _serve(self, timeout_s: float) -> None:
         if EVERYTHING in self._subscriptions(timeout_s):
-            self._mark("running")  # a listener that came later wants to know as well what this is
+            self._mark("running")  # for a listener that came later
         if not self._subscribed:
             raise PeerTimeout(f"the last listener at {self._bind} left after {self._messages} messages")
 
     def _subscriptions(self, timeout_s: float) -> list[bytes]:
-        """Wait for subscriptions that begin or end, and keep account of them."""
+        """Wait for changes of subscriptions, and record them; the changes."""
         changes: list[bytes] = []
         if self._socket.poll(max(0, min(60_000, int(timeout_s * 1000)))):
             with suppress(zmq.Again):
@@ -483,18 +487,18 @@ class Replayer(AbstractContextManager["Replayer"]):
 
 @contextmanager
 def own_endpoint() -> Iterator[str]:
-    """An address in a directory of this process alone, which is removed afterwards."""
+    """Make an address in a directory of this process alone, which is removed afterwards."""
     folder = private_directory(RunPaths.of("/").runtime_dir.parent / f"replay-{os.getpid()}")
     try:
         yield f"ipc://{folder}/bus.sock"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
-            folder.parent.rmdir()  # if no run and no other replay is there
+            folder.parent.rmdir()  # if no run and no other replay has a folder there
 
 
 def refuse_if_served(endpoint: str) -> None:
-    """RunInUse if somebody serves this address, or it belongs to a run: binding would take it away from them."""
+    """RunInUse if another process serves this address, or if it belongs to a run: binding would take it away."""
     check_endpoint(require_ipc(endpoint))
     path = Path(endpoint.removeprefix("ipc://"))
     folder = path.parent.resolve()
@@ -512,7 +516,7 @@ def refuse_if_served(endpoint: str) -> None:
             client.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return
-        except OSError:  # a full queue: somebody is there who does not get round to it
+        except OSError:  # a full queue: a process serves it, and is late
             pass
     raise _served(endpoint)
 

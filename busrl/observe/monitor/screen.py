@@ -1,9 +1,10 @@
-"""The state of a run on a terminal, drawn with `rich`: the screen of `busrl monitor`, and the lines below `launch`'s.
+"""The state of a run on a terminal, drawn with `rich`: the screen of `busrl monitor`, and the picture below the lines
+of `busrl launch`.
 
-Draws a `RunState`; reads keys, never waits for Enter, and leaves the terminal as it was. Knows nothing of where the
-state comes from.
+Draws a `RunState`; reads keys without Enter, and restores the terminal at the end. Knows nothing of where the state
+comes from.
 
-- What is drawn fits the terminal, whatever the run is called and however much there is to show.
+- Every picture fits the terminal, however long the names and however many the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from busrl.status.words import chart, safe, short
 
 @contextmanager
 def keys_of(stream: TextIO) -> Iterator[Callable[[float], str]]:
-    """A function that gives the keys that were hit, and waits for one at most so many seconds."""
+    """Make a function that waits for a key, at most so many seconds, and returns the keys that were hit."""
     fd = stream.fileno()
 
     def pressed(timeout_s: float) -> str:
@@ -74,7 +75,7 @@ def gauge(share: float, width: int) -> tuple[str, str]:
 
 
 def portions(counts: Sequence[int], width: int) -> list[int]:
-    """Share `width` cells out among the counts: in proportion, at least one where a count is not 0."""
+    """Divide `width` cells among the counts: in proportion, and at least one for a count that is not 0."""
     total = sum(counts)
     if total <= 0 or width <= 0:
         return [0] * len(counts)
@@ -82,16 +83,16 @@ def portions(counts: Sequence[int], width: int) -> list[int]:
     while sum(cells) != width:
         over = sum(cells) > width
         at = max(range(len(cells)), key=lambda i: (cells[i], counts[i]))
-        if over and cells[at] <= 1:  # more kinds than cells: the last ones are left out
+        if over and cells[at] <= 1:  # more counts than cells: the last ones get none
             at = max(i for i, cell in enumerate(cells) if cell)
         cells[at] += -1 if over else 1
     return cells
 
 
 def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, int, int, int]:
-    """Rows for charts, processes, facts and errors, all that the terminal has but for three.
+    """Rows for charts, processes, facts and errors: three fewer in all than the terminal has.
 
-    Facts first, then a line per process, then charts and errors share what is left.
+    Facts come first, then a line per process; charts and errors share what is left.
     """
     room = max(0, height - 3)  # two lines of head, one of foot
     facts = min(facts, room)
@@ -103,7 +104,7 @@ def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, in
 
 
 def view(run: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
-    """The whole screen; `errors_only` gives the middle of it to the list of errors."""
+    """The whole screen; with `errors_only` its middle is the list of errors."""
     rows, facts = run.rows(now), _facts(run, now, width)
     charts, processes, lines, errors = sizes(height, len(rows), run.errors.count, len(facts))
     screen = Layout()
@@ -122,10 +123,10 @@ def view(run: RunState, now: float, wall: float, width: int, height: int, errors
 
 
 def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width: int, height: int) -> Group:
-    """Draw a run in at most `height` lines, to be drawn again and again below the lines of a log."""
+    """Draw a run in at most `height` lines, for redrawing below the lines of a log."""
     bar, legend = _slots(run, width - 13)
-    course = run.steps.course(lambda one: one.reward)
-    recent = run.steps.recent(lambda one: one.reward)
+    course = run.steps.course(lambda step: step.reward)
+    recent = run.steps.recent(lambda step: step.reward)
     waits = f"waiting for the first step{f' ({safe(run.waiting, 60)})' if run.waiting else ''}"
     drawn = Text(chart(course, 24, 1)[0].rstrip(), "cyan") if course else Text(waits, LABELS)
     if course and recent is not None:
@@ -157,10 +158,10 @@ def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
     title.append(f" {phrases.headline(run, wall)}", f"bold {style}")
     if run.ended and run.ring is None and not run.damage:
         title.append(f" · {safe(run.ended)}", style)
-    said = f" {words.progress(run, now)} "
+    text = f" {words.progress(run, now)} "
     goal = run.facts.max_steps
-    full, empty = gauge(run.at_step / goal if goal else 0.0, max(4, width - len(said) - 1))
-    return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (said, "bold"), no_wrap=True))
+    full, empty = gauge(run.at_step / goal if goal else 0.0, max(4, width - len(text) - 1))
+    return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (text, "bold"), no_wrap=True))
 
 
 def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
@@ -171,12 +172,12 @@ def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
 def _charts(run: RunState, width: int, height: int) -> RenderableType:
     steps = run.steps
     wanted = [
-        ("reward", steps.course(lambda one: one.reward), "green", ".3f"),
-        ("length", steps.course(lambda one: one.length), "cyan", ".1f"),
-        ("age of samples", steps.course(lambda one: one.age_mean), "magenta", ".2f"),
+        ("reward", steps.course(lambda step: step.reward), "green", ".3f"),
+        ("length", steps.course(lambda step: step.length), "cyan", ".1f"),
+        ("age of samples", steps.course(lambda step: step.age_mean), "magenta", ".2f"),
     ][: 3 if width >= WIDE else 2]
     table = Layout()
-    table.split_row(*(Layout(_chart(*one, width // len(wanted), height)) for one in wanted))
+    table.split_row(*(Layout(_chart(*column, width // len(wanted), height)) for column in wanted))
     return table
 
 
@@ -185,10 +186,10 @@ def _chart(name: str, course: list[float], style: str, form: str, width: int, he
     if not course:
         return Panel(Text("no step yet", LABELS), title=name, **frame)
     recent = course[-10:]
-    said = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
+    ends = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
     span = f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps"
     drawn = Text("\n".join(chart(course, max(1, width - 4), max(1, height - 2))), style, no_wrap=True)
-    title = Text.assemble((name, "bold"), "  ", (said, style))
+    title = Text.assemble((name, "bold"), "  ", (ends, style))
     return Panel(drawn, title=title, subtitle=Text(span, LABELS), subtitle_align="right", **frame)
 
 
@@ -202,7 +203,8 @@ def _middle(run: RunState, rows: list[ProcessRow], width: int, height: int) -> R
 
 
 def _table(names: Sequence[str], widest: str) -> Table:
-    """Two blanks between columns, in the cells (`_add`): rich draws a cell with padding as two, in twice the time."""
+    """Make a table. Two blanks between columns stand in the cells (`_add`): rich draws padding as a second cell, which
+    takes twice the time."""
     table = Table(box=None, expand=True, padding=0, header_style=LABELS)
     for at, name in enumerate(names):
         justify: JustifyMethod = "left" if name in LEFT else "right"
@@ -219,7 +221,7 @@ def _add(table: Table, first: Text, *others: Text) -> None:
 
 
 def _processes(rows: list[ProcessRow], room: int) -> Table:
-    """At most `room` lines, without the head."""
+    """The table of processes, at most `room` lines without its head."""
     table = _table(("process", "pid", "doing", "busy", "progress", "version", "samples"), "doing")
     hidden = len(rows) - room
     for row in rows[: room if hidden <= 0 else max(0, room - 1)]:
@@ -271,7 +273,7 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
 
 
 def _parts(phrase: str, width: int) -> list[str]:
-    """In two lines where one is too short, the second one with the end, which says most."""
+    """A phrase in two lines if one is too short; the second line has its end, which says most."""
     first = phrase[: phrase.rfind(" ", 0, width + 1)] if len(phrase) > width else phrase
     return [first, phrase[max(len(first), len(phrase) - width) :].strip()] if len(phrase) > len(first) else [phrase]
 
@@ -320,7 +322,7 @@ def as_text(watcher: Watcher) -> str:
 
 
 def run_plain(watcher: Watcher, out: TextIO) -> None:
-    """A line every few seconds until the run or the replay has ended, or the reader is gone."""
+    """Print a line every few seconds until the run or the replay has ended."""
     watcher.refresh(time.monotonic(), force=True)
     print(as_text(watcher), file=out, flush=True)
     give_way(NICE)

@@ -1,10 +1,10 @@
 """A run, or several side by side, as one HTML page that needs nothing else: drawings are SVG, there is no script.
 
-Pure: `RunRecord`s in, a page out. Knows nothing of files but what a record says could not be read of them.
+Pure: takes `RunRecord`s, returns a page. Opens no file; a record has the faults of its own files.
 
-- Everything from files is escaped: what a model, a reward or another program wrote may be anything.
-- What is not known is left out of a drawing and is a dash in a table; what could not be read stands on top.
-- Lines of many steps are means of neighbours, at most `MOST_POINTS` of them.
+- Every text from files is escaped: a model, a reward or another program may have written anything.
+- A value that is not known is left out of a drawing, and is a dash in a table. Faults of files stand on top.
+- A line of many steps has means of neighbours, at most `MOST_POINTS` of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from busrl.ledger.controls import Controls
 from busrl.observe.report.record import Floats, RunRecord, column_of
-from busrl.observe.report.trace import overlap, slices
+from busrl.observe.report.trace import overlap, slices_of
 from busrl.observe.report.waste import SHARES, Waste, waste_of
 from busrl.status.runfiles import number, whole_number
 from busrl.status.state import RECENT
@@ -33,7 +33,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 190, 44, 8, 8, 22
 MOST_POINTS, COLOURS, MOST_PROBLEMS, CELL = 240, 6, 12, 240
 PROMPT, ANSWER = 600, 1600  # characters of a sample
 NOT_COMPARED = ("derived", "source", "overrides")
-# Title, what it is, and the series: a label and a column of metrics.jsonl. Several runs are compared by the first one.
+# Title, meaning, and the series: a label and a column of metrics.jsonl. Several runs are compared by the first series.
 CHARTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", "mean of a step", (("all that ended", "reward"), ("trained", "reward_trained"))),
     ("Length of answers", "tokens", (
@@ -97,7 +97,7 @@ def share(value: float | None) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], kinds: str = "") -> str:
     """Cells are HTML already. `kinds`: a letter per column, n for numbers and w for long text."""
-    tops = "".join(f'<th class="{kinds[n : n + 1]}">{one}</th>' for n, one in enumerate(head))
+    tops = "".join(f'<th class="{kinds[n : n + 1]}">{title}</th>' for n, title in enumerate(head))
     top = f"<thead><tr>{tops}</tr></thead>" if any(head) else ""
     body = "".join(
         f"<tr><th>{row[0]}</th>"
@@ -109,7 +109,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], kinds: str = "") -
 
 @dataclass(frozen=True)
 class Line:
-    """A series of a drawing; `dots`: each point is shown."""
+    """A series of a drawing; with `dots` each point is drawn too."""
 
     label: str
     x: Floats
@@ -129,15 +129,18 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def thinned(line: Line) -> Line:
-    """At most `MOST_POINTS` points: means of as many neighbours each. What is no number is left out."""
-    known = np.isfinite(line.x) & np.isfinite(line.y)
-    parts = [np.array_split(values[known], MOST_POINTS) for values in (line.x, line.y)]
-    x, y = (np.array([part.mean() for part in own if len(part)], np.float64) for own in parts)
+    """The line with at most `MOST_POINTS` points, each the mean of as many neighbours; only finite values count."""
+    finite = np.isfinite(line.x) & np.isfinite(line.y)
+    x, y = (_means(values[finite]) for values in (line.x, line.y))
     return Line(line.label, x, y, line.dots)
 
 
+def _means(values: Floats) -> Floats:
+    return np.array([part.mean() for part in np.array_split(values, MOST_POINTS) if len(part)], np.float64)
+
+
 def chart(title: str, note: str, lines: Sequence[Line], across: str = "step") -> str:
-    """A card with a drawing; nothing where no line has a point."""
+    """A card with a drawing; "" if no line has a point."""
     lines = [thinned(line) for line in lines]
     if not any(len(line.x) for line in lines):
         return ""
@@ -166,7 +169,7 @@ def chart(title: str, note: str, lines: Sequence[Line], across: str = "step") ->
 
 
 def _range(lines: Sequence[Line]) -> tuple[float, float, float, float]:
-    """The range of a drawing: all points, from 0 where they are far from it by less than their own spread."""
+    """The range of a drawing: that of all points, and from 0 on if that is at most twice their spread away."""
     xs, ys = (np.concatenate(values) for values in ([line.x for line in lines], [line.y for line in lines]))
     x0, x1, y0, y1 = float(xs.min()), float(xs.max()), float(ys.min()), float(ys.max())
     y0 = 0.0 if 0 <= y0 <= 2 * (y1 - y0) else y0
@@ -182,7 +185,7 @@ def _drawn(line: Line, colour: int, x: Floats, y: Floats) -> str:
 
 
 def bar(parts: Iterable[tuple[int, float, str]]) -> str:
-    """Shares of a whole, by colour."""
+    """A bar of shares, each a colour, a number and a text."""
     return '<div class="bar">' + "".join(
         f'<i style="--c:var(--c{colour % COLOURS});width:{100 * value:.2f}%" title="{text_of(what)}: {value:.1%}"></i>'
         for colour, value, what in parts
@@ -192,10 +195,12 @@ def bar(parts: Iterable[tuple[int, float, str]]) -> str:
 # -- a run -----
 
 class Run:
+    """A run of the page: its record, and what is computed from it."""
+
     def __init__(self, record: RunRecord, label: str) -> None:
         self.record, self.label = record, label
         self.steps, self.waste = record.column("step"), waste_of(record)
-        self.overlap = overlap(slices(record))
+        self.overlap = overlap(slices_of(record))
         self.problems, self.rounds = problems(record.paths.errors), record.validation()
 
     def line(self, column: str, label: str) -> Line:
@@ -204,7 +209,7 @@ class Run:
     def column(self, name: str) -> Floats:
         if name == "wait":
             waits = (as_map(row.get("wait_s")).values() for row in self.record.steps)
-            return np.array([sum(number(one) or 0.0 for one in own) for own in waits], np.float64)
+            return np.array([sum(number(wait) or 0.0 for wait in of_step) for of_step in waits], np.float64)
         if name == "passes":
             return self.record.column("forward_s") + self.record.column("backward_s")
         if name == "publish_ms":
@@ -217,25 +222,25 @@ class Run:
 
     def validation(self) -> Iterator[Line]:
         rounds = self.rounds.rounds()
-        for name in dict.fromkeys(one.set for one in rounds):
-            x, y = np.array([(one.round, one.mean) for one in rounds if one.set == name], np.float64).T
+        for name in dict.fromkeys(entry.set for entry in rounds):
+            x, y = np.array([(entry.round, entry.mean) for entry in rounds if entry.set == name], np.float64).T
             yield Line(name, x, y, True)
 
     def busy(self) -> dict[str, float]:
-        """By process: as the summary says, else of the learner and the rollouts as their own files say."""
-        told = as_map(self.record.summary.get("processes"))
-        found = {name: number(as_map(one).get("busy_share")) for name, one in told.items()}
-        if known := {name: value for name, value in found.items() if value is not None}:
-            return known
+        """Busy shares by process: of the summary, else of the learner and the rollouts by their own files."""
+        accounts = as_map(self.record.summary.get("processes"))
+        shares = {name: number(as_map(account).get("busy_share")) for name, account in accounts.items()}
+        if by_summary := {name: value for name, value in shares.items() if value is not None}:
+            return by_summary
         seconds, waits = float(np.nansum(self.record.column("seconds"))), float(np.nansum(self.column("wait")))
-        own = {"learner": max(0.0, 1 - waits / seconds)} if seconds else {}
+        by_files = {"learner": max(0.0, 1 - waits / seconds)} if seconds else {}
         for name, rows in self.record.pace.items():
             wall, idle = (sum(number(row.get(key)) or 0.0 for row in rows) for key in ("wall_s", "idle_s"))
-            own |= {name: 1 - idle / wall} if wall else {}
-        return own
+            by_files |= {name: 1 - idle / wall} if wall else {}
+        return by_files
 
     def updates(self) -> dict[str, float]:
-        """Mean seconds in which a rollout process takes new weights."""
+        """Mean seconds in which each rollout process takes new weights."""
         sums = {
             name: tuple(sum(number(row.get(key)) or 0.0 for row in rows) for key in ("weights_s", "updates"))
             for name, rows in self.record.pace.items()
@@ -249,39 +254,39 @@ class Run:
         return [Line(name, self.steps, column_of(rows, name)) for name in [*names][:COLOURS]]
 
     def in_flight(self) -> str:
-        """The settings that people changed while it ran and that are in force, in words."""
-        held = Controls()
-        for line in self.record.asked:
-            held.add(line)
-        return ", ".join(f"{key} = {line.new}" for key, line in held.settings.items())
+        """The settings that were changed while the run ran and that are in force, as a text."""
+        controls = Controls()
+        for line in self.record.requests:
+            controls.add(line)
+        return ", ".join(f"{key} = {line.new}" for key, line in controls.settings.items())
 
     def versions(self) -> str:
         start: dict[str, Any] = next(reversed(self.record.starts), {})
-        found = {"busrl": start.get("busrl"), **as_map(start.get("versions"))}
-        return ", ".join(f"{name} {one}" for name, one in found.items() if one)
+        by_name = {"busrl": start.get("busrl"), **as_map(start.get("versions"))}
+        return ", ".join(f"{name} {version}" for name, version in by_name.items() if version)
 
     def settings(self) -> dict[str, str]:
-        found = _flat(self.record.topology)
-        return {key: value for key, value in found if key.partition(".")[0] not in NOT_COMPARED}
+        settings = _flat(self.record.topology)
+        return {key: value for key, value in settings if key.partition(".")[0] not in NOT_COMPARED}
 
 
-def _flat(found: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    inside = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+def _flat(tree: Any, at: str = "") -> Iterator[tuple[str, str]]:
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     if not inside:
-        yield at, str(found)
-    for key, value in inside:
-        yield from _flat(value, f"{at}.{key}" if at else str(key))
+        yield at, str(tree)
+    for key, branch in inside:
+        yield from _flat(branch, f"{at}.{key}" if at else str(key))
 
 
 def _ends(values: Floats) -> str:
-    """The first value and the mean of the newest ten, as status and summary have them."""
-    known = values[np.isfinite(values)]
-    return f"{known[0]:.3f} → {known[-RECENT:].mean():.3f}" if len(known) else "–"
+    """The first value and the mean of the newest ten, as `busrl status` and the summary have them."""
+    finite = values[np.isfinite(values)]
+    return f"{finite[0]:.3f} → {finite[-RECENT:].mean():.3f}" if len(finite) else "–"
 
 
 def _median(values: Floats, unit: str = "") -> str:
-    known = values[np.isfinite(values)]
-    return num(float(np.median(known)), unit) if len(known) else "–"
+    finite = values[np.isfinite(values)]
+    return num(float(np.median(finite)), unit) if len(finite) else "–"
 
 
 # Of each run, in the order of the table.
@@ -298,11 +303,11 @@ FACTS: dict[str, Callable[[Run], str]] = {
     "lowest ess": lambda run: num(run.waste.ess.get("lowest")),
     "publishing weights": lambda run: _median(run.column("publish_ms"), " ms"),
     "taking them": lambda run: ", ".join(
-        f"{text_of(name)} {num(1000 * one)} ms" for name, one in [*run.updates().items()][:4]
+        f"{text_of(name)} {num(1000 * seconds)} ms" for name, seconds in [*run.updates().items()][:4]
     ) or "–",
     "starts": lambda run: f"{len(run.record.starts)}",
     "changed in flight": lambda run: text_of(run.in_flight()) or "–",
-    "warnings and errors": lambda run: f"{sum(one['count'] for one in run.problems)}",
+    "warnings and errors": lambda run: f"{sum(problem['count'] for problem in run.problems)}",
     "versions": lambda run: text_of(run.versions()) or "–",
     "folder": lambda run: text_of(run.record.paths.root),
 }
@@ -320,7 +325,7 @@ def page(records: Sequence[RunRecord]) -> str:
         *_section("Samples", map(_samples, runs)),
         *_section("What became of the tokens", map(_waste, runs)),
         *_section("Processes", [_busy(runs)]), *_section("Warnings and errors", map(_problems, runs)),
-        *_section("Settings", [_differences(runs), *map(_changes, runs), *map(_asked, runs), *map(_topology, runs)]),
+        *_section("Settings", [_differences(runs), *map(_changes, runs), *map(_requests, runs), *map(_topology, runs)]),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -330,7 +335,7 @@ def page(records: Sequence[RunRecord]) -> str:
 
 
 def _labels(records: Sequence[RunRecord]) -> list[str]:
-    """Names of the runs, by their folders where two have the same."""
+    """Names of the runs; those of their folders if two runs have the same name."""
     names = [record.name for record in records]
     return names if len(set(names)) == len(names) else [record.paths.root.name for record in records]
 
@@ -345,9 +350,9 @@ def _of(run: Run) -> str:
 
 
 def _faults(runs: Sequence[Run]) -> Iterator[str]:
-    found = [(run, fault) for run in runs for fault in dict.fromkeys(run.record.faults)]
-    if found:
-        rows = "".join(f"<li>{text_of(run.label)}: {text_of(fault)}</li>" for run, fault in found)
+    faults = [(run, fault) for run in runs for fault in dict.fromkeys(run.record.faults)]
+    if faults:
+        rows = "".join(f"<li>{text_of(run.label)}: {text_of(fault)}</li>" for run, fault in faults)
         yield f'<div class="card bad"><b>What could not be read</b><ul>{rows}</ul><p>All else stands below.</p></div>'
 
 
@@ -363,35 +368,36 @@ def _charts(runs: Sequence[Run]) -> str:
         for run in runs for line in run.validation()
     ]
     clock = [Line("all that ended" if alone else run.label, run.minutes(), run.column("reward")) for run in runs]
-    found = [chart("Validation", "mean reward", rounds), chart("Reward over time", "mean of a step", clock, "minutes")]
+    cards = [chart("Validation", "mean reward", rounds), chart("Reward over time", "mean of a step", clock, "minutes")]
     for title, note, series in CHARTS:
-        own = series if alone else series[:1]
-        lines = [run.line(column, label if alone else run.label) for run in runs for label, column in own]
-        found.append(chart(title, note if alone or len(series) == 1 else f"{series[0][0]}; {note}", lines))
-    found += [chart("Parts of the reward", "mean of all that ended", runs[0].parts())] if alone else []
-    found[:3] = [found[2], found[0], found[1]]
-    body = "".join(found)
+        shown = series if alone else series[:1]
+        lines = [run.line(column, label if alone else run.label) for run in runs for label, column in shown]
+        cards.append(chart(title, note if alone or len(series) == 1 else f"{series[0][0]}; {note}", lines))
+    cards += [chart("Parts of the reward", "mean of all that ended", runs[0].parts())] if alone else []
+    cards[:3] = [cards[2], cards[0], cards[1]]
+    body = "".join(cards)
     return f'<div class="cards">{body}</div>' if body else ""
 
 
 def _samples(run: Run) -> str:
-    """A few of them as they were written, with what they were worth."""
+    """A few samples as they were written, with their rewards."""
     rows = [
         [text_of(f"{title}, step {row.get('step')}"), num(number(row.get("reward"))), _parts_of(row),
-         _said(_text(row, "prompt", "record"), PROMPT), _said(_text(row, "completion", "turns", "messages"), ANSWER)]
-        for title, own in run.record.samples.items() for row in own
+         _shortened(_text(row, "prompt", "record"), PROMPT),
+         _shortened(_text(row, "completion", "turns", "messages"), ANSWER)]
+        for title, samples in run.record.samples.items() for row in samples
     ]
     return (_of(run) + table(["", "reward", "its parts", "prompt", "answer"], rows, "-nwww")) if rows else ""
 
 
 def _text(row: dict[str, Any], *names: str) -> str:
-    """The first of these that the row has, as text."""
-    found = next((row[name] for name in names if name in row), "")
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+    """The first of these fields that the row has, as text."""
+    value = next((row[name] for name in names if name in row), "")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _said(text: str, most: int) -> str:
-    """The text with its lines, its middle left out where it is long: how an answer ends says most."""
+def _shortened(text: str, most: int) -> str:
+    """The lines of a text, without its middle if it is long: an answer's end says most."""
     cut = text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
     return "<br>".join(html.escape(printable(line)) for line in cut.splitlines())
 
@@ -406,16 +412,16 @@ def _waste(run: Run) -> str:
     total = waste.total
     if not total:
         return ""
-    parts = [(n, part, (part.tokens or 0) / total) for n, part in enumerate(waste.parts)]
+    shares = [(part.tokens or 0) / total for part in waste.parts]
     dot = '<span class="keys"><span style="--c:var(--c{})"><i></i>{}</span></span>'
     rows = [
-        [dot.format(n % COLOURS, text_of(part.what)), share(own), num(part.tokens), num(part.samples)]
-        for n, part, own in parts
+        [dot.format(n % COLOURS, text_of(part.what)), share(shares[n]), num(part.tokens), num(part.samples)]
+        for n, part in enumerate(waste.parts)
     ]
     rows += [[f"among the last: {text_of(part.what)}", "", "", num(part.samples)] for part in waste.counted]
     notes = "".join(f'<p class="dim">{text_of(note)}</p>' for note in waste.notes)
     return (
-        _of(run) + bar((n, own, part.what) for n, part, own in parts) + notes
+        _of(run) + bar((n, shares[n], part.what) for n, part in enumerate(waste.parts)) + notes
         + table(["", "share", "tokens", "samples"], rows, "-nnn") + _bias(waste)
     )
 
@@ -423,13 +429,13 @@ def _waste(run: Run) -> str:
 def _bias(waste: Waste) -> str:
     names = [f"p{n}" for n in SHARES]
     lengths = [
-        [name, num(own.samples), num(own.mean), *(num(own.quantiles.get(key)) for key in names)]
-        for name, own in waste.lengths.items() if own.samples
+        [name, num(kind.samples), num(kind.mean), *(num(kind.quantiles.get(key)) for key in names)]
+        for name, kind in waste.lengths.items() if kind.samples
     ]
     quarters = [
-        [f"{one.shortest:.0f} to {one.longest:.0f} tokens", share(one.trained), share(one.flat), share(one.lost),
-         num(one.age)]
-        for one in waste.quarters
+        [f"{quarter.shortest:.0f} to {quarter.longest:.0f} tokens", share(quarter.trained), share(quarter.flat),
+         share(quarter.lost), num(quarter.age)]
+        for quarter in waste.quarters
     ]
     return (
         table(["lengths of answers", "samples", "mean", *names], lengths, "-nnnnnn")
@@ -439,17 +445,17 @@ def _bias(waste: Waste) -> str:
 
 def _busy(runs: Sequence[Run]) -> str:
     rows = [
-        [text_of(name if len(runs) == 1 else f"{run.label}: {name}"), bar([(0, min(1.0, max(0.0, one)), "busy")]),
-         share(one)]
-        for run in runs for name, one in run.busy().items()
+        [text_of(name if len(runs) == 1 else f"{run.label}: {name}"), bar([(0, min(1.0, max(0.0, busy)), "busy")]),
+         share(busy)]
+        for run in runs for name, busy in run.busy().items()
     ]
     return table(["", "busy", ""], rows, "-wn")
 
 
 def _problems(run: Run) -> str:
     rows = [
-        [text_of(one["severity"]), text_of(one["process"]), str(one["count"]), text_of(one["text"])]
-        for one in run.problems[:MOST_PROBLEMS]
+        [text_of(problem["severity"]), text_of(problem["process"]), str(problem["count"]), text_of(problem["text"])]
+        for problem in run.problems[:MOST_PROBLEMS]
     ]
     more = len(run.problems) - MOST_PROBLEMS
     rest = f'<p class="dim">and {more} older kinds: errors.jsonl</p>' if more > 0 else ""
@@ -459,26 +465,31 @@ def _problems(run: Run) -> str:
 def _differences(runs: Sequence[Run]) -> str:
     if len(runs) < 2:
         return ""
-    own = [run.settings() for run in runs]
-    keys = [key for key in dict.fromkeys(key for one in own for key in one) if len({one.get(key) for one in own}) > 1]
-    rows = [[text_of(key), *(text_of(one.get(key, "–")) for one in own)] for key in keys]
-    found = table(["differences", *(text_of(run.label) for run in runs)], rows, "-" + "w" * len(runs))
-    return found or "<p>The topologies of these runs do not differ.</p>"
+    settings = [run.settings() for run in runs]
+    keys = dict.fromkeys(key for of_run in settings for key in of_run)
+    differing = [key for key in keys if len({of_run.get(key) for of_run in settings}) > 1]
+    rows = [[text_of(key), *(text_of(of_run.get(key, "–")) for of_run in settings)] for key in differing]
+    differences = table(["differences", *(text_of(run.label) for run in runs)], rows, "-" + "w" * len(runs))
+    return differences or "<p>The topologies of these runs do not differ.</p>"
 
 
 def _changes(run: Run) -> str:
+    changes = (
+        (start, key, as_map(change)) for start in run.record.starts
+        for key, change in as_map(start.get("changes")).items()
+    )
     rows = [
-        [f"step {text_of(start.get('step'))}", *map(text_of, (key, as_map(own).get("was"), as_map(own).get("now")))]
-        for start in run.record.starts for key, own in as_map(start.get("changes")).items()
+        [f"step {text_of(start.get('step'))}", text_of(key), text_of(change.get("was")), text_of(change.get("now"))]
+        for start, key, change in changes
     ]
     return _of(run) + table(["started again at", "key", "was", "now"], rows, "-www") if rows else ""
 
 
-def _asked(run: Run) -> str:
+def _requests(run: Run) -> str:
     rows = [
-        [f"step {one.step}", text_of(one.verb), text_of(one.key), text_of(one.old), text_of(one.new), text_of(one.who),
-         text_of(one.text if one.ok else f"refused: {one.text}")]
-        for one in run.record.asked
+        [f"step {line.step}", *map(text_of, (line.verb, line.key, line.old, line.new, line.who)),
+         text_of(line.text if line.ok else f"refused: {line.text}")]
+        for line in run.record.requests
     ]
     head = ["asked while it ran, at", "what", "key", "was", "now", "by", "answer"]
     return _of(run) + table(head, rows, "-wwwwww") if rows else ""

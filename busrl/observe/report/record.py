@@ -1,10 +1,10 @@
-"""The files of a run as far as they are whole, read once from beginning to end, and what of them could not be read.
+"""The files of a run, each read once from beginning to end, and the faults of those that could not be read as a whole.
 
-Opens files of a run directory for reading only. Knows nothing of pages and timelines, and of the ring.
+Opens files of a run directory for reading only. Knows nothing of pages, timelines and the ring.
 
 - A damaged or half-written line is left out, counted, and named in `faults` with its file and number.
-- A line of a step takes the place of all earlier ones with its step or a later one, as in the train log.
-- What others wrote into a file may be anything: a number that is none is not known.
+- A line of a step replaces all earlier ones with its step or a later one, as in the train log.
+- Files may hold anything: a value that should be a number and is none counts as not known.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-# What is kept of a step: a run of a hundred thousand has to fit into memory.
+# Fields of a step that are kept: a run of a hundred thousand steps has to fit into memory.
 KEPT = (
     "step", "version", "cause", "time", "seconds", "waits", "wait_s", "forward_s", "backward_s", "update_s",
     "publish_s", "checkpoint_s", "reward", "reward_trained", "length_ended", "length_mean", "length_p95", "entropy",
@@ -57,8 +57,8 @@ class GroupsLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that ended, in the order of their lines: a row each. `lengths`: of all their samples, one after the
-    other; `sizes` says how many are each group's. `undone`: trained, and made undone by a return to a checkpoint."""
+    """The groups that ended, in the order of their lines: a row each. `lengths` has those of all samples, one after the
+    other, `sizes` the number of each group's. `undone`: trained, and undone by a return to a checkpoint."""
 
     steps: Ints
     draws: Ints
@@ -80,12 +80,14 @@ class Groups:
 
 @dataclass
 class RunRecord:
+    """The files of a run that were read, and `faults` of them; large files are read by methods."""
+
     paths: RunPaths
     steps: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     starts: list[dict[str, Any]] = field(default_factory=list)
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # a few: the best, the worst, the last
-    asked: list[ControlLine] = field(default_factory=list)  # what people asked of it while it ran
+    requests: list[ControlLine] = field(default_factory=list)  # to the run while it ran
     pace: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rollout process
     topology: dict[str, Any] = field(default_factory=dict)
     run_json: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """The state of the run: held by a launch, else how it ended as far as its summary says so."""
+        """The state of the run: "running" while a launch has its directory, else the outcome of its summary."""
         if holder_of(self.paths) is not None:
             return "running"
         return str(self.summary.get("outcome") or "not ended in order: no summary.json")
@@ -107,7 +109,7 @@ class RunRecord:
         return column_of(self.steps, name)
 
     def validation(self) -> RunState:
-        """The rounds as every view of a run has them: which stand, which is the first, and what measured nothing."""
+        """The rounds in a `RunState`, which decides as for every view which of them stand and which had no result."""
         state = RunState()
         for row in self.rounds:
             with suppress(msgspec.ValidationError):
@@ -121,33 +123,33 @@ class RunRecord:
         return self._lines(self.paths.validation_log, dict[str, Any])
 
     def put_back(self) -> int:
-        """Samples that starts put back."""
-        found = self._lines(self.paths.draws, dict[str, Any])
-        return sum(len(uids) for row in found if isinstance(uids := row.get("uids"), list))
+        """The number of samples that starts put back."""
+        rows = self._lines(self.paths.draws, dict[str, Any])
+        return sum(len(uids) for row in rows if isinstance(uids := row.get("uids"), list))
 
     def groups(self) -> Groups:
         rows, lengths, lines = array("q"), array("q"), 0
-        trained = array("q")  # the line's number and its step
+        trained = array("q")  # number and step of each line with a trained group
         for line in self._lines(self.paths.groups, GroupsLine):
             if not len(line.draws) == len(line.fates) == len(line.born) == len(line.lengths):
                 self.faults.append(f"{self.paths.groups.name}: lists of unequal lengths, step {line.step}")
                 continue
             lines += 1
-            for draw, fate, born, own in zip(line.draws, line.fates, line.born, line.lengths, strict=True):
-                rows.extend((lines, draw, ord(fate), born, len(own)))
-                lengths.extend(own)
+            for draw, fate, born, of_group in zip(line.draws, line.fates, line.born, line.lengths, strict=True):
+                rows.extend((lines, draw, ord(fate), born, len(of_group)))
+                lengths.extend(of_group)
             trained.extend((lines, line.step) if Fate.TRAINED.letter in line.fates else ())
         at, draws, fates, born_at, sizes = np.array(rows, np.int64).reshape(-1, 5).T
-        made = np.array(trained, np.int64).reshape(-1, 2)
-        later = np.minimum.accumulate(made[::-1, 1])[::-1] if len(made) else made[:, 1]
-        undone_lines = made[:-1, 0][made[:-1, 1] >= later[1:]]
+        trained_lines = np.array(trained, np.int64).reshape(-1, 2)
+        later = np.minimum.accumulate(trained_lines[::-1, 1])[::-1] if len(trained_lines) else trained_lines[:, 1]
+        undone_lines = trained_lines[:-1, 0][trained_lines[:-1, 1] >= later[1:]]
         steps = np.zeros(lines + 1, np.int64)
-        steps[made[:, 0]] = made[:, 1]
+        steps[trained_lines[:, 0]] = trained_lines[:, 1]
         undone = np.isin(at, undone_lines)
         return Groups(steps[at], draws, fates, born_at, sizes, np.array(lengths, np.int64), undone)
 
     def _lines(self, path: Path, kind: type[T]) -> Iterator[T]:
-        """The whole lines of a file; what is no such line is counted in `faults`."""
+        """The lines of a file that are of this kind; a text about the others goes into `faults`."""
         decoder, bad, first, last = msgspec.json.Decoder(kind), 0, 0, False
         if lost := dropped(path):
             name = path.relative_to(self.paths.root)
@@ -168,40 +170,40 @@ class RunRecord:
 
 
 def column_of(rows: Iterable[dict[str, Any]], name: str) -> Floats:
-    """A number of every line; nan where it is not known."""
-    found = (number(row.get(name)) for row in rows)
-    return np.array([np.nan if value is None else value for value in found], np.float64)
+    """A number of every line; nan if it is not known."""
+    numbers = (number(row.get(name)) for row in rows)
+    return np.array([np.nan if value is None else value for value in numbers], np.float64)
 
 
 def few_of(rows: Iterable[dict[str, Any]], most: int = 3) -> dict[str, list[dict[str, Any]]]:
-    """A few samples of many, which are looked at one by one: those with the highest and the lowest rewards, the newest
-    of equals, and the last."""
+    """A few samples of many, in one pass: those with the highest and the lowest rewards (of equals the newest), and the
+    last."""
     best, worst = list[tuple[float, int, dict[str, Any]]](), list[tuple[float, int, dict[str, Any]]]()
     last: deque[dict[str, Any]] = deque(maxlen=most)
     for at, row in enumerate(rows):
         if not {"completion", "turns", "messages"} & row.keys() or (reward := number(row.get("reward"))) is None:
             continue
         last.append(row)
-        for kept, worth in ((best, reward), (worst, -reward)):
-            (heapq.heappush if len(kept) < most else heapq.heappushpop)(kept, (worth, at, row))
+        for heap, worth in ((best, reward), (worst, -reward)):
+            (heapq.heappush if len(heap) < most else heapq.heappushpop)(heap, (worth, at, row))
     ordered = {"best": sorted(best, reverse=True), "worst": sorted(worst, reverse=True)}
-    shown = {name: [row for *_, row in own] for name, own in ordered.items()} | {"last": [*last]}
-    return {name: own for name, own in shown.items() if own}
+    few = {name: [row for *_, row in entries] for name, entries in ordered.items()} | {"last": [*last]}
+    return {name: samples for name, samples in few.items() if samples}
 
 
 def read(run_dir: str | Path) -> RunRecord:
-    """A run's files; `NoSuchRun` if the directory holds no run."""
+    """Read a run's files; `NoSuchRun` if the directory holds no run."""
     paths = RunPaths.of(run_dir)
-    known = (paths.run_json, paths.topology, paths.metrics, paths.starts)
-    if not any(path.exists() for path in known):
+    files = (paths.run_json, paths.topology, paths.metrics, paths.starts)
+    if not any(path.exists() for path in files):
         what = "no run is in it (no run.json, no metrics.jsonl)" if paths.root.is_dir() else "no such folder"
         raise NoSuchRun(f"{run_dir}: {what}; name a directory that `busrl launch --run-dir` was given")
     record = RunRecord(paths)
     for name in WHOLE:
         path = getattr(paths, name)
-        found = read_map(path)
-        setattr(record, name, found)
-        if not found and path.exists():
+        content = read_map(path)
+        setattr(record, name, content)
+        if not content and path.exists():
             record.faults.append(f"{path.name}: cannot be read, or holds no map")
     for row in record._lines(paths.metrics, dict[str, Any]):
         if of_step(row) and isinstance(row.get("step"), int):
@@ -211,7 +213,7 @@ def read(run_dir: str | Path) -> RunRecord:
     record.starts = list(record._lines(paths.starts, dict[str, Any]))
     record.rounds = list(record._lines(paths.validation, dict[str, Any]))
     record.samples = few_of(record._lines(paths.samples, dict[str, Any]))
-    record.asked = [*controls.read_lines(paths)]
+    record.requests = [*controls.read_lines(paths)]
     for path in sorted(paths.pace.glob("*.jsonl")):
         record.pace[path.stem] = list(record._lines(path, dict[str, Any]))
     missing = [path.name for path in (paths.metrics, paths.groups) if not path.exists()]

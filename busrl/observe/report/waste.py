@@ -1,13 +1,14 @@
 """Account of what a run generated and did not train, by cause; and whether long answers are lost more often.
 
-Pure: numbers of a `RunRecord` in, a `Waste` or lines for people out. Knows nothing of the ring, so of what is under way
-it only knows that it is.
+Pure: takes a `RunRecord`, returns a `Waste` or lines for people. Knows nothing of the ring, and so no details of what
+is under way.
 
-- Tokens of ended groups are those of groups.jsonl, of validation those of validation.log. What engines drew is known
-  up to the last line of each life in pace/; what is left of it was under way, or lost with a process, a ring or a
-  sample that was rolled again: those are counted in samples, since no file has their tokens.
-- A group counts once. One whose step was made undone (`wal = "off"`) counts as such, not as trained.
-- Tokens of a step that are in no loss are its answers' tokens, shared out as its line of metrics.jsonl says.
+- Tokens of ended groups are those of groups.jsonl, of validation those of validation.log. The tokens that engines drew
+  are known up to the last line of each life in pace/.
+- The rest of these was under way, or lost with a process, a ring or a sample that was rolled again. It is counted in
+  samples, as no file has its tokens.
+- A group counts once. A group whose step was undone (`wal = "off"`) counts as such, not as trained.
+- Tokens of a step that are in no loss are tokens of its answers, divided in the shares of its line in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ESS_LOW = 0.3  # where the topology has no learner.ess_alarm
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the tokens, by what became of them. `tokens` is None where no file has them."""
+    """A part of the tokens, by what became of them. `tokens` is None if no file has them."""
 
     name: str
     what: str
@@ -59,14 +60,14 @@ class Lengths:
     def of(cls, values: Ints) -> Lengths:
         if not len(values):
             return cls()
-        found = np.percentile(values, SHARES)
-        return cls(len(values), float(values.mean()), {f"p{n}": float(one) for n, one in zip(SHARES, found)})
+        values_at = np.percentile(values, SHARES)
+        return cls(len(values), float(values.mean()), {f"p{n}": float(value) for n, value in zip(SHARES, values_at)})
 
 
 @dataclass(frozen=True)
 class Quarter:
-    """A quarter of the ended groups by mean length: how many of them were trained, flat, or lost otherwise, and how old
-    the trained ones were."""
+    """A quarter of the ended groups by mean length: the shares that were trained, flat, or lost otherwise, and the mean
+    age of the trained ones."""
 
     shortest: float
     longest: float
@@ -79,13 +80,13 @@ class Quarter:
 
 @dataclass(frozen=True)
 class Waste:
-    """`drawn`: tokens that engines drew, None where nothing tells; `parts` add up to it. `ess`: mean over tokens,
-    median, lowest, and the share of steps below the alarm's limit."""
+    """The account of a run. `drawn` are the tokens that engines drew, None if not known; `parts` add up to them. `ess`
+    has the mean over tokens, median, lowest, and the share of steps below the alarm's limit."""
 
     drawn: int | None
     trained: int
     parts: tuple[Part, ...]
-    counted: tuple[Part, ...]  # among "under way or lost": samples alone
+    counted: tuple[Part, ...]  # parts of "under way or lost", in samples alone
     lengths: dict[str, Lengths]
     quarters: tuple[Quarter, ...]
     ess: dict[str, float]
@@ -125,8 +126,9 @@ def waste_of(record: RunRecord) -> Waste:
 
 
 def _standing(groups: Groups) -> Any:
-    """Choose the rows that count: of each draw the last one. A group that was set aside, but whose learner died before
-    it was dropped, has two; one that was trained again has one that is undone besides, which is kept as such."""
+    """A flag for each row: whether it counts, as the last one of its draw. A group that was set aside, but whose
+    learner died before it was dropped, has two rows; a group that was trained again has an undone one besides, which
+    does not count here."""
     rows = np.flatnonzero(~groups.undone)
     _, last = np.unique(groups.draws[rows][::-1], return_index=True)
     alive = np.zeros(len(groups.draws), np.bool_)
@@ -135,16 +137,16 @@ def _standing(groups: Groups) -> Any:
 
 
 def _of_steps(record: RunRecord, groups: Groups, alive: Any) -> tuple[int, dict[str, int]]:
-    """Tokens in the loss of their step, and tokens of its answers that are not, by reason. Of a step without a line
-    all of them count as trained. `masked` is a sum over passes, so only its shares are used."""
-    own = alive & (groups.fates == Fate.TRAINED)
-    steps, place = np.unique(groups.steps[own], return_inverse=True)
-    tokens = dict(zip(steps.tolist(), np.bincount(place, groups.tokens[own], len(steps)).tolist()))
+    """Tokens in the loss of their step, and tokens of its answers that are in no loss, by reason. All tokens of a step
+    without a line count as trained. `masked` is a sum over passes, so only its shares are used."""
+    trained = alive & (groups.fates == Fate.TRAINED)
+    steps, place = np.unique(groups.steps[trained], return_inverse=True)
+    tokens = dict(zip(steps.tolist(), np.bincount(place, groups.tokens[trained], len(steps)).tolist()))
     masked: dict[str, float] = {}
     for row in record.steps:
-        found = {name: number(count) or 0.0 for name, count in as_map(row.get("masked")).items()}
-        total = (number(row.get("tokens")) or 0.0) + sum(found.values())
-        for name, count in found.items():
+        counts = {name: number(count) or 0.0 for name, count in as_map(row.get("masked")).items()}
+        total = (number(row.get("tokens")) or 0.0) + sum(counts.values())
+        for name, count in counts.items():
             masked[name] = masked.get(name, 0.0) + tokens.get(row["step"], 0.0) * count / max(1.0, total)
     rounded = {name: round(count) for name, count in masked.items()}
     return int(sum(tokens.values())) - sum(rounded.values()), rounded
@@ -162,17 +164,19 @@ def _set_aside(groups: Groups, alive: Any) -> Iterator[Part]:
 
 
 def drawn_by_engines(record: RunRecord) -> int | None:
-    """Tokens that rollout processes drew, over all lives of each: an engine that is new counts from 0 again."""
-    total, known = 0, False
+    """Tokens that rollout processes drew, over all lives of each; None without a line. A new engine counts from 0
+    again, so the last count before each fall is added."""
+    if not any(record.pace.values()):
+        return None
+    total = 0
     for rows in record.pace.values():
         counts = [whole_number(as_map(row.get("engine")).get("tokens")) for row in rows]
-        for count, after in zip(counts, [*counts[1:], -1]):
-            total, known = total + (count if after < count else 0), True
-    return total if known else None
+        total += sum(count for count, after in zip(counts, [*counts[1:], -1]) if after < count)
+    return total
 
 
 def _counted(record: RunRecord) -> Iterator[Part]:
-    """Samples whose tokens no file has."""
+    """Parts in samples, whose tokens no file has."""
     by_fate = fates(record.paths.fates)
     back = sum(
         len(uids) for row in record.errors()
@@ -210,14 +214,14 @@ def _quarters(groups: Groups, alive: Any) -> Iterator[Quarter]:
 
 def _ess(record: RunRecord) -> dict[str, float]:
     ess, tokens = record.column("ess"), record.column("tokens")
-    known = np.isfinite(ess) & (tokens > 0)
-    if not known.any():
+    finite = np.isfinite(ess) & (tokens > 0)
+    if not finite.any():
         return {}
-    asked = number(as_map(record.topology.get("learner")).get("ess_alarm"))
-    limit, found = ESS_LOW if asked is None else asked, ess[known]
+    alarm = number(as_map(record.topology.get("learner")).get("ess_alarm"))
+    limit, values = ESS_LOW if alarm is None else alarm, ess[finite]
     return {
-        "mean": float(np.average(found, weights=tokens[known])), "median": float(np.median(found)),
-        "lowest": float(found.min()), "limit": limit, "below": float((found < limit).mean()),
+        "mean": float(np.average(values, weights=tokens[finite])), "median": float(np.median(values)),
+        "lowest": float(values.min()), "limit": limit, "below": float((values < limit).mean()),
     }
 
 
@@ -231,16 +235,14 @@ def render(waste: Waste) -> str:
         lines.append(f"  {tokens / max(1, total):>6.1%} {short(tokens):>7}  {samples:<14} {part.what}")
     lines += [f"          among the last: {short(part.samples or 0)} samples {part.what}" for part in waste.counted]
     lines.append("lengths of answers, tokens")
-    for name, own in waste.lengths.items():
-        more = "".join(f" · {key} {value:g}" for key, value in own.quantiles.items())
-        lines += [f"  {name:<8} mean {own.mean:.1f}{more} · {short(own.samples)} samples"] if own.samples else []
+    for name, kind in waste.lengths.items():
+        more = "".join(f" · {key} {value:g}" for key, value in kind.quantiles.items())
+        lines += [f"  {name:<8} mean {kind.mean:.1f}{more} · {short(kind.samples)} samples"] if kind.samples else []
     lines += ["ended groups by mean length, shortest first"] if waste.quarters else []
-    for one in waste.quarters:
-        age = "" if one.age is None else f", age {one.age:.2f}"
-        lines.append(
-            f"  {one.shortest:.0f} to {one.longest:.0f} tokens: {one.trained:.1%} trained, {one.flat:.1%} flat, "
-            f"{one.lost:.1%} lost otherwise{age}"
-        )
+    for quarter in waste.quarters:
+        age = "" if quarter.age is None else f", age {quarter.age:.2f}"
+        shares = f"{quarter.trained:.1%} trained, {quarter.flat:.1%} flat, {quarter.lost:.1%} lost otherwise"
+        lines.append(f"  {quarter.shortest:.0f} to {quarter.longest:.0f} tokens: {shares}{age}")
     if ess := waste.ess:
         lines.append(
             f"effective sample size (ess): {ess['mean']:.3f} of the trained tokens, lowest step {ess['lowest']:.3f}, "
@@ -250,7 +252,7 @@ def render(waste: Waste) -> str:
 
 
 def account_of(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """Account for `busrl audit --waste`: what it adds to the JSON object, and to the lines."""
+    """The account for `busrl audit --waste`: fields of its JSON object, and lines."""
     record = read(run_dir)
     waste, faults = waste_of(record), [f"not counted: {fault}" for fault in record.faults]
     return {"waste": {**asdict(waste), "faults": faults}}, [render(waste), *faults]

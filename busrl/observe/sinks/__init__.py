@@ -2,7 +2,9 @@
 of the user's.
 
 `known.py` has the sinks, `feed.py` reads the run's files for them. Used by the role `sinks` alone. Knows nothing of the
-ring or the bus, and nothing of busrl waits for a sink.
+ring or the bus.
+
+- No process of a run waits for a sink.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Live(NamedTuple):
-    """A number as it is now: `busrl_NAME{LABELS}`."""
+    """A present value: `busrl_NAME{LABELS}`."""
 
     name: str
     labels: dict[str, str]
@@ -23,7 +25,7 @@ class Live(NamedTuple):
 
 @dataclass(frozen=True)
 class RunCard:
-    """The facts of a run that a sink gets. `folder`: of the sink's own files; `uuid`: the same over all starts."""
+    """The facts of a run that a sink gets. `folder` is for the sink's own files; `uuid` is the same over all starts."""
 
     name: str
     uuid: str
@@ -37,17 +39,17 @@ class RunCard:
 
 
 class Sink(Protocol):
-    """Is made with a RunCard. Whatever it raises is told once; it is closed and made again after a pause, and then gets
-    what it has not had. It may take as long as it likes: each has a thread of its own."""
+    """A sink; its class is called with a RunCard. An exception of its methods is reported once; the sink is closed,
+    made again after a pause, and then gets what it has missed. A method may take any time: each sink has a thread."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Take the numbers of a step (`reward`, `wait_s/groups`: docs/metrics.md), or a round of validation
         (`val/...`), which may come after later steps."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Lines of samples.jsonl."""
+        """Take lines of samples.jsonl."""
 
     def flush(self) -> None:
-        """Nothing more comes for a while."""
+        """Pass on what is buffered: nothing more comes for a while."""
 
     def close(self) -> None: ...

@@ -1,9 +1,9 @@
-"""The thread that feeds one sink from the files of a run: it reads what is new, and writes down how far it has come.
+"""The thread that feeds one sink from the files of a run: it passes on new lines, and records how far it is.
 
-Talks to those files and to one of its own. Knows nothing of what a sink does.
+Reads those files, and writes one of its own. Knows nothing of what a sink does.
 
-- The files are the queue: a sink that is slow or down makes nobody wait and no memory grow.
-- A step is given once, over all starts of a run; again only after a death or a failed flush before its place was
+- The files are the queue: a sink that is slow or down makes no process wait and no memory grow.
+- The sink gets a step once, over all starts of a run; again only after a death or a failed flush before its place was
   written. A place counts once the sink has flushed.
 - The lines of one step stand together in a file, and those of one round and set are one line.
 """
@@ -25,24 +25,25 @@ from busrl.system import files
 
 LOOK_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
-MOST_BYTES = 1 << 26  # of a file: what is older is not given
-MOST_ROWS = 64  # samples given at once: the newest
-NO_NUMBERS = ("step", "round", "time", "waits")  # of a line: where and when, not what
+MOST_BYTES = 1 << 26  # of a file: older lines are left out
+MOST_ROWS = 64  # samples that are passed on at once: the newest
+NO_NUMBERS = ("step", "round", "time", "waits")  # of a line: its place and time, no figures
 
 
 class Feed(threading.Thread):
-    """`told` gets an error in words, or "" when the sink works again. `finish`, then `join` with a time limit."""
+    """A thread for one sink. `report` gets the sink's name and the text of an error, or "" when the sink works again.
+    `finish`, then `join` with a time limit."""
 
     def __init__(self, name: str, make: Callable[[RunCard], Sink], card: RunCard, paths: RunPaths,
-                 told: Callable[[str, str], None]) -> None:
+                 report: Callable[[str, str], None]) -> None:
         super().__init__(name=f"sink {name}", daemon=True)
-        self.sink_name, self._make, self._card, self._told = name, make, card, told
+        self.sink_name, self._make, self._card, self._report = name, make, card, report
         self._place = Place(card.folder / "place.json", card.uuid)
         self._paths, self._over = paths, threading.Event()
         self._broken, self._pause_s = False, FIRST_PAUSE_S
 
     def finish(self) -> None:
-        """Give what is there now, and end."""
+        """Have the thread pass on what is there now, and end."""
         self._over.set()
 
     def run(self) -> None:
@@ -51,10 +52,10 @@ class Feed(threading.Thread):
                 with contextlib.closing(self._make(self._card)) as sink:
                     self._feed(sink)
                 return
-            except (Exception, SystemExit) as problem:  # a thread would end without a word
+            except (Exception, SystemExit) as problem:  # else the thread would end unnoticed
                 self._broken = True
                 self._place.back()
-                self._told(self.sink_name, cause(problem))
+                self._report(self.sink_name, cause(problem))
             if self._over.wait(self._pause_s):
                 return
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -63,14 +64,14 @@ class Feed(threading.Thread):
         paths = self._paths
         followed = [files.LineFollower(path, MOST_BYTES) for path in (paths.metrics, paths.validation, paths.samples)]
         while True:
-            over = self._over.is_set()  # before the look: what was written by then is seen
+            over = self._over.is_set()  # before the look, which then sees the last lines
             try:
                 self._give(sink, *followed)
-            finally:  # what was taken before a failure is not given again
+            finally:  # lines that the sink has taken before a failure are not repeated
                 sink.flush()
-                if self._place.save() and self._broken:  # it has taken something again
+                if self._place.save() and self._broken:  # it has taken a line again
                     self._broken, self._pause_s = False, FIRST_PAUSE_S
-                    self._told(self.sink_name, "")
+                    self._report(self.sink_name, "")
             if over:
                 return
             self._over.wait(LOOK_S)
@@ -80,14 +81,14 @@ class Feed(threading.Thread):
         for lines, key, numbers in ((steps, "step", numbers_of), (rounds, "round", figures_of)):
             for series, step, row in self._unseen(lines, key):
                 sink.numbers(step, dict(numbers(row)))
-                self._place.given(series, step)
-        if found := list(self._unseen(samples, "step", "samples")):
-            series, step, _ = found[-1]
-            sink.samples(step, [row for _, _, row in found[-MOST_ROWS:]])
-            self._place.given(series, step)
+                self._place.advance(series, step)
+        if unseen := list(self._unseen(samples, "step", "samples")):
+            series, step, _ = unseen[-1]
+            sink.samples(step, [row for _, _, row in unseen[-MOST_ROWS:]])
+            self._place.advance(series, step)
 
     def _unseen(self, lines: files.LineFollower, key: str, kind: str = "") -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Lines of steps, or of rounds of a set, after those that were given before, each with its series and step."""
+        """Lines of steps, or of rounds of a set, that the sink has not had yet, each with its series and step."""
         before: dict[str, int] = {}
         for line in lines.new():
             try:
@@ -103,48 +104,48 @@ class Feed(threading.Thread):
 
 
 class Place:
-    """The newest step of each kind that a sink was given, in a file; of another run it counts for nothing."""
+    """The newest step of each series that a sink has had, in a file; a file of another run is ignored."""
 
     def __init__(self, file: Path, uuid: str) -> None:
         self._file, self._uuid = file, uuid
-        found = files.read_map(file)
-        known = files.as_map(found.get("given")) if found.get("run") == uuid else {}
-        self._given = {name: step for name, step in known.items() if isinstance(step, int)}
-        self._saved = dict(self._given)
+        stored = files.read_map(file)
+        steps = files.as_map(stored.get("given")) if stored.get("run") == uuid else {}
+        self._newest = {name: step for name, step in steps.items() if isinstance(step, int)}
+        self._saved = dict(self._newest)
 
     def of(self, kind: str) -> int:
-        return self._given.get(kind, -1)
+        return self._newest.get(kind, -1)
 
-    def given(self, kind: str, step: int) -> None:
-        self._given[kind] = max(step, self.of(kind))
+    def advance(self, kind: str, step: int) -> None:
+        self._newest[kind] = max(step, self.of(kind))
 
     def back(self) -> None:
-        """Go back to the last `save`: what was given since may be lost, and is given again."""
-        self._given = dict(self._saved)
+        """Go back to the last `save`: later lines may be lost, and the sink gets them again."""
+        self._newest = dict(self._saved)
 
     def save(self) -> bool:
-        """Write down how far it is; true if there was anything new."""
-        if self._given == self._saved:
+        """Write how far the sink is; True if it is further than before."""
+        if self._newest == self._saved:
             return False
-        self._saved = dict(self._given)
-        files.show(self._file, {"run": self._uuid, "given": self._given})
+        self._saved = dict(self._newest)
+        files.show(self._file, {"run": self._uuid, "given": self._newest})
         return True
 
 
 def numbers_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The finite numbers of a line by their names: those of a map or list below its name and "/"."""
+    """The finite numbers of a line with their names; those of a map or list have its name and "/" before theirs."""
     for name, value in row.items():
         if name in NO_NUMBERS:
             continue
         if isinstance(value, list):
-            value = {str(place): one for place, one in enumerate(value)}
+            value = {str(place): item for place, item in enumerate(value)}
         if isinstance(value, dict):
-            yield from ((f"{name}/{inner}", one) for inner, one in numbers_of(value))
+            yield from ((f"{name}/{inner}", item) for inner, item in numbers_of(value))
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield from [(name, float(value))] if math.isfinite(value) else []
 
 
 def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The figures of a round of validation: all below `val/`, those of a named set below its name too."""
+    """The figures of a round of validation, with `val/` before their names, and of a named set its name too."""
     place = f"val/{row['set']}/" if row.get("set") else "val/"
     return ((place + name.removeprefix("val/"), value) for name, value in numbers_of(row))

@@ -1,7 +1,7 @@
-"""The sinks that have a name: TensorBoard, Weights & Biases, Trackio, Prometheus.
+"""Sinks that a topology names by one word: TensorBoard, Weights & Biases, Trackio, Prometheus.
 
-Each is a class that takes a RunCard (`busrl.observe.sinks.Sink`) and imports its package when it is made. Knows nothing
-of a run's files.
+Each is a class that takes a RunCard (`busrl.observe.sinks.Sink`) and imports its package when an object is made. Knows
+nothing of a run's files.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TensorBoard(Sink):
         self._write(0, [self._text("topology", f"```\n{json.dumps(card.topology, indent=1, default=str)}\n```")])
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        made = self._proto.Summary.Value
-        self._write(step, [made(tag=name, simple_value=value) for name, value in values.items()])
+        value_of = self._proto.Summary.Value
+        self._write(step, [value_of(tag=name, simple_value=value) for name, value in values.items()])
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         head = f"|{'|'.join(COLUMNS)}|\n|{'---|' * len(COLUMNS)}\n"
@@ -59,7 +59,7 @@ class TensorBoard(Sink):
 
 
 def _cell(value: Any) -> str:
-    """A cell of a table in Markdown: what a model wrote is text, never markup."""
+    """A cell of a table in Markdown. A model's text stays text: what would be markup is escaped."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", html.escape(text)).replace("\n", "<br>")
 
@@ -77,7 +77,7 @@ class Wandb(Sink):
             config=dict(card.topology), settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # validation may come after later steps
+        self._run.define_metric("*", step_metric="step")  # a round of validation may come after later steps
         self._next_table = 0.0
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 class Trackio(Sink):
-    """A run of Trackio, in its local database (TRACKIO_DIR) or the Space that its own settings name."""
+    """A run of Trackio, in its local database (TRACKIO_DIR) or in the Space of its settings."""
 
     def __init__(self, card: RunCard) -> None:
         import trackio
@@ -117,7 +117,7 @@ class Trackio(Sink):
 
 
 class Prometheus(Sink):
-    """`http://HOST:PORT/metrics` with the newest value of each number, and what the ring shows at the moment."""
+    """`http://HOST:PORT/metrics` with the newest value of each number, and the present values of the ring."""
 
     def __init__(self, card: RunCard) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -132,12 +132,12 @@ class Prometheus(Sink):
         card.say(f"prometheus: http://{card.host}:{self._server.server_port}/metrics")
 
     def collect(self) -> Iterator[Any]:
-        found = [Live(name, {}, value) for name, value in self._values.items()]
+        numbers = [Live(name, {}, value) for name, value in self._values.items()]
         families: dict[str, Any] = {}
-        for name, own, value in [*found, *self._card.live()]:
-            full, labels = "busrl_" + re.sub("[^a-zA-Z0-9_]", "_", name), {"run": self._card.name, **own}
-            family = families.setdefault(full, self._family(full, f"{name} (docs/metrics.md)", labels=list(labels)))
-            family.add_metric(list(labels.values()), value)
+        for name, labels, value in [*numbers, *self._card.live()]:
+            full, all_labels = "busrl_" + re.sub("[^a-zA-Z0-9_]", "_", name), {"run": self._card.name, **labels}
+            family = families.setdefault(full, self._family(full, f"{name} (docs/metrics.md)", labels=list(all_labels)))
+            family.add_metric(list(all_labels.values()), value)
         yield from families.values()
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:

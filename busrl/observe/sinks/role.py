@@ -1,11 +1,11 @@
-"""The process that feeds the sinks of [sinks]: a thread for each, which nobody of the run waits for.
+"""The process that feeds the sinks of [sinks], with a thread for each.
 
-Talks to `busrl.observe.sinks`, and to the ring for what Prometheus asks about this moment. Knows nothing of what a sink
-does with a number.
+Talks to `busrl.observe.sinks`, and to the ring for the present values that Prometheus reads. Knows nothing of what a
+sink does with a number.
 
-- A sink that fails is told of once, until it works again; the run goes on. One whose code cannot be imported is left
-  out until the next start.
-- At the end they have half of limits.stop_s to give the last numbers on; one that needs longer is named and left.
+- The run goes on when a sink fails; that is reported once, until the sink works again. A sink whose code cannot be
+  imported is left out until the next start.
+- At the end sinks have half of limits.stop_s to pass on the last numbers; one that needs longer is named and left.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Sinks(Actor):
     tick_s = 0.25
 
     def setup(self) -> None:
-        self._told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._broken: set[str] = set()
-        self._feeds = [Feed(name, make, self._card(name), self.paths, lambda who, what: self._told.put((who, what)))
+        self._feeds = [Feed(name, make, self._card(name), self.paths, lambda who, what: self._reports.put((who, what)))
                        for name in self.topology.sinks.to if (make := self._maker(name)) is not None]
         for feed in self._feeds:
             feed.start()
 
     def _maker(self, name: str) -> Callable[[RunCard], Sink] | None:
-        """The class of a sink; None, and a warning, for code of the user's that cannot be imported."""
+        """The class of a sink; None, and a warning, if the user's code cannot be imported."""
         if name in SINKS:
             return KNOWN[name]
         try:
@@ -51,17 +51,19 @@ class Sinks(Actor):
             return None
 
     def _card(self, name: str) -> RunCard:
-        own = self.topology.sinks
+        settings = self.topology.sinks
         shown = name if name in SINKS else name.removeprefix(f"{self.topology.base_dir}/")
         folder = self.paths.sinks / shown.replace("/", "-").replace(":", "-")
         folder.mkdir(parents=True, exist_ok=True)
         topology = files.read_map(self.paths.topology)
-        return RunCard(self.topology.run.name, self.ring.uuid.hex(), own.project, folder, topology, own.host, own.port,
-                       self._at_once, log.info)
+        return RunCard(
+            self.topology.run.name, self.ring.uuid.hex(), settings.project, folder, topology, settings.host,
+            settings.port, self._present, log.info,
+        )
 
     def work(self) -> bool:
-        while not self._told.empty():
-            name, text = self._told.get()
+        while not self._reports.empty():
+            name, text = self._reports.get()
             if not text and name in self._broken:
                 self.warn("sinks", f"{name} works again")
             elif text and name not in self._broken:
@@ -83,16 +85,19 @@ class Sinks(Actor):
                 what = f"has not taken the last numbers in {patience_s:g} s (limits.stop_s / 2)"
                 self.warn("sinks", f"{feed.sink_name} {what}")
 
-    def _at_once(self) -> Sequence[Live]:
-        """Numbers of the ring: slots by state, processes, and how far the run is."""
+    def _present(self) -> Sequence[Live]:
+        """Present values of the ring: slots by state, the run's step and versions, and its processes."""
         stats, processes, now = self.ring.stats(), self.ring.processes(), time.monotonic_ns()
         words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.VERSION_STEP)
+        by_process = {
+            "process_up": [float(not self.ring.is_dead(process.index)) for process in processes],
+            "process_silent_seconds": [max(0, now - process.progress_ns) / 1e9 for process in processes],
+            "process_busy_seconds_total": [process.busy_ns / 1e9 for process in processes],
+        }
+        labels = [{"process": process.label} for process in processes]
         return [
             *(Live("slots", {"state": state.lower()}, count) for state, count in stats.occupancy.items()),
             *(Live(f"now_{word.value}", {}, self.ring.header(word)) for word in words),
             Live("generated_tokens_total", {}, stats.tokens), Live("reaps_total", {}, stats.reaps),
-            *(Live("process_up", {"process": one.label}, float(not self.ring.is_dead(one.index))) for one in processes),
-            *(Live("process_silent_seconds", {"process": one.label}, max(0, now - one.progress_ns) / 1e9)
-              for one in processes),
-            *(Live("process_busy_seconds_total", {"process": one.label}, one.busy_ns / 1e9) for one in processes),
+            *(Live(name, *of_process) for name, values in by_process.items() for of_process in zip(labels, values)),
         ]

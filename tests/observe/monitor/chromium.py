@@ -32,23 +32,23 @@ class Page:
 
     async def _read(self) -> None:
         async for message in self._socket:
-            told = message.json()
-            if "id" in told:
-                self._waiting.pop(told["id"]).set_result(told)
-            elif told["method"] == "Runtime.consoleAPICalled" and told["params"]["type"] in ("warning", "error"):
-                self.console.append(str(told["params"]["args"]))
-            elif told["method"] == "Runtime.exceptionThrown":
-                self.console.append(str(told["params"]["exceptionDetails"]))
-            elif told["method"] == "Log.entryAdded" and told["params"]["entry"]["level"] in ("warning", "error"):
-                self.console.append(str(told["params"]["entry"]))
+            answer = message.json()
+            if "id" in answer:
+                self._waiting.pop(answer["id"]).set_result(answer)
+            elif answer["method"] == "Runtime.consoleAPICalled" and answer["params"]["type"] in ("warning", "error"):
+                self.console.append(str(answer["params"]["args"]))
+            elif answer["method"] == "Runtime.exceptionThrown":
+                self.console.append(str(answer["params"]["exceptionDetails"]))
+            elif answer["method"] == "Log.entryAdded" and answer["params"]["entry"]["level"] in ("warning", "error"):
+                self.console.append(str(answer["params"]["entry"]))
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        told = await asyncio.wait_for(self._waiting[number], PATIENCE_S)
-        assert "error" not in told, told
-        return dict(told["result"])
+        answer = await asyncio.wait_for(self._waiting[number], PATIENCE_S)
+        assert "error" not in answer, answer
+        return dict(answer["result"])
 
     async def look(self, width: int, height: int, theme: str) -> None:
         """How the page is looked at."""
@@ -63,17 +63,17 @@ class Page:
         await self.call("Page.navigate", url=url)
 
     async def value(self, expression: str) -> Any:
-        told = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     async def until(self, expression: str) -> Any:
         """The value of an expression once it is true."""
         end = asyncio.get_running_loop().time() + PATIENCE_S
-        while not (found := await self.value(expression)):
+        while not (value := await self.value(expression)):
             assert asyncio.get_running_loop().time() < end, f"{expression} within {PATIENCE_S:g} s; {self.console}"
             await asyncio.sleep(0.02)
-        return found
+        return value
 
     async def press(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {}
@@ -82,8 +82,8 @@ class Page:
         await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     async def picture(self, file: Path, **options: Any) -> None:
-        told = await self.call("Page.captureScreenshot", **options)
-        file.write_bytes(base64.b64decode(told["data"]))
+        answer = await self.call("Page.captureScreenshot", **options)
+        file.write_bytes(base64.b64decode(answer["data"]))
 
 
 @asynccontextmanager
@@ -99,8 +99,9 @@ async def chromium() -> AsyncIterator[Page]:
     try:
         port = await _port(folder / "DevToolsActivePort", browser)
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json/list") as told:
-                [address] = [one["webSocketDebuggerUrl"] for one in await told.json() if one["type"] == "page"]
+            async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                pages = [target for target in await answer.json() if target["type"] == "page"]
+            [address] = [page["webSocketDebuggerUrl"] for page in pages]
             async with session.ws_connect(address, max_msg_size=0) as socket:
                 yield Page(socket)
     finally:

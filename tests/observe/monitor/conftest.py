@@ -21,17 +21,17 @@ from monitor_scene import Scene
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A directory with a name that is short enough for sockets."""
-    made = Path(tempfile.mkdtemp(prefix="brl"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="brl"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
 def scene(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_dir))
-    made = Scene(short_dir)
-    yield made
-    made.close()
+    watched = Scene(short_dir)
+    yield watched
+    watched.close()
 
 
 @pytest.fixture

@@ -39,10 +39,10 @@ TOPOLOGY: dict[str, Any] = {
 def until(what: str, condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> Any:
     """What `condition` gives once it is true."""
     end = time.monotonic() + limit_s
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end, f"waited {limit_s:.0f} s for {what}"
         time.sleep(0.01)  # a look at another process's file or memory: there is nothing to wait on
-    return found
+    return value
 
 
 class Scene:
@@ -88,14 +88,14 @@ class Scene:
             "files": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
             "content": [hashlib.sha1(path.read_bytes()).hexdigest() for path in files if path.is_file()],
             "ring": hashlib.sha1(self.paths.ring_file.read_bytes()).hexdigest(),
-            "processes": [(one.index, one.label, one.pid) for one in self.ring.processes()],
+            "processes": [(process.index, process.label, process.pid) for process in self.ring.processes()],
             "shm": sorted(path.name for path in SHM.glob(f"*{self.paths.key}*")),
             "sockets": sorted(path.name for path in self.paths.runtime_dir.iterdir()),
         }
 
     def close(self) -> None:
-        for one in self._open:
-            one.close()
+        for endpoint in self._open:
+            endpoint.close()
         self.broker.kill()
         self.broker.communicate()
         self.ring.close()

@@ -90,9 +90,9 @@ def test_a_killed_monitor_leaves_no_trace_and_had_nothing_open_for_writing(scene
 def assert_reads_only(pid: int, scene: Scene) -> None:
     """Its mappings and descriptors of the run are for reading; it listens at the tap and nowhere else."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    own = [line for line in maps if str(scene.paths.root) in line or scene.paths.key in line]
-    assert any(scene.paths.ring_name in line for line in own)
-    assert all(line.split()[1] == "r--s" for line in own), own
+    mapped = [line for line in maps if str(scene.paths.root) in line or scene.paths.key in line]
+    assert any(scene.paths.ring_name in line for line in mapped)
+    assert all(line.split()[1] == "r--s" for line in mapped), mapped
     for link in Path(f"/proc/{pid}/fd").iterdir():
         target = os.readlink(link)
         if target.startswith((str(scene.paths.root), "/dev/shm/")):

@@ -40,7 +40,7 @@ def visit(scene: Scene, started: Start, what: Callable[[Page, str], Awaitable[No
          "logprob_gap": {"mean": 0.01, "most": 0.03, "at": 4, "each": [0.0, 0.01, 0.0, 0.01, -0.03]}}
         for step in (38, 39, 40)
     ]
-    scene.paths.samples.write_text("".join(json.dumps(one) + "\n" for one in samples))
+    scene.paths.samples.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     site = Site(started("monitor", str(scene.paths.root), "--web"))
 
     async def browse() -> None:

@@ -61,9 +61,9 @@ def test_steps_in_any_order_and_multiplicity_make_the_same_charts(told: list[int
     picture = RunState()
     for step in told:
         picture.handle(update(step), 0.0)
-    assert picture.steps.course(lambda one: one.step) == sorted(set(told))
-    assert picture.steps.course(lambda one: one.reward) == [step / 10 for step in sorted(set(told))]
-    assert picture.steps.course(lambda one: one.length) == [30.0 - step for step in sorted(set(told))]
+    assert picture.steps.course(lambda step: step.step) == sorted(set(told))
+    assert picture.steps.course(lambda step: step.reward) == [step / 10 for step in sorted(set(told))]
+    assert picture.steps.course(lambda step: step.length) == [30.0 - step for step in sorted(set(told))]
 
 
 @given(st.sets(st.integers(1, 20)), st.sets(st.integers(1, 20)))
@@ -73,14 +73,14 @@ def test_a_step_that_file_and_bus_both_tell_of_counts_once(filed: set[int], hear
         picture.step(StepRecord(step, samples=8), None)
     for step in heard:
         picture.handle(update(step), 0.0)
-    assert picture.steps.course(lambda one: one.step) == sorted(filed | heard)
+    assert picture.steps.course(lambda step: step.step) == sorted(filed | heard)
 
 
 def test_the_newest_steps_are_kept_and_memory_is_bounded() -> None:
     steps = Steps()
     for step in range(1, STEPS_KEPT + 500):
         steps.add(StepRecord(step))
-    assert len(steps) == STEPS_KEPT and steps.course(lambda one: one.step)[-1] == STEPS_KEPT + 499
+    assert len(steps) == STEPS_KEPT and steps.course(lambda step: step.step)[-1] == STEPS_KEPT + 499
     assert not steps.add(StepRecord(3)) and not steps.add(StepRecord(STEPS_KEPT))
 
 
@@ -95,9 +95,9 @@ def test_the_ring_is_believed_where_messages_were_lost() -> None:
 
 def test_an_error_both_filed_and_published_shows_once() -> None:
     complaints = RecentErrors()
-    one = ErrorRecord(100.0, "rollout/0", "warning", "rollout", "slow")
+    error = ErrorRecord(100.0, "rollout/0", "warning", "rollout", "slow")
     published = ErrorRecord(100.01, "rollout-0", "warning", "rollout", "slow")
-    for seen, source in ((one, "file"), (published, "bus"), (published, "bus"), (one, "file")):
+    for seen, source in ((error, "file"), (published, "bus"), (published, "bus"), (error, "file")):
         complaints.add(seen, source)
     assert complaints.count == 2
     complaints.add(ErrorRecord(500.0, "rollout-0", "warning", "rollout", "slow"), "bus")
@@ -118,11 +118,11 @@ def test_a_process_without_a_mapping_shows_by_its_bus_presence() -> None:
     picture.handle(m.Hello(sender="judge", role="reward", pid=99), 0.0)
     picture.handle(m.Heartbeat(sender="judge", role="reward", activity="judging"), 1.0)
     row = picture.rows(2.0)[-1]
-    assert [one.name for one in picture.rows(2.0)] == ["rollout/0", "judge"]
+    assert [row.name for row in picture.rows(2.0)] == ["rollout/0", "judge"]
     assert (row.pid, row.activity, row.progress_age_s, row.late) == (99, "judging", 1.0, False)
     assert picture.rows(60.0)[-1].late
     picture.handle(m.Goodbye(sender="judge"), 3.0)
-    assert [one.name for one in picture.rows(3.0)] == ["rollout/0"]
+    assert [row.name for row in picture.rows(3.0)] == ["rollout/0"]
 
 
 def test_tokens_per_second_follow_the_counter_of_the_current_ring() -> None:
@@ -167,23 +167,26 @@ def test_the_newest_steps_count_and_a_run_that_stands_still_gets_slower() -> Non
     assert picture.speed(10_000.0).steps_per_min < 0.2  # type: ignore[operator]
 
 
+A_RUN = Facts(run_id="a run")
+
+
 @pytest.mark.parametrize("pace", [0.5, 1.0, 4.0, 100.0])
 def test_a_replay_tells_the_speed_of_the_run_whatever_its_own_is(pace: float) -> None:
     picture = RunState()
-    picture.replayed("a run", pace, False)
+    picture.replayed(A_RUN, pace, False)
     for second in range(10):
         now = 7.0 + second / pace
         picture.look(ring(process(), tokens=45_000 + 50 * second), now)
         picture.step(StepRecord(45 + second, seconds=1.0, samples=8), now)
     assert picture.speed(now).tokens_per_s == pytest.approx(50.0)
     assert picture.speed(now).samples_per_s == 8.0 and picture.speed(now).steps_per_min == 60.0
-    picture.replayed("a run", pace, True)
+    picture.replayed(A_RUN, pace, True)
     assert picture.speed(now + 1000).steps_per_min == 60.0
 
 
 def test_a_replay_at_full_speed_has_no_clock_for_ring_counters() -> None:
     picture = RunState()
-    picture.replayed("a run", 0.0, False)
+    picture.replayed(A_RUN, 0.0, False)
     for second in range(10):
         picture.look(ring(process(), tokens=100 * second), 0.001 * second)
     assert picture.speed(0.1) == Speed()
@@ -264,8 +267,8 @@ def told(run: RunState) -> Any:
 
 
 def test_the_data_are_json_whatever_is_not_known() -> None:
-    found = told(RunState())
-    assert "slots" not in found and found["max_steps"] is None and found["state"] == "unknown"
+    status = told(RunState())
+    assert "slots" not in status and status["max_steps"] is None and status["state"] == "unknown"
 
 
 def test_a_validation_round_told_by_file_and_bus_shows_once() -> None:
@@ -275,7 +278,7 @@ def test_a_validation_round_told_by_file_and_bus_shows_once() -> None:
     assert phrases.lines(picture, 0.0, 0.0)[1] == "  progress  step 0 · version 0 · validation 0.250"
     picture.validated(RoundRecord(5, 6, None))  # nothing was judged
     picture.handle(m.ValidationDone(round=9, version=10, samples=8, mean=0.75), 0.0)
-    assert [one["round"] for one in told(picture)["validation"]] == [0, 9], "those in which a sample was judged"
+    assert [row["round"] for row in told(picture)["validation"]] == [0, 9], "those in which a sample was judged"
     assert "validation 0.250 → 0.750" in words.line(picture, 0.0)
 
 

@@ -57,13 +57,13 @@ def test_a_file_cut_anywhere_gives_its_whole_records_and_the_torn_place(
 ):
     path = tmp_path_factory.getbasetemp() / "torn.rec"
     written = write(path, wanted)
-    begin = path.stat().st_size - sum(8 + 12 + len(one.topic) + len(one.body) for one in written)
+    begin = path.stat().st_size - sum(8 + 12 + len(record.topic) + len(record.body) for record in written)
     cut = data.draw(st.integers(begin, path.stat().st_size - 1))
     os.truncate(path, cut)
     with Recording(path) as recording:
         got = list(recording.entries())
         assert got == written[: len(got)] and len(got) < len(written)
-        whole = begin + sum(8 + 12 + len(one.topic) + len(one.body) for one in got)
+        whole = begin + sum(8 + 12 + len(record.topic) + len(record.body) for record in got)
         assert bool(recording.torn) == (cut > whole)
 
 
@@ -75,7 +75,7 @@ def test_no_damaged_record_is_ever_given(
     path = tmp_path_factory.getbasetemp() / "damaged.rec"
     written = write(path, wanted)
     raw = bytearray(path.read_bytes())
-    begin = len(raw) - sum(8 + 12 + len(one.topic) + len(one.body) for one in written)
+    begin = len(raw) - sum(8 + 12 + len(record.topic) + len(record.body) for record in written)
     at = data.draw(st.integers(begin, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
     path.write_bytes(raw)
@@ -123,7 +123,7 @@ def test_a_recording_never_overwrites_and_a_full_disk_keeps_what_was_written(tmp
         writer.close()
     with Recording(path) as recording:
         got = list(recording.entries())
-    assert [one.at_ns for one in got] == list(range(len(got))) and len(got) > 2000
+    assert [record.at_ns for record in got] == list(range(len(got))) and len(got) > 2000
 
 
 def test_a_recorder_writes_every_message_and_looks_at_the_ring(
@@ -137,12 +137,12 @@ def test_a_recorder_writes_every_message_and_looks_at_the_ring(
     child.send_signal(signal.SIGINT)
     assert "none missed" in finished(child)
     assert recorded_uids(path) == list(range(500))
-    found = entries(path)
-    assert [one.at_ns for one in found] == sorted(one.at_ns for one in found)
-    assert any(one.kind == Kind.LOOK for one in found) and found[-1].kind == Kind.END
-    end = msgspec.msgpack.decode(found[-1].body, type=End)
+    records = entries(path)
+    assert [record.at_ns for record in records] == sorted(record.at_ns for record in records)
+    assert any(record.kind == Kind.LOOK for record in records) and records[-1].kind == Kind.END
+    end = msgspec.msgpack.decode(records[-1].body, type=End)
     assert end.why == "asked to by SIGINT" and end.missed == 0
-    assert end.messages == sum(one.kind == Kind.MESSAGE for one in found)
+    assert end.messages == sum(record.kind == Kind.MESSAGE for record in records)
     assert scene.state() == before
 
 
@@ -153,7 +153,7 @@ def recorder(scene: Scene, started: Start, path: Path, *options: str):
 
     def hears() -> bool:
         publisher.send(m.Hello(role="rollout"))
-        return path.exists() and any(one.topic == b"HELLO/" for one in entries(path))
+        return path.exists() and any(record.topic == b"HELLO/" for record in entries(path))
 
     until("the recorder hears", hears)
     return child, publisher
@@ -166,7 +166,7 @@ def test_a_named_recording_without_a_header_yet_is_waited_for(tmp_path: Path) ->
 
 
 def recorded_uids(path: Path) -> list[int]:
-    bodies = [one.body for one in entries(path) if one.topic == TOPIC.encode()]
+    bodies = [record.body for record in entries(path) if record.topic == TOPIC.encode()]
     return [msgspec.msgpack.decode(body)["uid"] for body in bodies]
 
 
@@ -178,13 +178,13 @@ def test_a_stopped_recorder_costs_subscribers_nothing_and_the_broker_little_memo
     listener = scene.endpoint("learner", topic(g.RemoteFail), hwm=2 * count)
     publisher.send(large(0, 10))
     assert listener.recv(PATIENCE_S) is not None
-    until("the first is written", lambda: any(one.topic == b"REMOTE_FAIL/" for one in entries(path)))
+    until("the first is written", lambda: any(record.topic == b"REMOTE_FAIL/" for record in entries(path)))
     child.send_signal(signal.SIGSTOP)
     before = resident(scene.broker.pid)
     for number in range(1, count + 1):
         publisher.send(large(number, size))
         if number % 500 == 0:  # what one process can read while it sends
-            assert [one.req for one in heard(listener, 500)] == list(range(number - 499, number + 1))
+            assert [message.req for message in heard(listener, 500)] == list(range(number - 499, number + 1))
     assert listener.gaps.missed == 0
     grown = resident(scene.broker.pid) - before
     assert grown < 0.6 * count * size, f"the broker keeps {grown:,} bytes for a recorder that does not read"
@@ -192,9 +192,9 @@ def test_a_stopped_recorder_costs_subscribers_nothing_and_the_broker_little_memo
 
     def counted() -> bool:
         publisher.heartbeat("rollout", "")  # names the last number, so that the lost tail is counted too
-        found = entries(path)
-        drops = [msgspec.msgpack.decode(one.body, type=Drops) for one in found if one.kind == Kind.DROPS]
-        written = sum(one.topic == b"REMOTE_FAIL/" for one in found)
+        records = entries(path)
+        drops = [msgspec.msgpack.decode(record.body, type=Drops) for record in records if record.kind == Kind.DROPS]
+        written = sum(record.topic == b"REMOTE_FAIL/" for record in records)
         return bool(drops) and drops[-1].by.get("rollout-9 REMOTE_FAIL/", 0) + written == count + 1
 
     until("what was written and what was missed is all that was sent", counted)
@@ -253,7 +253,7 @@ def test_a_reopened_tap_drops_its_backlog_and_hears_what_comes_next(scene: Scene
     def take(message: m.Message) -> list[str]:
         publisher.send(message)
         tap.wait(0.1)
-        return [one.name for one in tap.take()]
+        return [message.name for message in tap.take()]
 
     try:
         until("it hears", lambda: "DATA_GENERATED" in take(m.DataGenerated(slot_id=1, seq=2, uid=0)))

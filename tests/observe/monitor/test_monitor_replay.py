@@ -54,21 +54,21 @@ def ring(step: int) -> RingRecord:
 
 def stream(count: int) -> list[tuple[str, bytes]]:
     """Messages of several kinds, some damaged, some of a newer protocol."""
-    made: list[tuple[str, bytes]] = []
+    messages: list[tuple[str, bytes]] = []
     for at in range(count):
         sent = {"sender": "learner", "msg_seq": at // 5 + 1, "time_ns": at + 1}
         kind = at % 5
         if kind == 0:
-            made.append(("LEARNER_STATE_UPDATE/", encode(m.LearnerStateUpdate(step=at, reward=0.5, **sent))))
+            messages.append(("LEARNER_STATE_UPDATE/", encode(m.LearnerStateUpdate(step=at, reward=0.5, **sent))))
         elif kind == 1:
-            made.append(("NEW_TASK/rollout-1/", encode(m.NewTask(worker_id="w", slot_id=1, seq=1, uid=at, **sent))))
+            messages.append(("NEW_TASK/rollout-1/", encode(m.NewTask(worker_id="w", slot_id=1, seq=1, uid=at, **sent))))
         elif kind == 2:
-            made.append(("DATA_GENERATED/", b"\xc1 damaged"))
+            messages.append(("DATA_GENERATED/", b"\xc1 damaged"))
         elif kind == 3:
-            made.append(("FROM_TOMORROW/", msgspec.msgpack.encode({"type": "FROM_TOMORROW", **sent})))
+            messages.append(("FROM_TOMORROW/", msgspec.msgpack.encode({"type": "FROM_TOMORROW", **sent})))
         else:
-            made.append(("ERROR/", encode(m.Error(severity="error", where="w", text=f"trouble {at}", **sent))))
-    return made
+            messages.append(("ERROR/", encode(m.Error(severity="error", where="w", text=f"trouble {at}", **sent))))
+    return messages
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def test_a_monitor_fed_at_full_speed_counts_what_the_recording_holds(
     told = json.loads(finished(started("monitor", bind, "--once", "--json")))
     assert "published 30,000 messages" in finished(player)
     held = summary(path)
-    counted = {name: one["count"] for name, one in told["messages"]["by_name"].items()}
+    counted = {name: counts["count"] for name, counts in told["messages"]["by_name"].items()}
     assert counted.pop("(unknown)") == held["messages"].pop("FROM_TOMORROW")
     assert counted == held["messages"] and told["messages"]["count"] == 30_000
     assert told["messages"]["missed"] == held["missed"] == 7 and told["messages"]["malformed"] == 6_000
@@ -132,7 +132,7 @@ def test_a_recording_from_the_middle_of_a_run_shows_its_speed(
         m.LearnerStateUpdate(step=step, version=step, samples=20, tokens=600, metrics=metrics, sender="x")
         for step in range(45, 49)
     ]
-    messages = [("LEARNER_STATE_UPDATE/", encode(one)) for one in update]
+    messages = [("LEARNER_STATE_UPDATE/", encode(step)) for step in update]
     path = make(tmp_path / "a.rec", messages, every_ns=100 * MS)
     bind = f"ipc://{short_dir}/replay.sock"
     player = started("replay", str(path), "--speed", speed, "--bind", bind)
@@ -153,7 +153,7 @@ def test_the_pace_is_the_recorded_one_times_the_factor(short_dir: Path, tmp_path
                 at.setdefault((heard.topic, heard.body), time.monotonic())
                 over = over or (heard.name == "REPLAY" and b"over" in heard.body)
         tap.close()
-    times = [one for (topic_, _), one in at.items() if topic_.startswith(b"NEW_TASK")]
+    times = [sent_at for (topic_, _), sent_at in at.items() if topic_.startswith(b"NEW_TASK")]
     assert times == sorted(times) and len(times) == 8
     # Late it may be on a busy machine, early never. The first of these is sent 20 ms after the first of all.
     assert times[-1] - times[0] >= 35 * 0.020 / speed - 0.015
@@ -243,7 +243,7 @@ def test_a_socket_that_nobody_serves_any_more_is_used_again(short_dir: Path, tmp
         tap, heard = Tap(f"ipc://{short_dir}/left"), Counter()
         while heard["NEW_TASK"] < 1:
             assert tap.wait(PATIENCE_S)
-            heard.update(one.name for one in tap.take())
+            heard.update(message.name for message in tap.take())
         tap.close()
     assert result == [5]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ FILES: dict[str, tuple[list[dict[str, Any]], str, list[int]]] = {
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[RunPaths, str, list[int]]:
     rows, said, rounds = FILES[request.param]
     paths = RunPaths.of(tmp_path)
-    paths.validation.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    paths.validation.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return paths, said, rounds
 
 
@@ -69,15 +68,15 @@ def test_status_summary_report_and_monitor_say_the_same(case: tuple[RunPaths, st
     assert judged(state) == said, "monitor, status and the lines of launch"
     assert rises(data["validation"], data["validation_unmeasured"]) == said, "summary.json"
     assert f"validation {FACTS['validation'](Run(record, 'x'))}" == said, "the report's table"
-    assert [one["round"] for one in data["validation"]] == rounds
-    assert [one[1] for one in steps_after(state, 0)["rounds"]] == rounds, "the page of the monitor"
+    assert [row["round"] for row in data["validation"]] == rounds
+    assert [row[1] for row in steps_after(state, 0)["rounds"]] == rounds, "the page of the monitor"
     assert sorted(x for line in Run(record, "x").validation() for x in line.x.tolist()) == rounds, "the report"
 
 
 def test_report_and_status_say_the_same_of_the_reward(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
     steps = [{"step": n, "version": n, "reward": n / 32} for n in range(1, 33)]
-    paths.metrics.write_text("".join(json.dumps(one) + "\n" for one in steps))
+    paths.metrics.write_text("".join(json.dumps(step) + "\n" for step in steps))
     state = RunState(facts=Facts(name="x"))
     RunFiles(paths).fold_into(state)
     told = as_data(RunStatus(None, state, 0.0, "finished"))["reward"]
@@ -118,40 +117,32 @@ def test_the_line_of_a_round_says_how_many_of_how_many(samples: int, dropped: in
 def test_a_measurement_reports_its_progress_during_a_long_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = threading.Semaphore(0)
+    reported = threading.Semaphore(0)
 
-    class Slow:
-        """Loads for as long as nobody has asked some times how far it is."""
-
-        asked = SimpleNamespace(of=SimpleNamespace(answers=8, prompts=4, data="held.jsonl"))
-
-        @property
-        def phase(self) -> str:
-            told.release()
-            return "loads the model"
+    def progress() -> str:
+        reported.release()
+        return "loads the model"
 
     monkeypatch.setattr(evaluate, "PATIENCE_S", 0.001)
-    with evaluate._told_of(Slow(), "my-model"):  # type: ignore[arg-type]
-        assert all(told.acquire(timeout=30) for _ in range(6))
-    said = capsys.readouterr().err
-    assert said.startswith("busrl: my-model: 8 answers to 4 prompts of held.jsonl\n")
-    assert said.count("s: loads the model\n") >= 2
+    with evaluate.progress_shown("my-model: 8 answers to 4 prompts of held.jsonl", progress):  # this body is the step
+        assert all(reported.acquire(timeout=30) for _ in range(6))
+    printed = capsys.readouterr().err
+    assert printed.startswith("busrl: my-model: 8 answers to 4 prompts of held.jsonl\n")
+    assert printed.count("s: loads the model\n") >= 2
 
 
 def test_how_far_a_measurement_is_counts_answers_and_rewards_apart() -> None:
-    rows = {0: evaluate.Row(1, "", finish="end", reward=1.0), 1: evaluate.Row(2, "", finish="end"),
-            2: evaluate.Row(3, "", error="too long"), 3: evaluate.Row(4, "")}
-    one = SimpleNamespace(phase="", rows=rows, rewards={0: 1.0}, mean=lambda: 1.0)
-    one.asked = SimpleNamespace(of=SimpleNamespace(answers=4))
-    said = evaluate._progress(one)  # type: ignore[arg-type]
-    assert said == "2 of 4 answers are there, 1 judged, mean 1.000, 1 have no reward"
-    one.rewards, one.mean = {}, lambda: None
-    assert "mean" not in evaluate._progress(one)  # type: ignore[arg-type]
+    rows = [evaluate.Row(1, "", finish="end", reward=1.0), evaluate.Row(2, "", finish="end"),
+            evaluate.Row(3, "", error="too long"), evaluate.Row(4, "")]  # fmt: skip
+    text = evaluate.progress_text(rows, 4, 1.0)
+    assert text == "2 of 4 answers are there, 1 judged, mean 1.000, 1 have no reward"
+    assert evaluate.progress_text(rows[1:2], 4, None) == "1 of 4 answers are there, 0 judged"
 
 
 def test_a_measurement_of_nothing_is_null_and_not_0() -> None:
     nothing = Figures([]).record()
     assert nothing["val/reward"] is None and nothing["samples"] == 0
-    told = evaluate._told({**row(4, None, 0, 8), "mixed": False})
-    assert told == "validation, round 4: nothing measured (none of 8 answers was judged)"
-    assert evaluate._told({**row(4, 0.5, 6, 2), "mixed": False}).startswith("validation, round 4 of version 4: 6 of 8")
+    text = evaluate.round_text({**row(4, None, 0, 8), "mixed": False})
+    assert text == "validation, round 4: nothing measured (none of 8 answers was judged)"
+    judged = evaluate.round_text({**row(4, 0.5, 6, 2), "mixed": False})
+    assert judged.startswith("validation, round 4 of version 4: 6 of 8")

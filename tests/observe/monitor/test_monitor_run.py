@@ -27,10 +27,10 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(scope="module")
 def run(quickstart: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    one = Run(tmp_path_factory.mktemp("watched") / "run", steps=1_000_000)
-    with running(one):
-        one.until_step(3)
-        yield one
+    run = Run(tmp_path_factory.mktemp("watched") / "run", steps=1_000_000)
+    with running(run):
+        run.until_step(3)
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,8 @@ def test_a_snapshot_of_a_real_run_tells_who_does_what(run: Run, held: dict[str, 
     told = json.loads(finished(started("monitor", str(run.directory), "--once", "--json", "--seconds", "1")))
     rows = {row["name"]: row for row in told["processes"]}
     assert {"bus", "keeper", "scheduler", "learner", "reward/0", "rollout/0", "validator"} <= set(rows)
-    assert {name: row["pid"] for name, row in rows.items()} == {one.label: one.pid for one in run.processes().values()}
+    pids = {process.label: process.pid for process in run.processes().values()}
+    assert {name: row["pid"] for name, row in rows.items()} == pids
     assert all(row["state"] == "ready" and not row["late"] for row in rows.values())
     assert told["state"] == "running" and told["step"] >= 3
     assert 0 <= told["groups"]["ready"] <= told["groups"]["open"] > 0
@@ -84,7 +85,7 @@ def test_a_real_run_is_found_without_a_name(run: Run) -> None:
 
 
 def test_a_killed_monitor_is_not_noticed_by_the_run(run: Run, held: dict[str, Any], started: Start) -> None:
-    before = {name: (one.index, one.pid) for name, one in run.processes().items()}
+    before = {name: (process.index, process.pid) for name, process in run.processes().items()}
     names = sorted(path.name for path in run.paths.root.rglob("*.lock")), sorted(os.listdir(run.paths.runtime_dir))
     child = started("monitor", str(run.directory))
     assert child.stdout is not None
@@ -93,7 +94,7 @@ def test_a_killed_monitor_is_not_noticed_by_the_run(run: Run, held: dict[str, An
     child.wait()
     step = run.step()
     run.until("it goes on", lambda: run.step() > step + 2)
-    assert {name: (one.index, one.pid) for name, one in run.processes().items()} == before
+    assert {name: (process.index, process.pid) for name, process in run.processes().items()} == before
     assert names == (
         sorted(path.name for path in run.paths.root.rglob("*.lock")), sorted(os.listdir(run.paths.runtime_dir))
     )
@@ -112,7 +113,7 @@ def test_a_recording_of_a_real_run_shows_it_again(
     player = started("replay", str(path), "--speed", "max", "--bind", bind)
     told = json.loads(finished(started("monitor", bind, "--once", "--json")))
     finished(player)
-    counted = {name: one["count"] for name, one in told["messages"]["by_name"].items()}
+    counted = {name: counts["count"] for name, counts in told["messages"]["by_name"].items()}
     assert counted == summary(path)["messages"] and counted["LEARNER_STATE_UPDATE"] > 0
     assert told["step"] >= 3 and told["name"] == "quickstart"
     assert {row["name"] for row in told["processes"]} >= {"learner", "rollout/0"}
@@ -130,12 +131,13 @@ def test_run_and_recording_end_in_order_despite_a_stopped_recorder(
     assert report.accidents == {}
     assert all(run.restarts(name) == 0 for name in ("bus", "learner", "scheduler", "rollout/0"))
     assert "the run has ended" in finished(held["whole"])
-    found = entries(held["folder"] / "whole.rec")
-    end = msgspec.msgpack.decode(found[-1].body, type=End)
-    assert found[-1].kind == Kind.END and end.missed == 0
-    steps = [msgspec.msgpack.decode(one.body)["step"] for one in found if one.topic == b"LEARNER_STATE_UPDATE/"]
+    records = entries(held["folder"] / "whole.rec")
+    end = msgspec.msgpack.decode(records[-1].body, type=End)
+    assert records[-1].kind == Kind.END and end.missed == 0
+    updates = [record.body for record in records if record.topic == b"LEARNER_STATE_UPDATE/"]
+    steps = [msgspec.msgpack.decode(body)["step"] for body in updates]
     assert steps == list(range(steps[0], steps[-1] + 1)) and steps[-1] == run.step()
-    assert any(one.topic == b"STOP/" for one in found)
+    assert any(record.topic == b"STOP/" for record in records)
     assert not RunPaths.of(run.directory).ring_file.exists()
     held["stopped"].send_signal(signal.SIGCONT)
     assert "the run has ended" in finished(held["stopped"])

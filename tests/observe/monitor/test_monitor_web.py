@@ -123,11 +123,11 @@ def test_what_happens_later_comes_to_a_page_that_is_open(scene: Scene, site: Sit
             file.write(b'{"step": 41, "prompt": "Q", "completion": "A"}\n')
         assert found(events, "samples") == [{"step": 41, "prompt": "Q", "completion": "A"}]
         publisher.send(m.DataGenerated(slot_id=1, seq=2, uid=3))
-        told = found(events, "picture", lambda one: one["messages"]["by_name"].get("DATA_GENERATED"))
+        told = found(events, "picture", lambda data: data["messages"]["by_name"].get("DATA_GENERATED"))
         per_s, bytes_per_s, count, size = told["web"]["senders"]["rollout-0"]
         assert count >= 1 and per_s >= 0 <= bytes_per_s
         assert size >= told["messages"]["by_name"]["DATA_GENERATED"]["bytes"]
-        lines = found(events, "picture", lambda one: len(one["web"]["timeline"]))["web"]["timeline"]
+        lines = found(events, "picture", lambda data: len(data["web"]["timeline"]))["web"]["timeline"]
         assert lines[0]["process"] == "rollout/0" and lines[0]["spans"][-1][2] == "compiling"
 
 
@@ -168,8 +168,8 @@ def test_it_writes_nothing_and_leaves_nothing(scene: Scene, started: Start) -> N
     site = Site(started("monitor", str(scene.paths.root), "--web"))
     assert site.works() and site.get("/")[0] == 200
     maps = Path(f"/proc/{site.child.pid}/maps").read_text().splitlines()
-    own = [line.split()[1] for line in maps if scene.paths.key in line or str(scene.paths.root) in line]
-    assert own and set(own) == {"r--s"}
+    mapped = [line.split()[1] for line in maps if scene.paths.key in line or str(scene.paths.root) in line]
+    assert mapped and set(mapped) == {"r--s"}
     site.child.terminate()
     assert site.child.wait(PATIENCE_S) == 0 and scene.state() == before
 
@@ -178,7 +178,7 @@ def test_a_replay_is_shown_as_it_goes(short_dir: Path, started: Start) -> None:
     path, bind = make(short_dir / "a.rec", stream(200)), f"ipc://{short_dir}/replay.sock"
     player = started("replay", str(path), "--speed", "max", "--bind", bind)
     with Site(started("monitor", bind, "--web")).stream() as events:
-        told = found(events, "picture", lambda one: "over" in one["web"]["headline"])
+        told = found(events, "picture", lambda data: "over" in data["web"]["headline"])
     finished(player)
     assert (told["name"], told["state"], told["messages"]["count"]) == ("recorded", "replay", 200)
     assert told["web"]["senders"]["learner"][2] > 0 and told["web"]["rows"][0]["name"] == "rollout/0"
@@ -294,13 +294,13 @@ def test_silent_and_slow_connections_are_bounded_and_closed(site: Site) -> None:
     with ExitStack() as open_ones:
         idle = [open_ones.enter_context(closing(site.connection())) for _ in range(MOST_CONNECTIONS + 20)]
         until("an answer", lambda: _answers(site))
-        for one in idle[::2]:
+        for connection in idle[::2]:
             with suppress(ConnectionError):
-                one.sendall(b"GET / HTTP/1.1\r\nHost: ")
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
         assert until("an answer", lambda: _answers(site))
-        for one in idle:
+        for connection in idle:
             with suppress(ConnectionResetError):
-                assert one.recv(1) == b""
+                assert connection.recv(1) == b""
 
 
 @pytest.mark.slow
@@ -332,8 +332,8 @@ def test_ten_thousand_hostile_connections_keep_nobody_out_and_free_their_descrip
             most, known = max(most, len(list(descriptors.iterdir()))), pictures[-1]
             until("an answer", lambda: _answers(site))
             until("a picture on the open page", lambda known=known: pictures[-1] > known)
-    for one in held:
-        one.close()
+    for connection in held:
+        connection.close()
     assert page.is_alive() and most < 4 * MOST_CONNECTIONS + 64
     until("all of them gone", lambda: len(list(descriptors.iterdir())) < MOST_CONNECTIONS)
     assert site.works()
@@ -406,7 +406,7 @@ def test_spans_of_a_process_follow_each_other_and_never_overlap(looks: list[tupl
     run, history, now = RunState(), History(), 0.0
     for passed, doing in looks:
         now += passed
-        processes = tuple(ProcessRecord(f"rollout/{k}", "rollout", 1, "ready", one) for k, one in enumerate(doing))
+        processes = tuple(ProcessRecord(f"rollout/{k}", "rollout", 1, "ready", text) for k, text in enumerate(doing))
         run.look(RingRecord(1, {}, {}, 0, 0, -1, -1, processes), now)
         history.add(run, now)
         assert [row.name for row in run.rows(now)] == [f"rollout/{k}" for k in range(len(doing))]

@@ -37,12 +37,12 @@ def process(name: str, activity: str = "", **more: Any) -> ProcessRecord:
 
 def picture(*processes: ProcessRecord, slots: tuple[Held, ...] = (), **more: Any) -> RunState:
     """A run with these processes; of the usual ones those that are not given are there and have nothing to say."""
-    given_ = {one.name: one for one in processes}
+    given_ = {record.name: record for record in processes}
     usual = [given_.pop(name, process(name)) for name in ("learner", "scheduler", "rollout/0", "reward/0")]
     occupancy = {"free": more.pop("free", 8)}
     words = more.pop("words", {})
-    run = RunState(facts=FACTS, restarts=dict.fromkeys([*(one.name for one in usual), *given_], 0), **more)
-    entries = tuple(one for one in (*usual, *given_.values()) if one.state != "gone")
+    run = RunState(facts=FACTS, restarts=dict.fromkeys([*(record.name for record in usual), *given_], 0), **more)
+    entries = tuple(record for record in (*usual, *given_.values()) if record.state != "gone")
     run.look(RingRecord(16, occupancy, words, 0, 0, 4, 1, entries, held=slots), 0.0)
     return run
 
@@ -50,7 +50,7 @@ def picture(*processes: ProcessRecord, slots: tuple[Held, ...] = (), **more: Any
 def found(run: RunState) -> tuple[list[str], str]:
     """Who stands in the chain, and its root."""
     links = chain(run, 0.0)
-    return [one.process for one in links], links[-1].waits_for if links else ""
+    return [link.process for link in links], links[-1].waits_for if links else ""
 
 
 processes = st.builds(
@@ -59,12 +59,13 @@ processes = st.builds(
     deadline_s=st.sampled_from([0.0, 60.0, 1e9]),
 )
 slots = st.builds(
-    Held, state=st.sampled_from([one.name.lower() for one in State]), owner=st.sampled_from([*NAMES, "", "process 5"]),
+    Held, state=st.sampled_from([state.name.lower() for state in State]),
+    owner=st.sampled_from([*NAMES, "", "process 5"]),
     slots=st.integers(1, 9), oldest_s=st.floats(0, 100), validates=st.booleans(), draw=st.sampled_from([-1, 7]),
     call=st.sampled_from(["", "queued", "rollout/0", "rollout/1", "rollout/9"]),
 )
 runs = st.builds(
-    lambda entries, where, names, words: _run({one.name: one for one in entries}, where, names, words),
+    lambda entries, where, names, words: _run({entry.name: entry for entry in entries}, where, names, words),
     st.lists(processes, max_size=8), st.lists(slots, max_size=8), st.sets(st.sampled_from(NAMES)),
     st.fixed_dictionaries({"generation_pause": st.sampled_from([0, 0, 1, 2]), "unpublished_groups": st.integers(0, 1)}),
 )
@@ -79,12 +80,12 @@ def _run(entries: dict[str, ProcessRecord], where: list[Held], names: set[str], 
 @given(runs)
 def test_a_chain_ends_at_a_root_and_names_no_process_twice(run: RunState) -> None:
     links = chain(run, 0.0)
-    names = [one.process for one in links]
+    names = [link.process for link in links]
     assert len(set(names)) == len(names)
-    assert [one.waits_for for one in links[:-1]] == names[1:]
-    known = {one.name for one in run.ring.processes} | run.restarts.keys()  # type: ignore[union-attr]
-    for one in links:
-        assert one.waits_for and one.because and math.isfinite(one.since_s) and one.since_s >= 0
+    assert [link.waits_for for link in links[:-1]] == names[1:]
+    known = {process.name for process in run.ring.processes} | run.restarts.keys()  # type: ignore[union-attr]
+    for link in links:
+        assert link.waits_for and link.because and math.isfinite(link.since_s) and link.since_s >= 0
     assert not links or links[-1].waits_for not in known, "the root is no process that could be asked in turn"
     there = {row.name for row in run.rows(0.0) if row.state != "dead"} | run.restarts.keys()
     assert bool(links) == bool({"learner", "relay"} & there or run.ring.words["generation_pause"] == 2)  # type: ignore[union-attr]
@@ -211,8 +212,8 @@ def test_a_run_that_is_over_has_no_waits() -> None:
 def stepping(step: int, learner: ProcessRecord = WAITING, known: int = 5, **words: int) -> RunState:
     """A run whose newest steps took 30 s each."""
     run = picture(learner, words={"step": step, **words})
-    for one in range(known):
-        run.step(StepRecord(one + 1, seconds=30.0), None)
+    for step in range(known):
+        run.step(StepRecord(step + 1, seconds=30.0), None)
     return run
 
 
@@ -240,7 +241,7 @@ def test_a_pause_a_start_and_work_that_gets_on_are_no_stall(seen: list[str]) -> 
         "checkpoint": stepping(5, process("learner", "checkpoint", deadline_s=600.0, progress_age_s=4.0)),
         "stop": stepping(5, run_state=2),
     }
-    assert not any(alarm.look(runs[one], 1000.0) for one in seen)
+    assert not any(alarm.look(runs[event], 1000.0) for event in seen)
     hangs = stepping(5, process("learner", "checkpoint", deadline_s=900.0, progress_age_s=800.0))
     assert alarm.look(hangs, 1000.0)
 
@@ -265,8 +266,8 @@ def test_slots_are_counted_by_state_owner_class_group_and_call() -> None:
     entries: Any = [Entry(1, "rollout/0"), Entry(3, "agent/0")]
     asked = calls_by_uid(calls, entries)
     assert asked == {4: ("queued", 9), 5: ("rollout/0", 7)}, "a call under way counts before one that is over"
-    seen = {(one.state, one.owner, one.validates, one.draw, one.call): one.slots for one in
-            held_slots(lines, entries, {7, -1}, asked)}
+    counts = held_slots(lines, entries, {7, -1}, asked)
+    seen = {(entry.state, entry.owner, entry.validates, entry.draw, entry.call): entry.slots for entry in counts}
     assert seen == {
         ("queued", "", False, 7, ""): 1, ("queued", "", False, -1, ""): 1,
         ("generating", "agent/0", False, 7, "queued"): 1, ("generating", "agent/0", False, 7, "rollout/0"): 1,

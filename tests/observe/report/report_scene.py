@@ -18,7 +18,7 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def ended(step: int, draws: list[int], fate: str, lengths: list[list[int]], born: int = 0) -> dict[str, Any]:
     return {
         "step": step, "draws": draws, "fates": fate * len(draws), "born": [born] * len(draws), "lengths": lengths,
-        "rewards": [[0.0] * len(own) for own in lengths],
+        "rewards": [[0.0] * len(group) for group in lengths],
     }
 
 

@@ -62,9 +62,10 @@ def test_the_page_of_a_run_loads_nothing_and_escapes_what_others_wrote(tmp_path:
 
 
 def test_several_runs_are_compared_and_their_settings_differ_where_they_do(tmp_path: Path) -> None:
-    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
-    (two / "topology.json").write_text(json.dumps({"run": {"name": "made"}, "learner": {"lr": 0.3, "ess_alarm": 0.5}}))
-    text = page([read(one), read(two)])
+    first, second = make_run(tmp_path / "one"), make_run(tmp_path / "two")
+    topology = {"run": {"name": "made"}, "learner": {"lr": 0.3, "ess_alarm": 0.5}}
+    (second / "topology.json").write_text(json.dumps(topology))
+    text = page([read(first), read(second)])
     checked(text)
     assert "<th>learner.lr</th><td class=\"w\">0.1</td><td class=\"w\">0.3</td>" in text
     assert "<th>learner.ess_alarm</th>" not in text and ">one<" in text and ">two<" in text
@@ -96,8 +97,9 @@ def test_the_page_shows_what_the_model_wrote_and_what_it_was_worth(tmp_path: Pat
 def test_the_best_the_worst_and_the_last_samples_are_chosen(
     rewards: list[object], best: list[int] | None, worst: list[int] | None, last: list[int] | None
 ) -> None:
-    found = few_of([{"step": -1, "reward": 9.0}, *(sample(n, reward, "x") for n, reward in enumerate(rewards))])
-    assert [[row["step"] for row in found[name]] if name in found else None for name in ("best", "worst", "last")] == [
+    samples = few_of([{"step": -1, "reward": 9.0}, *(sample(n, reward, "x") for n, reward in enumerate(rewards))])
+    kinds = ("best", "worst", "last")
+    assert [[row["step"] for row in samples[kind]] if kind in samples else None for kind in kinds] == [
         best, worst, last
     ]
 
@@ -113,7 +115,7 @@ def test_the_page_has_the_parts_of_the_reward_by_step(tmp_path: Path) -> None:
 def test_the_page_says_what_was_asked_of_the_run_while_it_ran(tmp_path: Path) -> None:
     asked = {"id": "1", "verb": "set", "ok": True, "text": "done", "key": "learner.lr", "old": "0.1", "new": "0.3"}
     refused = {**asked, "id": "2", "ok": False, "key": "groups.size", "new": "9", "text": "<no>"}
-    rows = [{**one, "who": "<me>", "step": 7, "time": 1.0} for one in (asked, refused)]
+    rows = [{**line, "who": "<me>", "step": 7, "time": 1.0} for line in (asked, refused)]
     write_lines(make_run(tmp_path) / "control.jsonl", rows)
     text = page([read(tmp_path)])
     checked(text)
@@ -124,15 +126,15 @@ def test_the_page_says_what_was_asked_of_the_run_while_it_ran(tmp_path: Path) ->
 def test_page_and_timeline_are_written_beside_what_they_are_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two")
+    first, second = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for arguments, made in (
-        (["report", str(one)], one / "report.html"), (["trace", "../runs/two"], two / "trace.json"),
-        (["report", str(one), str(two)], tmp_path / "runs" / "report.html"),
-        (["report", str(one), "-o", "mine.html"], tmp_path / "here" / "mine.html"),
+    for arguments, file in (
+        (["report", str(first)], first / "report.html"), (["trace", "../runs/two"], second / "trace.json"),
+        (["report", str(first), str(second)], tmp_path / "runs" / "report.html"),
+        (["report", str(first), "-o", "mine.html"], tmp_path / "here" / "mine.html"),
     ):
-        assert main(arguments) == 0 and made.is_file() and made.name in capsys.readouterr().out
+        assert main(arguments) == 0 and file.is_file() and file.name in capsys.readouterr().out
     assert [path.name for path in Path.cwd().iterdir()] == ["mine.html"]
 
 
@@ -183,9 +185,9 @@ def test_no_value_of_any_line_keeps_the_page_from_being_made(
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
 def test_ticks_are_round_numbers_in_the_range_and_a_handful(low: float, width: float) -> None:
-    found = ticks(low, low + width)
-    assert 1 <= len(found) <= 6 and found == sorted(found)
-    assert all(low - 1e-6 * width <= one <= low + width * (1 + 1e-6) for one in found)
+    marks = ticks(low, low + width)
+    assert 1 <= len(marks) <= 6 and marks == sorted(marks)
+    assert all(low - 1e-6 * width <= mark <= low + width * (1 + 1e-6) for mark in marks)
 
 
 @given(st.lists(st.floats(-9, 9) | st.just(float("nan")), max_size=2000))

@@ -13,60 +13,60 @@ from hypothesis import strategies as st
 from report_scene import make_run, write_lines
 
 from busrl.observe.report.record import read
-from busrl.observe.report.trace import Slice, common, overlap, slices, trace, union, without
+from busrl.observe.report.trace import Slice, common, overlap, slices_of, trace, union, without
 
 PHASES = {"X", "i", "C", "M"}
 
 
 def checked_events(text: str) -> list[dict[str, Any]]:
     """The events of a trace file, after what the format demands of them."""
-    found: list[dict[str, Any]] = json.loads(text, parse_constant=pytest.fail)["traceEvents"]
-    names = {(one["name"], one["pid"], one["tid"]) for one in found if one["ph"] == "M"}
+    events: list[dict[str, Any]] = json.loads(text, parse_constant=pytest.fail)["traceEvents"]
+    names = {(event["name"], event["pid"], event["tid"]) for event in events if event["ph"] == "M"}
     ends: dict[tuple[int, int], int] = defaultdict(int)
     before = 0
-    for one in found:
-        assert one["ph"] in PHASES and isinstance(one["name"], str)
-        assert all(isinstance(one[key], int) and one[key] >= 0 for key in ("ts", "pid", "tid"))
-        if one["ph"] == "M":
-            assert before == 0 and isinstance(one["args"]["name"], str), "names come first"
+    for event in events:
+        assert event["ph"] in PHASES and isinstance(event["name"], str)
+        assert all(isinstance(event[key], int) and event[key] >= 0 for key in ("ts", "pid", "tid"))
+        if event["ph"] == "M":
+            assert before == 0 and isinstance(event["args"]["name"], str), "names come first"
             continue
-        assert one["ts"] >= before and ("process_name", one["pid"], 0) in names
-        before = one["ts"]
-        if one["ph"] == "X":
-            track = one["pid"], one["tid"]
-            assert ("thread_name", *track) in names and one["dur"] >= 0
-            assert one["ts"] >= ends[track], f"{one} begins before the one before has ended"
-            ends[track] = one["ts"] + one["dur"]
-    return found
+        assert event["ts"] >= before and ("process_name", event["pid"], 0) in names
+        before = event["ts"]
+        if event["ph"] == "X":
+            track = event["pid"], event["tid"]
+            assert ("thread_name", *track) in names and event["dur"] >= 0
+            assert event["ts"] >= ends[track], f"{event} begins before the one before has ended"
+            ends[track] = event["ts"] + event["dur"]
+    return events
 
 
 def test_a_trace_has_an_ordered_track_for_every_process(tmp_path: Path) -> None:
     record = read(make_run(tmp_path))
-    found = checked_events(trace(record, slices(record)))
-    assert {one["args"]["name"] for one in found if one["name"] == "process_name"} == {
+    events = checked_events(trace(record, slices_of(record)))
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         "keeper", "launch", "learner", "rollout-0", "validator",
     }
-    (first,) = (one for one in found if one["name"] == "step 1")
+    (first,) = (event for event in events if event["name"] == "step 1")
     assert (first["ts"], first["dur"]) == (0, 10_000_000)
-    training = [(one["ts"], one["dur"]) for one in found if one["name"] == "training"]
+    training = [(event["ts"], event["dur"]) for event in events if event["name"] == "training"]
     assert training[:2] == [(0, 1_000_000), (5_000_000, 4_000_000)], "waits from 1 to 5, publishes from 9 on"
-    assert all(one["args"]["derived"] for one in found if one["name"] in ("decoding", "publish"))
-    assert any(one["ph"] == "i" and "rollout/0 died" in one["name"] for one in found)
+    assert all(event["args"]["derived"] for event in events if event["name"] in ("decoding", "publish"))
+    assert any(event["ph"] == "i" and "rollout/0 died" in event["name"] for event in events)
 
 
 def test_the_share_of_decoding_during_training_follows_the_clock(tmp_path: Path) -> None:
     # Training of step 1 lies in 0 to 1 and 5 to 9 s, of step 2 in 10 to 11 and 15 to 19 s.
-    assert overlap(slices(read(make_run(tmp_path)))) == pytest.approx(0.25), "of 2, 4, 9 and 12 s the one at 9 s"
+    assert overlap(slices_of(read(make_run(tmp_path)))) == pytest.approx(0.25), "of 2, 4, 9 and 12 s the one at 9 s"
 
 
 def test_files_without_times_have_no_overlap_and_still_a_trace(tmp_path: Path) -> None:
     root = make_run(tmp_path)
     for name in ("metrics.jsonl", "pace/rollout-0.jsonl", "validation.jsonl"):
         rows = [json.loads(line) for line in (root / name).read_text().splitlines()]
-        write_lines(root / name, ({key: one for key, one in row.items() if key != "time"} for row in rows))
+        write_lines(root / name, ({key: value for key, value in row.items() if key != "time"} for row in rows))
     record = read(root)
-    assert overlap(slices(record)) is None
-    assert checked_events(trace(record, slices(record)))
+    assert overlap(slices_of(record)) is None
+    assert checked_events(trace(record, slices_of(record)))
 
 
 NUMBERS = st.none() | st.floats(-1e9, 1e9) | st.sampled_from([1e300, "x", [], 1.7e9])
@@ -86,9 +86,9 @@ def test_whatever_the_lines_hold_a_viewer_can_read_the_trace(
     for name in ("metrics", "pace/rollout-0"):
         write_lines(root / f"{name}.jsonl", [{"step": n, **row} for n, row in enumerate(rows)])
     record = read(root)
-    found = slices(record)
-    checked_events(trace(record, found))
-    share = overlap(found)
+    pieces = slices_of(record)
+    checked_events(trace(record, pieces))
+    share = overlap(pieces)
     assert share is None or 0 <= share <= 1 + 1e-9
 
 
@@ -100,8 +100,8 @@ def points(spans: list[tuple[int, int]]) -> set[int]:
 
 
 @given(SPANS, SPANS)
-def test_spans_of_time_are_sets_of_points(own: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    assert points(union(own)) == points(own)  # type: ignore[arg-type]
-    assert points(without(own, others)) == points(own) - points(others)  # type: ignore[arg-type]
-    cut = [Slice("p", "x", begin, end, {}) for begin, end in union(own)]
-    assert common(cut, union(others)) == len(points(own) & points(others))
+def test_spans_of_time_are_sets_of_points(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    assert points(union(spans)) == points(spans)  # type: ignore[arg-type]
+    assert points(without(spans, others)) == points(spans) - points(others)  # type: ignore[arg-type]
+    cut = [Slice("p", "x", begin, end, {}) for begin, end in union(spans)]
+    assert common(cut, union(others)) == len(points(spans) & points(others))

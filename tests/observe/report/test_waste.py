@@ -47,8 +47,8 @@ def test_a_step_undone_and_made_again_counts_once_as_trained(tmp_path: Path) -> 
         ended(1, [0], "T", [[10]]), ended(2, [1], "T", [[20]]), ended(3, [2], "T", [[40]]),
         ended(2, [1], "T", [[25]]),  # back to the checkpoint of step 1
     ])
-    found = tokens_of(root)
-    assert found["undone"] == 60 and found["trained"] == 35 - found["earlier_segments"] - found["too_old"]  # type: ignore[operator]
+    tokens = tokens_of(root)
+    assert tokens["undone"] == 60 and tokens["trained"] == 35 - tokens["earlier_segments"] - tokens["too_old"]  # type: ignore[operator]
 
 
 def test_a_group_whose_learner_died_before_dropping_counts_by_its_outcome(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_the_parts_add_up_to_the_drawn_tokens_or_leave_unknowns(
 ) -> None:
     root = tmp_path_factory.mktemp("run")
     write_lines(root / "metrics.jsonl", [step(n, masked={"too_old": n}) for n in range(1, 9)])
-    write_lines(root / "groups.jsonl", [ended(n, [n], fate, [own]) for n, (fate, own) in enumerate(lines, 1)])
+    write_lines(root / "groups.jsonl", [ended(n, [n], fate, [lengths]) for n, (fate, lengths) in enumerate(lines, 1)])
     write_lines(root / "pace" / "r.jsonl", [interval(1, drawn)])
     waste = waste_of(read(root))
     total = sum(part.tokens or 0 for part in waste.parts)
     assert all((part.tokens or 0) >= 0 for part in waste.parts)
-    assert total == max(drawn, sum(sum(own) for _, own in lines))
+    assert total == max(drawn, sum(sum(lengths) for _, lengths in lines))
     assert (waste.drawn is None) == (drawn < total)
-    assert sum(one.groups for one in waste.quarters) == sum(bool(own) for _, own in lines)
-    assert all(abs(one.trained + one.flat + one.lost - 1) < 1e-9 for one in waste.quarters)
+    assert sum(quarter.groups for quarter in waste.quarters) == sum(bool(lengths) for _, lengths in lines)
+    assert all(abs(quarter.trained + quarter.flat + quarter.lost - 1) < 1e-9 for quarter in waste.quarters)

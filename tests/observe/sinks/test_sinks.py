@@ -29,20 +29,20 @@ class Recorder:
     """What a sink was given. `fails` raises at the numbers of these steps, once each."""
 
     def __init__(self, fails: Sequence[int] = (), problem: BaseException | None = None) -> None:
-        self.given: list[tuple[int, dict[str, float]]] = []
+        self.received: list[tuple[int, dict[str, float]]] = []
         self.rows: list[Mapping[str, Any]] = []
-        self.made = 0
+        self.makes = 0
         self._fails, self._problem = list(fails), problem or ConnectionError("no such host")
 
     def __call__(self, card: RunCard) -> Sink:
-        self.made += 1
+        self.makes += 1
         return self
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         if step in self._fails:
             self._fails.remove(step)
             raise self._problem
-        self.given.append((step, dict(values)))
+        self.received.append((step, dict(values)))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self.rows += rows
@@ -52,7 +52,7 @@ class Recorder:
 
     @property
     def steps(self) -> list[int]:
-        return [step for step, values in self.given if "reward" in values]
+        return [step for step, values in self.received if "reward" in values]
 
 
 class RunOfFiles:
@@ -117,8 +117,8 @@ def test_each_step_and_round_is_given_once_over_several_starts(run: RunOfFiles) 
     run.round(4, 0.75)
     run.fed(sink)
     assert sink.steps == [1, 2, 3]
-    assert sink.given[0] == (1, {"reward": 0.1, "wait_s/groups": 0.5})
-    rounds = [found for found in sink.given if "reward" not in found[1]]
+    assert sink.received[0] == (1, {"reward": 0.1, "wait_s/groups": 0.5})
+    rounds = [values for values in sink.received if "reward" not in values[1]]
     assert rounds == [
         (0, {"val/reward": 0.25, "val/samples": 8.0}), (0, {"val/hard/reward": 0.5, "val/hard/samples": 8.0}),
         (4, {"val/reward": 0.75, "val/samples": 8.0}),
@@ -150,7 +150,7 @@ def test_a_failing_sink_is_remade_and_gets_what_it_missed(
     until(lambda: sink.steps == [1, 2, 3] and len(told) == 2)
     feed.finish()
     feed.join(END_S)
-    assert f"{type(problem).__name__}: no such host" in told[0] and told[1] == "" and sink.made == 2
+    assert f"{type(problem).__name__}: no such host" in told[0] and told[1] == "" and sink.makes == 2
 
 
 def test_samples_that_a_sink_failed_at_are_given_again(run: RunOfFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_samples_that_a_sink_failed_at_are_given_again(run: RunOfFiles, monkeypa
 
     class FailsOnce(Recorder):
         def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-            if self.made == 1:
+            if self.makes == 1:
                 raise ConnectionError("no such host")
             super().samples(step, rows)
 
@@ -179,15 +179,15 @@ def test_a_step_counts_once_its_sink_has_flushed(run: RunOfFiles, monkeypatch: p
         """Keeps steps until a flush; the first of them fails, as on a full disk."""
 
         def flush(self) -> None:
-            if self.made == 1:
-                self.given.clear()
+            if self.makes == 1:
+                self.received.clear()
                 raise OSError("no space left on device")
 
     sink = LosesOnce()
     run.step(1, 2)
     feed = run.feed(sink)
     feed.start()
-    until(lambda: sink.made == 2 and sink.steps == [1, 2])
+    until(lambda: sink.makes == 2 and sink.steps == [1, 2])
     feed.finish()
     feed.join(END_S)
     assert sink.steps == [1, 2]
@@ -210,7 +210,7 @@ def test_a_sink_that_hangs_makes_no_other_wait(run: RunOfFiles) -> None:
     other.start()
     other.finish()
     other.join(END_S)
-    assert sink.steps == list(range(1, 100)) and not hanging.given
+    assert sink.steps == list(range(1, 100)) and not hanging.received
     stuck.set()
     first.finish()
     first.join(END_S)
@@ -219,7 +219,7 @@ def test_a_sink_that_hangs_makes_no_other_wait(run: RunOfFiles) -> None:
 
 def test_another_run_in_the_directory_begins_anew(tmp_path: Path) -> None:
     place = Place(tmp_path / "place.json", "one")
-    place.given("steps", 5)
+    place.advance("steps", 5)
     place.save()
     assert Place(tmp_path / "place.json", "one").of("steps") == 5
     assert Place(tmp_path / "place.json", "two").of("steps") == -1
@@ -233,8 +233,8 @@ ROWS = st.dictionaries(st.text("abc", min_size=1, max_size=2), st.recursive(
 
 @given(ROWS)
 def test_whatever_a_line_holds_its_names_are_flat_and_its_numbers_finite(row: dict[str, Any]) -> None:
-    for found in (list(numbers_of(row)), list(figures_of(row))):
-        assert all(isinstance(name, str) and abs(value) < float("inf") for name, value in found)
+    for numbers in (list(numbers_of(row)), list(figures_of(row))):
+        assert all(isinstance(name, str) and abs(value) < float("inf") for name, value in numbers)
     assert all(name.startswith("val/") for name, _ in figures_of(row))
 
 
@@ -247,14 +247,14 @@ def test_tensorboard_reads_the_scalars_the_samples_and_the_topology(run: RunOfFi
     run.round(2, 0.5)
     run.sample(2, "<b>|34\n")
     run.fed(TensorBoard)
-    found = accumulators.EventAccumulator(str(run.paths.sinks / "own"))
-    found.Reload()
-    scalars = [(one.step, round(one.value, 6)) for one in found.Scalars("reward")]
+    events = accumulators.EventAccumulator(str(run.paths.sinks / "own"))
+    events.Reload()
+    scalars = [(scalar.step, round(scalar.value, 6)) for scalar in events.Scalars("reward")]
     assert scalars == [(1, 0.1), (2, 0.2)]
-    assert [one.step for one in found.Scalars("val/reward")] == [2]
-    (table,) = found.Tensors("samples/text_summary")
+    assert [scalar.step for scalar in events.Scalars("val/reward")] == [2]
+    (table,) = events.Tensors("samples/text_summary")
     assert rb"|&lt;b&gt;\|34<br>|" in table.tensor_proto.string_val[0]
-    assert b'"lr": 1e-06' in found.Tensors("topology/text_summary")[0].tensor_proto.string_val[0]
+    assert b'"lr": 1e-06' in events.Tensors("topology/text_summary")[0].tensor_proto.string_val[0]
 
 
 def records(file: Path) -> Iterator[Any]:
@@ -306,10 +306,11 @@ def test_prometheus_answers_with_the_newest_numbers_and_those_of_the_moment(run:
         sink.numbers(2, {"reward": 0.2})
         with urllib.request.urlopen(said[0].split()[-1], timeout=END_S) as answer:
             text = answer.read().decode()
-        found = {one.name: one for family in parser.text_string_to_metric_families(text) for one in family.samples}
-        assert found["busrl_reward"].value == 0.2 and found["busrl_reward"].labels == {"run": "sort"}
-        assert found["busrl_wait_s_groups"].value == 1.0 and found["busrl_step"].value == 2
-        assert found["busrl_slots"].labels == {"run": "sort", "state": "queued"}
+        families = parser.text_string_to_metric_families(text)
+        samples = {sample.name: sample for family in families for sample in family.samples}
+        assert samples["busrl_reward"].value == 0.2 and samples["busrl_reward"].labels == {"run": "sort"}
+        assert samples["busrl_wait_s_groups"].value == 1.0 and samples["busrl_step"].value == 2
+        assert samples["busrl_slots"].labels == {"run": "sort", "state": "queued"}
         again = run.card("again", port=int(said[0].rsplit(":", 1)[1].split("/")[0]))
         with pytest.raises(OSError):
             Prometheus(again)

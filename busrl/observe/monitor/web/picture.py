@@ -1,10 +1,10 @@
-"""Data of the page of `busrl monitor --web`: all that `--once --json` has, and what drawings need too.
+"""Data of the page of `busrl monitor --web`: all that `--once --json` has, and what drawings need besides.
 
-Reads a `Watcher` and keeps a short history of it. Knows nothing of HTTP, or of how anything is drawn.
+Reads a `Watcher` and keeps a short history of it. Knows nothing of HTTP, and of how anything is drawn.
 
-- Memory is bounded, whatever the run is: processes, spans of time, steps and samples have limits.
-- Red is what does not move although it should: a process that is late or dead, a state whose takers are all gone, and
-  in a stall whoever stands in the chain of waits. A process that has nothing to do is none of these.
+- Memory is bounded for every run: processes, spans of time, steps and samples have limits.
+- The page draws in red what should move and does not: a process that is late or dead, a state of slots whose takers are
+  all gone, and in a stall the processes in the chain of waits. A process that has nothing to do is none of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from busrl.status import words
 from busrl.status.state import OVER, ProcessRow, Rate, RunState
 
 KEPT_S: Final = 300.0
-GAP_S: Final = 3.0  # between two looks; more than that and nobody knows what was in between
+GAP_S: Final = 3.0  # between two looks; of a longer time nothing is known
 MOST_LINES, MOST_SPANS = 64, 512
 MOVED_S: Final = 5.0
 TAKERS: Final = {"queued": ("rollout", "agent", "serve", "atropos"), "generated": ("reward",), "rewarded": ("learner",)}
@@ -31,15 +31,15 @@ COLUMNS: Final = (
 )
 PART: Final = "part/"  # before the name of a part of the reward, in a column's name
 MOST_PARTS: Final = 8
-OVERLAP: Final = 16  # steps that are told once more: the file may tell of one after the bus told of the next
+OVERLAP: Final = 16  # steps that are sent once more: the file may have one after the bus had the next
 
 
-# -- what was seen ----------------------------------------------------------------------------------------------------
+# -- history ----------------------------------------------------------------------------------------------------------
 
 @dataclass
 class Span:
-    """A process did one thing from `begin` to `end`: what, how busy in quarters (None where it does not say), and
-    whether it was late or dead."""
+    """A time in which a process did one thing. `what` is that thing, how busy it was in quarters (None if not known),
+    and whether it was late or dead."""
 
     begin: float
     end: float
@@ -48,7 +48,7 @@ class Span:
 
 @dataclass
 class History:
-    """The last minutes: what each process did, and how fast slots came into each state. Fed once a second."""
+    """The last minutes: what each process did, and how fast slots came into each state. `add` once a second."""
 
     moved: dict[str, Rate] = field(default_factory=dict)
     lines: dict[str, deque[Span]] = field(default_factory=dict)
@@ -74,17 +74,17 @@ class History:
         return {state: rate.per_s() for state, rate in self.moved.items() if rate.known}
 
     def timeline(self, now: float) -> list[dict[str, Any]]:
-        """By process: spans as seconds ago, newest last."""
+        """Spans of each process, in seconds ago, the newest last."""
         return [
             {"process": name, "spans": [
-                [round(now - one.begin, 1), round(now - one.end, 1), *one.what] for one in spans
+                [round(now - span.begin, 1), round(now - span.end, 1), *span.what] for span in spans
             ]}
             for name, spans in self.lines.items()
         ]
 
 
 def _extend(spans: deque[Span], seen: Span) -> None:
-    """Extend each course: what is seen now began when the look before it was made."""
+    """Add what is seen now to the spans of a process: it began at the look before, or goes on since."""
     last = spans[-1] if spans else None
     if last is not None and seen.end - last.end < GAP_S:
         if last.what == seen.what:
@@ -94,33 +94,33 @@ def _extend(spans: deque[Span], seen: Span) -> None:
     spans.append(seen)
 
 
-# -- what is shown ----------------------------------------------------------------------------------------------------
+# -- the picture ------------------------------------------------------------------------------------------------------
 
 def blocked(rows: Sequence[ProcessRow], slots: Mapping[str, int], waits: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Name what does not move although it should, with the reason, by process or role; `waits`: those of a stall."""
-    found = {row.name: f"no progress for {words.age(row.progress_age_s)}" for row in rows if row.late}
-    found |= {row.name: "dead" for row in rows if row.state == "dead"}
+    """Reasons, by process or role, why something does not move although it should; `waits` are those of a stall."""
+    reasons = {row.name: f"no progress for {words.age(row.progress_age_s)}" for row in rows if row.late}
+    reasons |= {row.name: "dead" for row in rows if row.state == "dead"}
     living = {row.role for row in rows if row.state != "dead"}
     for state, roles in TAKERS.items():
         if slots.get(state) and not living.intersection(roles):
-            found[roles[0]] = f"{slots[state]:,} slots are {state}, and no {roles[0]} lives"
+            reasons[roles[0]] = f"{slots[state]:,} slots are {state}, and no {roles[0]} lives"
     for wait in waits:
-        said = f"waits for {wait.get('for')}, {words.age(wait.get('since_s') or 0.0)}: {wait.get('because')}"
-        found.setdefault(str(wait.get("process")), words.safe(said))
-    return found
+        text = f"waits for {wait.get('for')}, {words.age(wait.get('since_s') or 0.0)}: {wait.get('because')}"
+        reasons.setdefault(str(wait.get("process")), words.safe(text))
+    return reasons
 
 
 def picture(watcher: Watcher, target: RunPaths | str, history: History, now: float, wall: float) -> dict[str, Any]:
     """The run now: the keys of `--once --json`, and under `web` what only a drawing needs."""
-    run, told = watcher.run, watched(watcher, target)
-    told.pop("sample")  # the samples are told on their own
+    run, data = watcher.run, watched(watcher, target)
+    data.pop("sample")  # samples are events of their own
     rows, over = run.rows(now), run.state in OVER
-    flows = {name: [round(one.rate.per_s(), 2), round(one.byte_rate.per_s(), 1), one.count, one.bytes]
-             for name, one in run.traffic.by_sender.items()}
-    stall = told.get("waits") if told.get("stalled_s") else None
-    return {**told, "web": {
+    flows = {name: [round(flow.rate.per_s(), 2), round(flow.byte_rate.per_s(), 1), flow.count, flow.bytes]
+             for name, flow in run.traffic.by_sender.items()}
+    stall = data.get("waits") if data.get("stalled_s") else None
+    return {**data, "web": {
         "headline": phrases.headline(run, wall), "progress": words.progress(run, now), "over": over, "ended": run.ended,
-        "words": {name: said for name, said in words.labelled(run, now).items() if name != "sample"},
+        "words": {name: phrase for name, phrase in words.labelled(run, now).items() if name != "sample"},
         "bus": phrases.bus(run, now), "speed": words.speed(run.speed(now)),
         "damage": run.damage, "rows": [_row(row) for row in rows],
         "blocked": {} if over else blocked(rows, run.ring.occupancy if run.ring else {}, stall or ()),
@@ -146,12 +146,13 @@ def _ring(run: RunState) -> dict[str, Any] | None:
 
 
 def steps_after(run: RunState, step: int) -> dict[str, Any]:
-    """The steps that a page does not have yet, whose newest is `step`, and some before it; and all rounds of validation
-    that judged anything: set, step, mean reward, time."""
+    """The steps for a page whose newest is `step`: the later ones, and some before it; and all rounds of validation
+    with a result: set, step, mean reward, time."""
     steps = run.steps.after(step - OVERLAP)
-    parts = sorted({name for one in steps for name in one.reward_parts})[:MOST_PARTS]
+    parts = sorted({name for record in steps for name in record.reward_parts})[:MOST_PARTS]
     rows = [
-        [*(getattr(one, name) for name in COLUMNS), *(one.reward_parts.get(name) for name in parts)] for one in steps
+        [*(getattr(record, name) for name in COLUMNS), *(record.reward_parts.get(name) for name in parts)]
+        for record in steps
     ]
-    rounds = [[one.set, one.round, one.mean, one.time] for one in run.rounds()]
+    rounds = [[record.set, record.round, record.mean, record.time] for record in run.rounds()]
     return {"columns": [*COLUMNS, *(PART + words.safe(name) for name in parts)], "rows": rows, "rounds": rounds}

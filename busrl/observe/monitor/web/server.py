@@ -2,11 +2,11 @@
 
 Talks to browsers (aiohttp) and keeps a `Watcher` up to date, in one thread. Knows nothing of what a picture holds.
 
-- Nothing that is asked changes anything: there is only GET, the files are named here, and no body is read.
-- Who may look: on loopback the user whose monitor it is, and root; elsewhere whoever has the token that is printed.
-- A name in `Host` that is not ours is refused, so that no page of another site can read this one by its own name.
-- What a client can take is bounded: connections, streams, the time for a request and for taking an answer. A stream
-  that is slow misses pictures, and delays nobody.
+- No request changes anything: there is only GET, the files are named here, and no body is read.
+- On loopback the user of the monitor, and root, may look; elsewhere whoever has the token that is printed.
+- A request with another name in `Host` is refused, so that no page of another site can read this one by its own name.
+- A client's share is bounded: connections, streams, the time for a request and for reading an answer. A slow stream
+  misses pictures, and delays no other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 NOT_YOURS: Final = "open the address that `busrl monitor --web` printed: it holds the token"
-QUIET: Final = logging.Logger("busrl.web", logging.CRITICAL)  # what a client does wrong is no news of ours
+QUIET: Final = logging.Logger("busrl.web", logging.CRITICAL)  # mistakes of clients are not logged
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -79,6 +79,8 @@ class Address(NamedTuple):
 
 @dataclass
 class Seen:
+    """The place of a stream: the newest step, the number of rounds, the last sample and picture that it has."""
+
     step: int = 0
     rounds: int = 0
     sample: Any = None
@@ -86,7 +88,7 @@ class Seen:
 
 
 class Server:
-    """Use `run`; `url` is there once it is made. `token`: "" on loopback."""
+    """A server of one run, at `url`; `run` serves. `token` is "" on loopback."""
 
     def __init__(self, watcher: Watcher, target: RunPaths | str, address: Address) -> None:
         self._watcher, self._target, self._history = watcher, target, History()
@@ -98,8 +100,8 @@ class Server:
         self.token = "" if self._loopback else secrets.token_urlsafe(32)
         shown = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else address.host
         self._names = {"localhost", address.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
-        named = f"[{shown}]" if ":" in shown else shown
-        self.url = f"http://{named}:{self._port}/" + (f"?token={self.token}" if self.token else "")
+        host_in_url = f"[{shown}]" if ":" in shown else shown
+        self.url = f"http://{host_in_url}:{self._port}/" + (f"?token={self.token}" if self.token else "")
         self._cookie = f"busrl_{self._port}"
         self._picture, self._drawn, self._streams, self._gave_way = b"", 0.0, 0, False
         self._listener = Listener(self._socket, min(MOST_CONNECTIONS, room()), lambda line: None)
@@ -128,7 +130,7 @@ class Server:
     # -- the run -----
 
     async def _follow(self) -> None:
-        """Keep the state true and draw it while somebody looks."""
+        """Keep the state up to date, and draw it while a page is open."""
         looked = due = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
@@ -149,16 +151,17 @@ class Server:
         self._history.add(self._watcher.run, now)
 
     def _draw(self, now: float) -> None:
-        told = picture(self._watcher, self._target, self._history, now, time.time())
-        self._picture, self._drawn = to_json(told).encode(), now
+        data = picture(self._watcher, self._target, self._history, now, time.time())
+        self._picture, self._drawn = to_json(data).encode(), now
         self._news.set()
         self._news = asyncio.Event()
 
-    # -- who asks -----
+    # -- requests that are refused -----
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse what is not for us. A connection serves one request, so that none waits for a second one's head."""
+        """Refuse a request, or answer it. A connection serves one request, so that none waits for a second one's head.
+        """
         self._listener.heard(request.protocol)
         try:
             response = self._refusal(request) or await handler(request)
@@ -182,23 +185,25 @@ class Server:
                 return web.Response(status=403, text="not for other users of this host")
             return None
         if self._is_token(request.query.get("token", "")):
-            there = web.Response(status=303, headers={"Location": "/"})  # so that no history or screen keeps the token
-            there.set_cookie(self._cookie, self.token, httponly=True, samesite="Lax", path="/")
-            return there
-        known = self._is_token(request.cookies.get(self._cookie, ""))
-        return None if known else web.Response(status=401, text=NOT_YOURS)
+            # Redirected, so that no history or screen has the token.
+            redirect = web.Response(status=303, headers={"Location": "/"})
+            redirect.set_cookie(self._cookie, self.token, httponly=True, samesite="Lax", path="/")
+            return redirect
+        allowed = self._is_token(request.cookies.get(self._cookie, ""))
+        return None if allowed else web.Response(status=401, text=NOT_YOURS)
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
     def _is_ours(self, host: str) -> bool:
-        """An address is no name that somebody could turn to another address."""
+        """Check whether a `Host` is this server's: one of its names, or any address, as no name service changes that.
+        """
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         with suppress(ValueError):
             return bool(ipaddress.ip_address(name.strip("[]")))
         return name.lower().rstrip(".") in self._names
 
-    # -- what is answered -----
+    # -- answers -----
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/events":
@@ -221,7 +226,7 @@ class Server:
             seen = Seen()
             while not self._stop.is_set():
                 news = self._news
-                for event in self._untold(seen):
+                for event in self._new_events(seen):
                     await asyncio.wait_for(response.write(event), WRITE_S)
                 if not self._gave_way:  # after the first picture: the run goes first
                     self._gave_way = True
@@ -234,8 +239,8 @@ class Server:
             self._streams -= 1
         return response
 
-    def _untold(self, seen: Seen) -> Iterator[bytes]:
-        """Events that a stream has not told: the picture first, then new steps and samples."""
+    def _new_events(self, seen: Seen) -> Iterator[bytes]:
+        """Events that a stream does not have yet: the picture first, then new steps and samples."""
         if seen.picture is not self._picture:
             seen.picture = self._picture
             yield b"event: picture\ndata: " + self._picture + b"\n\n"
@@ -244,14 +249,14 @@ class Server:
         if (newest, len(run.validations)) != (seen.step, seen.rounds):
             yield _event("steps", steps_after(run, seen.step))
             seen.step, seen.rounds = newest, len(run.validations)
-        at = next((at + 1 for at, one in enumerate(samples) if one is seen.sample), 0)
+        at = next((at + 1 for at, sample in enumerate(samples) if sample is seen.sample), 0)
         if samples[at:]:
             seen.sample = samples[-1]
             yield _event("samples", samples[at:])
 
 
-def _event(name: str, told: Any) -> bytes:
-    return f"event: {name}\ndata: {to_json(told)}\n\n".encode()
+def _event(name: str, data: Any) -> bytes:
+    return f"event: {name}\ndata: {to_json(data)}\n\n".encode()
 
 
 def _listening(address: Address) -> socket.socket:
@@ -266,7 +271,7 @@ def _listening(address: Address) -> socket.socket:
 def _is_foreign(transport: asyncio.BaseTransport | None, port: int) -> bool:
     """Check whether another user of this host, but root, is at the other end of a connection over loopback.
 
-    Where the kernel shows no table of connections nobody can tell, and everybody is let in.
+    If the kernel shows no table of connections, every connection passes.
     """
     peer = transport.get_extra_info("peername") if transport is not None else None
     if peer is None:
