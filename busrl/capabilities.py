@@ -140,8 +140,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "relay": "hosts.relay:Relay", "satellite": "hosts.satellite:Satellite",
     }, plugs={
         "messages": "hosts.messages:MESSAGES", "refusals": "hosts.messages:REFUSALS",
-        "tenders": "hosts.gateway:Gateway", "host_topology": "hosts.invitation:of_host",
-        "host_rows": "hosts.invitation:rows_of", "placement": "hosts.placement:Placement",
+        "tenders": "hosts.gateway:Gateway", "host_topology": "hosts.membership:of_host",
+        "host_rows": "hosts.membership:rows_of", "placement": "hosts.placement:Placement",
         "manifest": "hosts.clusters:emitted",
     }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}, commands=HOST_COMMANDS),
     Capability("ranks", "learners of several ranks", roles={

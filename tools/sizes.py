@@ -16,7 +16,7 @@ from pathlib import Path
 
 from busrl import keys
 from busrl.data import pretrained
-from busrl.hosts.invitation import of_host
+from busrl.hosts.membership import of_host
 from busrl.preflight import explain, memory
 from busrl.preflight.load import load
 from busrl.topology import sizes

@@ -1,26 +1,28 @@
-"""The rules for workers that do not map the ring: one request in, the ledger moved, the answers out.
+"""The rules for workers that do not map the ring: take a request, move the ledger, return the answers.
 
 Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`hosts/ledgers.py` has it on a ring, tests in
-memory) and is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
+memory), and gets the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
 
 **The wire is the bus itself**: a remote worker needs it anyway (HELLO, HEARTBEAT, STOP, doorbells), broker and keeper
-may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every
-request may be sent again, and every answer is a function of the ledger, not of a conversation.
+may be killed without a session to set up again, and the keys of the bus protect these messages too. PUB/SUB loses
+messages: so every request may be sent again, and every answer is a function of the ledger, not of a conversation.
 
 Invariants, held by `tests/hosts` under loss, doubling, reordering and death of the keeper:
-- A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
-  a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
-- What a worker holds stands in the ledger. `Desk` remembers only clocks and conveniences, so a keeper that is killed
-  loses nothing: its successor finds entries and slots and grants every lease in full.
-- Claims are idempotent without a memory of requests: a worker names what it knows of, and gets what it holds beyond.
-- Leases are renewed claim by claim: by name, or all of a worker's by a digest that is equal only if it knows each of
-  them and no other. One that differs renews nothing, or a task that was lost on its way would be nobody's for ever.
-- A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
-- A newer life of a name replaces the older one, whose claims go back; the older one is asked to exit.
-- A life that names the ring of its claims joins no other: names of claims begin anew with a ring.
-- What there is no memory for is not answered: the claim stays, and a worker without an answer sends it again.
-- An answer is checked whole (types, shapes, finite numbers, lengths) before anything of it is written. A refusal names
-  the value, the rule and the place, and leaves the claim where it was.
+- A claim has one name for ever: (slot, seq, uid). Only the worker that holds it can settle it, and only once. A copy
+  that comes later is answered "already" (from the recent tasks, or from `last_commit_seq` by a later keeper), and
+  nothing is done again.
+- The ledger holds a worker's claims. `Desk` remembers only clocks and conveniences, so a keeper that is killed loses
+  nothing: its successor finds entries and slots and grants every lease in full.
+- Claims are idempotent without a memory of requests: a worker names its claims, and gets those that it did not name.
+- Leases are renewed claim by claim: by name, or all of a worker's by a digest, which is equal only if the worker has
+  each of these claims and no other. A digest that differs renews nothing; else the lease of a task that was lost on
+  its way would never end.
+- A lease that ends gives its slot back with one attempt counted; a result that comes after that is answered "late".
+- A newer life of a name replaces the older one: the claims of the older life go back, and it is asked to exit.
+- A life that names the ring of its claims joins no other: a new ring gives the same names of claims again.
+- An answer for which there is no memory gets no reply: the claim stays, and the worker sends the answer again.
+- An answer is checked (types, shapes, finite numbers, lengths) before anything of it is written. A refusal names the
+  value, the rule and the place, and leaves the claim where it was.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds n
 MOST_HELD, RECENT = 4096, 8192
 TASK_OVERHEAD = 512
 DIGESTS = 1 << 64
-HOST = "host"  # the role of another host of busrl's: it generates whole answers, and may judge them too
+HOST = "host"  # the role of another host of the run: it generates whole answers, and may judge them too
 _GENERATING = {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON}
 FATES = {"rollout": _GENERATING, "reward": REWARD_FATES, HOST: _GENERATING | REWARD_FATES}
 _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
@@ -65,11 +67,11 @@ class Refused(Exception):
 
 
 class NoMemory(Exception):
-    """The ledger cannot hold it just now; nothing was committed, and the same request will do later."""
+    """The ledger has no memory for an answer now; nothing was committed, and the same request may succeed later."""
 
 
 class ClaimGone(Exception):
-    """The slot is no longer at the word of the claim. Only the keeper moves it, so this is not expected."""
+    """The slot's word is no longer that of the claim. Only the keeper moves the slot, so this is not expected."""
 
 
 # -- the ledger, as the desk needs it -----
@@ -90,9 +92,9 @@ class ClaimedTask(NamedTuple):
 
 
 class AnswerLimits(NamedTuple):
-    """Limits of the answer to a claim: at most `tokens` in segment number `segment`, of a `vocabulary` (0 = not
-    known), by a version that was published, `newest` at most. `prompt_tokens`: of the prompt that comes with it, 0: it
-    comes with none. `version` and `step` are those of its admission."""
+    """Limits of the answer to a claim: at most `tokens` tokens in segment number `segment`, ids below `vocabulary` (0:
+    unknown), versions up to `newest`. `prompt_tokens`: the most that the prompt may have which comes with it; 0: it
+    comes with none. `version` and `step` are those of the sample's admission."""
 
     tokens: int
     segment: int
@@ -104,7 +106,7 @@ class AnswerLimits(NamedTuple):
 
 
 class RemoteAnswer(NamedTuple):
-    """A generated segment that was checked: arrays of one length, and what belongs to the whole completion."""
+    """A generated segment that was checked: arrays of one length, and text and end of the completion."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -113,8 +115,8 @@ class RemoteAnswer(NamedTuple):
     text: str
     finish: int
     done: bool
-    step: int = 0  # of the oldest weights that drew it, as the worker knows
-    episode: dict[str, g.Tensor] | None = None  # instead of the arrays; looked through by the ledger, which knows them
+    step: int = 0  # that made the oldest weights which drew it, by the worker's account
+    episode: dict[str, g.Tensor] | None = None  # in place of the arrays; the ledger checks it
 
 
 _NONE = np.zeros(0, np.int32)
@@ -129,9 +131,9 @@ class Judged(NamedTuple):
 
 
 class RemoteLedger(Protocol):
-    """The ledger as the keeper works on it for remote workers. `index` is that of a worker's REMOTE entry; each call
-    that changes a slot is one compare-and-swap in the name of that entry. `Refused`: it can never be, and nothing was
-    committed; `NoMemory`: not now. `ClaimGone`: the slot has moved."""
+    """The ledger as the desk moves it for remote workers. `index` is that of a worker's REMOTE entry; each call that
+    changes a slot is one compare-and-swap in the name of that entry. `Refused`: a rule forbids it, and nothing was
+    committed. `NoMemory`: not now. `ClaimGone`: the slot has moved."""
 
     def members(self) -> list[tuple[int, str, str, int]]: ...  # index, role, name and life of all REMOTE entries
     def claims(self) -> list[tuple[int, ClaimedTask]]: ...  # all slots in a working state that such an entry owns
@@ -143,7 +145,7 @@ class RemoteLedger(Protocol):
     def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]: ...
     def commit_answer(
         self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
-    ) -> None: ...  # judged: it needs no other reward
+    ) -> None: ...  # with `judged` the sample needs no other reward
     def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None: ...
     def give_back(self, index: int, claim: ClaimedTask) -> None: ...  # to rest, as if it had never been claimed
     def expire(self, index: int, claim: ClaimedTask) -> bool: ...  # to rest, an attempt counted; True: dropped
@@ -186,8 +188,8 @@ def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAn
 
 
 class BatchAnswers:
-    """The answers of a REMOTE_BATCH, looked through once for all of them; one that breaks a rule is found by
-    `checked_answer`. `Refused`: the columns do not fit together."""
+    """The answers of a REMOTE_BATCH. Rules are checked on whole columns; where a column breaks one, `checked_answer`
+    finds the answer. `Refused`: the columns do not fit together."""
 
     def __init__(self, message: g.RemoteBatch) -> None:
         self._message, count = message, len(message.tasks)
@@ -212,7 +214,7 @@ class BatchAnswers:
         self._newest = int(self._versions.max(initial=0))
 
     def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
-        """Number `at`; `Refused` if it breaks a rule, but for those of an episode, which are the ledger's."""
+        """Answer number `at`; `Refused` if it breaks a rule. The ledger checks episodes."""
         message, step = self._message, self._steps[at]
         if message.episodes:
             return _OF_EPISODE._replace(text=message.texts[at], step=step, episode=message.episodes[at])
@@ -241,11 +243,12 @@ class BatchAnswers:
 
 
 def _slices(lengths: list[int]) -> list[slice]:
-    """The places of these in a column."""
+    """The places of pieces of these lengths in a column."""
     return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths))]
 
 
 def finite(reward: float, parts: dict[str, float]) -> float:
+    """The reward; `Refused` unless it and all its parts are finite."""
     for name, value in {"reward": reward, **parts}.items():
         if not math.isfinite(value):
             raise Refused(f"{name} = {value}: a reward must be finite")
@@ -253,7 +256,7 @@ def finite(reward: float, parts: dict[str, float]) -> float:
 
 
 def tensor(array: npt.NDArray[Any]) -> g.Tensor:
-    """An array as it travels."""
+    """The array as a message carries it."""
     return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
 
 
@@ -272,7 +275,7 @@ def _column(piece: g.Tensor, what: str, dtype: Any, total: int) -> npt.NDArray[A
 
 
 def read_tensor(piece: g.Tensor, what: str, dtype: Any, dimensions: int = 1) -> npt.NDArray[Any]:
-    """A copy of an array that travelled; `Refused` if it is none of this type."""
+    """A copy of the array in a message; `Refused` if its type or shape is another."""
     wanted = np.dtype(dtype)
     if piece.dtype != wanted.name:
         raise Refused(f"{what} has dtype {piece.dtype!r}: it must be {wanted.name}")
@@ -294,23 +297,23 @@ def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
 
 
 def digest_of(task: str) -> int:
-    """The share of a claim's name in the digest of those that a worker holds (`RemoteClaim`)."""
+    """The share of a claim in the digest of a worker's claims (`RemoteClaim`)."""
     return int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker that has joined: its REMOTE entry, which start of its name it is (`life`), and what is remembered of it
-    for as long as this keeper lives."""
+    """A worker that has joined: its REMOTE entry, the number of its start (`life`), and facts that only this keeper
+    remembers."""
 
     index: int
     role: str
     name: str
     life: int
     seen: float = 0.0
-    claim_req: int = 0
+    claim_req: int = 0  # the number of its newest REMOTE_CLAIM
     digest: int = 0  # of the names of its claims
-    until: float = 0.0  # to which its digest has renewed the claims that it had then
+    until: float = 0.0  # the end of the leases that its digest has renewed
     leases: dict[str, Lease] = field(default_factory=dict)  # by task, oldest first
 
 
@@ -324,34 +327,34 @@ class Lease:
 
     @property
     def until(self) -> float:
-        """A claim that is younger than the worker's last equal digest was granted after it, so for longer."""
+        """The end of the lease. A claim younger than the worker's last equal digest was granted later: for longer."""
         return max(self.named_until, self.worker.until)
 
 
 class Leases:
-    """The workers that have joined and what each has claimed, by the ledger and by a clock that counts fairly."""
+    """The workers that have joined and the leases of their claims, by the ledger and a fair clock."""
 
     def __init__(self, ledger: RemoteLedger, lease_s: float, now: float) -> None:
         self.ledger, self.lease_s, self.clock = ledger, lease_s, FairClock(TICK_S, now)
         self.by_task: dict[str, Lease] = {}  # a slot has at most one
-        self._first_end = 0.0  # no lease ends before: to look at each of 65,536 takes 20 ms
+        self._first_end = 0.0  # no lease ends before this time: a look at each of 65,536 takes 20 ms
         entries = {entry[0]: Worker(*entry) for entry in ledger.members()}
         self.workers = {worker.name: worker for worker in entries.values()}
-        for index, claim in ledger.claims():  # of an earlier keeper: every lease in full
+        for index, claim in ledger.claims():  # granted by an earlier keeper: every lease in full
             self.grant(entries[index], claim)
 
     def enter(self, role: str, name: str, life: int) -> Worker:
-        """A new worker of this name."""
+        """Add a worker of this name."""
         worker = self.workers[name] = Worker(self.ledger.enter(role, name, life), role, name, life)
         return worker
 
     def note(self, worker: Worker) -> None:
-        """The worker gave a sign of life."""
+        """Note a sign of life of the worker."""
         worker.seen = self.clock.time
         self.ledger.show(worker.index, len(worker.leases))
 
     def remove(self, worker: Worker, end: Callable[[int, ClaimedTask], object]) -> None:
-        """The worker is gone: `end` each of its claims in the ledger."""
+        """Remove a worker that is gone; `end` ends each of its claims in the ledger."""
         for lease in list(worker.leases.values()):
             self.release(lease)
             end(worker.index, lease.claim)
@@ -384,7 +387,7 @@ class Leases:
         worker.digest = (worker.digest - digest_of(task)) % DIGESTS
 
     def over(self) -> list[Lease]:
-        """The leases that are over; what is granted or renewed from now on lasts longer than any that is here."""
+        """The leases that are over. A lease that is granted or renewed later ends after all of these."""
         if self.clock.time < self._first_end:
             return []
         now, first, over = self.clock.time, self.clock.time + self.lease_s, []
@@ -397,7 +400,7 @@ class Leases:
         return over
 
     def presence(self) -> dict[str, tuple[int, float, int]]:
-        """By worker its life, for how long it has been silent, and how many tasks it holds."""
+        """By worker: its life, for how long it has been silent, and how many tasks it holds."""
         now = self.clock.time
         return {
             name: (worker.life, now - worker.seen, len(worker.leases)) for name, worker in self.workers.items()
@@ -405,11 +408,13 @@ class Leases:
 
 
 class Desk:
-    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end.
+    """Answers the requests of workers: call `handle` for every request, `tick` at least once a second, `goodbye` at an
+    orderly end.
 
-    `welcome` holds what is the same for all workers; a task may have `biggest` bytes; `most_members` leaves the run its
-    own entries in the process table; `reserved` are the names of the run's processes; `ring` names what claims are of.
-    While `is_paused` nothing new is given to those who generate.
+    `welcome`: the fields that are the same for all workers; `biggest`: the most bytes of a task; `most_members`: the
+    workers that may join, so that the run's own processes find entries in the process table; `reserved`: the names of
+    these processes; `ring`: the id of the ring that claims are of. While `is_paused`, workers that generate get no new
+    tasks.
     """
 
     def __init__(
@@ -418,7 +423,7 @@ class Desk:
     ) -> None:
         self.ledger, self.tally, self.welcome, self.ring = ledger, tally, welcome, ring
         self.leases = Leases(ledger, welcome.lease_s, now)
-        self.paused = ""  # why something of the last request has no answer yet
+        self.paused = ""  # why a part of the last request has no answer yet
         self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
         self._is_paused = is_paused
         self.max_bytes = welcome.max_message_bytes
@@ -441,7 +446,7 @@ class Desk:
         if worker is not None and message.life < worker.life:
             return [_answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")]
         if isinstance(message, g.RemoteJoin):
-            if message.ring and message.ring != self.ring:  # another slot may have the name of a claim that it holds
+            if message.ring and message.ring != self.ring:  # there other claims may have the same names
                 return [_answer(message, "unknown", "the run has another ring than the one that your claims are of")]
             return [self._join(message, worker)]
         if worker is None or message.life > worker.life:
@@ -461,18 +466,18 @@ class Desk:
         return [_answer(message, "done")]
 
     def heartbeat(self, name: str, now: float) -> None:
-        """A sign of life: it keeps the worker's entry, not its leases."""
+        """Note a heartbeat: it keeps the worker's entry, not its leases."""
         self.leases.clock.passed(now)
         if name in self.leases.workers:
             self.leases.note(self.leases.workers[name])
 
     def unreadable(self, sender: str, code: str, about: str, detail: str) -> list[m.Message]:
-        """The answer to bytes that were no message of this protocol, from a sender that could still be read."""
+        """The answer to bytes that were no message of this protocol; none where no sender could be read."""
         self.tally.add(sender, code, text=f"{about}: {detail}")
         return [g.GatewayAnswer(code=code, about=about[: m.MAX_NAME], text=detail)] if sender else []
 
     def tick(self, now: float) -> list[Lease]:
-        """End the leases that are over and remove silent workers. Returns the leases that ended."""
+        """End the leases that are over and remove silent workers; returns the leases that ended."""
         self.leases.clock.passed(now)
         over = self.leases.over()
         for lease in over:
@@ -483,7 +488,7 @@ class Desk:
         return over
 
     def reserve(self, names: frozenset[str]) -> None:
-        """Keep these names, of the run's processes, from workers from now on."""
+        """Let no worker join under these names, those of the run's processes."""
         self.reserved = names
 
     def goodbye(self) -> None:
@@ -533,8 +538,8 @@ class Desk:
         to_send = []
         if message.digest is None:
             self.leases.renew(worker, message.holding)
-            named = set(message.holding)
-            to_send = [lease for task, lease in worker.leases.items() if task not in named]
+            holding = set(message.holding)
+            to_send = [lease for task, lease in worker.leases.items() if task not in holding]
         else:
             self.leases.renew_all(worker)
         to_send += self._take(worker, message.capacity)
@@ -542,18 +547,18 @@ class Desk:
         return self._tasks(message, worker, to_send)
 
     def _take(self, worker: Worker, capacity: int) -> list[Lease]:
-        """New claims, so that it holds so many."""
+        """Make new claims until the worker holds `capacity`."""
         room = min(capacity, MOST_HELD) - len(worker.leases)
-        held = worker.role != "reward" and self._is_paused()
-        if room <= 0 or held or any(lease.claim.alone for lease in worker.leases.values()):
+        paused = worker.role != "reward" and self._is_paused()
+        if room <= 0 or paused or any(lease.claim.alone for lease in worker.leases.values()):
             return []
-        taken = self.ledger.take(worker.index, worker.role, room, not worker.leases)
-        if taken:
-            self.tally.add(worker.name, "claimed", len(taken))
-        return [self.leases.grant(worker, claim) for claim in taken]
+        claims = self.ledger.take(worker.index, worker.role, room, not worker.leases)
+        if claims:
+            self.tally.add(worker.name, "claimed", len(claims))
+        return [self.leases.grant(worker, claim) for claim in claims]
 
     def _tasks(self, message: g.RemoteClaim | g.RemoteBatch, worker: Worker, leases: list[Lease]) -> list[m.Message]:
-        """The claims in as few messages as their size allows; at least one message."""
+        """The tasks of these leases in as few messages as their size allows; at least one message."""
         packs: list[list[g.Task]] = [[]]
         size = 0
         for lease, task in zip(leases, self.ledger.tasks(worker.index, [lease.claim for lease in leases])):
@@ -571,7 +576,7 @@ class Desk:
     # -- results --------------------------------------------------------------------------------------------------
 
     def _settle_all(self, worker: Worker, message: g.RemoteBatch) -> list[m.Message]:
-        """Each answer by itself; then new tasks, if it is a claim too and no later one came before."""
+        """Settle each answer by itself; then give new tasks, if the message claims and no later claim has come."""
         if worker.role != HOST:
             raise Refused(f"{worker.name} is a {worker.role} worker: only hosts send batches")
         answers, settled = BatchAnswers(message), g.GatewaySettled(life=message.life, req=message.req)
@@ -597,8 +602,8 @@ class Desk:
         return [settled, *self._tasks(message, worker, self._take(worker, message.capacity))]
 
     def _settle(self, worker: Worker, task: str, commit: Callable[[ClaimedTask], str]) -> tuple[str, str]:
-        """End a claim as its worker says, or find out why not: code and text of the answer. `commit` moves the ledger,
-        and returns the word for the tally."""
+        """End a claim by its worker's result; returns code and text of the answer. `commit` moves the ledger and
+        returns the word for the tally."""
         lease = self.leases.by_task.get(task)
         if lease is None:
             return self._settled_before(worker.name, task)
@@ -647,12 +652,13 @@ class Desk:
         return "dropped"
 
     def _settled_before(self, name: str, task: str) -> tuple[str, str]:
-        by, claim = self._recent.get(task), _TASK.fullmatch(task)
-        if by is not None and by != name:
-            raise Refused(f"task {task} was {by}'s", "not_yours")
+        """Code and text of the answer to a result for a task that no worker holds."""
+        worker, claim = self._recent.get(task), _TASK.fullmatch(task)
+        if worker is not None and worker != name:
+            raise Refused(f"task {task} was {worker}'s", "not_yours")
         if claim is None:
             raise Refused(f"task {task!r}: no claim has such a name (slot.seq.uid)")
-        if by is not None or self.ledger.committed(*map(int, claim.groups())):
+        if worker is not None or self.ledger.committed(*map(int, claim.groups())):
             return "already", ""
         self.tally.add(name, "late")
         return "late", "this claim has ended: its lease was over, or it was handed back"

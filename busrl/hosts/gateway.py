@@ -1,33 +1,35 @@
 """The gateway: a tender of the keeper that works on the ring for workers which do not map it.
 
 Requests come from the bus, `hosts/desk.py` decides, and `hosts/ledgers.py` claims, writes and commits in the workers'
-names. `gateway.json` holds the counts that `busrl status` shows, `hosts.jsonl` when other hosts came and went. Knows
-nothing of what is dead on this host: that is the keeper's.
+names. Writes the counts that `busrl status` shows into `gateway.json`, and when other hosts came and went into
+`hosts.jsonl`. Knows nothing of dead processes on this host: the keeper looks after them.
 
-- Nothing that arrives can end the keeper: a request that cannot be read is answered where its sender is known, and
-  counted.
+- Nothing that arrives can end the keeper. A request that cannot be read is counted, and answered if its sender can.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from busrl.data.vocabulary import token_rows
 from busrl.errors import MessageTooLarge
 from busrl.hosts import messages as g
-from busrl.hosts.episodes import Bounds
-from busrl.hosts.invitation import claimed_from
-from busrl.hosts.ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
-from busrl.hosts.roster import Roster, write
+from busrl.hosts.desk import Desk
+from busrl.hosts.ledgers import BothLedgers, CallLedger, EpisodeBounds, RingLedger
+from busrl.hosts.membership import Roster, claimed_from, write_lines
 from busrl.protocol import messages as m
-from busrl.protocol.codec import BY_NAME, Fault, Rejected, is_address
+from busrl.protocol.codec import BY_NAME, Fault, Rejected, address, is_address
 from busrl.roles.actor import Doorbell, ring_bells
 from busrl.roles.answers import SegmentCuts
 from busrl.scheduling.admission import Lines
 from busrl.states import shown_uid
 from busrl.system import files
 from busrl.system.clocks import Tally
+from busrl.topology import Topology
+from busrl.topology.sizes import RESERVE_PROCESSES
 
 if TYPE_CHECKING:
     from busrl.roles.keeper import Keeper
@@ -51,7 +53,7 @@ class Gateway:
         vocabulary = token_rows(Path(topology.model.path)).bound
         self.samples = RingLedger(
             keeper.ring, self._announce, SegmentCuts.of(topology), topology.max_prompt_tokens, vocabulary,
-            Bounds.of(topology, vocabulary),
+            EpisodeBounds.of(topology, vocabulary),
         )
         self.ledger: RingLedger | BothLedgers = self.samples
         if keeper.calls is not None:
@@ -88,7 +90,7 @@ class Gateway:
             name, uid = lease.worker.name, lease.claim.uid
             text = f"sample {shown_uid(uid)} was taken back from {name}, which did not extend its lease"
             self._warn(text, f"lease of {name}", [uid])
-        write(self.keeper.paths, self.roster.changes(self.desk.leases.presence()))
+        write_lines(self.keeper.paths, self.roster.changes(self.desk.leases.presence()))
         if self.tally.changed and now >= self._next_save:
             self._next_save = now + SAVE_EVERY_S
             self._save()
@@ -112,7 +114,7 @@ class Gateway:
             if isinstance(answer, g.GatewayAnswer) and answer.code in g.REFUSALS:
                 self._warn(f"{to or 'an unnamed sender'}: {answer.text}", f"{answer.code} {self._kinds.name(to)}")
             if not is_address(to):
-                return  # no topic can hold the name: the request was counted, and an answer would reach no process
+                return  # no topic can hold the name: the request is counted, and an answer would reach no process
             try:
                 self.keeper.bus.send(answer, to)
             except MessageTooLarge as problem:
@@ -127,7 +129,7 @@ class Gateway:
 
 
 class NamedLines:
-    """The first `most` names that are refused have lines of their own in errors.jsonl; all others share one."""
+    """Gives the first `most` names that are refused lines of their own in errors.jsonl; all others share a line."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -137,3 +139,25 @@ class NamedLines:
         if len(self._names) < self._most:
             self._names.add(sender)
         return sender if sender in self._names else "(others)"
+
+
+def reserved_names(topology: Topology) -> frozenset[str]:
+    """Names that no worker from outside may have."""
+    return frozenset(address(process.name) for process in topology.processes() if not process.spec.command) | {"launch"}
+
+
+def desk_of(
+    topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, ring: str, is_paused: Callable[[], bool]
+) -> Desk:
+    """The desk of a run. Workers from outside never take the entries that the run's own processes may need."""
+    data, processes = topology.data, topology.processes()
+    welcome = g.GatewayWelcome(
+        life=0, lease_s=topology.limits.lease_s, max_message_bytes=topology.bus.max_message_bytes,
+        max_prompt_tokens=topology.max_prompt_tokens, seed=topology.run.seed, model=topology.model.path,
+        prompt_key=data.prompt_key, answer_key=topology.reward.answer_key or data.answer_key, template=data.template,
+    )
+    return Desk(
+        ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
+        most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
+        reserved=reserved_names(topology), ring=ring, is_paused=is_paused,
+    )

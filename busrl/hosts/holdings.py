@@ -1,17 +1,18 @@
-"""The tasks that another host holds: their slots in its ring, and the answers that are read of them.
+"""The tasks that another host holds: their slots in its ring, and the answers that are read from them.
 
-`Holdings` is scheduler and learner to the local ring; `AnswerReader` copies what home needs out of slots. Both talk to
-the ring and the tables of fates. Knows nothing of the bus, of home's address, or of engines.
+`Holdings` takes the place of scheduler and learner for the local ring; `AnswerReader` copies what home needs out of
+slots. Both talk to the ring and the tables of fates. Knows nothing of the bus, of home's address, or of engines.
 
 - A local slot is the record of a claim: its line holds the task's slot, seq and uid at home. A new process finds there
-  what the one before it held.
-- An answer stays in its slot, TRAINING, until home has said what became of it.
-- What home has given to others is dropped here: at once if no engine has it, else when the engine lets go.
+  the tasks of the process before it.
+- An answer stays in its slot, TRAINING, until home has settled it.
+- A task that home has given to another host is dropped here: at once if no engine has it, else when the engine lets go.
 - Local fates say only that a sample is here; home's alone count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from busrl.data.episodes import NEEDED, TYPES
+from busrl.errors import NoSuchTensor
 from busrl.hosts import messages as g
-from busrl.hosts.desk import DIGESTS, FATES, HOST, digest_of
-from busrl.hosts.episodes import tensors_of
+from busrl.hosts.desk import DIGESTS, FATES, HOST, digest_of, tensor
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, Ring, State, segments_of
 from busrl.roles.answers import UNREADABLE, read_copies, read_generated, read_parts, text_of
@@ -29,7 +31,8 @@ from busrl.scheduling.admission import Lines
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord
 
 TENSORS = ("tokens", "logprobs", "versions", "prompt_ids")
-BESIDE, OF_TENSOR = 512, 64  # bytes of an answer in a message beside its tensors and its text; of an episode's tensor
+BESIDE = 512  # bytes of an answer in a message beside its tensors and its text
+OF_TENSOR = 64  # bytes of an episode's tensor in a message beside its data
 COLLECT_AT_ONCE = 256
 REMEMBERED = 8192
 DROPS = {fate: word for word, fate in FATES[HOST].items()}
@@ -43,7 +46,7 @@ class HeldTask:
     uid: int
     slot: int = -1
     word: int = 0  # the word that owns the slot, once its answer is ready
-    failed: g.RemoteFail | None = None
+    failed: g.RemoteFail | None = None  # its outcome, where there is no answer
     sent_at: float = 0.0
     request: int = 0  # the number of the newest request when its outcome was sent
     lost: bool = False  # home has given it to others
@@ -54,7 +57,7 @@ class HeldTask:
 
     @property
     def ended(self) -> bool:
-        """True while its outcome is on the way home."""
+        """Check whether its outcome is on the way home."""
         return bool(self.word) or self.failed is not None
 
 
@@ -64,31 +67,31 @@ class Holdings:
     def __init__(self, ring: Ring, fates: Fates, validate_fates: Fates) -> None:
         self.ring, self.fates, self.validate_fates = ring, fates, validate_fates
         self.held: dict[str, HeldTask] = {}
-        self.waiting: dict[str, g.Task] = {}  # of these, those without a slot
-        self.lost: dict[str, HeldTask] = {}  # and those that home has given to others
+        self.waiting: dict[str, g.Task] = {}  # those of `held` without a slot
+        self.lost: dict[str, HeldTask] = {}  # those of `held` that home has given to others
         self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
-        self.uids = np.full(ring.n_slots, UID_NONE, np.uint64)  # of each slot with a task that has not ended
+        self.uids = np.full(ring.n_slots, UID_NONE, np.uint64)  # by slot, of the tasks that have not ended
         lines = ring.lines()
-        for slot in (lines["state"] != State.FREE).nonzero()[0].tolist():  # of an earlier life of this process
+        for slot in (lines["state"] != State.FREE).nonzero()[0].tolist():  # tasks of an earlier life of this process
             task = HeldTask(_task_of(lines[slot]), int(lines["uid"][slot]), slot)
             self.held[task.task] = task
             self.uids[slot] = task.uid
 
-    # -- what home gives and takes back -----
+    # -- messages from home -----
 
     def accept(self, tasks: Iterable[g.Task]) -> None:
-        """Tasks from home; a copy of one that is here, or was, changes nothing."""
+        """Hold tasks from home; a copy of a task that is here, or was, changes nothing."""
         for task in tasks:
             if task.task not in self.held and task.task not in self.over:
                 self.held[task.task] = HeldTask(task.task, task.uid)
                 self.waiting[task.task] = task
 
     def settle(self, name: str) -> None:
-        """Home needs nothing more of this task: it is done, or somebody else's now."""
+        """End a task of which home needs nothing more: it is done, or another host's."""
         task = self.held.get(name)
         if task is None:
             return
-        if task.word:  # an answer that home has, or will not take any more
+        if task.word:  # home has the answer, or takes it no more
             self.ring.finish(task.slot, task.word, Fate.TRAINED)
             self.forget(task)
             return
@@ -112,33 +115,36 @@ class Holdings:
 
     @property
     def claimed(self) -> int:
-        """Tasks that home counts as this host's, as far as is known here."""
+        """The number of tasks that home counts as this host's, by the messages that have come."""
         return len(self.held) - len(self.lost)
 
     @property
     def unfinished(self) -> int:
+        """The number of tasks whose outcome is not on the way home."""
         return sum(not task.ended for task in self.held.values())
 
     def digest(self) -> int:
-        """The digest of what home should have here; it settles an answer before it reads what is sent after it."""
+        """The digest of the claims that home should have. An ended task is none of them: home settles an answer before
+        it reads what is sent after it."""
         return sum(task.digest for task in self.held.values() if not (task.lost or task.ended)) % DIGESTS
 
     def names(self) -> list[str]:
-        """The claims that home has given to nobody else, as far as is known here."""
+        """The claims that home has given to no other host, by the messages that have come."""
         return [name for name, task in self.held.items() if not task.lost][:m.MAX_MAP]
 
     # -- the local ring -----
 
     def dispatch(self, dropped: Callable[[HeldTask], None]) -> Iterator[tuple[g.Task, int, int]]:
-        """Put tasks that wait into free slots, the most urgent first: each with its slot and word.
+        """Put waiting tasks into free slots, the most urgent first; yields each with its slot and word.
 
-        A uid that is still here from before waits, and so does a task of a version that the relay of this host does not
-        know yet. `dropped` gets a task whose slot was free before that was seen. DiskFull, SharedMemoryFull: no room.
+        A task waits while an earlier claim of its uid is still here, and until the relay has written its version into
+        the ring. `dropped` gets the task that had the slot, if it was dropped and not noticed yet. DiskFull,
+        SharedMemoryFull: no room.
         """
-        known = self.ring.header(HeaderWord.VERSION)
+        newest = self.ring.header(HeaderWord.VERSION)
         here = {task.uid for task in self.held.values() if task.slot >= 0} if self.waiting else set()
         for task in sorted(self.waiting.values(), key=lambda task: (-task.priority, task.admission, task.uid)):
-            if task.uid in here or task.version > known:
+            if task.uid in here or task.version > newest:
                 continue
             here.add(task.uid)
             self._reset_fate(task.uid)
@@ -148,20 +154,20 @@ class Holdings:
                 return
             slot, word = placed[0]
             if self.uids[slot] != UID_NONE:  # of a task that was dropped here a moment ago
-                dropped(next(held for held in self.held.values() if held.slot == slot and not held.ended))
+                dropped(next(before for before in self.held.values() if before.slot == slot and not before.ended))
             self.held[task.task].slot, self.uids[slot] = slot, task.uid
             del self.waiting[task.task]
             yield task, slot, word
 
     def answered(self, judged: bool) -> tuple[list[HeldTask], int]:
-        """Own the answers that are ready, with their rewards where they are `judged` here. Returns the tasks, and how
-        many slots were taken."""
+        """Take the slots of answers that are ready, with their rewards where they are `judged` here. Returns the tasks,
+        and the number of slots."""
         if not judged:
             for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=COLLECT_AT_ONCE):
                 self.ring.release(slot, word, State.REWARDED)
-        taken = self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=COLLECT_AT_ONCE)
+        slots = self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=COLLECT_AT_ONCE)
         ready = []
-        for (slot, word), line in zip(taken, self.ring.lines([slot for slot, _ in taken])):
+        for (slot, word), line in zip(slots, self.ring.lines([slot for slot, _ in slots])):
             task = self.held.get(_task_of(line))
             if task is not None and not task.lost:
                 task.slot, task.word, self.uids[slot] = slot, word, UID_NONE
@@ -170,10 +176,10 @@ class Holdings:
             self.ring.finish(slot, word, Fate.TRAINED)
             if task is not None:
                 self.forget(task)
-        return ready, len(taken)
+        return ready, len(slots)
 
     def dropped(self) -> list[HeldTask]:
-        """Tasks that have left their slots without an answer: engines, rewards or the keeper here gave them up."""
+        """Tasks that engines, rewards or the keeper of this host gave up; they have left their slots."""
         lines = self.ring.lines()
         for task in list(self.lost.values()):  # the engine that had it is gone
             if lines["state"][task.slot] == State.QUEUED and int(lines["uid"][task.slot]) == task.uid:
@@ -184,8 +190,8 @@ class Holdings:
         return [task for task in self.held.values() if task.slot >= 0 and not task.ended and gone[task.slot]]
 
     def leave_slot(self, task: HeldTask) -> Fate | None:
-        """The task has left its slot without an answer. Returns its fate here, NONE if that says nothing to home; None
-        if home has given the task to others, so that it is forgotten."""
+        """Note that a task has left its slot without an answer. Returns its fate for home, NONE where home has to give
+        it out again; None if home has given the task to another host already: it is forgotten."""
         self.uids[task.slot] = UID_NONE
         if task.lost:
             self.forget(task)
@@ -194,13 +200,13 @@ class Holdings:
         return next((fate for fate in DROPS if fate == table.get(index)), Fate.NONE)
 
     def let_go(self, count: int) -> None:
-        """Drop so many samples that no engine has: they go back to home."""
+        """Drop `count` samples that no engine has; they go back to home."""
         lines = self.ring.lines()
         for slot in (lines["state"] == State.QUEUED).nonzero()[0][:count].tolist():
             self.ring.drop(slot, int(lines["word"][slot]), Fate.OLD)
 
     def _reset_fate(self, uid: int) -> None:
-        """The sample may have been here before, under an earlier claim; only this process dispatches here."""
+        """Clear the fate that the sample may have from an earlier claim; only this process dispatches here."""
         table, index = self._place(uid)
         table.reserve(index + 1)
         if table.get(index):
@@ -208,22 +214,22 @@ class Holdings:
                 os.pwrite(file.fileno(), b"\0", index)
 
     def _place(self, uid: int) -> tuple[Fates, int]:
-        """The table that has the fate of a sample, and where."""
+        """The table and the index of a sample's fate."""
         return (self.validate_fates, uid & ~VALIDATE_BIT) if uid & VALIDATE_BIT else (self.fates, uid)
 
 
 @dataclass
 class ReadAnswer:
-    """An answer as it is read of a slot for home; the slot keeps it until home has it."""
+    """An answer as it was read from its slot; the slot keeps it until home has it."""
 
-    held: HeldTask
+    task: HeldTask
     text: str
     finish: int
     reward: float
     parts: dict[str, float]
     tensors: dict[str, bytes]
-    step: int  # of the oldest weights that drew it
-    episode: dict[str, g.Tensor]  # instead of the tensors
+    step: int  # that made the oldest weights which drew it
+    episode: dict[str, g.Tensor]  # in place of the tensors
 
     @property
     def size(self) -> int:
@@ -233,7 +239,7 @@ class ReadAnswer:
 
 
 class AnswerReader:
-    """Reads answers out of slots: `plays` where they are episodes, `judges` where their rewards are made here too."""
+    """Reads answers from slots. `plays`: they are episodes; `judges`: this host makes their rewards too."""
 
     def __init__(self, ring: Ring, plays: bool, judges: bool) -> None:
         self.ring, self.plays, self.judges = ring, plays, judges
@@ -241,7 +247,7 @@ class AnswerReader:
     def read(
         self, ready: list[HeldTask], unreadable: Callable[[HeldTask, Exception], None]
     ) -> Iterator[ReadAnswer]:
-        """Copy what home needs of each task; `unreadable` gets those of which it cannot be read."""
+        """Yield the answer of each task; `unreadable` gets those that cannot be read."""
         try:
             yield from self._read_all(ready)
         except UNREADABLE:  # one by one, to find which of them
@@ -267,23 +273,32 @@ class AnswerReader:
         ]
 
     def _columns(self, slots: list[tuple[int, int]], name: str) -> list[bytes]:
-        """A tensor of each slot, of all its segments."""
+        """A tensor of each slot, its segments one behind the other."""
         if name == "prompt_ids" or all(segments_of(word) == 1 for _, word in slots):
             return read_copies(self.ring, slots, name)
         return [read_generated(self.ring, slot, name, segments_of(word)).tobytes() for slot, word in slots]
 
 
 def _task_of(line: np.void) -> str:
-    """The name of the task at home, as `_dispatched` wrote it into the line of the local slot."""
+    """The name of the task at home, which `_dispatched` wrote into the line of the local slot."""
     return f"{int(line['prompt_crc'])}.{int(line['group'])}.{int(line['uid'])}"
 
 
 def _dispatched(task: g.Task, version: int, step: int) -> dict[str, Any]:
-    """The local slot of a task. Nobody here groups samples or keeps prompts, so that group and prompt_crc have seq and
-    slot of the claim."""
+    """The line of a task's local slot. Nothing on this host groups samples or checks prompts: group and prompt_crc hold
+    the claim's seq and slot at home."""
     return {
         "uid": task.uid, "group": task.seq, "prompt_crc": task.slot_id, "admission": task.admission, "member": 0,
         "group_size": 1, "cls": task.cls, "task": task.record.encode(), "priority": task.priority,
         "max_new_tokens": task.max_new_tokens, "temperature": task.temperature, "top_p": task.top_p,
         "version": version, "step": step,
     }
+
+
+def tensors_of(ring: Ring, slot: int) -> dict[str, g.Tensor]:
+    """The tensors of the episode in a slot that this process holds, as they travel; the receiver checks them."""
+    arrays = {name: ring.get(slot, name, 0) for name in NEEDED}
+    for name in TYPES.keys() - arrays.keys():
+        with contextlib.suppress(NoSuchTensor):
+            arrays[name] = ring.get(slot, name, 0)
+    return {name: tensor(array) for name, array in arrays.items()}

@@ -1,11 +1,11 @@
-"""`busrl host`: the processes that a run has on this host, from the moment home lets it join to their end.
+"""`busrl host`: runs the processes that a run has on this host, from joining to their end.
 
-Talks to home's relay, which says who joins and with which topology, and to this host's scratch directory, ring and
-children, by the parts of `busrl.launch`. Knows nothing of tasks or weights: satellite and relay carry those.
+Talks to home's relay, which lets the host join and gives it its topology, and to this host's scratch directory, ring
+and children, by the parts of `busrl.launch`. Knows nothing of tasks or weights: satellite and relay carry those.
 
 - Everything below the scratch directory is this host's alone; deleting all of it costs tokens, never a sample.
-- The exit code says what whoever started it should do: 0 the run is over, 2 mend something, 3 the run is lost to this
-  host (start it again where it should work), any other: start it again here.
+- The exit code says what to do next: 0 nothing, the run is over; 2 mend something; 3 the run is lost to this host:
+  start it again where it should work; any other: start it again here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from busrl.bus.security import check_endpoint, prepare, relay_endpoint
 from busrl.cli.command import positive
 from busrl.errors import PeerLost, UserError
 from busrl.hosts import questions as q
-from busrl.hosts.invitation import HostSource, Invitation
 from busrl.hosts.link import Asking
+from busrl.hosts.membership import HostSource, Invitation
 from busrl.launch.children import Signals
 from busrl.launch.display import open_display
 from busrl.launch.identity import Start
@@ -60,7 +60,7 @@ def host_options(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespac
 
 
 def command(options: argparse.Namespace) -> int:
-    """The processes that a run has on this host; the exit code says what to do next."""
+    """Run `busrl host`; returns its exit code."""
     endpoint, keys, name = options.endpoint, options.keys, options.name
     if endpoint == "-":
         endpoint, keys, name = from_input(sys.stdin.buffer, options.wait)
@@ -70,21 +70,22 @@ def command(options: argparse.Namespace) -> int:
 
 
 def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s: float) -> int:
-    """Work for the run at `endpoint` until it is over; the exit code. `wait_s`: for an answer of home."""
+    """Work for the run at `endpoint` until it is over; returns the exit code. `wait_s`: the time to wait for home's
+    answer."""
     check_endpoint(endpoint, keys=True)
     name = name or key_file.name.removesuffix(".key_secret")
-    known = HostSource(endpoint, str(key_file.resolve()), name, "", 0)
+    home = HostSource(endpoint, str(key_file.resolve()), name, "", 0)  # the ring comes with the answer
     setproctitle.setproctitle(f"busrl:host {name}")
     with Signals() as signals:
         while True:
             try:
-                welcome = _joined(known, wait_s, signals)
+                welcome = _join(home, wait_s, signals)
             except PeerLost as problem:
                 if signals.count:
                     return 128 + signals.first
                 print(f"busrl: {problem}", file=sys.stderr)
                 return ALONE
-            source = replace(known, ring_hex=welcome.ring.hex(), life=welcome.life)
+            source = replace(home, ring_hex=welcome.ring.hex(), life=welcome.life)
             scratch_dir = scratch or scratch_of(welcome.ring, name)
             code = _work(welcome, source, scratch_dir, signals)
             if code != ALONE or signals.count or HostSource.read(RunPaths.of(scratch_dir).host_source).replaced:
@@ -92,8 +93,8 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
 
 
 def from_input(stream: BinaryIO, wait_s: float) -> tuple[str, Path, str]:
-    """Endpoint, file of keys and name as launch at home wrote them to the input of its command (`hosts/placement.py`).
-    The keys get a file of this user alone. UserError: nothing came, or something else."""
+    """Endpoint, file of keys and name, which launch at home wrote to the input of its command (`hosts/placement.py`).
+    The keys get a file that only this user can read. UserError: nothing came, or something else."""
     if not select.select([stream], [], [], wait_s)[0]:
         raise UserError(f"standard input: nothing came for {wait_s:g} s; `-` is for hosts.start of a run's topology")
     invitation = Invitation.of_line(stream.readline(MOST_INPUT))
@@ -108,11 +109,11 @@ def _cache() -> Path:
 
 
 def scratch_of(ring: bytes, name: str) -> Path:
-    """The folder where this host keeps what belongs to a run, by the ring that it claims from."""
+    """The folder of a run on this host, by the ring that it claims from."""
     return _cache() / f"{ring.hex()[:12]}-{name}"
 
 
-def _joined(source: HostSource, wait_s: float, signals: Signals) -> q.Welcome:
+def _join(source: HostSource, wait_s: float, signals: Signals) -> q.Welcome:
     """Ask home to let this host join. UserError: it refuses. PeerTimeout: it does not answer."""
     link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
     end = time.monotonic() + wait_s
@@ -138,7 +139,7 @@ def _joined(source: HostSource, wait_s: float, signals: Signals) -> q.Welcome:
 
 
 def _work(welcome: q.Welcome, source: HostSource, scratch: Path, signals: Signals) -> int:
-    """Run this host's processes to their end; the exit code."""
+    """Run this host's processes to their end; returns the exit code."""
     topology = Topology.from_json(welcome.topology.decode())
     require_here(topology.processes())
     with contextlib.closing(open_display(sys.stdout, time.monotonic)) as display:
@@ -157,9 +158,12 @@ def _work(welcome: q.Welcome, source: HostSource, scratch: Path, signals: Signal
 # -- its directory -----------------------------------------------------------------------------------------------------
 
 def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int = 0) -> OpenRun:
-    """Open a run on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring
-    and topology, and no start elsewhere has taken its place (`holds`: the life whose claims home has, 0: none);
-    nothing else that an earlier start left counts."""
+    """Open a run on another host, in its scratch directory.
+
+    The ring of an earlier start is adopted if it claims from the same ring of home under the same topology, and no
+    later start has taken its place (`holds`: the life whose claims home has, 0: none). All other files of it are
+    removed.
+    """
     paths = RunPaths.of(scratch)
     make_directories("--scratch", paths.root, paths.logs)
     _end_earlier(paths, f"host {source.name}")
@@ -167,20 +171,20 @@ def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int 
         before = files.read_map(paths.host_source)
         same = paths.topology.is_file() and paths.topology.read_text() == topology.to_json()
         same = same and before.get("ring_hex") == source.ring_hex and holds in (0, before.get("life"))
-        alike = same and paths.ring_file.exists()
-        if not alike:
+        adopted = same and paths.ring_file.exists()
+        if not adopted:
             for file in (paths.fates, paths.validate_fates, paths.run_json, paths.open_bin):
                 file.unlink(missing_ok=True)
             unlink_segments(paths.ring_name)
-        replace(source, life=before["life"] if alike else source.life).write(paths.host_source)
+        replace(source, life=before["life"] if adopted else source.life).write(paths.host_source)
         for endpoint in (paths.frontend, paths.backend):
             prepare(endpoint)
         return opened(paths, topology, lock, Start())
 
 
 def _end_earlier(paths: RunPaths, title: str) -> None:
-    """A host whose connection to whoever started it is lost works on, and is started once more: the newer one counts,
-    here as for home."""
+    """Kill an earlier start of this host here. It works on where its starter lost the connection and starts it once
+    more; the newer one counts, here as at home."""
     holder = OfdLock(str(paths.lock("run"))).holder()
     if holder and is_titled(holder, title):
         with suppress(ProcessLookupError), open(os.pidfd_open(holder), "rb") as process:

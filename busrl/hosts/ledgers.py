@@ -1,25 +1,38 @@
-"""The ledger of workers that do not map the ring: what they claim, and what is written and committed in their names.
+"""The ledger of workers that do not map the ring: claims, writes and commits in their names.
 
-`busrl.hosts.desk` decides and calls; these classes do it on the ring of samples, on that of model calls, or on both.
+`busrl.hosts.desk` decides and calls; these classes act on the ring of samples, on that of model calls, or on both.
 Claims stand in REMOTE entries of the process table, which the keeper's death does not touch. Knows nothing of the bus.
 
-- A stand-in (a handle that acts for a REMOTE entry) is refused by the ring as soon as another worker has the entry, so
+- A stand-in is a handle that acts for a REMOTE entry. The ring refuses it as soon as another worker has the entry, so
   nothing is written in a wrong name.
 - A reward that was claimed `MOST_TRIES` times and never came is an accident (H), as with local workers.
+- An episode is checked before anything of it is written: its own rules, and the limits of the run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from busrl.data.episodes import Array, EpisodeArrays
+from busrl.data.episodes import (
+    CONTEXT,
+    FINISH,
+    GENERATED,
+    NEEDED,
+    TYPES,
+    WAITED,
+    Array,
+    EpisodeArrays,
+    EpisodeLimits,
+    fault_of,
+    listed,
+)
 from busrl.errors import NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
 from busrl.hosts import messages as g
 from busrl.hosts.desk import (
@@ -27,25 +40,21 @@ from busrl.hosts.desk import (
     AnswerLimits,
     ClaimedTask,
     ClaimGone,
-    Desk,
     Judged,
     NoMemory,
     Refused,
     RemoteAnswer,
+    read_tensor,
     tensor,
 )
-from busrl.hosts.episodes import Bounds, received
 from busrl.protocol import messages as m
-from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
 from busrl.roles import answers, episodes
 from busrl.roles.answers import SegmentCuts
 from busrl.scheduling.admission import Lines, Unbegun
-from busrl.states import Fate, HeaderWord
-from busrl.system.clocks import Tally
+from busrl.states import Fate, Finish, HeaderWord
 from busrl.topology import Topology
-from busrl.topology.sizes import RESERVE_PROCESSES
 from busrl.weights.base import VersionSteps
 
 log = logging.getLogger("busrl")
@@ -55,12 +64,29 @@ MOST_TRIES = 3
 JUDGED = 1 << 31  # as `reward_parts`: the reward of a host, whole; programs that judge parts have the other bits
 OF_TASK = ("cls", "attempt", "max_new_tokens", "temperature", "top_p", "priority", "admission")
 TENSORS = ("tokens", "logprobs", "versions")
+LEAST_MESSAGES = 2  # bytes: [] where agents.transcript_bytes leaves no room
+
+
+@dataclass(frozen=True)
+class EpisodeBounds:
+    """Limits of an episode of another host. `vocabulary` 0: unknown."""
+
+    limits: EpisodeLimits
+    transcript_bytes: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, topology: Topology, vocabulary: int) -> EpisodeBounds | None:
+        """Those of the topology; None in a run whose samples are answers of one call."""
+        if not topology.has_callers:
+            return None
+        return cls(EpisodeLimits.of(topology), topology.agents.transcript_bytes, vocabulary)
 
 
 class RingEntries:
     """The entries of workers from outside in the process table of a ring, and the slots that they own.
 
-    Entries and slots are numbered from `first_entry` and `first_slot`, where they stand behind those of another ring.
+    Their numbers begin at `first_entry` and `first_slot`: behind those of another ring, where a run has two.
     """
 
     def __init__(self, ring: Ring, first_entry: int = 0, first_slot: int = 0) -> None:
@@ -73,8 +99,8 @@ class RingEntries:
 
     def claims(self) -> list[tuple[int, ClaimedTask]]:
         remote, lines = [entry.index for entry in self.ring.processes() if entry.remote], self.ring.lines()
-        theirs = np.isin(lines["state"], list(RESTS_IN)) & np.isin(lines["owner"], remote)
-        slots = theirs.nonzero()[0].tolist()
+        claimed = np.isin(lines["state"], list(RESTS_IN)) & np.isin(lines["owner"], remote)
+        slots = claimed.nonzero()[0].tolist()
         return [(self.first_entry + int(lines["owner"][slot]), self._claim(slot, lines[slot])) for slot in slots]
 
     def enter(self, role: str, name: str, life: int) -> int:
@@ -114,10 +140,10 @@ class RingEntries:
         line = self.ring.line(slot)
         return int(line["uid"]) == uid and int(line["last_commit_seq"]) == seq
 
-    def _claims_of(self, taken: list[tuple[int, int]]) -> list[ClaimedTask]:
-        """The claims of slots that were just taken."""
-        lines = self.ring.lines([slot for slot, _ in taken])
-        return [self._claim(slot, line) for (slot, _), line in zip(taken, lines)]
+    def _claims_of(self, slots: list[tuple[int, int]]) -> list[ClaimedTask]:
+        """The claims of slots that were just taken, each with its word."""
+        lines = self.ring.lines([slot for slot, _ in slots])
+        return [self._claim(slot, line) for (slot, _), line in zip(slots, lines)]
 
     def _claim(self, slot: int, line: np.void) -> ClaimedTask:
         word = int(line["word"])
@@ -129,11 +155,11 @@ class RingEntries:
 
 
 class RingLedger(RingEntries):
-    """A `RemoteLedger` on the ring of this process. `announce` rings the doorbell that the worker itself would ring."""
+    """A `RemoteLedger` on the ring of samples. `announce` rings the doorbell that a local worker would ring."""
 
     def __init__(
         self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int,
-        episodes: Bounds | None = None,
+        episodes: EpisodeBounds | None = None,
     ) -> None:
         super().__init__(ring)
         self.announce, self.cuts, self.episodes = announce, cuts, episodes
@@ -144,17 +170,18 @@ class RingLedger(RingEntries):
     def note_version(self) -> None:
         """Remember which step made the version that is published now."""
         step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
-        if (noted := (self.ring.header(HeaderWord.VERSION), step)) != self._noted:
-            self.steps.add(*noted)
-            self._noted = noted
+        newest = (self.ring.header(HeaderWord.VERSION), step)
+        if newest != self._noted:
+            self.steps.add(*newest)
+            self._noted = newest
 
     # -- claims ---------------------------------------------------------------------------------------------------
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
-        """Claim as a local worker does: a sample that was tried before goes only to one that holds nothing else."""
-        return self._claims_of(self._taken(self.stand_in(index), role, limit, idle))
+        """Claim as a local worker does: a sample that was tried before goes to a worker that holds nothing else."""
+        return self._claims_of(self._take(self.stand_in(index), role, limit, idle))
 
-    def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
+    def _take(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
         if role == "reward":
             return stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
         if self.episodes is not None:  # attempts accuse no episode (`busrl.agents.roles.holder`)
@@ -167,7 +194,7 @@ class RingLedger(RingEntries):
         return [self._task(index, claim, *fields) for claim, *fields in zip(claims, *columns)]
 
     def _columns(self, claims: list[ClaimedTask], *names: str) -> list[list[Any]]:
-        """Columns of the lines of all claims: to read them line by line takes ten times as long."""
+        """Columns of the lines of all claims; read line by line they take ten times as long."""
         lines = self.ring.lines([claim.slot for claim in claims])
         return [lines[name].tolist() for name in names]
 
@@ -211,7 +238,7 @@ class RingLedger(RingEntries):
         ]
 
     def _earlier(self, claim: ClaimedTask) -> int:
-        """Tokens of its earlier segments."""
+        """The number of tokens in the earlier segments."""
         segments = segments_of(claim.word)
         return len(answers.read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
 
@@ -221,60 +248,60 @@ class RingLedger(RingEntries):
         self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
     ) -> None:
         stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
-        whole, episode = self._whole(limits, answer), self._received(answer, limits)
+        ends, episode = self._ends(limits, answer), self._episode(answer, limits)
         with _as_refusals():
             if judged is not None:
                 answers.write_parts(stand_in, slot, word, judged.parts)
                 stand_in.set(slot, word, reward=judged.reward, reward_parts=JUDGED)
             if episode is None:
-                message = self._write(stand_in, claim, answer, limits, whole)
+                message = self._write(stand_in, claim, answer, limits, ends)
             else:
                 message = self._write_episode(stand_in, claim, answer, *episode)
         if message is None:
             raise ClaimGone
-        stand_in.add(tokens=len(answer.token_ids if episode is None else episode[0].logprobs), samples=int(whole))
+        stand_in.add(tokens=len(answer.token_ids if episode is None else episode[0].logprobs), samples=int(ends))
         if judged is None or not self._judge(self.ring.line(slot), slot):
             self.announce(message)
 
     def _write(
-        self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, whole: bool
+        self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, ends: bool
     ) -> m.DataGenerated | None:
-        """An answer of one call, committed; None if the slot has moved."""
+        """Commit an answer of one call; None if the slot has moved."""
         slot, prompt = claim.slot, answer.prompt_ids
         if prompt is not None:
             stand_in.put(slot, claim.word, "prompt_ids", prompt)
         return self.cuts.commit(
-            stand_in, slot, claim.word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
+            stand_in, slot, claim.word, answer, answer.text if ends else None, self.steps, uid=claim.uid,
             version=limits.version, step=limits.step, earlier=self._earlier(claim), told=answer.step,
             prompt_tokens=len(self.ring.get(slot, "prompt_ids") if prompt is None else prompt),
         )
 
-    def _received(self, answer: RemoteAnswer, limits: AnswerLimits) -> tuple[EpisodeArrays, dict[str, Array]] | None:
-        """The episode that it is, checked whole; None in a run of answers of one call."""
+    def _episode(self, answer: RemoteAnswer, limits: AnswerLimits) -> tuple[EpisodeArrays, dict[str, Array]] | None:
+        """The episode of the answer, checked; None in a run of answers of one call."""
         if self.episodes is None and answer.episode is None:
             return None
         if self.episodes is None or answer.episode is None:
             rule = "episodes, each with its tensors" if self.episodes is not None else "answers of one call"
             raise Refused(f"the samples of this run are {rule}")
-        return received(answer.episode, self.episodes, limits.newest)
+        return received_episode(answer.episode, self.episodes, limits.newest)
 
     def _write_episode(
         self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, episode: EpisodeArrays, arrays: dict[str, Array]
     ) -> m.DataGenerated | None:
-        """An episode, committed; None if the slot has moved."""
+        """Commit an episode; None if the slot has moved."""
         oldest = episode.oldest()
         step = 0 if oldest is None else self.steps.step_of(oldest, answer.step)
         episodes.write_arrays(stand_in, claim.slot, claim.word, arrays, answer.text)
         return episodes.commit_episode(stand_in, claim.slot, claim.word, episode, step)
 
     def finish_judged(self, lines: Lines) -> None:
-        """Answers that came with their reward, between whose two commits an earlier keeper died."""
+        """Commit the rewards of answers that came with theirs, if an earlier keeper died between the two commits."""
         judged = (lines["state"] == State.GENERATED) & (lines["reward_parts"] == JUDGED)
         for slot in judged.nonzero()[0].tolist():
             self._judge(lines[slot], slot)
 
     def _judge(self, line: np.void, slot: int) -> bool:
-        """Commit the reward that the slot has already, in the keeper's own name; False if a reward worker was first."""
+        """Commit the reward that stands in the slot, in the keeper's own name; False if a reward worker was first."""
         word = self.ring.claim(slot, int(line["word"]), State.REWARDING)
         done = self.ring.release(slot, word, State.REWARDED) if word else 0
         if done:
@@ -284,8 +311,8 @@ class RingLedger(RingEntries):
             self.announce(message)
         return bool(done)
 
-    def _whole(self, limits: AnswerLimits, answer: RemoteAnswer) -> bool:
-        """Tell whether the answer ends with this segment; `Refused` where it must end but has done = false."""
+    def _ends(self, limits: AnswerLimits, answer: RemoteAnswer) -> bool:
+        """Check whether the answer ends with this segment; `Refused` where it must end but has done = false."""
         most = self.cuts.plan.most
         if answer.done or len(answer.token_ids) >= limits.tokens:
             return True
@@ -320,9 +347,10 @@ class RingLedger(RingEntries):
         if state_of(claim.word) == State.REWARDING:  # the learner looks at its group again
             self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
 
+
 class CallLedger(RingEntries):
-    """A `RemoteLedger` on the ring of model calls, for remote rollouts. `samples` has the version of the weights, and
-    its entries and slots are numbered before those of this ring, so that a claim has one name in both."""
+    """A `RemoteLedger` on the ring of model calls, for remote rollouts. `samples` has the version of the weights. The
+    numbers of entries and slots here follow those of `samples`, so that no claim has a name of the other ring."""
 
     def __init__(self, ring: Ring, samples: RingLedger) -> None:
         super().__init__(ring, samples.ring.n_processes, samples.ring.n_slots)
@@ -361,11 +389,11 @@ class CallLedger(RingEntries):
         if not answer.done:
             raise Refused("the answer to a model call is sent whole, with done = true")
         stand_in, slot = self.stand_in(index), self._slot(claim)
-        drawn = answer.token_ids, answer.logprobs, answer.versions, answer.finish
+        arrays = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         claimed_ns = int(self.ring.line(slot)["changed_ns"])
         with _as_refusals():
             step = self.samples.steps.step_of(int(answer.versions.min()))
-            if not write_answer(stand_in, slot, claim.word, *drawn, claimed_ns, step):
+            if not write_answer(stand_in, slot, claim.word, *arrays, claimed_ns, step):
                 raise ClaimGone
         stand_in.add(tokens=len(answer.token_ids), samples=1)
 
@@ -379,7 +407,7 @@ class CallLedger(RingEntries):
 
 
 class BothLedgers:
-    """The `RemoteLedger` of a run with model calls: rollouts work on those, rewards on samples."""
+    """The `RemoteLedger` of a run with model calls: rollouts work on calls, rewards on samples."""
 
     def __init__(self, samples: RingLedger, calls: CallLedger) -> None:
         self.samples, self.calls = samples, calls
@@ -435,7 +463,7 @@ class BothLedgers:
 
 @contextlib.contextmanager
 def _as_refusals() -> Iterator[None]:
-    """Turn what the ring may answer to a write into exceptions of the gateway."""
+    """Turn the ring's refusals of a write into exceptions of the desk."""
     try:
         yield
     except SlotTooSmall as problem:
@@ -446,23 +474,54 @@ def _as_refusals() -> Iterator[None]:
         raise ClaimGone from None
 
 
-def reserved_names(topology: Topology) -> frozenset[str]:
-    """Names that no worker from outside may have."""
-    return frozenset(address(process.name) for process in topology.processes() if not process.spec.command) | {"launch"}
+# -- what an episode must be -----
 
 
-def desk_of(
-    topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, ring: str, is_paused: Callable[[], bool]
-) -> Desk:
-    """The desk of a run. Remote workers never take the entries that the run itself may need."""
-    data, processes = topology.data, topology.processes()
-    welcome = g.GatewayWelcome(
-        life=0, lease_s=topology.limits.lease_s, max_message_bytes=topology.bus.max_message_bytes,
-        max_prompt_tokens=topology.max_prompt_tokens, seed=topology.run.seed, model=topology.model.path,
-        prompt_key=data.prompt_key, answer_key=topology.reward.answer_key or data.answer_key, template=data.template,
-    )
-    return Desk(
-        ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
-        most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
-        reserved=reserved_names(topology), ring=ring, is_paused=is_paused,
-    )
+def received_episode(
+    tensors: Mapping[str, g.Tensor], bounds: EpisodeBounds, newest: int
+) -> tuple[EpisodeArrays, dict[str, Array]]:
+    """An episode that another host sent, and all its tensors; `Refused` if it breaks a rule. `newest`: the newest
+    version that was published."""
+    if unknown := sorted(tensors.keys() - TYPES.keys()):
+        raise Refused(f"tensor {unknown[0]!r}: an episode has {', '.join(TYPES)}")
+    if missing := [name for name in NEEDED if name not in tensors]:
+        raise Refused(f"tensor {missing[0]} is missing: an episode has {', '.join(NEEDED)}")
+    arrays = {name: read_tensor(tensors[name], name, *TYPES[name]) for name in TYPES if name in tensors}
+    episode = EpisodeArrays(**{name: arrays[name] for name in NEEDED}, turn_rewards=arrays.get("turn_rewards"))
+    if fault := fault_of(episode) or _beyond_bounds(episode, bounds, newest) or _fault_of_rest(arrays, bounds):
+        raise Refused(fault)
+    return episode, arrays
+
+
+def _beyond_bounds(episode: EpisodeArrays, bounds: EpisodeBounds, newest: int) -> str:
+    """The bound of the run that a sound episode breaks, in words; "" if none."""
+    limits, turns = bounds.limits, episode.turns
+    for what, value, most in (
+        ("ids in its longest sequence", int(episode.seqs.max()), limits.context),
+        ("sampled ids", len(episode.logprobs), limits.sampled), ("ids", len(episode.ids), limits.tokens),
+        ("turns", len(turns), limits.turns), ("sequences", len(episode.seqs), limits.sequences),
+    ):
+        if value > most:
+            return f"{value} {what}: [agents] allows {most}"
+    low, high = int(episode.ids.min()), int(episode.ids.max())
+    if low < 0 or (bounds.vocabulary and high >= bounds.vocabulary):
+        return f"ids from {low} to {high}: the model knows {bounds.vocabulary or 'none below 0'}"
+    if int(episode.versions.max()) > newest:
+        return f"versions has {int(episode.versions.max())}: the newest version that was published is {newest}"
+    if not np.isin(turns[:, FINISH], (Finish.EOS, Finish.LENGTH)).all():
+        return f"turns end by {listed(turns[:, FINISH])}: {Finish.EOS:d} (by itself) or {Finish.LENGTH:d} (a limit)"
+    if int(turns[:, [WAITED, GENERATED]].min()) < 0:
+        return "a turn has a time below 0"
+    return ""
+
+
+def _fault_of_rest(arrays: Mapping[str, Array], bounds: EpisodeBounds) -> str:
+    """A fault of the optional tensors, in words; "" if none."""
+    reward, context, messages = (arrays.get(name) for name in ("reward", "context", "messages"))
+    if reward is not None and (not len(reward) or not np.isfinite(reward).all()):
+        return f"the reward is {listed(reward)}: must be finite numbers, at least one"
+    if context is not None and len(context) != len(CONTEXT):
+        return f"context has {len(context)} numbers: must be {len(CONTEXT)}"
+    if messages is not None and not 1 <= len(messages) <= max(LEAST_MESSAGES, bounds.transcript_bytes):
+        return f"messages has {len(messages)} bytes: agents.transcript_bytes allows {bounds.transcript_bytes}"
+    return ""

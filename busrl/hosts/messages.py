@@ -1,9 +1,9 @@
-"""Messages between the keeper's gateway and a process that does not map the ring: requests, and what answers them.
+"""Messages between the keeper's gateway and a process that does not map the ring: requests and their answers.
 
-Talks to nothing; `busrl.hosts.gateway` decides what they do. Unlike doorbells they carry what has value, so they are
-sent again until they are answered, and every answer repeats the number of its request.
+Talks to nothing; `busrl.hosts.desk` decides what a request does. Unlike doorbells these messages carry results, so a
+request is sent again until it is answered, and every answer repeats the number of its request.
 
-- Every list, map and name is bounded; what is as long as a prompt or an answer is bounded by the size of the message.
+- Every list, map and name is bounded; prompts and answers are bounded by the size of the message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Counts, 
 TaskId = Annotated[str, Meta(max_length=MAX_NAME)]
 TaskIds = Annotated[list[TaskId], Meta(max_length=MAX_MAP)]
 Parts = Annotated[dict[Name, float], Meta(max_length=64)]
-MOST_PIECES = 16  # tensors of an episode; those that there are have names in docs/ring-layout.md
+MOST_PIECES = 16  # tensors of an episode; docs/ring-layout.md has their names
 
 
 class Tensor(Struct):
@@ -55,11 +55,12 @@ class RemoteJoin(Remote, tag="REMOTE_JOIN"):
 
 
 class RemoteClaim(Remote, tag="REMOTE_CLAIM"):
-    """The worker wants to hold `capacity` tasks. `holding` names all that it knows of: their leases are renewed, and
-    those that it holds by the ledger and did not name are sent again. Answered by GATEWAY_TASKS.
+    """The worker wants to hold `capacity` tasks. `holding` names those that it has: their leases are renewed, and the
+    tasks that it holds by the ledger and did not name are sent again. Answered by GATEWAY_TASKS.
 
-    In the place of the names it may give their `digest`: blake2b of 8 bytes of each name, little-endian, added up
-    modulo 2^64. That of what it holds by the ledger renews all of those leases. Any other renews and claims nothing.
+    In place of the names it may give their `digest`: blake2b of 8 bytes of each name, little-endian, added up modulo
+    2^64. If that is the digest of the tasks that it holds by the ledger, all their leases are renewed. Any other digest
+    renews nothing and claims nothing.
     """
 
     capacity: Count = 1
@@ -68,7 +69,8 @@ class RemoteClaim(Remote, tag="REMOTE_CLAIM"):
 
 
 class RemoteExtend(Remote, tag="REMOTE_EXTEND"):
-    """The worker is still at work on these tasks: their leases are renewed. The answer names those that it has lost."""
+    """The worker is still at work on these tasks: their leases are renewed. The answer names the tasks that it has
+    lost."""
 
     holding: TaskIds = field(default_factory=list)
 
@@ -100,9 +102,9 @@ class RemoteRewarded(Remote, tag="REMOTE_REWARDED"):
 
 
 class RemoteFail(Remote, tag="REMOTE_FAIL"):
-    """No answer to this task. `drop` "": hand it back; else give the sample up, because the reward function "raised"
-    or "hung", the prompt cannot be rendered ("prompt") or is "too_long", or the sample is "malformed" or
-    was the death of several workers ("poison").
+    """The task ends without an answer. `drop` "": it is handed back. Else the sample is given up, because the reward
+    function "raised" or "hung", the prompt cannot be rendered ("prompt") or is "too_long", or the sample is "malformed"
+    or ended several workers ("poison").
     """
 
     task: TaskId
@@ -111,13 +113,14 @@ class RemoteFail(Remote, tag="REMOTE_FAIL"):
 
 
 class RemoteBatch(Remote, tag="REMOTE_BATCH"):
-    """Whole answers of a host to several tasks, in each tensor one behind the other, otherwise as REMOTE_GENERATED has
-    one. Each list has an item for each task; `rewards` and `parts` may be empty, and are not where the host judges too.
-    `steps`: that of the oldest weights which drew the answer; counts where the keeper started after those weights.
-    Where agents play the samples each has its tensors by name in `episodes`, and nothing of it is in the others.
+    """Whole answers of a host to several tasks: as REMOTE_GENERATED has them, with the answers of all tasks one behind
+    the other in each tensor. Each list has an item for each task; `rewards` and `parts` are empty unless the host
+    judges too. `steps`: the step that made the oldest weights which drew the answer; needed where the keeper started
+    after these weights. Where agents play the samples, `episodes` has the tensors of each sample by name, and the other
+    tensors are empty.
 
-    With `capacity` it is a claim too: the host wants to hold so many tasks when these are settled, and is sent those
-    that are new. Answered by GATEWAY_SETTLED, and then by GATEWAY_TASKS.
+    With `capacity` it is a claim too: the host wants to hold so many tasks when these are settled, and gets the new
+    ones. Answered by GATEWAY_SETTLED, and then by GATEWAY_TASKS.
     """
 
     tasks: TaskIds
@@ -161,15 +164,15 @@ class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
 
 
 class Task(Struct):
-    """A claim. `task` (slot.seq.uid) is its name for good; `record` is the prompt's JSONL line as it stands.
+    """A claim. `task` (slot.seq.uid) is its name for good; `record` is the prompt's line of JSON.
 
-    A rollout task has `max_new_tokens` left to generate, and of a sample with earlier segments `segment` > 0 and the
-    tensors prompt_ids, tokens, logprobs, versions. A reward task has these tensors of the whole answer, and
-    `completion`. `version` is the newest weight version when it was claimed. With `segment_tokens` the answer is made
-    in segments: one that is not over after so many tokens is sent with `done` false, and its task is queued again.
-    With `kind` "call" it is a model call of an agent: the tensor prompt_ids is all there is to read, `record` is empty,
-    and the answer has neither text nor prompt_ids. `cls` is 0 for training and 1 for validation; Of tasks that
-    a worker holds and does not run, the one of the highest `priority` is first, then that of the lowest `admission`.
+    A rollout task has `max_new_tokens` left to generate. If its sample has earlier segments, `segment` is above 0, and
+    their tensors come along: prompt_ids, tokens, logprobs, versions. A reward task has these tensors of the whole
+    answer, and `completion`. `version` is the newest weight version at the time of the claim. With `segment_tokens` the
+    answer is made in segments: one that has not ended after so many tokens is sent with `done` false, and its task is
+    queued again. With `kind` "call" it is a model call of an agent: prompt_ids is its only tensor, `record` is empty,
+    and the answer has neither text nor prompt_ids. `cls` is 0 for training and 1 for validation. Of the tasks that a
+    worker holds and does not run, the one of the highest `priority` comes first, then that of the lowest `admission`.
     """
 
     task: TaskId
@@ -195,8 +198,9 @@ class Task(Struct):
 
 
 class GatewayTasks(Message, tag="GATEWAY_TASKS"):
-    """Tasks that the worker holds now and did not name; none is an answer too. Long lists come in several messages.
-    With `differs` the digest of REMOTE_CLAIM was another: if it is not by messages on their way, name the tasks.
+    """Tasks that the worker holds and did not name; an empty list is an answer too. Long lists come in several
+    messages. With `differs` the digest of REMOTE_CLAIM was another than home's: if messages on their way do not explain
+    it, name the tasks.
     """
 
     life: Count
@@ -208,10 +212,10 @@ class GatewayTasks(Message, tag="GATEWAY_TASKS"):
 class GatewayAnswer(Message, tag="GATEWAY_ANSWER"):
     """The outcome of the request of type `about`. Codes, and what they ask of the worker:
 
-    "done", "already": it counts (now, or since an earlier copy). "late": the task is no longer yours, forget it.
-    "unknown": join first, then send again. "replaced": a newer life has your name, exit. "refused": the content breaks
-    a rule, see `text`; the task is still yours. "not_yours": another worker's task. "malformed", "version": the bytes
-    could not be read. "full", "too_large": this run has no room for you. `lost` answers REMOTE_EXTEND.
+    "done", "already": the result counts (now, or since an earlier copy). "late": the task is no longer yours, forget
+    it. "unknown": join first, then send again. "replaced": a newer life has your name, exit. "refused": the content
+    breaks a rule, see `text`; the task is still yours. "not_yours": another worker's task. "malformed", "version": the
+    bytes could not be read. "full", "too_large": this run has no room for you. `lost` answers REMOTE_EXTEND.
     """
 
     code: Name
@@ -236,8 +240,8 @@ class Refusal(Struct):
 
 
 class GatewaySettled(Message, tag="GATEWAY_SETTLED"):
-    """The outcome of REMOTE_BATCH: the tasks that count (now or since an earlier copy), those that were no longer the
-    host's, and those that are refused."""
+    """The outcome of REMOTE_BATCH: tasks whose answers count, now or since an earlier copy (`done`); tasks that were no
+    longer the host's (`late`); and those that are refused."""
 
     life: Count
     req: Count = 0

@@ -1,16 +1,16 @@
-"""The other hosts of a run that launch starts itself: one command per host (ssh, srun, kubectl exec), which runs
-`busrl host -` there.
+"""Starts the other hosts of a run from launch: one command per host (ssh, srun, kubectl exec) runs `busrl host -`
+there.
 
 Talks to the kernel, to the standard input of the commands and to their logs; `run.py` calls it with every look of its
-own. Knows nothing of what happens on a host: its exit code says what to do (docs/hosts.md), where busrl gave it.
+own. Knows nothing of the processes on a host: the exit code says what to do (docs/hosts.md).
 
 - The keys of a host travel over the standard input of its command alone: not in arguments, not in an environment.
-- A command is ended for silence only where its host has been at home, and then not for `UNHEARD_S`: a host ends by
-  itself when home does not answer, but a command may outlive its node (srun does). How long a host takes to start is
-  its own.
-- Whoever ends is started again, with a growing pause, but after 2 (mend something) with a line of busrl's: a shell
-  or ssh may end with 2 for reasons of their own; and after 0 when the run is over: a
-  command may give 0 where its node was lost (srun does).
+- A command is ended for silence only where its host has asked home before, and then asked nothing for `UNHEARD_S`. A
+  host ends by itself when home does not answer, but a command may outlive its node (srun does). The first start of a
+  host may take any time.
+- A command that ends is started again, with a growing pause. Not so after exit code 2 (mend something), if busrl wrote
+  a line into the log: a shell or ssh may end with 2 for reasons of their own. Nor after 0, if the run is over: a
+  command may end with 0 where its node was lost (srun does).
 - At the end of a run hosts learn of it from the relay: a command has time to end by itself before it is ended.
 """
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.errors import NEEDS_FIX, BadKeys
-from busrl.hosts.invitation import Invitation
+from busrl.hosts.membership import Invitation
 from busrl.launch.children import RunningChild, Signals, last_words, lines_of_life, spawn
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
@@ -39,19 +39,19 @@ ENDING_S = 5.0  # after SIGTERM
 
 @dataclass
 class Placed:
-    """A host. waiting (`due`) -> running -> waiting, or over."""
+    """A host and its command. States: waiting (until `due`) -> running -> waiting, or over."""
 
     name: str
     due: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     begun: float = 0.0
-    seen: float = 0.0  # when home last had it, since it was begun
+    seen: float = 0.0  # when home last listed it, since this start
     ended_at: float = 0.0  # when its command got SIGTERM, for silence
     running: RunningChild | None = None
     over: bool = False
 
     def ended(self) -> Exit | None:
-        """Tell how its command has ended, once it has."""
+        """The exit of its command; None while it runs, and after the first call that returned it."""
         how = self.running.ended() if self.running is not None else None
         if how is not None and self.running is not None:
             self.running.close()
@@ -60,8 +60,8 @@ class Placed:
 
 
 class Placement:
-    """The hosts of a run that launch starts. `say`: for whoever watches; `warn`: for errors.jsonl too; `hosts`: None
-    means all of the topology."""
+    """The hosts of a run that launch starts. `say` shows a line; `warn` files it in errors.jsonl too. `hosts` None: all
+    of the topology."""
 
     def __init__(
         self, topology: Topology, paths: RunPaths, say: Callable[[str], None], warn: Callable[[str, str], None],
@@ -71,7 +71,7 @@ class Placement:
         self._hosts = [Placed(name) for name in topology.host_names] if hosts is None else list(hosts)
 
     def look(self, now: float, seen: Collection[str], run_is_over: bool) -> None:
-        """Start what is due, and see who has ended, or is not among `seen`, the hosts that home has."""
+        """Start hosts that are due; handle those that have ended, or are silent: not in `seen`, the hosts at home."""
         for host in self._hosts:
             if host.running is not None:
                 host.seen = now if host.name in seen else host.seen
@@ -125,7 +125,7 @@ class Placement:
         return self._paths.log(f"host-{host.name}")
 
     def end(self, patience_s: float, signals: Signals) -> None:
-        """Wait until all have ended by themselves, then end them; none is left. A second signal ends the patience."""
+        """Wait for `patience_s` until all commands have ended, then end the rest. A second signal ends the waiting."""
         for number, wait_s in ((0, patience_s), (signal.SIGTERM, ENDING_S)):
             if signals.count < 2:
                 self._wait(number, wait_s, signals)
@@ -134,11 +134,11 @@ class Placement:
             self._say(f"host {name}: its command (pid {command.pid}) does not end")
 
     def _commands(self) -> dict[str, RunningChild]:
-        """By host, those that run."""
+        """The commands that run, by host."""
         return {host.name: host.running for host in self._hosts if host.running is not None}
 
     def _wait(self, number: int, wait_s: float, signals: Signals | None = None) -> None:
-        """Until all have ended after this signal (0: none), or a second one of `signals` has come."""
+        """Send this signal (0: none) and wait until all have ended, or launch has got a second one of `signals`."""
         for name, command in self._commands().items() if number else ():
             self._say(f"host {name}: its command is ended by {signal.Signals(number).name}")
             command.signal(number)
@@ -156,7 +156,7 @@ class Placement:
                 signals.clear()
 
     def kill(self) -> None:
-        """Way out of an error of launch itself: nobody outlives it here; hosts find out by its silence."""
+        """Kill all commands, after an error of launch itself: none outlives it. Hosts find out by its silence."""
         for command in self._commands().values():
             command.kill()
         self._wait(0, ENDING_S)

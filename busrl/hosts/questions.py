@@ -1,11 +1,11 @@
 """Questions of a host to the run's relay or another host's, and the answers: topology, state of the run, weights.
 
-Talks to nothing. These travel between one DEALER and one ROUTER (`busrl.hosts.link`), not on the bus: each question has
-a number, each answer repeats it, and whoever gets no answer asks again. A piece of weights is a frame behind its
-answer.
+Talks to nothing. These travel between a DEALER and a ROUTER (`busrl.hosts.link`), not on the bus: each question has a
+number, its answer repeats the number, and a question without an answer is sent again. A piece of weights is a frame
+behind its answer.
 
-- Every answer is a function of the run as it is: any question may be repeated, and none changes anything but how many
-  starts of hosts home has counted.
+- Every answer is a function of the present state of the run. Any question may be repeated; none changes anything but
+  the count of the starts of hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Manifest = Annotated[bytes, Meta(max_length=1 << 26)]
 
 
 class Question(Struct, tag_field="type", kw_only=True):
-    """A question of host `host`; `number` comes back with its answer."""
+    """A question of host `host`; the answer repeats `number`."""
 
     number: Count = 0
     host: Name = ""
@@ -35,7 +35,7 @@ class HostJoin(Question, tag="HOST_JOIN"):
 
 
 class HostProcess(Struct, frozen=True, array_like=True):
-    """A process of a host, for people: what its ring shows of it."""
+    """A process of a host as its ring shows it, for people."""
 
     name: Name
     state: Name
@@ -47,8 +47,8 @@ class HostProcess(Struct, frozen=True, array_like=True):
 
 
 class HostLook(Question, tag="HOST_LOOK"):
-    """Answered by STATE: at once if it differs from `known`, else when it does, or after `wait_s` seconds. `have`: the
-    version that engines there find (-1: none). `processes`: those of the host."""
+    """Ask for the state of the run. Answered by STATE: as soon as the state differs from `known`, or after `wait_s`
+    seconds. `have`: the version that engines there find (-1: none). `processes`: those of the host."""
 
     known: HomeState | None = None
     wait_s: float = 0.0
@@ -58,17 +58,18 @@ class HostLook(Question, tag="HOST_LOOK"):
 
 
 class WeightsHead(Question, tag="WEIGHTS_HEAD"):
-    """Ask for a version above `have`, and how it is laid out. Answered by VERSION; REFUSED while there is none.
-    While others fetch two older ones it is one of these: nobody is overtaken for another's sake. `place`: where this
-    host answers others; empty: nowhere."""
+    """Ask for a version above `have`, and its layout. Answered by VERSION; REFUSED while there is none. While other
+    hosts fetch two older versions it is one of these, so that no host's question ends the fetch of another. `place`:
+    where this host answers others; empty: nowhere."""
 
     have: int = -1
     place: Name = ""
 
 
 class WeightsPiece(Question, tag="WEIGHTS_PIECE"):
-    """Bytes `at` to `at + size` of the version with this `digest`. Answered by PIECE with one frame; REFUSED if it is
-    overtaken. A host that fetches it too answers when it has them, and WAITING now and then until it does."""
+    """Ask for the bytes `at` to `at + size` of the version with this `digest`. Answered by PIECE with one frame;
+    REFUSED if the version is overtaken. A host that still fetches the version answers WAITING now and then until it has
+    the piece."""
 
     version: Count = 0
     digest: Count = 0
@@ -87,14 +88,15 @@ class Reply(Struct, tag_field="type", kw_only=True):
 
 
 class Declined(Reply, tag="REFUSED"):
-    """Not now, or not for this host: why, and what to do."""
+    """A refusal, for now or for this host for good: the reason, and what to do."""
 
     text: Text = ""
 
 
 class Welcome(Reply, tag="WELCOME"):
-    """The topology of this host as JSON, and which ring its claims are of (16 bytes). `life`: the number of this start,
-    above those of all earlier ones, as home counts. `holds`: the number of the start whose claims home has, 0: none."""
+    """The topology of this host as JSON, and the id of the ring that it claims from (16 bytes). `life`: the number of
+    this start, above those of all earlier ones of the run. `holds`: the number of the start whose claims home has, 0:
+    none."""
 
     topology: bytes = b""
     ring: bytes = b""
@@ -103,8 +105,8 @@ class Welcome(Reply, tag="WELCOME"):
 
 
 class HomeState(Struct, frozen=True, array_like=True):
-    """Words of the ring's header, which engines go by, and the newest version whose weights can be had (-1: none).
-    `over`: the run ends, in order, and hosts with it. `topology`: a number that changes with home's topology."""
+    """Words of the ring's header that engines read, and the newest version whose weights can be fetched (-1: none).
+    `over`: the run has ended in order, and hosts end too. `topology`: a number that changes with home's topology."""
 
     ring: bytes = b""
     over: bool = False
@@ -129,9 +131,9 @@ class Peer(Struct, frozen=True, array_like=True):
 
 
 class Version(Reply, tag="VERSION"):
-    """A version of weights: `nbytes` in the order of `manifest` (JSON); `checksum` 0: it has none. `digests`: of each
-    `piece` bytes, 8 bytes each; `digest` is of all of them. `above`: the hosts to fetch it from, in this order, before
-    home; `peers`: the hosts that may fetch it from this one, and those."""
+    """A version of weights: `nbytes` in the order of `manifest` (JSON); `checksum` 0: it has none. `digests`: 8 bytes
+    for each `piece` bytes; `digest`: of all of them. `above`: the hosts to fetch it from, in this order, before home;
+    `peers`: these, and the hosts that may fetch it from this one."""
 
     version: Count = 0
     step: Count = 0
@@ -151,7 +153,7 @@ class Piece(Reply, tag="PIECE"):
 
 
 class RanksPlace(Reply, tag="RANKS_PLACE"):
-    """A TCP port of home. `secret`, in hexadecimal digits, is what both sides prove there that they know."""
+    """A TCP port of home. Both sides prove there that they have `secret`, which is in hexadecimal digits."""
 
     address: Name = ""
     port: Count = 0
@@ -159,7 +161,7 @@ class RanksPlace(Reply, tag="RANKS_PLACE"):
 
 
 class Waiting(Reply, tag="WAITING"):
-    """The piece is not here yet; it comes."""
+    """The piece is not here yet; PIECE or REFUSED follows."""
 
 
 AnyQuestion = HostJoin | HostLook | WeightsHead | WeightsPiece | RanksMeet
@@ -170,14 +172,14 @@ _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
 def question(data: bytes) -> AnyQuestion | None:
-    """None for bytes that are no question."""
+    """Decode a question; None for bytes that are none."""
     with contextlib.suppress(msgspec.MsgspecError):
         return _questions.decode(data)
     return None
 
 
 def reply(data: bytes) -> AnyReply | None:
-    """None for bytes that are no answer."""
+    """Decode an answer; None for bytes that are none."""
     with contextlib.suppress(msgspec.MsgspecError):
         return _replies.decode(data)
     return None

@@ -1,14 +1,15 @@
-"""The relay: at home it answers what other hosts ask for; on another host it keeps ring and weights up to date.
+"""The relay: at home it answers the questions of other hosts; on another host it keeps ring and weights up to date.
 
 At home it talks to the ring (reading), the segment or folders of weights and the hosts' relays. On a host it writes the
-words of the local ring's header that engines go by, and a segment or folders, from which it answers other hosts. Knows
+words of the local ring's header that engines read, and a segment or folders, from which it answers other hosts. Knows
 nothing of samples.
 
-- Words before weights, steps before versions: an engine may wait for weights, and a sample look too old, never too new.
+- The words are written before the weights, steps before versions: an engine may wait for weights, and a sample may look
+  too old, never too new.
 - A version reaches engines whole or not at all; one that is overtaken on its way is given up for the newer one.
 - Home sends a version once where hosts reach one another: each fetches from the one before it while that still fetches.
-- A host that stops giving pieces is left for the next, and home is the last: what is here already is not fetched again.
-- A host whose home has another ring than the one it claimed from ends: its samples are nobody's.
+- A host that sends no more pieces is left for the next; home is the last. Pieces that are here are not fetched again.
+- A host ends when home has another ring than the one that it claimed from: its samples belong to no claim.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +32,8 @@ from busrl.bus.broker import Admission, CurveListener
 from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
 from busrl.hosts import questions as q
-from busrl.hosts.invitation import SILENT, HostSource, claimed_from, of_host
-from busrl.hosts.link import Answering, Asked, Asking, address_towards, wait
-from busrl.hosts.roster import Starts
+from busrl.hosts.link import Answering, Asking, Request, address_towards, wait
+from busrl.hosts.membership import SILENT, HostSource, Starts, claimed_from, of_host
 from busrl.hosts.versions import Chain, Pieces, SegmentCopy, Snapshot, Sources
 from busrl.keys import ClientKeys, Pair
 from busrl.roles.actor import Actor
@@ -47,18 +48,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("busrl")
 LOOK_S = 0.02
-WAIT_S = 1.0  # for which home holds a question about the state
-ANSWER_S = 2.5  # beyond that, before home counts as silent
-AGAIN_S = 1.5  # beyond that, before the question counts as lost
+WAIT_S = 1.0  # for which home may delay the answer to a question about the state
+ANSWER_S = 2.5  # beyond WAIT_S, before home counts as silent
+AGAIN_S = 1.5  # beyond WAIT_S, before the question counts as lost
 PASS_S = 0.1
-AHEAD_BYTES, MOST_AHEAD = 16 << 20, 32  # asked for at the same time, in pieces; these must fit into the link's queues
+AHEAD_BYTES, MOST_AHEAD = 16 << 20, 32  # bytes and pieces that are requested ahead; they must fit the link's queues
 MOST_OPEN = 4096
-WORD_S = 0.5  # between two words to hosts that wait for pieces
+WORD_S = 0.5  # between two WAITING to a host that waits for pieces
 SHOW_S = 1.0
-AVOID_S = 600.0  # for which a host that never answered is not asked: nothing may lead from here to there
-PATIENCE_S = 1.0  # for which a host waits for a version that others ask it for already
+AVOID_S = 600.0  # for which a host that never answered gets no question: there may be no way from here to there
+PATIENCE_S = 1.0  # for which questions for a version wait that this host has not begun to fetch
 SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
-FAREWELL_S = 2.0  # in which hosts that asked lately get the answer that the run is over
+FAREWELL_S = 2.0  # for which home waits at the end, so that hosts which asked lately learn that the run is over
 LATELY_S = 10.0
 
 
@@ -73,7 +74,7 @@ class Relay(Actor):
         return self._side.work()
 
     def idle(self, timeout_s: float) -> None:
-        """The next pass waits at the other side's socket."""
+        """Return at once: the next pass waits at the other side's socket."""
 
     def teardown(self) -> None:
         self._side.close()
@@ -83,7 +84,7 @@ class Relay(Actor):
 
 
 class HomeSide:
-    """Answers hosts: who may join with which topology, the state of the run, pieces of the newest weights."""
+    """Answers hosts: lets them join and gives each its topology, the state of the run, pieces of the newest weights."""
 
     def __init__(self, actor: Relay) -> None:
         self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
@@ -96,15 +97,15 @@ class HomeSide:
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
         self.starts = Starts(actor.paths)
-        self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
-        self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
+        self._waiting: dict[str, tuple[float, Request]] = {}  # by host: its last question about the state, and its end
+        self._seen: dict[str, float] = {}  # by host: when it last asked for the state
         self._hosts: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}  # for `busrl status`
         self._next_show = 0.0
         self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
 
     def work(self) -> bool:
-        for asked in self.link.waiting(LOOK_S):
-            self._answer(asked)
+        for request in self.link.waiting(LOOK_S):
+            self._answer(request)
         self._answer_waiting()
         if (now := time.monotonic()) >= self._next_show:
             self._next_show = now + SHOW_S
@@ -114,11 +115,11 @@ class HomeSide:
         return True
 
     def close(self) -> None:
-        """Close. At the end of the run hosts get that answer first; one that asks too late finds out by silence."""
+        """Close. At the end of the run, hosts that asked lately get that answer first; others find out by silence."""
         now, self._over = time.monotonic(), self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING
-        untold = {name for name, seen in self._seen.items() if self._over and now - seen < LATELY_S}
-        while untold and time.monotonic() < now + FAREWELL_S:
-            untold -= self._waiting.keys()
+        unaware = {name for name, seen in self._seen.items() if self._over and now - seen < LATELY_S}
+        while unaware and time.monotonic() < now + FAREWELL_S:
+            unaware -= self._waiting.keys()
             self.work()
         self.weights.close()
         self.link.close()
@@ -131,90 +132,95 @@ class HomeSide:
             ring=self.claimed_from, over=self._over, topology=self._topology, pause=pause, weights=newest, **words
         )
 
-    def _answer(self, asked: Asked) -> None:
-        question = asked.question
-        if (why := self._objection(asked)) is not None:
-            self.actor.warn("relay", f"{asked.name}: {why.text}", kind=f"refused {asked.name}")
-            self.link.answer(asked, why)
+    def _answer(self, request: Request) -> None:
+        question = request.question
+        if (why := self._objection(request)) is not None:
+            self.actor.warn("relay", f"{request.name}: {why.text}", kind=f"refused {request.name}")
+            self.link.answer(request, why)
         elif isinstance(question, q.HostJoin):
-            self._welcome(asked)
+            self._welcome(request)
         elif isinstance(question, q.HostLook):
-            self._seen[asked.name] = time.monotonic()
-            self._hosts[asked.name] = {
-                "time": time.time(), "weights": question.have, "busrl": question.build,
-                "processes": [msgspec.structs.asdict(process) for process in question.processes],
-            }
-            self.chain.looked(asked.name, question.have, time.monotonic())
-            self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
+            self._note_look(request, question)
         elif isinstance(question, q.WeightsHead):
-            self._head(asked, question)
+            self._head(request, question)
         elif isinstance(question, q.RanksMeet):
-            place = files.read_map(self.actor.paths.rank_place) if asked.name in self.topology.rank_hosts else {}
-            self.link.answer(asked, q.RanksPlace(**place) if place else q.Declined(text="no learner waits for ranks"))
+            place = files.read_map(self.actor.paths.rank_place) if request.name in self.topology.rank_hosts else {}
+            self.link.answer(request, q.RanksPlace(**place) if place else q.Declined(text="no learner waits for ranks"))
         else:
-            self._piece(asked, question)
+            self._piece(request, question)
 
-    def _welcome(self, asked: Asked) -> None:
-        name = asked.name
+    def _note_look(self, request: Request, question: q.HostLook) -> None:
+        """Note what a host shows of itself; its question waits for another state."""
+        now = time.monotonic()
+        self._seen[request.name] = now
+        self._hosts[request.name] = {
+            "time": time.time(), "weights": question.have, "busrl": question.build,
+            "processes": [msgspec.structs.asdict(process) for process in question.processes],
+        }
+        self.chain.looked(request.name, question.have, now)
+        self._waiting[request.name] = now + min(question.wait_s, WAIT_S), request
+
+    def _welcome(self, request: Request) -> None:
+        name = request.name
         topology = of_host(self.topology, name).to_json().encode()
         lives = {entry.label: entry.life for entry in self.ring.processes() if entry.remote}
         life, holds = self.starts.count(name, max(lives.values(), default=0)), lives.get(name, 0)
-        self.link.answer(asked, q.Welcome(topology=topology, ring=self.claimed_from, life=life, holds=holds))
+        self.link.answer(request, q.Welcome(topology=topology, ring=self.claimed_from, life=life, holds=holds))
 
-    def _objection(self, asked: Asked) -> q.Declined | None:
-        """Tell why this host cannot take part, whatever it asks for."""
-        host, known = asked.question.host, self.topology.host_names
-        build = asked.question.build if isinstance(asked.question, q.HostJoin) else busrl.__version__
-        if host not in known:
-            text = f"no host {host!r} in this run: `hosts` of its [[process]] entries name {', '.join(known)}"
-        elif asked.name != host:
-            text = (f"the key is {asked.name}'s, the name {host}'s: make a key of its own with `busrl keys add {host}`,"
-                    " or start it with the name that the key has")
+    def _objection(self, request: Request) -> q.Declined | None:
+        """The reason why this host cannot take part, whatever it asks for; None if it can."""
+        host, hosts = request.question.host, self.topology.host_names
+        build = request.question.build if isinstance(request.question, q.HostJoin) else busrl.__version__
+        if host not in hosts:
+            text = f"no host {host!r} in this run: `hosts` of its [[process]] entries name {', '.join(hosts)}"
+        elif request.name != host:
+            remedy = f"make a key of its own with `busrl keys add {host}`, or start it with the name that the key has"
+            text = f"the key is {request.name}'s, the name {host}'s: {remedy}"
         elif build != busrl.__version__:
             text = f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
         else:
             return None
         return q.Declined(text=text)
 
-    def _head(self, asked: Asked, question: q.WeightsHead) -> None:
-        now, name = time.monotonic(), asked.name
+    def _head(self, request: Request, question: q.WeightsHead) -> None:
+        now, name = time.monotonic(), request.name
         with self.actor.activity("copy weights", self.topology.limits.work_s):
-            taken = self.weights.take(self.chain.fetched(name, now))
-        if taken is None or taken.version <= question.have:
-            self.link.answer(asked, q.Declined(text="no newer version just now"))
+            copy = self.weights.take(self.chain.fetched(name, now))
+        if copy is None or copy.version <= question.have:
+            self.link.answer(request, q.Declined(text="no newer version just now"))
             return
         place = question.place if _is_place(question.place) else ""
         head = q.Version(
-            version=taken.version, step=taken.step, nbytes=len(taken.data), checksum=taken.checksum,
-            manifest=taken.manifest, piece=self.weights.size, digest=taken.digest, digests=taken.digests,
-            above=self.chain.asks(name, place, taken.version, len(taken.data), now), peers=self._peers(),
+            version=copy.version, step=copy.step, nbytes=len(copy.data), checksum=copy.checksum,
+            manifest=copy.manifest, piece=self.weights.size, digest=copy.digest, digests=copy.digests,
+            above=self.chain.asks(name, place, copy.version, len(copy.data), now), peers=self._peers(),
         )
-        self.link.answer(asked, head)
+        self.link.answer(request, head)
 
     def _peers(self) -> list[q.Peer]:
         listed = keys.allowed(self.keys)
         names = [name for name in self.topology.host_names if name in listed]
         return [q.Peer(name, listed[name], self.chain.place(name)) for name in names]
 
-    def _piece(self, asked: Asked, question: q.WeightsPiece) -> None:
+    def _piece(self, request: Request, question: q.WeightsPiece) -> None:
         data = self.weights.piece(question.digest, question.at, question.size)
         reply = q.Declined(text="overtaken") if data is None else q.Piece(version=question.version, at=question.at)
-        self.link.answer(asked, reply, data)
+        self.link.answer(request, reply, data)
 
     def _answer_waiting(self) -> None:
-        """Answer those whose state is not today's, and those that have waited long enough."""
+        """Answer the hosts that have an older state, and those that have waited long enough."""
         if not self._waiting:
             return
         now, state = time.monotonic(), self.state()
-        for name, (until, asked) in list(self._waiting.items()):
-            known = asked.question.known if isinstance(asked.question, q.HostLook) else None
-            if known != state or not now < until:
+        for name, (until, request) in list(self._waiting.items()):
+            before = request.question.known if isinstance(request.question, q.HostLook) else None
+            if before != state or not now < until:
                 del self._waiting[name]
-                self.link.answer(asked, q.State(state=state))
+                self.link.answer(request, q.State(state=state))
 
 
 def snapshot_of(settings: TransportSettings, piece: int) -> Snapshot:
-    """The newest weights of the learner, in pieces of this size: folders, unless it publishes in a segment."""
+    """The newest weights of the learner, in pieces of this size: from its folders or its segment."""
     if not settings.folders:
         return Snapshot(Path(settings.segment), piece)
     from busrl.hosts.folders import FolderSnapshot
@@ -223,7 +229,7 @@ def snapshot_of(settings: TransportSettings, piece: int) -> Snapshot:
 
 
 def copy_for(settings: TransportSettings) -> Copy:
-    """The place on this host where its engines find versions."""
+    """The writer of versions for the engines of this host: into folders or a segment."""
     if not settings.folders:
         return SegmentCopy(Path(settings.segment))
     from busrl.hosts.folders import FolderCopy
@@ -242,7 +248,7 @@ def _is_place(text: str) -> bool:
 
 
 class HostSide:
-    """Mirrors the state of the run, fetches weights that are newer than those here, and hands them on."""
+    """Mirrors the state of the run, fetches newer weights, and answers other hosts from them."""
 
     def __init__(self, actor: Relay) -> None:
         self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
@@ -260,7 +266,7 @@ class HostSide:
 
     def work(self) -> bool:
         if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
-            self.actor.bus.recv(LOOK_S)  # it is over: launch stops this process in its turn
+            self.actor.bus.recv(LOOK_S)  # the run is over: launch stops this process in its turn
             return True
         self._ask(time.monotonic())
         wait(PASS_S, self._ends())
@@ -294,7 +300,7 @@ class HostSide:
         return [link for link in (self.link, fetching, sharing) if link is not None]
 
     def _ask(self, now: float) -> None:
-        """For the state, always; for newer weights, where none are on their way. What was lost is asked again."""
+        """Ask for the state, and for newer weights where none are on their way; again if the question was lost."""
         if now >= self._next_look:
             self.link.post(q.HostLook(
                 known=self.state, wait_s=WAIT_S, have=self.weights.newest(), build=busrl.__version__,
@@ -332,7 +338,7 @@ class HostSide:
             self._end(f"refused: {reply.text}")
 
     def _silent(self, silent_s: float) -> None:
-        self.ring.activity(SILENT, math.inf)  # the satellite takes nothing meanwhile
+        self.ring.activity(SILENT, math.inf)  # the satellite takes no tasks meanwhile
         limit_s = self.topology.hosts.orphan_s
         text = (f"nothing heard of the run for {silent_s:.0f} s: see that it is there (`busrl status`), that this host "
                 f"can reach {self.link.endpoint}, and that {self.link.host}'s key is listed (`busrl keys list`)")
@@ -341,7 +347,7 @@ class HostSide:
             self._end(f"nothing heard of the run for {silent_s:.0f} s (hosts.orphan_s = {limit_s:g})")
 
     def _end(self, why: str) -> None:
-        """The processes of this host go by the ring: it says that the run is over for them."""
+        """Write into the ring that the run is over for the processes of this host, which read it there."""
         if self.ring.header(HeaderWord.RUN_STATE) == RunPhase.RUNNING:
             self.actor.warn("relay", f"this host ends: {why}", "error")
             self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
@@ -360,9 +366,9 @@ class HostSide:
                 self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
 
     def _begin(self, head: q.Version) -> None:
-        """Fetch this version; what is here of the same bytes is not fetched again."""
+        """Fetch this version; pieces of it that are here are not fetched again."""
         if self.sharing is not None:
-            self.sharing.listed = {peer.name: peer.key for peer in head.peers}
+            self.sharing.list_peers(head.peers)
         fetch, now = self.fetch, time.monotonic()
         if fetch is None or fetch.head.digest != head.digest:
             if head.version <= self.weights.newest():
@@ -387,7 +393,7 @@ class HostSide:
             return
         self.weights.done()
         took, head, sources = now - fetch.begun, fetch.head, fetch.sources
-        log.info("version %d: %.1f MB in %.2f s from %s", head.version, head.nbytes / 1e6, took, fetch.named)
+        log.info("version %d: %.1f MB in %.2f s from %s", head.version, head.nbytes / 1e6, took, fetch.source)
         self._usual = sources.usual(now) if sources is not None else self._usual
         self._give_up()
         self._next_look = 0.0  # home learns of it at once
@@ -398,16 +404,16 @@ class HostSide:
 
 
 class Links:
-    """Connections to home and other hosts for pieces of weights, apart from that for the state: nothing waits behind
-    them. One is kept for the next version."""
+    """Connections to home and other hosts for pieces of weights, so that answers about the state wait behind none of
+    these. The last connection stays for the next version."""
 
     def __init__(self, source: HostSource) -> None:
         self._endpoint, self._keys, self._name = relay_endpoint(source.endpoint), source.client, source.name
         self._open: dict[tuple[str, str], Asking] = {}
-        self._avoided: dict[str, float] = {}  # places, and until when
+        self._avoided: dict[str, float] = {}  # by place: the time until which it gets no question
 
     def worth_asking(self, head: q.Version, now: float) -> list[str]:
-        """The hosts above this one, less those that never answered."""
+        """The hosts above this one, without those that never answered."""
         self._avoided = {place: until for place, until in self._avoided.items() if now < until}
         places = {peer.name: peer.place for peer in head.peers}
         return [name for name in head.above if name in places and places[name] not in self._avoided]
@@ -416,7 +422,7 @@ class Links:
         self._avoided[peer.place] = now + AVOID_S
 
     def to(self, peer: q.Peer | None) -> Asking:
-        """The connection to this host, or to home; others are closed."""
+        """The connection to this host, or to home (None); others are closed."""
         place, key = (peer.place, peer.key) if peer is not None else (self._endpoint, self._keys.server)
         link = self._open.pop((place, key), None) or Asking(place, ClientKeys(self._keys.pair, key), self._name)
         self.close()
@@ -430,7 +436,7 @@ class Links:
 
 
 class Fetch:
-    """A version on its way here, from one host after another; without `sources` home has to name some again."""
+    """A version on its way here, from one host after another. Where `sources` is None, home has to name hosts again."""
 
     head: q.Version
     sources: Sources | None = None
@@ -439,11 +445,12 @@ class Fetch:
     def __init__(self, links: Links, pieces: Pieces, now: float) -> None:
         self._links, self.pieces, self.begun = links, pieces, now
         self._numbers = set[int]()  # of the questions on this link
-        self._peer: q.Peer | None = None  # whom it leads to, None: home
+        self._peer: q.Peer | None = None  # the host at its other end, None: home
         self._answers = False
 
     @property
-    def named(self) -> str:
+    def source(self) -> str:
+        """The host that sends pieces now."""
         return (self.sources.current if self.sources is not None else "") or "home"
 
     def begin(self, head: q.Version, sources: Sources) -> None:
@@ -451,7 +458,7 @@ class Fetch:
         self._turn()
 
     def advance(self, copy: Copy, now: float) -> str:
-        """Take what came, and ask for more; why the host that gave it was left, or empty."""
+        """Take the pieces that came and ask for more; returns why the host that sent them was left, or ""."""
         if self.sources is None or self.link is None:
             return ""
         why = self._take(copy, self.sources, now)
@@ -472,25 +479,25 @@ class Fetch:
         return why
 
     def _take(self, copy: Copy, sources: Sources, now: float) -> str:
-        """Write the pieces that came; why no more can be had here, or empty."""
+        """Write the pieces that came; returns why this host sends no more, or ""."""
         assert self.link is not None
         for reply, data in self.link.here():
             sources.received(now)
             self._answers = True
             if isinstance(reply, q.Declined) and reply.number in self._numbers:
-                return f"{self.named}: {reply.text}"
+                return f"{self.source}: {reply.text}"
             if isinstance(reply, q.Piece) and reply.version == self.head.version:
                 try:
                     new = self.pieces.came(reply.at, data)
                 except WeightsRefused as problem:
-                    return f"{self.named}: {problem}"
+                    return f"{self.source}: {problem}"
                 if new:
                     copy.write(reply.at, data)
                     sources.received(now, len(data))
         return ""
 
     def _turn(self) -> None:
-        """Ask another host from here on: first for what was on its way."""
+        """Ask another host from now on, first for the pieces that were on their way."""
         assert self.sources is not None
         self.pieces.again()
         self._numbers.clear()
@@ -499,35 +506,40 @@ class Fetch:
 
 
 class Sharing:
-    """Answers other hosts, whose keys home names, from what is here of a version: all of it, or what has come yet."""
+    """Answers other hosts, whose keys home lists, with the pieces of a version that are here: all, or those so far."""
 
     def __init__(self, address: str, pair: Pair, copy: Copy) -> None:
         self.listed: dict[str, str] = {}
         place = f"tcp://{address}:*"
         self.link = Answering(CurveListener(place, Admission(pair, lambda: self.listed), (place,)))
         self._copy = copy
-        self._open = deque[tuple[float, Asked]](maxlen=MOST_OPEN)  # questions for what is not here, and since when
+        # Questions for pieces that are not here, and since when they wait.
+        self._open = deque[tuple[float, Request]](maxlen=MOST_OPEN)
         self._next_word = 0.0
+
+    def list_peers(self, peers: Sequence[q.Peer]) -> None:
+        """Let these hosts, and no others, fetch from here."""
+        self.listed = {peer.name: peer.key for peer in peers}
 
     def work(self) -> None:
         now = time.monotonic()
-        self._open.extend((now, asked) for asked in self.link.waiting(0))
+        self._open.extend((now, request) for request in self.link.waiting(0))
         self._open = deque((entry for entry in self._open if not self._answer(*entry, now)), MOST_OPEN)
         if self._open and now >= self._next_word:
             self._next_word = now + WORD_S
-            for asked in {asked.peer: asked for _, asked in self._open}.values():
-                self.link.answer(asked, q.Waiting())
+            for request in {request.peer: request for _, request in self._open}.values():
+                self.link.answer(request, q.Waiting())
 
-    def _answer(self, since: float, asked: Asked, now: float) -> bool:
-        """Answer if that can be done yet; true if it was."""
-        question = asked.question
+    def _answer(self, since: float, request: Request, now: float) -> bool:
+        """Answer if the piece is here, or will not come; True if the question needs no more."""
+        question = request.question
         if not isinstance(question, q.WeightsPiece):
             return True
         data = self._copy.piece(question.digest, question.at, question.size)
         if data is not None:
-            self.link.answer(asked, q.Piece(version=question.version, at=question.at), data)
+            self.link.answer(request, q.Piece(version=question.version, at=question.at), data)
         elif not self._copy.holds(question.digest) and now - since > PATIENCE_S:
-            self.link.answer(asked, q.Declined(text="it has not this version"))
+            self.link.answer(request, q.Declined(text="it has not this version"))
         else:
             return False
         return True

@@ -87,7 +87,7 @@ def home_of(actor: Actor) -> Iterator[Away | None]:
         yield None
         return
     from busrl.hosts import questions as q
-    from busrl.hosts.invitation import HostSource
+    from busrl.hosts.membership import HostSource
     from busrl.hosts.link import Asking
 
     source = HostSource.read(actor.paths.host_source)

@@ -53,15 +53,15 @@ class Ledger:
     kill_in_commit: bool = False
     commits: list[tuple[int, int, str]] = field(default_factory=list)  # slot, seq, name
     expired: list[tuple[int, int]] = field(default_factory=list)
-    told: dict[int, int] = field(default_factory=dict)
+    shown: dict[int, int] = field(default_factory=dict)
 
     def members(self) -> list[Member]:
         return list(self.entries.values())
 
     def claims(self) -> list[tuple[int, ClaimedTask]]:
-        return [(slot.owner, self._held(i)) for i, slot in enumerate(self.slots) if slot.owner and not slot.ended]
+        return [(slot.owner, self._claim(i)) for i, slot in enumerate(self.slots) if slot.owner and not slot.ended]
 
-    def _held(self, i: int) -> ClaimedTask:
+    def _claim(self, i: int) -> ClaimedTask:
         slot = self.slots[i]
         return ClaimedTask(i, slot.seq << 8 | slot.owner, slot.seq, slot.uid, slot.alone)
 
@@ -79,70 +79,70 @@ class Ledger:
 
     def show(self, index: int, tasks: int) -> None:
         assert tasks == sum(slot.owner == index for slot in self.slots)
-        self.told[index] = tasks
+        self.shown[index] = tasks
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
         assert index in self.entries and limit > 0
         free = [i for i, slot in enumerate(self.slots) if not slot.owner and not slot.ended]
         fresh = [i for i in free if self.slots[i].attempt <= 1]
         alone = not fresh and idle
-        taken = fresh[:limit] or (free[:1] if idle else [])
-        for i in taken:
+        chosen = fresh[:limit] or (free[:1] if idle else [])
+        for i in chosen:
             slot = self.slots[i]
             slot.owner, slot.seq, slot.attempt, slot.alone = index, slot.seq + 1, slot.attempt + 1, alone
-        return [self._held(i) for i in taken]
+        return [self._claim(i) for i in chosen]
 
-    def tasks(self, index: int, held: list[ClaimedTask]) -> list[g.Task | None]:
-        return [self.task(index, one) for one in held]
+    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
+        return [self.task(index, claim) for claim in claims]
 
-    def task(self, index: int, held: ClaimedTask) -> g.Task | None:
-        self._check(index, held)
-        return g.Task(held.task, held.slot, held.seq, held.uid, "{}", max_new_tokens=8)
+    def task(self, index: int, claim: ClaimedTask) -> g.Task | None:
+        self._check(index, claim)
+        return g.Task(claim.task, claim.slot, claim.seq, claim.uid, "{}", max_new_tokens=8)
 
-    def limits(self, held: list[ClaimedTask]) -> list[AnswerLimits]:
-        return [AnswerLimits(8, 0, 16)] * len(held)
+    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
+        return [AnswerLimits(8, 0, 16)] * len(claims)
 
     def commit_answer(
-        self, index: int, held: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
     ) -> None:
-        self._commit(index, held)
+        self._commit(index, claim)
 
-    def commit_reward(self, index: int, held: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
-        self._commit(index, held)
+    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
+        self._commit(index, claim)
 
-    def _commit(self, index: int, held: ClaimedTask) -> None:
-        self._check(index, held)
-        slot = self.slots[held.slot]
+    def _commit(self, index: int, claim: ClaimedTask) -> None:
+        self._check(index, claim)
+        slot = self.slots[claim.slot]
         slot.last_commit = slot.seq
         if self.kill_in_commit:
             self.kill_in_commit = False
             raise Killed
         slot.owner, slot.ended = 0, "done"
-        self.commits.append((held.slot, held.seq, self.entries[index].name))
+        self.commits.append((claim.slot, claim.seq, self.entries[index].name))
 
-    def give_back(self, index: int, held: ClaimedTask) -> None:
-        self._check(index, held)
-        slot = self.slots[held.slot]
+    def give_back(self, index: int, claim: ClaimedTask) -> None:
+        self._check(index, claim)
+        slot = self.slots[claim.slot]
         slot.owner, slot.attempt, slot.alone = 0, slot.attempt - 1, False
 
-    def expire(self, index: int, held: ClaimedTask) -> bool:
-        self._check(index, held)
-        slot = self.slots[held.slot]
+    def expire(self, index: int, claim: ClaimedTask) -> bool:
+        self._check(index, claim)
+        slot = self.slots[claim.slot]
         slot.owner, slot.last_commit = 0, 0
-        self.expired.append((held.slot, held.seq))
+        self.expired.append((claim.slot, claim.seq))
         return False
 
-    def drop(self, index: int, held: ClaimedTask, fate: Fate) -> None:
-        self._check(index, held)
-        slot = self.slots[held.slot]
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        self._check(index, claim)
+        slot = self.slots[claim.slot]
         slot.owner, slot.ended = 0, fate.letter
 
     def committed(self, slot: int, seq: int, uid: int) -> bool:
         return slot < len(self.slots) and self.slots[slot].uid == uid and self.slots[slot].last_commit == seq
 
-    def _check(self, index: int, held: ClaimedTask) -> None:
-        slot = self.slots[held.slot]
-        owned = slot.owner == index and slot.seq == held.seq and not slot.ended
+    def _check(self, index: int, claim: ClaimedTask) -> None:
+        slot = self.slots[claim.slot]
+        owned = slot.owner == index and slot.seq == claim.seq and not slot.ended
         assert owned, "written only under the claim's own word"
 
 

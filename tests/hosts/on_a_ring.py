@@ -13,8 +13,7 @@ from in_memory import answer_to, batch_of, settings
 
 from busrl.hosts import messages as g
 from busrl.hosts.desk import Desk
-from busrl.hosts.episodes import Bounds
-from busrl.hosts.ledgers import RingLedger
+from busrl.hosts.ledgers import EpisodeBounds, RingLedger
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.answers import SegmentCuts
@@ -28,7 +27,7 @@ CUTS = SegmentCuts(SegmentPlan(3, 3, 8))
 class Keeper:
     """One life of a keeper; `bells` are the doorbells that it rang."""
 
-    def __init__(self, folder: Path, episodes: Bounds | None = None) -> None:
+    def __init__(self, folder: Path, episodes: EpisodeBounds | None = None) -> None:
         self.ring = Ring.attach(str(folder / "ring"))
         self.ring.register("keeper", "keeper")
         self.fates = [Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("f.bin", "v.bin")]
@@ -47,7 +46,7 @@ class Keeper:
         return [task for answer in answers for task in answer.tasks]  # type: ignore[attr-defined]
 
     def pass_lease(self) -> list[str]:
-        """Time in which nobody extends; the tasks that were taken back."""
+        """Let a lease pass in which no worker extends; returns the tasks that were taken back."""
         back = []
         for _ in range(int(LEASE_S) + 1):
             self.now += 1.0
@@ -97,7 +96,7 @@ def play_full(folder: Path) -> None:
     keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
     tasks = [task.task for task in keeper.claim("gpu-0", capacity=2)]
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
-    [own] = keeper.claim("gen", capacity=1)
+    [alone] = keeper.claim("gen", capacity=1)
     long, filler = "x" * 100_000, Path("/dev/shm/filler")
     with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -106,11 +105,11 @@ def play_full(folder: Path) -> None:
         [settled] = keeper.ask("gpu-0", batch_of(tasks, texts=[long, long]))
         assert not (settled.done or settled.late or settled.refused), settled  # type: ignore[attr-defined]
         assert "/dev/shm" in keeper.desk.paused, keeper.desk.paused
-        assert keeper.ask("gen", answer_to(own.task, text=long)) == [] and keeper.desk.paused
-        [renewed] = keeper.ask("gen", g.RemoteExtend(life=1, holding=[own.task]))
+        assert keeper.ask("gen", answer_to(alone.task, text=long)) == [] and keeper.desk.paused
+        [renewed] = keeper.ask("gen", g.RemoteExtend(life=1, holding=[alone.task]))
         assert not renewed.lost, "it is still claimed"  # type: ignore[attr-defined]
     filler.unlink()
-    assert keeper.ask("gen", answer_to(own.task, text=long))[0].code == "done"  # type: ignore[attr-defined]
+    assert keeper.ask("gen", answer_to(alone.task, text=long))[0].code == "done"  # type: ignore[attr-defined]
     [settled] = keeper.ask("gpu-0", batch_of(tasks, texts=[long, long]))
     assert settled.done == tasks and not keeper.desk.paused, settled  # type: ignore[attr-defined]
     assert keeper.desk.tally.workers["gpu-0"]["paused"] == 4

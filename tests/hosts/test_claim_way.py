@@ -23,6 +23,7 @@ from busrl.paths import CLAIMED_FROM, RunPaths
 from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.ring import Fates, OfdLock, Ring
+from busrl.roles.actor import Parts
 from busrl.roles.keeper import Keeper
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -31,22 +32,22 @@ PATIENCE_S = 30.0
 MOST_FILES = 12
 
 
-class HomeKeeper(Keeper):
+def home_keeper(folder: Path, bus: Endpoint) -> Keeper:
     """A keeper on a ring and a bus of this process, without its loop."""
-
-    def __init__(self, folder: Path, bus: Endpoint) -> None:
-        self.name, self.stopping, self.bus, self.paths = "keeper", "", bus, RunPaths.of(folder)
-        model = folder / "model"
-        model.mkdir()
-        words = {str(number): number for number in range(16)}
-        (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
-        topology = load(QUICKSTART)
-        self.topology = replace(topology, model=replace(topology.model, path=str(model)))
-        self.paths.run_json.write_text(json.dumps({CLAIMED_FROM: "a1" * 16}))
-        self.ring = Ring.create(str(folder / "ring"), slots=8, slot_bytes=4096, processes=8, uuid=bytes(16))
-        self.ring.register("keeper", "keeper")
-        self.ring.bind_fates(*(Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("f", "v")))
-        self.setup()
+    model = folder / "model"
+    model.mkdir()
+    words = {str(number): number for number in range(16)}
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
+    topology = load(QUICKSTART)
+    RunPaths.of(folder).run_json.write_text(json.dumps({CLAIMED_FROM: "a1" * 16}))
+    ring = Ring.create(str(folder / "ring"), slots=8, slot_bytes=4096, processes=8, uuid=bytes(16))
+    ring.register("keeper", "keeper")
+    fates, validate_fates = (Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("f", "v"))
+    ring.bind_fates(fates, validate_fates)
+    topology = replace(topology, model=replace(topology.model, path=str(model)))
+    keeper = Keeper(folder, "keeper", Parts(topology, ring, bus, fates, validate_fates))
+    keeper.setup()
+    return keeper
 
 
 @pytest.fixture
@@ -66,24 +67,24 @@ def endpoint() -> Iterator[Callable[..., Endpoint]]:
         return opened[-1]
 
     yield make
-    for one in opened:
-        one.close()
+    for end in opened:
+        end.close()
     stop.set()
     thread.join(PATIENCE_S)
     shutil.rmtree(folder)
 
 
 @pytest.fixture
-def keeper(endpoint: Callable[..., Endpoint]) -> Iterator[HomeKeeper]:
+def keeper(endpoint: Callable[..., Endpoint]) -> Iterator[Keeper]:
     folder = Path(tempfile.mkdtemp(prefix="busrl.test.", dir="/dev/shm"))
-    made = HomeKeeper(folder, endpoint("keeper", *(f"{m.name_of(kind)}/" for kind in g.REMOTE)))
+    keeper = home_keeper(folder, endpoint("keeper", *(f"{m.name_of(kind)}/" for kind in g.REMOTE)))
     for uid in range(4):
-        assert made.ring.dispatch(
+        assert keeper.ring.dispatch(
             uid=uid, group=0, admission=0, member=uid, group_size=4, cls=0, task=b'{"prompt": "1"}', prompt_crc=uid,
             max_new_tokens=8, temperature=1.0, version=0, step=0,
         )
-    yield made
-    made.ring.close()
+    yield keeper
+    keeper.ring.close()
     shutil.rmtree(folder)
 
 
@@ -105,7 +106,7 @@ class Trace:
             self.files.add(file.removeprefix(PACKAGE))
 
 
-def test_a_claim_visits_few_files_at_home(endpoint: Callable[..., Endpoint], keeper: HomeKeeper) -> None:
+def test_a_claim_visits_few_files_at_home(endpoint: Callable[..., Endpoint], keeper: Keeper) -> None:
     host = endpoint("gpu-0", *(f"{m.name_of(kind)}/gpu-0/" for kind in g.MESSAGES if kind not in g.REMOTE))
 
     def answer_to(message: g.Remote) -> tuple[m.Message, set[str]]:

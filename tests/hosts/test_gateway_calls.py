@@ -41,36 +41,36 @@ class CallKeeper(Keeper):
 @pytest.fixture
 def caller(folder: Path) -> Iterator[Caller]:  # noqa: F811
     path = str(folder / "calls")
-    made = Ring.create(path, slots=4, slot_bytes=4096, processes=8, uuid=bytes(16), calls=True)
-    made.register("agent", "agent/0")
-    yield Caller(made, lambda message, to: None)
-    made.close()
+    ring = Ring.create(path, slots=4, slot_bytes=4096, processes=8, uuid=bytes(16), calls=True)
+    ring.register("agent", "agent/0")
+    yield Caller(ring, lambda message, to: None)
+    ring.close()
 
 
 @pytest.fixture
 def keeper(caller: Caller, folder: Path) -> Iterator[CallKeeper]:  # noqa: F811
-    made = CallKeeper(folder)
-    made.ask("gen", g.RemoteJoin(life=1, role="rollout"))
-    yield made
-    made.close()
+    keeper = CallKeeper(folder)
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
+    yield keeper
+    keeper.close()
 
 
-def whole(task: str, **more: object) -> g.RemoteGenerated:
+def bare_answer(task: str, **more: object) -> g.RemoteGenerated:
     """An answer without text and without the ids of its prompt."""
-    made = answer_to(task, **more)
-    made.text, made.prompt_ids = "", None
-    return made
+    answer = answer_to(task, **more)
+    answer.text, answer.prompt_ids = "", None
+    return answer
 
 
 def test_a_call_travels_with_its_ids_and_its_answer_without_text(keeper: CallKeeper, caller: Caller) -> None:
-    one = caller.put(ModelCall(IDS, 8, uid=7, stream=(1 << 64) - 1, stop=(3, 4), temperature=0.5))
+    call = caller.put(ModelCall(IDS, 8, uid=7, stream=(1 << 64) - 1, stop=(3, 4), temperature=0.5))
     [task] = keeper.claim("gen")
     assert (task.kind, task.uid, task.stream, task.stop, task.record) == ("call", 7, (1 << 64) - 1, [3, 4], "")
     assert (task.max_new_tokens, task.temperature) == (8, 0.5)
-    assert task.tensors == {"prompt_ids": tensor(IDS)} and task.slot_id == keeper.ring.n_slots + one.slot
-    [done] = keeper.ask("gen", whole(task.task))
-    assert done.code == "done" and caller.poll() == [one] and one.result().ids.tolist() == [0, 1, 2]
-    [again] = keeper.ask("gen", whole(task.task))
+    assert task.tensors == {"prompt_ids": tensor(IDS)} and task.slot_id == keeper.ring.n_slots + call.slot
+    [done] = keeper.ask("gen", bare_answer(task.task))
+    assert done.code == "done" and caller.poll() == [call] and call.result().ids.tolist() == [0, 1, 2]
+    [again] = keeper.ask("gen", bare_answer(task.task))
     assert again.code == "already" and keeper.bells == []
     assert keeper.calls.stats().occupancy["FREE"] == 4
 
@@ -94,40 +94,40 @@ def test_rollouts_get_calls_rewards_get_samples_under_two_claims(
 
 
 def test_an_ended_lease_gives_the_call_to_the_next_worker(keeper: CallKeeper, caller: Caller) -> None:
-    one = caller.put(ModelCall(IDS, 8))
+    call = caller.put(ModelCall(IDS, 8))
     [task] = keeper.claim("gen")
     assert keeper.pass_lease() == [task.task]
-    [late] = keeper.ask("gen", whole(task.task))
-    assert late.code in ("late", "unknown") and keeper.calls.line(one.slot)["state"] == State.QUEUED
+    [late] = keeper.ask("gen", bare_answer(task.task))
+    assert late.code in ("late", "unknown") and keeper.calls.line(call.slot)["state"] == State.QUEUED
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     [task] = keeper.claim("gen", req=2)
     keeper.ask("gen", g.RemoteLeave(life=1))
-    assert keeper.calls.line(one.slot)["state"] == State.QUEUED
+    assert keeper.calls.line(call.slot)["state"] == State.QUEUED
     assert not [process for process in keeper.calls.processes() if process.remote]
 
 
 def test_the_next_keeper_knows_the_claims_and_grants_them_in_full(
     keeper: CallKeeper, caller: Caller, folder: Path  # noqa: F811
 ) -> None:
-    one = caller.put(ModelCall(IDS, 8))
+    call = caller.put(ModelCall(IDS, 8))
     [task] = keeper.claim("gen")
     later = CallKeeper(folder)
-    [done] = later.ask("gen", whole(task.task))
-    assert done.code == "done" and caller.poll() == [one] and one.answer
+    [done] = later.ask("gen", bare_answer(task.task))
+    assert done.code == "done" and caller.poll() == [call] and call.answer
     later.close()
 
 
 def test_a_broken_rule_leaves_the_claim_a_failure_reaches_the_caller(
     keeper: CallKeeper, caller: Caller
 ) -> None:
-    one = caller.put(ModelCall(IDS, 8))
+    call = caller.put(ModelCall(IDS, 8))
     [task] = keeper.claim("gen")
-    [refused] = keeper.ask("gen", whole(task.task, done=False, finish=2))
+    [refused] = keeper.ask("gen", bare_answer(task.task, done=False, finish=2))
     assert refused.code == "refused" and "sent whole" in refused.text
-    [refused] = keeper.ask("gen", whole(task.task, tokens=tensor(np.array([1, 2, 100], np.int32))))
+    [refused] = keeper.ask("gen", bare_answer(task.task, tokens=tensor(np.array([1, 2, 100], np.int32))))
     assert refused.code == "refused" and "0 to 99" in refused.text
     [done] = keeper.ask("gen", g.RemoteFail(life=1, task=task.task, drop="too_long"))
-    assert done.code == "done" and caller.poll() == [one]
+    assert done.code == "done" and caller.poll() == [call]
     with pytest.raises(CallUnanswered, match="a worker from outside gave it up: prompt too long"):
-        one.result()
+        call.result()
     assert keeper.calls.stats().occupancy["FREE"] == 4

@@ -53,7 +53,7 @@ def test_joining_again_changes_nothing(ledger: Ledger) -> None:
     join(desk)
     [task] = claim(desk)
     join(desk)
-    assert [held.task for _, held in ledger.claims()] == [task]
+    assert [claim.task for _, claim in ledger.claims()] == [task]
 
 
 def test_a_newer_life_takes_the_name_and_replaces_the_older(ledger: Ledger) -> None:
@@ -285,7 +285,7 @@ def test_counts_survive_a_restart_and_names_are_bounded() -> None:
 
 def test_a_long_list_of_tasks_travels_in_several_messages(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     big = g.Task("", 0, 0, 0, "x" * 300_000)
-    monkeypatch.setattr(ledger, "task", lambda index, held: big)
+    monkeypatch.setattr(ledger, "task", lambda index, claim: big)
     desk = new_desk(ledger)
     join(desk)
     answers = ask(desk, g.RemoteClaim(life=1, capacity=4))
@@ -323,7 +323,7 @@ def test_no_request_raises_or_moves_the_slot_of_another(data: st.DataObject) -> 
                 fields[name] = data.draw(st.lists(item, min_size=count, max_size=count) | st.lists(item, max_size=3))
         answers = desk.handle(kind(**fields), 0.0)
         assert all(codec.encode(answer) for answer in answers)
-    assert task in [held.task for _, held in ledger.claims()] and all(slot != 0 for slot, _, _ in ledger.commits)
+    assert task in [claim.task for _, claim in ledger.claims()] and all(slot != 0 for slot, _, _ in ledger.commits)
 
 
 def test_an_equal_digest_renews_all_leases_and_another_none(ledger: Ledger) -> None:

@@ -23,46 +23,46 @@ FINAL = ("done", "already", "late")
 
 
 class Worker:
-    """A reward worker as the documentation asks for one. It may be a zombie: an old life that has not seen the new."""
+    """A reward worker by the documentation. It may be a zombie: an old life to which no message of the new has come."""
 
     role = "reward"
 
     def __init__(self, name: str, life: int) -> None:
         self.name, self.life, self.req = name, life, 0
         self.joined = self.replaced = False
-        self.held: dict[str, bool] = {}  # task -> whether its result was made
-        self.told: dict[str, str] = {}
+        self.tasks: dict[str, bool] = {}  # by task: whether its result is ready
+        self.outcomes: dict[str, str] = {}
 
-    def _ask(self, message: g.Remote) -> g.Remote:
+    def ask(self, message: g.Remote) -> g.Remote:
         self.req += 1
         message.sender, message.req = self.name, self.req
         return message
 
-    def speak(self) -> list[g.Remote]:
-        """What it sends in one turn of its timers."""
+    def send_due(self) -> list[g.Remote]:
+        """The messages of a turn of its timers."""
         if self.replaced:
             return []
         if not self.joined:
-            return [self._ask(g.RemoteJoin(life=self.life, role=self.role))]
-        results = self.results([task for task, made in self.held.items() if made])
-        claim = g.RemoteClaim(life=self.life, capacity=CAPACITY, holding=list(self.held))
-        return [self._ask(message) for message in (*results, claim)]
+            return [self.ask(g.RemoteJoin(life=self.life, role=self.role))]
+        results = self.results([task for task, ready in self.tasks.items() if ready])
+        claim = g.RemoteClaim(life=self.life, capacity=CAPACITY, holding=list(self.tasks))
+        return [self.ask(message) for message in (*results, claim)]
 
-    def results(self, made: list[str]) -> list[g.Remote]:
-        return [g.RemoteRewarded(life=self.life, task=task, reward=1.0) for task in made]
+    def results(self, ready: list[str]) -> list[g.Remote]:
+        return [g.RemoteRewarded(life=self.life, task=task, reward=1.0) for task in ready]
 
     def work(self) -> None:
-        self.held = dict.fromkeys(self.held, True)
+        self.tasks = dict.fromkeys(self.tasks, True)
 
-    def hear(self, message: m.Message) -> None:
+    def receive(self, message: m.Message) -> None:
         if message.life != self.life:  # type: ignore[attr-defined]
             return
         if isinstance(message, g.GatewayWelcome):
             self.joined = True
         elif isinstance(message, g.GatewayTasks):
             for task in message.tasks:
-                if task.task not in self.told:
-                    self.held.setdefault(task.task, False)
+                if task.task not in self.outcomes:
+                    self.tasks.setdefault(task.task, False)
         elif isinstance(message, g.GatewaySettled):
             assert not message.refused, message
             for code, tasks in (("done", message.done), ("late", message.late)):
@@ -72,8 +72,8 @@ class Worker:
 
     def _ended(self, code: str, tasks: list[str]) -> None:
         for task in tasks:
-            self.held.pop(task, None)
-            self.told[task] = code
+            self.tasks.pop(task, None)
+            self.outcomes[task] = code
 
     def _answered(self, message: g.GatewayAnswer) -> None:
         if message.code == "unknown":
@@ -91,21 +91,21 @@ class Host(Worker):
     role = "host"
     differs = True
 
-    def speak(self) -> list[g.Remote]:
-        messages = super().speak()
+    def send_due(self) -> list[g.Remote]:
+        messages = super().send_due()
         if self.differs or not self.joined or not messages:
             return messages
-        digest = sum(map(rules.digest_of, self.held)) % rules.DIGESTS
+        digest = sum(map(rules.digest_of, self.tasks)) % rules.DIGESTS
         messages[-1] = msgspec.structs.replace(messages[-1], holding=[], digest=digest)  # type: ignore[type-var]
         return messages
 
-    def hear(self, message: m.Message) -> None:
-        super().hear(message)
+    def receive(self, message: m.Message) -> None:
+        super().receive(message)
         if isinstance(message, g.GatewayTasks) and message.life == self.life:
             self.differs = message.differs
 
-    def results(self, made: list[str]) -> list[g.Remote]:
-        return [batch_of(made, life=self.life, capacity=CAPACITY)] if made else []
+    def results(self, ready: list[str]) -> list[g.Remote]:
+        return [batch_of(ready, life=self.life, capacity=CAPACITY)] if ready else []
 
 
 class Gateway(RuleBasedStateMachine):
@@ -125,8 +125,8 @@ class Gateway(RuleBasedStateMachine):
     # -- what workers do
 
     @rule(which=st.integers(0, 5))
-    def a_worker_speaks(self, which: int) -> None:
-        self.requests += self.workers[which % len(self.workers)].speak()
+    def a_worker_sends(self, which: int) -> None:
+        self.requests += self.workers[which % len(self.workers)].send_due()
 
     @rule(which=st.integers(0, 5))
     def a_worker_works(self, which: int) -> None:
@@ -145,26 +145,26 @@ class Gateway(RuleBasedStateMachine):
     def a_worker_gets_on_undisturbed(self, which: int, copies: bool) -> None:
         """One turn in which nothing is lost; copies of what it sent may come again at any time."""
         worker = self.workers[which % len(self.workers)]
-        for request in worker.speak():
+        for request in worker.send_due():
             if copies:
                 self.requests.append(copy.deepcopy(request))
-            known = len(self.answers)
+            before = len(self.answers)
             self._deliver(request)
-            for _, answer in self.answers[known:]:
-                worker.hear(answer)
-            del self.answers[known:]
+            for _, answer in self.answers[before:]:
+                worker.receive(answer)
+            del self.answers[before:]
         worker.work()
 
     @precondition(lambda self: self.ledger.claims())
     @rule(thief=st.sampled_from(NAMES), data=st.data())
     def a_worker_answers_a_task_that_may_be_anothers(self, thief: str, data: st.DataObject) -> None:
-        index, held = data.draw(st.sampled_from(self.ledger.claims()))
+        index, claim = data.draw(st.sampled_from(self.ledger.claims()))
         if self.ledger.entries[index].name != thief and thief in self.desk.leases.workers:
-            message = g.RemoteRewarded(life=self.desk.leases.workers[thief].life, task=held.task, reward=0.0)
+            message = g.RemoteRewarded(life=self.desk.leases.workers[thief].life, task=claim.task, reward=0.0)
             message.sender = thief
             [answer] = self.desk.handle(message, self.now)
             assert isinstance(answer, g.GatewayAnswer) and answer.code == "not_yours"
-            assert (index, held) in self.ledger.claims()
+            assert (index, claim) in self.ledger.claims()
 
     # -- what the bus does
 
@@ -183,7 +183,7 @@ class Gateway(RuleBasedStateMachine):
         name, message = self.answers[at] if keep else self.answers.pop(at)
         for worker in self.workers:
             if worker.name == name:
-                worker.hear(message)
+                worker.receive(message)
 
     @rule(what=st.integers(0, 3))
     def messages_are_lost(self, what: int) -> None:
@@ -202,11 +202,11 @@ class Gateway(RuleBasedStateMachine):
     @rule(seconds=st.floats(LEASE_S, 1000.0))
     def the_machine_is_suspended(self, seconds: float) -> None:
         before = len(self.ledger.expired)
-        held = len(self.ledger.claims())
+        claims = len(self.ledger.claims())
         ages = [lease.until - self.desk.leases.clock.time for lease in self.desk.leases.by_task.values()]
         self.now += seconds
         self._tick()
-        assert len(self.ledger.expired) - before == sum(age <= 1.0 for age in ages) <= held
+        assert len(self.ledger.expired) - before == sum(age <= 1.0 for age in ages) <= claims
 
     @rule()
     def the_keeper_is_killed(self) -> None:
@@ -217,8 +217,8 @@ class Gateway(RuleBasedStateMachine):
         self.ledger.kill_in_commit = True
 
     def _deliver(self, message: g.Remote) -> None:
-        known = self.desk.leases.workers.get(message.sender)
-        if known is not None and message.life < known.life:
+        worker = self.desk.leases.workers.get(message.sender)
+        if worker is not None and message.life < worker.life:
             before = copy.deepcopy(self.ledger)
             [answer] = self.desk.handle(message, self.now)
             assert isinstance(answer, g.GatewayAnswer) and answer.code == "replaced" and self.ledger == before
@@ -239,7 +239,7 @@ class Gateway(RuleBasedStateMachine):
                         self._check(task, code)
 
     def _check(self, task: str, code: str) -> None:
-        """What a worker is told is true."""
+        """Check that the answer to a worker is true."""
         slot, seq, _ = map(int, task.split("."))
         done = any(commit[:2] == (slot, seq) for commit in self.ledger.commits)
         if code in ("done", "already"):
@@ -247,10 +247,10 @@ class Gateway(RuleBasedStateMachine):
         elif code == "late":
             assert not done
             now = self.ledger.slots[slot]
-            assert not (now.owner and now.seq == seq), "nobody is told late of a claim that is still held"
+            assert not (now.owner and now.seq == seq), "no claim that is still held is late"
 
     def _restart(self) -> None:
-        before = {(held.slot, held.seq) for _, held in self.ledger.claims()}
+        before = {(claim.slot, claim.seq) for _, claim in self.ledger.claims()}
         self.desk = new_desk(self.ledger, self.now)
         self.born = self.now
         after = {(lease.claim.slot, lease.claim.seq) for lease in self.desk.leases.by_task.values()}
@@ -272,9 +272,9 @@ class Gateway(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_leased_to_its_owner(self) -> None:
-        leases = {(one.claim.slot, one.claim.seq): one.worker.name for one in self.desk.leases.by_task.values()}
-        held = {(one.slot, one.seq): self.ledger.entries[index].name for index, one in self.ledger.claims()}
-        assert leases == held
+        leases = {(lease.claim.slot, lease.claim.seq): lease.worker.name for lease in self.desk.leases.by_task.values()}
+        claims = {(claim.slot, claim.seq): self.ledger.entries[index].name for index, claim in self.ledger.claims()}
+        assert leases == claims
 
     def teardown(self) -> None:
         """Once the bus is sound, every sample ends: nothing that happened before can hold it for ever."""
@@ -282,15 +282,15 @@ class Gateway(RuleBasedStateMachine):
         self.requests, self.answers = [], []
         newest = {worker.name: worker for worker in self.workers}
         for worker in self.workers:
-            newest[worker.name] = max(newest[worker.name], worker, key=lambda one: one.life)
+            newest[worker.name] = max(newest[worker.name], worker, key=lambda start: start.life)
         for _ in range(200):
             if all(slot.ended for slot in self.ledger.slots):
                 return
             for worker in newest.values():
                 worker.replaced = False
-                for request in worker.speak():
+                for request in worker.send_due():
                     for answer in self.desk.handle(request, self.now):
-                        worker.hear(answer)
+                        worker.receive(answer)
                 worker.work()
             self.now += 0.5
             self._tick()
@@ -318,21 +318,21 @@ def test_only_a_digest_of_whole_names_finds_a_lost_task(
     def rounds(count: int) -> None:
         nonlocal now
         for _ in range(count):
-            for request in host.speak():
+            for request in host.send_due():
                 for answer in desk.handle(request, now):
-                    host.hear(answer)
+                    host.receive(answer)
             now += 0.5
             desk.tick(now)
 
     rounds(4)
-    [old] = host.held
+    [old] = host.tasks
     while not ledger.expired:
         now += 0.5
         desk.tick(now)
-    desk.handle(host._ask(g.RemoteClaim(life=1, capacity=1)), now)
+    desk.handle(host.ask(g.RemoteClaim(life=1, capacity=1)), now)
     rounds(4 * int(LEASE_S))
-    found = [old] != list(host.held)
-    assert found == (digest is not by_slot), "with the other digest the lease is renewed for ever, and nobody works"
+    is_found = [old] != list(host.tasks)
+    assert is_found == (digest is not by_slot), "with the other digest the lease is renewed for ever, and nobody works"
 
 
 SHORT = settings(max_examples=80, stateful_step_count=60, suppress_health_check=list(HealthCheck))

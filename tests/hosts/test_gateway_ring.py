@@ -45,9 +45,9 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def keeper(folder: Path) -> Iterator[Keeper]:
-    made = Keeper(folder)
-    yield made
-    made.close()
+    keeper = Keeper(folder)
+    yield keeper
+    keeper.close()
 
 
 def dispatch(ring: Ring, uid: int, version: int = 0, step: int = 0) -> None:
@@ -109,7 +109,7 @@ def test_one_bad_answer_of_a_batch_is_refused_by_itself(keeper: Keeper) -> None:
     good, bad = (task.task for task in keeper.claim("gpu-0", capacity=2))
     logprobs = tensor(np.array([-1, -1, -1, -1, 0.5, -1], np.float32))
     [settled] = keeper.ask("gpu-0", batch_of([good, bad], logprobs=logprobs))
-    assert settled.done == [good] and [one.task for one in settled.refused] == [bad]
+    assert settled.done == [good] and [refusal.task for refusal in settled.refused] == [bad]
     assert "a log-probability is at most 0" in settled.refused[0].text
     [settled] = keeper.ask("gpu-0", batch_of([bad], rewards=[float("nan")]))
     assert settled.refused[0].text == "reward = nan: a reward must be finite"
@@ -264,8 +264,8 @@ def test_answers_without_memory_stay_claimed_and_count_when_sent_again() -> None
         pytest.skip(f"no /dev/shm of its own here: {tried.strip()}")
     env = {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
     child = [*command, sys.executable, str(HERE / "on_a_ring.py"), "/dev/shm", "full"]
-    found = subprocess.run(child, env=env, timeout=60, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    ended = subprocess.run(child, env=env, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_an_ended_lease_counts_an_attempt_the_third_reward_is_an_accident(keeper: Keeper) -> None:

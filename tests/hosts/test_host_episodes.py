@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from away import Away
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import batch_of
 from on_a_ring import Keeper
-from test_satellite_claims import Away
 
 from busrl import keys
 from busrl.agents.tree import Trajectory, Tree
 from busrl.data.episodes import TYPES, EpisodeLimits, fault_of
 from busrl.hosts import messages as g
 from busrl.hosts.desk import Refused, tensor
-from busrl.hosts.episodes import Bounds, received, tensors_of
-from busrl.protocol import messages as m
+from busrl.hosts.holdings import tensors_of
+from busrl.hosts.ledgers import EpisodeBounds, received_episode
+from busrl.hosts.satellite import CLAIM_S, UNASKED_S
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_parts, read_text, write_parts
 from busrl.roles.episodes import commit_episode, messages_of, read_episode, write_episode
@@ -30,7 +31,7 @@ from busrl.states import Fate
 from busrl.weights.base import VersionSteps
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-BOUNDS = Bounds(EpisodeLimits(32, 16, 64, 6, 4), 64, 100)
+BOUNDS = EpisodeBounds(EpisodeLimits(32, 16, 64, 6, 4), 64, 100)
 MESSAGES = b'[[{"role": "user"}],[]]'
 
 
@@ -42,18 +43,18 @@ def played() -> Trajectory:
     fork = tree.answer(tree.ask(None, [4], 4, None, None, False), [2], [-0.25], [1], 2, {}, "fork", step=4)
     first.delivered = last.delivered = fork.delivered = True
     first.reward = -0.25
-    made = tree.trajectory()
-    assert made is not None and len(made.seqs) == 2
-    return made
+    trajectory = tree.trajectory()
+    assert trajectory is not None and len(trajectory.seqs) == 2
+    return trajectory
 
 
 def play(ring: Ring) -> int:
-    """What an agent does with the best queued slot, and commits the reward as its process would; its uid."""
+    """Play the best queued slot as an agent does, and commit the reward as its process would; the uid."""
     [(slot, word)] = ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
-    made = played()
-    write_episode(ring, slot, word, made, made.text, {"length": 1.5, "odd": -0.5}, MESSAGES, (9, 4, 0, 0, 0))
+    episode = played()
+    write_episode(ring, slot, word, episode, episode.text, {"length": 1.5, "odd": -0.5}, MESSAGES, (9, 4, 0, 0, 0))
     write_parts(ring, slot, word, {"length": 1.5})
-    assert commit_episode(ring, slot, word, made, made.step) is not None
+    assert commit_episode(ring, slot, word, episode, episode.step) is not None
     [(slot, word)] = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=1)
     ring.commit_rewards([(slot, word)], [0.75])
     return int(ring.line(slot)["uid"])
@@ -61,49 +62,50 @@ def play(ring: Ring) -> int:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="busrl.test.", dir="/dev/shm"))
-    yield made
-    shutil.rmtree(made)
+    folder = Path(tempfile.mkdtemp(prefix="busrl.test.", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
 def keeper(folder: Path) -> Iterator[Keeper]:
     ring = Ring.create(str(folder / "ring"), slots=8, slot_bytes=4096, processes=8, uuid=bytes(16))
-    made = Keeper(folder, BOUNDS)
-    made.ring.set_header("version_step", 4)
-    made.ring.set_header("version", 1)
-    made.ledger.steps = VersionSteps()
-    made.ledger.note_version()
+    keeper = Keeper(folder, BOUNDS)
+    keeper.ring.set_header("version_step", 4)
+    keeper.ring.set_header("version", 1)
+    keeper.ledger.steps = VersionSteps()
+    keeper.ledger.note_version()
     for uid in range(3):
-        assert made.ring.dispatch(
+        assert keeper.ring.dispatch(
             uid=uid, group=0, admission=0, member=uid, group_size=3, cls=0, task=b'{"prompt": "1"}', prompt_crc=uid,
             max_new_tokens=8, temperature=1.0, version=1, step=4,
         )
-    yield made
-    made.close()
+    yield keeper
+    keeper.close()
     ring.close()
 
 
 @pytest.fixture
 def away(folder: Path, keeper: Keeper, tmp_path: Path) -> Iterator[Callable[..., Away]]:
-    """Satellites of a host with agents ("agents") or a server ("serve")."""
+    """Hosts with agents ("agents") or a server ("serve")."""
     keys.init(tmp_path / "keys")
-    made: list[Away] = []
+    hosts: list[Away] = []
 
     def make(kind: str) -> Away:
         role = {"agents": "agent"}.get(kind, kind)
-        made.append(Away(
+        host = Away.of(
             folder, keeper, CONFIGS / f"{kind}.toml", "gpu-0", 'bus.endpoint="tcp://127.0.0.1:5600"',
             f'bus.keys="{tmp_path}/keys"', 'process.rollout.hosts=["gpu-0"]', f'process.{role}.hosts=["gpu-0"]',
             "agents.episodes=4",
-        ))
-        made[-1].ring.set_header("version_step", 4)
-        made[-1].ring.set_header("version", 1)
-        return made[-1]
+        )
+        hosts.append(host)
+        host.ring.set_header("version_step", 4)
+        host.ring.set_header("version", 1)
+        return host
 
     yield make
-    for one in made:
-        one.ring.close()
+    for host in hosts:
+        host.close()
 
 
 def test_an_episode_is_the_same_at_home_as_on_its_host(
@@ -114,11 +116,11 @@ def test_an_episode_is_the_same_at_home_as_on_its_host(
     uids = {play(host.ring), play(host.ring)}
     slots = host.ring.lines()["state"].nonzero()[0].tolist()
     there = {int(host.ring.line(slot)["uid"]): tensors_of(host.ring, slot) for slot in slots}
-    assert host._collect() == 2 and not host.tasks.held
+    assert host.exchange.collect() == 2 and not host.tasks.held
     lines = keeper.ring.lines()
-    found = {int(lines["uid"][slot]): slot for slot in range(3) if lines["state"][slot] == State.REWARDED}
-    assert found.keys() == there.keys() == uids
-    for uid, slot in found.items():
+    at_home = {int(lines["uid"][slot]): slot for slot in range(3) if lines["state"][slot] == State.REWARDED}
+    assert at_home.keys() == there.keys() == uids
+    for uid, slot in at_home.items():
         assert tensors_of(keeper.ring, slot) == there[uid] and len(there[uid]) == len(TYPES)
         episode, line = read_episode(keeper.ring, slot), keeper.ring.line(slot)
         assert episode is not None and episode.logged()["seqs"] == [6, 2]
@@ -139,7 +141,7 @@ def test_an_episode_without_an_end_has_the_same_fate_at_home(
         [(slot, word)] = host.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
         ended[int(host.ring.line(slot)["uid"])] = fate
         host.ring.drop(slot, word, fate)
-    assert host._report_dropped() == 3
+    assert host.exchange.report_dropped() == 3
     assert {uid: Fate(keeper.fates[0].get(uid)) for uid in ended} == ended
 
 
@@ -148,8 +150,8 @@ def test_a_sample_that_was_begun_before_is_played_beside_others(away: Callable[.
     for _ in range(3):
         assert host.claim(3) == 3
         assert len(keeper.pass_lease()) == 3
-        host._send_due()
-        host._report_dropped()
+        host.beat()
+        host.exchange.report_dropped()
     assert keeper.ring.lines()["attempt"][:3].min() == 3
     assert host.claim(3) == 3, "none of them has to be alone"
 
@@ -158,44 +160,49 @@ def test_what_no_client_asks_for_any_more_goes_back_to_home(
     away: Callable[..., Away], keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = away("serve")
+    host.exchange.return_unasked()  # clients ask for all that is here
     assert host.claim(3) == 3
     [(slot, word)] = host.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
-    host.handle(m.TaskRequest(worker_id="serve/0", capacity=3, rows=2))
-    host.wanted = 2  # one that is played, and one that a client waits for
-    host._let_go_of_unasked(host._asked_at + 1.0)
-    assert host._report_dropped() == 0, "clients come and go"
-    host._let_go_of_unasked(host._asked_at + 60.0)
-    assert host._report_dropped() == 1
+    host.exchange.note_rows("serve/0", 2)
+    host.exchange.wanted = 2  # one that is played, and one that a client waits for
+    host.now += 1.0
+    host.exchange.return_unasked()
+    assert host.exchange.report_dropped() == 0, "clients come and go"
+    host.now += UNASKED_S
+    host.exchange.return_unasked()
+    assert host.exchange.report_dropped() == 1
     assert keeper.ring.stats().occupancy == {**keeper.ring.stats().occupancy, "GENERATING": 2, "QUEUED": 1}
     assert int(keeper.ring.lines()["attempt"][:3].max()) == 1 and host.ring.stats().occupancy["QUEUED"] == 1
     host.ring.release(slot, word, State.QUEUED)
 
 
-@pytest.mark.parametrize("kind, held", [("serve", 1), ("agents", 3)])
+@pytest.mark.parametrize("kind, count", [("serve", 1), ("agents", 3)])
 def test_a_server_fetches_what_clients_ask_for_an_agent_some_ahead(
-    kind: str, held: int, away: Callable[..., Away], keeper: Keeper, folder: Path
+    kind: str, count: int, away: Callable[..., Away], keeper: Keeper, folder: Path
 ) -> None:
     host, relay = away(kind), Ring.attach(str(folder / "away"))
     relay.register("relay", "relay")
     relay.set_ready()
-    host._next_claim = 1e18
-    host.handle(m.TaskRequest(worker_id=f"{kind}/0", capacity=4, rows=1))
-    assert (host._next_claim == 0.0) == (kind == "serve"), "who waits is heard at once"
-    host._next_claim = 0.0
-    host._send_due()
-    host._dispatch()
+    host.exchange.send_due()
+    host.exchange.note_rows(f"{kind}/0", 1)
+    host.wire.requests.clear()
+    host.exchange.send_due()
+    assert len(host.wire.requests) == (1 if kind == "serve" else 0), "a client that waits makes the host ask at once"
+    host.now += CLAIM_S
+    host.exchange.send_due()
+    host.exchange.dispatch()
     relay.close()
-    assert len(host.tasks.held) == len(keeper.desk.leases.by_task) == held
+    assert len(host.tasks.held) == len(keeper.desk.leases.by_task) == count
 
 
 # -- hostile bytes --------------------------------------------------------------------------------------------------
 
 
 def sound() -> dict[str, np.ndarray[Any, Any]]:
-    made = played()
+    episode = played()
     return {
-        "ids": made.ids, "seqs": made.seqs, "turns": made.turns, "logprobs": made.logprobs, "versions": made.versions,
-        "turn_rewards": np.array(made.turn_rewards), "reward": np.array([1.0, 1.0]),
+        "ids": episode.ids, "seqs": episode.seqs, "turns": episode.turns, "logprobs": episode.logprobs,
+        "versions": episode.versions, "turn_rewards": np.array(episode.turn_rewards), "reward": np.array([1.0, 1.0]),
         "messages": np.frombuffer(MESSAGES, np.uint8), "context": np.arange(5, dtype=np.uint64),
     }
 
@@ -206,9 +213,10 @@ def changed(name: str, place: Any, value: Any) -> dict[str, g.Tensor]:
     return {key: tensor(array) for key, array in arrays.items()}
 
 
-def with_(**given: g.Tensor | None) -> dict[str, g.Tensor]:
-    made = {**{key: tensor(array) for key, array in sound().items()}, **given}
-    return {key: one for key, one in made.items() if one is not None}
+def with_(**tensors: g.Tensor | None) -> dict[str, g.Tensor]:
+    """A sound episode with other tensors in place of its own; None: without."""
+    episode = {**{key: tensor(array) for key, array in sound().items()}, **tensors}
+    return {key: piece for key, piece in episode.items() if piece is not None}
 
 
 HOSTILE = [
@@ -253,12 +261,12 @@ def test_a_hostile_episode_costs_itself_and_no_other_of_its_message(keeper: Keep
         message = batch_of(tasks, **{"lengths": none, "prompt_lengths": none, **nothing, "episodes": episodes, **more})
         return keeper.ask("gpu-0", message)[0]
 
-    for episode, said in HOSTILE:
+    for episode, reason in HOSTILE:
         settled = send([bad], [episode], rewards=[1.0])
-        assert [one.task for one in settled.refused] == [bad] and said in settled.refused[0].text, settled
+        assert [refusal.task for refusal in settled.refused] == [bad] and reason in settled.refused[0].text, settled
         assert settled.refused[0].code == "refused"
     settled = send([bad, good], [changed("ids", 0, 100), with_()], rewards=[1.0, 1.0])
-    assert settled.done == [good] and [one.task for one in settled.refused] == [bad]
+    assert settled.done == [good] and [refusal.task for refusal in settled.refused] == [bad]
     assert send([good], [with_()]).done == [good], "a copy counts once"
     [settled] = keeper.ask("gpu-0", batch_of([bad]))
     assert "the samples of this run are episodes" in settled.refused[0].text  # type: ignore[attr-defined]
@@ -283,7 +291,7 @@ def test_whatever_a_host_sends_is_a_sound_episode_or_refused(data: st.DataObject
         else:
             arrays[name] = arrays[name][: data.draw(st.integers(0, len(arrays[name])))].copy()
     try:
-        episode, _ = received({key: tensor(array) for key, array in arrays.items()}, BOUNDS, 1)
+        episode, _ = received_episode({key: tensor(array) for key, array in arrays.items()}, BOUNDS, 1)
     except Refused:
         return
     assert not fault_of(episode) and episode.ids.max() < 100 and episode.versions.max() <= 1

@@ -5,70 +5,21 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from away import QUICKSTART, Away
 from on_a_ring import Keeper
 
 from busrl.hosts import messages as g
 from busrl.hosts.desk import NoMemory
-from busrl.hosts.holdings import AnswerReader
-from busrl.hosts.satellite import NAME_AFTER, RESEND_S, Satellite
-from busrl.paths import RunPaths
+from busrl.hosts.satellite import RESEND_S
 from busrl.preflight.load import load
 from busrl.protocol import messages as m
-from busrl.ring import Fates, Ring, State
+from busrl.ring import Ring, State
 from busrl.roles.answers import read_parts, write_parts, write_segment, write_text
 from busrl.states import Fate, HeaderWord
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
-ROWS = 4
-
-
-class Away(Satellite):
-    """A satellite on a ring of its own, whose messages reach the keeper at once and are answered at once."""
-
-    def __init__(self, folder: Path, keeper: Keeper, config: Path = QUICKSTART, here: str = "", *more: str) -> None:
-        self.keeper, self.answers, self.asked = keeper, list[m.Message](), list[g.Remote]()
-        self.topology = replace(load(config, [f"generation.max_batch={ROWS}", "groups.size=2", *more]), here=here)
-        self.ring = Ring.create(str(folder / "away"), slots=16, slot_bytes=4096, processes=8, uuid=bytes(16))
-        self.ring.register("satellite", "satellite")
-        self.fates, self.validate_fates = (
-            Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("away.f", "away.v")
-        )
-        self.ring.bind_fates(self.fates, self.validate_fates)
-        self.source = SimpleNamespace(life=1, name="gpu-0")  # type: ignore[assignment]
-        self.home = SimpleNamespace(heartbeat=lambda *said: None, send=lambda message: None)  # type: ignore[assignment]
-        self.paths = RunPaths.of(folder)
-        self.begin()
-        self.joined, self.request = True, 0
-        self.reader = AnswerReader(self.ring, self.reader.plays, judges=self.reader.plays)
-        keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
-
-    def claim(self, wanted: int) -> int:
-        """Claim as `_claim` does, but for so many; how many slots are queued here then."""
-        living = self.tasks.names()
-        self._ask(g.RemoteClaim(life=1, capacity=len(living) + wanted, holding=living))
-        self._dispatch()
-        return self.ring.stats().occupancy["QUEUED"]
-
-    def beat(self) -> None:
-        """As many rounds of its timers as it takes to be sure of what home has."""
-        for _ in range(NAME_AFTER + 1):
-            self._next_presence = self._next_claim = 0.0
-            self._send_due()
-
-    def _ask(self, message: g.Remote) -> None:
-        self.asked.append(message)
-        self.request += 1
-        message.req = self.request
-        for answer in self.keeper.ask("gpu-0", message):
-            self.answers.append(answer)
-            answer.life = 1  # type: ignore[attr-defined]
-            self._from_home(answer)
 
 
 def generate(ring: Ring, segments: int = 1) -> int:
@@ -90,8 +41,14 @@ def no_memory(*args: object) -> None:
 
 
 @pytest.fixture
-def away() -> Iterator[Away]:
+def folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="busrl.test.", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def keeper(folder: Path) -> Iterator[Keeper]:
     ring = Ring.create(str(folder / "ring"), slots=8, slot_bytes=4096, processes=8, uuid=bytes(16))
     keeper = Keeper(folder)
     for uid in range(6):
@@ -99,20 +56,24 @@ def away() -> Iterator[Away]:
             uid=uid, group=0, admission=0, member=uid, group_size=6, cls=0, task=b'{"prompt": "1"}', prompt_crc=uid,
             max_new_tokens=8, temperature=1.0, version=0, step=0,
         )
-    made = Away(folder, keeper)
-    yield made
-    made.ring.close()
+    yield keeper
     keeper.close()
     ring.close()
-    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def away(folder: Path, keeper: Keeper) -> Iterator[Away]:
+    host = Away.of(folder, keeper)
+    yield host
+    host.close()
 
 
 def test_tasks_whose_lease_has_ended_leave_the_queue_of_the_host(away: Away) -> None:
     assert away.claim(3) == 3
     assert len(away.keeper.pass_lease()) == 3
     away.beat()
-    assert away.ring.stats().occupancy["QUEUED"] == 0
-    away._report_dropped()
+    assert away.queued() == 0
+    away.exchange.report_dropped()
     assert not away.tasks.held and away.claim(2) == 2
     assert len(away.keeper.desk.leases.by_task) == 2, "home counts what is alive, and gives no more than is asked for"
 
@@ -123,7 +84,7 @@ def test_a_task_waits_until_the_host_knows_its_version(away: Away) -> None:
     assert away.claim(2) == 0 and len(away.tasks.waiting) == 2
     away.ring.set_header(HeaderWord.VERSION_STEP, 1)  # as the relay does
     away.ring.set_header(HeaderWord.VERSION, 7)
-    away._dispatch()
+    away.exchange.dispatch()
     lines = away.ring.lines()
     queued = lines[lines["state"] == State.QUEUED]
     assert queued["version"].tolist() == [7, 7] and queued["step"].tolist() == [1, 1] and not away.tasks.waiting
@@ -134,35 +95,36 @@ def test_a_lost_task_in_an_engine_takes_no_room_of_claims(away: Away) -> None:
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     away.keeper.pass_lease()
     away.beat()
-    assert [one.lost for one in away.tasks.held.values()].count(True) == 1 + 1
-    away._report_dropped()
+    assert [task.lost for task in away.tasks.held.values()].count(True) == 1 + 1
+    away.exchange.report_dropped()
     assert away.claim(3) == 2
     assert len(away.keeper.desk.leases.by_task) == 3, "the third is the sample that the engine still has"
     away.ring.drop(slot, word, Fate.OLD)
-    away._report_dropped()
-    away._dispatch()
-    assert len(away.tasks.held) == 3 and away.ring.stats().occupancy["QUEUED"] == 3
+    away.exchange.report_dropped()
+    away.exchange.dispatch()
+    assert len(away.tasks.held) == 3 and away.queued() == 3
 
 
 def test_equal_digests_keep_leases_without_names(away: Away) -> None:
     assert away.claim(3) == 3
     away.beat()
-    away.asked.clear()
+    away.wire.requests.clear()
     for _ in range(30):
         away.keeper.now += 1.0
         assert away.keeper.desk.tick(away.keeper.now) == []
         away.beat()
-    assert {type(one) for one in away.asked} == {g.RemoteClaim}
-    assert all(one.digest is not None and not one.holding for one in away.asked)  # type: ignore[attr-defined]
+    claims = [request for request in away.wire.requests if isinstance(request, g.RemoteClaim)]
+    assert len(claims) == len(away.wire.requests)
+    assert all(claim.digest is not None and not claim.holding for claim in claims)
 
 
 def test_a_task_lost_on_its_way_is_sent_again(away: Away) -> None:
+    with away.wire.losing_replies():
+        assert away.claim(2) == 0
+    assert len(away.keeper.desk.leases.by_task) == 2
     away.beat()
-    assert len(away.keeper.claim("gpu-0", capacity=2, req=1 << 40)) == 2, "the bus loses this answer"
-    away.request = 1 << 40
-    away.beat()
-    away._dispatch()
-    assert len(away.tasks.held) == 2 and away.ring.stats().occupancy["QUEUED"] == 2
+    away.exchange.dispatch()
+    assert len(away.tasks.held) == 2 and away.queued() == 2
 
 
 def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
@@ -170,41 +132,37 @@ def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
     assert away.claim(2) == 2
     generate(away.ring)
     commit, away.keeper.ledger.commit_answer = away.keeper.ledger.commit_answer, no_memory  # type: ignore[method-assign]
-    assert away._collect() == 1 and len(away.tasks.held) == 2
+    assert away.exchange.collect() == 1 and len(away.tasks.held) == 2
     for _ in range(30):
         away.keeper.now += 1.0
         assert away.keeper.desk.tick(away.keeper.now) == []
         away.beat()
     away.keeper.ledger.commit_answer = commit  # type: ignore[method-assign]
-    away._send([one for one in away.tasks.held.values() if one.ended])
+    away.beat()
     assert len(away.tasks.held) == 1 and away.keeper.ring.stats().occupancy["GENERATED"] == 1
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["digests alone", "all claims named"])
-def test_a_sample_claimed_again_is_drawn_again(
-    away: Away, named: bool
-) -> None:
+@pytest.mark.parametrize("by_name", [False, True], ids=["digests alone", "all claims named"])
+def test_a_sample_claimed_again_is_drawn_again(away: Away, by_name: bool) -> None:
     """Home's claims end while a cable is out. Both digests are then the same, without the answers that wait here."""
     assert away.claim(2) == 2
     uids = {generate(away.ring), generate(away.ring)}
-    lose, away._ask = away._ask, lambda message: None  # type: ignore[method-assign]
-    assert away._collect() == 2
-    away._ask = lose  # type: ignore[method-assign]
+    with away.wire.losing_requests():
+        assert away.exchange.collect() == 2
     assert len(away.keeper.pass_lease()) == 2
-    if named:
-        away._name_all()
+    if by_name:
+        away.exchange.name_all()
         assert not away.tasks.held, "home has given them up: nothing here keeps their slots"
-    for one in away.tasks.held.values():
-        one.sent_at -= 2 * RESEND_S
-    assert away.claim(6) == (6 if named else 4), "a uid that is still here waits"
-    away.differing = 0
+    away.now += 2 * RESEND_S
+    assert away.claim(6) == (6 if by_name else 4), "a uid that is still here waits"
     away.beat()
-    away._dispatch()
+    away.exchange.dispatch()
     stats = away.ring.stats().occupancy
     assert (stats["QUEUED"], stats["TRAINING"]) == (6, 0)
-    assert uids <= {one.uid for one in away.tasks.held.values()} and not away.tasks.waiting
-    again, away.rung = {generate(away.ring) for _ in range(6)}, True
-    assert away._collect() == 6 and uids <= again and not away.tasks.held
+    assert uids <= {task.uid for task in away.tasks.held.values()} and not away.tasks.waiting
+    again = {generate(away.ring) for _ in range(6)}
+    away.exchange.note_answer()
+    assert away.exchange.collect() == 6 and uids <= again and not away.tasks.held
     assert away.keeper.ring.stats().occupancy["GENERATED"] == 6
 
 
@@ -212,43 +170,45 @@ def test_a_sample_that_is_given_up_here_is_reported_once(away: Away) -> None:
     assert away.claim(1) == 1
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     away.ring.drop(slot, word, Fate.MALFORMED)
-    assert away._report_dropped() == 1
+    away.wire.replies.clear()
+    assert away.exchange.report_dropped() == 1
     assert not away.tasks.held and len(away.tasks.over) == 1
-    assert away._report_dropped() == 0
-    assert [getattr(one, "code", "") for one in away.answers].count("done") == 1
+    assert away.exchange.report_dropped() == 0
+    assert [getattr(reply, "code", "") for reply in away.wire.replies] == ["done"]
 
 
 def test_answers_go_home_together_in_a_message_that_claims_as_many_more(away: Away) -> None:
     assert away.claim(2) == 2
-    away.wanted = 3
+    away.exchange.wanted = 3
     generate(away.ring), generate(away.ring, segments=2)
-    assert away._collect() == 2
-    batches = [one for one in away.answers if isinstance(one, g.GatewaySettled)]
+    assert away.exchange.collect() == 2
+    batches = [reply for reply in away.wire.replies if isinstance(reply, g.GatewaySettled)]
     assert len(batches) == 1 and len(batches[0].done) == 2
     stats = away.keeper.ring.stats().occupancy
     assert (stats["GENERATED"], stats["GENERATING"], len(away.tasks.held)) == (2, 3, 3)
     lengths = [len(away.keeper.ring.get(slot, "tokens", 0)) for slot in (0, 1)]
     assert sorted(lengths) == [3, 6], "segments of this host are one at home"
-    away._dispatch()
+    away.exchange.dispatch()
     assert away.ring.stats().occupancy == {**away.ring.stats().occupancy, "QUEUED": 3, "TRAINING": 0}
 
 
-def test_a_host_with_rewards_sends_judged_answers_and_their_parts(away: Away) -> None:
-    away.reader = AnswerReader(away.ring, plays=False, judges=True)
+def test_a_host_with_rewards_sends_judged_answers_and_their_parts(folder: Path, keeper: Keeper) -> None:
+    away = Away(folder, keeper, load(QUICKSTART), judges=True)
     assert away.claim(2) == 2
     first, second = generate(away.ring), generate(away.ring)
-    assert away._collect() == 0, "nobody has judged them"
-    [one, other] = away.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=2)
-    write_parts(away.ring, *one, {"half": 0.25})
-    away.ring.commit_rewards([one], [0.5])
-    away.ring.drop(*other, Fate.REWARD_RAISED)
-    away.rung = True
-    assert away._collect() == 1 and away._report_dropped() == 1 and not away.tasks.held
-    line = away.keeper.ring.line(0)
+    assert away.exchange.collect() == 0, "nobody has judged them"
+    judged, hopeless = away.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=2)
+    write_parts(away.ring, *judged, {"half": 0.25})
+    away.ring.commit_rewards([judged], [0.5])
+    away.ring.drop(*hopeless, Fate.REWARD_RAISED)
+    away.exchange.note_answer()
+    assert away.exchange.collect() == 1 and away.exchange.report_dropped() == 1 and not away.tasks.held
+    line = keeper.ring.line(0)
     assert line["state"] == State.REWARDED and line["reward"] == 0.5
-    assert read_parts(away.keeper.ring, 0) == {"half": 0.25}
+    assert read_parts(keeper.ring, 0) == {"half": 0.25}
     assert {int(line["uid"]), second} == {first, second}
-    assert away.keeper.fates[0].get(second) == Fate.REWARD_RAISED
+    assert keeper.fates[0].get(second) == Fate.REWARD_RAISED
+    away.close()
 
 
 def test_a_dropped_sample_is_reported_though_its_slot_is_taken(away: Away) -> None:
@@ -258,16 +218,28 @@ def test_a_dropped_sample_is_reported_though_its_slot_is_taken(away: Away) -> No
     away.ring.drop(slot, word, Fate.MALFORMED)
     away.claim(1)
     away.claim(1)
-    assert away._report_dropped() <= 1 and away.keeper.fates[0].get(uid) == Fate.MALFORMED
-    assert uid not in {one.uid for one in away.tasks.held.values()}
+    assert away.exchange.report_dropped() <= 1 and away.keeper.fates[0].get(uid) == Fate.MALFORMED
+    assert uid not in {task.uid for task in away.tasks.held.values()}
 
 
 def test_an_unreadable_answer_is_handed_back_alone(away: Away) -> None:
-    away.warn = lambda *said, **more: None  # type: ignore[method-assign]
     assert away.claim(2) == 2
     generate(away.ring)
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     assert away.ring.commit_segment(slot, word, True), "it has no tensors"
-    assert away._collect() == 2 and not away.tasks.held
+    assert away.exchange.collect() == 2 and not away.tasks.held
+    assert len(away.problems) == 1 and "cannot be read" in away.problems[0]
     stats = away.keeper.ring.stats().occupancy
     assert (stats["GENERATED"], stats["QUEUED"]) == (1, 5)
+
+
+def test_a_host_whose_name_a_later_start_has_taken_is_replaced(away: Away) -> None:
+    away.keeper.ask("gpu-0", g.RemoteJoin(life=2, role="host"))
+    away.beat()
+    assert "replaced" in away.problems
+
+
+def test_messages_to_an_earlier_start_of_the_host_change_nothing(away: Away) -> None:
+    away.exchange.receive(g.GatewayTasks(life=7, tasks=[g.Task("0.1.5", 0, 1, 5, "{}")]))
+    away.exchange.receive(m.Goodbye(reason="of no life"))
+    assert not away.tasks.held and not away.problems

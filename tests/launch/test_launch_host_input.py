@@ -9,7 +9,7 @@ import pytest
 
 from busrl import keys
 from busrl.errors import UserError
-from busrl.hosts.invitation import Invitation
+from busrl.hosts.membership import Invitation
 from busrl.hosts.joining import from_input
 
 

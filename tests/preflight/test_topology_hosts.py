@@ -9,7 +9,7 @@ import pytest
 
 from busrl import keys
 from busrl.errors import TopologyError
-from busrl.hosts.invitation import ahead_of, of_host
+from busrl.hosts.membership import ahead_of, of_host
 from busrl.preflight import explain
 from busrl.preflight.load import load, materialise
 from busrl.topology import Topology

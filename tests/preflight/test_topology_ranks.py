@@ -11,7 +11,7 @@ import torch
 
 from busrl import keys
 from busrl.errors import UserError
-from busrl.hosts.invitation import of_host
+from busrl.hosts.membership import of_host
 from busrl.paths import RunPaths
 from busrl.preflight import machine
 from busrl.preflight.explain import report

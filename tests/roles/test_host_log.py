@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.hosts.roster import Roster, write
+from busrl.hosts.membership import Roster, write_lines
 from busrl.hosts.satellite import HostErrors
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
@@ -46,7 +46,7 @@ def test_lines_of_joining_and_going_alternate(looks: list[tuple[int, float] | No
 
 def test_news_of_hosts_are_lines_of_a_file(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
-    write(paths, Roster(["a"]).changes({"a": (7, 0.0, 0)}))
+    write_lines(paths, Roster(["a"]).changes({"a": (7, 0.0, 0)}))
     [line] = paths.hosts.read_text().splitlines()
     assert json.loads(line) | {"time": 0} == {"time": 0, "host": "a", "event": "joined", "life": 7, "holds": 0}
 

@@ -17,7 +17,7 @@ import busrl
 from busrl.bus.security import relay_endpoint
 from busrl.errors import WeightsTimeout
 from busrl.hosts import questions as q
-from busrl.hosts.invitation import HostSource
+from busrl.hosts.membership import HostSource
 from busrl.hosts.link import Asking
 from busrl.status.reader import RunReader
 from busrl.status.words import host_lines, hosts

@@ -1,4 +1,4 @@
-"""One place knows the kinds of devices: what it chooses, what it says of one that is missing, what processes see."""
+"""The kinds of devices in one place: its choice, its errors where one is missing, what processes see."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ without_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA devi
 
 def test_no_other_module_names_a_kind_of_accelerator() -> None:
     for path in sorted(ROOT.rglob("*.py")):
-        if path.name == "device.py" and path.parent == ROOT:
+        if path == ROOT / "system" / "device.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             attribute = isinstance(node, ast.Attribute) and node.attr in ("cuda", "npu")
-            named = attribute and ast.unparse(node) in ("torch.cuda", "torch.npu")
+            is_kind = attribute and ast.unparse(node) in ("torch.cuda", "torch.npu")
             imported = isinstance(node, (ast.Import, ast.ImportFrom)) and any(
                 name in ast.unparse(node) for name in ("torch.cuda", "torch_npu", "torch.npu")
             )
-            assert not named and not imported, f"{path}:{node.lineno}: {ast.unparse(node)}; use busrl.system.device"
+            assert not is_kind and not imported, f"{path}:{node.lineno}: {ast.unparse(node)}; use busrl.system.device"
 
 
 @without_cuda
@@ -90,16 +90,16 @@ def test_a_process_sees_the_devices_that_its_entry_deals_to_it(tmp_path: Path) -
     assert device.visible("cpu", "0") == device.visible("cuda", "") == {}
     assert device.visible("auto", "0") == {"CUDA_VISIBLE_DEVICES": "0", "ASCEND_RT_VISIBLE_DEVICES": "0"}
     process = ProcessName("rollout/1", "rollout", 1, spec, 1)
-    found = environment_of(process, RunPaths.of(tmp_path), device.visible("cuda", process.devices))
-    assert found["CUDA_VISIBLE_DEVICES"] == "1,2"
+    variables = environment_of(process, RunPaths.of(tmp_path), device.visible("cuda", process.devices))
+    assert variables["CUDA_VISIBLE_DEVICES"] == "1,2"
 
 
 def test_hccl_is_given_free_ports_unless_it_was_told_which() -> None:
     """Its default is one port for all processes of an NPU."""
     auto = {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
     assert device.environment("npu", "3", {}) == {**auto, "ASCEND_RT_VISIBLE_DEVICES": "3"}
-    told = {"HCCL_NPU_SOCKET_PORT_RANGE": "61000-61015"}
-    assert "HCCL_NPU_SOCKET_PORT_RANGE" not in device.environment("npu", "", told)
+    present = {"HCCL_NPU_SOCKET_PORT_RANGE": "61000-61015"}
+    assert "HCCL_NPU_SOCKET_PORT_RANGE" not in device.environment("npu", "", present)
     assert device.environment("cuda", "", {}) == {} == device.environment("cpu", "0", {})
 
 
@@ -125,17 +125,17 @@ def test_learner_and_engine_name_the_device_that_is_not_there(tmp_path: Path) ->
 def test_an_accelerator_stopwatch_waits_only_when_the_time_is_requested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[str] = []
+    calls: list[str] = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            told.append("record")
+            calls.append("record")
 
         def synchronize(self) -> None:
-            told.append("wait")
+            calls.append("wait")
 
         def elapsed_time(self, other: Event) -> float:
             return 1500.0  # milliseconds
@@ -143,7 +143,7 @@ def test_an_accelerator_stopwatch_waits_only_when_the_time_is_requested(
     monkeypatch.setattr(device, "_module", lambda where: SimpleNamespace(Event=Event))
     watch = device.Stopwatch(torch.device("cuda", 0))
     begun, ended = watch.mark(), watch.mark()
-    assert told == ["record", "record"]
-    assert watch.seconds(begun, ended) == 1.5 and told[-1] == "wait"
+    assert calls == ["record", "record"]
+    assert watch.seconds(begun, ended) == 1.5 and calls[-1] == "wait"
     plain = device.Stopwatch(torch.device("cpu"))
     assert plain.seconds(plain.mark(), plain.mark()) >= 0.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from busrl.errors import WeightsRefused
 from busrl.hosts.folders import FolderCopy, FolderSnapshot
-from busrl.hosts.versions import Pieces, SegmentCopy, Snapshot, Taken
+from busrl.hosts.versions import CopiedVersion, Pieces, SegmentCopy, Snapshot
 from busrl.weights.folders import DRAFT, FolderReceiver, FolderSender, versions
 from busrl.weights.shm import LOGGED, ShmReceiver, ShmSender, attach_segment
 
@@ -23,13 +23,13 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((7, 9), value), "b": torch.full((5,), -value, dtype=torch.bfloat16)}
 
 
-def pieces(source: Snapshot, version: Taken) -> list[tuple[int, memoryview]]:
+def pieces(source: Snapshot, version: CopiedVersion) -> list[tuple[int, memoryview]]:
     starts = range(0, len(version.data), PIECE)
     parts = [(at, source.piece(version.digest, at, min(PIECE, len(version.data) - at))) for at in starts]
     return [(at, data) for at, data in parts if data is not None]
 
 
-def begun(copy: SegmentCopy | FolderCopy, version: Taken) -> Pieces:
+def begun(copy: SegmentCopy | FolderCopy, version: CopiedVersion) -> Pieces:
     parts = Pieces(len(version.data), PIECE, version.digests)
     copy.begin(version.version, version.step, version.checksum, version.manifest, version.digest, parts)
     return parts
@@ -187,7 +187,7 @@ def sent(root: Path) -> FolderSender:
 
 def test_engines_on_the_other_host_take_the_folders_that_the_learner_wrote(tmp_path: Path) -> None:
     sender, source = sent(tmp_path / "home"), FolderSnapshot(tmp_path / "home", PIECE)
-    copy, engine = FolderCopy(tmp_path / "away", kept=2), FolderReceiver(tmp_path / "away", "rollout/0", kind="folder")
+    copy, engine = FolderCopy(tmp_path / "away", count=2), FolderReceiver(tmp_path / "away", "rollout/0", kind="folder")
     assert source.take() is None and copy.newest() == -1
     for version in (1, 2, 5):
         sender.publish(version, version + 1, {})
