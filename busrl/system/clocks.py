@@ -1,7 +1,7 @@
-"""Clocks and counts for whoever watches other processes: the time that counts against them, and what each did.
+"""Clocks and counts for a process that watches others: the time that counts against these, and their events.
 
 Used by the keeper's gateway for its workers, by launch for its children and for errors from outside, and by the learner
-for the time of its trigger. Talks to nothing: it is given the time. Knows nothing of claims, messages or processes.
+for the time of its trigger. Pure: callers pass the time. Knows nothing of claims, messages or processes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ MOST_NAMES, OTHERS = 256, "(others)"
 
 
 class FairClock:
-    """Time that may count against other processes: at most two ticks between two looks, since for the rest of the time
-    the looking process was late itself. `time`: their sum."""
+    """Time that may count against other processes: at most two ticks between two looks. For the rest of the time the
+    watching process was late itself. `time`: the sum."""
 
     def __init__(self, tick_s: float, now: float) -> None:
         self._longest_s, self._last, self.time = 2 * tick_s, now, 0.0
 
     def passed(self, now: float) -> float:
-        """The seconds since the last call that count."""
+        """Count the time since the last call; returns the seconds that count."""
         passed, self._last = min(max(0.0, now - self._last), self._longest_s), now
         self.time += passed
         return passed
@@ -33,7 +33,7 @@ class PausedClock:
         self._lost_s, self._last, self._paused = 0.0, 0.0, False
 
     def time(self, now: float, paused: bool) -> float:
-        """`now` without all pauses, the present one included."""
+        """The time without all pauses, the present one included."""
         if self._paused:
             self._lost_s += now - self._last
         self._last, self._paused = now, paused
@@ -41,8 +41,8 @@ class PausedClock:
 
 
 class Tally:
-    """`add` an event of a worker; `plain` is all of it as JSON can hold it. Continues from `before`, which an earlier
-    keeper wrote; anything unexpected in it is left out."""
+    """Counts the events of workers: `add` one, `plain` gives all as JSON can hold them. Continues from `before`, which
+    an earlier keeper wrote; anything unexpected in it is left out. Workers beyond the first `most` share a line."""
 
     def __init__(self, before: Any = None, most: int = MOST_NAMES) -> None:
         self._most = most
@@ -56,7 +56,7 @@ class Tally:
                     self.latest[name] = counts["latest"]
 
     def add(self, name: str, event: str, count: int = 1, text: str = "") -> str:
-        """The name it is counted under: beyond `most` names all further ones are one."""
+        """Count an event; returns the name that it is counted under."""
         name = name or "(unnamed)"
         if name not in self.workers and len(self.workers) >= self._most:
             name = OTHERS

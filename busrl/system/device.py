@@ -1,11 +1,11 @@
-"""The one module that knows the kinds of device: CPU, CUDA and NPU (Ascend, through torch_npu).
+"""The kinds of device: CPU, CUDA and NPU (Ascend, through torch_npu). No other module of busrl distinguishes them.
 
 Used by every process that loads a model, by the weight transports for their group backend, and by launch for the
-variables that say which devices a process sees.
+variables that set which devices a process sees.
 
 - No other module of busrl names `torch.cuda` or `torch.npu` (a test checks that), and only this one imports torch_npu.
 - Importing this module imports no torch: launch uses it too.
-- A process sees only its own devices (`visible`), so it always uses number 0 of them.
+- A process sees only its own devices (`visible`), so it always uses their number 0.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LARGE_MODEL = 10**9  # parameters
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 HCCL_PORTS = {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
-# Read when a group is made; torch's defaults end the whole process when a peer is late. Older versions of torch_npu
-# have HCCL's names without a prefix.
+# Torch reads these when a group is made; its defaults end the whole process when a peer is late. Older versions of
+# torch_npu have HCCL's names without a prefix.
 WAITING_RAISES = {
     "TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_HCCL_BLOCKING_WAIT": "1", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0",
@@ -55,16 +55,18 @@ def visible(kind: str, devices: str) -> dict[str, str]:
     return dict.fromkeys(names, devices)
 
 
-def environment(kind: str, devices: str, known: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a process on that kind of device needs. `known`, the variables that it has, keep their values.
-    HCCL's default is port 16666 of the NPU, which two processes on one NPU cannot share."""
+def environment(kind: str, devices: str, present: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a process on that kind of device needs; those in `present` keep their values.
+
+    HCCL's default is port 16666 of the NPU, which two processes on one NPU cannot share.
+    """
     ports = HCCL_PORTS if kind == "npu" else {}
-    return {**{name: value for name, value in ports.items() if name not in known}, **visible(kind, devices)}
+    return {**{name: value for name, value in ports.items() if name not in present}, **visible(kind, devices)}
 
 
 def kind_of(backend: str) -> str:
     """The kind of device whose memory a process-group backend sends from."""
-    return next(kind for kind, own in BACKEND.items() if own == backend)
+    return next(kind for kind, name in BACKEND.items() if name == backend)
 
 
 def expected(wanted: str) -> str:
@@ -83,20 +85,20 @@ def has_bfloat16(kind: str) -> bool:
     """Check whether devices of that kind compute in bfloat16: NVIDIA's do from Ampere (compute capability 8.0) on."""
     if kind != "cuda":
         return kind == "npu"
-    return all(one >= 8 for one in _of_gpus("compute_cap"))  # no answer: nearly all GPUs in use do
+    return all(capability >= 8 for capability in _of_gpus("compute_cap"))  # no answer: nearly all GPUs in use do
 
 
 def memory(kind: str) -> int:
-    """Bytes of the smallest device of that kind, asked of its driver; 0 where there is no answer."""
+    """Bytes of the smallest device of that kind, by its driver; 0 where the driver does not answer."""
     return int(min(_of_gpus("memory.total"), default=0)) << 20 if kind == "cuda" else 0
 
 
 def _of_gpus(what: str) -> list[float]:
-    """A number of each GPU, of nvidia-smi; none where it gives no answer."""
-    asked = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    """A number for each GPU, by nvidia-smi; none where it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return [float(one) for one in found]
+        numbers = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        return [float(number) for number in numbers]
     except (OSError, ValueError, subprocess.SubprocessError):
         return []
 
@@ -118,22 +120,23 @@ def _driver(kind: str) -> bool:
 # -- memory of the C library -----------------------------------------------------------------------------------
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
-LARGEST, SLACK = (1 << 31) - 1, 1 << 26  # bytes; the last: that are asked of the kernel at a time
-LARGE_BLOCK = (1 << 26) + (1 << 16)  # a little above one buffer of logits
-OF_MANY = 1 << 22  # the same of a model of so MANY parameters
+LARGEST = (1 << 31) - 1  # bytes, for no limit
+SLACK = 1 << 26  # bytes that the C library gets from the kernel at a time
+LARGE_BLOCK = (1 << 26) + (1 << 16)  # bytes, a little above one buffer of logits
+LARGE_BLOCK_OF_MANY = 1 << 22  # the same where a model has MANY parameters
 MANY = 10**8
 
 
 def keep_freed_memory(parameters: int = 0) -> bool:
-    """Let glibc keep freed memory instead of giving it back to the kernel; True if it does.
+    """Let glibc keep freed memory instead of returning it to the kernel; True if it does.
 
-    A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
-    zeroed again: thousands of page faults, about a tenth of the time of a small model's step. A larger block is given
-    back all the same: between smaller ones it would leave holes that nothing else fits into. With MANY parameters
-    these holes, between gradients and what layers keep, would be a sixth of all memory: larger blocks are fewer bytes
-    there.
+    A step allocates the same few megabytes again and again. If they were returned each time, every page would have to
+    be mapped and zeroed again: thousands of page faults, about a tenth of the time of a small model's step. Large
+    blocks are returned all the same: between smaller ones they would leave holes that nothing else fits into. With MANY
+    parameters these holes, between gradients and the activations that layers keep, would be a sixth of all memory:
+    there a block counts as large from fewer bytes on.
     """
-    largest = OF_MANY if parameters >= MANY else LARGE_BLOCK
+    largest = LARGE_BLOCK_OF_MANY if parameters >= MANY else LARGE_BLOCK
     settings = ((MMAP_THRESHOLD, largest), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, SLACK))
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
@@ -144,10 +147,10 @@ def keep_freed_memory(parameters: int = 0) -> bool:
 # -- which device ----------------------------------------------------------------------------------------------
 
 
-def computes_again(asked: str, kind: str, parameters: Callable[[], int]) -> bool:
-    """Decide whether backward computes layers again: where `asked` is "full", and under "auto" those of a large model
-    on an accelerator, whose memory is the scarce one."""
-    return asked == "full" or (asked == "auto" and kind != "cpu" and parameters() >= LARGE_MODEL)
+def computes_again(setting: str, kind: str, parameters: Callable[[], int]) -> bool:
+    """Decide whether backward computes layers again: under "full", and under "auto" for a large model on an
+    accelerator, where memory is scarce."""
+    return setting == "full" or (setting == "auto" and kind != "cpu" and parameters() >= LARGE_MODEL)
 
 
 def choose(wanted: str = "auto") -> torch.device:
@@ -189,8 +192,8 @@ def missing(kind: str) -> str:
 
 
 class Stopwatch:
-    """Times work on a device: `mark` before and after it, then `seconds` between the two marks. On an accelerator a
-    mark is an event in its queue: `mark` does not wait for the device, `seconds` does."""
+    """Measures the time of work on a device: `mark` before and after it, then `seconds` between the marks. On an
+    accelerator a mark is an event in its queue: `mark` does not wait for the device, `seconds` does."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: Any = None if device.type == "cpu" else _module(device)
@@ -220,7 +223,7 @@ def restore_random(device: torch.device, state: torch.Tensor) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """A text that is the same in every process, whatever number it has for the device: its UUID, or "cpu"."""
+    """A text that is the same in every process, whatever number the device has there: its UUID, or "cpu"."""
     if device.type == "cpu":
         return "cpu"
     properties = _module(device).get_device_properties(device)
@@ -235,22 +238,22 @@ def device_group(backend: str, store: Any, rank: int, size: int, timeout_s: floa
 
     import torch.distributed as dist
 
-    made: Any = getattr(dist, "ProcessGroupNCCL", None)
+    group: Any = getattr(dist, "ProcessGroupNCCL", None)
     if backend == "hccl":
-        made = importlib.import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
-    if made is None or backend not in ("nccl", "hccl"):
+        group = importlib.import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
+    if group is None or backend not in ("nccl", "hccl"):
         raise DeviceMissing(f"this torch has no process groups of {backend}; use gloo")
-    options = made.Options()
+    options = group.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    for name, value in ONE_HOST.items():  # read at the first connection of the process, so it stays set
+    for name, value in ONE_HOST.items():  # read at the first connection of the process, so they stay set
         os.environ.setdefault(name, value)
     with _waiting_raises():
-        return made(store, rank, size, options)
+        return group(store, rank, size, options)
 
 
 @contextlib.contextmanager
 def _waiting_raises() -> Iterator[None]:
-    """A group made inside raises in the thread that waits; its watchdog does not end the process."""
+    """Let a group that is made in this block raise in the thread that waits, and its watchdog not end the process."""
     with _environment:
         before = {name: os.environ[name] for name in WAITING_RAISES if name in os.environ}
         os.environ.update(WAITING_RAISES)
@@ -266,7 +269,7 @@ def _waiting_raises() -> Iterator[None]:
 
 
 def own_stream(device: str) -> None:
-    """Give this thread its own stream: its work on the device and that of other threads do not wait for each other."""
+    """Give this thread a stream of its own: its work on the device does not wait for that of other threads."""
     import torch
 
     if device != "cpu":
@@ -274,7 +277,7 @@ def own_stream(device: str) -> None:
 
 
 def finish_stream(device: str) -> None:
-    """Return when the device has done what this thread has queued."""
+    """Wait until the device has done the work that this thread has queued."""
     import torch
 
     if device != "cpu":
@@ -282,7 +285,7 @@ def finish_stream(device: str) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when the device has done everything that was queued; at once on a CPU."""
+    """Wait until the device has done all work that is queued; returns at once on a CPU."""
     import torch
 
     if device.type != "cpu":
@@ -290,7 +293,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return cached memory to the device, so that another process can have it."""
+    """Return cached memory to the device, for other processes."""
     if device.type != "cpu":
         _module(device).empty_cache()
 

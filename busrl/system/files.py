@@ -1,12 +1,12 @@
-"""Writing files that must not be lost: whole files by rename, and files of lines that only grow.
+"""Files that must not be lost: whole files, replaced by rename, and files of lines that only grow.
 
 Talks to the file system. Turns a full disk into `DiskFull` and any other failed write into `WriteFailed`. Knows
-nothing of what the files hold.
+nothing of the contents.
 
-- A file written whole is either the old one or the new one, also after a power cut.
-- A file of lines never holds half a line before a whole one: what a killed writer left is cut before the next line.
-- A bounded file of lines has earlier parts, `NAME.<where it ends>`. Each is made by one rename; readers here take file
-  and parts as one, so nobody reads a line twice or misses one that is kept.
+- A file that is written whole is either the old one or the new one, also after a power cut.
+- A file of lines never holds half a line before a whole one: half a line of a killed writer is cut before the next.
+- A bounded file of lines has earlier parts, `NAME.<where it ends>`. Each is made by one rename. The readers here take
+  file and parts as one, so that no line is read twice, and none that is still there is missed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import msgspec
 from busrl.errors import DiskFull, MachineError, UserError, WriteFailed
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-TAIL_BYTES = 1 << 16  # of a file of lines, for who wants to see its end
+TAIL_BYTES = 1 << 16  # the end of a file of lines, for readers of the newest
 FOLLOWED_BYTES = 4 << 20  # the end of a long file of lines that is read at first
 PART_BYTES = 1 << 20
-COLLAPSE = 0x08  # FALLOC_FL_COLLAPSE_RANGE: a file without its beginning
+COLLAPSE = 0x08  # FALLOC_FL_COLLAPSE_RANGE: cuts off the beginning of a file
 REPLACED = ".replaced-"  # a directory whose successor is about to have its name
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -49,7 +49,7 @@ def write_error(path: Path, needed: int, exc: OSError) -> MachineError:
 
 
 def write_all(fd: int, parts: Sequence[bytes], offset: int) -> int:
-    """Write all parts at `offset`, also when the kernel takes them piecemeal; the new end."""
+    """Write all parts at `offset`, also when the kernel takes them piecemeal; returns the new end."""
     written = os.pwritev(fd, parts, offset)
     total = sum(len(part) for part in parts)
     if written < total:  # the disk filled up in the middle; the next write says so
@@ -60,9 +60,9 @@ def write_all(fd: int, parts: Sequence[bytes], offset: int) -> int:
 
 
 def user_folder(variable: str, below: str) -> Path:
-    """The folder of this user that an environment variable names, else `below` home; UserError if neither is known."""
-    if named := os.environ.get(variable):
-        return Path(named)
+    """The folder of this user that an environment variable names, else `below` home; UserError if there is no home."""
+    if folder := os.environ.get(variable):
+        return Path(folder)
     try:
         return Path.home() / below
     except RuntimeError:  # a container's user without an entry, and no HOME
@@ -70,7 +70,7 @@ def user_folder(variable: str, below: str) -> Path:
 
 
 def make_folder(folder: Path, remedy: str, mode: int = 0o777) -> None:
-    """Make a folder and those above it, unless it is there; UserError where that cannot be."""
+    """Make a folder and those above it, unless it is there; UserError if it cannot be made."""
     try:
         folder.mkdir(mode, parents=True, exist_ok=True)
     except OSError as problem:
@@ -78,7 +78,7 @@ def make_folder(folder: Path, remedy: str, mode: int = 0o777) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or the names that were created, renamed or removed in a directory."""
+    """Make durable: a file, or the names that were created, renamed or removed in a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -87,7 +87,8 @@ def sync(path: Path) -> None:
 
 
 def finish_replacements(parent: Path) -> None:
-    """A directory whose writer died between two names has its old name again; one that was replaced goes."""
+    """Finish replacements of directories whose writer died: restore the old one, or remove it if the new one is
+    there."""
     for path in parent.glob(f"{REPLACED}*"):
         final = parent / path.name.removeprefix(REPLACED)
         if final.exists():
@@ -99,8 +100,9 @@ def finish_replacements(parent: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[int]:
-    """The descriptor of a new file of mode 0600, which takes the name `path` when the block ends well and is removed
-    when it does not. A process that has the old file open keeps it whole. Drafts of killed writers go. OSError."""
+    """The descriptor of a new file of mode 0600, which gets the name `path` when the block ends well, and is removed
+    when it raises. A process that has the old file open keeps it whole. Removes the drafts of killed writers.
+    OSError."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.new"):
         pid = left.name.removeprefix(f"{path.name}.").removesuffix(".new")
@@ -123,7 +125,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[int]:
 
 def replace(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a file whole, in one piece or several: a reader, and a restart after a power cut, finds the old bytes or
-    the new ones. DiskFull or WriteFailed if it cannot be written; the old file is left then."""
+    the new ones. DiskFull or WriteFailed if it cannot be written; then the old file stays."""
     end = 0
     try:
         with replacing(path) as fd:
@@ -134,8 +136,7 @@ def replace(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def show(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace `path` by `value` as JSON for people to read. A write that fails leaves the old file and is not
-    reported."""
+    """Replace `path` by `value` as JSON, for people. A write that fails leaves the old file and is not reported."""
     with contextlib.suppress(OSError), replacing(path, durable=False) as fd:
         write_all(fd, [json.dumps(value, indent=1).encode() + b"\n"], 0)
 
@@ -143,27 +144,30 @@ def show(path: Path, value: Mapping[str, Any]) -> None:
 def read_map(path: Path) -> dict[str, Any]:
     """The map in a JSON file; empty if there is none that can be read."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return as_map(found)
+    return as_map(value)
 
 
 def as_map(value: Any) -> dict[str, Any]:
+    """The value if it is a map; else an empty map."""
     return value if isinstance(value, dict) else {}
 
 
 # -- files of lines, and the parts that a bounded one has -----
 
-PARTS = 4  # that a bounded file of lines consists of at most, the one that is being written among them
-DIGITS = 15  # of the number behind the name of an earlier part
-CUT = ".cut"  # behind the name: the earlier part that is being made of a file which others append to
+PARTS = 4  # at most in a bounded file of lines, with the one that is written
+DIGITS = 15  # of the number in the name of an earlier part
+CUT = ".cut"  # ends the name of the draft of an earlier part, of a file to which other processes append
 TRIES = 20
 
 
 def parts(path: Path) -> list[tuple[int, Path]]:
-    """The earlier parts of a file of lines, the oldest first, each with the place where it ends: in bytes from the
-    file's very first one, dropped or not, so that a reader knows where it is whatever was renamed meanwhile."""
+    """The earlier parts of a file of lines, the oldest first, each with the place where it ends.
+
+    Places count from the file's very first byte, dropped or not, so that a reader finds its place whatever was renamed.
+    """
     mark = f"{path.name}."
     with contextlib.suppress(OSError):
         names = (name.removeprefix(mark) for name in os.listdir(path.parent) if name.startswith(mark))
@@ -172,9 +176,10 @@ def parts(path: Path) -> list[tuple[int, Path]]:
 
 
 class Lines:
-    """The content of a file of lines and its earlier parts, as they are now; close it. OSError.
+    """The present content of a file of lines and its earlier parts; close it. OSError.
 
-    `begin`, `base`, `end`: places of the first byte that is there, of the file that has the name, and of the end.
+    `begin`, `base`, `end`: the places of the first byte that is there, of the first byte of the file that has the name,
+    and of the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,7 +192,7 @@ class Lines:
         raise OSError(errno.EAGAIN, f"{path} does not come to rest")
 
     def _open(self, opened: contextlib.ExitStack) -> bool:
-        """Open what is there; False if it changed meanwhile."""
+        """Open file and parts; False if they changed meanwhile."""
         path, self._parts = self._path, parts(self._path)
         self._pieces: list[tuple[int, int, int]] = []  # begin, size, descriptor
         self.base = self._parts[-1][0] if self._parts else 0
@@ -196,8 +201,8 @@ class Lines:
         if current is not None:
             info = os.fstat(current)
             size, self.inode = info.st_size, (info.st_dev, info.st_ino)
-        for end, one in self._parts:
-            if (part := _descriptor(opened, one)) is None:
+        for end, path_of_part in self._parts:
+            if (part := _descriptor(opened, path_of_part)) is None:
                 return False
             length = os.fstat(part).st_size
             self._pieces.append((end - length, length, part))
@@ -214,16 +219,16 @@ class Lines:
         return not self.changed()
 
     def _cut_off(self, opened: contextlib.ExitStack) -> int | None:
-        """The draft of an earlier part whose bytes the file has lost already, and which is about to have its name."""
+        """The draft of an earlier part, if the file has lost its bytes already: the draft is about to get its name."""
         if self._current is None:
             return None
         draft = _descriptor(opened, self._path.with_name(self._path.name + CUT))
         return None if draft is None or _begins_with(self._current, draft) else draft
 
     def changed(self) -> bool:
-        """Check whether the names are others by now, or the file was cut.
+        """Check whether files were renamed since, or the file was cut.
 
-        A cut shows in the file's length, unless as much was appended since; then in the draft that it left.
+        A cut shows in the file's length, or in the draft that it left, where as much was appended since.
         """
         try:
             info = os.stat(self._path)
@@ -236,7 +241,7 @@ class Lines:
             return (self._cut_off(opened) is not None) != self._cut
 
     def blocks(self, at: int = 0) -> Iterator[tuple[int, bytes]]:
-        """All from the place `at` on, each piece with its place."""
+        """Yield all bytes from the place `at` on, each block with its place."""
         for begin, size, fd in self._pieces:
             place = max(at, begin)
             while place < begin + size:
@@ -258,7 +263,7 @@ def _descriptor(opened: contextlib.ExitStack, path: Path) -> int | None:
 
 
 def _begins_with(fd: int, part: int) -> bool:
-    """Check whether a file begins with all that is in another."""
+    """Check whether a file begins with the whole content of another."""
     at = 0
     while block := os.pread(part, PART_BYTES, at):
         if os.pread(fd, len(block), at) != block:
@@ -268,24 +273,24 @@ def _begins_with(fd: int, part: int) -> bool:
 
 
 def whole_file(path: Path, tail: int = 0) -> Iterator[bytes]:
-    """The lines of a file and its earlier parts, in order, with their ends; none if there is no file. `tail`: only
-    those that begin in its last bytes. OSError."""
+    """Yield the lines of a file and its earlier parts, in order, with their ends; none if there is no file. `tail`:
+    only those that begin in its last `tail` bytes. OSError."""
     with contextlib.closing(Lines(path)) as now:
         at = max(now.begin, now.end - tail) if tail else now.begin
         cut, rest = at > now.begin, b""
         for _, block in now.blocks(at):
-            *found, rest = (rest + block).split(b"\n")
-            if cut and found:
-                del found[0]
+            *lines, rest = (rest + block).split(b"\n")
+            if cut and lines:
+                del lines[0]
                 cut = False
-            for line in found:
+            for line in lines:
                 yield line + b"\n"
         if rest and not cut:
             yield rest
 
 
 def dropped(path: Path) -> int:
-    """Bytes at the beginning of a file of lines that are not kept any more."""
+    """The number of bytes at the beginning of a file of lines that were dropped."""
     try:
         with contextlib.closing(Lines(path)) as now:
             return now.begin
@@ -294,7 +299,7 @@ def dropped(path: Path) -> int:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of the file, 0 where there is none: of a log that grows, another number says that there is more to read."""
+    """The size of a file in bytes, 0 where there is none. A log with another size than before has more to read."""
     try:
         return path.stat().st_size
     except OSError:
@@ -303,15 +308,15 @@ def size_of(path: Path) -> int:
 
 def last_change(path: Path) -> float | None:
     """The time at which a file of lines was last written to; None if there is none."""
-    for one in (path, *(one for _, one in reversed(parts(path)))):
+    for part in (path, *(part for _, part in reversed(parts(path)))):
         with contextlib.suppress(OSError):
-            return one.stat().st_mtime
+            return part.stat().st_mtime
     return None
 
 
 def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """The maps in a file of JSON lines and its earlier parts, in order; other lines are skipped. `tail`: only of its
-    last bytes."""
+    """Yield the maps in a file of JSON lines and its earlier parts, in order; other lines are skipped. `tail`: only
+    those in its last `tail` bytes."""
     with contextlib.suppress(IsADirectoryError):
         for text in whole_file(path, tail):
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -321,8 +326,8 @@ def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
 
 
 class LineFollower:
-    """The complete lines of one file that were not given before, in whatever part of it they stand by now; `skipped` is
-    how many earlier ones were not read."""
+    """Reads the lines of a file as they are completed, each once, whatever part of the file it is in by then.
+    `skipped`: the number of earlier lines that were not read."""
 
     def __init__(self, path: Path, tail_bytes: int = FOLLOWED_BYTES) -> None:
         self._path, self._tail = path, tail_bytes
@@ -331,23 +336,23 @@ class LineFollower:
         self.skipped = 0
 
     def new(self, rest: bool = False, most: int = 1 << 62) -> list[bytes]:
-        """Lines that were completed since the last call, with `rest` also one without an end; all of the file again if
-        another program replaced it. Of a long file a little more than `most` bytes."""
+        """The lines that were completed since the last call; all of the file again if another program replaced it. With
+        `rest` also a last line without an end. A call reads little more than `most` bytes."""
         try:
             with contextlib.closing(Lines(self._path)) as now:
                 at, skipped = self._place(now)
-                found, at = _read(now, at, most)
+                data, at = _read(now, at, most)
                 if now.changed():
                     return []
         except OSError:
             return []
-        whole = len(found) if rest and at == now.end else found.rfind(b"\n") + 1
+        complete = len(data) if rest and at == now.end else data.rfind(b"\n") + 1
         self._file, self._base, self.skipped = now.inode, now.base, skipped
-        self._at = at - (len(found) - whole)
-        return found[:whole].removesuffix(b"\n").split(b"\n") if whole else []
+        self._at = at - (len(data) - complete)
+        return data[:complete].removesuffix(b"\n").split(b"\n") if complete else []
 
     def _place(self, now: Lines) -> tuple[int, int]:
-        """Find where to go on, and how many lines before it were left out."""
+        """The place to read from, and the number of lines before it that were never read."""
         if self._file is None:
             return self._start(now, now.begin)
         at = self._at - max(0, self._base - now.base)  # earlier parts were removed
@@ -368,7 +373,8 @@ class LineFollower:
 
 
 def _read(now: Lines, at: int, most: int) -> tuple[bytes, int]:
-    """Read from a place on, at least a line and at most `most` bytes; and where that ends."""
+    """Read whole blocks from a place on, until there is a line and `most` bytes; returns the bytes and where they
+    end."""
     blocks, size = [], 0
     for place, block in now.blocks(at):
         blocks.append(block)
@@ -381,21 +387,21 @@ def _read(now: Lines, at: int, most: int) -> tuple[bytes, int]:
 class LineFile:
     """A file of lines that one process appends to; `sync=True` makes each line durable before `append` returns.
 
-    A line goes to the end of the file that has the name now: other programs may empty, remove or rotate it.
-    `UserError` where the name is one of something else than a file. `keep`: bytes that file and earlier parts have
-    together at most (a longer line stays all the same); 0 = no bound.
+    A line goes to the end of the file that has the name now: other programs may empty, remove or rotate it. `UserError`
+    where the name is that of something else than a file. `keep`: the most bytes of file and earlier parts together (a
+    longer line stays all the same); 0 = no bound.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, sync: bool = False, keep: int = 0) -> None:
         self.path = Path(path)
         self.sync, self._keep = sync, keep
-        self.shortened = False  # whether lines of ours were taken away since
+        self.shortened = False  # whether another program has removed lines since
         self._torn = False
         self._fd = self._opened()
         self._end = os.fstat(self._fd).st_size
 
     def append(self, line: bytes) -> None:
-        """Add one line (without its newline); on failure the file is as before."""
+        """Add a line (without its newline); on failure the file is as before."""
         data = line + b"\n"
         self._follow()
         before = os.fstat(self._fd).st_size
@@ -403,7 +409,7 @@ class LineFile:
         if before and os.pread(self._fd, 1, before - 1) != b"\n":
             if self._torn:
                 before = _cut_half_line(self._fd)
-            else:  # half a line from outside: ours must not become a part of it
+            else:  # half a line of another program: this one must not become a part of it
                 data = b"\n" + data
         elif before and 0 < self._keep // PARTS < before + len(data):
             before = self._end = self._part(before)
@@ -421,7 +427,8 @@ class LineFile:
         self._torn, self._end = False, before + len(data)
 
     def extend(self, lines: Sequence[bytes]) -> None:
-        """Add lines: all at once, for who reads along, or one by one where they are much for an earlier part."""
+        """Add lines: all at once, for readers that follow, or one by one where they are too many for an earlier
+        part."""
         block = b"\n".join(lines)
         if self._keep and len(block) > self._keep // PARTS // 2:
             for line in lines:
@@ -437,7 +444,7 @@ class LineFile:
             raise write_error(self.path, 0, exc) from exc
 
     def size(self) -> int:
-        """Bytes that were ever written, as the names of earlier parts tell."""
+        """The number of bytes that were ever written, by the names of earlier parts."""
         return max((end for end, _ in parts(self.path)), default=0) + os.fstat(self._fd).st_size
 
     def close(self) -> None:
@@ -446,7 +453,7 @@ class LineFile:
             self._fd = -1
 
     def _opened(self) -> int:
-        """A descriptor of the file, made if it is not there, without half a line at its end."""
+        """Open the file, which is made if it is not there; half a line at its end is cut."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         except OSError as exc:
@@ -464,8 +471,8 @@ class LineFile:
         return fd
 
     def _part(self, size: int) -> int:
-        """Make an earlier part of the file, by one rename, and begin another; the size of the file then. Where it
-        cannot be renamed it grows on."""
+        """Make the file an earlier part, by one rename, and begin another; returns its size. A file that cannot be
+        renamed grows on."""
         try:
             _name_part(self.path, self.path, size, self._keep)
         except OSError:
@@ -474,7 +481,7 @@ class LineFile:
         return os.fstat(self._fd).st_size
 
     def _follow(self) -> None:
-        """Go over to the file that has the name now. A directory that was moved took the file along."""
+        """Open the file that has the name now, if it is another. A directory that was moved took the file along."""
         try:
             if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
                 return
@@ -491,7 +498,7 @@ def _no_file(path: Path, why: str) -> UserError:
 
 
 def _cut_half_line(fd: int) -> int:
-    """The end of the last whole line, at which the file now ends."""
+    """Cut the file at the end of its last whole line; returns its size."""
     size = os.fstat(fd).st_size
     end, block = size, 1 << 16
     while end > 0:
@@ -506,28 +513,28 @@ def _cut_half_line(fd: int) -> int:
     return end
 
 
-def _name_part(path: Path, made: Path, size: int, keep: int) -> None:
-    """Give the `size` bytes that stand in `made` the name of the newest earlier part, and drop the oldest: those that
-    with the file to come would be more than `keep`, or more than `PARTS` files."""
+def _name_part(path: Path, part: Path, size: int, keep: int) -> None:
+    """Give the file `part` of `size` bytes the name of the newest earlier part. Remove the oldest: those that with the
+    file to come would be more than `keep` bytes, or more than `PARTS` files."""
     earlier = parts(path)
     end = (earlier[-1][0] if earlier else 0) + size
-    os.rename(made, path.with_name(f"{path.name}.{end:0{DIGITS}d}"))
+    os.rename(part, path.with_name(f"{path.name}.{end:0{DIGITS}d}"))
     room = keep - keep // PARTS - size
-    for newer, (_, one) in enumerate(reversed(earlier), start=1):
+    for newer, (_, old) in enumerate(reversed(earlier), start=1):
         with contextlib.suppress(OSError):
-            room -= one.stat().st_size
+            room -= old.stat().st_size
             if room < 0 or newer > PARTS - 2:
-                one.unlink()
+                old.unlink()
 
 
 def bound(path: Path, keep: int) -> None:
-    """Bound a file that other processes append to, a log say: all but its last block becomes an earlier part once it
-    is too long. A disk that is full or cannot be written leaves it as it is.
+    """Bound a file that other processes append to, such as a log: once it is too long, all but its last block becomes
+    an earlier part. A disk that is full or cannot be written leaves it as it is.
 
-    - The file stays the same one, since programs hold it open whose descriptors nobody can exchange.
-    - Its beginning is cut off by the file system. Where that cannot do so (tmpfs, btrfs, NFS) the file is emptied:
-      bytes that are written in the microseconds after the last look at it are lost there.
-    - `Lines` sees the part that is being made as what it is, also after a SIGKILL; the next call ends what that left.
+    - The file stays the same one, since other programs hold it open.
+    - The file system cuts off its beginning. Where it cannot do so (tmpfs, btrfs, NFS) the file is emptied: bytes that
+      are written in the microseconds after the last look at it are lost there.
+    - `Lines` reads the draft of the part correctly, also after a SIGKILL; the next call finishes it.
     """
     draft = path.with_name(path.name + CUT)
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
@@ -543,7 +550,7 @@ def bound(path: Path, keep: int) -> None:
 
 
 def _end_cut(path: Path, fd: int, draft: Path, keep: int) -> None:
-    """The draft that somebody left: a copy of what is still there, or the only one."""
+    """Finish with the draft of a killed process: a copy of bytes that are still in the file, or their only copy."""
     with open(draft, "rb", buffering=0) as part:
         size, copied = os.fstat(part.fileno()).st_size, _begins_with(fd, part.fileno())
     if copied:
@@ -553,7 +560,7 @@ def _end_cut(path: Path, fd: int, draft: Path, keep: int) -> None:
 
 
 def _cut_beginning(fd: int, draft: Path) -> int:
-    """Move whole blocks from the beginning of a file to a draft; how many bytes."""
+    """Move whole blocks from the beginning of a file to a draft; returns the number of bytes."""
     block = os.fstatvfs(fd).f_bsize
     size = (os.fstat(fd).st_size - 1) // block * block  # the file system cuts no file down to nothing
     if not size:
@@ -570,17 +577,17 @@ def _cut_beginning(fd: int, draft: Path) -> int:
 
 
 def _copy(fd: int, out: int, at: int, end: int | None = None) -> int:
-    """Copy from the place `at` to `end`, or as far as the file goes; the place then."""
+    """Copy from the place `at` to `end`, or to the end of the file; returns the place that was reached."""
     while block := os.pread(fd, PART_BYTES if end is None else min(PART_BYTES, end - at), at):
         at = write_all(out, [block], at)
     return at
 
 
-# -- sizes and checksums, which show whether a directory is truncated or was changed -----
+# -- sizes and checksums, which show that a directory was truncated or changed -----
 
 
 def listing(directory: Path, paths: Iterable[Path]) -> dict[str, list[int]]:
-    """Size in bytes and CRC-32 of each file, by its name below the directory."""
+    """The size in bytes and the CRC-32 of each file, by its name below the directory."""
     return {str(path.relative_to(directory)): [path.stat().st_size, crc(path)] for path in paths}
 
 
@@ -596,6 +603,7 @@ def fault_in(directory: Path, listed: Mapping[str, Sequence[int]]) -> str | None
 
 
 def crc(path: Path) -> int:
+    """The CRC-32 of a file."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

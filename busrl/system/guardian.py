@@ -1,13 +1,13 @@
-"""Ends what outlives its owner: what a child of `launch`, or an agent's program, started and left behind.
+"""Ends processes that outlive their owner: those that a child of `launch`, or an agent's program, left behind.
 
-Talks to the kernel and to /proc. Knows nothing of the ring, the bus or what the processes do. Run as a program it is
-the guardian: it waits until the launch that started it is gone, however that ended, and ends what is left of it.
+Talks to the kernel and to /proc. Knows nothing of the ring, the bus or the work of the processes. Run as a program it
+is the guardian: it waits until the launch that started it is gone, however it ended, and ends the processes left of it.
 
 - It imports the standard library only and nothing of busrl: it runs as `python -I -S`, for as long as the run.
-- Everything that a child starts bears a mark in its environment: the run, its launch, the child, and which life of it.
-  A process in a session of its own bears it too. A child's process group ends with it as well, since a process that
-  gave itself another title shows no environment.
-- The guardian holds no lock of the run: the next start does not wait for it, and first ends what bears a dead mark.
+- Every process that a child starts bears a mark in its environment: the run, the launch, the child, and the number of
+  its life. A process in a session of its own bears it too. A child's process group ends with the child as well, since a
+  process that gave itself another title shows no environment.
+- The guardian holds no lock of the run: the next start does not wait for it, and first ends processes with a dead mark.
 - A signal is sent through a pidfd, after the mark was read again: never to another process with the same number. A
   group gets it through the pidfd of its leader, even of one that is gone. Where the kernel cannot do that yet (before
   Linux 6.9), a number that belongs to another process by now is left alone.
@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 MARK = "BUSRL_STARTED_BY"
 GROUPS = "/sys/fs/cgroup"
-ROUNDS_S = 5.0  # what does not end after so long is stuck in the kernel
+ROUNDS_S = 5.0  # a process that has not ended after this time is stuck in the kernel
 PAUSE_S = 0.01
 TO_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP
 _NUMBERS = itertools.count()
@@ -48,13 +48,14 @@ def stat_of(pid: int) -> list[str]:
         return []
 
 
+# Controller, folder, file, and the text in the file of a frozen group.
 FREEZERS = (("", "", "cgroup.events", "frozen 1"), ("", "unified/", "cgroup.events", "frozen 1"),
-            ("freezer", "freezer/", "freezer.state", "FROZEN"))  # controller, folder, file, what stands there
+            ("freezer", "freezer/", "freezer.state", "FROZEN"))
 
 
 def halted(pid: int) -> str:
-    """Describe how a process is held that cannot go on by itself, and how it is let go: by a signal (SIGSTOP), a
-    debugger, or a frozen group; empty if it is not held. A process that waits for a device is not."""
+    """Describe what halts a process, and the remedy: a signal (SIGSTOP), a debugger, or a frozen group. Empty if
+    nothing does; a process that waits for a device is not halted."""
     state = (stat_of(pid) or [""])[0]
     if state == "T":
         return f"stopped (SIGSTOP; `kill -CONT {pid}` lets it go on)"
@@ -83,17 +84,18 @@ def born(pid: int) -> int:
 
 
 def own_mark() -> str:
-    """A new mark for something that this process starts; it begins with that of this process."""
+    """A new mark for a process that this one starts; it begins with the mark of this process."""
     return f"{os.environ.get(MARK) or mark('alone', os.getpid())}:{os.getpid()}.{next(_NUMBERS)}/"
 
 
 def end_marked(prefix: str, limit_s: float = ROUNDS_S) -> list[int]:
-    """SIGKILL to every process whose mark begins so, until there is none; their pids."""
+    """Kill every process whose mark begins with `prefix`, until there is none; returns their pids."""
     return _end(lambda text: text.startswith(prefix), limit_s)
 
 
 def end_left_behind(run: str, limit_s: float = ROUNDS_S) -> list[int]:
-    """End what launches of a run left behind that are gone; of one that lives nothing is touched."""
+    """Kill the processes that dead launches of a run left behind, and none of a launch that lives; returns their
+    pids."""
 
     def left(text: str) -> bool:
         key, pid, began = [*text.partition("/")[0].split("."), "", ""][:3]
@@ -107,9 +109,9 @@ def _end(wanted: Callable[[str], bool], limit_s: float) -> list[int]:
     deadline = time.monotonic() + limit_s
     while True:
         others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-        found = [pid for pid in others if wanted(mark_of(pid)) and _kill(pid, wanted)]
-        ended.update(dict.fromkeys(found))
-        if not found or time.monotonic() > deadline:
+        killed = [pid for pid in others if wanted(mark_of(pid)) and _kill(pid, wanted)]
+        ended.update(dict.fromkeys(killed))
+        if not killed or time.monotonic() > deadline:
             return list(ended)
         time.sleep(PAUSE_S)
 
@@ -127,7 +129,7 @@ def _kill(pid: int, wanted: Callable[[str], bool]) -> bool:
 
 
 def mark_of(pid: int) -> str:
-    """The mark in a process's environment; "" if it has none, or if it is not ours to look at."""
+    """The mark in a process's environment; "" if it has none, or if this user may not read it."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             text = b"\0" + file.read()
@@ -137,7 +139,7 @@ def mark_of(pid: int) -> str:
 
 
 def end_group(descriptor: int, leader: int, began: int) -> None:
-    """SIGKILL to what is left of the group of a process, known by its pidfd, its pid and when it began."""
+    """Kill the rest of the group of a process, identified by its pidfd, its pid and when it began."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         try:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL, None, TO_GROUP)
@@ -148,22 +150,22 @@ def end_group(descriptor: int, leader: int, began: int) -> None:
                 os.killpg(leader, signal.SIGKILL)
 
 
-def _hold(held: dict[tuple[int, int], int], leader: int, began: int) -> None:
+def _hold(pidfds: dict[tuple[int, int], int], leader: int, began: int) -> None:
     """Keep the pidfd of a leader, if that is still the process that began then."""
     with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(leader)
         if born(leader) == began:
-            held[leader, began] = descriptor
+            pidfds[leader, began] = descriptor
         else:
             os.close(descriptor)
 
 
 class Guardian:
-    """The guardian as its launch sees it. `hold` and `let_go` name the leaders of the groups that end with launch."""
+    """The launch's side of the guardian. `hold` and `let_go` name the leaders of the groups that end with launch."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._held: dict[int, int] = {}  # and when each began
+        self._leaders: dict[int, int] = {}  # and when each began
         self._process = self._start()
 
     @property
@@ -171,22 +173,22 @@ class Guardian:
         return self._process.pid
 
     def hold(self, leader: int) -> None:
-        """This child's group ends with launch. Nobody has waited for the child yet, so the number is its own."""
-        self._held[leader] = born(leader)
-        self._tell(f"+{leader} {self._held[leader]}\n")
+        """End this child's group with launch. The caller has not waited for the child yet, so the number is its own."""
+        self._leaders[leader] = born(leader)
+        self._tell(f"+{leader} {self._leaders[leader]}\n")
 
     def let_go(self, leader: int) -> None:
-        """This child has ended, and its group with it."""
-        began = self._held.pop(leader, 0)
+        """Forget a child that has ended, and its group with it."""
+        began = self._leaders.pop(leader, 0)
         self._tell(f"-{leader} {began}\n")
 
     def renew(self) -> bool:
-        """Start another one if somebody has ended it; whether that was so."""
+        """Start another guardian if this one has ended; returns whether it had."""
         if self._process.poll() is None:
             return False
         self._shut()
         self._process = self._start()
-        for leader, began in self._held.items():
+        for leader, began in self._leaders.items():
             self._tell(f"+{leader} {began}\n")
         return True
 
@@ -213,22 +215,23 @@ class Guardian:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was ended: the next `renew` tells another one
+        with contextlib.suppress(OSError):  # it has ended: the next `renew` names the leader to another one
             self._process.stdin.write(line.encode())
 
 
 def guard(prefix: str) -> None:
-    """Wait for the end of launch, which closes our standard input by dying; then end what it held and marked."""
+    """Wait for the end of launch, which closes this standard input by dying; then kill its groups and marked
+    processes."""
     for number in DEAF:
         signal.signal(number, signal.SIG_IGN)
-    held: dict[tuple[int, int], int] = {}  # pidfds
+    pidfds: dict[tuple[int, int], int] = {}  # by leader, and when it began
     for line in sys.stdin:
         leader, began = map(int, line[1:].split())
         if line[0] == "+":
-            _hold(held, leader, began)
-        elif (leader, began) in held:
-            os.close(held.pop((leader, began)))
-    for (leader, began), descriptor in held.items():
+            _hold(pidfds, leader, began)
+        elif (leader, began) in pidfds:
+            os.close(pidfds.pop((leader, began)))
+    for (leader, began), descriptor in pidfds.items():
         end_group(descriptor, leader, began)
     end_marked(prefix)
 

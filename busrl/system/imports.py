@@ -1,15 +1,15 @@
-"""The user's code that a topology names by import path: `package.module:function` or `path/to/file.py:function`;
-which Python runs a module of busrl, and where that looks for modules; imports without the collector of cycles.
+"""Imports: of user code by the path that a topology names (`package.module:function` or `path/to/file.py:function`), of
+modules of busrl by another Python, and of libraries without the collector of cycles.
 
-`load` is the one way to such code, for every role, `busrl check` and `busrl evaluate` alike: rewards, losses, advantage
+`load` is the one way to user code, for every role, `busrl check` and `busrl evaluate`: rewards, losses, advantage
 estimators, metrics, optimisers, filters, episodes, parsers of tools and sinks. Talks to the import system only; knows
-nothing of what a function is for.
+nothing of the purpose of a function.
 
-- A function that cannot be imported is an error that holds the key, the import path, the cause and its place.
-- A file is run once per process: functions of one file share their state.
-- A process of busrl's does not look for modules where it was started: a user's random.py or types.py may lie there.
-- Code finds what lies beside its own file and beside the topology before any installed package of that name, and never
-  in the place of a module of the standard library (docs/extending.md).
+- A function that cannot be imported is an error with the key, the import path, the cause and its place.
+- A file is run once per process: the functions of a file share their state.
+- A process of busrl does not look for modules where it was started: a user's random.py or types.py may lie there.
+- Code finds modules beside its own file and beside the topology before installed packages of that name, but never in
+  place of a module of the standard library (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from busrl.errors import UserError, cause
 
 
 def load(key: str, target: str, failure: type[UserError], base_dir: str | Path) -> Callable[..., Any]:
-    """The function that `key` names; `failure` if it cannot be had. `base_dir`: the folder of the topology, to which
-    files are relative."""
-    named = f"{key} = {target!r}"
+    """The function that `key` names; raises `failure` if it cannot be imported. `base_dir`: the folder of the topology,
+    to which files are relative."""
+    setting = f"{key} = {target!r}"
     where, separator, name = target.rpartition(":")
     if not separator or not where or not name:
-        raise failure(f"{named}: must be package.module:function or file.py:function; write both parts")
+        raise failure(f"{setting}: must be package.module:function or file.py:function; write both parts")
     base = Path(base_dir).resolve()
     file = Path(base, where) if where.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise failure(f"{named}: there is no file {file}")
+        raise failure(f"{setting}: there is no file {file}")
     search_beside(*([file.resolve().parent] if file else []), base)
     try:
         module = importlib.import_module(where) if file is None else _run_file(file)
     except BaseException as problem:
-        raise failure(f"{named}: importing it raised {cause(problem)}") from problem
+        raise failure(f"{setting}: importing it raised {cause(problem)}") from problem
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
             names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-            raise failure(f"{named}: {where} has no {name!r}; it has {', '.join(names)}{_taken(where, base)}")
+            raise failure(f"{setting}: {where} has no {name!r}; it has {', '.join(names)}{_advice(where, base)}")
         value = getattr(value, part)
     if not callable(value):
-        raise failure(f"{named}: {name} is a {type(value).__name__}, not a function{_taken(where, base)}")
+        raise failure(f"{setting}: {name} is a {type(value).__name__}, not a function{_advice(where, base)}")
     function: Callable[..., Any] = value
     return function
 
 
-def _taken(where: str, base: Path) -> str:
-    """Advise what to write instead, where a module beside the topology has the name of one of the standard library."""
+def _advice(where: str, base: Path) -> str:
+    """Advice where a module beside the topology has the name of one of the standard library; else ""."""
     file = Path(base, *where.split(".")).with_suffix(".py")
     if where.partition(".")[0] not in sys.stdlib_module_names or not file.is_file():
         return ""
@@ -69,9 +69,9 @@ def _taken(where: str, base: Path) -> str:
 
 
 def search_beside(*folders: Path) -> None:
-    """Look for modules in these folders first of all but the standard library, and in those of earlier calls next."""
+    """Look for modules in these folders right after the standard library, then in those of earlier calls."""
     _beside[:] = dict.fromkeys([*map(str, folders), *_beside])
-    library = [one for one in sys.path if _is_standard(one)]
+    library = [folder for folder in sys.path if _is_standard(folder)]
     sys.path[:] = dict.fromkeys([*library, *_beside, *sys.path])
 
 
@@ -81,7 +81,7 @@ ARCHIVE = f"python{sys.version_info[0]}{sys.version_info[1]}.zip"
 
 
 def _is_standard(folder: str) -> bool:
-    """Check whether the standard library lies there: its folder, that of its compiled modules, its archive."""
+    """Check whether a folder is of the standard library: its own, that of its compiled modules, its archive."""
     return folder == STANDARD or os.path.basename(folder) in ("lib-dynload", ARCHIVE)
 
 
@@ -92,56 +92,56 @@ PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # where 
 # PYTHONSAFEPATH came with Python 3.11.
 APART = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
 RUN = APART + "import runpy\nrunpy._run_module_as_main(sys.argv.pop(1))\n"
-# This busrl, and what lies beside it where the Python has none of its own.
+# This busrl, and the packages beside it that the Python lacks.
 OURS = APART + f"sys.path.insert(0, {PACKAGES!r})\nimport busrl\ndel sys.path[0]\n" + (
     f"if {PACKAGES!r} not in sys.path: sys.path.append({PACKAGES!r})\n" + RUN)
-SAFE = ["-P"] if sys.version_info >= (3, 11) else []  # it holds for processes that multiprocessing starts, too
+SAFE = ["-P"] if sys.version_info >= (3, 11) else []  # multiprocessing hands it on to the processes that it starts
 
 
 def interpreter(python: str = "", with_busrl: bool = False) -> list[str]:
-    """The command that runs a module of busrl, whose name and arguments follow: of this busrl, by this Python; or by
-    another one (`with_busrl`: that has a busrl of its own)."""
+    """The command that runs a module of busrl, whose name and arguments follow, by this Python or the one at `python`.
+    `with_busrl`: that one has a busrl of its own, which runs instead of this."""
     if not python or python == sys.executable:
         return [sys.executable, *SAFE, "-c", OURS]
     return [python, "-c", RUN if with_busrl else OURS]
 
 
-IMPORTING = -2  # key of the lines by which the child of a reward says that an import begins, and has ended
+IMPORTING = -2  # key of the lines with which the child of a reward reports the begin and the end of an import
 
 
 class ImportClock:
-    """Counts the time in which this process imports modules, for calls with a time limit: an import within a function
-    is of the first call alone, and may take longer than all others together. `tell(True)` and `tell(False)` are called
-    where an outermost import of the main thread begins and has ended.
+    """Counts the time that this process spends on imports, for calls with a time limit: an import inside a function
+    delays its first call only, and may take longer than all others together. Calls `report(True)` when an outermost
+    import of the main thread begins, and `report(False)` when it has ended.
 
-    Finding and loading is one function of importlib, for every way to import; what is loaded never comes there.
+    Every way to import passes one function of importlib, unless the module is loaded already.
     """
 
-    def __init__(self, tell: Callable[[bool], None]) -> None:
-        self._tell, self._spent_s, self._begun = tell, 0.0, 0.0
+    def __init__(self, report: Callable[[bool], None]) -> None:
+        self._report, self._spent_s, self._begun = report, 0.0, 0.0
         self._deep, self._main, self._pid = 0, threading.get_ident(), os.getpid()
         bootstrap: Any = importlib._bootstrap
         self._load, bootstrap._find_and_load = bootstrap._find_and_load, self._loading
 
     @property
     def spent_s(self) -> float:
-        """All of it, of an import that goes on too."""
+        """The time of all imports, the present one included."""
         return self._spent_s + (time.monotonic() - self._begun if self._deep else 0.0)
 
     def now(self) -> float:
-        """A clock that stands still meanwhile."""
+        """The time by a clock that stands still during imports."""
         return time.monotonic() - self.spent_s
 
-    def _loading(self, *given: Any) -> Any:
+    def _loading(self, *arguments: Any) -> Any:
         if self._deep or threading.get_ident() != self._main or os.getpid() != self._pid:
-            return self._load(*given)
+            return self._load(*arguments)
         self._deep, self._begun = 1, time.monotonic()
-        self._tell(True)
+        self._report(True)
         try:
-            return self._load(*given)
+            return self._load(*arguments)
         finally:
             self._spent_s, self._deep = self.spent_s, 0
-            self._tell(False)
+            self._report(False)
 
 
 # package -> the extra of busrl that brings it
@@ -152,7 +152,7 @@ EXTRAS = {
 
 
 def is_installed(package: str) -> bool:
-    """Check whether a package is there; it is not imported."""
+    """Check whether a package is installed, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:
@@ -160,16 +160,16 @@ def is_installed(package: str) -> bool:
 
 
 def remedy_for(*packages: str) -> str:
-    """Tell how to install packages, "" for those that no part of busrl asks for."""
-    extras = sorted({EXTRAS[one] for one in packages if one in EXTRAS})
+    """The command that installs these packages; "" for those that no extra of busrl brings."""
+    extras = sorted({EXTRAS[package] for package in packages if package in EXTRAS})
     return f"pip install 'busrl[{','.join(extras)}]'" if extras else ""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """For `busrl check`: the folder of the topology, then pairs of key and import path. One JSON line: for each why it
-    cannot be had, "" if it can."""
+    """Load functions for `busrl check`. Arguments: the folder of the topology, then pairs of key and import path.
+    Prints a line of JSON: for each pair why the function cannot be imported, "" if it can."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what user code prints is no answer
+    os.dup2(2, 1)  # output of user code is no answer
     base_dir, *pairs = arguments
     faults = []
     for key, target in zip(pairs[::2], pairs[1::2], strict=True):
@@ -184,8 +184,9 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import libraries meanwhile, and do nothing else, as garbage stays. Modules are none, but Python looks through all
-    of them again and again for cycles while they are made, which costs a tenth of the CPU of a learner's imports."""
+    """Stop the collector of cycles in this block, for imports and nothing else, as garbage stays. Modules are no
+    garbage, but Python searches them for cycles again and again while they load, which costs a tenth of the CPU of a
+    learner's imports."""
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -214,8 +215,8 @@ def _run_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _own_neighbours(folder: Path) -> Iterator[None]:
-    """A file imports the modules of its own folder, also where a file of another folder has imported others of the same
-    names before."""
+    """Let a file import the modules of its own folder, also where a file of another folder has imported modules of the
+    same names before."""
     def is_other(name: str) -> bool:
         home = _home(sys.modules[name]) if (folder / f"{name}.py").exists() or (folder / name).is_dir() else ""
         return home in _beside and home != str(folder)
@@ -229,7 +230,7 @@ def _own_neighbours(folder: Path) -> Iterator[None]:
 
 
 def _home(module: ModuleType) -> str:
-    """The folder in which a module, or the folder of a package, lies."""
+    """The folder that holds a module's file, or a package's folder."""
     place = next(iter(getattr(module, "__path__", ())), "") or getattr(module, "__file__", "")
     return os.path.dirname(str(place or ""))
 

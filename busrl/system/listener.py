@@ -1,12 +1,13 @@
-"""A listening socket for aiohttp's server that strangers cannot shut: how many connect, how long one may say nothing.
+"""A listening socket for aiohttp's server that strangers cannot block: it bounds connections, and their silence.
 
-Talks to asyncio and to the connections of aiohttp's server. Knows nothing of routes, keys and answers: whoever handles
-a request says whether its client is known.
+Talks to asyncio and to the connections of aiohttp's server. Knows nothing of routes, keys and answers: the handler of a
+request says whether its client is a stranger.
 
-- A connection has HEAD_S for the head of its first request. Where there are too many, the one that has been silent
-  longest goes; one that asks, or whose client is known, stays. If all of them stay the new one goes.
+- A connection has HEAD_S for the head of its first request. Where there are too many connections, the one that has been
+  silent longest is closed. One with a request, or of a client that is no stranger, stays. If all stay, the new one is
+  closed.
 - Connections take half of the descriptors at most: the other half is for the process's own work.
-- All of it is told in one line with counts, at most every TELL_S; so is asyncio's own word on a lack of descriptors.
+- One line with counts reports all this, at most every TELL_S, and asyncio's reports on a lack of descriptors with it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 HEAD_S = 10.0
 MOST_CONNECTIONS = 8192
-ACCEPTS_AT_ONCE = 64  # of one turn of the loop: they have their descriptors before they are counted
+ACCEPTS_AT_ONCE = 64  # in a turn of the loop: they have their descriptors before they are counted
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 TELL_S = 30.0
 SWEEP_S = 0.5
@@ -36,7 +37,7 @@ log = logging.getLogger("busrl")
 
 
 def room() -> int:
-    """Connections that a process may have, after its limit of descriptors was raised as far as it may be."""
+    """Raise this process's limit of descriptors as far as allowed; returns the connections that it may then have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * MOST_CONNECTIONS)
     if wanted > soft:
@@ -46,12 +47,12 @@ def room() -> int:
 
 
 class Listener:
-    """Connections of a bound socket, for the handlers that `runner.server` of aiohttp makes. Use `open` and `close`; a
-    request is `heard` when its head is there. `tell` takes lines about strangers."""
+    """Accepts the connections of a bound socket, for the handlers that `runner.server` of aiohttp makes. Use `open` and
+    `close`; call `heard` when the head of a request is there. `tell` takes lines about strangers."""
 
     def __init__(self, bound: socket.socket, most: int, tell: Callable[[str], object] = log.warning) -> None:
         self._socket, self._most, self._tell = bound, most, tell
-        self._asking: dict[Any, float] = {}  # connections without a whole request, and how long that is allowed
+        self._asking: dict[Any, float] = {}  # by connection without a whole request: until when that is allowed
         self._new = 0  # connections that the handlers do not count yet
         # Since the last line: addresses of those that were closed, new ones that had to go, lacks of a descriptor.
         self._gone: Counter[str] = Counter()
@@ -74,11 +75,11 @@ class Listener:
             self._sweeping.cancel()
 
     def heard(self, connection: Any) -> None:
-        """The head of a request is there: it is not silent any more."""
+        """Note that the head of a request is there: the connection is silent no more."""
         self._asking.pop(connection, None)
 
     def answered(self, connection: Any) -> None:
-        """A stranger has its answer: while the rest of its request comes it may go as a silent one may."""
+        """Note that a stranger has its answer: while the rest of its request comes, it counts as silent."""
         self._asking[connection] = time.monotonic() + HEAD_S
 
     # -- internals -----
@@ -98,8 +99,8 @@ class Listener:
         self._new -= 1
 
     def _close_silent(self) -> bool:
-        """Close the connection that has been without a request longest; False if there is none. Those that are gone are
-        forgotten; the new ones are the last."""
+        """Close the connection that has been without a request longest; False if there is none. Connections that are
+        gone are forgotten; the newest come last."""
         while len(self._asking) > self._new:
             connection = next(iter(self._asking))
             del self._asking[connection]
@@ -130,10 +131,10 @@ class Listener:
         limit, silent = resource.getrlimit(resource.RLIMIT_NOFILE)[0], sum(self._gone.values())
         names = [f"{count:,} from {address}" for address, count in self._gone.most_common(SHOWN)]
         more = [f"{len(self._gone) - SHOWN} other addresses"] if len(self._gone) > SHOWN else []
-        said = {f"{silent:,} silent connections were closed ({', '.join([*names, *more])})": silent,
-                f"{self._refused:,} new ones were closed, since all others had asked for something": self._refused,
-                f"{self._lacks:,} times there was no descriptor for a new one": self._lacks}
-        return (f"port {self._socket.getsockname()[1]}: {'; '.join(text for text, count in said.items() if count)}; "
+        counts = {f"{silent:,} silent connections were closed ({', '.join([*names, *more])})": silent,
+                  f"{self._refused:,} new ones were closed, since all others had asked for something": self._refused,
+                  f"{self._lacks:,} times there was no descriptor for a new one": self._lacks}
+        return (f"port {self._socket.getsockname()[1]}: {'; '.join(text for text, count in counts.items() if count)}; "
                 f"{limit:,} descriptors allow {self._most:,} connections, and one may be silent for {HEAD_S:g} s")
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -149,8 +150,8 @@ class Listener:
 
 
 def bounded(server: Any, most: int = 64) -> None:
-    """Let a server of the standard library, which has a thread for each connection, have so many at most: the one that
-    came first goes, and one that is silent for HEAD_S."""
+    """Bound the connections of a server of the standard library, which has a thread for each: beyond `most` the oldest
+    is closed, and each that is silent for HEAD_S."""
     here: dict[socket.socket, None] = {}
     ends = server.shutdown_request
 
@@ -158,7 +159,7 @@ def bounded(server: Any, most: int = 64) -> None:
         first = next(iter(here), None) if len(here) >= most else None
         if first is not None:
             here.pop(first, None)  # its own thread may just have done so
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the client is gone
                 first.shutdown(socket.SHUT_RDWR)
         here[connected] = None
         return True
@@ -173,15 +174,15 @@ def bounded(server: Any, most: int = 64) -> None:
 
 
 def shut(bound: socket.socket) -> None:
-    """Let nobody connect any more to a socket that listens for another library, for which all have come. Connections
-    that are there stay. Nothing where the kernel has no filters."""
+    """Refuse all further connections of a socket that another library listens on, once all peers have come. Present
+    connections stay. Does nothing where the kernel has no filters."""
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", RETURN, 0, 0, 0))  # of every packet it keeps no byte
     with contextlib.suppress(OSError):
         bound.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(nothing)))
 
 
 class Closed(asyncio.Protocol):
-    """The end of a connection that there is no room for."""
+    """The protocol of a connection for which there is no room."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()

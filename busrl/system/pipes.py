@@ -1,10 +1,10 @@
-"""The child's side of the pipes to its parent, for processes in which code of the user's runs.
+"""The child's side of the pipes to its parent, for processes in which user code runs.
 
-Used by the children of `rewards` and of `agents`, which say what the lines are. Knows nothing of either.
+Used by the children of `rewards` and of `agents`, which define the lines. Knows nothing of either.
 
-- User code can neither read nor write the pipes; what it prints goes to stderr, of each call the first MiB.
+- User code can neither read nor write the pipes. Its output goes to stderr, the first MiB of each call.
 - A child dies with its parent, also in the middle of user code.
-- A copy that user code makes of the process by fork writes nothing.
+- A copy of the process that user code makes by fork writes nothing.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import msgspec
 
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 20
-PRINTED_BYTES = 1 << 20  # of a call, and of importing it
+PRINTED_BYTES = 1 << 20  # that a call may print, and an import
 OWN_PID = os.getpid()
 
 
 class Requests:
-    """Lines of the parent; `over` when it has closed the pipe."""
+    """The lines of the parent; `over` once it has closed the pipe."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.over, self._rest = fd, False, b""
 
     def read(self) -> list[bytes]:
-        """Lines that one read completes, maybe none."""
+        """The lines that a read completes; there may be none."""
         data = os.read(self.fd, READ_BYTES)
         self.over = not data
-        *found, self._rest = (self._rest + data).split(b"\n") if data else [b""]
-        return found
+        *lines, self._rest = (self._rest + data).split(b"\n") if data else [b""]
+        return lines
 
 
 def private_pipes() -> tuple[Requests, int]:
@@ -61,13 +61,13 @@ class Printed(io.FileIO):
         self.left = PRINTED_BYTES
 
     def write(self, data: Any, /) -> int:
-        whole, taken = len(data), memoryview(data)[: max(0, self.left)]
-        self.left -= whole
-        while taken:
-            taken = taken[super().write(taken) or 0 :]
-        if self.left < 0 <= self.left + whole:
+        size, rest = len(data), memoryview(data)[: max(0, self.left)]
+        self.left -= size
+        while rest:
+            rest = rest[super().write(rest) or 0 :]
+        if self.left < 0 <= self.left + size:
             super().write(b"\n(busrl: the rest of what this call prints is dropped)\n")
-        return whole
+        return size
 
 
 printed = Printed(2, "w", closefd=False)
@@ -81,8 +81,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def write(fd: int, line: bytes, lock: contextlib.AbstractContextManager[Any] | None = None) -> None:
-    """All of the line; a parent that is gone ends this process, and so does being a copy of it. `lock`: where several
-    threads write."""
+    """Write all of the line. Ends this process if its parent is gone, or if it is a copy made by fork. `lock`: where
+    several threads write."""
     if os.getpid() != OWN_PID:
         os._exit(0)
     data = memoryview(line)
@@ -95,7 +95,7 @@ def write(fd: int, line: bytes, lock: contextlib.AbstractContextManager[Any] | N
 
 
 def line_of(frame: msgspec.Struct) -> bytes:
-    """A frame as a line of JSON. Half a character in its texts, which nobody can encode, is named by its number."""
+    """The frame as a line of JSON. Half a character in its texts, which has no encoding, is written as its number."""
     try:
         return msgspec.json.encode(frame) + b"\n"
     except UnicodeEncodeError:
@@ -106,5 +106,5 @@ def _named_halves(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_named_halves(name): _named_halves(one) for name, one in value.items()}
-    return [_named_halves(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {_named_halves(name): _named_halves(item) for name, item in value.items()}
+    return [_named_halves(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,10 +1,9 @@
 """Directories and files that only this user can enter or read: made without a race, checked before use.
 
-Talks to the file system only. Sockets and keys are guarded by nothing but these rights, so they are never assumed.
+Talks to the file system only. Nothing but these rights protects sockets and keys, so the rights are always checked.
 
-- A directory of another user, or one that others may write into, is refused: what lies in it may be theirs.
-- One that others may only look into is closed. The check and the change are made on an open descriptor, not by name.
-- A file gets its mode when it is made and its name when it is whole: there is no instant at which it is open or half.
+- A directory of another user, or one that others may write into, is refused: its files may be theirs.
+- A directory that others may only read is closed to them. Check and change work on an open descriptor, not on the name.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from busrl.errors import InsecureDirectory
 
 def private_directory(path: str | os.PathLike[str], what: str = "socket directory", remedy: str = "") -> Path:
     """Make (or check and close) a directory of mode 0700; InsecureDirectory if it cannot be trusted."""
-    made = Path(path)
+    directory = Path(path)
     remedy = remedy or "set XDG_RUNTIME_DIR to a directory of your own"
-    _check_parent(made.parent, what, remedy)
+    _check_parent(directory.parent, what, remedy)
     try:
-        made.mkdir(mode=0o700)
+        directory.mkdir(mode=0o700)
     except FileExistsError:
         pass
     except OSError as error:
-        raise InsecureDirectory(f"{what} {made}: it cannot be made: {error.strerror}; {remedy}") from None
-    _close(made, what, remedy)
-    return made
+        raise InsecureDirectory(f"{what} {directory}: it cannot be made: {error.strerror}; {remedy}") from None
+    _close(directory, what, remedy)
+    return directory
 
 
 def _check_parent(path: Path, what: str, remedy: str) -> None:
-    """A user who may rename entries of the parent may put another directory in our place."""
+    """Refuse a parent whose entries another user may rename: that user could put another directory in this place."""
     try:
         info = path.stat()
     except FileNotFoundError:

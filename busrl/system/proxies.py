@@ -1,10 +1,10 @@
-"""Proxies that the environment names: busrl's own addresses are never asked through one, all others as it says.
+"""Proxies that the environment names: they are used for all addresses but busrl's own.
 
-Talks to environment variables. Knows nothing of who asks and what.
+Talks to environment variables. Knows nothing of clients and requests.
 
-- Libraries read `no_proxy`, or `NO_PROXY`, or one where the other is missing: both are set, and say the same as before
-  and busrl's own addresses besides.
-- A client of busrl's own takes the proxy of the address that it was given, and names it where it fails.
+- Libraries read `no_proxy`, or `NO_PROXY`, or either where the other is missing. Both are set: to what they held, and
+  busrl's own addresses.
+- A client of busrl uses the proxy for its address, and names the proxy in the error when it fails.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ NAMES = ("no_proxy", "NO_PROXY")
 EVERYTHING = "*"
 
 
-def environment(known: Mapping[str, str] = os.environ, *hosts: str) -> dict[str, str]:
-    """Variables of proxies for a process in which user code may run; `hosts`: more addresses of busrl's own."""
-    made = dict(known)
+def environment(variables: Mapping[str, str] = os.environ, *hosts: str) -> dict[str, str]:
+    """The variables of a process in which user code may run; `hosts`: more addresses of busrl's own."""
+    changed = dict(variables)
     for name, other in (NAMES, NAMES[::-1]):
-        given = [one.strip() for one in (known.get(name) or known.get(other) or "").split(",") if one.strip()]
-        if EVERYTHING not in given:
-            given += [host for host in (*OWN, *hosts) if host not in given]
-        made[name] = ",".join(given)
-    return made
+        listed = (variables.get(name) or variables.get(other) or "").split(",")
+        addresses = [address.strip() for address in listed if address.strip()]
+        if EVERYTHING not in addresses:
+            addresses += [host for host in (*OWN, *hosts) if host not in addresses]
+        changed[name] = ",".join(addresses)
+    return changed
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy by which a client asks that address; None: directly."""
+    """The proxy through which a client reaches that address; None: none."""
     from urllib.request import getproxies, proxy_bypass  # only here: most processes never need it, and it is slow
 
     parts = urlsplit(url)
@@ -41,7 +42,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def named(proxy: str | None) -> str:
-    """Words for the message of a client that failed; a proxy's password is not in them."""
+    """Words on the proxy for the error of a client, without the proxy's password; empty without a proxy."""
     return f" (by the proxy {urlsplit(proxy).hostname}; no_proxy names addresses without one)" if proxy else ""
 
 
