@@ -77,7 +77,7 @@ class EpisodeBounds:
 
     @classmethod
     def of(cls, topology: Topology, vocabulary: int) -> EpisodeBounds | None:
-        """Those of the topology; None in a run whose samples are answers of one call."""
+        """The limits that the topology sets; None in a run whose samples are answers of one call."""
         if not topology.has_callers:
             return None
         return cls(EpisodeLimits.of(topology), topology.agents.transcript_bytes, vocabulary)
