@@ -87,8 +87,8 @@ def home_of(actor: Actor) -> Iterator[Away | None]:
         yield None
         return
     from busrl.hosts import questions as q
-    from busrl.hosts.membership import HostSource
     from busrl.hosts.link import Asking
+    from busrl.hosts.membership import HostSource
 
     source = HostSource.read(actor.paths.host_source)
     with contextlib.closing(Asking(relay_endpoint(source.endpoint), source.client, source.name)) as link:

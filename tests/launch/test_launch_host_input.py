@@ -9,8 +9,8 @@ import pytest
 
 from busrl import keys
 from busrl.errors import UserError
-from busrl.hosts.membership import Invitation
 from busrl.hosts.joining import from_input
+from busrl.hosts.membership import Invitation
 
 
 def said(data: bytes, wait_s: float = 5.0) -> tuple[str, Path, str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.hosts.membership import HostSource, of_host
 from busrl.hosts.joining import open_host
+from busrl.hosts.membership import HostSource, of_host
 from busrl.launch.rundir import remove_runtime_dir, unlink_segments
 from busrl.paths import RunPaths
 from busrl.preflight.load import load

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from busrl import keys
-from busrl.hosts.membership import HostSource, claimed_from, of_host
 from busrl.hosts.joining import open_host
+from busrl.hosts.membership import HostSource, claimed_from, of_host
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.preflight.load import load
 from busrl.states import HeaderWord

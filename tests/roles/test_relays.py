@@ -17,8 +17,8 @@ import busrl
 from busrl.bus.security import relay_endpoint
 from busrl.errors import WeightsTimeout
 from busrl.hosts import questions as q
-from busrl.hosts.membership import HostSource
 from busrl.hosts.link import Asking
+from busrl.hosts.membership import HostSource
 from busrl.status.reader import RunReader
 from busrl.status.words import host_lines, hosts
 from busrl.system import files
