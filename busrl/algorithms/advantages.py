@@ -50,7 +50,7 @@ def mean_normalised(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Te
 
 
 def reward_alone(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
-    """R: no baseline. Of a flat group too, which every other one gives 0."""
+    """R: no baseline, also for a flat group, to which every other estimator gives 0."""
     return torch.tensor(list(rewards), dtype=torch.float64)
 
 
@@ -63,23 +63,23 @@ def turn_advantages(
     """A_t = G_t - the mean over the *other* episodes of their G_t, with G_t = sum over k >= t of gamma^(k - t) r_k.
 
     `rewards`: of each episode of a group those of its turns, in order. An episode that has ended by turn t has G_t = 0
-    there, so the baseline of a turn depends on nothing that its own episode does, and is unbiased; a mean over those
-    that got there would not be, where the policy decides when to stop. `scaled`: over the standard deviation of the
-    episodes' sums, as `group_std`.
+    there: the baseline of a turn depends on nothing that its own episode does, and is unbiased. A mean over the
+    episodes that reach turn t would be biased where the policy decides when to stop. `scaled`: divide by the standard
+    deviation of the episodes' sums, as `group_std` does.
     """
     if len(rewards) < 2:
         raise ValueError(f"a group of {len(rewards)} has no advantage: rewards are compared with each other; needs 2")
     longest = max(map(len, rewards))
     table = torch.zeros(len(rewards), longest, dtype=torch.float64)
-    for row, own in zip(table, rewards, strict=True):
-        row[: len(own)] = torch.tensor(list(own), dtype=torch.float64)
+    for row, turns in zip(table, rewards, strict=True):
+        row[: len(turns)] = torch.tensor(list(turns), dtype=torch.float64)
     totals = table.sum(1)
     for t in range(longest - 2, -1, -1):
         table[:, t] += gamma * table[:, t + 1]
-    found = table - (table.sum(0) - table) / (len(rewards) - 1)
+    values = table - (table.sum(0) - table) / (len(rewards) - 1)
     if scaled:
-        found = found / (totals.std(correction=1) + EPS)
-    return [row[: len(own)].tolist() for row, own in zip(found, rewards, strict=True)]
+        values = values / (totals.std(correction=1) + EPS)
+    return [row[: len(turns)].tolist() for row, turns in zip(values, rewards, strict=True)]
 
 
 # -- of all groups of a step -----------------------------------------------------
@@ -100,7 +100,8 @@ def batch_scale(centred: Sequence[float]) -> float:
     return float(torch.tensor(list(centred), dtype=torch.float64).std(correction=1)) + EPS if len(centred) > 1 else 1.0
 
 
-# What is computed per group; of batch_std before the division, of batch_whiten nothing, of gae before any value.
+# The part that is computed per group: of batch_std before the division, of batch_whiten nothing, of gae before any
+# value.
 ADVANTAGES: dict[str, AdvantageEstimator] = {
     "group_std": group_std, "group_mean": group_mean, "leave_one_out": leave_one_out,
     "mean_normalised": mean_normalised, "batch_std": group_mean, "batch_whiten": batch_whiten, "reward": reward_alone,
@@ -109,24 +110,24 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
-    """True if the group carries no signal. Compared exactly: a rounded mean must not turn equal rewards into one."""
+    """True if the group carries no signal. Compared exactly: a rounded mean must not make a signal of equal rewards."""
     return len(rewards) < 2 or all(reward == rewards[0] for reward in rewards)
 
 
 def advantages(estimator: AdvantageEstimator, rewards: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """The advantages of one group; all exactly 0.0 for a flat group, which an estimator that compares never sees."""
+    """The advantages of a group; all exactly 0.0 for a flat one, which never reaches an estimator that compares."""
     if estimator is not reward_alone and is_flat(rewards):
         return [0.0] * len(rewards)
-    found = estimator(rewards, lengths)
-    return [float(value) for value in (found.tolist() if isinstance(found, Tensor) else found)]
+    values = estimator(rewards, lengths)
+    return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
 
 
 # -- from tokens to one number ---------------------------------------------------
 
 
 def weights(aggregation: str, tokens: Sequence[int], groups: Sequence[int], norm: int) -> tuple[list[float], float]:
-    """Factors of the loss of each sample's tokens, and what these samples add to the denominator. `tokens`: trained
-    tokens of each sample, at least 1; `groups` names its group, which is whole; `norm`: learner.length_norm."""
+    """Factors of the loss of each sample's tokens, and the share of these samples in the denominator. `tokens`: trained
+    tokens of each sample, at least 1; `groups`: its group, which is whole; `norm`: learner.length_norm."""
     if aggregation == "token-mean":
         return [1.0] * len(tokens), float(sum(tokens))
     if aggregation == "seq-mean-token-mean":

@@ -1,8 +1,8 @@
 """The choices of [learner]: losses, advantages, aggregations, corrections, KL terms and recipes, with their properties
 and the settings of their papers.
 
-The formulas are in the other modules of this package, under the same names. Read by the configuration, which parses
-without torch and takes its defaults from `LossSettings`: imports nothing.
+The formulas are in the other modules of this package, under the same names. The configuration reads
+them: it parses without torch and takes its defaults from `LossSettings`. Imports nothing.
 
 - A recipe and a loss set keys that a topology leaves out; a key that is written down always wins.
 - `held_back` says why the gradient of a sample needs more than its own group: such a step is computed at once, when it
@@ -106,8 +106,8 @@ KL_TERMS = ("none", "k1", "k2", "k3", "k3_is")
 
 def _recipe(loss: str, advantage: str = "group_std", aggregation: str = "", **learner: Any) -> dict[str, Any]:
     """By dotted key; without an aggregation that of the loss or of the schema."""
-    named = {"loss": loss, "advantage": advantage, **({"aggregation": aggregation} if aggregation else {}), **learner}
-    return {f"learner.{name}": value for name, value in named.items()}
+    keys = {"loss": loss, "advantage": advantage, **({"aggregation": aggregation} if aggregation else {}), **learner}
+    return {f"learner.{name}": value for name, value in keys.items()}
 
 
 def _clipped(advantage: str, aggregation: str, clip_high: float = 0.2, **learner: Any) -> dict[str, Any]:
@@ -138,20 +138,23 @@ ALIASES = {"reinforceplusplus": "reinforce_pp", "ppo2": "ppo", "onpolicydistilla
 
 
 def letters(name: str) -> str:
-    """A name without what people write differently: case and marks."""
+    """The letters and digits of a name, in lower case: people write case and marks differently."""
     return re.sub("[^a-z0-9]", "", name.lower().replace("+", "p"))
 
 
 def where_set(key: str, name: object) -> str:
     """Name the keys that set the algorithm which a key of [learner] was given; empty for an unknown name."""
-    asked = letters(str(name))
-    recipe = ALIASES.get(asked) or next((one for one in RECIPES if letters(one) == asked), "")
+    wanted = letters(str(name))
+    recipe = ALIASES.get(wanted) or next((candidate for candidate in RECIPES if letters(candidate) == wanted), "")
     if recipe:
         sets = ", ".join(f'{part} = "{RECIPES[recipe][f"learner.{part}"]}"' for part in ("loss", "advantage"))
         return f'{recipe} is a whole algorithm: recipe = "{recipe}" sets {sets} and more'
     tables: dict[str, Iterable[str]] = {"loss": LOSSES, "advantage": ADVANTAGES}
-    meant = [(own, one) for own, names in tables.items() for one in names if letters(one) == asked]
-    return next((f'write {own} = "{one}", which is its {own}' for own, one in meant if f"learner.{own}" != key), "")
+    for part, names in tables.items():
+        for candidate in names:
+            if letters(candidate) == wanted and f"learner.{part}" != key:
+                return f'write {part} = "{candidate}", which is its {part}'
+    return ""
 
 
 # -- what follows from the keys of a topology --------------

@@ -21,7 +21,7 @@ FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "
 
 @dataclass(frozen=True)
 class ValueErrors:
-    """Errors of the values of a micro-batch, per token."""
+    """Loss, returns and values of a micro-batch, per token."""
 
     loss: Tensor  # with gradient
     returns: Tensor
@@ -56,7 +56,8 @@ def sums(
 ) -> Tensor:
     """The row of a micro-batch, in the order of FIELDS. `current` marks tokens sampled with the very weights that are
     being trained, `begun` those of them whose answers had no token of other weights before (None: all of them).
-    `weights` of the correction and `teacher_kl` are those of the loss, where it had them; None: they are computed here.
+    `weights` of the correction and `teacher_kl` come from the loss, where it computed them; None: they are computed
+    here.
     """
     difference = losses.log_ratio(inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
     ratio = difference.exp()
@@ -65,22 +66,22 @@ def sums(
     same = torch.zeros_like(difference) if current is None else current.to(difference)
     rows = [torch.ones_like(difference), difference, ratio - 1 - difference, ratio, ratio * ratio]
     rows += [falling & (ratio < low), rising & (ratio > high), falling & (ratio > settings.dual_clip)]
-    whole = same if begun is None else same * begun.to(difference)
-    rows += [entropy.detach(), loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
+    begun_same = same if begun is None else same * begun.to(difference)
+    rows += [entropy.detach(), loss.detach(), same, same * difference.abs(), begun_same, begun_same * difference.abs()]
     nothing = torch.zeros_like(difference)
     rows += _of_terms(inputs, settings, nothing, weights)
     rows += _of_values(of_values, nothing)
     rows += _of_teacher(inputs, settings, nothing, teacher_kl)
     every = torch.stack([row.to(difference.dtype) for row in rows])
     # Not a product with the mask: a masked position may hold NaN.
-    kept = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)
-    return kept.flatten(1).sum(1, dtype=torch.float64)
+    trained = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)
+    return trained.flatten(1).sum(1, dtype=torch.float64)
 
 
 def _of_terms(
     inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor, weights: Tensor | None
 ) -> list[Tensor]:
-    """Rows that count tokens which a correction dropped and those with a reference, and the KL to it."""
+    """Rows: tokens that the correction dropped, tokens with a reference, KL to the reference."""
     dropped = nothing
     if settings.correction != "none":
         dropped = (terms.correction(losses.hidden(inputs), settings) if weights is None else weights) == 0
@@ -89,11 +90,11 @@ def _of_terms(
     return [dropped, torch.ones_like(nothing), terms.k3(inputs.trainer_logprobs.detach(), inputs.reference_logprobs)]
 
 
-def _of_values(found: ValueErrors | None, nothing: Tensor) -> list[Tensor]:
-    if found is None:
+def _of_values(errors: ValueErrors | None, nothing: Tensor) -> list[Tensor]:
+    if errors is None:
         return [nothing] * 6
-    error = found.returns - found.values
-    rows = [found.loss.detach(), found.returns, found.returns.square(), error, error.square()]
+    error = errors.returns - errors.values
+    rows = [errors.loss.detach(), errors.returns, errors.returns.square(), error, error.square()]
     return [torch.ones_like(nothing), *(row.to(nothing.dtype) for row in rows)]
 
 
@@ -107,7 +108,7 @@ def _of_teacher(
 
 
 def finish(total: Tensor | Sequence[float]) -> Diagnostics:
-    """The means from the sum of all rows; reads the device once. All 0 if there was no token, but for a mismatch."""
+    """The means from the sum of all rows; reads the device once. Without a token all are 0, and a mismatch is None."""
     value = dict(zip(FIELDS, total.tolist() if isinstance(total, Tensor) else total, strict=True))
     count = max(value["tokens"], 1.0)
     weights = value["weight_squared"] * count

@@ -2,7 +2,8 @@
 
 - Teacher and student have the same tokenizer; the teacher is a constant; position t of its arrays is about the same
   token as row t of the student's.
-- `tail` gives 0 for a student equal to its teacher. `renormalised` too; it says nothing of the mass outside of the k.
+- KL is 0 for a student equal to its teacher, with and without the tail. Without it the mass outside of the k does not
+  count.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from torch import Tensor
 def topk_kl(student: Tensor, teacher: Tensor, tail: bool = True) -> Tensor:
     """KL(teacher || student) per position in nats, [n]; both log-probabilities at the teacher's k ids, [n, k]. `tail`:
     all other tokens are one more outcome (TRL); without it both sides are renormalised over the k."""
-    known = teacher.detach()
+    teacher = teacher.detach()
     if tail:
-        known, student = _with_tail(known), _with_tail(student)
+        teacher, student = _with_tail(teacher), _with_tail(student)
     else:
-        known, student = known.log_softmax(-1), student.log_softmax(-1)
-    return (known.exp() * (known - student)).sum(-1)
+        teacher, student = teacher.log_softmax(-1), student.log_softmax(-1)
+    return (teacher.exp() * (teacher - student)).sum(-1)
 
 
 def cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
@@ -29,12 +30,12 @@ def cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(student || teacher) per position, both renormalised over the k."""
-    own, known = student.log_softmax(-1), teacher.detach().log_softmax(-1)
-    return (own.exp() * (own - known)).sum(-1)
+    student, teacher = student.log_softmax(-1), teacher.detach().log_softmax(-1)
+    return (student.exp() * (student - teacher)).sum(-1)
 
 
 def _with_tail(logprobs: Tensor) -> Tensor:
-    """Adds a column: the logarithm of what the others leave, at least the smallest number of the type."""
+    """Add a column: the logarithm of the probability that the others leave, at least the smallest of the type."""
     smallest = torch.finfo(logprobs.dtype).eps
     left = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=smallest)
     return torch.cat([logprobs, left.log()], -1)

@@ -1,11 +1,12 @@
-"""Values of tokens: generalised advantages, what a value head is trained towards, and its loss (PPO).
+"""Values of tokens: generalised advantages, the returns that a value head is trained towards, and its loss (PPO).
 
-The learner estimates a step's samples once, before its first update; the trainer adds the loss to that of the policy.
+The learner estimates the samples of a step once, before its first update; the trainer adds the value loss to that of
+the policy.
 
-- V_t is the value before token t was drawn, from all tokens before it. After the last token it is 0, for a cut answer
-  too: the reward is what the whole answer was worth.
+- V_t is the value before token t was drawn, from all tokens before it. After the last token it is 0, also for a cut
+  answer: the reward is the worth of the whole answer.
 - Values, returns and advantages are constants: the gradient of a value flows through its loss alone.
-- All is computed in float64, and once per step: the parts of a step that is streamed add up to the step at once.
+- All is computed in float64, and once per step: the parts of a streamed step add up to the step at once.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def generalised(rewards: Sequence[Floats], values: Sequence[Floats], gamma: floa
         for i, row in enumerate(rows):
             table[i, : len(row)] = row
     reward, value = padded
-    found, next_one = np.zeros((len(rewards), size)), np.zeros(len(rewards))
+    advantages, following = np.zeros((len(rewards), size)), np.zeros(len(rewards))
     for t in range(size - 1, -1, -1):  # behind the end of a row all is 0
-        next_one = reward[:, t] + gamma * value[:, t + 1] - value[:, t] + gamma * decay * next_one
-        found[:, t] = next_one
-    return [row[:count] for row, count in zip(found, counts, strict=True)]
+        following = reward[:, t] + gamma * value[:, t + 1] - value[:, t] + gamma * decay * following
+        advantages[:, t] = following
+    return [row[:count] for row, count in zip(advantages, counts, strict=True)]
 
 
 def estimated(
@@ -61,14 +62,14 @@ def estimated(
 ) -> list[Valued]:
     """Advantages of the policy with `decay`; returns V_t + A_t with `decay_of_values`, which is 1 for the plain sum of
     rewards (decoupled GAE, 2503.01491)."""
-    own = generalised(rewards, values, gamma, decay)
-    towards = own if decay == decay_of_values else generalised(rewards, values, gamma, decay_of_values)
-    return [Valued(a, v + b, v) for a, v, b in zip(own, values, towards, strict=True)]
+    advantages = generalised(rewards, values, gamma, decay)
+    towards = advantages if decay == decay_of_values else generalised(rewards, values, gamma, decay_of_values)
+    return [Valued(a, v + b, v) for a, v, b in zip(advantages, values, towards, strict=True)]
 
 
 def whitened(rows: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> list[Floats]:
-    """(A - mean) / sqrt(variance + 1e-8) over all trained tokens of the rows, n - 1 of them under the root; what is not
-    trained is only moved along."""
+    """(A - mean) / sqrt(variance + 1e-8) over all trained tokens of the rows, n - 1 of them under the root. Tokens
+    that are not trained are shifted and scaled alike, and count in neither number."""
     trained = np.concatenate([row[mask] for row, mask in zip(rows, masks, strict=True)]) if rows else np.zeros(0)
     if not len(trained):
         return list(rows)

@@ -4,7 +4,7 @@ A loss never averages: the trainer divides the sum once, at the step. Knows noth
 
 - Behaviour and proximal log-probabilities, advantages and correction weights are constants: no gradient flows into
   them.
-- What stands at a masked position (0, NaN, 1e9) changes neither the value nor the gradient of the others: `per_token`
+- A number at a masked position (0, NaN, 1e9) changes neither the value nor the gradient of the others: `per_token`
   hides it from every loss.
 - A log-ratio is clamped to [-20, 20] before it is exponentiated: a wild token cannot make the sum infinite.
 """
@@ -89,13 +89,13 @@ def sapo(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def dppo(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """-keep r A + c (log r)^2 on the ratio to the behaviour policy; dropped is what moved by more than `dppo_mask` of
-    probability in the direction of its advantage. The square stays for all tokens."""
+    """-keep r A + c (log r)^2 on the ratio to the behaviour policy. A token that moved by more than `dppo_mask` of
+    probability in the direction of its advantage is dropped; the square stays for all tokens."""
     difference = log_ratio(inputs.trainer_logprobs, inputs.behaviour_logprobs)
     moved = inputs.trainer_logprobs.detach().exp() - inputs.behaviour_logprobs.exp()
     dropped = torch.where(inputs.advantages > 0, moved > settings.dppo_mask, moved < -settings.dppo_mask)
-    kept = (-difference.exp() * inputs.advantages).masked_fill(dropped, 0)
-    return kept + settings.dppo_square * difference.square()
+    policy = (-difference.exp() * inputs.advantages).masked_fill(dropped, 0)
+    return policy + settings.dppo_square * difference.square()
 
 
 def reinforce(inputs: LossInputs, settings: LossSettings) -> Tensor:
@@ -173,19 +173,19 @@ def covariant(inputs: LossInputs, settings: LossSettings, random: torch.Generato
     trained = trained_of(inputs)
     ratio, advantages = ratio_of(inputs, settings)[trained], inputs.advantages[trained]
     clipped = torch.where(advantages > 0, ratio > most, (ratio < least) & (advantages < 0))
-    found = ((cov > low) & (cov < high) & ~clipped).nonzero()[:, 0]
-    order = torch.randperm(len(found), generator=random).to(found.device)
-    kept = torch.zeros_like(cov, dtype=torch.bool)
-    kept[found[order[: max(1, int(settings.cov_share * len(cov)))]]] = True
-    return _placed(kept, inputs)
+    candidates = ((cov > low) & (cov < high) & ~clipped).nonzero()[:, 0]
+    order = torch.randperm(len(candidates), generator=random).to(candidates.device)
+    chosen = torch.zeros_like(cov, dtype=torch.bool)
+    chosen[candidates[order[: max(1, int(settings.cov_share * len(cov)))]]] = True
+    return _placed(chosen, inputs)
 
 
 def most_covariant(inputs: LossInputs, settings: LossSettings, random: torch.Generator) -> Tensor:
     """Tokens that KL-Cov holds: the `cov_share` (at least one) of the largest covariance."""
     cov = covariances(inputs)
-    kept = torch.zeros_like(cov, dtype=torch.bool)
-    kept[cov.topk(min(len(cov), max(1, int(settings.cov_share * len(cov))))).indices] = True
-    return _placed(kept, inputs)
+    chosen = torch.zeros_like(cov, dtype=torch.bool)
+    chosen[cov.topk(min(len(cov), max(1, int(settings.cov_share * len(cov))))).indices] = True
+    return _placed(chosen, inputs)
 
 
 def covariances(inputs: LossInputs) -> Tensor:
@@ -202,9 +202,9 @@ def trained_of(inputs: LossInputs) -> Tensor:
     return inputs.mask.bool()
 
 
-def _placed(kept: Tensor, inputs: LossInputs) -> Tensor:
+def _placed(chosen: Tensor, inputs: LossInputs) -> Tensor:
     trained = trained_of(inputs)
-    return torch.zeros_like(trained).masked_scatter(trained, kept)
+    return torch.zeros_like(trained).masked_scatter(trained, chosen)
 
 
 LOSSES: dict[str, LossFunction] = {
@@ -212,16 +212,16 @@ LOSSES: dict[str, LossFunction] = {
     "two_sided": two_sided, "dppo": dppo, "opsm": opsm, "reinforce": reinforce, "m2po": m2po, "clip_cov": clip_cov,
     "kl_cov": kl_cov, "topk_kl": topk_kl,
 }
-# Given all tokens of an update, with its log-probabilities before it as those of the trainer -> what `chosen` is.
+# All tokens of an update, with the log-probabilities before it as those of the trainer -> `chosen`.
 Choice = Callable[[LossInputs, LossSettings, torch.Generator], Tensor]
 CHOICES: dict[str, Choice] = {"m2po": kept_by_second_moment, "clip_cov": covariant, "kl_cov": most_covariant}
 
 
-# -- what they are made of -----------------------------------------------------
+# -- parts of losses -----------------------------------------------------------
 
 
 def per_token(loss: LossFunction, inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """The values of `loss`, 0 where masked. The loss sees zeros there: a NaN behind a mask would reach the gradient."""
+    """The values of `loss`, 0 where masked. The loss gets zeros there: a NaN behind a mask would reach the gradient."""
     return masked(loss(hidden(inputs), settings), inputs)
 
 

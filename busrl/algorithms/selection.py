@@ -1,6 +1,6 @@
 """Parameters that a run trains, by `learner.train_layers`: numbers of layers, and parts of names.
 
-Read by the configuration too: knows names alone, no model, and imports nothing but the standard library.
+Also read by the configuration: works on names alone, without a model, and imports nothing but the standard library.
 
 - "20-31, lm_head": commas between items; each is a number, a range with both ends, or a part of a name between dots
   (`mlp`, `self_attn.q_proj`, `*norm`; `*` stands for anything).
@@ -31,29 +31,29 @@ class Item:
         """True if it means the parameter of that name."""
         if self.first < 0:
             return fnmatchcase(f".{name}.", f"*.{self.text}.*")
-        found = _NUMBER.search(name)
-        return found is not None and self.first <= int(found[1]) <= self.last
+        number = _NUMBER.search(name)
+        return number is not None and self.first <= int(number[1]) <= self.last
 
 
 def parsed(text: str) -> list[Item]:
     """The items; none of an empty text. ValueError with the item that is none, and why."""
-    found = []
-    for part in (one.strip() for one in text.split(",") if text.strip()):
+    items = []
+    for part in (piece.strip() for piece in text.split(",") if text.strip()):
         ends = _RANGE.fullmatch(part)
         if ends is None and not _NAME.fullmatch(part):
             raise ValueError(f"{part!r} is no number, no range such as 20-31 and no part of a parameter's name")
         first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (-1, -1)
         if last < first:
             raise ValueError(f"{part!r} begins after its end")
-        found.append(Item(part, first, last))
-    return found
+        items.append(Item(part, first, last))
+    return items
 
 
 def chosen(text: str, names: Iterable[str]) -> tuple[set[str], list[str]]:
     """Names of the parameters that are trained (all, by an empty text), and the items that mean none."""
     items, every = parsed(text), set(names)
     by_item = {item.text: {name for name in every if item.takes(name)} for item in items}
-    empty = [own for own, names_of in by_item.items() if not names_of]
+    empty = [item for item, names_of in by_item.items() if not names_of]
     return (set().union(*by_item.values()) if items else every), empty
 
 

@@ -1,8 +1,8 @@
 """The whole objective of a token: the policy's loss with its correction, plus KL to a reference, less entropy, plus
-what separates it from a teacher.
+KL from a teacher.
 
-Called by the trainer for every micro-batch. Talks to `losses` alone; knows nothing of models or of where the reference
-log-probabilities come from.
+Called by the trainer for every micro-batch. Talks to `losses` alone; knows nothing of models or of the origin of
+the reference log-probabilities.
 
 - rho = proximal / behaviour, what separates trainer and engine; a correction is a constant that multiplies the loss of
   the policy. It never changes a denominator: a token that it drops still counts.
@@ -57,10 +57,11 @@ def correction(inputs: LossInputs, settings: LossSettings) -> Tensor:
     low, high = CORRECTIONS[settings.correction]
     low, high = settings.correction_low or low, settings.correction_high or high
     measure, rule = WEIGHTS[settings.correction]
-    found = measure(log_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs).detach(), inputs)
+    measured = measure(log_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs).detach(), inputs)
     if rule == TRUNCATE:
-        return found.clamp(max=high)
-    return torch.where((found >= low) & (found <= high), found if rule == MASK else torch.ones_like(found), 0)
+        return measured.clamp(max=high)
+    within = (measured >= low) & (measured <= high)
+    return torch.where(within, measured if rule == MASK else torch.ones_like(measured), 0)
 
 
 # -- KL to a reference -----------------------------------------------------------
@@ -96,28 +97,27 @@ def divergence(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """The values that are minimised of each token, 0 where masked, and the terms of it that the diagnostics tell too.
-    """
+    """The minimised value of each token, 0 where masked, and those of its terms that the diagnostics show."""
 
     loss: Tensor
-    weights: Tensor | None = None  # of the correction; None without one
+    weights: Tensor | None = None  # of the correction; None without a correction
     teacher_kl: Tensor | None = None  # with gradient; None where no loss reads it
 
 
 def objective(loss: LossFunction, inputs: LossInputs, settings: LossSettings, kl: bool) -> Objective:
-    """The policy's loss with all terms. `kl`: with the KL term, which may be in the reward instead."""
+    """The policy's loss with all terms. `kl`: the KL to the reference is a term of the loss, not of the reward."""
     seen = losses.hidden(inputs)
-    found, weights = loss(seen, settings), None
-    teacher_kl = found if loss is losses.topk_kl else None
+    values, weights = loss(seen, settings), None
+    teacher_kl = values if loss is losses.topk_kl else None
     if settings.correction != "none":
         weights = correction(seen, settings)
-        found = found * weights
+        values = values * weights
     if kl:
-        found = found + settings.kl_coef * divergence(seen, settings)
+        values = values + settings.kl_coef * divergence(seen, settings)
     if settings.entropy_coef:
         assert seen.entropy is not None
-        found = found - settings.entropy_coef * seen.entropy
+        values = values - settings.entropy_coef * seen.entropy
     if settings.teacher_coef:
         teacher_kl = losses.topk_kl(seen, settings) if teacher_kl is None else teacher_kl
-        found = found + settings.teacher_coef * teacher_kl
-    return Objective(losses.masked(found, inputs), weights, teacher_kl)
+        values = values + settings.teacher_coef * teacher_kl
+    return Objective(losses.masked(values, inputs), weights, teacher_kl)

@@ -205,5 +205,5 @@ class TrainerBuilder:
         if folder not in self._others:
             _, way, _ = self._spread(folder, None, frozen=True)
             self._others[folder] = self._sharded(way)
-            self._others[folder].leave_out_all_but(self.settings.known)
+            self._others[folder].leave_out_all_but(self.settings.token_rows)
         return self._others[folder]

@@ -36,7 +36,7 @@ from busrl.training import sharded
 from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import vocabulary
-from busrl.training.scorer import EVERY, Given
+from busrl.training.scorer import EVERY, Credits
 from busrl.training.settings import TrainerSettings
 from busrl.training.shard_files import Saving, Writing, file_of
 from busrl.training.step_stats import RankStats, StepStats, stats_of
@@ -304,7 +304,7 @@ class Leader(Trainer):
         return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self._cost)
 
     def accumulate(
-        self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
+        self, samples: Sequence[Sample], given: Credits | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
         given = self._checked(samples, given)

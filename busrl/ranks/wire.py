@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from busrl.errors import RankLost
 from busrl.training.batch import Sample, Turns, Worth
-from busrl.training.scorer import Given, Versions
+from busrl.training.scorer import Credits, Versions
 
 # -- messages -----------------------------------------------------------------------
 
@@ -248,12 +248,12 @@ LAST_WORDS_S = 3.0  # that followers have to say why after a collective failed
 
 # -- the work of a micro-batch ----------------------------------------------------------
 
-NOTHING_GIVEN = Given(())
+NOTHING_GIVEN = Credits(())
 NO_WORK = Work([], [], [], None, None, None, None, None, {})
 
 
 def work_of(
-    ages_of: Callable[[Versions], NDArray[np.int64]], samples: Sequence[Sample], given: Given = NOTHING_GIVEN,
+    ages_of: Callable[[Versions], NDArray[np.int64]], samples: Sequence[Sample], given: Credits = NOTHING_GIVEN,
     version: int | None = None,
 ) -> Work:
     """Work from which a follower computes these samples as rank 0 would. `ages_of`: as in the trainer's hooks."""

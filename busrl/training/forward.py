@@ -63,12 +63,13 @@ class Forward:
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities, [tokens, count], of each place's most probable tokens with an id below `limit`."""
         logits = self._logits(samples, flat, torch.float32)
-        found, best = logits[:, :limit].topk(min(count, limit, self.known.tokens), -1)
+        found, best = logits[:, :limit].topk(min(count, limit, self.token_rows.tokens), -1)
         return best, found - logits.logsumexp(-1, keepdim=True)
 
     def _logits(self, samples: Sequence[Sample], flat: Flat, dtype: torch.dtype) -> Tensor:
         ids, rows, columns = self._padded(samples)
-        logits: Tensor = self.known.mask(self.model(input_ids=ids, use_cache=False).logits[rows, columns].to(dtype))
+        wanted = self.model(input_ids=ids, use_cache=False).logits[rows, columns]
+        logits: Tensor = self.token_rows.mask(wanted.to(dtype))
         return logits if flat.temperature is None else logits / flat.temperature[:, None]
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
@@ -91,7 +92,7 @@ class Forward:
         return found
 
     def leave_out_all_but(self, known: TokenRows) -> None:
-        self.known = known
+        self.token_rows = known
 
     def size(self, samples: Sequence[Sample]) -> int:
         """Counts the positions that are computed, padding included."""
@@ -118,14 +119,14 @@ class PaddedRows(Forward):
 
     def of_states(self, hidden: Tensor, flat: Flat) -> Scores:
         head: nn.Linear = self.model.get_output_embeddings()
-        found: Scores = self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias, self.known)
+        found: Scores = self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias, self.token_rows)
         return found
 
     @torch.no_grad()
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
         found: nn.Linear = self.model.get_output_embeddings()
         chosen: tuple[Tensor, Tensor] = self.head.best(
-            self.states(samples), found.weight, count, limit, flat.temperature, found.bias, self.known
+            self.states(samples), found.weight, count, limit, flat.temperature, found.bias, self.token_rows
         )
         return chosen
 

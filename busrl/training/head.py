@@ -96,7 +96,7 @@ class _Pieces(torch.autograd.Function):
         scale: float, cap: float, rows: int, known: TokenRows,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.cap, ctx.rows, ctx.known = scale, cap, rows, known
+        ctx.scale, ctx.cap, ctx.rows, ctx.token_rows = scale, cap, rows, known
         exact = torch.promote_types(hidden.dtype, torch.float32)
         entropy, normaliser = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(2))
         logprobs = hidden.new_empty(targets.shape, dtype=exact)
@@ -141,7 +141,7 @@ def _to_logits(ctx: Any, part: slice, gradients: tuple[Tensor | None, ...], room
     hidden, weight, targets, temperature, bias, normaliser, entropy = ctx.saved_tensors
     logits = _logits(hidden[part], weight, bias, ctx.scale, ctx.cap, room)
     slope = None if not ctx.cap else 1 - (logits / ctx.cap).square_()
-    _divide(ctx.known.mask(logits), temperature, part)
+    _divide(ctx.token_rows.mask(logits), temperature, part)
     logs = logits.sub_(normaliser[part, None])
     of_logprobs, of_entropy = gradients[0] if gradients[0] is None else gradients[0][part], gradients[1]
     of_entropy = None if of_entropy is None else of_entropy[part, None]

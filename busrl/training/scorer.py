@@ -39,7 +39,7 @@ NOTHING = Sample(
 
 
 @dataclass(frozen=True)
-class Given:
+class Credits:
     """Numbers that the samples of a call are trained with: a number or a row for each; None where the default holds."""
 
     advantages: Sequence[Worth]  # not read where `valued` has those of each token
@@ -48,7 +48,7 @@ class Given:
     chosen: Sequence[NDArray[np.bool_]] | None = None  # tokens, for a loss that chooses
     valued: Sequence[Valued] | None = None  # for a value head: values, returns and advantages of each token
 
-    def of(self, part: Sequence[int]) -> Given:
+    def of(self, part: Sequence[int]) -> Credits:
         """Select the samples at these positions."""
         rows = {name: None if rows is None else [rows[i] for i in part] for name, rows in vars(self).items()}
         return replace(self, **rows)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ class Scorer:
     def flatten(self, samples: Sequence[Sample]) -> Flat:
         return batch.flatten(samples, self.dtype, self.device)
 
-    def inputs(self, samples: Sequence[Sample], flat: Flat, given: Given) -> tuple[losses.LossInputs, Tensor | None]:
+    def inputs(self, samples: Sequence[Sample], flat: Flat, given: Credits) -> tuple[losses.LossInputs, Tensor | None]:
         """Inputs of the loss, and the values of a value head, of one forward of each model."""
         referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
         wanted, known, student = flat, None, None
@@ -84,7 +84,7 @@ class Scorer:
         return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=known,
                        student_logprobs=student), values
 
-    def _of_logprobs(self, flat: Flat, logprobs: Tensor, given: Given) -> losses.LossInputs:
+    def _of_logprobs(self, flat: Flat, logprobs: Tensor, given: Credits) -> losses.LossInputs:
         """Inputs that need no other forward than that of the log-probabilities."""
         before = logprobs.detach()
         if given.proximal is not None:

@@ -19,7 +19,7 @@ from busrl.algorithms.gae import ValueSettings
 from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.topology.learner import Learner, Memory
 
-OF_OTHER_TABLES = ("compute_dtype", "ratio_one", "value", "base_dir", "known")  # what `of` finds by itself
+OF_OTHER_TABLES = ("compute_dtype", "ratio_one", "value", "base_dir", "token_rows")  # what `of` finds by itself
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TrainerSettings(LossSettings):
     compile: bool = Memory.compile
     value: ValueSettings | None = None  # with a value head
     base_dir: str = field(default=".", repr=False)  # of the topology, for code of the user's
-    known: TokenRows = ALL_ROWS  # rows of the model's logits that stand for a token
+    token_rows: TokenRows = ALL_ROWS  # rows of the model's logits that stand for a token
 
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
@@ -58,7 +58,7 @@ class TrainerSettings(LossSettings):
         return cls(
             compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois",
             value=ValueSettings(value.coef, value.clip, value.rate) if learner.advantage == catalog.GAE else None,
-            base_dir=topology.base_dir, known=token_rows(Path(topology.model.path)),
+            base_dir=topology.base_dir, token_rows=token_rows(Path(topology.model.path)),
             **memory, **{name: getattr(learner, name) for name in names},
         )
 

@@ -35,7 +35,7 @@ from busrl.training.custom import load_loss
 from busrl.training.forward import FLASH, Forward, checkpoint_layers, choose_forward, compile_layers
 from busrl.training.head import Head
 from busrl.training.model import Adapter, Masters, Merged, named_weights, train_only
-from busrl.training.scorer import EVERY, Floats, Given, Reference, Scorer, Teacher, Versions
+from busrl.training.scorer import EVERY, Credits, Floats, Reference, Scorer, Teacher, Versions
 from busrl.training.settings import TrainerSettings
 from busrl.training.shard_files import Saving
 from busrl.training.state import TrainerState
@@ -90,7 +90,7 @@ class Trainer:
         self.model, self.settings, self.adapter, self.hooks, self._copies = model, settings, adapter, hooks, copies
         self.loss = load_loss(settings.loss, settings.base_dir)
         self.forward, masters = _prepared(model, settings, forward)
-        self.forward.leave_out_all_but(settings.known)
+        self.forward.leave_out_all_but(settings.token_rows)
         self.state = TrainerState(model, masters, settings, hooks.on_progress)
         self.parameters, self.optimizer = self.state.parameters, self.state.optimizer
         self._device = self.forward.where or self.parameters[0].device
@@ -112,7 +112,7 @@ class Trainer:
         self._views: Mapping[str, Tensor] | None = None  # of this rank, what is published
 
     def accumulate(
-        self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
+        self, samples: Sequence[Sample], given: Credits | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, added to the step under way. `given` may be advantages alone;
         `version` is that of the weights being trained, for the mismatch between engine and trainer."""
@@ -120,14 +120,14 @@ class Trainer:
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self.micro_batch([samples[i] for i in part], given.of(part), version)
 
-    def _checked(self, samples: Sequence[Sample], given: Given | Sequence[Worth]) -> Given:
-        given = given if isinstance(given, Given) else Given(given)
+    def _checked(self, samples: Sequence[Sample], given: Credits | Sequence[Worth]) -> Credits:
+        given = given if isinstance(given, Credits) else Credits(given)
         for rows in vars(given).values():
             if rows is not None and len(rows) != len(samples):
                 raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {len(rows)}")
         return given
 
-    def micro_batch(self, samples: Sequence[Sample], given: Given, version: int | None) -> None:
+    def micro_batch(self, samples: Sequence[Sample], given: Credits, version: int | None) -> None:
         started, settings = self.tally.mark(), self.settings
         flat = self.scorer.flatten(samples)
         inputs, values = self.scorer.inputs(samples, flat, given)

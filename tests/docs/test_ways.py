@@ -28,7 +28,7 @@ TOOLS = (
 BESIDE = (
     "roles/process.py", "roles/probes.py", "roles/version_pin.py", "roles/learner/metrics.py",
     "roles/learner/alarms.py", "roles/learner/parity.py", "roles/learner/observers.py", "roles/learner/excerpts.py",
-    "roles/learner/checkpoints.py", "training/step_stats.py", "training/checkpoint.py",
+    "training/step_stats.py", "training/checkpoint.py",
     "algorithms/diagnostics.py", "data/figures.py", "ledger/trained.py", "predict/", "preflight/", "scheduling/plan.py",
 )
 ASIDE = (*TOOLS, *BESIDE)

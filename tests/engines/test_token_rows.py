@@ -181,7 +181,7 @@ def test_rows_without_a_token_get_no_gradient_of_the_head(wide: Wide) -> None:
 def test_a_trainer_leaves_them_out_of_ratio_reference_and_teacher(wide: Wide) -> None:
     folder = wide("qwen3")
     samples = samples_of(drawn(folder))
-    trainer = Trainer(load(folder), TrainerSettings(known=token_rows(folder)))
+    trainer = Trainer(load(folder), TrainerSettings(token_rows=token_rows(folder)))
     for sample, row in zip(samples, trainer.score(samples), strict=True):
         np.testing.assert_allclose(row, sample.behaviour_logprobs, atol=1e-5)
     flat = flatten(samples, torch.float32, torch.device("cpu"))
@@ -206,7 +206,7 @@ def test_an_adapter_is_trained_on_tokens_alone(wide: Wide) -> None:
     folder = wide("qwen3")
     model = load(folder)
     adapter = Adapter(model, LoraSettings(rank=2, scale=2.0))
-    trainer = Trainer(model, TrainerSettings(known=token_rows(folder)), adapter=adapter)
+    trainer = Trainer(model, TrainerSettings(token_rows=token_rows(folder)), adapter=adapter)
     samples = samples_of(drawn(folder))
     trainer.accumulate(samples, [1.0, -1.0] * (len(samples) // 2), 0)
     stats = trainer.step(1e-2)

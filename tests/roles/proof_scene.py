@@ -31,7 +31,7 @@ class Proving:
         )
         topology = load(QUICK, ["learner.parity.every=0", *settings])
         topology = replace(topology, model=replace(topology.model, path=str(folder)))
-        training = SimpleNamespace(team=None, known=TokenRows(rows=WORDS), trainer=self.trainer)
+        training = SimpleNamespace(team=None, token_rows=TokenRows(rows=WORDS), trainer=self.trainer)
         self.parity, self.prober = Parity(topology, cast("Any", training)), Prober(topology, only_validates=False)
 
     def publish(self, version: int, tensors: dict[str, torch.Tensor]) -> None:

@@ -60,7 +60,8 @@ def quick(*settings: str, engine: str = "torch") -> Topology:
 
 def gate(topology: Topology, score: Callable[[Sequence[Sample]], Any]) -> Parity:
     """A gate whose learner gives these log-probabilities; its model can be nothing else."""
-    training = SimpleNamespace(team=None, known=TokenRows(rows=10), trainer=SimpleNamespace(score=score, model=None))
+    trainer = SimpleNamespace(score=score, model=None)
+    training = SimpleNamespace(team=None, token_rows=TokenRows(rows=10), trainer=trainer)
     return Parity(topology, cast("Any", training))
 
 

@@ -25,7 +25,7 @@ from busrl.training import optimizers, sharded
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter, LoraSettings
-from busrl.training.scorer import Given
+from busrl.training.scorer import Credits
 from busrl.training.settings import TrainerSettings
 from busrl.training.step_stats import RankStats, stats_of
 from busrl.training.trainer import Trainer
@@ -88,7 +88,7 @@ def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[RankStats
         for start in range(0, len(parts), world):
             if start + rank < len(parts):
                 samples, worth = parts[start + rank]
-                trainer.micro_batch(samples, Given(worth), None)
+                trainer.micro_batch(samples, Credits(worth), None)
             else:
                 trainer.idle()
         shares.append(trainer.update(RATE))
@@ -99,7 +99,7 @@ KINDS: dict[str, dict[str, Any]] = {  # settings of the trainer
     "": {}, "bfloat16": {"compute_dtype": "bfloat16"}, "again": {"activation_checkpointing": "full"}, "lora": {},
     "lora16": {"compute_dtype": "bfloat16"}, "adafactor": {"optimizer": "adafactor"},
     "adamw8bit": {"optimizer": "adamw8bit"}, "layers": {"train_layers": "1, norm"},
-    "rows": {"known": TokenRows(52, (49,))},  # some of its rows stand for no token
+    "rows": {"token_rows": TokenRows(52, (49,))},  # some of its rows stand for no token
 }
 
 

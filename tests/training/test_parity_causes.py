@@ -29,7 +29,7 @@ class Pair:
 
     def __init__(self, lab: Lab, kind: str, copies: bool = True) -> None:
         self.trainer: Trainer = lab.trainer(kind, double=False)
-        training = SimpleNamespace(team=None, known=TokenRows(rows=VOCABULARY), trainer=self.trainer)
+        training = SimpleNamespace(team=None, token_rows=TokenRows(rows=VOCABULARY), trainer=self.trainer)
         topology = load(QUICK, ["learner.parity.every=1", f"learner.parity.copy={str(copies).lower()}"])
         self.gate = Parity(topology, cast("Any", training))
         self.gate.before_update(4)

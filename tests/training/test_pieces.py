@@ -18,7 +18,7 @@ from busrl.ranks.wire import Work, samples_of, work_of
 from busrl.training import batch, packing
 from busrl.training.batch import Sample, Turns
 from busrl.training.forward import JoinedRows
-from busrl.training.scorer import Given
+from busrl.training.scorer import Credits
 
 RECORDED = json.loads(one_turn.FILE.read_text())
 
@@ -147,8 +147,8 @@ def test_an_episode_reaches_another_rank_as_it_is(shapes: Any) -> None:
 
     samples = [made(shape, index) for index, shape in enumerate(shapes)]
     worth = [[0.5] * len(one.turn_lengths()) if one.turns is not None else 1.0 for one in samples]
-    sent = msgspec.msgpack.encode(work_of(lambda versions: versions.astype(np.int64), samples, Given(worth, worth), 4))
-    work = msgspec.msgpack.decode(sent, type=Work)
+    sent = work_of(lambda versions: versions.astype(np.int64), samples, Credits(worth, worth), 4)
+    work = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Work)
     assert work.advantages == work.weights == worth
     there = samples_of(work)
     for own, other in zip(samples, there, strict=True):

@@ -1,8 +1,8 @@
-"""Warnings from the numbers that training brings anyway, and the end of a run that makes no step.
+"""Warnings from the numbers of training, and the end of a run that makes no step.
 
-`LengthSkew` compares the answers that are trained with those that were drawn, `Alarms` watches the newest steps,
-`Idling` groups that end one after another without being trained; it reads the tails of errors.jsonl and groups.jsonl.
-Knows nothing of the ring and of the bus: what it finds is a text for a warning, or an error.
+`LengthSkew` compares the answers that are trained with those that were drawn. `Alarms` watches the newest steps.
+`Idling` counts groups that end one after another without being trained; it reads the tails of errors.jsonl and
+groups.jsonl. Knows nothing of the ring and of the bus: the results are texts for warnings, and errors.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class LengthSkew:
     """Lengths of the answers that are trained beside those that were drawn, and an alarm where they differ.
 
     *Dispatched* are the samples of every group that ended, *consumed* the trained ones. *Drawn* are the dispatched ones
-    in the order of the loader, up to the oldest draw that is still open: a slow group is missing from it together with
-    everything drawn after it. `alarm` 0 = never. A window of steps is lost with its process. Of more than `MOST_GROUPS`
-    that end without a step the newest stand for all.
+    in the order of the loader, up to the oldest draw that is still open: a slow group is missing together with all that
+    was drawn after it. `alarm` 0 = never. The window of steps is lost with the process. If more than `MOST_GROUPS` end
+    without a step, the newest stand for all.
     """
 
     def __init__(self, steps: int, alarm: float) -> None:
@@ -52,11 +52,11 @@ class LengthSkew:
 
     def ended(self, draw: int, lengths: Iterable[int], fate: str) -> None:
         """A group ended with this fate (T: trained), with the lengths of its survivors."""
-        found = np.fromiter(lengths, np.int64)
-        self._behind[draw] = found
+        tokens = np.fromiter(lengths, np.int64)
+        self._behind[draw] = tokens
         if len(self._behind) > MOST_GROUPS:
             del self._behind[next(iter(self._behind))]
-        self._now.append((found, fate))
+        self._now.append((tokens, fate))
 
     def step(self, open_draws: Iterable[int]) -> dict[str, Any]:
         """Close a step. `open_draws`: draws that may not have ended. Returns the figures over the window."""
@@ -114,13 +114,13 @@ def ks_distance(a: Shares, b: Shares) -> float:
     if not len(a) or not len(b):
         return 0.0
     size = max(len(a), len(b))
-    left, right = (np.pad(one, (0, size - len(one)), constant_values=1.0) for one in (a, b))
+    left, right = (np.pad(shares, (0, size - len(shares)), constant_values=1.0) for shares in (a, b))
     return float(np.abs(left - right).max())
 
 
 def _joined(parts: Iterable[Ints]) -> Ints:
-    found = list(parts)
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+    arrays = list(parts)
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
 # -- the newest steps ----------------------------------------------------------
@@ -133,11 +133,11 @@ STEPS = 10
 
 
 class Alarms:
-    """A policy that left the one that sampled, or that learns nothing more, from the newest lines of metrics.jsonl.
+    """Finds in the newest lines of metrics.jsonl a policy that has left the one that sampled, or that learns no more.
 
     One step decides nothing: two of the newest three, or the groups and answers of the newest ten, do. Each alarm is
-    reported when it begins, and again only after it was over. The limits are far from what healthy runs show (ess above
-    0.9, k3 below 0.05). `ess`: the least that is no alarm.
+    reported when it begins, and again only after it was over. Healthy runs are far from the limits (ess above 0.9, k3
+    below 0.05). `ess`: the least that is no alarm.
     """
 
     def __init__(self, ess: float = 0.3) -> None:
@@ -148,16 +148,16 @@ class Alarms:
     def step(self, row: Mapping[str, Any]) -> dict[str, str]:
         """The texts of the alarms that begin with this step, by name."""
         self._rows.append(row)
-        found = {"moved": self._left(row), FLAT: self._flat(row), "cut": self._cut(row)}
-        begun = {name: f"step {row['step']}: {text}" for name, text in found.items() if text and name not in self._on}
-        self._on = {name for name, text in found.items() if text}
+        texts = {"moved": self._left(row), FLAT: self._flat(row), "cut": self._cut(row)}
+        begun = {name: f"step {row['step']}: {text}" for name, text in texts.items() if text and name not in self._on}
+        self._on = {name for name, text in texts.items() if text}
         return begun
 
     def _left(self, row: Mapping[str, Any]) -> str:
-        # A step without trained tokens has 0 in both; one that is no number was reported already.
+        # A step without trained tokens has 0 in both; a number that is not finite was reported with its step.
         moved = [
-            (one["ess"], one["k3"])
-            for one in self._rows if one["tokens"] and isfinite(one["ess"]) and isfinite(one["k3"])
+            (past["ess"], past["k3"])
+            for past in self._rows if past["tokens"] and isfinite(past["ess"]) and isfinite(past["k3"])
         ][-MOVED_STEPS:]
         if len(moved) < MOVED_STEPS:
             return ""
@@ -199,10 +199,10 @@ class Alarms:
 # -- a run without a step --------------------------------------------------------
 
 AUTO, LEAST = 4, 32  # x n_min, and at least so many: a few flat groups in a row are chance
-EPISODES = 8  # where episodes alone failed since the start: they are slow, and this is no chance either
+EPISODES = 8  # where only episodes failed since the start: they are slow, and so many are no chance
 FAILED = {fate.letter for fate in (Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MALFORMED, Fate.POISON)}
-EPISODE = "its episode "  # before the failure, in what is said of a sample that is dropped
-RARE = 32  # a streak in which so many usable groups were to be expected is no chance
+EPISODE = "its episode "  # before the failure, in the error of a dropped sample
+RARE = 32  # usable groups that chance would have brought: a streak that is as long as that is none
 QUARTERS = 4
 BY_RULE = (Fate.FLAT.letter, Fate.OLD.letter, Fate.LONG.letter)  # in the order in which they explain a group
 WHERE = {  # the role that reports a fate
@@ -258,7 +258,7 @@ class FlatStreak:
         return f"{worth}{cut if self.cut else ''}"
 
     def add(self, rewards: npt.NDArray[np.float64]) -> None:
-        """The rewards of a group, which are all the same."""
+        """Count the rewards of a group, which are all equal."""
         self.answers += len(rewards)
         self.counts.update(rewards.tolist())
         self.low, self.high = min(self.counts), max(self.counts)
@@ -266,16 +266,16 @@ class FlatStreak:
 
 
 class Idling:
-    """A run that ends groups and trains none: counts them, names the commonest cause, says when to warn and to end.
+    """Counts the groups of a run that end untrained, names the commonest cause, and decides when to warn and to end.
 
-    - Counted is a streak: groups that ended since the last step and since the last group that could be trained. A task
-      of which most groups are flat is slow, not idle: where groups that can be trained were rare before, the limit is
-      what RARE of them would have taken on average.
-    - What ended before this process looked for the first time is not counted: a start after a correction begins at 0.
-      How rare groups that can be trained are, and which rewards there were, is known from the steps before it too.
-    - A streak of flat groups at the best reward that was ever seen, where others were lower, ends the run as one that
-      has reached its goal. Whether a better reward exists is not known here, so the text says what was seen, and that a
-      collapse to one kind of answer looks the same.
+    - A streak is counted: groups that ended since the last step and since the last group that could be trained. A task
+      with mostly flat groups is slow, not idle: where trainable groups were rare before, the limit is the number of
+      groups that RARE of them would have taken on average.
+    - Groups that ended before the first look of this process are not counted: a start after a correction begins at 0.
+      The share of trainable groups and the rewards are also read from the steps before the start.
+    - A streak of flat groups at the best reward of the run, where others were lower, ends the run as successful. The
+      run cannot know whether a better reward exists, so the text gives the numbers, and says that a collapse to one
+      kind of answer looks the same.
     """
 
     def __init__(self, topology: Topology, paths: RunPaths) -> None:
@@ -298,12 +298,12 @@ class Idling:
         self.flat = self._since_look
 
     def _recall(self) -> None:
-        """Reads what the steps before this life saw: a streak after the last of them is another start's business."""
+        """Read the groups and rewards of earlier steps; a streak after the last of them belongs to an earlier start."""
         ended, seen = 0, set[float]()
         for row in json_lines(self.paths.groups, MOST_LINES_BYTES):
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                found = [float(reward) for rewards in row["rewards"] for reward in rewards]
-                seen |= {min(found), max(found)}
+                values = [float(reward) for rewards in row["rewards"] for reward in rewards]
+                seen |= {min(values), max(values)}
                 ended += len(row["fates"])
                 if usable := row["fates"].count(Fate.TRAINED.letter):
                     self._usable, self._ended = self._usable + usable, self._ended + ended - usable
@@ -311,7 +311,8 @@ class Idling:
                     ended, seen = 0, set()
 
     def look(self, view: GroupView, asides: Collection[int]) -> None:
-        """Groups that ended since the last view, and such as can be trained now (`asides` are just being dropped)."""
+        """Count the groups that ended since the last view, and those that can be trained now (without `asides`, which
+        are just being dropped)."""
         if self._looked:
             for fates in view.ended_fates:
                 if not ((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any():
@@ -334,10 +335,10 @@ class Idling:
         if fate == Fate.FLAT.letter and len(lines):
             self._newest.append(float(lines["reward"].min()))
             cut, last = int(np.count_nonzero(lines["finish"] == Finish.LENGTH)), sample()
-            for own in {id(one): one for one in (self.flat, self._since_look)}.values():
-                own.add(lines["reward"])
-                own.cut += cut
-                own.last = last
+            for streak in {id(flat): flat for flat in (self.flat, self._since_look)}.values():
+                streak.add(lines["reward"])
+                streak.cut += cut
+                streak.last = last
 
     def end_streak(self) -> None:
         """A step was made, or there is a group for one."""
@@ -374,9 +375,8 @@ class Idling:
 
     @property
     def learnt(self) -> bool:
-        """True if nearly all of the newest flat groups have the best reward of the run: they teach nothing, because all
-        their answers are right."""
-        best = sum(one == self._best for one in self._newest)
+        """True if nearly all of the newest flat groups have the best reward of the run: all their answers are right."""
+        best = sum(reward == self._best for reward in self._newest)
         return bool(self._newest) and self._best > self._worst and best >= MOSTLY * len(self._newest)
 
     def learnt_text(self, step: int, last: int) -> str:
@@ -390,7 +390,7 @@ class Idling:
         )
 
     def text(self, step: int) -> str:
-        """Advice about what ended most groups, how many they were, and the last error or answer behind it."""
+        """Advice about the commonest cause, the number of its groups, and the last error or answer behind it."""
         cause, count = self.causes.most_common(1)[0] if self.causes else (Fate.INCOMPLETE.letter, 0)
         share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
         since = f"since step {step}" if step else "since the start"
@@ -427,7 +427,7 @@ def cause_of(fates: npt.NDArray[np.uint8]) -> str:
 
 
 def last_error(paths: RunPaths, where: Sequence[str]) -> str:
-    """The newest line of errors.jsonl that is about samples, of these roles; "" is any of them. "" if none."""
+    """The text of the newest line of errors.jsonl about samples, of these roles ("": any role); "" without one."""
     with contextlib.suppress(OSError):
         for row in reversed(list(json_lines(paths.errors, TAIL_BYTES))):
             if row.get("uids") and "text" in row and ("" in where or row.get("where") in where):
@@ -436,5 +436,5 @@ def last_error(paths: RunPaths, where: Sequence[str]) -> str:
 
 
 def _short(text: object) -> str:
-    whole = repr(text)
-    return whole if len(whole) <= MOST_TEXT else f"{whole[:MOST_TEXT]} ..."
+    shown = repr(text)
+    return shown if len(shown) <= MOST_TEXT else f"{shown[:MOST_TEXT]} ..."

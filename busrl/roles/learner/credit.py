@@ -27,14 +27,14 @@ from busrl.roles.learner.samples import TrainedTokens
 from busrl.topology import Topology
 from busrl.training.batch import Sample, Worth, spread
 from busrl.training.custom import load_estimator
-from busrl.training.scorer import Given
+from busrl.training.scorer import Credits
 
-ONCE = [name for name, made in catalog.ADVANTAGES.items() if made == catalog.SCALE]
+ONCE = [name for name, basis in catalog.ADVANTAGES.items() if basis == catalog.SCALE]
 UNWEIGHTED = ("token-mean", "seq-mean-token-sum")  # all samples have weight 1
 
 
 class Credit:
-    """The estimator of a run, with the models that score for it."""
+    """Computes the credit of samples by the run's estimator, with the models that score them."""
 
     def __init__(self, topology: Topology, models: Models, tokens: TrainedTokens) -> None:
         self.models, self.tokens, self.seed = models, tokens, topology.run.seed
@@ -52,11 +52,11 @@ class Credit:
 
     # -- advantages and values ----------------------------------------------------------------------------------
 
-    def given(self, records: Sequence[SampleRecord]) -> Given:
-        """Computes what whole groups are trained with: all that a step has, where that depends on the others."""
+    def of_groups(self, records: Sequence[SampleRecord]) -> Credits:
+        """The credits of whole groups; of all groups of a step where one depends on the others."""
         if self.config.advantage != catalog.GAE:
-            return Given(self.advantages(records))
-        return Given([record.reward for record in records], valued=self.valued(records))
+            return Credits(self.advantages(records))
+        return Credits([record.reward for record in records], valued=self.valued(records))
 
     def valued(self, records: Sequence[SampleRecord]) -> list[gae.Valued]:
         """Advantages and returns of each token, from the values under the present weights."""
@@ -65,25 +65,25 @@ class Credit:
             row -= penalty
             row[-1] += record.reward
         before = [row.astype(np.float64) for row in self._score(records, "value")]
-        found = gae.estimated(rows, before, config.gamma, config.decay, config.decay_of_values)
+        estimates = gae.estimated(rows, before, config.gamma, config.decay, config.decay_of_values)
         if not config.whiten:
-            return found
+            return estimates
         masks = [self.tokens.mask(record) for record in records]
-        white = gae.whitened([valued.advantages for valued in found], masks)
-        return [replace(valued, advantages=row) for valued, row in zip(found, white, strict=True)]
+        white = gae.whitened([valued.advantages for valued in estimates], masks)
+        return [replace(valued, advantages=row) for valued, row in zip(estimates, white, strict=True)]
 
     def advantages(self, records: Sequence[SampleRecord]) -> Sequence[Worth]:
-        """Advantages of whole groups, of all that a step has where they depend on each other."""
+        """Advantages of whole groups; of all groups of a step where one depends on the others."""
         if self.config.credit == "turn":
             return self._turn_advantages(records)
         if catalog.ADVANTAGES.get(self.config.advantage) == catalog.BATCH:
             counts = [int(self.tokens.mask(record).sum()) for record in records]
             return formulas.advantages(self.estimator, self._rewards(records), counts)
-        found = self.group_advantages(records)
+        values = self.group_advantages(records)
         if self.scaled_once:
-            scale = formulas.batch_scale(found)
-            return [value / scale for value in found]
-        return found
+            scale = formulas.batch_scale(values)
+            return [value / scale for value in values]
+        return values
 
     def group_advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         """Advantages of whole groups, each compared with its own members alone."""
@@ -93,16 +93,17 @@ class Credit:
         ]
 
     def _turn_advantages(self, records: Sequence[SampleRecord]) -> list[Worth]:
-        """Advantages of each turn of whole groups, in the order of the records' turns; credit goes in the order of the
-        calls."""
-        found: list[Worth] = []
+        """Advantages of each turn of whole groups, in the order of the records' turns. They are computed in the order
+        of the calls."""
+        advantages: list[Worth] = []
         for members, rewards in self._by_group(records):
             orders = [np.argsort(record.turn_calls(), kind="stable") for record in members]
             each = zip(members, rewards, orders, strict=True)
             steps = [_turn_rewards(record, reward)[order].tolist() for record, reward, order in each]
             worth = formulas.turn_advantages(steps, self.config.gamma, self.config.advantage == "group_std")
-            found += [np.array(values)[np.argsort(order)].tolist() for order, values in zip(orders, worth, strict=True)]
-        return found
+            by_record = zip(orders, worth, strict=True)
+            advantages += [np.array(values)[np.argsort(order)].tolist() for order, values in by_record]
+        return advantages
 
     def _by_group(self, records: Sequence[SampleRecord]) -> Iterator[tuple[list[SampleRecord], list[float]]]:
         """The members of each group, with the rewards that their advantages are made of."""
@@ -113,14 +114,13 @@ class Credit:
             begin += len(members)
 
     def _rewards(self, records: Sequence[SampleRecord]) -> list[float]:
-        """Rewards that advantages are made of: of the answer, with kl_in = "reward" less the KL of the answer to the
-        reference."""
+        """The rewards of the answers; with kl_in = "reward" less the KL of each answer to the reference."""
         both = zip(records, self._penalties(records), strict=True)
         return [record.reward - float(np.sum(penalty)) for record, penalty in both]
 
     def _penalties(self, records: Sequence[SampleRecord]) -> list[npt.NDArray[np.float64] | float]:
-        """Amounts that kl_in = "reward" takes from each token's reward, at the log-probability it was drawn with; else
-        0. A turn that is not trained, of an opponent say, pays nothing."""
+        """Amounts that kl_in = "reward" takes from each token's reward, by its behaviour log-prob; else 0. A turn that
+        is not trained, of an opponent say, pays nothing."""
         if self.config.kl == "none" or self.config.kl_in == "loss":
             return [0.0] * len(records)
         estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
@@ -135,11 +135,11 @@ class Credit:
     def _score(self, records: Sequence[SampleRecord], by: str) -> list[npt.NDArray[np.float32]]:
         return self.models.trainer.score(self.tokens.samples(records), by)
 
-    # -- what the loss of a sample is multiplied by -------------------------------------------------------------
+    # -- weights of the loss ------------------------------------------------------------------------------------
 
     def weights(self, samples: Sequence[Sample]) -> tuple[list[Worth] | None, float]:
-        """Factors of the loss of each sample's tokens (None: nothing), by turns where these are the unit; and what is
-        added to the denominator. A turn without trained tokens is in neither."""
+        """Factors of the loss of each sample's tokens (None: all are 1), by turns where turns are the unit; and the
+        share of these samples in the denominator. A turn without trained tokens is in neither."""
         if self.config.unit == "turn":
             lengths = [sample.trained_of_turns().tolist() for sample in samples]
         else:
@@ -147,19 +147,19 @@ class Credit:
         units = [
             (count, sample.group) for sample, counts in zip(samples, lengths, strict=True) for count in counts if count
         ]
-        found, denominator = formulas.weights(
+        factors, denominator = formulas.weights(
             self.config.aggregation, [count for count, _ in units], [group for _, group in units],
             self.config.length_norm,
         )
         if self.config.aggregation in UNWEIGHTED:
             return None, denominator
-        each = iter(found)
+        each = iter(factors)
         rows = [[next(each) if count else 0.0 for count in counts] for counts in lengths]
         return [row[0] if len(row) == 1 else row for row in rows], denominator
 
     # -- tokens that a loss chooses -----------------------------------------------------------------------------
 
-    def chosen(self, samples: Sequence[Sample], given: Given, number: int) -> list[npt.NDArray[np.bool_]] | None:
+    def chosen(self, samples: Sequence[Sample], credits: Credits, number: int) -> list[npt.NDArray[np.bool_]] | None:
         """Tokens that a loss chooses among all of an update, a row per sample; None for any other loss. The draw
         depends on the seed, the step and the update alone."""
         if (choice := losses.CHOICES.get(self.config.loss)) is None or not samples:
@@ -168,11 +168,11 @@ class Credit:
         counts = [sample.generated for sample in samples]
         drawn = [sample.behaviour_logprobs for sample in samples]
         trained = [sample.mask() for sample in samples]
-        worth = spread(samples, given.advantages)
-        if given.valued is not None:
-            worth = np.concatenate([valued.advantages for valued in given.valued])
+        worth = spread(samples, credits.advantages)
+        if credits.valued is not None:
+            worth = np.concatenate([valued.advantages for valued in credits.valued])
         inputs = losses.LossInputs(
-            _flat(now), _flat(drawn), _flat(now if given.proximal is None else given.proximal),
+            _flat(now), _flat(drawn), _flat(now if credits.proximal is None else credits.proximal),
             torch.from_numpy(worth), torch.from_numpy(np.concatenate(trained)),
         )
         draw = f"{self.seed} {self.tokens.stale.now} {number}"
@@ -186,8 +186,8 @@ def _flat(rows: Sequence[npt.NDArray[np.float32]]) -> Tensor:
 
 
 def _turn_rewards(record: SampleRecord, reward: float) -> npt.NDArray[np.float64]:
-    """The reward of each turn; what the episode has beside them, and all of an answer, is the last call's."""
+    """The reward of each turn. The rest of the episode's reward, and all of an answer's, goes to the last call."""
     calls = record.turn_calls()
-    found = np.array(record.turn_rewards, np.float64) if record.turn_rewards else np.zeros(len(calls))
-    found[int(np.argmax(calls))] += reward - found.sum()
-    return found
+    rewards = np.array(record.turn_rewards, np.float64) if record.turn_rewards else np.zeros(len(calls))
+    rewards[int(np.argmax(calls))] += reward - rewards.sum()
+    return rewards

@@ -1,7 +1,7 @@
 """Samples of a step as texts for samples.jsonl: the prompt as the model got it, the answer, its reward.
 
 Talks to the slots of claimed groups and to the model folder's chat template. Knows nothing of training, which does not
-depend on it: a text that cannot be shown says so in its place.
+depend on it: in place of an unreadable text stands the problem.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from busrl.states import Finish
 from busrl.topology import Topology
 
 EXCERPT = 1 << 15  # characters of a text
-GAPS = 512  # tokens of which the difference of log-probabilities is told one by one
+GAPS = 512  # tokens whose difference of log-probabilities is given one by one
 
 
 def excerpt(text: str) -> str:
-    """Begin and end of a text that is too long to keep one of for every step of a long run."""
+    """Cut a text that is too long for samples.jsonl of a long run to its begin and end."""
     if len(text) <= EXCERPT:
         return text
     half = EXCERPT // 2
@@ -40,34 +40,31 @@ def excerpt(text: str) -> str:
 
 
 class Excerpts:
-    """Samples to read: the prompt as the model got it, the answer, its reward; `log.samples` of them for each step.
-
-    Training does not depend on it: a text that cannot be shown says so in its place.
-    """
+    """Makes samples for people: prompt, answer and reward; `log.samples` of them for each step."""
 
     def __init__(self, topology: Topology) -> None:
         self.data = topology.data
-        self.kept = topology.log.samples
+        self.per_step = topology.log.samples
         self._chat = LightTokenizer(Path(topology.model.path), None, tools_of_chats(topology.openai))
 
     def follow(self, topology: Topology) -> None:
         """Keep as many samples as the topology asks for now."""
-        self.kept = topology.log.samples
+        self.per_step = topology.log.samples
 
     def of_step(self, ring: Ring, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
-        """A sample of every group, then a second of each, and so on, up to the number that is kept."""
+        """One sample of every group, then a second of each, and so on, up to `log.samples`."""
         most = max((len(group.records) for group in groups), default=0)
         order = [(group, k) for k in range(most) for group in groups if k < len(group.records)]
-        kept = len(order) if isinstance(self.kept, str) else self.kept
-        return [self._of(ring, group, k) for group, k in order[:kept]]
+        count = len(order) if isinstance(self.per_step, str) else self.per_step
+        return [self._of(ring, group, k) for group, k in order[:count]]
 
     def watched(self, groups: Sequence[Claimed]) -> set[int]:
-        """Uids of the samples that `of_step` may show: which groups a step has is not known before its end."""
-        most = None if isinstance(self.kept, str) else self.kept
+        """Uids of the samples that `of_step` may show: the groups of a step are complete only at its end."""
+        most = None if isinstance(self.per_step, str) else self.per_step
         return {record.uid for group in groups for record in group.records[:most]}
 
     def glimpse(self, ring: Ring, slot: int, line: np.void) -> dict[str, object]:
-        """A sample that is not claimed; its slot may move meanwhile, which costs the texts."""
+        """A sample that is not claimed. If its slot moves meanwhile, it is shown without texts."""
         return {
             "uid": int(line["uid"]),
             "group": int(line["group"]),
@@ -88,14 +85,14 @@ class Excerpts:
             "finish": "length" if record.finish == Finish.LENGTH else "end",
             "version": record.version,
             "versions": sorted(set(record.version_array().tolist())),
-            "version_runs": [[version, len(list(own))] for version, own in groupby(record.version_array().tolist())],
-            "rewards_of_group": [one.reward for one in claimed.records],
+            "version_runs": [[version, len(list(run))] for version, run in groupby(record.version_array().tolist())],
+            "rewards_of_group": [other.reward for other in claimed.records],
             **({"reward_parts": parts} if (parts := answers.read_parts(ring, slot)) else {}),
             **(_episode(ring, slot, record) if record.turns else {}),
         }
 
     def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:
-        """The prompt, what else its line holds (the right answer, say), and the completion."""
+        """The prompt, the other fields of its line (the right answer, say), and the completion."""
         task = _text_or_problem(lambda: answers.read_task(ring, slot).decode("utf-8", "replace"))
         prompt, rest = self.prompt(task)
         completion = _text_or_problem(lambda: answers.read_text(ring, slot, segments_of(word)))
@@ -120,12 +117,12 @@ def gap_of(logprobs: npt.NDArray[np.float32] | None) -> dict[str, Any]:
     if logprobs is None or not len(logprobs) or not np.isfinite(logprobs).all():
         return {}
     size, each = np.abs(logprobs), np.round(logprobs[:GAPS].astype(np.float64), 5)
-    told = {"mean": float(size.mean()), "most": float(size.max()), "at": int(size.argmax()), "each": each.tolist()}
-    return {"logprob_gap": told}
+    figures = {"mean": float(size.mean()), "most": float(size.max()), "at": int(size.argmax()), "each": each.tolist()}
+    return {"logprob_gap": figures}
 
 
 def _episode(ring: Ring, slot: int, record: SampleRecord) -> dict[str, Any]:
-    """Fields that an episode has beside its last turn's text."""
+    """Further fields of an episode, whose text is that of its last turn."""
     rewards = {"turn_rewards": record.turn_rewards} if record.turn_rewards else {}
     return {"turns": len(record.turn_array()), "sequences": len(record.seqs), **rewards,
             "messages": messages_of(ring, slot)}

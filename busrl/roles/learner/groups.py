@@ -33,7 +33,7 @@ from busrl.states import Fate, Finish, SampleClass
 from busrl.topology import Topology
 from busrl.topology.schema import Reward
 
-# -- claims --------------------------------------------------------------------
+# -- claimed groups ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,28 @@ def claim_groups(
     Malformed with that sample dropped. After either of the last two look again, with new lines.
     """
     slots = [slot for group in groups for slot in group]
-    own = lines[slots]  # they hold: a claim succeeds only while the word is the one read with them
+    rows = lines[slots]  # still valid after the claim, which succeeds only while the slot has the word of its row
     owned: list[tuple[int, int]] = []
-    for slot, word in zip(slots, own["word"].tolist()):
-        if not (taken := ring.claim(slot, word, State.TRAINING)):
+    for slot, word in zip(slots, rows["word"].tolist()):
+        if not (owner := ring.claim(slot, word, State.TRAINING)):
             give_back(ring, owned)
             return None
-        owned.append((slot, taken))
+        owned.append((slot, owner))
     try:
-        records = make_records(ring, owned, own)
-        if (found := fault(records)) is not None:
-            raise Malformed(*found)
+        records = make_records(ring, owned, rows)
+        if (refusal := fault(records)) is not None:
+            raise Malformed(*refusal)
     except Malformed as problem:
         ring.drop(*owned.pop(problem.position), Fate.MALFORMED)
         give_back(ring, owned)
-        return Malformed(problem.position, f"sample {own['uid'][problem.position]}: {problem}")
-    held = iter(zip(owned, records))
-    return [Claimed(*zip(*(next(held) for _ in group))) for group in groups]
+        return Malformed(problem.position, f"sample {rows['uid'][problem.position]}: {problem}")
+    members = iter(zip(owned, records))
+    return [Claimed(*zip(*(next(members) for _ in group))) for group in groups]
 
 
-def make_records(ring: Ring, owned: Owned, own: Lines) -> list[SampleRecord]:
+def make_records(ring: Ring, owned: Owned, rows: Lines) -> list[SampleRecord]:
     """Copy samples out of their slots, checked."""
-    fields = zip(*(own[name].tolist() for name in FIELDS))
+    fields = zip(*(rows[name].tolist() for name in FIELDS))
     records = []
     for position, (values, payload) in enumerate(zip(fields, _payloads(ring, owned))):
         counts = [len(payload[name]) // 4 for name in TENSORS[1:]]
@@ -110,12 +110,12 @@ Payload = dict[str, Any]  # fields of a record
 
 
 def _payloads(ring: Ring, owned: Owned) -> Iterable[Payload]:
-    """Per slot: bytes of prompt, tokens, log-probabilities, versions; the tokens of each segment if several; or those
-    of an episode, checked."""
+    """Per slot: bytes of prompt, tokens, log-probabilities, versions, and with several segments the tokens of each; or
+    the fields of an episode, checked."""
     if all(segments_of(word) == 1 for _, word in owned):
-        with contextlib.suppress(*UNREADABLE):  # which slot it is, is found one by one below
-            whole = zip(*(answers.read_copies(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
-            return [dict(zip(TENSORS, payload)) for payload in whole]
+        with contextlib.suppress(*UNREADABLE):  # the unreadable slot is found one by one below
+            payloads = zip(*(answers.read_copies(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
+            return [dict(zip(TENSORS, payload)) for payload in payloads]
     return [_payload(ring, position, slot, segments_of(word)) for position, (slot, word) in enumerate(owned)]
 
 
@@ -146,20 +146,20 @@ def end(ring: Ring, claimed: Claimed, fate: Fate) -> None:
 
 
 def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
-    """The parts of the rewards in these slots; nothing is looked for where the first has none."""
-    found: list[dict[str, float]] = []
+    """The parts of the rewards in these slots; none are read if the first slot has none."""
+    by_slot: list[dict[str, float]] = []
     for slot in slots:
         parts = answers.read_parts(ring, slot)
-        if not parts and not found:
+        if not parts and not by_slot:
             return []
-        found.append(parts)
-    return found
+        by_slot.append(parts)
+    return by_slot
 
 
 def context_at(ring: Ring, group: Claimed) -> Counter[str]:
     """Counts of a group's episodes besides tokens and rewards (`busrl.data.episodes.CONTEXT`)."""
-    found = (context_of(ring, slot) for (slot, _), record in zip(group.slots, group.records) if record.turns)
-    return sum(found, Counter[str]())
+    counts = (context_of(ring, slot) for (slot, _), record in zip(group.slots, group.records) if record.turns)
+    return sum(counts, Counter[str]())
 
 
 def tag_at(ring: Ring, slot: int, key: str) -> str:
@@ -170,33 +170,35 @@ def tag_at(ring: Ring, slot: int, key: str) -> str:
 
 
 def shaped(lines: Lines, reward: Reward, limit: int) -> Lines:
-    """Change, in place, the rewards of training answers: of those that the limit (in tokens) cut, to the number
-    reward.truncated, or less a penalty; of those that come near it, less the soft overlong punishment.
+    """Change the rewards of training answers in place.
 
-    The learner applies it to its copy of the ring's lines, so it holds for every kind of reward worker, and the slot
-    keeps the original. Validation is not touched: it measures the task itself.
+    An answer that the limit (in tokens) cut gets the number reward.truncated, or loses a penalty; one that comes near
+    the limit loses the soft overlong punishment. The learner applies this to its copy of the ring's lines, so it holds
+    for every kind of reward worker, and the slot keeps the original. Validation measures the task itself, unchanged.
     """
     truncated, penalty = reward.truncated, reward.truncated_penalty
     if isinstance(truncated, str) and not penalty and not reward.overlong_tokens:
         return lines
     state = lines["state"]
-    whole = ((state == State.REWARDED) | (state == State.TRAINING)) & (lines["cls"] == SampleClass.TRAIN)
+    training = ((state == State.REWARDED) | (state == State.TRAINING)) & (lines["cls"] == SampleClass.TRAIN)
     if reward.overlong_tokens:
         lengths = lines["response_tokens"].astype(np.int64)
-        lines["reward"] += np.where(whole, overlong(lengths, limit, reward.overlong_tokens, reward.overlong_penalty), 0)
-    cut = whole & (lines["finish"] == Finish.LENGTH)
+        punishment = overlong(lengths, limit, reward.overlong_tokens, reward.overlong_penalty)
+        lines["reward"] += np.where(training, punishment, 0)
+    cut = training & (lines["finish"] == Finish.LENGTH)
     worth = lines["reward"] - penalty if isinstance(truncated, str) else truncated
     lines["reward"] = np.where(cut, worth, lines["reward"])
     return lines
 
 
 def overlong(lengths: npt.NDArray[np.int64], limit: int, buffer: int, penalty: float) -> npt.NDArray[np.float64]:
-    """Amounts that are added to the reward of answers of these lengths: 0 up to `limit - buffer` tokens, -penalty at
-    the limit, on a straight line between them (soft overlong punishment, DAPO, arXiv 2503.14476, equation 13)."""
+    """Amounts to add to the rewards of answers of these lengths: 0 up to `limit - buffer` tokens, -penalty at the
+    limit, on a straight line between them (soft overlong punishment, DAPO, arXiv 2503.14476, equation 13)."""
     over = np.clip(lengths - (limit - buffer), 0, buffer)
     return -(penalty * over / buffer)
 
-# -- what a learner holds ------------------------------------------------------
+
+# -- claims of a learner -------------------------------------------------------
 
 
 class Claims:
@@ -208,6 +210,8 @@ class Claims:
         self.follow(topology)
         self.held: dict[int, Claimed] = {}  # by draw
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
+        # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
+        self._unfinished = True
         self.lines = self.look()
 
     def follow(self, topology: Topology) -> None:
@@ -215,30 +219,30 @@ class Claims:
         self._reward, self._limit = topology.reward, topology.generation.max_new_tokens
 
     def look(self) -> Lines:
-        """A copy of the ring's lines in which cut answers have the rewards that [reward] gives them: one for a pass, by
-        which groups are seen, claimed and dropped. A slot that moved since keeps its state: its word is another."""
+        """Copy the ring's lines, with the rewards that [reward] gives to cut answers. One pass sees, claims and drops
+        groups by one copy; a slot that moved since has another word, and neither claim nor drop touches it."""
         self.lines = shaped(self._ring.lines(), self._reward, self._limit)
         return self.lines
 
     def take(self, view: GroupView, draws: Sequence[int]) -> list[Claimed] | Malformed | None:
         """Claim these groups, all or none (`claim_groups`)."""
-        taken = claim_groups(self._ring, self.lines, [view.slots_of(draw) for draw in draws], self._fault)
-        if isinstance(taken, list):
-            self.held.update(zip(draws, taken))
-            self.pending += taken
-        return taken
+        claimed = claim_groups(self._ring, self.lines, [view.slots_of(draw) for draw in draws], self._fault)
+        if isinstance(claimed, list):
+            self.held.update(zip(draws, claimed))
+            self.pending += claimed
+        return claimed
 
     @property
     def pending_samples(self) -> int:
         return sum(len(group.records) for group in self.pending)
 
     def take_pending(self) -> list[Claimed]:
-        """The groups that no micro-batch has had, for the next one."""
+        """The groups that were in no micro-batch yet, for the next one."""
         groups, self.pending = self.pending, []
         return groups
 
     def drop(self, slots: Iterable[int], draw: int, fate: str) -> None:
-        """End a group that nobody has claimed; only what rests in these slots, and is of the group, is dropped."""
+        """End a group that nobody has claimed: drop the samples of it that rest in these slots."""
         for slot in slots:
             line = self.lines[slot]
             if int(line["state"]) == State.REWARDED and int(line["group"]) == draw:
@@ -256,13 +260,15 @@ class Claims:
         self.held.clear()
         self.pending = []
 
-    def free_trained(self, trained: TrainedSet) -> bool:
-        """Free REWARDED slots whose uid is in checkpoint or log already: a predecessor trained them. Whether more may
-        come back to rest, from a dead owner."""
+    def free_trained(self, trained: TrainedSet) -> None:
+        """Free REWARDED slots whose uid is in checkpoint or log already: a predecessor trained them. Repeated while
+        slots are TRAINING: those of a dead owner may come back to rest."""
+        if not self._unfinished:
+            return
         lines = self._ring.lines()
         for slot in (lines["state"] == State.REWARDED).nonzero()[0].tolist():
             if int(lines["uid"][slot]) in trained and int(lines["cls"][slot]) == SampleClass.TRAIN:
                 word = self._ring.claim(slot, int(lines["word"][slot]), State.TRAINING)
                 if word:
                     self._ring.finish(slot, word, Fate.TRAINED)
-        return bool((lines["state"] == State.TRAINING).any())
+        self._unfinished = bool((lines["state"] == State.TRAINING).any())

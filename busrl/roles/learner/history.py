@@ -1,15 +1,19 @@
 """The learner's history on disk: newest checkpoint, write-ahead log after it, train log, and the set of trained uids.
 
-Talks to files through `busrl.ledger` and `busrl.training.checkpoint`, and to the fate table. Knows nothing of slots,
-gradients or the trigger.
+`History` keeps these files, through `busrl.ledger` and `busrl.training.checkpoint`, and the fate table; it knows
+nothing of slots, gradients or the trigger. `Checkpoints` decides when a checkpoint is begun and when it counts: by the
+schedule, as people ask, and before history ends. It talks to the models and the observers, whose state goes into a
+checkpoint, and to the process (deadlines, warnings).
 
 - Surviving history = checkpoint + log records after it; `trained` holds exactly the uids of both.
-- A checkpoint in shards is begun after one step and committed after a later one; until then a restart begins with the
-  one before, and the log has all that it needs.
+- A checkpoint in shards is begun after one step and committed after a later one. Until then a restart begins with the
+  checkpoint before, and the log has all later steps.
 - A record is dropped from the log only after two checkpoints that hold its uids are whole on disk (one with
   `keep_last = 1`): if the newest one is damaged, the one before and the log lead to the same step.
-- A start from which steps are missing between checkpoint and log is refused: nothing is trained on weights that it
-  was not made for.
+- A start is refused if steps are missing between checkpoint and log: no record is trained on other weights than its
+  own.
+- A failed checkpoint costs nothing but time: the log is kept. A checkpoint is refused if the weights were lost while
+  they were written.
 - `highest_version` is at least every version that was published in this history.
 """
 
@@ -19,6 +23,7 @@ import contextlib
 import itertools
 import logging
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +36,7 @@ from busrl import capabilities
 from busrl.data import training_stream
 from busrl.errors import CannotTrain, DiskFull, RankFailed, UserError, WriteFailed
 from busrl.ledger import trained
+from busrl.ledger.controls import Controls
 from busrl.ledger.trained import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
@@ -40,6 +46,10 @@ from busrl.system.files import LineFile, as_map, json_lines, replace
 from busrl.topology import Topology
 
 if TYPE_CHECKING:
+    from busrl.roles.actor import Actor, WorkDeadline
+    from busrl.roles.learner.metrics import StepMetrics
+    from busrl.roles.learner.observers import Observers
+    from busrl.roles.learner.publish import Publisher
     from busrl.roles.learner.step import TrainingStep
     from busrl.training.checkpoint import Pending
 
@@ -58,7 +68,7 @@ class History:
         mode = topology.learner.wal
         newest = trained.newest_checkpoint(paths)
         superseded = trained.step_of(newest) if newest is not None else -1
-        # A log that a start of before left is trained first, then given up (`leave_log`).
+        # The log of an earlier start is trained first, then given up (`leave_log`).
         logs = mode != "off" or any(paths.wal.glob("*.wal"))
         self.wal = Wal(paths.wal, sync=mode == "sync", superseded=superseded) if logs else None
         if self.wal is not None and (cut := self.wal.cut_bytes):
@@ -69,10 +79,8 @@ class History:
         self._train_log_bytes = 0  # up to the newest checkpoint
         self._unwritten: list[Record] = []
         self._saved: Path | None = None  # the checkpoint that a restart would begin with
-        self._pending: Pending | None = None  # that is being written
+        self._pending: Pending | None = None  # the checkpoint that is being written
         self.step = self.groups = self.highest_version = self._begun_at = 0
-        # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
-        self.unfinished = True
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -84,18 +92,18 @@ class History:
         if mended := trained.mend_trained_set(self.paths):
             log.warning(mended)
         torn: dict[Path, str] = {}
-        found = training.load_checkpoint(self.paths.checkpoints, torn)
-        self._pass_over(torn, found.step if found is not None else 0)
-        if found is not None:
-            self.trained = trained.TrainedSet.load(found.path / "trained.bin")
-            self._saved = found.path
-            self.step, self.groups = found.step, int(found.meta["groups"])
-            self.highest_version = int(found.meta["version"])
-            self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
+        newest = training.load_checkpoint(self.paths.checkpoints, torn)
+        self._pass_over(torn, newest.step if newest is not None else 0)
+        if newest is not None:
+            self.trained = trained.TrainedSet.load(newest.path / "trained.bin")
+            self._saved = newest.path
+            self.step, self.groups = newest.step, int(newest.meta["groups"])
+            self.highest_version = int(newest.meta["version"])
+            self._train_log_bytes = int(newest.meta.get("train_log_bytes", 0))
             if not trained.train_log_is_whole(self.paths.train_log, self._train_log_bytes):
                 self._mend_train_log()
-            training.stale.steps.load(found.meta.get("version_steps", []))
-            also(found.meta, found.path)
+            training.stale.steps.load(newest.meta.get("version_steps", []))
+            also(newest.meta, newest.path)
         elif elsewhere := self.topology.learner.start_from:
             training.models.start_from(Path(elsewhere), self.topology.learner.start_optimizer)
         if self.wal is not None:
@@ -103,7 +111,7 @@ class History:
             self.highest_version = max(self.highest_version, self.wal.last_version + 1)
 
     def _pass_over(self, torn: Mapping[Path, str], start: int) -> None:
-        """No step between `start` and the newest known one may be missing; damaged checkpoints are renamed."""
+        """Rename damaged checkpoints. UserError if a step between `start` and the newest one is missing."""
         if self.wal is not None:
             newest = max([self.wal.last_step, *(trained.step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
@@ -117,8 +125,8 @@ class History:
                     "audit` names the samples of the steps after it as trained_unlogged"
                 )
         for path, fault in torn.items():
-            kept = path.with_name(f"{TORN}{path.name}")
-            names = itertools.chain([kept], (kept.with_name(f"{kept.name}-{k}") for k in itertools.count(2)))
+            target = path.with_name(f"{TORN}{path.name}")
+            names = itertools.chain([target], (target.with_name(f"{target.name}-{k}") for k in itertools.count(2)))
             aside = next(name for name in names if not name.exists())
             path.rename(aside)
             gone = (
@@ -132,7 +140,8 @@ class History:
             )
 
     def _mend_train_log(self) -> None:
-        """Rare, and it reads the whole file: the prompts are opened for it alone."""
+        """Write missing lines of the train log. Rare, and it reads the whole file: the prompts are opened for it
+        alone."""
         size = self.topology.groups.size
         records = self.wal.records() if self.wal is not None else ()
         with training_stream(self.topology) as stream:
@@ -151,11 +160,11 @@ class History:
 
     @property
     def leaves_log(self) -> bool:
-        """True if there is a log although none is to be kept any more."""
+        """True if there is a log of an earlier start, and learner.wal = "off" now."""
         return self.wal is not None and self.topology.learner.wal == "off"
 
     def leave_log(self) -> None:
-        """Give it up once a checkpoint holds all of it; until then it is kept. Later steps would contradict it."""
+        """Remove this log once a checkpoint holds all of its steps: later steps would contradict it."""
         if self.wal is not None and self.leaves_log and (not self.step or self._reaches(self.step)):
             self.wal.close()
             self.wal = None
@@ -165,12 +174,12 @@ class History:
         return self._saved is not None and trained.step_of(self._saved) >= step
 
     def store_fates(self, fates: Fates) -> None:
-        """T for every trained uid: the predecessor may have died before it stored it."""
+        """Store fate T for every trained uid: the predecessor may have died before it did."""
         for uids in self.trained.blocks():
             codes = np.zeros(uids.size, np.uint8)
-            known = fates.view()  # again: a store may make it longer
-            inside = uids < len(known)
-            codes[inside] = known[uids[inside]]
+            stored = fates.view()  # for each block again: a store may make it longer
+            inside = uids < len(stored)
+            codes[inside] = stored[uids[inside]]
             for uid in uids[codes != Fate.TRAINED].tolist():
                 fates.store(uid, Fate.TRAINED)
 
@@ -183,7 +192,7 @@ class History:
             self.wal.append(record)
 
     def finished(self, record: Record) -> None:
-        """The record was trained: count it and write its line of the train log, now or once the disk has room."""
+        """Count a trained record and write its line of the train log, now or once the disk has room."""
         self.trained.add([sample.uid for sample in record.samples])
         self.step = record.step
         self.groups += len(record.groups)
@@ -192,15 +201,15 @@ class History:
             self._write_lines()
 
     def fault(self) -> str:
-        """Describes what another program did to log or checkpoint, so that a restart would not come back here; mostly
-        ""."""
+        """The damage that another program did to log or checkpoint, after which a restart would not come back here;
+        mostly ""."""
         if self._saved is not None and not (self._saved / "meta.json").is_file():
             return f"{self._saved} was removed or emptied by another program"
         fault = self.wal.fault() if self.wal is not None else ""
         return fault and f"{fault}: another program changed it"
 
     def _write_lines(self) -> None:
-        """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
+        """Write lines of the train log that a full disk refused; no later step or checkpoint comes before them."""
         while self._unwritten:
             self.train_log.append(msgspec.json.encode(TrainLine.of(self._unwritten[0])))
             del self._unwritten[0]
@@ -248,8 +257,8 @@ class History:
             self._committed()
 
     def commit(self, wait: bool = True) -> bool:
-        """The checkpoint that was begun is one now, and the records that it makes superfluous go; without `wait` only
-        if all of it is on disk. False if there is none. DiskFull or WriteFailed with nothing left of it."""
+        """Commit the checkpoint that was begun, and drop the records that it makes superfluous; without `wait` only if
+        all of it is on disk. False if there is none. DiskFull or WriteFailed: nothing is left of it."""
         pending = self._pending
         if pending is None or not (wait or pending.ready()):
             return False
@@ -264,24 +273,24 @@ class History:
             return
         if not self.wal.fault():
             self.wal.drop_before(self._log_begins() + 1)
-        elif self._begun_at == self.step:  # later records are nowhere else: the next step begins with a look at them
+        elif self._begun_at == self.step:  # later records exist nowhere else: the next step begins with `fault`
             self.wal.renew()
 
     def _log_begins(self) -> int:
-        """The step of the checkpoint from which the log leads on; 0 while there are too few."""
+        """The step of the checkpoint at which the log begins; 0 while there are too few checkpoints."""
         reaches = min(LOG_REACHES, self.topology.learner.keep_last)
-        kept = trained.checkpoints_of(self.paths.checkpoints)
-        return trained.step_of(kept[reaches - 1]) if len(kept) >= reaches else 0
+        checkpoints = trained.checkpoints_of(self.paths.checkpoints)
+        return trained.step_of(checkpoints[reaches - 1]) if len(checkpoints) >= reaches else 0
 
     def report(self, warn: Callable[..., None]) -> None:
-        """Tell what the start found, once."""
+        """Give the warnings of the start, once."""
         for text in self.warnings:
             warn("learner", text, "error", kind=text)
         self.warnings.clear()
 
     @contextlib.contextmanager
     def blames(self) -> Iterator[None]:
-        """Samples with which the ranks fail twice end the run with their names."""
+        """Note the samples with which the ranks fail; the second failure with a sample ends the run with its name."""
         try:
             yield
         except RankFailed as problem:
@@ -289,9 +298,9 @@ class History:
             raise
 
     def failed(self, problem: RankFailed) -> None:
-        """A rank failed with these samples, which is kept for the next life; CannotTrain if one did before with some of
-        them: it would again. That is kept too: this process may be ended before it could say so."""
-        if not problem.uids:  # nothing is suspect, and what was stays so
+        """Write down the samples with which a rank failed, for the next life. CannotTrain if one failed before with
+        some of them: it would fail again. That is written too: this process may be ended before it reports."""
+        if not problem.uids:  # no sample is suspect, and earlier suspects remain
             return
         before = next(iter(json_lines(self.paths.failed_work)), {})
         ends = ""
@@ -317,7 +326,7 @@ class History:
 
 
 def _began_the_log(paths: RunPaths) -> bool:
-    """True if the newest start keeps a log where those before kept none, and so lost what no checkpoint holds."""
+    """True if the newest start keeps a log and those before kept none, so steps that no checkpoint holds are lost."""
     last = next(iter(deque(json_lines(paths.starts), maxlen=1)), {})
     return as_map(as_map(last.get("changes")).get("learner.wal")).get("was") == "off"
 
@@ -325,7 +334,7 @@ def _began_the_log(paths: RunPaths) -> bool:
 def _history_torn(
     paths: RunPaths, torn: Mapping[Path, str], damage: list[str], start: int, missing: list[int]
 ) -> UserError:
-    """The error that says why training cannot continue, and the two ways out."""
+    """The error of a start with missing steps: why training cannot continue, and the two ways out."""
     why = "; ".join([*(f"{path.name} is damaged: {fault}" for path, fault in torn.items()), *damage])
     which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps from {missing[0]} to {missing[-1]}"
     names = ", ".join([*(str(path) for path in torn), str(paths.wal)])
@@ -336,3 +345,72 @@ def _history_torn(
         f"{names} out of the run directory: the run then continues from {base}, and `busrl audit` names the "
         "samples of all steps after it as trained_unlogged"
     )
+
+
+# -- when checkpoints are written -----------------------------------------------------
+
+
+class Checkpoints:
+    """Begins the checkpoints of a learner, and commits them."""
+
+    def __init__(
+        self, actor: Actor, history: History, training: TrainingStep, publisher: Publisher, observers: Observers,
+        metrics: StepMetrics, deadline: WorkDeadline,
+    ) -> None:
+        self._actor, self._history, self._training, self._publisher = actor, history, training, publisher
+        self._observers, self._metrics, self._deadline = observers, metrics, deadline
+
+    def as_asked(self) -> None:
+        """Write the checkpoint that people asked for last, unless there is one of that step or of a later one."""
+        self.hold(Controls.read(self._actor.paths).checkpoint)
+
+    def hold(self, step: int) -> None:
+        """Write a checkpoint now, unless there is one of `step` or of a later one."""
+        newest = trained.newest_checkpoint(self._actor.paths)
+        if step and (newest is None or trained.step_of(newest) < step) and not self._actor.stopping:
+            self.write(wait=True)
+
+    def write(self, wait: bool = False) -> None:
+        """Begin a checkpoint, or write it whole (`wait`); a failure is a warning."""
+        try:
+            self._write(wait)
+        except (DiskFull, WriteFailed) as problem:
+            self._warn(f"no checkpoint at step {self._history.step}, the log is kept: {problem}")
+
+    def write_or_wait(self, what: str) -> bool:
+        """Write a whole checkpoint, and wait while the disk is full; False if stopped meanwhile. `what` waits."""
+        return self._actor.write_or_wait(what, lambda: self._write(wait=True))
+
+    def _write(self, wait: bool) -> None:
+        topology, begun = self._actor.topology, time.monotonic()
+        self._deadline.begin()  # not from the last piece of work, which may be long ago
+        with self._actor.activity("checkpoint", topology.limits.work_s):
+            self._history.checkpoint(
+                self._training, self._publisher.version, self._observers.meta(), self._save_observers)
+            if wait or not topology.learner.saves_meanwhile(topology.ranks):
+                self._history.commit()
+            self._metrics.checkpoint_took(time.monotonic() - begun)
+
+    def _save_observers(self, directory: Path) -> None:
+        """Write the last files of a checkpoint; WeightsOwnerLost if the weights were lost meanwhile."""
+        self._observers.save(directory)
+        self._publisher.sender.check()
+
+    def commit(self) -> None:
+        """Commit the checkpoint that was begun, if all of it is on disk by now."""
+        try:
+            self._history.commit(wait=False)
+        except (DiskFull, WriteFailed) as problem:
+            self._warn(f"a checkpoint was lost while it was written, the log is kept: {problem}")
+
+    def history_stands(self) -> bool:
+        """Check that log and checkpoint are still on the disk; else write a checkpoint. False if stopped meanwhile."""
+        self._history.report(self._actor.warn)
+        if not (fault := self._history.fault()):
+            return True
+        self._actor.warn(
+            "learner", f"{fault}; a checkpoint is written at once, so nothing is lost", "error", kind="history")
+        return self.write_or_wait("training")
+
+    def _warn(self, text: str) -> None:
+        self._actor.warn("learner", text, "error")

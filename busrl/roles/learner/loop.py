@@ -1,8 +1,8 @@
 """The learner: claims resolved groups, trains on them, publishes policy versions.
 
 Talks to the ring (REWARDED -> TRAINING* -> FREE, fates), the write-ahead log, `busrl.training`, the weight plane and
-the bus (LEARNER_STATE_UPDATE). What to claim and when to fire is decided by `busrl.scheduling`; knows nothing of
-prompts as text or of engines.
+the bus (LEARNER_STATE_UPDATE). `busrl.scheduling` decides what to claim and when to fire. Knows nothing of prompts as
+text or of engines.
 
     reward: ring.commit            learner: one pass of `work`                               rollout, scheduler
     REWARDED slots ---> claims.look -> plan.decide --+--> SetAside: claims.drop -----------> slots free, fate f, o, i
@@ -23,11 +23,11 @@ prompts as text or of engines.
 | disk space | `waiting for disk space` | room for the record, the version or the checkpoint |
 | other ranks | `waits for its ranks`, any collective | each rank; a rank that is missing is named |
 
-- Append to the log, then fates and slots, then the optimiser: wherever a learner dies in between, each sample is
-  trained exactly once in the history that survives.
+- Append to the log, then fates and slots, then the optimiser: wherever a learner dies in between, the surviving history
+  trains each sample exactly once.
 - Groups count as unpublished before their slots are freed, until their version is published.
 - Micro-batches run while the step fills up (streaming); the weights do not change in between.
-- All that may take long is declared, and moves the progress counter with each micro-batch, tensor or file.
+- Long work is declared as an activity, and moves the progress counter with each micro-batch, tensor or file.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import Fates, State
 from busrl.roles.actor import Actor, WorkDeadline
-from busrl.roles.learner.checkpoints import Checkpoints
 from busrl.roles.learner.excerpts import Excerpts, gap_of
 from busrl.roles.learner.groups import Claimed, Claims, Malformed, context_at, parts_of, tag_at
-from busrl.roles.learner.history import History
+from busrl.roles.learner.history import Checkpoints, History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.observers import ComingStep, FinishedStep, LearnerParts, Observers, RestingGroup
 from busrl.roles.learner.publish import Publisher, UpdateFence, join_engine
@@ -89,8 +88,8 @@ class Learner(Actor):
         with self.activity("compile", COMPILE_S) if self.config.memory.compile else contextlib.nullcontext():
             self.training = TrainingStep(topology, self.team, on_progress, self.fence, pace)
         self.plan = make_plan(topology, streamable=self.training.models.streamable)
-        with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
-            self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
+        with contextlib.suppress(FateRefused):  # the keeper meets it too, and reports it
+            self.ring.finish_drops()  # so that the fates of groups that a predecessor set aside are complete
         own_metrics = Metrics(self.config.metrics, topology.base_dir)
         begun = partial(has_fate, self.fates, topology.groups.size)
         self.metrics = StepMetrics(self.paths, begun, own_metrics, topology.validation.solved, topology.log.keep)
@@ -105,7 +104,7 @@ class Learner(Actor):
         self.checkpoints.as_asked()
 
     def _gathered(self) -> Team:
-        """The other ranks, as soon as all are there."""
+        """Wait for the other ranks, and return the team of all."""
         team: Team = capabilities.plug("ranks", "team")(
             self.topology, self.paths, self.activity, self.awaited, lambda text: self.warn("learner", text),
             self.ring.progress,
@@ -145,7 +144,7 @@ class Learner(Actor):
         self.plan.trigger.step_ended(self._now())
 
     def _replay(self) -> int:
-        """Train the records of the log after the checkpoint again; how many there were."""
+        """Train the records of the log after the checkpoint again, and return their number."""
         replayed = 0
         for record in self.history.to_replay():
             self.training.stale.at(record.version, record.step - 1)
@@ -159,9 +158,9 @@ class Learner(Actor):
         return replayed
 
     def follow(self) -> None:
-        """Take up what was changed in flight. What is trained by the rates of before is in a checkpoint first, since a
-        replay of the log uses the present ones. What is claimed, and partly trained, keeps its terms up to the end of
-        the step."""
+        """Use a topology that was changed in flight. Steps by the rates of before go into a checkpoint first, since a
+        replay of the log uses the present ones. Claimed groups, partly trained already, keep their terms up to the end
+        of the step."""
         before, self.config = self.config, self.topology.learner
         if (before.lr, before.trigger.n_min) != (self.config.lr, self.config.trigger.n_min):
             self.checkpoints.hold(self.history.step)
@@ -237,16 +236,15 @@ class Learner(Actor):
 
     def _look(self) -> GroupView:
         """Look at what others have done since the last pass, and at the open groups."""
-        self.publisher.sender.check()  # WeightsOwnerLost if they lie in the memory of a process that is gone
+        self.publisher.sender.check()  # WeightsOwnerLost if the weights lie in the memory of a process that is gone
         if self.team is not None:
             self.team.look()
         self.publisher.announce()
         self.checkpoints.commit()
-        self.parity.tell(self.parity.gate.look(self.publisher.present(self.history.step)))
+        self.parity.warn_of(self.parity.gate.look(self.publisher.present(self.history.step)))
         # `idle` waits from this count: a reward that is committed from here on ends its wait at once.
         self.looked = self.ring.transitions(State.REWARDED)
-        if self.history.unfinished:
-            self.history.unfinished = self.claims.free_trained(self.history.trained)
+        self.claims.free_trained(self.history.trained)
         return self.scan(self.scanner, self.claims.look())
 
     def _actions(self, view: GroupView) -> Sequence[SetAside | Claim | Fire | Wait]:
@@ -293,16 +291,16 @@ class Learner(Actor):
         self.claims.drop(slots, action.draw, action.fate)
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
-        taken = self.claims.take(view, action.draws)
-        if isinstance(taken, Malformed):
-            self.warn("learner", f"{taken}; dropped as malformed, its group is looked at again", "error")
-        if not isinstance(taken, list):
+        claimed = self.claims.take(view, action.draws)
+        if isinstance(claimed, Malformed):
+            self.warn("learner", f"{claimed}; dropped as malformed, its group is looked at again", "error")
+        if not isinstance(claimed, list):
             return False
         self.metrics.first_claim()
         return True
 
     def _while_waiting(self, action: Wait) -> bool:
-        """Use the time: run a micro-batch on what was claimed, publish what is still unpublished."""
+        """Use the time: run a micro-batch on claimed groups, or publish weights that are still unpublished."""
         self.metrics.waiting(action.reason, action.group)
         self.shown.waits(action.reason, action.group)
         few = self.claims.pending_samples < self.config.micro_batch_min_samples
@@ -327,14 +325,14 @@ class Learner(Actor):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _commit(self, record: Record) -> bool:
-        """Append to the log: the commit point. While the disk is full, hold the batch and report it."""
+        """Append to the log: the commit point. While the disk is full, wait, and report the wait."""
         self.keep_lock()
         waiting = self.ring.header(HeaderWord.UNPUBLISHED_GROUPS)
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, waiting + len(record.groups))
         return self.write_or_wait("training", lambda: self.history.append(record))
 
     def _end_slots(self, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
-        """Give the slots of a committed step back, after what people are to see of them is copied."""
+        """Copy excerpts and figures of a committed step for people, then give its slots back."""
         excerpts = self.excerpts.of_step(self.ring, groups)
         for group in groups:
             slots, key = [slot for slot, _ in group.slots], self.topology.validation.tag_key
@@ -364,7 +362,7 @@ class Learner(Actor):
     def _write_lines(
         self, step: FinishedStep, view: GroupView, excerpts: Sequence[dict[str, Any]], published_s: float
     ) -> None:
-        """The lines of a step, its warnings, and its numbers on the bus."""
+        """Write the lines of a step, give its warnings, and send its numbers on the bus."""
         gaps, groups = self.training.trainer.tally.gaps(), len(step.record.groups)
         more = {
             "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - groups),
@@ -384,7 +382,7 @@ class Learner(Actor):
     # -- end ----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """The run is over: give back what was claimed early, write the last checkpoint, end the run in the ring."""
+        """End the run: give back groups that were claimed early, write the last checkpoint, set the ring's phase."""
         self.claims.give_back()
         if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
             self._publish()
@@ -405,11 +403,11 @@ class Learner(Actor):
             self.team.close()
 
 
-# -- what it is made of ---------------------------------------------------------------
+# -- parts of a learner ---------------------------------------------------------------
 
 
 class Progress:
-    """Called with each micro-batch and each part of a checkpoint: a sign of life, and the end of a piece of work."""
+    """Called after each micro-batch and each part of a checkpoint: moves the progress counter, ends a piece of work."""
 
     def __init__(self, deadline: WorkDeadline, moved: Callable[[], None]) -> None:
         self._deadline, self._moved = deadline, moved
@@ -420,8 +418,8 @@ class Progress:
 
 
 def deadline_of(topology: Topology) -> WorkDeadline:
-    """The time that a micro-batch may take: one of another kind than the probe's may be compiled at any time, and where
-    there are several ranks, one is waited for."""
+    """The time that a micro-batch may take. With compilation, one of a new shape may be compiled at any time; with
+    several ranks it may wait for another one."""
     limits, learner = topology.limits, topology.learner
     waits_s = learner.parallel.collective_timeout_s if topology.ranks > 1 else 0.0
     least_s = limits.work_s if learner.memory.compile else limits.progress_s
@@ -429,7 +427,7 @@ def deadline_of(topology: Topology) -> WorkDeadline:
 
 
 def scripted_pace(token_s: float, on_progress: Callable[[], None]) -> Callable[[float, int], None]:
-    """In a scripted run: wait until tokens took as long as they take a larger model, `token_s` each."""
+    """In a scripted run: wait until an accumulation took `token_s` per token, as with a larger model."""
 
     def pace(begun: float, tokens: int) -> None:
         end = begun + token_s * tokens

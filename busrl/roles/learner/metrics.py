@@ -1,14 +1,15 @@
 """Files that the learner writes at each step: lines of metrics.jsonl, samples.jsonl and groups.jsonl, and
 LEARNER_STATE_UPDATE; a line of metrics.jsonl too for groups that end without a step.
 
-Pure counting and append-only files. Knows nothing of the ring or of torch. `reward` is the mean over all samples of all
-groups that ended since the last step, flat ones included; `reward_trained` over the trained ones.
+Counts, and appends to files. Knows nothing of the ring or of torch. `reward` is the mean over all samples of all groups
+that ended since the last step, flat ones included; `reward_trained` over the trained ones.
 
-- A group that is set aside has its line in groups.jsonl before its first sample is dropped; a step's own groups have
-  theirs when it is made. A learner that starts again reads back what no step's line has counted yet, so the headline
-  reward counts each group that ended once.
-- Of groups set aside only sums are held: a run may set groups aside for ever and make no step.
-- Figures of a source or tag are over the groups whose lines have it; a replayed step has none, its lines are not read.
+- The line of a group that is set aside is in groups.jsonl before its first sample is dropped; the groups of a step get
+  their line with the step. A learner that starts again reads the lines that no step has counted yet, so the headline
+  reward counts each ended group once.
+- Groups that are set aside are held as sums alone: a run may set groups aside for ever and make no step.
+- Figures of a source or tag are over the groups whose lines have it. A replayed step has none: its prompts are not
+  read.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ TAIL_BYTES = 1 << 20  # of groups.jsonl, in which a step's line is looked for at
 PART = "parts/"  # before the name of a part of the reward
 QUARTILES = 4  # of length
 WAITS, JOINED_S = 64, 0.05  # of a line at most; waits that are closer to each other are one
-HALF_DROPPED = 4096  # newest groups set aside by predecessors that are known again; each death leaves one at most
+HALF_DROPPED = 4096  # newest groups set aside by predecessors that are recognised; each death leaves one at most
 
 
 class GroupsLine(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of groups.jsonl: groups that ended. `step` is the one whose headline reward counts them; its own line is
-    the one with fates T, and comes after those of the groups set aside before it."""
+    """A line of groups.jsonl: groups that ended. `step`: the step whose headline reward counts them. The line of its
+    trained groups (fates T) comes after those of the groups set aside before it."""
 
     step: int
     draws: list[int]
@@ -79,8 +80,8 @@ def _row_of_tag(sums: Sums) -> dict[str, float]:
 
 
 class Ended:
-    """Sums over groups that ended: their fates; total and count of `reward`, `length` and each part of the reward; the
-    same by source or tag. `solved`: the least reward of a right answer."""
+    """Sums over ended groups: their fates; total and count of `reward`, `length` and each part of the reward; sums by
+    source or tag. `solved`: the least reward of a right answer."""
 
     def __init__(self, solved: float = 1.0) -> None:
         self.solved = solved
@@ -139,17 +140,17 @@ class Ended:
 
 
 class StepMetrics:
-    """Counts since the last step, and the files they are written to.
+    """Counts since the last step, and the files that they are written to.
 
-    `begun(draw, fate)`: whether any sample of a group that a predecessor set aside has this fate. The predecessor
-    writes the line first, and may have died in between.
+    `begun(draw, fate)`: any sample of a group that a predecessor set aside has this fate. The predecessor writes the
+    line first, and may have died before the first drop.
     """
 
     def __init__(
-        self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True, own: Metrics | None = None,
-        solved: float = 1.0, keep: int = 0,
+        self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True,
+        user_metrics: Metrics | None = None, solved: float = 1.0, keep: int = 0,
     ) -> None:
-        self.own = own  # the user's metrics
+        self.user_metrics = user_metrics
         self._solved = solved
         self._written, self._skips = last_step(paths.metrics), paths.skips
         self._metrics, self._samples, self._groups = (
@@ -174,7 +175,7 @@ class StepMetrics:
     # -- start --------------------------------------------------------------------------------------------------
 
     def _recall(self, path: Path, begun: Callable[[int, str], bool]) -> None:
-        """The groups that predecessors set aside since the last step's line, by the step that is to count them."""
+        """Read the groups that predecessors set aside since the last step's line, by the step that is to count them."""
         for size in (TAIL_BYTES, 0):
             self._groups_written, self._earlier, self._known = 0, dict[int, Ended](), dict[int, None]()
             for row in json_lines(path, size):
@@ -185,7 +186,7 @@ class StepMetrics:
 
     def _met(self, line: GroupsLine, begun: Callable[[int, str], bool]) -> None:
         if Fate.TRAINED.letter in line.fates:
-            # Steps that have no line of metrics.jsonl.
+            # Groups of steps that have no line of metrics.jsonl.
             lost = {step: ended for step, ended in self._earlier.items() if step > self._written}
             self._groups_written, self._earlier, self._known = line.step, lost, {}
         elif len(line.draws) == len(line.fates) == 1 and begun(line.draws[0], line.fates):
@@ -195,7 +196,7 @@ class StepMetrics:
                 del self._known[next(iter(self._known))]
 
     def resume(self, step: int) -> None:
-        """The start is over, with `step` steps made: what was set aside since then counts for the next one."""
+        """End the start, after `step` steps: groups that were set aside since then count for the next step."""
         for counted, ended in self._earlier.items():
             if counted > step:
                 self.ended.join(ended)
@@ -212,17 +213,17 @@ class StepMetrics:
     def set_aside(
         self, lines: npt.NDArray[Any], fate: str, step: int, parts: Iterable[Mapping[str, float]] = (), tag: str = ""
     ) -> None:
-        """A group's survivors are about to be dropped by a rule; `step` is the coming one, which counts them."""
+        """A rule is about to drop a group's survivors; `step`: the coming step, which counts them."""
         draw = int(lines["group"][0])
-        if draw in self._known:  # a predecessor died while it dropped them: all of them are counted
+        if draw in self._known:  # a predecessor died while it dropped them, and has counted them
             del self._known[draw]
             return
         line = GroupsLine(
             step=step, draws=[draw], fates=fate, born=[int(lines["step"].min())],
             lengths=[lines["response_tokens"].tolist()], rewards=[lines["reward"].tolist()], tags=[tag] if tag else [],
         )
-        for found in parts:
-            for name, value in found.items():
+        for sample_parts in parts:
+            for name, value in sample_parts.items():
                 line.parts.setdefault(name, []).append(value)
         self._write_groups(line)
         self.ended.add_line(line)
@@ -235,7 +236,7 @@ class StepMetrics:
                 self.ended.add(PART + name, [value])
 
     def context(self, counted: Counter[str]) -> None:
-        """Adds what a group's episodes count (`busrl.data.episodes.CONTEXT`)."""
+        """Add the counts of a group's episodes (`busrl.data.episodes.CONTEXT`)."""
         self._context += counted
 
     def waiting(self, reason: str, group: int | None) -> None:
@@ -252,7 +253,7 @@ class StepMetrics:
         self, record: Record, stats: StepStats, samples: Iterable[Mapping[str, object]], version: int,
         published_s: float, more: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Write the lines of a finished step, with what others counted (`more`). Returns the row."""
+        """Write the lines of a finished step, with the numbers of others (`more`). Returns the row."""
         now, line = time.monotonic(), _line_of(record, self._tags)
         self.ended.add_line(line)
         row: dict[str, Any] = {
@@ -277,8 +278,8 @@ class StepMetrics:
             row["episodes"] |= {name: self._context[name] for name in ("unparsed", "overridden", "refused")}
         if skips := newest_skips(self._skips):
             row["left_out"], row["resting"] = skips.left_out, skips.resting
-        if self.own is not None and (found := self.own.measure(record.samples, row)):
-            row["metrics"] = found
+        if self.user_metrics is not None and (figures := self.user_metrics.measure(record.samples, row)):
+            row["metrics"] = figures
         self._write(row, [{"step": record.step, **sample} for sample in samples])
         self._write_groups(line)
         self._row, self._last, self.checkpoint_s = row, now, 0.0
@@ -294,8 +295,8 @@ class StepMetrics:
         }
 
     def idle(self, step: int, version: int, idling: Idling) -> None:
-        """Write the line of groups that ended and gave no step, cumulated since the last step: `kind` is "idle"; and an
-        answer of them for samples.jsonl. The next step's line counts these groups too."""
+        """Write a line (`kind` "idle") of the groups that ended since the last step without one, and an answer of them
+        to samples.jsonl. The next step's line counts these groups too."""
         row = {
             "kind": IDLE, "step": step, "version": version, **self._times(time.monotonic()), **self.ended.row(),
             "groups": 0, "samples": 0, "tokens": 0, "idle_groups": idling.streak,
@@ -305,11 +306,11 @@ class StepMetrics:
         self._write(row, [] if last is None else [{"kind": IDLE, "step": step, **last}])
 
     def checkpoint_took(self, seconds: float) -> None:
-        """Time of a checkpoint, for the next step's line."""
+        """Keep the time of a checkpoint for the next step's line."""
         self.checkpoint_s = seconds
 
     def replayed(self, record: Record, stats: StepStats) -> None:
-        """The lines of a step that a predecessor logged, but died before it wrote them; without what only it knew."""
+        """Write the lines of a step that a predecessor logged before it died; without numbers that died with it."""
         ended, line = self._earlier.pop(record.step, Ended(self._solved)), _line_of(record)
         if record.step > self._groups_written:
             self._write_groups(line)
@@ -323,13 +324,13 @@ class StepMetrics:
         })
 
     def _write(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()) -> None:
-        # A full disk does not stop training here: these lines are to read, the log is for the ledger.
+        # A full disk does not stop training here: these lines are for people, the log is for the ledger.
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
             self._samples.extend([msgspec.json.encode(sample) for sample in samples])
 
     def _write_groups(self, line: GroupsLine) -> None:
-        """Lengths and rewards of groups that ended: what a successor counts, and a simulation draws from."""
+        """Append lengths and rewards of ended groups: a successor counts them, a simulation draws from them."""
         with contextlib.suppress(MachineError, OSError):
             self._groups.append(msgspec.json.encode(line))
 
@@ -339,7 +340,7 @@ class StepMetrics:
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
         for key in ("reward_parts", "metrics"):
             numbers |= {f"{key}/{name}": value for name, value in row.get(key, {}).items()}
-        numbers |= {f"by/{tag}/{name}": one for tag, of in row.get("by", {}).items() for name, one in of.items()}
+        numbers |= {f"by/{tag}/{name}": value for tag, of in row.get("by", {}).items() for name, value in of.items()}
         numbers.update(more)
         fields = ("entropy", "version", "step", "groups", "reward", "tokens", "samples", "age_mean")
         return {**{name: row[name] for name in fields}, "metrics": numbers}
@@ -361,33 +362,34 @@ def joined(spans: list[list[float]], most: int = WAITS) -> list[list[float]]:
 
 
 def _members(record: Record) -> list[list[SampleRecord]]:
-    return [list(own) for _, own in groupby(record.samples, key=lambda sample: sample.group)]
+    return [list(group) for _, group in groupby(record.samples, key=lambda sample: sample.group)]
 
 
 def _line_of(record: Record, tags: Mapping[int, str] | None = None) -> GroupsLine:
     members = _members(record)
     return GroupsLine(
-        step=record.step, draws=[own[0].group for own in members], fates=Fate.TRAINED.letter * len(members),
-        born=[min(sample.step for sample in own) for own in members],
-        lengths=[_lengths(own).tolist() for own in members],
-        rewards=[[sample.reward for sample in own] for own in members],
-        tags=[tags.get(own[0].group, "") for own in members] if tags else [],
+        step=record.step, draws=[group[0].group for group in members], fates=Fate.TRAINED.letter * len(members),
+        born=[min(sample.step for sample in group) for group in members],
+        lengths=[_lengths(group).tolist() for group in members],
+        rewards=[[sample.reward for sample in group] for group in members],
+        tags=[tags.get(group[0].group, "") for group in members] if tags else [],
     )
 
 
 def _training(stats: StepStats, samples: Sequence[SampleRecord] = ()) -> dict[str, Any]:
-    # Of a cut episode that is masked all tokens count as cut, those of untrained turns too.
+    # All tokens of a cut episode that is masked count as cut, also those of untrained turns.
     masks_cut = stats.cut_tokens > 0
-    untrained = sum(_untrained(one) for one in samples if one.turns and not (masks_cut and one.finish == Finish.LENGTH))
+    counted = (sample for sample in samples if sample.turns and not (masks_cut and sample.finish == Finish.LENGTH))
+    untrained = sum(_untrained(sample) for sample in counted)
     earlier = stats.context_tokens - stats.old_tokens - untrained
-    whole = stats.context_tokens + stats.cut_tokens
+    left_out = stats.context_tokens + stats.cut_tokens
     masked = {"earlier_segments": max(0, earlier), "too_old": stats.old_tokens}
     more = {"cut": stats.cut_tokens, "untrained": untrained}  # named where there are any
     return {
         "tokens": stats.tokens,
         "masked": {**masked, **{name: count for name, count in more.items() if count}},
-        # Of the tokens of the step's samples.
-        "never_trained": whole / max(1, stats.tokens + whole),
+        # The share of all tokens of the step's samples.
+        "never_trained": left_out / max(1, stats.tokens + left_out),
         "lr": stats.lr,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
@@ -401,12 +403,12 @@ def _training(stats: StepStats, samples: Sequence[SampleRecord] = ()) -> dict[st
 
 
 def _trained(record: Record) -> dict[str, Any]:
-    """The numbers that follow from the record alone: the same live and replayed."""
+    """The numbers that follow from the record alone: equal live and replayed."""
     lengths = _lengths(record.samples)
     segments = [len(sample.segments) or 1 for sample in record.samples]
     members = _members(record)
     # A group is as old as its oldest member.
-    ages = np.array([record.step - 1 - min(sample.step for sample in own) for own in members])
+    ages = np.array([record.step - 1 - min(sample.step for sample in group) for group in members])
     return {
         "groups": len(record.groups),
         "samples": len(record.samples),
@@ -430,8 +432,7 @@ def _untrained(sample: SampleRecord) -> int:
 
 
 def _episodes(samples: Sequence[SampleRecord]) -> dict[str, Any]:
-    """Figures of episodes of several turns: turns, sequences, tokens that were read, and sums of turn rewards of each.
-    """
+    """Figures of episodes of several turns: turns, sequences, read tokens, and the sum of turn rewards of each."""
     if not samples:
         return {}
     each = {
@@ -439,12 +440,12 @@ def _episodes(samples: Sequence[SampleRecord]) -> dict[str, Any]:
         "sequences": [len(sample.seqs) for sample in samples],
         "context_tokens": [len(sample.token_ids) // 4 - sample.tokens for sample in samples],
     }
-    found: dict[str, Any] = {"count": len(samples)}
+    figures: dict[str, Any] = {"count": len(samples)}
     for name, values in each.items():
-        found |= {f"{name}_mean": float(np.mean(values)), f"{name}_p95": float(np.percentile(values, 95))}
+        figures |= {f"{name}_mean": float(np.mean(values)), f"{name}_p95": float(np.percentile(values, 95))}
     if any(sample.turn_rewards for sample in samples):
-        found["turn_rewards"] = float(np.mean([sum(sample.turn_rewards) for sample in samples]))
-    return {"episodes": found}
+        figures["turn_rewards"] = float(np.mean([sum(sample.turn_rewards) for sample in samples]))
+    return {"episodes": figures}
 
 
 def _lengths(samples: Sequence[SampleRecord]) -> npt.NDArray[np.int64]:

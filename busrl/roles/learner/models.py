@@ -48,7 +48,7 @@ ADAPTER = "adapter"  # folder of a checkpoint
 
 
 class Models:
-    """The trainer of a learner and the models beside it. `trainer` is another one after a checkpoint was loaded."""
+    """The trainer of a learner and the models beside it. Loading a checkpoint may make another `trainer`."""
 
     def __init__(self, topology: Topology, team: Team | None, hooks: Hooks) -> None:
         """`team`: the other ranks, where the model is spread over several."""
@@ -63,12 +63,12 @@ class Models:
         self.in_shards = not topology.lora.on and not topology.rank_hosts and (
             team is not None or self.config.checkpoint_mode == "async")
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
-        self.from_elsewhere = False  # whether it has begun with weights that are not those of model.path
+        self.from_elsewhere = False  # it began with other weights than those of model.path
         self.referred = Path(topology.model.reference) if topology.model.reference else None
         self.teacher = Path(topology.model.teacher) if topology.model.teacher else None
         self._others: dict[Path, Forward] = {}  # models that are read and not trained
         self.trainer = self._trainer(self.source)
-        self.known = replace(self.settings.known, rows=vocabulary(self.trainer.model))
+        self.token_rows = replace(self.settings.token_rows, rows=vocabulary(self.trainer.model))
 
     def follow(self, topology: Topology) -> None:
         """Go by these values from the next step on."""
@@ -77,8 +77,8 @@ class Models:
     # -- models -------------------------------------------------------------------------------------------------
 
     def _trainer(self, folder: Path) -> Trainer:
-        """For the model of that folder; with [lora] for an adapter on it, whose base is in the number type of the
-        model: it is not trained."""
+        """A trainer of the folder's model; with [lora] of an adapter on it, whose base is not trained and so has the
+        number type of the model."""
         if self.team is not None:
             return self.team.trainer(folder, self.settings, self._hooks)
         dtype = torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
@@ -114,15 +114,15 @@ class Models:
         return lambda samples, flat: forward.best(samples, flat, self.config.teacher_k, words)
 
     def _other(self, folder: Path) -> Forward:
-        """A model that is only read, in the compute type."""
+        """The folder's model, only to be read, in the compute type."""
         if folder not in self._others:
             model = self._loaded(folder, getattr(torch, self.settings.compute_dtype)).requires_grad_(False)
             self._others[folder] = way = choose_forward(model, attention=self.settings.attention)
-            way.leave_out_all_but(self.settings.known)
+            way.leave_out_all_but(self.settings.token_rows)
         return self._others[folder]
 
     def loss_may_read(self, name: str) -> bool:
-        """True if the loss reads that, as far as it says what it reads."""
+        """True if the loss reads that input; a loss that does not name its inputs may read each."""
         loss = self.trainer.loss
         return not isinstance(loss, OwnLoss) or loss.uses is None or loss.reads(name)
 
@@ -135,8 +135,8 @@ class Models:
     # -- publication --------------------------------------------------------------------------------------------
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Tensors to publish: the weights, or the adapter alone; valid until the next step. As they are trained, where
-        the engine's are the same."""
+        """Tensors to publish: the weights, or the adapter alone; valid until the next step. Where the engine shares the
+        weights, they are the trained tensors themselves."""
         if self.shared:
             return named_weights(self.trainer.model)
         if self.trainer.adapter is not None and self.gives_adapters:
@@ -149,17 +149,18 @@ class Models:
             parameter.data = views[name]
         device.empty_cache(self.device)
 
-    def write(self, folder: Path, named: Mapping[str, Tensor]) -> None:
-        """Writes what `weights` gave as the files of a published folder: an adapter, or a model with its tokenizer."""
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors of `weights` as the files of a published folder: an adapter, or a model with its
+        tokenizer."""
         if self.trainer.adapter is not None and self.gives_adapters:
-            self.trainer.adapter.write(folder, named)
+            self.trainer.adapter.write(folder, tensors)
         else:
-            checkpoint.export(self.trainer.model, folder, self.source, named)
+            checkpoint.export(self.trainer.model, folder, self.source, tensors)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:
-        """Continue from the newest whole one under `root`; None if there is none. `torn` gets what it passed over."""
+        """Continue from the newest whole one under `root`; None if there is none. `torn` gets the damaged ones."""
         newest = checkpoint.latest(root, torn)
         if newest is not None:
             self._load(newest)
@@ -211,7 +212,7 @@ class Models:
     def begin_checkpoint(
         self, root: Path, step: int, meta: Mapping[str, Any], extras: Callable[[Path], None]
     ) -> Pending | None:
-        """Begin to write a checkpoint in shards, or, where it is to be a folder of the model, write it: None then."""
+        """Begin to write a checkpoint in shards; or write a whole one with the model as a folder, and return None."""
         more: dict[str, Any] = {"dtype": self.settings.compute_dtype, "optimizer": self.config.optimizer}
         if self.lora is not None:
             more["lora"] = self._lora_meta()
@@ -236,10 +237,10 @@ class Models:
         return None
 
     def _named(self) -> Mapping[str, Tensor] | None:
-        """Weights of a checkpoint's model where they are not the trained tensors as they are: base and adapter as one,
-        a copy of what another process shares, in the number type that is published."""
+        """Weights of a checkpoint's model, in the number type that is published: a copy of shared weights, or base and
+        adapter as one. None: the trained tensors as they are."""
         adapted = self.trainer.adapter is not None
         if self.shared and not adapted:
             return copied_weights(self.trainer.model)
-        whole = self.team is None and not adapted
-        return None if whole and self.settings.few_bits is None else self.trainer.named_weights()
+        alone = self.team is None and not adapted
+        return None if alone and self.settings.few_bits is None else self.trainer.named_weights()

@@ -37,7 +37,7 @@ from busrl.training.step_stats import StepStats
 
 Warn = Callable[..., None]  # `Actor.warn`
 
-# -- what an observer is -------------------------------------------------------------
+# -- events and observers ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class RestingGroup:
-    """A group that is about to be set aside; `lines`: those of its slots. `sample` gives an answer of it to show."""
+    """A group that is about to be set aside. `lines`: those of its slots; `sample` gives an answer of it to show."""
 
     draw: int
     fate: str
@@ -78,7 +78,7 @@ class RestingGroup:
 
 
 class StepObserver:
-    """Every method does nothing; an observer says what of it does something."""
+    """Methods that do nothing; an observer overrides those of its events."""
 
     def load(self, meta: Mapping[str, Any], folder: Path) -> None:
         """Continue from a checkpoint."""
@@ -96,7 +96,7 @@ class StepObserver:
         """A group ends without being trained."""
 
     def before(self, step: ComingStep) -> None:
-        """CannotTrain if the step must not be made."""
+        """A step is about to be made. CannotTrain if it must not be."""
 
     def numbers(self) -> Mapping[str, Any]:
         """Fields of the step's line of metrics.jsonl. Called once for each step, after `before`."""
@@ -106,7 +106,7 @@ class StepObserver:
         """The step is made, and `row` is its line of metrics.jsonl."""
 
     def state(self) -> Mapping[str, float]:
-        """Numbers that hold from now on, for LEARNER_STATE_UPDATE."""
+        """Numbers of LEARNER_STATE_UPDATE that hold from now on."""
         return {}
 
     def published(self, version: int) -> None:
@@ -123,7 +123,7 @@ class StepObserver:
         """The learner ends."""
 
 
-# -- those of the core ---------------------------------------------------------------
+# -- observers of the core -----------------------------------------------------------
 
 
 class SkewWatch(StepObserver):
@@ -153,7 +153,7 @@ class SkewWatch(StepObserver):
 
 
 class Thresholds(StepObserver):
-    """Tells the thresholds of the trigger, which a controller may move."""
+    """Gives the thresholds of the trigger, which a controller may move."""
 
     def __init__(self, plan: LearnerPlan) -> None:
         self._plan = plan
@@ -171,12 +171,12 @@ class Thresholds(StepObserver):
 
 
 class ParityWatch(StepObserver):
-    """Asks the parity gate about each step and each version."""
+    """Calls the parity gate for each step and each version."""
 
     def __init__(self, gate: Parity, warn: Warn) -> None:
         self.gate, self._warn = gate, warn
 
-    def tell(self, verdicts: Iterable[Verdict]) -> None:
+    def warn_of(self, verdicts: Iterable[Verdict]) -> None:
         """Warn of what differs."""
         for verdict in verdicts:
             self._warn("learner", verdict.text, kind=f"parity {verdict.cause}")
@@ -185,16 +185,16 @@ class ParityWatch(StepObserver):
         if step.version is None:
             return
         if verdict := self.gate.first(step.record.samples, step.version, step.number - 1):
-            self.tell([verdict])
+            self.warn_of([verdict])
         self.gate.before_update(step.version)
 
     def numbers(self) -> Mapping[str, Any]:
         return self.gate.numbers()
 
     def after(self, step: FinishedStep, row: Mapping[str, Any]) -> None:
-        found = step.stats.diagnostics
+        diagnostics = step.stats.diagnostics
         if step.version is not None and (
-            text := self.gate.trained(step.number - 1, step.version, found.mismatch, found.mismatch_begun)
+            text := self.gate.trained(step.number - 1, step.version, diagnostics.mismatch, diagnostics.mismatch_begun)
         ):
             self._warn("learner", text, kind="mismatch")
 
@@ -207,7 +207,7 @@ class IdleWatch(StepObserver):
 
     def __init__(self, idling: Idling, metrics: StepMetrics, last_step: int, warn: Warn) -> None:
         self.idling, self._metrics, self._last_step, self._warn = idling, metrics, last_step, warn
-        self.solved = self._told = False
+        self.solved = self._noted = False
 
     def set_aside(self, group: RestingGroup) -> None:
         self.idling.set_aside(group.lines, group.fate, group.sample)
@@ -217,7 +217,7 @@ class IdleWatch(StepObserver):
         self.idling.end_streak()
 
     def look(self, view: GroupView, asides: Sequence[int], step: int, version: int) -> None:
-        """Take in a look at the groups, after `step` steps; `asides` are just being dropped.
+        """Count the groups of a view, after `step` steps; `asides` are just being dropped.
 
         While groups end but none can be trained: write a line of metrics.jsonl at each quarter of the patience, warn
         at the first (at the third if the task looks solved), and end the run at the last.
@@ -233,32 +233,32 @@ class IdleWatch(StepObserver):
             self.solved = True
         elif idling.learnt and not ends:  # a nearly solved task has short streaks all the time
             if 3 in quarters:
-                self.tell_learnt(step)
+                self.note_learnt(step)
         elif (3 if solved else 1) in quarters:
             self._warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
         if ends and not solved:
             raise CannotTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
 
-    def tell_learnt(self, step: int) -> None:
-        """Once: a success, and what to do with the time."""
-        if not self._told:
-            self._told = True
+    def note_learnt(self, step: int) -> None:
+        """Report once that the task is learnt, with advice for the rest of the run."""
+        if not self._noted:
+            self._noted = True
             self._warn("learner", self.idling.learnt_text(step, self._last_step), m.NOTE, kind="learnt")
 
 
 class AlarmWatch(StepObserver):
-    """Warns by the newest steps, of functions of the user's that fail, and of steps that changed nothing."""
+    """Warns of what the newest steps show, of the user's functions that fail, and of steps that changed nothing."""
 
-    def __init__(self, alarms: Alarms | None, own: Metrics, idle: IdleWatch, warn: Warn) -> None:
-        """`alarms`: None where answers come from a script. `own`: the user's metrics."""
-        self._alarms, self._own, self._idle, self._warn = alarms, own, idle, warn
+    def __init__(self, alarms: Alarms | None, user_metrics: Metrics, idle: IdleWatch, warn: Warn) -> None:
+        """`alarms`: None where answers come from a script."""
+        self._alarms, self._user_metrics, self._idle, self._warn = alarms, user_metrics, idle, warn
 
     def after(self, step: FinishedStep, row: Mapping[str, Any]) -> None:
-        for text in self._own.failures:
+        for text in self._user_metrics.failures:
             self._warn("learner", f"step {step.number}: {text}", kind=text[:60])
         for name, text in {} if self._alarms is None else self._alarms.step(row).items():
             if name == FLAT and self._idle.idling.learnt:
-                self._idle.tell_learnt(step.number)
+                self._idle.note_learnt(step.number)
             else:
                 self._warn("learner", text, kind=f"alarm {name}")
         if (stats := step.stats).skipped:
@@ -267,12 +267,12 @@ class AlarmWatch(StepObserver):
             self._warn("learner", f"step {step.number} {what}: {stats.skipped} ({culprits})", "error")
 
 
-# -- all of them ---------------------------------------------------------------------
+# -- all observers -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LearnerParts:
-    """Parts of a learner that observers of optional parts are made of."""
+    """Parts of a learner from which optional parts of busrl make their observers."""
 
     topology: Topology
     paths: RunPaths
@@ -283,8 +283,7 @@ class LearnerParts:
 class Observers:
     """All observers of a learner, in the order in which they are called."""
 
-    def __init__(self, parts: LearnerParts, metrics: StepMetrics, own: Metrics, warn: Warn) -> None:
-        """`own`: the user's metrics."""
+    def __init__(self, parts: LearnerParts, metrics: StepMetrics, user_metrics: Metrics, warn: Warn) -> None:
         topology, config = parts.topology, parts.topology.learner
         idling = Idling(topology, parts.paths)
         self.idle = IdleWatch(idling, metrics, topology.run.max_steps, warn)
@@ -295,7 +294,7 @@ class Observers:
         self.all: list[StepObserver] = [
             SkewWatch(LengthSkew(config.length_alarm_steps, config.length_alarm), warn),
             Thresholds(parts.plan), *optional, self.parity, self.idle,
-            AlarmWatch(None if topology.scripted else Alarms(config.ess_alarm), own, self.idle, warn),
+            AlarmWatch(None if topology.scripted else Alarms(config.ess_alarm), user_metrics, self.idle, warn),
         ]
 
     def load(self, meta: Mapping[str, Any], folder: Path) -> None:

@@ -2,16 +2,16 @@
 
 Used by the learner, which feeds it the probes that engines answer (`roles/probes.py`), the samples of its first step
 and the mismatch that training measures. Talks to the trainer, which scores. Knows nothing of the ring and of the bus:
-what it finds is a text for a warning, or an error.
+its results are texts for warnings, and errors.
 
-- Every update is proved. What each token is worth behind a few made-up prompts is computed when a version is out, so an
-  engine's answer can be judged whenever it comes, and nothing waits for it. An engine that fails at one version is a
-  warning; one that fails at the next as well ends the run.
+- Every update is proved. The log-probability of each token behind a few made-up prompts is computed when a version is
+  published, so an engine's answer can be judged at any time, and nothing waits for it. An engine that fails at one
+  version is a warning; one that also fails at the next version ends the run.
 - Longer answers are compared now and then, with the weights that drew them, while the learner has these: a step waits
-  for the engines that answered the version before, `learner.parity.wait_s` at most.
+  for the engines that answered under the version before, `learner.parity.wait_s` at most.
 - A cause is named if it predicts the engine's numbers: under it a quarter of the difference is left, at most. Fewer
   bits predict none; they are named by the size of the differences, if nothing else explains them.
-- Nothing but log-probabilities is looked at: what changes none of them (a sampler that draws others) is not found.
+- Only log-probabilities are compared: a fault that changes none of them (a sampler that draws others) is not found.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from busrl.training import earlier
 from busrl.training.batch import Sample, first_fault
 
 log = logging.getLogger("busrl")
-Rows = Sequence[npt.NDArray[np.float32]]  # of each sample the log-probabilities of its tokens; NaN: nothing is said
+Rows = Sequence[npt.NDArray[np.float32]]  # of each sample the log-probabilities of its tokens; NaN: not compared
 
-# -- what explains a difference ------------------------
+# -- causes of a difference ----------------------------
 
 CLEARLY = 0.25  # of the difference may be left where a cause explains it
 FACTOR = 3.0  # by which the differences of two ways to round to one type may be larger; float16 has 8 times less
@@ -59,7 +59,7 @@ class Alternative(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The cause that predicts best ("" = none does), and what is left of the difference under it."""
+    """The cause that predicts best ("" = none does), and the rest of the difference under it."""
 
     cause: str
     text: str
@@ -68,42 +68,42 @@ class Explained(NamedTuple):
 
 def gap_of(theirs: Rows, ours: Rows) -> float:
     """Mean size of the differences; infinite if one is not finite, or if there is nothing to compare."""
-    one, other = np.concatenate(theirs).astype(np.float64), np.concatenate(ours).astype(np.float64)
-    said = ~np.isnan(other)
-    differences = np.abs(one[said] - other[said])
+    engine, learner = np.concatenate(theirs).astype(np.float64), np.concatenate(ours).astype(np.float64)
+    compared = ~np.isnan(learner)
+    differences = np.abs(engine[compared] - learner[compared])
     return float(differences.mean()) if len(differences) and np.isfinite(differences).all() else math.inf
 
 
 def explain(theirs: Rows, gap: float, alternatives: Iterable[Alternative]) -> Explained:
-    """The alternative that leaves least of `gap`, if little enough. Of those that predict alike, the first."""
+    """The alternative that leaves least of `gap`, if that is little enough; of equal ones the first."""
     best = Explained("", "", gap)
-    for one in alternatives:
-        left = gap_of(theirs, one.rows)
+    for alternative in alternatives:
+        left = gap_of(theirs, alternative.rows)
         if left <= CLEARLY * gap and left < best.left:
-            best = Explained(one.cause, one.text, left)
+            best = Explained(alternative.cause, alternative.text, left)
     return best
 
 
 def looks_rounded(theirs: Rows, ours: Rows, rounded: Rows) -> bool:
-    """True if their differences from ours are like those of our own numbers in fewer bits: as large, on either side.
-    (Not the same: kernels round in another order.)"""
+    """True if their differences from ours are like those of our numbers in fewer bits: as large, and on both sides.
+    (They are not equal: kernels round in another order.)"""
     size, gap = gap_of(rounded, ours), gap_of(theirs, ours)
-    one, other = np.concatenate(theirs).astype(np.float64), np.concatenate(ours).astype(np.float64)
-    leaning = abs(float(np.nanmean(one - other)))
+    engine, learner = np.concatenate(theirs).astype(np.float64), np.concatenate(ours).astype(np.float64)
+    leaning = abs(float(np.nanmean(engine - learner)))
     return size / FACTOR <= gap <= size * FACTOR and leaning <= gap / 2
 
 
 def shifted(ours: Rows, by: int) -> list[npt.NDArray[np.float32]]:
     """Each token with the number of the one `by` places before it."""
-    found = []
+    rows = []
     for row in ours:
         moved = np.full(len(row), np.nan, np.float32)
         if by > 0:
             moved[by:] = row[:-by]
         else:
             moved[:by] = row[-by:]
-        found.append(moved)
-    return found
+        rows.append(moved)
+    return rows
 
 
 def fitted(theirs: Rows, score_at: Callable[[float], Rows]) -> float:
@@ -141,15 +141,15 @@ UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
 
 
 def tolerance(topology: Topology) -> float:
-    """The mean difference that rounding can make. The number type of a server is not known here."""
+    """The mean difference that rounding can make. The number type of a server is unknown here."""
     served = any(entry.role == "rollout" and entry.engine == "openai" for entry in topology.process)
     return EXACT if topology.model.dtype == "float32" and not served else ROUNDED
 
 
 def mixed(topology: Topology) -> bool:
-    """True if tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
+    """True if tokens of new weights may be drawn over keys of old ones: they agree with neither (docs/engines.md).
 
-    That is never so before the first update, so the first step can always be judged, and never in a probe.
+    That never happens in a probe, nor before the first update, so the first step can always be judged.
     """
     if topology.weights.mode == "sync" or topology.weights.transport in RESTARTS:
         return False
@@ -174,7 +174,7 @@ UNKNOWN = "unknown"
 
 
 class Verdict(NamedTuple):
-    """A difference that was found: of which process, since when it counts, and why. `text` is for people."""
+    """A difference between an engine and the learner, and its cause. `text` is for people."""
 
     cause: str
     gap: float
@@ -194,22 +194,22 @@ class Answered:
 
     @classmethod
     def of(cls, message: m.ProbeDrawn) -> Answered | None:
-        """None if its parts do not fit together: it is from the bus."""
+        """None if its parts do not fit together: a message may have any content."""
         parts = [
             np.frombuffer(raw[: len(raw) // 4 * 4], dtype)
             for raw, dtype in zip((message.prompt_ids, message.tokens, message.logprobs, message.versions), DTYPES)
         ]
         ends = [np.cumsum(lengths, dtype=np.int64) for lengths in (message.prompt_lengths, *[message.lengths] * 3)]
-        if {len(one) for one in ends} != {len(message.temperatures)} or not message.temperatures:
+        if {len(places) for places in ends} != {len(message.temperatures)} or not message.temperatures:
             return None
         if any(len(part) != end[-1] for part, end in zip(parts, ends)):
             return None
         rows = [np.split(part, end[:-1]) for part, end in zip(parts, ends)]
-        made = [
+        samples = [
             Sample(i, i, 0, prompt, tokens, logprobs, versions, temperature=temperature)
             for i, (prompt, tokens, logprobs, versions, temperature) in enumerate(zip(*rows, message.temperatures))
         ]
-        return None if any(sample.fault() for sample in made) else cls(message.worker_id, message.version, made)
+        return None if any(sample.fault() for sample in samples) else cls(message.worker_id, message.version, samples)
 
     @property
     def tokens(self) -> int:
@@ -217,13 +217,13 @@ class Answered:
 
     @property
     def proves(self) -> bool:
-        """True if it answers the prompts that prove an update, of which there are more than of the others."""
+        """True if it answers the prompts that prove an update: their number is another than that of a probe."""
         return len(self.samples) == probes.PROOFS * probes.DRAWS
 
 
 @dataclass
 class Proof:
-    """Log-probabilities of each token behind each of the prompts that prove an update, at that temperature."""
+    """Log-probabilities of each token behind each of the prompts that prove an update, at `temperature`."""
 
     version: int
     temperature: float
@@ -234,42 +234,42 @@ class Proof:
         cls, version: int, prompts: Sequence[Ids], temperature: float, every: Callable[[list[Sample]], Rows]
     ) -> Proof:
         none = np.zeros(1, np.float32)
-        asked = [
+        samples = [
             Sample(i, i, 0, ids, np.zeros(1, np.int32), none, none.astype(np.uint32), temperature=temperature)
             for i, ids in enumerate(prompts)
         ]
-        return cls(version, temperature, {ids.tobytes(): row for ids, row in zip(prompts, every(asked), strict=True)})
+        return cls(version, temperature, {ids.tobytes(): row for ids, row in zip(prompts, every(samples), strict=True)})
 
     def gap(self, samples: Sequence[Sample]) -> float | None:
-        """Mean size of the differences, infinite for an id of no token or another version; None if others were asked.
-        """
-        rows = [self.rows.get(one.prompt_ids.tobytes()) for one in samples]
-        if any(row is None or one.temperature != self.temperature for one, row in zip(samples, rows)):
+        """Mean size of the differences, infinite for an id of no token or another version; None for other prompts or
+        another temperature."""
+        rows = [self.rows.get(sample.prompt_ids.tobytes()) for sample in samples]
+        if any(row is None or sample.temperature != self.temperature for sample, row in zip(samples, rows)):
             return None
-        theirs, ours = [one.behaviour_logprobs for one in samples], []
-        for one, row in zip(samples, rows):
+        theirs, ours = [sample.behaviour_logprobs for sample in samples], []
+        for sample, row in zip(samples, rows):
             assert row is not None
-            known = 0 <= int(one.token_ids[0]) < len(row) and (one.policy_versions == self.version).all()
-            ours.append(row[one.token_ids] if known else np.full(1, -np.inf, np.float32))
+            comparable = 0 <= int(sample.token_ids[0]) < len(row) and (sample.policy_versions == self.version).all()
+            ours.append(row[sample.token_ids] if comparable else np.full(1, -np.inf, np.float32))
         return gap_of(theirs, ours)
 
 
 class Parity:
-    """Compares; says what differs, and ends a run that may not go on.
+    """Compares engines and learner, names what differs, and ends a run that may not go on.
 
     - Before the first step is committed a difference above `learner.mismatch_limit` ends the run: nothing has been
       trained or logged by then. Afterwards one above `learner.parity.end` does, if that is set.
-    - Of the tokens that are trained, only those that the weights at hand sampled are compared; where these may stand
-      over keys of older weights, only answers that began with the weights at hand; without any of them, only a
-      difference that no arithmetic explains is reported.
+    - Of the trained tokens only those that the present weights sampled are compared. Where these may stand over keys of
+      older weights, only those of answers that began with the present weights; without any of these, only a difference
+      that no arithmetic explains is reported.
     - The first step ends no run for engines of other kinds than busrl's own, and nothing does for scripted ones.
     """
 
     def __init__(self, topology: Topology, models: Models) -> None:
         self.config, self._models = topology.learner.parity, models
         entries = [entry for entry in topology.process if entry.role == "rollout"]
-        known = all(bool(ENGINES[entry.engine].model) and entry.count and not entry.command for entry in entries)
-        self.mismatch_limit = topology.learner.mismatch_limit if known else 0.0
+        with_model = all(bool(ENGINES[entry.engine].model) and entry.count and not entry.command for entry in entries)
+        self.mismatch_limit = topology.learner.mismatch_limit if with_model else 0.0
         self.tolerance = self.config.limit or tolerance(topology)
         self._silent, self._mixed = not probes.comparable(topology), mixed(topology)
         self._temperature = topology.generation.temperature
@@ -294,10 +294,10 @@ class Parity:
         self._provable: dict[int, Proof] = {}
         self._failed: dict[str, int] = {}  # of a worker: the version at which its newest answer was wrong
 
-    # -- when --------------------------------------------------------------------------------------------------------
+    # -- waiting for engines -----------------------------------------------------------------------------------------
 
     def take(self, message: m.ProbeDrawn) -> None:
-        """An engine has answered; it is looked at by `look`."""
+        """Keep an engine's answer for `look`."""
         if not self._silent and (answer := Answered.of(message)) is not None and len(self._answers) < SAMPLES:
             self._answers.append(answer)
 
@@ -315,7 +315,7 @@ class Parity:
         return False
 
     def published(self, version: int) -> None:
-        """The present weights are `version` from now on: compute what the engines have to say when they have them."""
+        """The present weights are `version` from now on: compute the numbers that engines with them must give."""
         if prompts := probes.proofs(self._topology, version):
             self._provable[version] = Proof.of(version, prompts, self._temperature, self._models.trainer.every)
             for old in sorted(self._provable)[:-PROVABLE]:
@@ -331,11 +331,11 @@ class Parity:
         if self._copies and alone and version is not None and probes.due(self.config.every, version + 1):
             self._earlier.keep(self._models.trainer.model, version)
 
-    # -- what --------------------------------------------------------------------------------------------------------
+    # -- comparisons -------------------------------------------------------------------------------------------------
 
     def look(self, version: int | None) -> Iterator[Verdict]:
-        """Judges the answers that have come since the last call, `version` being that of the present weights.
-        CannotTrain above `learner.parity.end`."""
+        """Judge the answers since the last call. `version`: that of the present weights. CannotTrain above
+        `learner.parity.end`."""
         answers, self._answers = self._answers, []
         if version is not None:
             self._at(version)
@@ -370,8 +370,8 @@ class Parity:
         self._failed[answer.worker] = answer.version
 
     def _proven(self, answer: Answered, proof: Proof, version: int | None) -> Verdict | None:
-        """None if the engine has the weights of the version. Why it has not is looked for while the learner has them.
-        """
+        """None if the engine has the weights of the version. Else the cause is looked for, while the learner has these
+        weights."""
         limit = WIDER * self.tolerance
         if (gap := proof.gap(answer.samples)) is None:
             return None
@@ -389,9 +389,9 @@ class Parity:
 
     def numbers(self) -> dict[str, float | int | None]:
         """For metrics.jsonl: the largest difference since the last step, and of how many engines."""
-        found = {"parity": max(self._gaps.values(), default=None), "parity_engines": len(self._gaps)}
+        figures = {"parity": max(self._gaps.values(), default=None), "parity_engines": len(self._gaps)}
         self._gaps.clear()
-        return found
+        return figures
 
     def first(self, records: Sequence[SampleRecord], version: int, step: int) -> Verdict | None:
         """Before a step of the present weights, `version`, is committed: CannotTrain if its engines cannot run this
@@ -399,13 +399,13 @@ class Parity:
         if not self.mismatch_limit:
             return None
         drawn = [(record, record.version_array() == version) for record in records]
-        compared = [(to_sample(record), own) for record, own in drawn if own.any()][:SAMPLES]
-        if sum(int(own.sum()) for _, own in compared) < TOKENS:
+        compared = [(to_sample(record), mask) for record, mask in drawn if mask.any()][:SAMPLES]
+        if sum(int(mask.sum()) for _, mask in compared) < TOKENS:
             return None
         limit, self.mismatch_limit = self.mismatch_limit, 0.0
         own_only = [
-            replace(sample, behaviour_logprobs=np.where(own, sample.behaviour_logprobs, np.nan).astype(np.float32))
-            for sample, own in compared
+            replace(sample, behaviour_logprobs=np.where(mask, sample.behaviour_logprobs, np.nan).astype(np.float32))
+            for sample, mask in compared
         ]
         within = UNEXPLAINED if self._silent or (self._mixed and step) else self.tolerance
         verdict = self._judge(own_only, version, "", min(within, limit))
@@ -419,23 +419,23 @@ class Parity:
     def trained(self, step: int, version: int, mismatch: float | None, begun: float | None = None) -> str:
         """The warning for the step after `step`, whose weights were those of `version`; mostly "".
 
-        `mismatch` is over all tokens of these weights, `begun` over those of answers that began with them. Nothing is
-        said again of a version that was judged.
+        `mismatch` is over all tokens of these weights, `begun` over those of answers that began with them. A version
+        that was judged gets no second warning.
         """
-        found, limit = mismatch, self.tolerance
+        gap, limit = mismatch, self.tolerance
         if self._mixed and step:
-            found, limit = (begun, limit) if begun is not None else (mismatch, UNEXPLAINED)
-        if found is None or self._silent or found <= limit or self._judged == version:
+            gap, limit = (begun, limit) if begun is not None else (mismatch, UNEXPLAINED)
+        if gap is None or self._silent or gap <= limit or self._judged == version:
             return ""
         return (
             f"step {step + 1}: the log-probabilities of engine {self._engines}, version {version}, differ from the "
-            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; {self._remedy}"
+            f"learner's by {gap:.3g} on average (mismatch), where {limit:g} can be rounding; {self._remedy}"
         )
 
-    # -- why ---------------------------------------------------------------------------------------------------------
+    # -- causes ------------------------------------------------------------------------------------------------------
 
     def _judge(self, samples: list[Sample], version: int, worker: str, limit: float) -> Verdict | None:
-        """None if they agree. Log-probabilities that are NaN on purpose are those of other versions (`first`)."""
+        """None if they agree. `first` sets the log-probabilities of other versions to NaN: these are not compared."""
         name = f"engine {self._engines}{f' of {worker}' if worker else ''}, version {version}"
         theirs = [sample.behaviour_logprobs for sample in samples]
         if (wrong := self._impossible(samples, version, worker)) is not None:
@@ -455,26 +455,28 @@ class Parity:
             self._named.pop(worker, None)
             return None
         self._judged = version
-        self._copies = True  # from now on: what is in the weights or in a cache shows at the next version
-        found = self._explained(samples, theirs, ours, hidden)
-        if found.cause:
-            self._named[worker] = (version, found)
-        elif worker in self._named:  # what has gone wrong once is further away at each version
-            since, found = self._named[worker]
-            found = found._replace(text=f"{found.text} (at version {since})")
+        self._copies = True  # from now on: a fault in the weights or in a cache shows at the next version
+        explained = self._explained(samples, theirs, ours, hidden)
+        if explained.cause:
+            self._named[worker] = (version, explained)
+        elif worker in self._named:  # a fault that once had a cause moves away from it with each version
+            since, explained = self._named[worker]
+            explained = explained._replace(text=f"{explained.text} (at version {since})")
         compared = ~np.concatenate(masked)
-        said = [float(np.concatenate(rows)[compared].mean()) for rows in (theirs, ours)]
+        means = [float(np.concatenate(rows)[compared].mean()) for rows in (theirs, ours)]
         text = (
             f"{name}: over {compared.sum()} tokens of these very weights the engine's log-probabilities (mean "
-            f"{said[0]:.3g}) and the learner's (mean {said[1]:.3g}) differ by {gap:.3g} on average, where {limit:g} "
-            f"can be rounding. {self._because(found)}"
+            f"{means[0]:.3g}) and the learner's (mean {means[1]:.3g}) differ by {gap:.3g} on average, where {limit:g} "
+            f"can be rounding. {self._because(explained)}"
         )
-        return Verdict(found.cause or UNKNOWN, gap, text)
+        return Verdict(explained.cause or UNKNOWN, gap, text)
 
     def _impossible(self, samples: list[Sample], version: int, worker: str) -> Explained | None:
-        """Finds numbers that cannot be, for which no score is needed."""
-        fault = first_fault([replace(one, behaviour_logprobs=np.zeros_like(one.behaviour_logprobs)) for one in samples],
-                            self._models.known)
+        """Find numbers that are wrong without a comparison: no score is needed."""
+        without_logprobs = [
+            replace(sample, behaviour_logprobs=np.zeros_like(sample.behaviour_logprobs)) for sample in samples
+        ]
+        fault = first_fault(without_logprobs, self._models.token_rows)
         if fault is not None:
             return Explained("tokenizer", fault[1], math.inf)
         if not worker:
@@ -489,9 +491,9 @@ class Parity:
             return Explained("values", "a log-probability is above 0 or not a finite number", math.inf)
         return None
 
-    def _because(self, found: Explained) -> str:
-        if found.cause:
-            return f"Probable cause: {found.cause}: they are those of {found.text}; {REMEDIES[found.cause]}"
+    def _because(self, explained: Explained) -> str:
+        if explained.cause:
+            return f"Probable cause: {explained.cause}: they are those of {explained.text}; {REMEDIES[explained.cause]}"
         if self._earlier.version is None and self._models.team is None:
             later = "weights and caches are looked at from the next version on (learner.parity.copy = true: at once)"
         else:
@@ -502,22 +504,22 @@ class Parity:
         return self._models.trainer.score(samples)
 
     def _explained(self, samples: list[Sample], theirs: Rows, ours: Rows, hidden: Callable[[Rows], Rows]) -> Explained:
-        """Rounding comes last: a small difference of another kind may look like it."""
+        """The cause of a difference. Rounding is tried last: a small difference of another kind may look like it."""
         gap = gap_of(theirs, ours)
-        found = explain(theirs, gap, self._alternatives(samples, theirs, ours, hidden))
-        nothing_before = not any(one.policy_versions.any() for one in samples)
-        if not found.cause and self._float32 and (nothing_before or self._earlier.version is not None):
+        explained = explain(theirs, gap, self._alternatives(samples, theirs, ours, hidden))
+        nothing_before = not any(sample.policy_versions.any() for sample in samples)
+        if not explained.cause and self._float32 and (nothing_before or self._earlier.version is not None):
             for dtype, rows in self._in_types(samples):
                 if looks_rounded(theirs, ours, hidden(rows)):
                     return Explained("dtype", f"products in {dtype}, by their size", gap)
-        return found
+        return explained
 
     def _alternatives(
         self, samples: list[Sample], theirs: Rows, ours: Rows, hidden: Callable[[Rows], Rows]
     ) -> Iterator[Alternative]:
-        """Yields what may have happened, the simplest first. One that cannot be computed here is passed over."""
+        """Yield possible causes, the simplest first; those that cannot be computed here are left out."""
         def at(factor: float) -> Rows:
-            return hidden(self._score([replace(one, temperature=one.temperature * factor) for one in samples]))
+            return hidden(self._score([replace(sample, temperature=sample.temperature * factor) for sample in samples]))
 
         for by in (1, -1):
             yield Alternative("shift", f"the token {'before' if by > 0 else 'after'} each", shifted(ours, by))
@@ -540,7 +542,7 @@ class Parity:
 
     def _of_earlier(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
         """The weights before in the place of the present ones: of all layers, of one, or under a cached prompt."""
-        before, model, known = self._earlier, self._models.trainer.model, self._models.known
+        before, model = self._earlier, self._models.trainer.model
         if before.version is None or self._models.team is not None:
             return
         with before.in_place(model):
@@ -550,14 +552,19 @@ class Parity:
             with before.in_place(model, names):
                 rows = hidden(self._score(samples))
             yield Alternative("layer", f"{part} of version {before.version}, all else of this one", rows)
+        yield from self._of_cached_prompts(samples, hidden)
+
+    def _of_cached_prompts(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
+        """Keys and values of the weights before under whole blocks of each prompt."""
+        before, model, token_rows = self._earlier, self._models.trainer.model, self._models.token_rows
         for block in probes.BLOCKS:
-            cached = [(len(one.prompt_ids) - 1) // block * block for one in samples]
-            if not any(cached) or any(one.turns is not None for one in samples):
+            cached = [(len(sample.prompt_ids) - 1) // block * block for sample in samples]
+            if not any(cached) or any(sample.turns is not None for sample in samples):
                 continue
             try:
                 rows = hidden([
-                    earlier.over_old_keys(model, before, one, count, known) if count else self._score([one])[0]
-                    for one, count in zip(samples, cached)
+                    earlier.over_old_keys(model, before, sample, count, token_rows) if count
+                    else self._score([sample])[0] for sample, count in zip(samples, cached)
                 ])
             except Exception as problem:  # a model whose cache is another one
                 log.info("parity: no log-probabilities over old keys: %s", problem)

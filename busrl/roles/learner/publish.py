@@ -3,11 +3,11 @@
 Talks to a weight sender, the ring's header and the bus; with `weights.transport = "cuda_ipc"` also to the engine, whose
 own weights are trained then (`join_engine`). Knows nothing of groups or rewards.
 
-- A version is raised at each publication and never used again, also after a restart: highest seen + 1.
+- Each publication has a new version, also after a restart: the highest seen + 1.
 - Nothing is published while a living validator holds the version; the wait names it.
-- One copy of the weights: steps that are trained again from the log are trained in a copy of the learner's own. Then,
-  inside one fence, the engine's weights become those of the learner, and its parameters become views of them. From
-  there on the optimiser steps inside a fence each; forward and backward only read, and pause nobody.
+- One copy of the weights: a replay of the log trains a copy of the learner's. Then, inside one fence, the learner's
+  weights are written into the engine's, and the learner's parameters become views of these. From there on each
+  optimiser step has a fence; forward and backward only read, and pause no engine.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ class Publisher:
         self.sender.hook = lambda _: self.ring.progress()
         self._work_s = actor.topology.limits.work_s
         self.version = max(highest, self.ring.header(HeaderWord.VERSION))
-        # `experiments.forced_age` = k: what is published are the weights of k steps ago.
+        # `experiments.forced_age` = k: the weights of k steps ago are published.
         late = actor.topology.experiments.forced_age
         self._late: deque[tuple[int, dict[str, Tensor]]] | None = deque(maxlen=late + 1) if late else None
 
     def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
-        """Make `weights` of `step` the next version. Returns the seconds it took, the wait for a validator left out."""
-        if not self.sender.engines_paused:  # behind a fence it was waited for already, and the engine waits
+        """Make `weights` of `step` the next version. Returns the seconds it took, without the wait for a validator."""
+        if not self.sender.engines_paused:  # `fence` has waited already, and keeps the engine paused
             self._wait_for_pin()
         begun = time.monotonic()
         if self._late is not None:
             self._late.append((step, _copies(weights)))
             step, weights = self._late[0]
-        version, named = self.next_version(), weights if described(weights) is not weights else dict(weights)
+        version, tensors = self.next_version(), weights if described(weights) is not weights else dict(weights)
         with self.actor.activity("publish", self._work_s):
-            if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, named)):
+            if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, tensors)):
                 return time.monotonic() - begun
         self.version = version
         # The step first: a reader of the new version finds a step that is at least as new. (A reader that counts ages
-        # reads the step first too: in between it takes a version for older than it is, never for newer.)
+        # also reads the step first: in between it takes a version for older than it is, never for newer.)
         self.ring.set_header(HeaderWord.VERSION_STEP, step)
         self.ring.set_header(HeaderWord.VERSION, self.version)
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
@@ -86,11 +86,11 @@ class Publisher:
         return self.version if self.ring.header(HeaderWord.VERSION_STEP) == step else None
 
     def next_version(self) -> int:
-        """The version of the next publication: above all that were ever seen."""
+        """The version of the next publication: above all versions so far."""
         return max(self.version, self.ring.header(HeaderWord.VERSION)) + 1
 
     def fence(self, step: int) -> None:
-        """Before the engine's own weights are changed to those of `step`: it is paused until they are published."""
+        """Pause the engine before its weights are changed to those of `step`, until they are published."""
         self._wait_for_pin()
         self.sender.pause_engines(self.next_version(), step)
 
@@ -111,8 +111,8 @@ class Publisher:
             self._late.append((0, _copies(weights())))
 
     def _wait_for_pin(self) -> None:
-        """Let a validation round finish on its version while results come; a holder without results is named. Rollouts
-        that only validate keep it by themselves."""
+        """Wait for a validation round to finish on its version while results come; a holder without results is named.
+        Rollouts that only validate keep their version by themselves."""
         ring, seen = self.ring, -1
         if self.actor.topology.dedicated or not version_pin.pinned_by(ring):
             return
@@ -137,7 +137,7 @@ def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class UpdateFence:
-    """Called before each update of the weights: pauses the engine from when the weights are its own as well."""
+    """Called before each update of the weights; pauses the engine, once the weights are the engine's too."""
 
     def __init__(self) -> None:
         self._pause: Callable[[], None] | None = None
@@ -154,8 +154,8 @@ class UpdateFence:
 def join_engine(publisher: Publisher, models: Models, fence: UpdateFence, step: Callable[[], int]) -> bool:
     """Make the engine's weights the trainer's; `step()` is the learner's step. False if stopped meanwhile.
 
-    In a fresh run both have loaded the same folder, which is checked; else the engine is given the learner's, and is
-    paused until the caller publishes them.
+    In a fresh run both have loaded the same folder, which is checked. Else the learner's weights are written into the
+    engine's, and the engine is paused until the caller publishes them.
     """
     sender, actor = publisher.sender, publisher.actor
     assert isinstance(sender, SharedSender)
@@ -174,7 +174,7 @@ def join_engine(publisher: Publisher, models: Models, fence: UpdateFence, step: 
                 _check_equal(views, models.weights())
             sender.check()
             break
-        except WeightsOwnerLost as problem:  # it was restarted while we found it: its successor shares its own
+        except WeightsOwnerLost as problem:  # the engine was restarted meanwhile: its successor shares other weights
             log.info("looks for the engine's weights again: %s", problem)
     _adopt(publisher, models, fence, views, step)
     return True
@@ -191,8 +191,8 @@ def _adopt(
         log.info("copies its weights into the engine's, of another type, at each publication: %d tensors", len(views))
 
 
-def _check_equal(views: Views, own: Mapping[str, Tensor]) -> None:
-    for name, tensor in own.items():
+def _check_equal(views: Views, weights: Mapping[str, Tensor]) -> None:
+    for name, tensor in weights.items():
         if not torch.equal(views[name], tensor.to(views[name].dtype)):
             raise UserError(
                 f"weights: {name!r} of the engine is not what this learner has loaded; both must load the same "

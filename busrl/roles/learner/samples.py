@@ -2,9 +2,9 @@
 
 Used by the training step and by the parity gate. Knows nothing of losses, advantages, models or the ring.
 
-- What is not trained is context: seen by the model, in no loss and no denominator. Its reward counts all the same.
-- Which tokens are trained follows from the record, from the terms of its step and from the steps of versions: a replay
-  of the log leaves out the same tokens.
+- Untrained tokens are context: the model sees them, no loss and no denominator has them. Their reward counts.
+- The record, the terms of its step and the steps of versions determine the trained tokens: a replay of the log leaves
+  out the same ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT = 256  # versions whose step is remembered; older ones count as at most as 
 
 
 def to_sample(record: SampleRecord, last_only: bool = False, skipped: Sequence[int] = (0,)) -> Sample:
-    """A record of the log as the trainer takes it; the arrays share the record's bytes.
+    """A record of the log as a sample of the trainer; the arrays share the record's bytes.
 
     The first `skipped` tokens of each turn are context; `last_only`: all segments but the last are.
     """
@@ -49,24 +49,26 @@ def _turns(record: SampleRecord, skipped: Sequence[int]) -> Turns | None:
 
 
 class StaleTokenMask:
-    """Finds the leading tokens of a turn that are older than `bound` steps (weights.max_staleness): context, not
-    trained.
+    """Finds the leading tokens of a turn that are older than the bound (weights.max_staleness): context, not trained.
 
-    A group that is over age is trained under `over_age = "wait"`, but no token of it that is older than the bound.
-    Such tokens count in no denominator; the reward, and so the advantage, is of the whole answer. Everything up to
-    the last of them is left out, so what remains is one piece at the end; an answer is one turn. The step of a
-    version is known from the records of the log alone, so a replay leaves out the same tokens. `bound` None:
-    nothing is too old. Call `at` before the samples of a step, then `leading` for each.
+    Under `over_age = "wait"` a group that is over age is trained, but no token of it that is older than the bound.
+    Such tokens count in no denominator; the reward, and so the advantage, is of the whole answer. All tokens up to the
+    last old one are left out, so one piece at the end remains; an answer is one turn. The log alone gives the step of
+    a version, so a replay leaves out the same tokens. Call `at` before the samples of a step, then `leading` for each.
     """
 
     def __init__(self, bound: int | None) -> None:
-        self.bound = bound
+        self.limit_to(bound)
         self.now = 0  # finished steps
         self.masked = 0  # tokens left out since `taken`
         self.steps = VersionSteps(KEPT)
 
+    def limit_to(self, bound: int | None) -> None:
+        """From the next sample on, tokens older than `bound` steps are too old; None: no token is."""
+        self.bound = bound
+
     def at(self, version: int, step: int) -> None:
-        """`version` is the newest one published, `step` steps are finished."""
+        """`version` is the newest published one, `step` steps are finished."""
         self.now = step
         self.steps.add(version, step)
 
@@ -80,13 +82,13 @@ class StaleTokenMask:
         return ages[place]
 
     def leading(self, record: SampleRecord) -> list[int]:
-        """Counts the tokens at the start of each turn that are not to be trained, and adds them to `masked`."""
+        """Count the tokens at the start of each turn that are too old, and add them to `masked`."""
         counts = self.count(record)
         self.masked += sum(counts)
         return counts
 
     def count(self, record: SampleRecord) -> list[int]:
-        """Counts the same tokens without adding them. Of a turn that is not trained at all: none."""
+        """Count these tokens without adding them; none of a turn that is not trained at all."""
         lengths = record.turn_lengths()
         if self.bound is None or self.now - record.step <= self.bound:
             return [0] * len(lengths)
@@ -105,7 +107,7 @@ def _leading(late: npt.NDArray[np.int64]) -> int:
 
 
 def terms_of(topology: Topology) -> Terms:
-    """Terms of a topology: the ages that it promises, and what it leaves out of the loss."""
+    """Terms of a topology: its bound on ages, and the tokens that it leaves out of the loss."""
     weights, waves, forced = topology.weights, topology.segments.waves, topology.experiments.forced_age > 0
     by_mode = {"batch-async": weights.max_staleness, "sync": max(0, waves - 1)}
     return Terms(
@@ -124,19 +126,19 @@ class TrainedTokens:
 
     def train_by(self, terms: Terms) -> None:
         """Go by these terms from the next sample on."""
-        self.terms, self.stale.bound = terms, terms.bound if terms.masks_old else None
-        self.last_only = terms.last_segment
+        self.terms, self.last_only = terms, terms.last_segment
+        self.stale.limit_to(terms.bound if terms.masks_old else None)
 
     def is_cut(self, record: SampleRecord) -> bool:
-        """True if an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
+        """True if the limit cut the answer, which therefore is not trained (reward.truncated = "mask")."""
         return self.terms.masks_cut and record.finish == Finish.LENGTH
 
     def samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
-        """All samples, too old tokens and cut answers included: to be looked at or scored."""
+        """All samples with all tokens, also too old and cut ones: for checks and scores."""
         return [to_sample(record, self.last_only) for record in records]
 
     def trained(self, record: SampleRecord) -> Sample:
-        """A sample to be trained; tokens that are too old are counted, and are context."""
+        """A sample for training; its too old tokens are counted, and are context."""
         return to_sample(record, self.last_only, self.stale.leading(record))
 
     def mask(self, record: SampleRecord) -> npt.NDArray[np.bool_]:

@@ -1,7 +1,7 @@
 """The optimiser step of a learner, from sample records to new weights.
 
-Talks to the models (`models`), which it has trained with what `credit` makes of the records. Knows nothing of the ring
-and the bus; of the log, its records alone.
+Talks to the models (`models`), which it trains with the credit of the records (`credit`). Knows nothing of the ring and
+the bus, and of the log only its records.
 
 - Groups come whole: most advantages compare a sample with its own group only, some with the whole step.
 - The same records in the same batch give the same step, live or replayed from the log, up to the order of summation.
@@ -29,7 +29,7 @@ from busrl.system import device
 from busrl.topology import Topology
 from busrl.training.batch import first_fault
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.scorer import Given
+from busrl.training.scorer import Credits
 from busrl.training.step_stats import StepStats, combined
 from busrl.training.trainer import Hooks, Team, Trainer
 
@@ -45,7 +45,7 @@ class TrainingStep:
         self, topology: Topology, team: Team | None = None, on_progress: Callable[[], None] = _nothing,
         before_update: Callable[[], None] = _nothing, pace: Callable[[float, int], None] = _nothing,
     ) -> None:
-        """`team`: the other ranks, where the model is spread over several. Called are: `on_progress` after each
+        """`team`: the other ranks, where the model is spread over several. `on_progress` is called after each
         micro-batch and part of a checkpoint; `before_update` when the weights are about to change; `pace` with the
         begin and the tokens of an accumulation."""
         device.keep_freed_memory()
@@ -54,7 +54,7 @@ class TrainingStep:
         self.seed = topology.run.seed
         self.groups = 0
         self._denominator = 0.0  # of the update under way
-        self._centred: list[float] = []  # advantages that were not divided by the number of the step
+        self._centred: list[float] = []  # advantages that are still to be divided by the number of the step
         # Of the step under way: tokens of answers that were not trained since they were cut, or all too old.
         self._cut_tokens = self._gone_tokens = 0
         self.tokens = TrainedTokens(terms_of(topology))
@@ -75,7 +75,7 @@ class TrainingStep:
 
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
         """The position of a sample that must not be trained, and why; None if all are sound."""
-        return first_fault(self.tokens.samples(records), self.models.known)
+        return first_fault(self.tokens.samples(records), self.models.token_rows)
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -84,18 +84,18 @@ class TrainingStep:
         step and, for a loss that reads them, against the log-probabilities that the weights gave before the first; with
         several passes all of them again, in another order. Advantages and values are those before the first update."""
         updates, passes = min(self.config.updates_per_batch, groups), self.config.passes_per_batch
-        given = self.credit.given(records)
+        credits = self.credit.of_groups(records)
         if updates == passes == 1:
-            self._add(records, given, version)
+            self._add(records, credits, version)
             return self.finish(groups)
         rate = self.schedule(self.groups, groups)
         if catalog.needs_proximal(self.config) and self.models.loss_may_read("prox"):
-            given = replace(given, proximal=self.trainer.score(self.tokens.samples(records)))
-        made = []
+            credits = replace(credits, proximal=self.trainer.score(self.tokens.samples(records)))
+        stats = []
         for number, part in enumerate(self._shares(records, updates, passes)):
-            self._add([records[i] for i in part], given.of(part), None if number else version, number)
-            made.append(self._update(rate))
-        return self._ended(made, groups)
+            self._add([records[i] for i in part], credits.of(part), None if number else version, number)
+            stats.append(self._update(rate))
+        return self._ended(stats, groups)
 
     def _shares(self, records: Sequence[SampleRecord], updates: int, passes: int) -> Iterator[list[int]]:
         """Positions of the records of each update. The order of a pass depends on the seed and the step alone."""
@@ -109,29 +109,29 @@ class TrainingStep:
         `version` is that of the present weights; None where no version has them.
         """
         if not self.credit.scaled_once:
-            self._add(records, self.credit.given(records), version)
+            self._add(records, self.credit.of_groups(records), version)
             return
-        centred = self.credit.group_advantages(records)  # divided by what the whole step gives
+        centred = self.credit.group_advantages(records)  # to be divided by a number of the whole step
         self._centred += centred
-        self._add(records, Given(centred), version)
+        self._add(records, Credits(centred), version)
 
-    def _add(self, records: Sequence[SampleRecord], given: Given, version: int | None, number: int = 0) -> None:
-        """Leading tokens that are too old are context, and a sample of which nothing else is left is not trained; nor
-        is one that the limit cut, under reward.truncated = "mask". Their rewards count in their groups' advantages.
-        `version` is None after the first update of several; `number` counts these."""
+    def _add(self, records: Sequence[SampleRecord], credits: Credits, version: int | None, number: int = 0) -> None:
+        """Train the samples of these records. Leading tokens that are too old are context; a sample of such tokens
+        alone is not trained, nor is one that the limit cut under reward.truncated = "mask". Their rewards count in the
+        advantages of their groups. `version` is None after the first update of several; `number` counts these."""
         if not records:
             return
         begun = time.monotonic()
-        whole = [i for i, record in enumerate(records) if not self.tokens.is_cut(record)]
+        uncut = [i for i, record in enumerate(records) if not self.tokens.is_cut(record)]
         self._cut_tokens += sum(record.tokens for record in records if self.tokens.is_cut(record))
-        every = [self.tokens.trained(records[i]) for i in whole]
+        every = [self.tokens.trained(records[i]) for i in uncut]
         self._gone_tokens += sum(sample.generated for sample in every if not sample.trained)
         samples = [sample for sample in every if sample.trained]
-        given = given.of([i for i, sample in zip(whole, every, strict=True) if sample.trained])
+        credits = credits.of([i for i, sample in zip(uncut, every, strict=True) if sample.trained])
         weights, denominator = self.credit.weights(samples)
         self._denominator += denominator
-        given = replace(given, weights=weights, chosen=self.credit.chosen(samples, given, number))
-        self.trainer.accumulate(samples, given, version)
+        credits = replace(credits, weights=weights, chosen=self.credit.chosen(samples, credits, number))
+        self.trainer.accumulate(samples, credits, version)
         self._pace(begun, sum(record.tokens for record in records))
 
     def finish(self, groups: int) -> StepStats:
@@ -147,7 +147,7 @@ class TrainingStep:
         return stats
 
     def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
-        """The end of a step: its updates as one, its tokens counted once however many passes there were."""
+        """The figures of a step: all its updates together, its tokens counted once however many passes there were."""
         stats, passes = combined(updates), self.config.passes_per_batch
         stats = replace(
             stats, old_tokens=self.stale.taken() // passes, cut_tokens=self._cut_tokens // passes,
@@ -159,8 +159,8 @@ class TrainingStep:
         return stats
 
     def replay(self, record: Record) -> StepStats:
-        """Train a step of the log again: of its samples what was trained then, by the present loss and rate."""
-        # A version that was there a step before has other weights than those of this step.
+        """Train a step of the log again: the tokens that were trained then, by the present loss and rate."""
+        # A version that existed a step earlier has other weights than those of this step.
         of_this_step = self.stale.step_of(record.version) == record.step - 1 and not self.late
         present = self.terms
         self.train_by(record.terms or present)
@@ -188,7 +188,7 @@ class TrainingStep:
         return self.models.weights()
 
     def load_checkpoint(self, root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:
-        """Continue from the newest whole one under `root`; None if there is none. `torn` gets what it passed over."""
+        """Continue from the newest whole one under `root`; None if there is none. `torn` gets the damaged ones."""
         newest = self.models.load_checkpoint(root, torn)
         if newest is not None:
             self.groups = int(newest.meta["groups"])
