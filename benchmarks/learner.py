@@ -441,12 +441,12 @@ def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> di
     else:
         follower = Follower(team, settings, rank)
         with Peak() as load:
-            built = follower.hear(600)
+            built = follower.receive(600)
             assert built is not None and follower.act(built)
         trainer, gone, publish = follower.trainer, False, Peak()
         assert trainer is not None
         while not gone:
-            message = follower.hear(600)
+            message = follower.receive(600)
             if isinstance(message, Gather) and not hasattr(publish, "before"):
                 most = peak()
                 publish.__enter__()

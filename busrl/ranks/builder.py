@@ -4,7 +4,7 @@ Used by `leader` and `follower`. Talks to the folder of the model through `loadi
 `mesh`; knows nothing of messages or processes.
 
 - No rank ever holds the whole model: it is made without memory, cut, and then each rank reads its own rows.
-- The way the model computes is proved on its first layers before the rest is read.
+- The way in which the model computes is proved on its first layers before the rest is read.
 - The reference of a KL term is the base without its adapter, or a second model that is spread the same way.
 """
 
@@ -38,8 +38,8 @@ from busrl.training.trainer import QUIET, Hooks, Trainer, computes_again, way_of
 
 @dataclass(frozen=True)
 class TeamSettings:
-    """`ranks` ranks that meet at the socket `file`, those of other `hosts` at a port of `address`. `facts`: what has to
-    be the same on all of them. `root`: home's run directory, whose files no other host has."""
+    """`ranks` ranks that meet at the socket `file`, those of other `hosts` at a port of `address`. `facts`: must be the
+    same on all ranks. `root`: home's run directory, whose files no other host has."""
 
     ranks: int
     file: Path
@@ -58,7 +58,7 @@ class TeamSettings:
     teacher_k: int = 0  # its most probable tokens that are read
     hosts: tuple[str, ...] = ()
     address: str = ""
-    note: Path = Path()  # where rank 0 says at which port it listens there
+    note: Path = Path()  # the file with the port at which rank 0 listens there
     root: Path = Path()
     hosts_s: float = 0.0  # that ranks of other hosts may need to come
 
@@ -66,27 +66,27 @@ class TeamSettings:
     def of(
         cls, topology: Any, paths: RunPaths, device: torch.device, fingerprint: Callable[[Path], str]
     ) -> TeamSettings:
-        """From a topology's [[process]] and [learner.parallel]. `fingerprint`: tells the files of one model from those
-        of another, which other hosts may have under the same path."""
-        own, learner, model = topology.learner.parallel, topology.learner, topology.model
+        """From a topology's [[process]] and [learner.parallel]. `fingerprint`: a digest of a model's files; another
+        host may have another model under the same path."""
+        parallel, learner, model = topology.learner.parallel, topology.learner, topology.model
         lora = LoraSettings.of(topology)
         # Not all of the topology: a host has one of its own, and some of it changes in flight.
-        known = facts(repr((TrainerSettings.of(topology), own, model, lora, learner.kl, learner.teacher_k)))
+        shared = facts(repr((TrainerSettings.of(topology), parallel, model, lora, learner.kl, learner.teacher_k)))
         if topology.rank_hosts:
-            known["model.path"] = f"{model.path} ({fingerprint(Path(model.path))[:12]})"
+            shared["model.path"] = f"{model.path} ({fingerprint(Path(model.path))[:12]})"
         return cls(
-            topology.ranks, paths.ranks, known, device, own.reshard,
-            Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
-            topology.limits.start_most_s, own.collective_timeout_s, lora, learner.kl != "none",
+            topology.ranks, paths.ranks, shared, device, parallel.reshard,
+            Layout(topology.ranks, parallel.replicate, parallel.tensor, parallel.expert), parallel.offload == "all",
+            topology.limits.start_most_s, parallel.collective_timeout_s, lora, learner.kl != "none",
             Path(model.reference) if model.reference else None, catalog.taught(learner),
             Path(model.teacher) if model.teacher else None, learner.teacher_k, topology.rank_hosts,
             _address(topology.bus.endpoint) if topology.rank_hosts else "", paths.rank_place, paths.root,
-            own.host_timeout_s,
+            parallel.host_timeout_s,
         )
 
     @property
     def waits_s(self) -> float:
-        """For which ranks that are there may have to wait for others."""
+        """The seconds that a connected rank may have to wait for others."""
         return max(self.start_s, self.hosts_s if self.hosts else 0.0)
 
     def host_of(self, rank: int) -> str:
@@ -100,8 +100,8 @@ class TeamSettings:
 
 def _address(endpoint: str) -> str:
     """Address of the bus, as other hosts see it; the topology's rules allow no other."""
-    named = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    return mesh.HOST if named == "localhost" else named
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return mesh.HOST if host == "localhost" else host
 
 
 def facts(settings: str) -> dict[str, str]:
@@ -118,8 +118,9 @@ def facts(settings: str) -> dict[str, str]:
 
 def digest(trainer: Trainer) -> str:
     """Digest of names, shapes and number types of the parameters, and of how they compute."""
-    named = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in trainer.model.named_parameters()]
-    text = "\n".join([trainer.forward.name, *named])
+    parameters = trainer.model.named_parameters()
+    described = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in parameters]
+    text = "\n".join([trainer.forward.name, *described])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -154,10 +155,10 @@ class TrainerBuilder:
 
     def _spread(self, folder: Path, lora: LoraSettings | None, frozen: bool = False) -> tuple[Any, Any, Adapter | None]:
         """The folder's model in parts, how it computes, its adapter. No rank ever holds all of it."""
-        settings, named = self.settings, "" if self.settings.attention == AUTO else self.settings.attention
+        settings, attention = self.settings, "" if self.settings.attention == AUTO else self.settings.attention
         fixed = lora is not None or frozen  # what is not trained has no bits that no forward sees
-        model = load_empty(folder, (settings.few_bits if fixed else None) or torch.float32, named)
-        proof = way_of(first_layers(folder, named), settings)
+        model = load_empty(folder, (settings.few_bits if fixed else None) or torch.float32, attention)
+        proof = way_of(first_layers(folder, attention), settings)
         if not frozen and computes_again(settings, model, self.team.device.type):
             checkpoint_layers(proof)
             compute_again(model)
@@ -171,7 +172,7 @@ class TrainerBuilder:
             model.requires_grad_(False)
         elif lora is None:
             train_only(model, settings.train_layers)
-        device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
+        device.keep_freed_memory(sum(parameter.numel() for parameter in model.parameters()))
         mesh.shard(model, self.meshes, settings.few_bits, self.team.reshard, self.team.offload)
         host = torch.device("cpu") if self.team.offload else self.team.device
         fill(model, files, host, self.team.device)

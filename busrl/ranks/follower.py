@@ -1,10 +1,10 @@
-"""A rank of a learner other than 0: holds a shard of the model, and does what rank 0 says, in its order.
+"""A rank of a learner other than 0: holds a shard of the model, and executes the messages of rank 0 in their order.
 
 Talks to rank 0 over a control stream (`wire`) and, inside of the trainer, over the process group of `mesh`.
 
-- What goes wrong is told to rank 0 before it is raised; with the samples that were computed, unless another rank is the
-  cause: these samples are no suspects.
-- A shard of a checkpoint is written meanwhile: the answer to a Save comes when it is on disk.
+- A failure is sent to rank 0 before it is raised, with the samples that were computed, unless another rank is the
+  cause: then these samples are no suspects.
+- A thread writes the shard of a checkpoint: the answer to a Save comes when the shard is on disk.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from busrl.training.trainer import Hooks, Trainer
 
 
 class Follower:
-    """A rank other than 0. `hear` does what rank 0 says next; RankLost when rank 0 is gone."""
+    """A rank other than 0: `receive` a message of rank 0, then `act` on it. RankLost when rank 0 is gone."""
 
     def __init__(
         self, settings: TeamSettings, training: TrainerSettings, rank: int,
         stopping: Callable[[], object] = lambda: None, away: Away | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connects to rank 0 and joins the group; RankLost if rank 0 is not there in time, RanksDiffer if it refuses.
-        Stopped if `stopping`, which is called while rank 0 is waited for, is true, or rank 0 was asked to stop.
-        `away`: it is on another host, where it waits for rank 0 for as long as the host does. `on_progress` is called
-        after each micro-batch."""
+        """Connect to rank 0 and join the group. RankLost if rank 0 does not listen in time, RanksDiffer if it refuses;
+        Stopped if `stopping`, which is called during the wait, is true, or rank 0 was asked to stop. `away`: on another
+        host, where a rank waits as long as the host works for the run. `on_progress` is called after each micro-batch.
+        """
         self.settings, self.rank, self.away, self._on_progress = settings, rank, away, on_progress
         self._ages: dict[int, int] = {}  # steps since the versions of the samples that are computed
         self.stream = self._connect(stopping)
@@ -56,7 +56,7 @@ class Follower:
         limit = settings.collective_s
         host = "" if away is None else away.host
         self.stream.send(wire.RankHello(rank=rank, pid=os.getpid(), facts=dict(settings.facts), host=host), limit)
-        join = self._told_to_join(stopping)
+        join = self._receive_join(stopping)
         self._root = Path(join.root) if away is not None else None
         if join.address:
             meeting.use_network_of(join.address if away is None else self.stream.socket.getsockname()[0])
@@ -64,10 +64,10 @@ class Follower:
         meshes = mesh.join(store, join.prefix, rank, join.world, settings.device, limit, settings.axes)
         self._builder = TrainerBuilder(training, settings, meshes)
 
-    def _told_to_join(self, stopping: Callable[[], object]) -> wire.Join:
+    def _receive_join(self, stopping: Callable[[], object]) -> wire.Join:
         waits_s, begun = self.settings.waits_s, time.monotonic()
         while (join := self.stream.receive(wire.LOOK_S)) is None and time.monotonic() < begun + waits_s:
-            if stopping() and self.away is not None:  # at home rank 0 says so
+            if stopping() and self.away is not None:  # at home rank 0 sends Leave
                 raise Stopped("while other ranks were waited for")
         if isinstance(join, wire.Leave):
             raise Stopped("rank 0 was asked to stop before all ranks were there")
@@ -91,22 +91,21 @@ class Follower:
                     raise RankLost(f"{where} after {self.settings.start_s:g} s: {problem.strerror}") from problem
             time.sleep(wire.LOOK_S)
 
-    def hear(self, timeout_s: float) -> wire.ControlMessage | None:
-        """Receive the next message of rank 0; None if none comes for so long. Sends word of a shard that is written by
-        now."""
+    def receive(self, timeout_s: float) -> wire.ControlMessage | None:
+        """Receive the next message of rank 0; None if none comes in this time. Sends Saved once a shard is written."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self._saving is not None and self._saving.ready():
-                self.stream.send(_told(self._saving, self._saving_seq), self.settings.collective_s)
+                self.stream.send(_saved(self._saving, self._saving_seq), self.settings.collective_s)
                 self._saving = None
             left = max(0.0, deadline - time.monotonic())
             limit = left if self._saving is None else min(left, wire.LOOK_S)
-            found: wire.ControlMessage | None = self.stream.receive(limit)
-            if found is not None or self._saving is None or not left:
-                return found
+            message: wire.ControlMessage | None = self.stream.receive(limit)
+            if message is not None or self._saving is None or not left:
+                return message
 
     def act(self, message: wire.ControlMessage) -> bool:
-        """Do it and answer; False if it was the end. What goes wrong is told to rank 0 before it is raised."""
+        """Execute a message and answer it; False if it was Leave. A failure is sent to rank 0 before it is raised."""
         try:
             answer = self._done(message)
         except Exception as problem:
@@ -154,13 +153,13 @@ class Follower:
         return np.array([self._ages[version] for version in versions.tolist()], np.int64)
 
     def _here(self, path: str) -> Path:
-        """The place of a file or folder of home: the same path, or this host's copy of what the run directory has."""
+        """The place of a file or folder of home: its path, or this host's copy if it is in the run directory."""
         if self.away is not None and self._root is not None and Path(path).is_relative_to(self._root):
             return self.away.folder / Path(path).relative_to(self._root)
         return Path(path)
 
     def _take(self, message: wire.Bring) -> wire.Done | None:
-        """Writes the next bytes of a copy. What was brought in an earlier attempt goes first."""
+        """Write the next bytes of a copy. The first call removes the copies of an earlier attempt."""
         assert self.away is not None, "this rank is at home"
         if not self._brought:
             shutil.rmtree(self.away.folder, ignore_errors=True)
@@ -178,15 +177,15 @@ class Follower:
 
 
 def place_of(folder: Path, name: str) -> Path:
-    """The place of the copy of a file of that name; RanksDiffer for one that would leave the folder."""
+    """The place of the copy of a file of that name; RanksDiffer if the name leads out of the folder."""
     place = folder / name
     if ".." in place.parts or not place.is_relative_to(folder):  # a name may be absolute
         raise RanksDiffer(f"rank 0 brings {name!r}, which is no name below its run directory")
     return place
 
 
-def _told(saving: Saving, seq: int) -> wire.Saved:
-    """The message that says how the writing of a shard ended."""
+def _saved(saving: Saving, seq: int) -> wire.Saved:
+    """The message about the end of the writing of a shard."""
     try:
         (entry,) = saving.entries().values()
     except (DiskFull, WriteFailed) as problem:
@@ -199,8 +198,8 @@ def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessa
         case wire.Micro(work=work):
             _micro(trainer, work)
         case wire.Score(work=work, by=by):
-            found = trainer.scorer.at_once(wire.samples_of(work), by)
-            logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in found)
+            scores = trainer.scorer.at_once(wire.samples_of(work), by)
+            logprobs, entropies = (tensor.float().cpu().numpy().tobytes() for tensor in scores)
             return wire.Scored(logprobs=logprobs, entropies=entropies)
         case wire.Step():
             if (counted := trainer.tally.tokens) != message.tokens:

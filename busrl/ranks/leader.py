@@ -1,4 +1,4 @@
-"""Rank 0 of a learner: gathers the other ranks, plans what each of them computes, and tells them.
+"""Rank 0 of a learner: gathers the other ranks, plans the work of each, and sends it.
 
 `Leader` is a trainer whose calls run on all ranks. Talks to each follower over a control stream (`wire`) and, inside of
 the trainer, over the process group of `mesh`. Knows nothing of rings, logs or groups.
@@ -68,12 +68,12 @@ class Team:
     @classmethod
     def gathered(
         cls, settings: TeamSettings, stopping: Callable[[], object] = lambda: None,
-        say: Callable[[str], None] = lambda _: None, on_progress: Callable[[], None] = lambda: None,
+        report: Callable[[str], None] = lambda _: None, on_progress: Callable[[], None] = lambda: None,
     ) -> Team:
-        """Wait for all ranks, form the group. RankLost names who did not come, CannotTrain a host that stays away,
-        RanksDiffer what differs. `stopping` is called while they are waited for; if it is true those that are there are
-        dismissed: Stopped. `say`: once, which hosts are waited for. `on_progress`: called after each part of a file
-        that other hosts get."""
+        """Wait for all ranks, and form the group. RankLost names missing ranks, CannotTrain a host that stays away,
+        RanksDiffer a difference between ranks. `stopping` is called during the wait; if it is true, connected ranks are
+        dismissed: Stopped. `report` gets a text once, if hosts let the learner wait. `on_progress` is called after each
+        part of a file that other hosts get."""
         team = cls(settings, on_progress=on_progress)
         begun, streams = time.monotonic(), dict[int, wire.Stream]()
         with meeting.door(settings.file, settings.note, settings.address, settings.collective_s) as door:
@@ -85,8 +85,8 @@ class Team:
                 waited = time.monotonic() - begun
                 team._overdue(missing, waited)
                 if settings.hosts and waited > SAY_S:
-                    say(f"the learner waits for {team._named(missing)}")
-                    say = lambda _: None  # noqa: E731
+                    report(f"the learner waits for {team._ranks_by_host(missing)}")
+                    report = lambda _: None  # noqa: E731
                 if (connected := door.accept(wire.LOOK_S)) is not None:
                     team._welcome(wire.Stream(connected, "a rank that connects"), streams)
         team.followers = [streams[rank] for rank in sorted(streams)]
@@ -94,36 +94,39 @@ class Team:
         return team
 
     def _overdue(self, missing: list[int], waited: float) -> None:
-        own = self.settings
-        here = [rank for rank in missing if not own.host_of(rank)]
-        if here and waited > own.start_s:
-            raise RankLost(f"{self._named(here)} did not come within {own.start_s:g} s")
-        away = [rank for rank in missing if own.host_of(rank)]
-        if away and waited > own.hosts_s:
+        settings = self.settings
+        here = [rank for rank in missing if not settings.host_of(rank)]
+        if here and waited > settings.start_s:
+            raise RankLost(f"{self._ranks_by_host(here)} did not come within {settings.start_s:g} s")
+        away = [rank for rank in missing if settings.host_of(rank)]
+        if away and waited > settings.hosts_s:
             raise CannotTrain(
-                f"{self._named(away)} did not come within {own.hosts_s:g} s (learner.parallel.host_timeout_s): "
-                "start `busrl host` there, or under that name elsewhere, and the run again: it goes on where it was"
+                f"{self._ranks_by_host(away)} did not come within {settings.hosts_s:g} s "
+                "(learner.parallel.host_timeout_s): start `busrl host` there, or under that name elsewhere, and the "
+                "run again: it goes on where it was"
             )
 
-    def _named(self, ranks: Sequence[int]) -> str:
+    def _ranks_by_host(self, ranks: Sequence[int]) -> str:
         """Ranks by number, with their hosts."""
         hosts: dict[str, list[str]] = {}
         for rank in ranks:
             hosts.setdefault(self.settings.host_of(rank), []).append(str(rank))
-        return " and ".join(f"rank {', '.join(own)}{f' on {host}' if host else ''}" for host, own in hosts.items())
+        return " and ".join(
+            f"rank {', '.join(numbers)}{f' on {host}' if host else ''}" for host, numbers in hosts.items()
+        )
 
     def _welcome(self, stream: wire.Stream, streams: dict[int, wire.Stream]) -> None:
         hello = None
-        with contextlib.suppress(RankLost):  # whoever it was is gone; the rank that is missing is waited for
+        with contextlib.suppress(RankLost):  # the visitor is gone; the missing rank may still come
             hello = stream.receive(wire.ARRIVES_S)
         if not isinstance(hello, wire.RankHello) or not self._is_of(hello) or not _is_free(streams, hello.rank):
             stream.close()
             return
-        stream.name = f"{self._named([hello.rank])} (pid {hello.pid})"
-        for name, own in self.settings.facts.items():
+        stream.name = f"{self._ranks_by_host([hello.rank])} (pid {hello.pid})"
+        for name, ours in self.settings.facts.items():
             theirs = hello.facts.get(name, "")
-            if theirs != own:
-                refused = f"{name} is {theirs} on rank {hello.rank} and {own} on rank 0: all ranks need the same"
+            if theirs != ours:
+                refused = f"{name} is {theirs} on rank {hello.rank} and {ours} on rank 0: all ranks need the same"
                 stream.send(wire.Join(world=0, port=0, prefix="", refused=refused), wire.ARRIVES_S)
                 raise RanksDiffer(refused)
         streams[hello.rank] = stream
@@ -137,7 +140,7 @@ class Team:
             meeting.use_network_of(address)
         self.store, listening = mesh.open_store(ranks, limit, address or mesh.HOST)
         prefix = secrets.token_hex(8)
-        self.tell([
+        self.send([
             wire.Join(world=ranks, port=self.store.port, prefix=prefix, address=address, root=str(self.settings.root))
             for _ in self.followers
         ])
@@ -146,40 +149,40 @@ class Team:
             if self.settings.device.type == "cpu":  # NCCL may connect once more
                 shut(listening)
 
-    def tell(self, messages: Sequence[wire.ControlMessage]) -> None:
+    def send(self, messages: Sequence[wire.ControlMessage]) -> None:
         self.seq += 1
         for stream, message in zip(self.followers, messages, strict=True):
             message.seq = self.seq
             stream.send(message, self.settings.collective_s)
 
     def look(self) -> None:
-        """RankLost if one has ended, or its host is out of reach, while nobody waited for it."""
+        """RankLost if a rank has ended, or its host is out of reach, while nobody waited for it."""
         if (now := time.monotonic()) >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             if end := next(filter(None, (stream.end for stream in self.followers)), ""):
                 raise RankLost(end)
 
     def bring(self, folder: Path) -> None:
-        """Give other hosts the files of a folder that home alone has, less those that they got in this attempt."""
-        own = self.settings
-        firsts = [own.ranks * at // (1 + len(own.hosts)) for at in range(1, 1 + len(own.hosts))]
-        if not firsts or not folder.is_relative_to(own.root):
+        """Send other hosts the files of a folder that only home has, without those that they got in this attempt."""
+        settings = self.settings
+        firsts = [settings.ranks * at // (1 + len(settings.hosts)) for at in range(1, 1 + len(settings.hosts))]
+        if not firsts or not folder.is_relative_to(settings.root):
             return
         streams, self.seq = [self.followers[rank - 1] for rank in firsts], self.seq + 1
         for path in sorted(set(folder.rglob("*")) - self._brought):
             if path.is_file() and path.name not in NOT_BROUGHT:
                 self._brought.add(path)
-                for piece in _pieces(path, str(path.relative_to(own.root)), self.seq):
+                for piece in _pieces(path, str(path.relative_to(settings.root)), self.seq):
                     for stream in streams:
-                        stream.send(piece, own.collective_s)
+                        stream.send(piece, settings.collective_s)
                     self.on_progress()
         for stream in streams:
-            stream.send(wire.Bring(seq=self.seq), own.collective_s)
+            stream.send(wire.Bring(seq=self.seq), settings.collective_s)
         for stream in streams:
-            self._answer(stream, own.collective_s)
+            self._answer(stream, settings.collective_s)
 
     def each(self, shares: Sequence[T]) -> list[T]:
-        """The share of each follower: ranks of one tensor group have the same."""
+        """The share of each follower: all ranks of a tensor group have the same share."""
         return [shares[rank // self.settings.axes.tensor] for rank in range(1, self.settings.ranks)]
 
     def answers(self, limit_s: float = 0.0) -> list[Any]:
@@ -187,25 +190,25 @@ class Team:
         return [self._answer(stream, limit_s or self.settings.collective_s) for stream in self.followers]
 
     def _answer(self, stream: wire.Stream, limit_s: float) -> Any:
-        found = stream.receive(limit_s)
-        if found is None:
+        answer = stream.receive(limit_s)
+        if answer is None:
             raise RankLost(f"{stream.name} did not answer within {limit_s:g} s: stopped or stuck")
-        if isinstance(found, wire.LastWords):
-            raise RankFailed(f"{stream.name} failed: {found.text}", found.uids)
-        if found.seq != self.seq:
-            raise RankLost(f"{stream.name} answered {found.seq} when {self.seq} was asked")
-        return found
+        if isinstance(answer, wire.LastWords):
+            raise RankFailed(f"{stream.name} failed: {answer.text}", answer.uids)
+        if answer.seq != self.seq:
+            raise RankLost(f"{stream.name} answered {answer.seq} when {self.seq} was asked")
+        return answer
 
     @contextlib.contextmanager
-    def together(self, what: str, own: Sequence[int] = ()) -> Iterator[None]:
-        """A collective. If it fails, the rank that is the cause is named: it said why, has ended, or is silent; or it
-        is this one, with its `own` samples, by uid."""
+    def together(self, what: str, suspects: Sequence[int] = ()) -> Iterator[None]:
+        """Run a collective. If it fails, the error names the rank that is the cause: one with last words, one that has
+        ended, or a silent one; or this rank, with the uids of its samples (`suspects`)."""
         begun = time.monotonic()
         try:
             yield
         except RuntimeError as problem:
             if not mesh.of_a_peer(problem):
-                raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", own) from problem
+                raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", suspects) from problem
             took = time.monotonic() - begun
             words, uids = self._last_words()
             text = f"{what} failed after {took:.1f} s: {'; '.join([*words, cause(problem)])}"
@@ -213,19 +216,19 @@ class Team:
 
     def _last_words(self) -> tuple[list[str], list[int]]:
         """Last words of each follower, and the samples of those that have failed."""
-        deadline, said, uids = time.monotonic() + wire.LAST_WORDS_S, list[str](), list[int]()
+        deadline, texts, uids = time.monotonic() + wire.LAST_WORDS_S, list[str](), list[int]()
         for stream in self.followers:
             try:
                 words = stream.receive(max(0.01, deadline - time.monotonic()))
             except RankLost as lost:
-                said.append(str(lost))
+                texts.append(str(lost))
                 continue
             if isinstance(words, wire.LastWords):
-                said.append(f"{stream.name} failed: {words.text}")
+                texts.append(f"{stream.name} failed: {words.text}")
                 uids += words.uids
             else:
-                said.append(f"{stream.name} says nothing: it is stopped or stuck")
-        return said, uids
+                texts.append(f"{stream.name} says nothing: it is stopped or stuck")
+        return texts, uids
 
     def close(self) -> None:
         """Dismiss the others, if they are still there."""
@@ -238,43 +241,43 @@ class Team:
 
     def trainer(self, folder: Path, settings: TrainerSettings, hooks: Hooks = QUIET) -> Leader:
         self.bring(folder)
-        self.tell([wire.Build(folder=str(folder)) for _ in self.followers])
+        self.send([wire.Build(folder=str(folder)) for _ in self.followers])
         if self.builder is None or self.builder.settings != settings:
             self.builder = TrainerBuilder(settings, self.settings, self.meshes)
-        made = self.builder.trainer(folder, lambda *given, **more: Leader(self, *given, **more), hooks)
-        assert isinstance(made, Leader)
-        own = digest(made)
+        leader = self.builder.trainer(folder, lambda *arguments, **more: Leader(self, *arguments, **more), hooks)
+        assert isinstance(leader, Leader)
+        ours = digest(leader)
         for stream, answer in zip(self.followers, self._built(), strict=True):
-            if answer.digest != own:
-                raise RanksDiffer(f"{folder} is the model {answer.digest} by its shapes on {stream.name}, {own} "
+            if answer.digest != ours:
+                raise RanksDiffer(f"{folder} is the model {answer.digest} by its shapes on {stream.name}, {ours} "
                                   "on rank 0: all ranks need the same files")
-        return made
+        return leader
 
     def _built(self) -> list[wire.Done]:
         limit = time.monotonic() + self.settings.start_s
-        found = []
+        answers = []
         for stream in self.followers:
             answer = stream.receive(max(1.0, limit - time.monotonic()))
             if not isinstance(answer, wire.Done):
                 words = getattr(answer, "text", f"no answer within {self.settings.start_s:g} s")
                 raise RankLost(f"{stream.name} could not build the model: {words}")
-            found.append(answer)
-        return found
+            answers.append(answer)
+        return answers
 
 
 def gather(
     topology: Topology, paths: RunPaths, activity: Callable[[str, float], AbstractContextManager[None]],
-    stopping: Callable[[], object], say: Callable[[str], None], on_progress: Callable[[], None],
+    stopping: Callable[[], object], report: Callable[[str], None], on_progress: Callable[[], None],
 ) -> Team:
-    """The other ranks of the learner of a run, as soon as all are there. `activity` declares the wait for them; the
-    rest is as in `Team.gathered`."""
+    """Wait for the other ranks of a run's learner, and return the team. `activity` declares the wait; the other
+    arguments are those of `Team.gathered`."""
     settings = TeamSettings.of(topology, paths, device.choose(topology.device_of("learner")), fingerprint)
     with activity("waits for its ranks", settings.waits_s + topology.limits.ready_s):
-        return Team.gathered(settings, stopping, say, on_progress)
+        return Team.gathered(settings, stopping, report, on_progress)
 
 
 def _is_free(streams: dict[int, wire.Stream], rank: int) -> bool:
-    """True if that rank is not there, or has ended since it came."""
+    """True if that rank has not connected, or has ended since."""
     if rank in streams and streams[rank].end:
         streams.pop(rank).close()
     return rank not in streams
@@ -304,30 +307,30 @@ class Leader(Trainer):
         return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self._cost)
 
     def accumulate(
-        self, samples: Sequence[Sample], given: Credits | Sequence[Worth], version: int | None = None
+        self, samples: Sequence[Sample], credits: Credits | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
-        given = self._checked(samples, given)
+        credits = self._checked(samples, credits)
         for shares in self._rounds(samples):
             parts: list[Any] = []
             for number, share in enumerate(shares):
-                parts.append(([samples[i] for i in share], given.of(share), version))
-                self._planned[number] += sum(one.trained for one in parts[-1][0])
-            self.team.tell([wire.Micro(work=wire.work_of(self.hooks.ages_of, *part)) for part in self.team.each(parts)])
-            with self.team.together("a micro-batch", [one.uid for one in parts[0][0]]):
+                parts.append(([samples[i] for i in share], credits.of(share), version))
+                self._planned[number] += sum(sample.trained for sample in parts[-1][0])
+            self.team.send([wire.Micro(work=wire.work_of(self.hooks.ages_of, *part)) for part in self.team.each(parts)])
+            with self.team.together("a micro-batch", [sample.uid for sample in parts[0][0]]):
                 if shares[0]:
                     self.micro_batch(*parts[0])
                 else:
                     self.idle()
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
-        self.team.tell([
+        self.team.send([
             wire.Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale)
             for tokens in self.team.each(self._planned)
         ])
         with self.team.together("the update", self.tally.uids):
-            own = self.update(lr, denominator, scale)
-        every = [own, *(msgspec.convert(answer.stats, RankStats) for answer in self.team.answers())]
+            stats = self.update(lr, denominator, scale)
+        every = [stats, *(msgspec.convert(answer.stats, RankStats) for answer in self.team.answers())]
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
 
     def _parts(self, samples: Sequence[Sample], by: str = "") -> Iterator[tuple[list[int], Tensor, Tensor]]:
@@ -335,11 +338,11 @@ class Leader(Trainer):
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
             works = [wire.work_of(self.hooks.ages_of, part) for part in self.team.each(chosen)]
-            self.team.tell([wire.Score(work=work, by=by) for work in works])
+            self.team.send([wire.Score(work=work, by=by) for work in works])
             with self.team.together("scoring"):
-                own = self.scorer.at_once(chosen[0], by)
-            yield shares[0], *own
-            first = self.team.settings.axes.tensor  # those in between computed the same
+                scores = self.scorer.at_once(chosen[0], by)
+            yield shares[0], *scores
+            first = self.team.settings.axes.tensor  # of a share; the other ranks of its group computed the same
             for share, answer in zip(shares[1:], self.team.answers()[first - 1 :: first], strict=True):
                 logprobs = self._placed(answer.logprobs)
                 if by == EVERY:
@@ -351,56 +354,56 @@ class Leader(Trainer):
         return torch.from_numpy(np.frombuffer(bytearray(data), np.float32)).to(self._device)
 
     def named_weights(self) -> Mapping[str, Tensor]:
-        """The weights to publish, each gathered when it is asked for; valid until the next step."""
+        """The weights to publish, each gathered at its access; valid until the next step."""
         return Gathered(self.gather_weight, self.published(), self.settings.few_bits)
 
     def adapter_weights(self) -> Mapping[str, Tensor]:
-        own = super().adapter_weights()
-        return Gathered(lambda name: self._gather("adapter", name, lambda: sharded.gathered(own[name])), own)
+        parts = super().adapter_weights()
+        return Gathered(lambda name: self._gather("adapter", name, lambda: sharded.gathered(parts[name])), parts)
 
     def gather_weight(self, name: str) -> Tensor:
         return self._gather("weight", name, lambda: super(Leader, self).gather_weight(name))
 
     def _gather(self, what: str, name: str, gather: Callable[[], Tensor]) -> Tensor:
-        self.team.tell([wire.Gather(what=what, name=name) for _ in self.team.followers])
+        self.team.send([wire.Gather(what=what, name=name) for _ in self.team.followers])
         with self.team.together("publication"):
-            found = gather()
+            tensor = gather()
         self.hooks.on_progress()
-        return found
+        return tensor
 
     def load_adapter(self, folder: Path) -> None:
         self.team.bring(folder)
-        self.team.tell([wire.Adopt(folder=str(folder)) for _ in self.team.followers])
+        self.team.send([wire.Adopt(folder=str(folder)) for _ in self.team.followers])
         super().load_adapter(folder)
         self.team.answers()
 
     def optimizer_state(self) -> dict[str, Any]:
-        self.team.tell([wire.Gather(what="state") for _ in self.team.followers])
+        self.team.send([wire.Gather(what="state") for _ in self.team.followers])
         with self.team.together("a checkpoint"):
             return self.state.gathered(keep=True)
 
     def restore(self, checkpoint: Checkpoint, optimizer: bool = True) -> list[str]:
         self.team.bring(checkpoint.path)
-        self.team.tell([wire.Restore(path=str(checkpoint.path), optimizer=optimizer) for _ in self.team.followers])
+        self.team.send([wire.Restore(path=str(checkpoint.path), optimizer=optimizer) for _ in self.team.followers])
         changed = super().restore(checkpoint, optimizer)
         self.team.answers(self.team.settings.start_s)
         return changed
 
     def save(self, folder: Path) -> Saving:
-        self.team.tell([wire.Save(path=str(folder)) for _ in self.team.followers])
-        return TeamSaving(super().save(folder).own, self.team.followers, self.team.seq)
+        self.team.send([wire.Save(path=str(folder)) for _ in self.team.followers])
+        return TeamSaving(super().save(folder).writing, self.team.followers, self.team.seq)
 
 
 class TeamSaving(Saving):
-    """The files that all ranks write of a checkpoint. `streams`: those to the other ranks, in order, each with the
-    newest answer to a Save as `saved`; `seq`: that of the question."""
+    """The files of a checkpoint that all ranks write. `streams`: to the other ranks, in order, each with the newest
+    answer to a Save as `saved`; `seq`: the number of the Save."""
 
-    def __init__(self, own: Writing, streams: Sequence[Any], seq: int) -> None:
-        super().__init__(own)
+    def __init__(self, writing: Writing, streams: Sequence[Any], seq: int) -> None:
+        super().__init__(writing)
         self.streams, self.seq = streams, seq
 
     def ready(self) -> bool:
-        """RankFailed if a rank says why it ends, RankLost if it is gone."""
+        """True if all ranks have written. RankFailed if a rank sent last words, RankLost if it is gone."""
         return not self._missing() and super().ready()
 
     def whose(self) -> str:
@@ -419,28 +422,28 @@ class TeamSaving(Saving):
         return missing
 
     def entries(self) -> dict[str, list[int]]:
-        found = super().entries()
+        entries = super().entries()
         for rank, stream in enumerate(self.streams, 1):
             saved = stream.saved
             assert saved is not None, "not ready"
             if saved.problem:
                 raise (DiskFull if saved.full else WriteFailed)(f"{stream.name}: {saved.problem}")
-            found[file_of(rank)] = saved.entry
-        return found
+            entries[file_of(rank)] = saved.entry
+        return entries
 
 
 class Gathered(Mapping[str, Tensor]):
-    """The weights of a team by name: asking for one gathers it on rank 0, in the type that is published, and nobody
-    keeps it. `described` has their names, shapes and number types without any of their values."""
+    """The weights of a team by name: an access gathers one on rank 0, in the published type, and nobody keeps it.
+    `described` has names, shapes and number types without values."""
 
     def __init__(
         self, gather: Callable[[str], Tensor], spread: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> None:
-        """`spread`: what this rank has of them."""
+        """`spread`: this rank's parts of the weights."""
         self._gather = gather
         self.described: Mapping[str, Tensor] = {
-            name: torch.empty(one.shape, dtype=dtype or one.dtype, device="meta")
-            for name, one in getattr(spread, "described", spread).items()
+            name: torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+            for name, tensor in getattr(spread, "described", spread).items()
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -454,14 +457,14 @@ class Gathered(Mapping[str, Tensor]):
 
 
 def _quadratic(model: Any) -> float:
-    """Layers x width / (3 x parameters): what attention adds to the cost of a token."""
+    """Layers x width / (3 x parameters): the share of attention in the cost of a token, per token of context."""
     layers, width = (getattr(model.config, name, 0) or 0 for name in ("num_hidden_layers", "hidden_size"))
     count: int = sum(parameter.numel() for parameter in model.parameters())
     return float(layers * width) / (3 * max(1, count))
 
 
 def _one_of_each(every: Sequence[RankStats], tensor: int) -> list[RankStats]:
-    """Numbers of a rank of each share, with the culprits that any rank of it found."""
+    """The numbers of one rank of each share, with the culprits of all ranks of the share."""
     groups = (every[at : at + tensor] for at in range(0, len(every), tensor))
-    return [replace(group[0], culprits=tuple(dict.fromkeys(name for one in group for name in one.culprits)))
+    return [replace(group[0], culprits=tuple(dict.fromkeys(name for stats in group for name in stats.culprits)))
             for group in groups]

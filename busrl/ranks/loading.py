@@ -1,12 +1,12 @@
-"""Loading a model that no process has room for: each rank reads the rows of its shards from the files of the folder.
+"""Loading of a model for which no process has room: each rank reads the rows of its shards from the folder's files.
 
 Used by the ranks of a learner. Talks to the weight files of a Hugging Face folder, to transformers' own table of their
 names and, in `fill`, to the parts of spread tensors. Knows nothing of processes or messages.
 
-- What is read at once is a part of one tensor; only one that transformers makes of several (the experts of a layer)
-  may be there whole.
+- A part of one tensor is read at once; only a tensor that transformers makes of several (the experts of a layer) may be
+  in memory whole.
 - A tensor that the files do not have is an error: nothing is trained from random numbers.
-- The way a model computes is proved on its first layers and words, in float32, before the rest is read.
+- The way in which a model computes is proved on its first layers and words, in float32, before the rest is read.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class WeightFiles:
 
     def part(self, name: str, place: Place) -> Tensor:
         """Reads that part of the model's tensor, in the number type of the file; ModelNotLoaded if no file has it."""
-        known = next((one for one in self._others.get(name, [name]) if one in self._sources), None)
-        if known is None:
+        alias = next((candidate for candidate in self._others.get(name, [name]) if candidate in self._sources), None)
+        if alias is None:
             raise ModelNotLoaded(f"{self.folder}: no file in it has {name!r}; copy all weight files of the model there")
-        found = self._sources[known].part(known, place, self._readers, self._model)
-        self.read, self.largest = self.read + found.nbytes, max(self.largest, found.nbytes)
-        return found
+        part = self._sources[alias].part(alias, place, self._readers, self._model)
+        self.read, self.largest = self.read + part.nbytes, max(self.largest, part.nbytes)
+        return part
 
 
 Reader = Callable[[Place], Tensor]  # of one tensor of a file
@@ -91,8 +91,8 @@ def _in_safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def _in_pickle(path: Path) -> Iterator[tuple[str, Reader]]:
-    found: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    for name, tensor in found.items():
+    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    for name, tensor in tensors.items():
         yield name, tensor.__getitem__
 
 
@@ -111,23 +111,22 @@ class _Source:
         if self.converter is None:
             return readers[self.keys[0][1]](place)
         keys, left = self._needed(place)
-        made = copy.deepcopy(self.converter)
+        converter = copy.deepcopy(self.converter)
         for pattern, key in keys:
-            made.add_tensor(self.first, key, pattern, lambda key=key: readers[key]((slice(None),)))
-        found = made.convert(self.first, model=model, config=model.config)[name]
-        whole: Tensor = found[0] if isinstance(found, list) else found
-        return whole[left]
+            converter.add_tensor(self.first, key, pattern, lambda key=key: readers[key]((slice(None),)))
+        converted = converter.convert(self.first, model=model, config=model.config)[name]
+        tensor: Tensor = converted[0] if isinstance(converted, list) else converted
+        return tensor[left]
 
     def _needed(self, place: Place) -> tuple[list[tuple[str, str]], Place]:
-        """Rows of files that have to be read for these rows, and which rows of what it makes: of experts only those
-        wanted."""
+        """The tensors of files that these rows need (of experts only the wanted ones), and the rows of the result."""
         operation = self.converter.operations[0]
         if type(operation).__name__ != "MergeModulelist" or operation.dim or not place:
             return self.keys, place
         by_pattern: dict[str, list[str]] = {}
         for pattern, key in self.keys:
             by_pattern.setdefault(pattern, []).append(key)
-        keys = [(pattern, key) for pattern, own in by_pattern.items() for key in own[place[0]]]
+        keys = [(pattern, key) for pattern, keys_ in by_pattern.items() for key in keys_[place[0]]]
         return keys, (slice(None), *place[1:])
 
 
@@ -139,68 +138,70 @@ def _sources(model: Any, keys: Sequence[str]) -> dict[str, _Source]:
     except ImportError:
         return {key: _Source([("", key)]) for key in keys}
     table = get_model_conversion_mapping(model)
-    renamings = [one for one in table if isinstance(one, WeightRenaming)]
-    converters = [one for one in table if isinstance(one, WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    wanted, found = model.state_dict(), dict[str, _Source]()
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted, sources = model.state_dict(), dict[str, _Source]()
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = key, None
         if pattern is None:
-            found[name] = _Source([("", key)])
+            sources[name] = _Source([("", key)])
             continue
         targets = of_pattern[pattern].target_patterns
-        source = found.setdefault(name, _Source(converter=of_pattern[pattern], first=name))
+        source = sources.setdefault(name, _Source(converter=of_pattern[pattern], first=name))
         source.keys.append((pattern, key))
-        found.update({name.replace(targets[0], target): source for target in targets[1:]})
-    return found
+        sources.update({name.replace(targets[0], target): source for target in targets[1:]})
+    return sources
 
 
 # -- filling a model ------------------------------------------------------------------
 
 
 def fill(model: Any, files: WeightFiles, device: torch.device, buffers_on: torch.device | None = None) -> None:
-    """Memory for every parameter that is on `meta`, and the values of the files in it: of one that is spread over ranks
-    this rank's part. Other parameters stay as they are."""
-    absent = {name for name, one in model.named_parameters() if one.device.type == "meta"}
+    """Give memory to every parameter on `meta`, and read its values from the files: this rank's part of a spread one.
+    Other parameters stay as they are."""
+    absent = {name for name, parameter in model.named_parameters() if parameter.device.type == "meta"}
     _give_memory(model, device, buffers_on or device)
-    kept = model.state_dict().keys()
-    buffers = {name: one for name, one in model.named_buffers() if name in kept}
-    parameters = {name: one for name, one in model.named_parameters() if name in absent}
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in absent}
     with torch.no_grad():
         for name, tensor in (parameters | buffers).items():
-            own = sharded.local(tensor)
-            if own.numel():
-                own.copy_(files.part(name.replace(".base_layer.", "."), sharded.within(tensor)))
+            local = sharded.local(tensor)
+            if local.numel():
+                local.copy_(files.part(name.replace(".base_layer.", "."), sharded.within(tensor)))
 
 
 def _give_memory(model: Any, device: torch.device, buffers_on: torch.device) -> None:
-    """Every parameter on `meta` has some afterwards; what was one parameter of several modules is one still."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Give memory to every parameter on `meta`; a parameter that several modules share stays shared."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, one in module.named_parameters(recurse=False, remove_duplicate=False):
-            if one.device.type == "meta" and not hasattr(one, "device_mesh"):
-                made.setdefault(one, nn.Parameter(torch.empty_like(one, device=device), one.requires_grad))
-                setattr(module, name, made[one])
-    # What holds the shards of a parameter notices this call, and none that sets attributes.
-    model._apply(lambda one: one if one.device.type != "meta" else torch.empty_like(
-        one, device=device if isinstance(one, nn.Parameter) else buffers_on))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.device.type == "meta" and not hasattr(parameter, "device_mesh"):
+                empty = torch.empty_like(parameter, device=device)
+                replaced.setdefault(parameter, nn.Parameter(empty, parameter.requires_grad))
+                setattr(module, name, replaced[parameter])
+    # FSDP2, which holds the shards of a parameter, notices this call, but not the setting of attributes.
+    model._apply(lambda tensor: tensor if tensor.device.type != "meta" else torch.empty_like(
+        tensor, device=device if isinstance(tensor, nn.Parameter) else buffers_on))
 
 
 @contextlib.contextmanager
 def standing_in(model: Any) -> Iterator[None]:
-    """Meanwhile every parameter on `meta` is one of zeros on the CPU, which has memory for one value: for what puts its
-    own parameters beside those of a model, on their device."""
-    absent = [(module, name, one) for module in model.modules()
-              for name, one in module.named_parameters(recurse=False, remove_duplicate=False)]
-    for module, name, one in absent:
-        setattr(module, name, nn.Parameter(torch.zeros((), dtype=one.dtype).expand(one.shape), one.requires_grad))
+    """Within it every parameter on `meta` is zeros on the CPU, with memory for one value: for code that puts further
+    parameters on the device of those of a model."""
+    absent = [(module, name, parameter) for module in model.modules()
+              for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)]
+    for module, name, parameter in absent:
+        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        setattr(module, name, nn.Parameter(zeros, parameter.requires_grad))
     try:
         yield
     finally:
-        for module, name, one in absent:
-            setattr(module, name, one.requires_grad_(getattr(module, name).requires_grad))
+        for module, name, parameter in absent:
+            setattr(module, name, parameter.requires_grad_(getattr(module, name).requires_grad))
 
 
 # -- a proof before all is read ----------------------------------------------------------

@@ -1,13 +1,13 @@
 """The place where the ranks of a learner meet rank 0: a Unix socket for those of its host, a TCP port for those of
 others.
 
-Used by `leader` and `follower`. Talks to sockets, and to the file that says where the port is, which home's relay reads
-to the hosts that may know; knows nothing of messages, models or process groups.
+Used by `leader` and `follower`. Talks to sockets, and to the file with the port, which home's relay gives to allowed
+hosts; knows nothing of messages, models or process groups.
 
-- Port and secret are new with every attempt: a rank of an earlier one finds nobody, or is refused.
-- Over TCP both sides prove that they know the secret before a message is read; it never travels here. What follows is
-  in clear, as the tensors of the process group are.
-- A TCP connection whose other end is gone without a word ends within the given time, also while nobody speaks.
+- Port and secret are new with every attempt: a rank of an earlier attempt finds no listener, or is refused.
+- Over TCP both sides prove that they have the secret before a message is read; the secret itself is not sent here.
+  Later messages are not encrypted, like the tensors of the process group.
+- A TCP connection whose other end vanished ends within the given time, also without traffic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Place:
-    """The place where rank 0 listens for ranks of other hosts, and what proves that they are some."""
+    """The place where rank 0 listens for ranks of other hosts, and the secret that these must prove."""
 
     address: str
     port: int
@@ -47,8 +47,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Away:
-    """Means that a rank of another host has in the place of home's files. `place`: asks home where rank 0 listens,
-    None: nowhere just now. `folder`: for copies of home's files."""
+    """Replaces home's files for a rank of another host. `place()` asks home for the place of rank 0; None: rank 0 does
+    not listen. `folder`: for copies of home's files."""
 
     host: str
     place: Callable[[], Place | None]
@@ -57,7 +57,7 @@ class Away:
 
 @dataclass
 class Visitor:
-    """A connection from elsewhere that has not proved itself yet: what it has sent, and how long it may take."""
+    """A connection from elsewhere without a proof yet: the bytes that it has sent, and its deadline."""
 
     connected: socket.socket
     nonce: bytes
@@ -66,14 +66,14 @@ class Visitor:
 
 
 class Door:
-    """Takes connections of ranks. Whoever connects from elsewhere and is silent keeps nobody waiting."""
+    """Takes connections of ranks. A silent connection from elsewhere does not delay others."""
 
     def __init__(self, here: socket.socket, there: socket.socket | None, secret: str, silent_s: float) -> None:
         self._here, self._there, self._secret, self._silent_s = here, there, secret, silent_s
         self._visitors: dict[int, Visitor] = {}  # by descriptor, the one that came first in front
 
     def accept(self, wait_s: float) -> socket.socket | None:
-        """The next one; None if nobody came, or somebody who is no rank."""
+        """The next connection of a rank; None if there is none, or one came that is no rank."""
         until = time.monotonic() + wait_s
         while True:
             now, dues = time.monotonic(), [visitor.until for visitor in self._visitors.values()]
@@ -82,8 +82,8 @@ class Door:
                 return self._here.accept()[0]
             if self._there is not None and self._there.fileno() in ready:
                 self._receive(self._there.accept()[0])
-            heard = [visitor for fd, visitor in self._visitors.items() if fd in ready]
-            for visitor in heard:
+            speaking = [visitor for fd, visitor in self._visitors.items() if fd in ready]
+            for visitor in speaking:
                 if self._has_all(visitor):
                     return self._judged(visitor)
             if late := [visitor for visitor in self._visitors.values() if visitor.until <= time.monotonic()]:
@@ -98,23 +98,23 @@ class Door:
 
     def _ready(self, wait_s: float) -> set[int]:
         poller = select.poll()  # no bound on a descriptor's number
-        for one in (self._here, self._there, *(visitor.connected for visitor in self._visitors.values())):
-            if one is not None:
-                poller.register(one, select.POLLIN)
+        for listening in (self._here, self._there, *(visitor.connected for visitor in self._visitors.values())):
+            if listening is not None:
+                poller.register(listening, select.POLLIN)
         return {number for number, _ in poller.poll(1000 * wait_s)}
 
     def _receive(self, connected: socket.socket) -> None:
-        """Let it begin; where too many have, the one that has taken longest goes."""
+        """Begin the proof of a visitor; among too many the oldest is dismissed."""
         if len(self._visitors) >= MOST_VISITORS:
             self._leave(next(iter(self._visitors.values())))
         visitor = Visitor(connected, secrets.token_bytes(SIZE), time.monotonic() + PROOF_S)
         self._visitors[connected.fileno()] = visitor
         connected.setblocking(False)
-        with contextlib.suppress(OSError):  # it is gone, which is seen when it is read
+        with contextlib.suppress(OSError):  # it is gone: the read notices
             connected.send(visitor.nonce)
 
     def _has_all(self, visitor: Visitor) -> bool:
-        """Read what is there. Whether it is a nonce and a proof, or the end."""
+        """Read the bytes that have arrived. True at the end of the connection, or of nonce and proof."""
         try:
             piece = visitor.connected.recv(2 * SIZE - len(visitor.sent))
         except OSError:
@@ -141,7 +141,7 @@ class Door:
 
 @contextlib.contextmanager
 def door(file: Path, note: Path, address: str, silent_s: float) -> Iterator[Door]:
-    """Listen at `file`, which only this user can open, and with an `address` at a port there; `note` says where."""
+    """Listen at `file`, which only this user can open, and, with an `address`, at a port of it, written to `note`."""
     file.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
         here = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -158,9 +158,9 @@ def door(file: Path, note: Path, address: str, silent_s: float) -> Iterator[Door
             place = Place(address, there.getsockname()[1], secret)
             files.replace(note, json.dumps(asdict(place)).encode())
             stack.callback(note.unlink, missing_ok=True)
-        made = Door(here, there, secret, silent_s)
-        stack.callback(made.close)
-        yield made
+        opened = Door(here, there, secret, silent_s)
+        stack.callback(opened.close)
+        yield opened
 
 
 def connect(file: Path, away: Away | None, silent_s: float) -> socket.socket:
@@ -184,8 +184,8 @@ def connect(file: Path, away: Away | None, silent_s: float) -> socket.socket:
 
 
 def _proved(connected: socket.socket, secret: str) -> bool:
-    """True if rank 0 proves itself at the other end; this side does too. Both send a nonce, then whoever connects its
-    proof, then rank 0 its own: it gives none to whoever has none."""
+    """True if rank 0 at the other end proves itself; this side does too. Both send a nonce, then this side its proof,
+    then rank 0 its own, only after a right proof."""
     until, nonce = time.monotonic() + PROOF_S, secrets.token_bytes(SIZE)
     connected.settimeout(PROOF_S)
     try:
@@ -202,18 +202,18 @@ def _proof(secret: str, of: bytes, nonces: bytes) -> bytes:
 
 
 def _exactly(connected: socket.socket, until: float) -> bytes:
-    """ConnectionError if it ends before, TimeoutError if it is too slow, however many bytes it sends one by one."""
-    found = b""
-    while len(found) < SIZE:
+    """Receive SIZE bytes. ConnectionError if the connection ends before, TimeoutError after `until`."""
+    received = b""
+    while len(received) < SIZE:
         connected.settimeout(max(1e-3, until - time.monotonic()))
-        if not (piece := connected.recv(SIZE - len(found))):
+        if not (piece := connected.recv(SIZE - len(received))):
             raise ConnectionResetError(0, "it ended")
-        found += piece
-    return found
+        received += piece
+    return received
 
 
 def _watched(connected: socket.socket, silent_s: float) -> socket.socket:
-    """The kernel asks a silent other end whether it is there, three times within `silent_s`."""
+    """Let the kernel probe a silent other end, three times within `silent_s`."""
     every = max(1, int(silent_s / 4))
     for level, option, value in (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every),
@@ -229,22 +229,22 @@ def _watched(connected: socket.socket, silent_s: float) -> socket.socket:
 
 
 def use_network_of(address: str) -> None:
-    """Let Gloo and NCCL of this process listen on the interface with that address, if the environment does not say."""
+    """Let Gloo and NCCL of this process use the interface with that address, unless the environment names one."""
     if all(name in os.environ for name in VARIABLES):
         return
-    found = interface_of(address)
+    interface = interface_of(address)
     for name in VARIABLES:
-        os.environ.setdefault(name, found)
+        os.environ.setdefault(name, interface)
 
 
 def interface_of(address: str) -> str:
     """The network interface whose IPv4 address that is. DeviceMissing: none has it as its first one."""
     names = [name for _, name in socket.if_nameindex()]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in names:
             with contextlib.suppress(OSError):  # it has none
-                found = fcntl.ioctl(one, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     raise DeviceMissing(
         f"no network interface has {address} as its first IPv4 address ({', '.join(names)} are there): name it by "

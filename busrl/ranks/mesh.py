@@ -65,14 +65,13 @@ class Layout:
 
     @property
     def shares(self) -> int:
-        """Number of ranks that have samples of their own; the rank `share * tensor` is the first that has those of one.
-        """
+        """Number of groups of ranks with samples of their own; rank `share * tensor` is the first of its group."""
         return self.ranks // self.tensor
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """`dense` is what FSDP2 spreads over, one axis or (replicate, fsdp); the others are there where their axis is."""
+    """`dense`: the mesh of FSDP2, one axis or (replicate, fsdp); the others are None without their axis."""
 
     layout: Layout
     dense: Any
@@ -97,8 +96,8 @@ def meshes(layout: Layout, device: str) -> Meshes:
 def _mesh(device: str, axes: Mapping[str, int]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    kept = {name: size for name, size in axes.items() if size > 1 or name == "fsdp"}
-    return init_device_mesh(device, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    used = {name: size for name, size in axes.items() if size > 1 or name == "fsdp"}
+    return init_device_mesh(device, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
 def _spread(mesh: Any, layout: Layout) -> Any:
@@ -115,7 +114,7 @@ def _cut(model: Any, meshes: Meshes) -> None:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
         plan = tensor_plan(model, layout)
-        # One line per rank about gathering along two axes in turn, which is what is wanted.
+        # Silences a line per rank about gathering along two axes in turn, which is intended.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         apply_tensor_parallelism(model, meshes.tensor, plan)
     if layout.expert > 1:
@@ -128,37 +127,38 @@ def tensor_plan(model: Any, layout: Layout) -> dict[str, str]:
     """transformers' plan of the layers, by the names of modules and parameters. The embedding and the head stay whole:
     busrl's own head reads the weight and not the module's output."""
     every = (getattr(model, "tp_plan", None) or {}).items()
-    known = {name: style for name, style in every if ".layers." in f".{name}"}
-    if not known:
+    styles = {name: style for name, style in every if ".layers." in f".{name}"}
+    if not styles:
         raise ModelNotLoaded(
             f"{type(model).__name__}: transformers has no plan (tp_plan) to cut its layers; set "
             "learner.parallel.tensor = 1"
         )
-    if odd := sorted({style for name, style in known.items() if style not in TENSOR_STYLES and ".experts" not in name}):
+    of_layers = {name: style for name, style in styles.items() if ".experts" not in name}
+    if odd := sorted({*of_layers.values()} - TENSOR_STYLES):
         raise ModelNotLoaded(
             f"{type(model).__name__}: its plan cuts tensors as {', '.join(odd)}, whose parts no file of ranks can "
             "hold; set learner.parallel.tensor = 1"
         )
-    plan = _with_adapters(model, {name: style for name, style in known.items() if ".experts" not in name})
+    plan = _with_adapters(model, of_layers)
     _require_heads(model.config, layout.tensor)
     parameters = dict(model.named_parameters())
     for name, style in plan.items():
-        if (one := parameters.get(name)) is not None and style in ("colwise", "rowwise"):
-            axis = 1 if style == "rowwise" and one.ndim > 1 else 0
+        if (parameter := parameters.get(name)) is not None and style in ("colwise", "rowwise"):
+            axis = 1 if style == "rowwise" and parameter.ndim > 1 else 0
             rows = layout.fsdp * (1 if axis else layout.tensor)
             if style == "colwise" or axis:
-                _require_even(name, one, axis, layout.tensor, "learner.parallel.tensor")
-            own = "lora.rank, or " if ".lora_A." in name else ""
-            _require_even(name, one, 0, rows, f"{own}ranks / learner.parallel.replicate")
+                _require_even(name, parameter, axis, layout.tensor, "learner.parallel.tensor")
+            remedy = "lora.rank, or " if ".lora_A." in name else ""
+            _require_even(name, parameter, 0, rows, f"{remedy}ranks / learner.parallel.replicate")
     return plan
 
 
-ADAPTED = {"colwise": "lora_B.default", "rowwise": "lora_A.default"}  # what is cut as the layer is; the other is whole
+ADAPTED = {"colwise": "lora_B.default", "rowwise": "lora_A.default"}  # the matrix that is cut with the layer
 
 
 def _with_adapters(model: Any, plan: dict[str, str]) -> dict[str, str]:
-    """The plan, expanded; of a layer with an adapter it is for its base, and for that matrix of the adapter which has
-    the axis that is cut."""
+    """The expanded plan. The style of a layer with an adapter goes to its base, and to the matrix of the adapter that
+    has the cut axis."""
     inside = {f"{name}.{part}": style for name, style in plan.items() if style in ADAPTED
               for part in ("base_layer", ADAPTED[style])}
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -167,25 +167,25 @@ def _with_adapters(model: Any, plan: dict[str, str]) -> dict[str, str]:
 
 def expert_plan(model: Any, layout: Layout) -> dict[str, str]:
     """transformers' plan of the experts, by the names of modules and parameters."""
-    known = dict(getattr(model, "ep_plan", None) or {})
-    if not known or set(known.values()) - EXPERT_STYLES or EXPERTS not in known.values():
+    styles = dict(getattr(model, "ep_plan", None) or {})
+    if not styles or set(styles.values()) - EXPERT_STYLES or EXPERTS not in styles.values():
         raise ModelNotLoaded(
             f"{type(model).__name__}: transformers has no plan (ep_plan) that deals its experts out; set "
             "learner.parallel.expert = 1"
         )
-    plan, parameters = _expanded(model, known), dict(model.named_parameters())
-    own = [name for name in plan if name in parameters]
-    for name in own:
+    plan, parameters = _expanded(model, styles), dict(model.named_parameters())
+    experts = [name for name in plan if name in parameters]
+    for name in experts:
         _require_even(name, parameters[name], 0, layout.expert, "learner.parallel.expert")
         _require_even(name, parameters[name], 0, layout.fsdp * layout.tensor, "ranks / learner.parallel.replicate")
-    if not own:
+    if not experts:
         raise ModelNotLoaded(f"{type(model).__name__} has no experts; set learner.parallel.expert = 1")
     return plan
 
 
 def _expanded(model: Any, plan: dict[str, str]) -> dict[str, str]:
-    found: dict[str, str] = model._expand_parallel_plan(plan)
-    return found
+    expanded: dict[str, str] = model._expand_parallel_plan(plan)
+    return expanded
 
 
 def _require_heads(config: Any, tensor: int) -> None:
@@ -222,7 +222,7 @@ def open_store(world: int, timeout_s: float, address: str = HOST) -> tuple[Any, 
 
 
 def find_store(port: int, world: int, timeout_s: float, address: str = HOST) -> Any:
-    """Finds the store for a rank that did not open it."""
+    """Connect to the store of `open_store`, as another rank."""
     return dist.TCPStore(address, port, world, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -231,8 +231,8 @@ def join(
     layout: Layout | None = None,
 ) -> Meshes:
     """The meshes of `world` ranks; blocks until all are there. A collective that takes longer than the time raises."""
-    own = BACKEND.get(device.type, device.type)
-    backend = own if device.type == "cpu" else f"cpu:{BACKEND['cpu']},{device.type}:{own}"
+    name = BACKEND.get(device.type, device.type)
+    backend = name if device.type == "cpu" else f"cpu:{BACKEND['cpu']},{device.type}:{name}"
     dist.init_process_group(
         backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world,
         timeout=timedelta(seconds=timeout_s),
@@ -285,17 +285,17 @@ def shard(
 
 def layers(model: Any) -> list[nn.Module]:
     """The model's layers; ModelNotLoaded with the remedy if they stand where no known model has them."""
-    found = getattr(model.base_model, "layers", None)
-    if not isinstance(found, nn.ModuleList) or not len(found):
+    modules = getattr(model.base_model, "layers", None)
+    if not isinstance(modules, nn.ModuleList) or not len(modules):
         raise ModelNotLoaded(
             f"{type(model).__name__}: its layers are not at base_model.layers, so it cannot be spread over ranks; "
             "train it with ranks = 1"
         )
-    return list(found)
+    return list(modules)
 
 
 class ShardedForward(Forward):
-    """Another way's scores of a model that `shard` has spread, its calls made where FSDP2 gathers the weights."""
+    """The scores of another way for a model that `shard` has spread: its calls run where FSDP2 gathers the weights."""
 
     spread = True
 
@@ -322,18 +322,18 @@ class ShardedForward(Forward):
     def with_states(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor]:
         return self._forward(lambda: self.way.with_states(samples, flat))
 
-    def leave_out_all_but(self, known: TokenRows) -> None:
-        self.way.leave_out_all_but(known)
+    def leave_out_all_but(self, token_rows: TokenRows) -> None:
+        self.way.leave_out_all_but(token_rows)
 
     def _forward(self, compute: Callable[[], T]) -> T:
         if not isinstance(self.way, PaddedRows):  # it calls the root module itself
             return compute()
-        found: T = self.model.busrl_forward(compute)
+        result: T = self.model.busrl_forward(compute)
         if not torch.is_grad_enabled():  # no backward will give up what was gathered, and it would be used when stale
             for module in self.model.modules():
                 if isinstance(module, fsdp.FSDPModule):
                     module.reshard()
-        return found
+        return result
 
 
 class _Gathered:
@@ -349,25 +349,27 @@ class _Gathered:
         head.forward = forward
 
     def __call__(
-        self, hidden: Tensor, _: Tensor, targets: Tensor, temperature: Tensor | None, __: Any, known: TokenRows
+        self, hidden: Tensor, _: Tensor, targets: Tensor, temperature: Tensor | None, __: Any, token_rows: TokenRows
     ) -> Scores:
-        found: Scores = self.head(hidden, lambda own, weight, bias: self.pieces(
-            own, weight, targets, temperature, bias, known))
-        return found
+        scores: Scores = self.head(hidden, lambda rows, weight, bias: self.pieces(
+            rows, weight, targets, temperature, bias, token_rows))
+        return scores
 
     def best(
-        self, hidden: Tensor, _: Tensor, count: int, limit: int, temperature: Tensor | None, __: Any, known: TokenRows
+        self, hidden: Tensor, _: Tensor, count: int, limit: int, temperature: Tensor | None, __: Any,
+        token_rows: TokenRows,
     ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.head(hidden, lambda own, weight, bias: self.pieces.best(
-            own, weight, count, limit, temperature, bias, known))
-        return found
+        best: tuple[Tensor, Tensor] = self.head(hidden, lambda rows, weight, bias: self.pieces.best(
+            rows, weight, count, limit, temperature, bias, token_rows))
+        return best
 
 
-def whole_tensors(found: Any) -> Any:
-    """The same, in which each tensor with a gradient that is a view of another one is a copy."""
-    if isinstance(found, tuple):
-        return tuple(whole_tensors(one) for one in found)
-    return found.clone() if isinstance(found, Tensor) and found.requires_grad and found._base is not None else found
+def whole_tensors(result: Any) -> Any:
+    """The tensor, or a tuple of tensors, with a copy in place of each view that has a gradient."""
+    if isinstance(result, tuple):
+        return tuple(whole_tensors(part) for part in result)
+    is_view = isinstance(result, Tensor) and result.requires_grad and result._base is not None
+    return result.clone() if is_view else result
 
 
 # -- failures --------------------------------------------------------------------------

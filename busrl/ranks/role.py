@@ -1,14 +1,14 @@
-"""A rank of the learner other than 0: holds a part of the model, and does what rank 0 says.
+"""The process of a rank of the learner other than 0: holds a part of the model, and executes the messages of rank 0.
 
 Talks to the learner (`busrl.ranks`), to its own entry of the ring, for the supervisor, and on another host to
-home's relay, which knows where the learner is. It claims nothing and decides nothing, and writes nothing but its part
-of a checkpoint; it knows nothing of groups, logs or versions.
+home's relay, which has the address of the learner. It claims nothing, decides nothing, and writes only its part of a
+checkpoint; it knows nothing of groups, logs or versions.
 
-- It ends when the learner has ended: on its word, or because its connection closed. A STOP on the bus is the learner's
-  business, which still needs its ranks for the last checkpoint.
-- Whatever goes wrong is told to the learner first; then it ends, and the supervisor ends the others.
-- On another host it waits for a learner for as long as the host works for the run, and the end of its team for a reason
-  elsewhere is no death of its own: home counts those.
+- It ends with the learner: by Leave, or because the connection closed. It ignores a STOP on the bus: the learner still
+  needs its ranks for the last checkpoint.
+- A failure is sent to the learner first; then the rank ends, and the supervisor ends the others.
+- On another host it waits for a learner as long as the host works for the run. If its team ends for a reason elsewhere,
+  that is no death of this rank: home counts those.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rank(Actor):
 
     def setup(self) -> None:
         device.keep_freed_memory()
-        self.heard: ControlMessage | None = None
+        self.message: ControlMessage | None = None
         where = device.choose(self.topology.device_of(self.name))
         team = TeamSettings.of(self.topology, self.paths, where, fingerprint)
         rank, waits_s = int(self.name.partition("/")[2]), math.inf if self.topology.here else team.waits_s
@@ -62,19 +62,19 @@ class Rank(Actor):
         return []
 
     def work(self) -> bool:
-        heard, self.heard = self.heard, None
-        if heard is None:
+        message, self.message = self.message, None
+        if message is None:
             return False
         limit = self.topology.limits.work_s
         if self.topology.learner.memory.compile:
             limit = max(limit, COMPILE_S)
-        with self.activity(type(heard).__name__.lower(), limit):
-            if not self.follower.act(heard):
+        with self.activity(type(message).__name__.lower(), limit):
+            if not self.follower.act(message):
                 self.stop("the learner has ended")
         return True
 
     def idle(self, timeout_s: float) -> None:
-        self.heard = self.follower.hear(timeout_s)
+        self.message = self.follower.receive(timeout_s)
 
     def teardown(self) -> None:
         self.follower.close()
@@ -95,9 +95,9 @@ def home_of(actor: Actor) -> Iterator[Away | None]:
 
         def place() -> Place | None:
             try:
-                found = link.ask(q.RanksMeet(), ASK_S)
+                answer = link.ask(q.RanksMeet(), ASK_S)
             except PeerLost:  # the host's relay says so
                 return None
-            return Place(found.address, found.port, found.secret) if isinstance(found, q.RanksPlace) else None
+            return Place(answer.address, answer.port, answer.secret) if isinstance(answer, q.RanksPlace) else None
 
         yield Away(source.name, place, actor.paths.root / "brought")

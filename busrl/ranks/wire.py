@@ -2,9 +2,9 @@
 
 One socket per follower (`meeting`), length-prefixed msgpack.
 
-- A stream may be silent for hours; its end is the death of the rank. What is waited for has a deadline, and the rank
-  that missed it is named.
-- An answer carries the number of its question; that to a Save comes when the shard is on disk, between others.
+- A stream may be silent for hours; its end is the death of the rank. Every wait has a deadline, and names the rank that
+  misses it.
+- An answer carries the number of its message; the answer to a Save comes when the shard is on disk, between others.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from busrl.training.scorer import Credits, Versions
 
 
 class ControlMessage(msgspec.Struct, kw_only=True, tag_field="op", tag=str.lower):
-    """`seq` counts what rank 0 said; an answer has that of its question."""
+    """`seq` counts the messages of rank 0; an answer has the number of its message."""
 
     seq: int = 0
 
 
 class RankHello(ControlMessage):
-    """A follower's first words: who it is, and what has to be the same on all ranks."""
+    """A follower's first message: its identity, and the facts that must be the same on all ranks."""
 
     rank: int
     pid: int
@@ -41,8 +41,8 @@ class RankHello(ControlMessage):
 
 
 class Join(ControlMessage):
-    """Rank 0's answer: where the process group is formed; or why this rank cannot be one. `address`: of home, where
-    there are ranks of other hosts; `root`: the run directory there."""
+    """Rank 0's answer: the place where the process group is formed; or why this rank is `refused`. `address`: that of
+    home, if there are ranks of other hosts; `root`: the run directory there."""
 
     world: int
     port: int
@@ -53,8 +53,8 @@ class Join(ControlMessage):
 
 
 class Bring(ControlMessage):
-    """For the first rank of another host: the next bytes of a file that home has, by its name in the run directory;
-    one without a name is the last, and answered by Done."""
+    """For the first rank of another host: the next bytes of a file of home, by its name in the run directory. A message
+    without a name is the last, and answered by Done."""
 
     name: str = ""
     data: bytes = b""
@@ -113,8 +113,8 @@ class Score(ControlMessage):
 
 
 class Step(ControlMessage):
-    """Norm, decision, update; answered by Done with what this rank did. `tokens` is what it has to have counted, the
-    gradient is divided by `denominator` (0: by the tokens of all ranks) times `scale`."""
+    """Norm, decision, update; answered by Done with the numbers of this rank. `tokens`: the number that it must have
+    counted. The gradient is divided by `denominator` (0: by the tokens of all ranks) times `scale`."""
 
     lr: float
     tokens: int
@@ -150,7 +150,7 @@ class Scored(ControlMessage):
 
 
 class Saved(ControlMessage):
-    """Size and CRC-32 of a shard, or what went wrong; `full`: for want of space."""
+    """Size and CRC-32 of a shard, or the problem; `full`: there was no space."""
 
     entry: list[int] = []
     problem: str = ""
@@ -158,7 +158,7 @@ class Saved(ControlMessage):
 
 
 class LastWords(ControlMessage):
-    """The follower's last words, and the samples that it was computing."""
+    """A follower's last message: its error, and the samples that it was computing."""
 
     text: str
     uids: list[int] = []
@@ -193,9 +193,9 @@ class Stream:
 
     def receive(self, timeout_s: float) -> Any | None:
         """The next message but Saved; None if nothing began to arrive in time."""
-        while isinstance(found := self._receive(timeout_s), Saved):
-            self.saved = found
-        return found
+        while isinstance(message := self._receive(timeout_s), Saved):
+            self.saved = message
+        return message
 
     def _receive(self, timeout_s: float) -> Any | None:
         self.socket.settimeout(timeout_s or 1e-6)
@@ -216,16 +216,16 @@ class Stream:
             raise RankLost(f"{self.name} sent what is no message of this busrl: {problem}") from problem
 
     def _exactly(self, count: int) -> bytes:
-        found = bytearray()
-        while len(found) < count:
+        received = bytearray()
+        while len(received) < count:
             try:
-                piece = self.socket.recv(min(PIECE, count - len(found)))
+                piece = self.socket.recv(min(PIECE, count - len(received)))
             except OSError as problem:
                 raise RankLost(f"{self.name} stopped in the middle of a message: {problem}") from problem
             if not piece:
                 raise RankLost(f"{self.name} has ended")
-            found += piece
-        return bytes(found)
+            received += piece
+        return bytes(received)
 
     @property
     def end(self) -> str:
@@ -244,7 +244,7 @@ class Stream:
 
 LOOK_S = 0.1  # for rank 0, or for a rank that is still to come
 ARRIVES_S = 60.0  # the rest of a message that has begun
-LAST_WORDS_S = 3.0  # that followers have to say why after a collective failed
+LAST_WORDS_S = 3.0  # that followers have for last words after a collective failed
 
 # -- the work of a micro-batch ----------------------------------------------------------
 
@@ -253,7 +253,7 @@ NO_WORK = Work([], [], [], None, None, None, None, None, {})
 
 
 def work_of(
-    ages_of: Callable[[Versions], NDArray[np.int64]], samples: Sequence[Sample], given: Credits = NOTHING_GIVEN,
+    ages_of: Callable[[Versions], NDArray[np.int64]], samples: Sequence[Sample], credits: Credits = NOTHING_GIVEN,
     version: int | None = None,
 ) -> Work:
     """Work from which a follower computes these samples as rank 0 would. `ages_of`: as in the trainer's hooks."""
@@ -267,12 +267,12 @@ def work_of(
     versions = np.unique(np.concatenate([s.policy_versions for s in samples])) if samples else np.zeros(0, np.uint32)
     ages = dict(zip(versions.tolist(), ages_of(versions).tolist(), strict=True))
     worth, weights = (None if rows is None else [_plain(row) for row in rows]
-                      for rows in (given.advantages, given.weights))
+                      for rows in (credits.advantages, credits.weights))
     before, chosen = (
-        None if values is None else [row.tobytes() for row in values] for values in (given.proximal, given.chosen)
+        None if values is None else [row.tobytes() for row in values] for values in (credits.proximal, credits.chosen)
     )
-    valued = None if given.valued is None else [
-        (one.advantages.tobytes(), one.returns.tobytes(), one.values.tobytes()) for one in given.valued
+    valued = None if credits.valued is None else [
+        (valued.advantages.tobytes(), valued.returns.tobytes(), valued.values.tobytes()) for valued in credits.valued
     ]
     return Work(list(prompts), rows, worth or [], weights, before, chosen, valued, version, ages)
 
@@ -299,4 +299,4 @@ def _turns(sent: SentTurns | None) -> Turns | None:
 
 
 def _plain(worth: Worth) -> float | list[float]:
-    return worth if isinstance(worth, (int, float)) else [float(one) for one in worth]
+    return worth if isinstance(worth, (int, float)) else [float(value) for value in worth]

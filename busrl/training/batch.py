@@ -2,10 +2,10 @@
 
 Knows nothing of models and losses.
 
-- Trained are the generated tokens: the prompt never, the end token always, and a length cut has no end token. The
-  first `context` of a sample are left out: they get a place in the flat order, and are masked.
-- An episode of several turns is one sample of several sequences (pieces), in each of which some spans were generated;
-  an answer is one piece with one span. What stands between spans is read and never trained.
+- The generated tokens are trained: the prompt never, the end token always; an answer cut at its limit has none. The
+  first `context` tokens of a sample are not trained: they have a place in the flat order, and are masked.
+- An episode of several turns is one sample of several sequences (pieces), each with some generated spans; an answer is
+  one piece with one span. Tokens between spans are read and never trained.
 - The flat order is sample by sample, piece by piece, token by token; `forward` returns its logits in that order, one
   row per generated token.
 - The logits of position t predict token t + 1; this shift is in `predicting_positions` and nowhere else.
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     """A sequence that is read at once, up to the last token that was generated in it."""
 
     ids: NDArray[np.int32]
-    spans: Ints  # [spans, 2]: begin and end of what was generated; at least one, ascending, none at the very start
+    spans: Ints  # [spans, 2]: begin and end of generated tokens; at least one span, ascending, none at the very start
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +44,13 @@ class Turns:
 
     seqs: Ints  # lengths of its sequences, at least one turn in each
     rows: Ints  # [turns, 3]: sequence, and begin and end in it; sorted, disjoint
-    skipped: Bools  # of each generated token: whether it is read and not trained
+    skipped: Bools  # of each generated token: true where it is read and not trained
 
     @cached_property
     def lengths(self) -> Ints:
         """Generated tokens of each turn."""
-        found: Ints = self.rows[:, 2] - self.rows[:, 1]
-        return found
+        counts: Ints = self.rows[:, 2] - self.rows[:, 1]
+        return counts
 
     def places(self) -> Ints:
         """Places of the generated tokens in all ids."""
@@ -58,11 +58,11 @@ class Turns:
         return numbered(self.lengths) + np.repeat(begins, self.lengths)
 
     def pieces(self, ids: NDArray[np.int32]) -> list[Piece]:
-        found = []
+        pieces = []
         for number, begin in enumerate((np.cumsum(self.seqs) - self.seqs).tolist()):
             spans = self.rows[self.rows[:, 0] == number, 1:]
-            found.append(Piece(ids[begin : begin + int(spans[-1, 1])], spans))
-        return found
+            pieces.append(Piece(ids[begin : begin + int(spans[-1, 1])], spans))
+        return pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Sample:
     group: int
     member: int
     prompt_ids: NDArray[np.int32]
-    token_ids: NDArray[np.int32]  # what was generated, the end token included; of an episode all of its sequences
+    token_ids: NDArray[np.int32]  # the generated tokens with the end token; of an episode all of its sequences
     behaviour_logprobs: NDArray[np.float32]  # of each generated token, under the distribution it was sampled from
     policy_versions: NDArray[np.uint32]  # of the weights that sampled each token; for accounting
     reward: float = 0.0
@@ -123,7 +123,7 @@ class Sample:
         return np.add.reduceat(self.mask().astype(np.int64), np.cumsum(lengths) - lengths)
 
     def fault(self) -> str:
-        """Describes what is wrong with its shape or its numbers; "" for a sound sample."""
+        """Describe what is wrong with shape or numbers; "" for a sound sample."""
         if self.turns is None and (len(self.prompt_ids) < 1 or len(self.token_ids) < 1):
             return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each"
         counts = self.generated, len(self.behaviour_logprobs), len(self.policy_versions)
@@ -136,9 +136,10 @@ class Sample:
         return "" if self.temperature > 0 else f"temperature {self.temperature}: training needs one above 0"
 
 
-def first_fault(samples: Sequence[Sample], known: TokenRows) -> tuple[int, str] | None:
-    """The position of a sample that must not be trained, and why; None if all are sound. Tokens and log-probabilities
-    are looked at together: much cheaper than one by one. Ids that stand for no token may be read, but not drawn."""
+def first_fault(samples: Sequence[Sample], token_rows: TokenRows) -> tuple[int, str] | None:
+    """The position of a sample that must not be trained, and why; None if all are sound. All tokens and
+    log-probabilities are checked at once, which is much cheaper than sample by sample. Ids that stand for no token may
+    be read, but not drawn."""
     for position, sample in enumerate(samples):
         if text := sample.fault():
             return position, text
@@ -148,14 +149,14 @@ def first_fault(samples: Sequence[Sample], known: TokenRows) -> tuple[int, str] 
         text = f"a log-probability is above 0 or not a finite number: {logprobs[bad[:1]].tolist()}"
         return _sample_at(bad[0], [sample.generated for sample in samples]), text
     ids = np.concatenate([part for sample in samples for part in (sample.prompt_ids, sample.token_ids)])
-    outside = np.flatnonzero((ids < 0) | (ids >= known.rows))
+    outside = np.flatnonzero((ids < 0) | (ids >= token_rows.rows))
     if len(outside):
-        text = f"token {ids[outside[0]]} is outside of the vocabulary of {known.rows}"
+        text = f"token {ids[outside[0]]} is outside of the vocabulary of {token_rows.rows}"
         return _sample_at(outside[0], [sample.length for sample in samples]), text
-    if known.without and len(known.foreign(ids)):
+    if token_rows.without and len(token_rows.foreign(ids)):
         for position, sample in enumerate(samples):
-            if len(wrong := known.foreign(sample.targets())):
-                return position, known.describe(wrong)
+            if len(wrong := token_rows.foreign(sample.targets())):
+                return position, token_rows.describe(wrong)
     return None
 
 
@@ -165,27 +166,27 @@ def _sample_at(place: int, lengths: Sequence[int]) -> int:
 
 
 def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[list[int]]:
-    """Micro-batches as lists of indices, each sorted by length, so that little is padded; padded size at most `budget`,
-    but for a single sample. `together`: a group stays in one place, and the budget is in real tokens."""
+    """Micro-batches as lists of indices, sorted by length, so that there is little padding. The padded size is at most
+    `budget`, except for a single sample. `together`: groups stay together, and the budget is in real tokens."""
     lengths = [sample.length for sample in samples]
     widths = lengths if together else [sample.longest for sample in samples]
     by_length = [(widths[i], s.group, s.member) for i, s in enumerate(samples)]
     order = sorted(range(len(samples)), key=[by[1:] if together else by for by in by_length].__getitem__)
-    # Parts of about equal size: a small last part would cost as many calls as a full one.
+    # Parts of about equal size: a small last part costs as many calls as a full one.
     target = sum(lengths) / max(1, -(-sum(lengths) // budget))
     parts: list[list[int]] = []
     size = filled = rows = 0
     for index in order:
-        length, own = lengths[index], len(samples[index].pieces)
+        length, pieces = lengths[index], len(samples[index].pieces)
         if together:
             full = size + length > budget or filled >= target * len(parts)
         else:  # ascending: the next is the widest
-            full = bool(parts) and widths[index] * (rows + own) > budget
+            full = bool(parts) and widths[index] * (rows + pieces) > budget
         if full or not parts:
             parts.append([])
             size = rows = 0
         parts[-1].append(index)
-        size, filled, rows = size + length, filled + length, rows + own
+        size, filled, rows = size + length, filled + length, rows + pieces
     return [sorted(part, key=by_length.__getitem__) for part in parts]
 
 
@@ -248,7 +249,8 @@ class Flat:
 
     def per_token(self, worth: Sequence[Worth], dtype: torch.dtype) -> Tensor:
         """A value of each sample, or of each of its turns, repeated for its tokens."""
-        values = [one for own, count in zip(worth, self.turn_counts, strict=True) for one in by_turn(own, count)]
+        by_sample = zip(worth, self.turn_counts, strict=True)
+        values = [value for of_sample, count in by_sample for value in by_turn(of_sample, count)]
         return torch.tensor(values, dtype=dtype, device=self.turns.device)[self.turns]
 
     def begun(self, version: int) -> Tensor:
@@ -266,12 +268,12 @@ def by_turn(worth: Worth, turns: int) -> Sequence[float]:
 def spread(samples: Sequence[Sample], worth: Sequence[Worth]) -> NDArray[np.float64]:
     """A value of each sample, or of each of its turns, repeated for its generated tokens."""
     lengths = [sample.turn_lengths() for sample in samples]
-    values = [by_turn(own, len(counts)) for own, counts in zip(worth, lengths, strict=True)]
+    values = [by_turn(of_sample, len(counts)) for of_sample, counts in zip(worth, lengths, strict=True)]
     return np.repeat(np.concatenate(values).astype(np.float64), np.concatenate(lengths))
 
 
 def flatten(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) -> Flat:
-    """Arranges what the loss needs of the generated tokens, on the device; floats are of that type."""
+    """Arrange the inputs of the loss by generated token, on the device; floats have the type `dtype`."""
 
     def placed(values: NDArray[Any], kind: torch.dtype) -> Tensor:
         return torch.from_numpy(values).to(device, kind)
@@ -284,8 +286,9 @@ def flatten(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device)
     mask = np.concatenate([sample.mask() for sample in samples]) if (trained < counts).any() else None
     turns, turn_lengths, every, turn_counts = rows, lengths, counts, [1] * len(samples)
     if any(sample.turns is not None for sample in samples):
-        own = [sample.turn_lengths() for sample in samples]
-        every, turn_counts = np.concatenate(own), [len(one) for one in own]
+        by_sample = [sample.turn_lengths() for sample in samples]
+        every = np.concatenate(by_sample)
+        turn_counts = [len(of_turns) for of_turns in by_sample]
         turns = placed(np.repeat(np.arange(len(every)), every), torch.int64)
         turn_lengths = placed(np.concatenate([sample.trained_of_turns() for sample in samples]), torch.int64)
     return Flat(

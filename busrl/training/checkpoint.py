@@ -4,10 +4,10 @@ both in shards; random state and meta; and directories that appear whole or not 
 Written and read by the learner, and by transports that publish folders. Talks to the file system and to the model's own
 save function; knows nothing of the log: the learner adds its files (the trained set) through `extras`.
 
-- A checkpoint is there whole or not at all; `files.json` lists every file with size and CRC-32. One that does not match
-  is torn: it is skipped with a warning and never removed, and an older one is used.
-- One in shards (`shards/`, docs/operating.md) is written while training goes on and is there from its commit on; its
-  `model/` has everything but the weights. Whoever reads checkpoints reads both kinds.
+- A checkpoint is complete or absent; `files.json` lists every file with size and CRC-32. One that does not match is
+  torn: it is skipped with a warning and never removed, and an older one is used.
+- A checkpoint in shards (`shards/`, docs/operating.md) is written while training goes on, and appears with its commit;
+  its `model/` has everything but the weights. Every reader of checkpoints reads both kinds.
 - The newest `keep_last` whole ones are kept; older ones go only after the new one is on disk.
 - Nothing in it is a pickle that could run code: tensors are read with `weights_only=True`.
 """
@@ -81,7 +81,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def sync_tree(root: Path, on_progress: Callable[[], None] = lambda: None) -> None:
-    """Every file below, then every directory, so that names are not on disk before what they name."""
+    """Sync every file below, then every directory, so that no name is on disk before its file."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             sync(Path(folder) / name)
@@ -93,7 +93,7 @@ def sync_tree(root: Path, on_progress: Callable[[], None] = lambda: None) -> Non
 
 log = logging.getLogger(__name__)
 
-WEIGHT_PREFIX = "weights."  # what the names of a model's tensors in shards begin with
+WEIGHT_PREFIX = "weights."  # begins the names of a model's tensors in shards
 META, OPTIMIZER, RANDOM, FILES, MODEL = "meta.json", "optimizer.pt", "random.json", "files.json", "model"
 OS_ERROR = re.compile(r"os error (\d+)")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights: the trained ones replace them
@@ -121,7 +121,7 @@ class Checkpoint:
         return state
 
     def restore_random(self, where: torch.device | None = None) -> None:
-        """Puts torch's generator where it was, and that of the device `where`, if it was one of the same kind."""
+        """Restore the state of torch's generator, and of the device `where` if the checkpoint has one of its kind."""
         saved = json.loads((self.path / RANDOM).read_text())
         torch.set_rng_state(_tensor(saved["torch"]))
         if where is not None and where.type in saved:
@@ -134,18 +134,18 @@ def is_sharded(checkpoint: Path) -> bool:
 
 def save(
     root: Path, step: int, *, model: Any, optimizer_state: Mapping[str, Any], meta: Mapping[str, Any],
-    named: Mapping[str, Any] | None = None, source: Path | None = None,
+    weights: Mapping[str, Any] | None = None, source: Path | None = None,
     extras: Callable[[Path], None] = lambda directory: None, keep_last: int = 2,
     on_progress: Callable[[], None] = lambda: None, where: torch.device | None = None,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones; DiskFull leaves what was there before as it was.
 
-    `named`: the weights where they are not the model's own. `source`: the folder the model came from, whose tokenizer
+    `weights`: the weights where they are not the model's own. `source`: the folder the model came from, whose tokenizer
     goes along. `extras(directory)` writes the caller's own files. `where`: the device that trains.
     """
     final = root / f"{CHECKPOINT}{step}"
     with whole_directory(final, on_progress) as directory:
-        export(model, directory / MODEL, source, named)
+        export(model, directory / MODEL, source, weights)
         on_progress()
         buffer = io.BytesIO()
         torch.save(dict(optimizer_state), buffer)
@@ -195,12 +195,12 @@ class Pending:
 
     def ready(self) -> bool:
         """True if `commit` would not wait."""
-        found: bool = self.saving.ready()
-        return found
+        ended: bool = self.saving.ready()
+        return ended
 
     def commit(self, limit_s: float = 600.0) -> Checkpoint:
-        """Wait for all shards; then it is there, and old ones go. DiskFull or WriteFailed with nothing left of it, and
-        RankLost if one takes longer than the limit."""
+        """Wait for all shards, let the checkpoint appear, and remove old ones. DiskFull or WriteFailed: nothing is left
+        of it. RankLost if a shard takes longer than the limit."""
         with self._stack:
             try:
                 wait(self.saving, limit_s, self._on_progress)
@@ -214,7 +214,7 @@ class Pending:
         return Checkpoint(self._final, self.step, {**self._meta, "step": self.step})
 
     def leave(self) -> None:
-        """Nothing of it is left."""
+        """Give the checkpoint up: nothing of it is left."""
         with contextlib.suppress(_GivenUp), self._stack:
             self.saving.leave()
             raise _GivenUp
@@ -233,7 +233,7 @@ def _write_shell(model: Any, folder: Path, source: Path | None) -> None:
 
 
 def _copy_rest(source: Path | None, folder: Path) -> None:
-    """Copies what belongs to a model and is none of its weights: the tokenizer, templates."""
+    """Copy the files of a model besides its weights: the tokenizer, templates."""
     for path in source.iterdir() if source is not None else ():
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
@@ -241,8 +241,8 @@ def _copy_rest(source: Path | None, folder: Path) -> None:
 
 def _random(where: torch.device | None) -> dict[str, str]:
     """The generators' states by name: "torch" for the CPU's, and the kind of an accelerator."""
-    own = None if where is None else device.random_state(where)
-    states = {"torch": torch.get_rng_state()} | ({} if where is None or own is None else {where.type: own})
+    of_device = None if where is None else device.random_state(where)
+    states = {"torch": torch.get_rng_state()} | ({} if where is None or of_device is None else {where.type: of_device})
     return {name: base64.b64encode(state.cpu().numpy().tobytes()).decode() for name, state in states.items()}
 
 
@@ -251,21 +251,22 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def export(
-    model: Any, folder: Path, source: Path | None, named: Mapping[str, Any] | None = None, buffered: bool = True
+    model: Any, folder: Path, source: Path | None, weights: Mapping[str, Any] | None = None, buffered: bool = True
 ) -> None:
-    """A Hugging Face folder of the model, or of its architecture with the weights `named`; with its tokenizer.
-    `buffered`: the model's own buffers belong to them."""
+    """Write a Hugging Face folder of the model, or of its architecture with these weights; with its tokenizer.
+    `buffered`: the buffers of this model belong to the weights."""
     try:
         more, types = dict[str, Any](), set[str]()
-        if named is not None:
-            named = dict(named)  # each is made when it is asked for, perhaps
-            more = {"state_dict": {**(buffers(model) if buffered else {}), **named}}
-            types = {str(one.dtype).removeprefix("torch.") for one in named.values() if one.is_floating_point()}
+        if weights is not None:
+            weights = dict(weights)  # a mapping may compute each at its access
+            more = {"state_dict": {**(buffers(model) if buffered else {}), **weights}}
+            floats = (tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+            types = {str(dtype).removeprefix("torch.") for dtype in floats}
         model.save_pretrained(str(folder), **more)
-        if len(types) == 1:  # the config has that of the model that is trained; these may have fewer bits
+        if len(types) == 1:  # the config has the type of the trained model; the weights may have fewer bits
             _write_type(folder / "config.json", *types)
     except Exception as error:
-        # The weights are written by a library whose errors are no OSError but quote the number of one.
+        # A library writes the weights: its errors are no OSError, but quote the number of one.
         number = OS_ERROR.search(str(error))
         if number is None or isinstance(error, OSError):
             raise
@@ -274,8 +275,8 @@ def export(
 
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str = "") -> None:
-    """The model of a checkpoint as a new Hugging Face folder, which is there whole or not at all; nothing is
-    overwritten. `dtype`: torch's name of what its weights become; empty: that in which the run published them."""
+    """Write the model of a checkpoint as a new Hugging Face folder, complete or not at all; nothing is overwritten.
+    `dtype`: torch's name of the type of the weights; empty: the type in which the run published them."""
     temporary = out.parent / f".{out.name}-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
@@ -291,7 +292,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str = "") -> None:
 
 
 def _copied(checkpoint: Path, folder: Path, dtype: str) -> None:
-    """A file at a time."""
+    """Copy the files of the model's folder, one at a time."""
     for path in sorted(path for path in (checkpoint / MODEL).iterdir() if path.is_file()):
         if path.suffix == ".safetensors" and dtype:
             _cast(path, folder / path.name, getattr(torch, dtype))
@@ -302,26 +303,28 @@ def _copied(checkpoint: Path, folder: Path, dtype: str) -> None:
 
 
 def _put_together(checkpoint: Path, folder: Path, dtype: str) -> None:
-    """The weights of all shards, all of them in memory in their number type."""
+    """Export the weights of all shards, with all of them in memory in their number type."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM  # it has no type hints
     meta = json.loads((checkpoint / META).read_text())
-    wanted, found = getattr(torch, dtype or meta.get("dtype", "float32")), Shards(checkpoint)
+    wanted, shards = getattr(torch, dtype or meta.get("dtype", "float32")), Shards(checkpoint)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(str(checkpoint / MODEL), local_files_only=True)
         model = auto.from_config(config, dtype=wanted)
-    named = {}
-    for name in found.names(WEIGHT_PREFIX):
-        tensor = found.whole(f"{WEIGHT_PREFIX}{name}")
-        named[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
-    export(model, folder, checkpoint / MODEL, named, buffered=False)
+    weights = {}
+    for name in shards.names(WEIGHT_PREFIX):
+        tensor = shards.whole(f"{WEIGHT_PREFIX}{name}")
+        weights[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
+    export(model, folder, checkpoint / MODEL, weights, buffered=False)
 
 
 def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import load_file, save
 
-    tensors = {name: one.to(dtype) if one.is_floating_point() else one for name, one in load_file(source).items()}
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in load_file(source).items()
+    }
     target.write_bytes(save(tensors, {"format": "pt"}))  # its own file writer hides the error of a full disk
 
 
@@ -333,18 +336,18 @@ def _write_type(config: Path, name: str) -> None:
 
 
 def buffers(model: Any) -> dict[str, Any]:
-    """Buffers of a model: what belongs to its state and is no parameter."""
-    kept = model.state_dict()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    """Buffers of a model that belong to its state."""
+    state = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
 def _listing(
-    directory: Path, on_progress: Callable[[], None], known: Mapping[str, Any] = MappingProxyType({})
+    directory: Path, on_progress: Callable[[], None], described: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, list[int]]:
-    """Sizes and CRC-32 of all files but those that are known."""
+    """Sizes and CRC-32 of all files but those that are described already."""
     listed: dict[str, list[int]] = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES):
-        if str(path.relative_to(directory)) not in known:
+        if str(path.relative_to(directory)) not in described:
             listed.update(listing(directory, [path]))
         on_progress()
     return listed
@@ -363,7 +366,7 @@ def latest(root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None
 
 
 def fault_of(path: Path) -> str | None:
-    """Describes what is wrong with the checkpoint at `path`, or None."""
+    """Describe what is wrong with the checkpoint at `path`; None if it is sound."""
     try:
         listed: dict[str, list[int]] = json.loads((path / FILES).read_text())
         if (fault := fault_in(path, listed)) is not None:

@@ -32,27 +32,27 @@ from busrl.system import imports
 from busrl.training import optimizers
 
 LOSS, ADVANTAGE, METRICS = "learner.loss", "learner.advantage", "learner.metrics"
-TRIAL_S = 90  # to load and try all of them; the process that asked has given up before
+TRIAL_S = 90  # to load and try all of them; the parent gives up earlier
 
 
 class _Checked:
     """A function of the user's with the name it has in messages."""
 
     def __init__(self, key: str, target: str, base_dir: str) -> None:
-        self.named = f"{key} = {target!r}"
+        self.label = f"{key} = {target!r}"
         self.function = imports.load(key, target, FunctionRefused, base_dir)
 
     def call(self, *arguments: Any) -> Any:
         try:
             return self.function(*arguments)
         except (Exception, SystemExit) as problem:
-            raise FunctionRefused(f"{self.named}: it raised {cause(problem)}; correct it and start again") from problem
+            raise FunctionRefused(f"{self.label}: it raised {cause(problem)}; correct it and start again") from problem
 
     def refuse(self, what: str, remedy: str) -> FunctionRefused:
-        return FunctionRefused(f"{self.named}: it {what}; {remedy}")
+        return FunctionRefused(f"{self.label}: it {what}; {remedy}")
 
 
-# What a loss may say that it reads, besides what is always there -> the inputs that it gets only then.
+# Names in `uses` of a loss -> the inputs that it gets only if it names them.
 USES: dict[str, tuple[str, ...]] = {
     "prox": (), "entropy": ("entropy",), "reference": ("reference_logprobs",),
     "teacher": ("teacher_logprobs", "student_logprobs"),
@@ -60,8 +60,8 @@ USES: dict[str, tuple[str, ...]] = {
 
 
 class OwnLoss(_Checked):
-    """A loss of the user's. Its attribute `streamable` (False) says that a sample's losses depend on no other sample,
-    `uses` what of USES it reads; left out, it gets what there is."""
+    """A loss of the user's. Attribute `streamable` (False): a sample's losses depend on no other sample; `uses`: the
+    inputs of USES that it reads; without it, all that there are."""
 
     def __init__(self, target: str, base_dir: str) -> None:
         super().__init__(LOSS, target, base_dir)
@@ -69,25 +69,25 @@ class OwnLoss(_Checked):
         self.uses = getattr(self.function, "uses", None)
         if not isinstance(self.streamable, bool):
             raise self.refuse(f"has streamable = {self.streamable!r}", "set it to True or False")
-        named = () if self.uses is None else self.uses
-        if isinstance(named, str) or not set(named) <= USES.keys():
-            raise self.refuse(f"has uses = {named!r}", f"set it to a tuple of some of {', '.join(USES)}")
+        names = () if self.uses is None else self.uses
+        if isinstance(names, str) or not set(names) <= USES.keys():
+            raise self.refuse(f"has uses = {names!r}", f"set it to a tuple of some of {', '.join(USES)}")
 
     def reads(self, name: str) -> bool:
         return self.uses is not None and name in self.uses
 
     def __call__(self, inputs: LossInputs, settings: LossSettings) -> Tensor:
-        found = self.call(self._shown(inputs), settings)
+        values = self.call(self._shown(inputs), settings)
         shape = tuple(inputs.trainer_logprobs.shape)
-        if not isinstance(found, Tensor) or tuple(found.shape) != shape:
-            what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        if not isinstance(values, Tensor) or tuple(values.shape) != shape:
+            what = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
             raise self.refuse(f"returned {what}", f"return a tensor of shape {shape}: one loss per token, not averaged")
-        if not found.requires_grad:
+        if not values.requires_grad:
             raise self.refuse("returned a loss without gradient", "compute it from inputs.trainer_logprobs")
-        return found
+        return values
 
     def _shown(self, inputs: LossInputs) -> LossInputs:
-        """Without what it says that it does not read."""
+        """The inputs without those that the loss does not read."""
         if self.uses is None:
             return inputs
         unread: dict[str, Any] = {name: None for use in USES.keys() - self.uses for name in USES[use]}
@@ -95,7 +95,7 @@ class OwnLoss(_Checked):
 
 
 def reads(loss: LossFunction, name: str) -> bool:
-    """True if a loss of the user's says that it reads that."""
+    """True if it is a loss of the user's whose `uses` has that name."""
     return isinstance(loss, OwnLoss) and loss.reads(name)
 
 
@@ -107,18 +107,19 @@ def load_loss(target: str, base_dir: str) -> LossFunction:
 def load_estimator(target: str, base_dir: str) -> AdvantageEstimator:
     if ":" not in target:
         return advantages.ADVANTAGES[target]
-    own = _Checked(ADVANTAGE, target, base_dir)
+    function = _Checked(ADVANTAGE, target, base_dir)
 
     def estimator(rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:
-        found = own.call(rewards, lengths)
+        answer = function.call(rewards, lengths)
         try:
-            values = [float(value) for value in found]
+            values = [float(value) for value in answer]
         except (TypeError, ValueError):
-            raise own.refuse(f"returned {found!r}", f"return {len(rewards)} numbers, one per sample") from None
+            raise function.refuse(f"returned {answer!r}", f"return {len(rewards)} numbers, one per sample") from None
         if len(values) != len(rewards):
-            raise own.refuse(f"returned {len(values)} advantages for {len(rewards)} rewards", "return one per sample")
+            what = f"returned {len(values)} advantages for {len(rewards)} rewards"
+            raise function.refuse(what, "return one per sample")
         if not all(map(math.isfinite, values)):
-            raise own.refuse(f"returned {values} for the rewards {list(rewards)}", "return finite numbers")
+            raise function.refuse(f"returned {values} for the rewards {list(rewards)}", "return finite numbers")
         return values
 
     return estimator
@@ -133,24 +134,24 @@ class Metrics:
         self.failures: list[str] = []  # of the last step
 
     def measure(self, samples: Sequence[SampleRecord], row: Mapping[str, Any]) -> dict[str, float]:
-        """The numbers of all of them by name; what one failed with is in `failures`."""
-        found: dict[str, float] = {}
+        """The numbers of all metrics by name; errors of metrics that failed are in `failures`."""
+        figures: dict[str, float] = {}
         self.failures = []
-        for own in self._own:
+        for metric in self._own:
             try:
-                found |= _numbers(own, own.call(samples, row))
+                figures |= _numbers(metric, metric.call(samples, row))
             except FunctionRefused as problem:
                 self.failures.append(str(problem))
-        return found
+        return figures
 
 
-def _numbers(own: _Checked, found: Any) -> dict[str, float]:
+def _numbers(metric: _Checked, answer: Any) -> dict[str, float]:
     try:
-        numbers = {str(name): float(value) for name, value in found.items()}
+        numbers = {str(name): float(value) for name, value in answer.items()}
     except (AttributeError, TypeError, ValueError):
-        raise own.refuse(f"returned {found!r}", "return a dict of names and numbers") from None
+        raise metric.refuse(f"returned {answer!r}", "return a dict of names and numbers") from None
     if wrong := [name for name, value in numbers.items() if not math.isfinite(value)]:
-        raise own.refuse(f"returned {numbers[wrong[0]]} for {wrong[0]!r}", "leave out what is not a finite number")
+        raise metric.refuse(f"returned {numbers[wrong[0]]} for {wrong[0]!r}", "leave out what is not a finite number")
     return numbers
 
 
@@ -162,22 +163,22 @@ ROWS, HIDDEN = (4, 3, 5), (1, 0, 2)  # trained tokens of the samples of the tria
 
 def try_loss(target: str, base_dir: str) -> None:
     """FunctionRefused if it cannot be loaded or breaks its contract on random tokens of three samples: a finite loss
-    and gradient of the right shape, the same at each call, without influence of masked tokens, and of other samples
-    where it says that it is streamable."""
+    and gradient of the right shape, equal at each call, without influence of masked tokens, and, of a streamable loss,
+    without influence of other samples."""
     loss = load_loss(target, base_dir)
     assert isinstance(loss, OwnLoss)
     for seed in range(3):
-        whole = _random_tokens(seed)
-        assert whole.mask is not None and whole.samples is not None
-        found = _losses(loss, whole)
-        _same(loss, found, _losses(loss, whole), "another call", "compute it from its arguments alone, or seed it")
-        with_others, alone = found[:, whole.mask], _losses(loss, _part(whole, whole.mask))
+        tokens = _random_tokens(seed)
+        assert tokens.mask is not None and tokens.samples is not None
+        values = _losses(loss, tokens)
+        _same(loss, values, _losses(loss, tokens), "another call", "compute it from its arguments alone, or seed it")
+        with_others, alone = values[:, tokens.mask], _losses(loss, _part(tokens, tokens.mask))
         remedy = "masked tokens must have no influence: weight by inputs.mask, and count with inputs.lengths"
         _same(loss, with_others, alone, "the masked tokens taken away", remedy)
         for sample in range(len(ROWS)) if loss.streamable else ():
-            own = whole.samples == sample
+            mask = tokens.samples == sample
             remedy = "a loss that depends on other samples is not streamable: leave streamable = True away"
-            _same(loss, found[:, own], _losses(loss, _part(whole, own)), "the other samples taken away", remedy)
+            _same(loss, values[:, mask], _losses(loss, _part(tokens, mask)), "the other samples taken away", remedy)
 
 
 def _random_tokens(seed: int) -> LossInputs:
@@ -199,38 +200,38 @@ def _random_tokens(seed: int) -> LossInputs:
     )
 
 
-def _part(tokens: LossInputs, kept: Tensor) -> LossInputs:
+def _part(tokens: LossInputs, chosen: Tensor) -> LossInputs:
     """Some of the tokens as a micro-batch of their own."""
     assert tokens.samples is not None and tokens.mask is not None
-    fields = {name: one[kept] for name, one in vars(tokens).items() if name != "lengths" and one is not None}
+    fields = {name: value[chosen] for name, value in vars(tokens).items() if name != "lengths" and value is not None}
     _, samples = fields["samples"].unique(return_inverse=True)
     mask = fields["mask"]
     lengths = torch.bincount(samples[mask], minlength=int(samples.max()) + 1)
     return LossInputs(**{**fields, "samples": samples, "lengths": lengths, "mask": None if bool(mask.all()) else mask})
 
 
-def _losses(own: OwnLoss, tokens: LossInputs) -> Tensor:
+def _losses(loss: OwnLoss, tokens: LossInputs) -> Tensor:
     """Loss and gradient of each token, [2, tokens]; FunctionRefused if one of them is not finite."""
     leaves = {name: getattr(tokens, name).clone().requires_grad_() for name in ("trainer_logprobs", "entropy")}
     inputs = replace(tokens, **leaves)
-    found = losses.per_token(own, inputs, LossSettings())
-    found.sum().backward()  # type: ignore[no-untyped-call]
+    values = losses.per_token(loss, inputs, LossSettings())
+    values.sum().backward()  # type: ignore[no-untyped-call]
     gradient = leaves["trainer_logprobs"].grad
-    gradient = torch.zeros_like(found) if gradient is None else gradient
-    both = torch.stack([found.detach(), gradient])
+    gradient = torch.zeros_like(values) if gradient is None else gradient
+    both = torch.stack([values.detach(), gradient])
     if not both.isfinite().all():
-        what = f"gave the loss {found.tolist()} with the gradient {gradient.tolist()} for {inputs}"
-        raise own.refuse(what, "both must be finite for every token")
+        what = f"gave the loss {values.tolist()} with the gradient {gradient.tolist()} for {inputs}"
+        raise loss.refuse(what, "both must be finite for every token")
     return both
 
 
-def _same(own: OwnLoss, one: Tensor, other: Tensor, how: str, remedy: str) -> None:
-    wrong = ((one - other).abs() > 1e-5 + 1e-4 * one.abs()).nonzero()
+def _same(loss: OwnLoss, first: Tensor, second: Tensor, how: str, remedy: str) -> None:
+    wrong = ((first - second).abs() > 1e-5 + 1e-4 * first.abs()).nonzero()
     if len(wrong):
         kind, token = wrong[0].tolist()
         what = ("loss", "gradient")[kind]
-        values = f"{float(one[kind, token]):.6g} and, with {how}, {float(other[kind, token]):.6g}"
-        raise own.refuse(f"gave a token the {what} {values}", remedy)
+        values = f"{float(first[kind, token]):.6g} and, with {how}, {float(second[kind, token]):.6g}"
+        raise loss.refuse(f"gave a token the {what} {values}", remedy)
 
 
 def try_estimator(target: str, base_dir: str) -> None:
@@ -239,11 +240,12 @@ def try_estimator(target: str, base_dir: str) -> None:
     groups = [([1.0, 0.0, 0.0, 0.5], [3, 7, 1, 4]), ([0.0, 1.0], [1, 2])]
     groups += [(random.normal(size=size).tolist(), random.integers(1, 9, size).tolist()) for size in (2, 3, 8, 16)]
     for rewards, lengths in groups:
-        one, other = (list(estimator(list(rewards), list(lengths))) for _ in range(2))
-        if one != other:
+        first, second = (list(estimator(list(rewards), list(lengths))) for _ in range(2))
+        if first != second:
             raise FunctionRefused(
-                f"{ADVANTAGE} = {target!r}: for the rewards {rewards} it returned {one} and, at another call, {other}; "
-                "compute it from its arguments alone: a step of the log is trained again with the same numbers"
+                f"{ADVANTAGE} = {target!r}: for the rewards {rewards} it returned {first} and, at another call, "
+                f"{second}; compute it from its arguments alone: a step of the log is trained again with the same "
+                "numbers"
             )
 
 
@@ -267,14 +269,14 @@ def _sample(member: int, length: int) -> SampleRecord:
     )
 
 
-def try_optimizer(asked: str, base_dir: str) -> None:
+def try_optimizer(request: str, base_dir: str) -> None:
     """FunctionRefused if the optimiser described by a JSON map (`target`, `options`, the keys of AdamW, and whether it
-    updates `parts` on several ranks) cannot be used; `optimizers.try_optimizer` says what is tried."""
-    own = json.loads(asked)
-    target, options, parts = own.pop("target"), own.pop("options"), own.pop("parts", False)
-    optimizers.try_optimizer(target, own, options, base_dir)
+    updates `parts` on several ranks) fails in `optimizers.try_optimizer`."""
+    adam = json.loads(request)
+    target, options, parts = adam.pop("target"), adam.pop("options"), adam.pop("parts", False)
+    optimizers.try_optimizer(target, adam, options, base_dir)
     if parts:
-        optimizers.require_elementwise(target, own, options, base_dir)
+        optimizers.require_elementwise(target, adam, options, base_dir)
 
 
 TRIALS: dict[str, Callable[[str, str], None]] = {
@@ -283,22 +285,22 @@ TRIALS: dict[str, Callable[[str, str], None]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments`: the folder of the topology, then pairs of key and import path. One JSON line: for each what is wrong
-    with it, "" if nothing."""
+    """Try each of the pairs of key and import path that follow the folder of the topology. Writes one JSON line: a
+    problem for each, or ""."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what user code prints is no answer
+    os.dup2(2, 1)  # prints of user code are no answer
     signal.alarm(TRIAL_S)  # ends it even if its parent is gone
-    found = []
+    problems = []
     base_dir, *pairs = arguments
     for key, target in zip(pairs[::2], pairs[1::2], strict=True):
         try:
             TRIALS[key](target, base_dir)
-            found.append("")
+            problems.append("")
         except FunctionRefused as problem:
-            found.append(str(problem))
+            problems.append(str(problem))
         except Exception as problem:  # in the backward pass of a loss
-            found.append(f"{key} = {target!r}: it raised {cause(problem)}")
-    os.write(answers, json.dumps(found).encode())
+            problems.append(f"{key} = {target!r}: it raised {cause(problem)}")
+    os.write(answers, json.dumps(problems).encode())
     return 0
 
 

@@ -1,10 +1,10 @@
 """A model with other weights for a moment: those of an earlier version, of a part of its layers, or fewer bits.
 
-Used by the parity gate, which scores the same tokens under what an engine may have had. Talks to a model's parameters
-and, for keys of an earlier version, to its cache. Knows nothing of engines or versions' meaning.
+Used by the parity gate, which scores tokens under weights that an engine may have had. Talks to a model's parameters
+and, for keys of an earlier version, to its cache. Knows nothing of engines or of the meaning of versions.
 
-- Parameters are pointed to other tensors and back: what was there is there again, bit for bit, also after an error.
-- The copy is of what is trained alone, in host memory; it is made once and written over.
+- Parameters are pointed to other tensors and back: the tensors of before are restored bit for bit, also after an error.
+- The copy has only the trained parameters, in host memory; it is made once and written over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Earlier:
     @torch.no_grad()
     def keep(self, model: Any, version: int) -> None:
         """Copy these weights, which are of `version`."""
-        self.version = None  # until it is whole
+        self.version = None  # until all parameters are copied
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -47,19 +47,20 @@ class Earlier:
         self.version = version
 
     def parts(self) -> dict[str, list[str]]:
-        """Names of parameters by layer; those outside of any layer each by its own name."""
-        found: dict[str, list[str]] = {}
+        """Names of parameters by layer; one outside of all layers stands alone under its name."""
+        by_layer: dict[str, list[str]] = {}
         for name in self._kept:
             layer = LAYER.match(name)
-            found.setdefault(layer[0] if layer else name, []).append(name)
-        return found
+            by_layer.setdefault(layer[0] if layer else name, []).append(name)
+        return by_layer
 
     @contextlib.contextmanager
     def in_place(self, model: Any, names: Iterable[str] | None = None) -> Iterator[None]:
         """The model with the earlier values of these parameters, or of all."""
         wanted = set(self._kept if names is None else names)
-        own = {name: parameter for name, parameter in model.named_parameters() if name in wanted}
-        with pointed(own.values(), (self._kept[name].to(own[name].device, own[name].dtype) for name in own)):
+        parameters = {name: parameter for name, parameter in model.named_parameters() if name in wanted}
+        values = (self._kept[name].to(parameter.device, parameter.dtype) for name, parameter in parameters.items())
+        with pointed(parameters.values(), values):
             yield
 
 
@@ -67,13 +68,13 @@ class Earlier:
 def in_type(model: Any, dtype: str) -> Iterator[None]:
     """The model with its parameters in another number type."""
     every = list(model.parameters())
-    with pointed(every, (one.data.to(getattr(torch, dtype)) for one in every)):
+    with pointed(every, (parameter.data.to(getattr(torch, dtype)) for parameter in every)):
         yield
 
 
 @contextlib.contextmanager
 def pointed(parameters: Iterable[Any], values: Iterable[Tensor]) -> Iterator[None]:
-    """Each parameter with another tensor meanwhile."""
+    """Within it each parameter has another tensor."""
     before: list[tuple[Any, Tensor]] = []
     try:
         for parameter, value in zip(parameters, values, strict=True):
@@ -87,19 +88,19 @@ def pointed(parameters: Iterable[Any], values: Iterable[Tensor]) -> Iterator[Non
 
 @torch.no_grad()
 def over_old_keys(
-    model: Any, earlier: Earlier, sample: Sample, cached: int, known: TokenRows
+    model: Any, earlier: Earlier, sample: Sample, cached: int, token_rows: TokenRows
 ) -> npt.NDArray[np.float32]:
-    """The log-probability of each generated token, among the `known` ones, if the keys and values of the first `cached`
-    tokens of the prompt are those of the earlier weights, and everything else is of the present ones."""
+    """The log-probability of each generated token, over `token_rows`, with keys and values of the earlier weights for
+    the first `cached` tokens of the prompt, and the present weights for all else."""
     ids = torch.from_numpy(sample.pieces[0].ids).long()[None].to(model.device)
     with _cacheable(model):
         with earlier.in_place(model):
             past = model(input_ids=ids[:, :cached], use_cache=True).past_key_values
         logits = model(input_ids=ids[:, cached:-1], past_key_values=past, use_cache=True).logits[0].float()
-    logprobs = torch.log_softmax(known.mask(logits) / sample.temperature, -1)
+    logprobs = torch.log_softmax(token_rows.mask(logits) / sample.temperature, -1)
     drawn = logprobs.gather(-1, ids[0, cached + 1 :, None])[-sample.generated :, 0]
-    found: npt.NDArray[np.float32] = drawn.cpu().numpy()
-    return found
+    row: npt.NDArray[np.float32] = drawn.cpu().numpy()
+    return row
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ and the head in pieces, else all logits. Knows nothing of losses.
   the sliding window where the model has one. A probe is computed in float32, of a model in fewer bits in those first
   layers that have every kind of attention.
 - Rows are padded at the right, and attention is causal: padding needs no mask.
-- Rows of logits without a token are left out of every softmax (`known`), as engines leave them out.
+- Rows of logits without a token are left out of every softmax (`token_rows`), as engines leave them out.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ class Forward:
     together = False  # computes a shared prompt once and pads nothing: a group should be in one micro-batch
 
     where: torch.device | None = None  # it computes there, if the parameters are elsewhere
-    known: TokenRows = ALL_ROWS  # of the logits
+    token_rows: TokenRows = ALL_ROWS  # of the logits
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self.where or self.model.device
-        return found
+        device: torch.device = self.where or self.model.device
+        return device
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
-        """Log-probability and entropy, at the sampling temperature, of the tokens of `flat`, which is `samples`; of
-        several tokens in the place of each where its targets are a matrix."""
+        """Log-probability and entropy, at the sampling temperature, of the tokens of `flat`, the flat `samples`. Where
+        its targets are a matrix, log-probabilities of several tokens in the place of each."""
         every = torch.log_softmax(self._logits(samples, flat, flat.behaviour_logprobs.dtype), -1)
-        # A token that cannot occur (-inf) adds nothing to the entropy; 0 * -inf would.
-        one = flat.targets.ndim == 1
-        found = every.gather(-1, flat.targets[:, None] if one else flat.targets)
-        return found[:, 0] if one else found, -(every.exp() * every.clamp(min=-1e4)).sum(-1)
+        # A token that cannot occur (-inf) adds nothing to the entropy, but 0 * -inf is NaN.
+        single = flat.targets.ndim == 1
+        logprobs = every.gather(-1, flat.targets[:, None] if single else flat.targets)
+        return logprobs[:, 0] if single else logprobs, -(every.exp() * every.clamp(min=-1e4)).sum(-1)
 
     @torch.no_grad()
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities, [tokens, count], of each place's most probable tokens with an id below `limit`."""
         logits = self._logits(samples, flat, torch.float32)
-        found, best = logits[:, :limit].topk(min(count, limit, self.token_rows.tokens), -1)
-        return best, found - logits.logsumexp(-1, keepdim=True)
+        values, best = logits[:, :limit].topk(min(count, limit, self.token_rows.tokens), -1)
+        return best, values - logits.logsumexp(-1, keepdim=True)
 
     def _logits(self, samples: Sequence[Sample], flat: Flat, dtype: torch.dtype) -> Tensor:
         ids, rows, columns = self._padded(samples)
@@ -77,7 +77,7 @@ class Forward:
         raise ModelNotLoaded(f"{type(self.model).__name__} was loaded in a way that has no hidden states")
 
     def of_states(self, hidden: Tensor, flat: Flat) -> Scores:
-        """`score` of states that are there."""
+        """The `score` of these states."""
         raise ModelNotLoaded(f"{type(self.model).__name__} was loaded in a way that has no hidden states")
 
     def with_states(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor]:
@@ -87,12 +87,12 @@ class Forward:
 
     def on(self, model: Any) -> Forward:
         """This way for another model of the same architecture."""
-        found = copy.copy(self)
-        found.model = model
-        return found
+        way = copy.copy(self)
+        way.model = model
+        return way
 
-    def leave_out_all_but(self, known: TokenRows) -> None:
-        self.token_rows = known
+    def leave_out_all_but(self, token_rows: TokenRows) -> None:
+        self.token_rows = token_rows
 
     def size(self, samples: Sequence[Sample]) -> int:
         """Counts the positions that are computed, padding included."""
@@ -119,21 +119,21 @@ class PaddedRows(Forward):
 
     def of_states(self, hidden: Tensor, flat: Flat) -> Scores:
         head: nn.Linear = self.model.get_output_embeddings()
-        found: Scores = self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias, self.token_rows)
-        return found
+        scores: Scores = self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias, self.token_rows)
+        return scores
 
     @torch.no_grad()
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
-        found: nn.Linear = self.model.get_output_embeddings()
+        head: nn.Linear = self.model.get_output_embeddings()
         chosen: tuple[Tensor, Tensor] = self.head.best(
-            self.states(samples), found.weight, count, limit, flat.temperature, found.bias, self.token_rows
+            self.states(samples), head.weight, count, limit, flat.temperature, head.bias, self.token_rows
         )
         return chosen
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
         ids, rows, columns = self._padded(samples)
-        found: Tensor = self.model.base_model(input_ids=ids, use_cache=False)[0][rows, columns]
-        return found
+        hidden: Tensor = self.model.base_model(input_ids=ids, use_cache=False)[0][rows, columns]
+        return hidden
 
 
 class PackedRows(PaddedRows):
@@ -147,11 +147,11 @@ class PackedRows(PaddedRows):
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
         plan = packing.plan_of(samples, self.device)
-        found: Tensor = self.model.base_model(
+        hidden: Tensor = self.model.base_model(
             input_ids=plan.ids[None], position_ids=plan.positions[None], use_cache=False, plan=plan
         )[0]
-        own = found[0, plan.shared :]
-        return own if plan.wanted is None else own[plan.wanted]
+        states = hidden[0, plan.shared :]
+        return states if plan.wanted is None else states[plan.wanted]
 
 
 class JoinedRows(PaddedRows):
@@ -161,8 +161,8 @@ class JoinedRows(PaddedRows):
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
         ids, positions, wanted = (part.to(self.device) for part in join(samples))
-        found: Tensor = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0]
-        return found[0, wanted]
+        hidden: Tensor = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0]
+        return hidden[0, wanted]
 
 
 # -- the choice ----------------------------------------------------------------------
@@ -177,14 +177,14 @@ FLASH = "flash_attention"  # begins the names of attentions that take no float32
 def choose_forward(model: Any, head: Head | None = None, attention: str = AUTO) -> Forward:
     """The cheapest way that gives the model's own log-probabilities; with an attention other than AUTO the model has
     been loaded with that one, and keeps it."""
-    whole = Forward(model)
+    plain = Forward(model)
     if model.base_model is model or not isinstance(model.get_output_embeddings(), nn.Linear):
-        return whole
+        return plain
     samples = _probe(model)
     with contextlib.nullcontext() if attention.startswith(FLASH) else _in_float32(model):
-        expected = _scores(whole, samples)
+        expected = _scores(plain, samples)
         padded = PaddedRows(model, head)
-        fallback = padded if _agrees(padded, samples, expected) else whole
+        fallback = padded if _agrees(padded, samples, expected) else plain
         if attention != AUTO:
             joined = JoinedRows(model, head)
             return joined if _agrees(joined, samples, expected) else fallback
@@ -192,8 +192,8 @@ def choose_forward(model: Any, head: Head | None = None, attention: str = AUTO) 
 
 
 def _packed(model: Any, head: Head | None, samples: Sequence[Sample], expected: Tensor) -> Forward | None:
-    """The way over packed rows, for which the model now attends by `packing`; None: it is as it was."""
-    own = model.config._attn_implementation
+    """The way over packed rows: the model attends by `packing` from now on. None: the model is unchanged."""
+    before = model.config._attn_implementation
     try:
         packing.adopt(model)
         way = PackedRows(model, head)
@@ -201,13 +201,13 @@ def _packed(model: Any, head: Head | None, samples: Sequence[Sample], expected: 
             return way
     except (ImportError, ValueError, AttributeError, NotImplementedError):  # its class has an attention of its own
         pass
-    model.set_attn_implementation(own)
+    model.set_attn_implementation(before)
     return None
 
 
 @contextlib.contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
-    """The model in float32 meanwhile: all of it where it is, else its first layers, which are copied for the time."""
+    """Within it the model is float32: as it is, or, if it has fewer bits, a float32 copy of its first layers."""
     if model.dtype != torch.bfloat16:
         yield
         return
@@ -235,8 +235,8 @@ def checkpoint_layers(way: Forward) -> None:
 
 
 def compute_again(model: Any) -> None:
-    """Do what `checkpoint_layers` does, without a proof, for a model whose architecture has given it."""
-    # It acts in training mode alone, in which a model may also draw random numbers: none that it may.
+    """Do what `checkpoint_layers` does without the proof, for a model whose architecture has passed it."""
+    # It acts in training mode alone, in which a model may draw random numbers: their probabilities become 0.
     silence_chance(model)
     again = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
@@ -252,8 +252,8 @@ COMPILE_S = 1800.0  # that `compile_layers` may take
 
 
 def compile_layers(way: Forward) -> None:
-    """Compile each layer for any number of rows; forward, backward and scoring are tried here, for the first of each
-    takes minutes. Leaves gradients behind. ModelNotLoaded where it cannot be done, or computes something else."""
+    """Compile each layer for any number of rows, and run forward, backward and scoring, since the first of each takes
+    minutes. Leaves gradients behind. ModelNotLoaded if it fails, or computes something else."""
     model = way.model
     layers, name = getattr(model.base_model, "layers", None), type(model).__name__
     if not isinstance(layers, nn.ModuleList):
@@ -278,12 +278,12 @@ def compile_layers(way: Forward) -> None:
 
 def _agrees(way: Forward, samples: Sequence[Sample], expected: Tensor, limit: float = 0.0) -> bool:
     try:
-        found = _scores(way, samples)
-    except Exception:  # a decoder with another call than most: this way is not for it, whatever it raises
+        scores = _scores(way, samples)
+    except Exception:  # a decoder with another signature raises any type: this way does not suit it
         return False
     scale = max(1.0, float(expected.abs().max()))
     limit = limit or (ROUNDED_TOLERANCE if way.model.dtype == torch.bfloat16 else PROBE_TOLERANCE)
-    return found.shape == expected.shape and bool((found - expected).abs().max() <= limit * scale)
+    return scores.shape == expected.shape and bool((scores - expected).abs().max() <= limit * scale)
 
 
 @torch.no_grad()

@@ -48,39 +48,40 @@ class Head:
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None = None,
-        bias: Tensor | None = None, known: TokenRows = ALL_ROWS,
+        bias: Tensor | None = None, token_rows: TokenRows = ALL_ROWS,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of the target and entropy in nats, float32 [n] each, both with gradient.
 
         hidden [n, width], weight [vocabulary, width], targets int64 [n], bias [vocabulary]; `temperature` per row, None
-        where all are 1; over the `known` rows. Targets [n, m] give log-probabilities [n, m]. Float64 inputs are
+        where all are 1; over the rows of `token_rows`. Targets [n, m] give log-probabilities [n, m]. Float64 inputs are
         computed in float64.
         """
-        one = targets.ndim == 1
+        single = targets.ndim == 1
         dtype = self.dtype or hidden.dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         rows = self._rows(len(weight), hidden.device.type)
         logprobs, entropy = _Pieces.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets[:, None] if one else targets, temperature, bias, self.scale, self.cap, rows, known,
+            hidden, weight, targets[:, None] if single else targets, temperature, bias, self.scale, self.cap, rows,
+            token_rows,
         )
-        return (logprobs[:, 0] if one else logprobs), entropy
+        return (logprobs[:, 0] if single else logprobs), entropy
 
     @torch.no_grad()
     def best(
         self, hidden: Tensor, weight: Tensor, count: int, limit: int, temperature: Tensor | None = None,
-        bias: Tensor | None = None, known: TokenRows = ALL_ROWS,
+        bias: Tensor | None = None, token_rows: TokenRows = ALL_ROWS,
     ) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities (over all tokens), [n, count], of each row's most probable tokens below `limit`."""
         dtype = self.dtype or hidden.dtype
-        hidden, weight, found = hidden.to(dtype), weight.to(dtype), []
+        hidden, weight, best = hidden.to(dtype), weight.to(dtype), []
         rows = self._rows(len(weight), hidden.device.type)
         room = _room(hidden, weight, rows)
         for part in _parts(len(hidden), rows):
             logits = _logits(hidden[part], weight, bias, self.scale, self.cap, room)
-            _divide(known.mask(logits), temperature, part)
-            values, ids = logits[:, :limit].topk(min(count, limit, known.tokens), -1)
-            found.append((ids, values - logits.logsumexp(-1, keepdim=True)))
-        ids, logprobs = (torch.cat(some) for some in zip(*found, strict=True))
+            _divide(token_rows.mask(logits), temperature, part)
+            values, ids = logits[:, :limit].topk(min(count, limit, token_rows.tokens), -1)
+            best.append((ids, values - logits.logsumexp(-1, keepdim=True)))
+        ids, logprobs = (torch.cat(some) for some in zip(*best, strict=True))
         return ids, logprobs
 
     def _rows(self, words: int, kind: str) -> int:
@@ -93,17 +94,17 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, bias: Tensor | None,
-        scale: float, cap: float, rows: int, known: TokenRows,
+        scale: float, cap: float, rows: int, token_rows: TokenRows,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.cap, ctx.rows, ctx.token_rows = scale, cap, rows, known
+        ctx.scale, ctx.cap, ctx.rows, ctx.token_rows = scale, cap, rows, token_rows
         exact = torch.promote_types(hidden.dtype, torch.float32)
         entropy, normaliser = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(2))
         logprobs = hidden.new_empty(targets.shape, dtype=exact)
         room = _room(hidden, weight, rows)
         for part in _parts(len(hidden), rows):
             logits = _logits(hidden[part], weight, bias, scale, cap, room)
-            _divide(known.mask(logits), temperature, part)
+            _divide(token_rows.mask(logits), temperature, part)
             wanted, largest = logits.gather(-1, targets[part]), logits.amax(-1)
             shares = logits.sub_(largest[:, None]).exp_()
             sums = shares.sum(-1)
@@ -162,7 +163,7 @@ def _to_logits(ctx: Any, part: slice, gradients: tuple[Tensor | None, ...], room
 
 
 def _room(hidden: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """For the logits of any one piece: a buffer of its own for each would be mapped and zeroed each time."""
+    """A buffer for the logits of any piece: a new one per piece would be mapped and zeroed each time."""
     return hidden.new_empty(min(rows, len(hidden)), len(weight))
 
 

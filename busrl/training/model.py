@@ -78,7 +78,7 @@ def _without_memory() -> Iterator[None]:
 
 
 def _made(folder: Path, make: Callable[..., Any], attention: str) -> Any:
-    """Makes the model of that folder, in evaluation mode; ModelNotLoaded for what cannot be trained."""
+    """Make the model of that folder, in evaluation mode; ModelNotLoaded if it cannot be trained."""
     _look_at(folder)
     with uncollected():
         import transformers as hf  # only here: the import takes seconds
@@ -89,7 +89,7 @@ def _made(folder: Path, make: Callable[..., Any], attention: str) -> Any:
     quiet.disable_progress_bar()  # the learner has a log, no terminal
     try:
         model = make(hf, **({"attn_implementation": attention} if attention else {}))
-    except Exception as error:  # whatever type it has: a library of readers, each with its own
+    except Exception as error:  # of any type: the library's readers have many
         if attention and ("attention" in str(error).lower() or attention in str(error)):
             raise ModelNotLoaded(
                 f"learner.memory.attention = {attention!r}: {folder} cannot be computed with it here: {error}; set it "
@@ -115,7 +115,8 @@ def _look_at(folder: Path) -> None:
 
 
 def keep_first_layers(model: Any) -> None:
-    """Leaves those first layers that have every kind of attention, if its layers stand where most models have them."""
+    """Remove all layers after the first ones that have every kind of attention, if they stand where most models have
+    them."""
     if isinstance(layers := getattr(model.base_model, "layers", None), nn.ModuleList):
         kinds = getattr(model.config, "layer_types", None) or [""] * len(layers)
         few = 1 + max(kinds.index(kind) for kind in set(kinds))
@@ -133,14 +134,14 @@ def silence_chance(model: Any) -> None:
 
 def train_only(model: Any, text: str) -> None:
     """Freeze every parameter but those that `learner.train_layers` names, if it does. UserError for a wrong item."""
-    named = dict(model.named_parameters())
-    chosen, empty = selection.chosen(text, named)
+    parameters = dict(model.named_parameters())
+    chosen, empty = selection.chosen(text, parameters)
     if empty:
         raise UserError(
-            f"learner.train_layers = {text!r}: {empty[0]!r} is no part of the model: it has {_parts(named)} (a head "
-            "that is the embedding itself has the embedding's name)"
+            f"learner.train_layers = {text!r}: {empty[0]!r} is no part of the model: it has {_parts(parameters)} (a "
+            "head that is the embedding itself has the embedding's name)"
         )
-    for name, parameter in named.items():
+    for name, parameter in parameters.items():
         if name not in chosen:
             parameter.requires_grad_(False)
 
@@ -148,7 +149,7 @@ def train_only(model: Any, text: str) -> None:
 def _parts(names: Iterable[str]) -> str:
     """Layers and last names of parameters, in words."""
     every = list(names)
-    numbers = [int(found[1]) for name in every if (found := re.search(r"\.(\d+)\.", name))]
+    numbers = [int(number[1]) for name in every if (number := re.search(r"\.(\d+)\.", name))]
     parts = sorted({name.split(".")[-2] for name in every if "." in name})
     return (f"layers 0 to {max(numbers)}, and " if numbers else "") + ", ".join(parts)
 
@@ -158,7 +159,7 @@ def vocabulary(model: Any) -> int:
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """The parameters by name, each once (tied weights have one name); views, not copies."""
+    """The parameters by name; tied weights have one name. Views, not copies."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -174,15 +175,15 @@ ATTRIBUTE = "busrl_master"  # the attribute of a parameter
 
 def exact(parameter: Tensor) -> Tensor:
     """The value that is trained: the master of a rounded parameter, else the parameter itself; a view."""
-    found: Tensor = getattr(parameter, ATTRIBUTE, parameter)
-    return found.detach()
+    master: Tensor = getattr(parameter, ATTRIBUTE, parameter)
+    return master.detach()
 
 
 class Masters:
-    """Rounds a model in place, to train float32 masters. `named`: these, by name, with their summed gradients.
+    """Rounds a model in place, to train float32 masters. `named`: the masters by name, with their summed gradients.
 
-    - What a forward and a backward compute with is the master, rounded, as FSDP2 does by a mixed-precision policy.
-    - A parameter's gradient goes to its master as soon as a backward has all of it: sums over micro-batches are
+    - Forward and backward compute with the rounded master, as with FSDP2 under a mixed-precision policy.
+    - A parameter's gradient goes to its master as soon as a backward has computed it: sums over micro-batches are
       float32, and no second gradient stays.
     - A frozen parameter is rounded and has no master: the base under an adapter has one copy, in few bits.
     """
@@ -201,18 +202,18 @@ class Masters:
 
     @torch.no_grad()
     def round(self) -> None:
-        """After the masters have changed: the parameters are their rounded values again."""
+        """Set the parameters to the rounded masters, after these have changed."""
         for parameter, master in zip(self._rounded, self.named.values(), strict=True):
             parameter.copy_(master)
 
 
 def _pass_on(parameter: Tensor) -> None:
-    found, master = parameter.grad, getattr(parameter, ATTRIBUTE)
+    gradient, master = parameter.grad, getattr(parameter, ATTRIBUTE)
     parameter.grad = None
-    if found is not None and master.grad is None:
-        master.grad = found.to(master.dtype)
-    elif found is not None:
-        master.grad.add_(found)
+    if gradient is not None and master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    elif gradient is not None:
+        master.grad.add_(gradient)
 
 
 # -- LoRA -------------------------------------------------------------------------
@@ -233,11 +234,11 @@ class LoraSettings:
     @classmethod
     def of(cls, topology: Any) -> LoraSettings | None:
         """From a topology's [lora]; None without an adapter."""
-        own = topology.lora
-        return cls(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
+        lora = topology.lora
+        return cls(lora.rank, lora.scale, lora.targets, lora.dropout, topology.run.seed) if lora.on else None
 
     def described(self) -> dict[str, Any]:
-        """For the meta of a checkpoint: what an adapter has to agree in to be continued."""
+        """The settings that a checkpoint's adapter must have to be continued, for its meta."""
         return {"rank": self.rank, "scale": self.scale, "targets": sorted(self.targets)}
 
 
@@ -278,25 +279,25 @@ class Adapter:
 
     def off(self) -> contextlib.AbstractContextManager[None]:
         """Within it the model is its base alone."""
-        found: contextlib.AbstractContextManager[None] = self._wrapped.disable_adapter()
-        return found
+        context: contextlib.AbstractContextManager[None] = self._wrapped.disable_adapter()
+        return context
 
     def base_alone(self, score: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         """The function that gives the log-probabilities of `score` under the base without the adapter."""
 
-        def of_base(*given: Any) -> Tensor:
+        def of_base(*arguments: Any) -> Tensor:
             with self.off():
-                return score(*given)[0]
+                return score(*arguments)[0]
 
         return of_base
 
     def merged(self, model: Any) -> Mapping[str, Tensor]:
-        """Base and adapter as one, by the names of the model alone, in the base's number type; each tensor is made when
-        it is asked for, valid until the next step."""
+        """Base and adapter as one, by the names of the model alone, in the base's number type. Each access computes a
+        tensor, which is valid until the next step."""
         return Merged(model, self._layers, self.settings.scale)
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """The folder that peft loads."""
+        """Write the folder that peft loads."""
         from safetensors.torch import save
 
         config = copy.copy(self._config)
@@ -304,20 +305,20 @@ class Adapter:
         config.target_modules = sorted(config.target_modules)
         folder.mkdir(exist_ok=True)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(_plain(config.to_dict()), indent=1, sort_keys=True))
-        whole = {name: value.contiguous() for name, value in tensors.items()}
-        (folder / ADAPTER_WEIGHTS).write_bytes(save(whole, {"format": "pt"}))
+        contiguous = {name: value.contiguous() for name, value in tensors.items()}
+        (folder / ADAPTER_WEIGHTS).write_bytes(save(contiguous, {"format": "pt"}))
 
     @torch.no_grad()
     def load(self, folder: Path, spread: Callable[[Tensor, Tensor], Tensor] = lambda tensor, _: tensor) -> None:
-        """Continue with an adapter that was written; ModelNotLoaded if its layers or shapes are others. `spread` gives
-        of a whole tensor what a tensor of this process has of it."""
+        """Continue with the adapter of a folder; ModelNotLoaded if its layers or shapes are others. `spread` gives the
+        part of a whole tensor that a tensor of this process has."""
         from safetensors.torch import load_file
 
-        found, own = load_file(folder / ADAPTER_WEIGHTS), self.tensors()
-        if found.keys() != own.keys() or any(found[name].shape != value.shape for name, value in own.items()):
+        saved, tensors = load_file(folder / ADAPTER_WEIGHTS), self.tensors()
+        if saved.keys() != tensors.keys() or any(saved[name].shape != value.shape for name, value in tensors.items()):
             raise ModelNotLoaded(f"{folder}: an adapter with other layers or another rank than [lora] asks for")
-        for name, value in own.items():
-            value.copy_(spread(found[name].to(value.dtype), value))
+        for name, value in tensors.items():
+            value.copy_(spread(saved[name].to(value.dtype), value))
         for layer in self._layers.values():
             for part in (layer.lora_A[OWN].weight, layer.lora_B[OWN].weight):
                 part.copy_(exact(part))
@@ -333,17 +334,17 @@ class Merged(Mapping[str, Tensor]):
         self.described: Mapping[str, Tensor] = self._base  # names, shapes and number types, without making a tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.made(name, lambda tensor: tensor)
+        return self.merge(name, lambda tensor: tensor)
 
-    def made(self, name: str, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """The tensor of that name, of tensors that `whole` makes whole."""
-        weight = whole(self._base[name])
+    def merge(self, name: str, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Compute the tensor of that name from its parts, each passed through `gather`."""
+        weight = gather(self._base[name])
         if name not in self._layers:
             return weight
         layer = self._layers[name]
-        a, b = whole(exact(layer.lora_A[OWN].weight)), whole(exact(layer.lora_B[OWN].weight))
-        found: Tensor = torch.addmm(weight.to(b.dtype), b, a, alpha=self._scale).to(weight.dtype)
-        return found
+        a, b = gather(exact(layer.lora_A[OWN].weight)), gather(exact(layer.lora_B[OWN].weight))
+        merged: Tensor = torch.addmm(weight.to(b.dtype), b, a, alpha=self._scale).to(weight.dtype)
+        return merged
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)
@@ -366,8 +367,9 @@ class _Dropout(nn.Module):
 def _targets(model: Any, wanted: tuple[str, ...]) -> set[str]:
     """Last names of the layers that get an adapter; ModelNotLoaded for one that the model does not have."""
     head = model.get_output_embeddings()
-    found = {name.rpartition(".")[2]: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    linear = {name for name, module in found.items() if module is not head}
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    by_last_name = {name.rpartition(".")[2]: module for name, module in layers}
+    linear = {name for name, module in by_last_name.items() if module is not head}
     if missing := sorted(set(wanted) - linear):
         raise ModelNotLoaded(f"lora.targets: the model has no linear layer {missing[0]!r}; it has {sorted(linear)}")
     if not linear:
@@ -375,12 +377,12 @@ def _targets(model: Any, wanted: tuple[str, ...]) -> set[str]:
     return set(wanted) or linear
 
 
-def require_vocabulary(folder: Path, found: Any, own: Any) -> None:
-    """UserError if the reference in that folder knows other tokens than the model that is trained."""
-    if vocabulary(found) != vocabulary(own):
+def require_vocabulary(folder: Path, reference: Any, trained: Any) -> None:
+    """UserError if the reference of that folder has another number of tokens than the trained model."""
+    if vocabulary(reference) != vocabulary(trained):
         raise UserError(
-            f"model.reference = {folder}: its vocabulary has {vocabulary(found)} tokens, that of the "
-            f"trained model {vocabulary(own)}; give an earlier version of the model, or none"
+            f"model.reference = {folder}: its vocabulary has {vocabulary(reference)} tokens, that of the "
+            f"trained model {vocabulary(trained)}; give an earlier version of the model, or none"
         )
 
 

@@ -34,20 +34,20 @@ MOST_PADDING = 4000  # scores of padding in a rectangle: more would cost what on
 
 @dataclass(frozen=True)
 class Sequences:
-    """Consecutive rows of some sequences, each of which attends to itself and to a stretch of rows before it."""
+    """Sequences of consecutive rows; each attends to its own rows and to a stretch of earlier rows."""
 
-    before_first: Ints  # per sequence: the first row of that stretch,
-    before: Ints  # and how many they are
-    first: Ints
+    before_first: Ints  # per sequence: the first row of the stretch
+    before: Ints  # number of rows of the stretch
+    first: Ints  # the first of its own rows
     lengths: Ints
-    made: dict[Any, Any] = field(default_factory=dict, compare=False)  # layouts and borders, once for all layers
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False)  # layouts and borders, once for all layers
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value that `make` gave for that key at its first call."""
-        if key not in self.made:
-            self.made[key] = make()
-        found: T = self.made[key]
-        return found
+        if key not in self.cache:
+            self.cache[key] = make()
+        value: T = self.cache[key]
+        return value
 
     def __getitem__(self, chosen: Ints) -> Sequences:
         return Sequences(self.before_first[chosen], self.before[chosen], self.first[chosen], self.lengths[chosen])
@@ -60,8 +60,9 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of a micro-batch: what stands before the first generated token but for its last, once for all pieces
-    that begin with it, then the rest of each piece, in flat order: the positions that predict its tokens."""
+    """The rows of a micro-batch, in two kinds. First the prompts (all ids before the first generated token but the last
+    one), each once for all pieces that begin with it. Then, in flat order, the rest of each piece: the positions that
+    predict its tokens."""
 
     ids: Tensor  # [rows]
     positions: Tensor  # [rows]
@@ -104,7 +105,7 @@ def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Pl
 
 
 def stay_out_of_graphs() -> None:
-    """Let compiled layers call `attend` as it is: a plan is another for each micro-batch, and would be compiled in."""
+    """Let compiled layers call `attend` uncompiled: each micro-batch has another plan, which would be compiled in."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
@@ -115,7 +116,7 @@ def adopt(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # no mask: the plan says all
+    AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # the plan replaces the mask
     model.set_attn_implementation(NAME)
 
 
@@ -142,9 +143,9 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, r
         return _at_once(query, key, value, sequences, rule)
     layout = sequences.once((rule.window, query.dtype), lambda: _layout(sequences, rule.window, query))
     mixed = _together(query, key, value, layout, rule)
-    mixed += [_alone(query, key, value, one, rule) for one in layout.alone]
-    found = torch.cat(mixed)
-    return found if layout.order is None else F.embedding(layout.order, found.flatten(1)).view(-1, *found.shape[1:])
+    mixed += [_alone(query, key, value, rows, rule) for rows in layout.alone]
+    rows = torch.cat(mixed)
+    return rows if layout.order is None else F.embedding(layout.order, rows.flatten(1)).view(-1, *rows.shape[1:])
 
 
 # -- all sequences at once, on a GPU ---------------------------------------------------
@@ -155,7 +156,7 @@ LONGEST_HEAD = 256  # numbers that flash attention takes
 
 
 def _flash_knows(query: Tensor, key: Tensor, rule: Rule) -> bool:
-    """True if the kernel computes this layer: not scores that are capped, and no sinks."""
+    """True if the kernel computes this layer: one without capped scores and without sinks."""
     fits = query.is_cuda and query.dtype in FLASH_TYPES and query.shape[-1] <= LONGEST_HEAD
     return fits and not rule.cap and rule.sinks is None and _flash_is_right(
         query.device, query.dtype, query.shape[1] // key.shape[1], query.shape[-1], bool(rule.window))
@@ -163,14 +164,14 @@ def _flash_knows(query: Tensor, key: Tensor, rule: Rule) -> bool:
 
 @functools.cache
 def _flash() -> tuple[Callable[..., Any], bool] | None:
-    """torch's flash attention over sequences of any lengths, if this torch has it with a scale and a window; and
-    whether it takes fewer heads of keys than of queries (torch 2.12)."""
+    """torch's flash attention over sequences of any lengths, if this torch has it with a scale and a window; and True
+    if it takes fewer heads of keys than of queries (torch 2.12)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
         return None
-    known = set(inspect.signature(varlen_attn).parameters)
-    return (varlen_attn, "enable_gqa" in known) if {"scale", "window_size"} <= known else None
+    parameters = set(inspect.signature(varlen_attn).parameters)
+    return (varlen_attn, "enable_gqa" in parameters) if {"scale", "window_size"} <= parameters else None
 
 
 @functools.cache
@@ -181,19 +182,20 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, repeats: int, size
     rule = Rule(size ** -0.5, 3 if windowed else 0, 0.0, None)
     plan = Sequences(np.array([0, 0, 0, 0]), np.array([0, 5, 5, 0]), np.array([0, 5, 9, 20]), np.array([5, 4, 11, 7]))
     random = torch.Generator().manual_seed(0)
-    given = [torch.randn(1, heads, 27, size, generator=random).to(device, dtype) for heads in (repeats, 1, 1, repeats)]
+    shapes = [(1, heads, 27, size) for heads in (repeats, 1, 1, repeats)]
+    tensors = [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
     answers = []
     try:
         for way in (_at_once, _one_by_one):
-            three = [tensor.clone().requires_grad_() for tensor in given[:3]]
-            found = way(three[0], three[1], three[2], plan, rule)
-            found.backward(given[3][0].transpose(0, 1))  # type: ignore[no-untyped-call]
-            answers.append([found.detach(), *(tensor.grad for tensor in three)])
+            three = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+            mixed = way(three[0], three[1], three[2], plan, rule)
+            mixed.backward(tensors[3][0].transpose(0, 1))  # type: ignore[no-untyped-call]
+            answers.append([mixed.detach(), *(tensor.grad for tensor in three)])
     except RuntimeError:  # no kernel for this device
         return False
     return all(
-        float((one - other).abs().max()) <= FLASH_TOLERANCE * float(other.abs().max())
-        for one, other in zip(*answers, strict=True)
+        float((left - right).abs().max()) <= FLASH_TOLERANCE * float(right.abs().max())
+        for left, right in zip(*answers, strict=True)
     )
 
 
@@ -212,8 +214,8 @@ class Borders:
         spans, keys = some.before + some.lengths, None
         if some.before.any():
             place, before = numbered(spans), np.repeat(some.before, spans)
-            shared, own = np.repeat(some.before_first, spans), np.repeat(some.first, spans)
-            keys = torch.from_numpy(np.where(place < before, shared + place, own + place - before)).to(device)
+            shared, first = np.repeat(some.before_first, spans), np.repeat(some.first, spans)
+            keys = torch.from_numpy(np.where(place < before, shared + place, first + place - before)).to(device)
         ends = (np.concatenate([[0], np.cumsum(part)]).astype(np.int32) for part in (some.lengths, spans))
         of_queries, of_keys = (torch.from_numpy(part).to(device) for part in ends)
         return cls(keys, of_queries, of_keys, (int(some.lengths.max()), int(spans.max())))
@@ -221,9 +223,9 @@ class Borders:
 
 def _at_once(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
     """Every sequence by one call of the kernel, [rows, heads, size]; a query is the last of the keys that it sees."""
-    borders, found = sequences.once(query.device, lambda: Borders.of(sequences, query.device)), _flash()
-    assert found is not None
-    kernel, grouped = found
+    borders, flash = sequences.once(query.device, lambda: Borders.of(sequences, query.device)), _flash()
+    assert flash is not None
+    kernel, grouped = flash
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     if borders.keys is not None:
         keys, values = (part.index_select(0, borders.keys) for part in (keys, values))
@@ -238,7 +240,7 @@ def _at_once(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, ru
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
-    return torch.cat([_alone(query, key, value, one, rule) for one in sequences.rows() if one[3]])
+    return torch.cat([_alone(query, key, value, rows, rule) for rows in sequences.rows() if rows[3]])
 
 
 # -- rectangles, and sequences one by one ----------------------------------------------
@@ -246,7 +248,7 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences,
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule by which a layer turns scores into shares; 0 and None: not at all."""
+    """The rule by which a layer turns scores into shares. A window or cap of 0 and sinks of None are absent."""
 
     scale: float
     window: int
@@ -268,17 +270,17 @@ class Rule:
 
 
 def _seen(before: Any, queries: Any, keys: Any, window: int) -> Any:
-    """True if query number q of a sequence may look at row k of what it attends to; broadcasts [.., q] and [.., k]."""
+    """True if query q of a sequence attends to row k of its context; broadcasts [.., q] and [.., k]."""
     distance = before[..., None, None] + queries[:, None] - keys
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The way in which the sequences of a plan are attended to: some padded to rectangles, others alone."""
+    """Attention of the sequences of a plan: some are padded to rectangles, others computed alone."""
 
-    queries: Tensor  # rows in all rectangles, one after another,
-    keys: Tensor  # and rows that they attend to
+    queries: Tensor  # rows in all rectangles, one after another
+    keys: Tensor  # rows that they attend to
     shapes: tuple[tuple[int, int, int], ...]  # per rectangle: sequences, longest, longest context
     hidden: tuple[Tensor, ...]  # per rectangle [sequences, 1, longest, longest context]: 0 or -inf
     alone: tuple[tuple[int, int, int, int], ...]  # per sequence: first and number of rows before, first and number
@@ -288,12 +290,15 @@ class Layout:
 def _layout(sequences: Sequences, window: int, like: Tensor) -> Layout:
     spans, some = sequences.before + sequences.lengths, sequences.lengths > 0
     short = some & (spans <= LONGEST_TOGETHER) & (like.device.type == "cpu")
-    made = [_rectangle(sequences[chosen], window, like.dtype) for chosen in _cuts(sequences, np.flatnonzero(short))]
+    cuts = _cuts(sequences, np.flatnonzero(short))
+    rectangles = [_rectangle(sequences[chosen], window, like.dtype) for chosen in cuts]
     long = sequences[np.flatnonzero(some & ~short)]
     return Layout(
-        queries=_flat([one.queries for one in made]), keys=_flat([one.keys for one in made]),
-        shapes=tuple((*one.queries.shape, one.keys.shape[1]) for one in made),
-        hidden=tuple(one.hidden for one in made), alone=tuple(long.rows()), order=_order(made, long) if made else None,
+        queries=_flat([rectangle.queries for rectangle in rectangles]),
+        keys=_flat([rectangle.keys for rectangle in rectangles]),
+        shapes=tuple((*rectangle.queries.shape, rectangle.keys.shape[1]) for rectangle in rectangles),
+        hidden=tuple(rectangle.hidden for rectangle in rectangles), alone=tuple(long.rows()),
+        order=_order(rectangles, long) if rectangles else None,
     )
 
 
@@ -325,20 +330,21 @@ def _rectangle(part: Sequences, window: int, dtype: torch.dtype) -> Rectangle:
     spans, before = part.before + part.lengths, part.before[:, None]
     place, span = np.arange(part.lengths.max()), np.arange(spans.max())
     real = place < part.lengths[:, None]
-    own = np.where(span < spans[:, None], part.first[:, None] + span - before, 0)
+    queried = np.where(span < spans[:, None], part.first[:, None] + span - before, 0)
     # A padded query sees the first key: a row of -inf alone would be NaN.
     seen = _seen(part.before, place, span, window) | (~real[..., None] & (span == 0))
     hidden = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
     return Rectangle(
         queries=np.where(real, part.first[:, None] + place, 0),
-        keys=np.where(span < before, part.before_first[:, None] + span, own), hidden=hidden[:, None], real=real,
+        keys=np.where(span < before, part.before_first[:, None] + span, queried), hidden=hidden[:, None], real=real,
     )
 
 
-def _order(made: Sequence[Rectangle], long: Sequences) -> Tensor:
+def _order(rectangles: Sequence[Rectangle], long: Sequences) -> Tensor:
     """For each row of the plan its place in all rectangles and what follows them."""
-    real = np.concatenate([one.real.ravel() for one in made])
-    rows = [one.queries[one.real] for one in made] + [np.arange(count) + first for _, _, first, count in long.rows()]
+    real = np.concatenate([rectangle.real.ravel() for rectangle in rectangles])
+    rows = [rectangle.queries[rectangle.real] for rectangle in rectangles]
+    rows += [np.arange(count) + first for _, _, first, count in long.rows()]
     order = np.empty(sum(len(part) for part in rows), np.int64)
     places = np.concatenate([np.flatnonzero(real), np.arange(long.lengths.sum()) + len(real)])
     order[np.concatenate(rows)] = places
@@ -353,16 +359,16 @@ def _together(query: Tensor, key: Tensor, value: Tensor, layout: Layout, rule: R
     """The attention of each rectangle, [places, heads, size], padding included."""
     if not layout.shapes:
         return []
-    asked = [count * longest for count, _, longest in layout.shapes]
+    places = [count * longest for count, _, longest in layout.shapes]
     pieces = zip(
         torch.split_with_sizes(_gathered(query, layout.queries), [count * most for count, most, _ in layout.shapes]),
-        torch.split_with_sizes(_gathered(key, layout.keys), asked),
-        torch.split_with_sizes(_gathered(value, layout.keys), asked), strict=True,
+        torch.split_with_sizes(_gathered(key, layout.keys), places),
+        torch.split_with_sizes(_gathered(value, layout.keys), places), strict=True,
     )
     mixed = []
     for (count, _, _), three, hidden in zip(layout.shapes, pieces, layout.hidden, strict=True):
-        own, keys, values = (_heads_first(rows, count, query.shape[1]) for rows in three)
-        mixed.append(rule.mixed(own, keys, values, hidden).transpose(1, 2).flatten(0, 1))
+        queries, keys, values = (_heads_first(rows, count, query.shape[1]) for rows in three)
+        mixed.append(rule.mixed(queries, keys, values, hidden).transpose(1, 2).flatten(0, 1))
     return mixed
 
 
@@ -374,18 +380,19 @@ def _gathered(heads: Tensor, index: Tensor) -> Tensor:
 
 def _heads_first(rows: Tensor, sequences: int, heads: int) -> Tensor:
     """[places, heads, size] as [sequences, heads, length, size], with so many heads."""
-    found = rows.view(sequences, -1, *rows.shape[1:]).transpose(1, 2)
-    return found if found.shape[1] == heads else found.repeat_interleave(heads // found.shape[1], 1)
+    by_head = rows.view(sequences, -1, *rows.shape[1:]).transpose(1, 2)
+    return by_head if by_head.shape[1] == heads else by_head.repeat_interleave(heads // by_head.shape[1], 1)
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor, one: tuple[int, int, int, int], rule: Rule) -> Tensor:
+def _alone(query: Tensor, key: Tensor, value: Tensor, place: tuple[int, int, int, int], rule: Rule) -> Tensor:
     """A sequence alone: [rows, heads, size]."""
-    start, count, first, length = one
-    own, stretch, repeats = slice(first, first + length), slice(start, start + count), query.shape[1] // key.shape[1]
+    start, count, first, length = place
+    queried, stretch = slice(first, first + length), slice(start, start + count)
+    repeats = query.shape[1] // key.shape[1]
     keys, values = (
-        torch.cat([rows[:, :, stretch], rows[:, :, own]], 2).repeat_interleave(repeats, 1) for rows in (key, value)
+        torch.cat([rows[:, :, stretch], rows[:, :, queried]], 2).repeat_interleave(repeats, 1) for rows in (key, value)
     )
-    return _sequence(query[:, :, own], keys, values, count, rule)[0].transpose(0, 1)
+    return _sequence(query[:, :, queried], keys, values, count, rule)[0].transpose(0, 1)
 
 
 def _sequence(queries: Tensor, keys: Tensor, values: Tensor, before: int, rule: Rule) -> Tensor:

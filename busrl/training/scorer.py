@@ -1,11 +1,10 @@
-"""Scores of a micro-batch, which a loss gets: log-probabilities of the model, of its reference and its teacher, and
-values.
+"""Scores of a micro-batch for a loss: log-probabilities of the model, of its reference and its teacher, and values.
 
 Made and driven by the trainer. Talks to the way in which the model computes (`forward`); knows nothing of gradients,
 updates or steps.
 
-- The reference is computed before the graph of the model is there: what it gathers is given up by then.
-- What a reference and a teacher give has no gradient.
+- The reference is computed before the graph of the model exists: the weights that it gathers are given up by then.
+- Numbers of a reference and a teacher have no gradient.
 """
 
 from __future__ import annotations
@@ -69,30 +68,32 @@ class Scorer:
     def flatten(self, samples: Sequence[Sample]) -> Flat:
         return batch.flatten(samples, self.dtype, self.device)
 
-    def inputs(self, samples: Sequence[Sample], flat: Flat, given: Credits) -> tuple[losses.LossInputs, Tensor | None]:
+    def inputs(
+        self, samples: Sequence[Sample], flat: Flat, credits: Credits
+    ) -> tuple[losses.LossInputs, Tensor | None]:
         """Inputs of the loss, and the values of a value head, of one forward of each model."""
-        referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
-        wanted, known, student = flat, None, None
+        referred = self._reference_logprobs(samples, flat)  # first: see the head of the module
+        wanted, taught, student = flat, None, None
         if self.teacher is not None:
             with torch.no_grad():
-                ids, known = self.teacher(samples, flat)
+                ids, taught = self.teacher(samples, flat)
             wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
         (logprobs, entropy), values = self._scores_and_values(samples, wanted)
-        if known is not None:
-            logprobs, student, known = logprobs[:, 0], logprobs[:, 1:], known.to(self.dtype)
-        inputs = self._of_logprobs(flat, logprobs, given)
-        return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=known,
+        if taught is not None:
+            logprobs, student, taught = logprobs[:, 0], logprobs[:, 1:], taught.to(self.dtype)
+        inputs = self._of_logprobs(flat, logprobs, credits)
+        return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=taught,
                        student_logprobs=student), values
 
-    def _of_logprobs(self, flat: Flat, logprobs: Tensor, given: Credits) -> losses.LossInputs:
-        """Inputs that need no other forward than that of the log-probabilities."""
+    def _of_logprobs(self, flat: Flat, logprobs: Tensor, credits: Credits) -> losses.LossInputs:
+        """The inputs of the loss that need the forward of the log-probabilities alone."""
         before = logprobs.detach()
-        if given.proximal is not None:
-            before = torch.from_numpy(np.concatenate(given.proximal)).to(logprobs)
-        chosen = None if given.chosen is None else torch.from_numpy(np.concatenate(given.chosen)).to(self.device)
-        advantages = flat.per_token(given.advantages, self.dtype)
-        if given.valued is not None:
-            advantages = torch.from_numpy(np.concatenate([row.advantages for row in given.valued])).to(advantages)
+        if credits.proximal is not None:
+            before = torch.from_numpy(np.concatenate(credits.proximal)).to(logprobs)
+        chosen = None if credits.chosen is None else torch.from_numpy(np.concatenate(credits.chosen)).to(self.device)
+        advantages = flat.per_token(credits.advantages, self.dtype)
+        if credits.valued is not None:
+            advantages = torch.from_numpy(np.concatenate([row.advantages for row in credits.valued])).to(advantages)
         by_turn = self.settings.unit == "turn"
         return losses.LossInputs(
             trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
@@ -103,7 +104,7 @@ class Scorer:
         )
 
     def for_loss(self, inputs: losses.LossInputs, current: Tensor | None) -> losses.LossInputs:
-        """With a ratio of exactly 1 for all tokens (pois), or for those of the present weights; for the loss alone."""
+        """The inputs for the loss alone: ratio exactly 1 for all tokens (pois), or for those of the present weights."""
         if self.settings.ratio_one:
             return replace(inputs, behaviour_logprobs=inputs.trainer_logprobs.detach())
         if self.settings.newest_ratio == "one" and current is not None:
@@ -112,7 +113,7 @@ class Scorer:
         return inputs
 
     def value_errors(self, values: Tensor | None, valued: Sequence[Valued], flat: Flat) -> diagnostics.ValueErrors:
-        """The value loss per token, 0 where masked, and what it was made of."""
+        """The value loss per token, 0 where masked, with returns and values."""
         assert values is not None and self.settings.value is not None, "rows of values for a trainer without a head"
         old, returns = (
             torch.from_numpy(np.concatenate([getattr(row, name) for row in valued])).to(values)
@@ -123,7 +124,7 @@ class Scorer:
         return diagnostics.ValueErrors(trained, returns, values.detach())
 
     def idle(self) -> Tensor:
-        """A forward of nothing, of every model; its backward has a gradient of 0."""
+        """A forward of one token that does not count, of every model; its gradient is 0."""
         flat = self.flatten([NOTHING])
         self._reference_logprobs([NOTHING], flat)
         if self.teacher is not None:
@@ -133,8 +134,8 @@ class Scorer:
 
     @torch.no_grad()
     def at_once(self, samples: Sequence[Sample], by: str = "") -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the generated tokens, computed at once; by "reference", "value" or EVERY
-        those numbers alone. Of no sample, where a rank without work has to make a forward like the others."""
+        """Log-probabilities and entropies of the generated tokens, computed at once; `by` "reference", "value" or EVERY
+        those numbers alone. Samples may be none: a rank without work has to make a forward like the others."""
         chosen = list(samples) or [NOTHING]
         if by == "value":
             assert self.value_head is not None

@@ -19,7 +19,7 @@ from busrl.algorithms.gae import ValueSettings
 from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.topology.learner import Learner, Memory
 
-OF_OTHER_TABLES = ("compute_dtype", "ratio_one", "value", "base_dir", "token_rows")  # what `of` finds by itself
+OF_OTHER_TABLES = ("compute_dtype", "ratio_one", "value", "base_dir", "token_rows")  # computed by `of`
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class TrainerSettings(LossSettings):
     newest_ratio: str = Learner.newest_ratio  # "one": tokens drawn by the very weights that are trained have ratio 1
     kl_in: str = Learner.kl_in
     ratio_one: bool = False  # segments.loss = "pois"
-    unit: str = Learner.unit  # what losses of whole samples take as one: an episode, or each of its turns
-    compute_dtype: str = "float32"  # "bfloat16": of forward and backward; what is trained stays float32
+    unit: str = Learner.unit  # a sample for losses of whole samples: an episode, or each of its turns
+    compute_dtype: str = "float32"  # "bfloat16": of forward and backward; trained tensors stay float32
     activation_checkpointing: str = Memory.activation_checkpointing
     head_rows: int = Memory.head_rows
     head_dtype: str = Memory.head_dtype
@@ -64,5 +64,5 @@ class TrainerSettings(LossSettings):
 
     @property
     def few_bits(self) -> torch.dtype | None:
-        """The type that forward and backward compute with, and what is published; None: as it is trained."""
+        """The type that forward and backward compute with and weights are published in; None: that of training."""
         return None if self.compute_dtype == "float32" else getattr(torch, self.compute_dtype)

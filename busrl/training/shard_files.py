@@ -116,8 +116,8 @@ class Writing:
             with self._lock:  # nobody changes the tensor meanwhile, for that one calls `stage` first
                 part.tensor = part.tensor.detach().contiguous()
                 piece = part.tensor.view(-1).view(torch.uint8)[begin: begin + PIECE]
-                mine = room[: piece.numel()].copy_(piece)
-            self._put(file, mine.numpy().data)
+                copied = room[: piece.numel()].copy_(piece)
+            self._put(file, copied.numpy().data)
             if self._left:
                 raise WriteFailed(f"{self.path}: given up")
         with self._lock:
@@ -149,23 +149,23 @@ def _head(parts: Sequence[Part], world: int) -> bytes:
 class Saving:
     """The files that a process writes of a checkpoint; a team has one of all ranks with the same calls."""
 
-    own: Writing
+    writing: Writing
     rank: int = 0
 
     def ready(self) -> bool:
         """True if `entries` would not wait."""
-        return self.own.ended
+        return self.writing.ended
 
     def whose(self) -> str:
         """Name of whoever still writes."""
-        return f"rank {self.rank} ({self.own.path})"
+        return f"rank {self.rank} ({self.writing.path})"
 
     def entries(self) -> dict[str, list[int]]:
         """Sizes and CRC-32 of all files, by their names in the checkpoint; waits for them."""
-        return {file_of(self.rank): self.own.entry()}
+        return {file_of(self.rank): self.writing.entry()}
 
     def leave(self) -> None:
-        self.own.leave()
+        self.writing.leave()
 
 
 def wait(saving: Saving, limit_s: float, on_progress: Callable[[], None]) -> None:
@@ -191,11 +191,11 @@ def flattened(tree: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
         raise _unfit(f"{name} of the optimiser has the key {odd[0]!r}: a file of tensors has strings as keys alone")
     if isinstance(tree, (dict, list, tuple)):
         items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
-        found = [(key, *flattened(one, f"{name}.{key}")) for key, one in items]
-        tensors = {name: tensor for _, _, own in found for name, tensor in own.items()}
+        items_ = [(key, *flattened(branch, f"{name}.{key}")) for key, branch in items]
+        tensors = {name: tensor for _, _, part in items_ for name, tensor in part.items()}
         if isinstance(tree, dict):
-            return {key: one for key, one, _ in found}, tensors
-        return [one for _, one, _ in found], tensors
+            return {key: branch for key, branch, _ in items_}, tensors
+        return [branch for _, branch, _ in items_], tensors
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree, {}
     kind = f"tensor of {tree.dtype}" if isinstance(tree, Tensor) else type(tree).__name__
@@ -209,8 +209,8 @@ def _unfit(what: str) -> UserError:
 def built(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     """The tree that `flattened` was given, with the tensors that `tensor` has by their names; tuples are lists now."""
     if isinstance(tree, dict):
-        return tensor(tree[TENSOR]) if TENSOR in tree else {key: built(one, tensor) for key, one in tree.items()}
-    return [built(one, tensor) for one in tree] if isinstance(tree, list) else tree
+        return tensor(tree[TENSOR]) if TENSOR in tree else {key: built(branch, tensor) for key, branch in tree.items()}
+    return [built(branch, tensor) for branch in tree] if isinstance(tree, list) else tree
 
 
 # -- reading -----------------------------------------------------------------------
@@ -248,29 +248,29 @@ class Shards:
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
         """Reads that part of a tensor, read from whichever files have pieces of it."""
         if not place:
-            found: Tensor = self._parts[name][0][1].get_tensor(name)
-            return found
-        made: Tensor | None = None
-        missing = math.prod(one.stop - one.start for one in place)
+            number: Tensor = self._parts[name][0][1].get_tensor(name)
+            return number
+        tensor: Tensor | None = None
+        missing = math.prod(span.stop - span.start for span in place)
         for begin, file in self._parts[name]:
             piece = file.get_slice(name)
-            shared = [_shared(*one) for one in zip(place, begin, piece.get_shape(), strict=True)]
-            if any(one.start >= one.stop for one in shared):
+            shared = [_shared(*ranges) for ranges in zip(place, begin, piece.get_shape(), strict=True)]
+            if any(span.start >= span.stop for span in shared):
                 continue
             read: Tensor = piece[_from(shared, begin)]
-            if missing == read.numel() and made is None:
+            if missing == read.numel() and tensor is None:
                 return read
-            made = read.new_empty([one.stop - one.start for one in place]) if made is None else made
-            made[_from(shared, [one.start for one in place])] = read
+            tensor = read.new_empty([span.stop - span.start for span in place]) if tensor is None else tensor
+            tensor[_from(shared, [span.start for span in place])] = read
             missing -= read.numel()
-        if made is None or missing:
+        if tensor is None or missing:
             raise FileCorrupt(f"{self.folder}: {missing} values of {name} are in none of the files")
-        return made
+        return tensor
 
 
 def _from(place: Sequence[slice], begin: Sequence[int]) -> tuple[slice, ...]:
     """A place counted from another."""
-    return tuple(slice(one.start - at, one.stop - at) for one, at in zip(place, begin, strict=True))
+    return tuple(slice(span.start - at, span.stop - at) for span, at in zip(place, begin, strict=True))
 
 
 def _shared(wanted: slice, begin: int, size: int) -> slice:
@@ -278,13 +278,13 @@ def _shared(wanted: slice, begin: int, size: int) -> slice:
     return slice(max(wanted.start, begin), min(wanted.stop, begin + size))
 
 
-def require_same(found: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor], where: str, model: str) -> None:
+def require_same(saved: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], where: str, model: str) -> None:
     """UserError if the tensors of a checkpoint are not those of the model, by name and shape."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    if wrong := sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name)):
-        one = wrong[0]
-        here, there = (str(list(of[one])) if one in of else "none" for of in (shapes, found))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wrong := sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name)):
+        name_ = wrong[0]
+        here, there = (str(list(of[name_])) if name_ in of else "none" for of in (shapes, saved))
         raise UserError(
-            f"{where} is of another model: {one} has the shape {there} there and {here} in {model} ({len(wrong)} "
+            f"{where} is of another model: {name_} has the shape {there} there and {here} in {model} ({len(wrong)} "
             "tensors differ); set model.path to the model that it was trained from, or take another checkpoint"
         )

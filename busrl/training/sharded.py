@@ -24,8 +24,8 @@ dist: Any = torch.distributed  # its stub does not export the mesh of a tensor
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; shares the memory."""
-    own = getattr(tensor, "to_local", None)
-    return tensor if own is None else own()
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def any_spread(tensors: Iterable[Tensor]) -> bool:
@@ -59,7 +59,7 @@ def begin(tensor: Any) -> tuple[int, ...]:
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if tuple(shape) != tuple(local(tensor).shape):
         raise BugError(f"a tensor of {list(tensor.shape)} is cut into parts that are no boxes: {tensor.placements}")
-    return tuple(int(one) for one in offset)
+    return tuple(int(start) for start in offset)
 
 
 def within(tensor: Any) -> tuple[slice, ...]:
@@ -80,11 +80,11 @@ def spread_of(part: Tensor, pattern: Any) -> Tensor:
     """A tensor that is spread as `pattern` is, of this rank's part."""
     from torch.distributed.tensor import DTensor
 
-    made: Tensor = DTensor.from_local(
+    tensor: Tensor = DTensor.from_local(
         part.to(local(pattern).device), pattern.device_mesh, pattern.placements, run_check=False,
         shape=pattern.shape, stride=pattern.stride(),
     )
-    return made
+    return tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ def whole(tensor: Tensor) -> Tensor:
     if gather is None:
         return tensor
     there: Any = tensor
-    found: Tensor = there.to(there.device_mesh.device_type).full_tensor()
-    return found
+    tensor_: Tensor = there.to(there.device_mesh.device_type).full_tensor()
+    return tensor_
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -116,16 +116,16 @@ def added(values: Sequence[float], parameters: Sequence[Tensor]) -> list[float]:
     """The sums of numbers over the ranks that the parameters are spread over: one collective, in float64."""
     if not any_spread(parameters):
         return list(values)
-    found = torch.tensor(values, dtype=torch.float64, device=local(parameters[0]).device)
-    dist.all_reduce(found)
-    return found.tolist()
+    sums = torch.tensor(values, dtype=torch.float64, device=local(parameters[0]).device)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
-def add_gradients(own: Sequence[Tensor], copies: int, parameters: Sequence[Tensor]) -> None:
+def add_gradients(tensors: Sequence[Tensor], copies: int, parameters: Sequence[Tensor]) -> None:
     """Sums the gradients of tensors that every rank has whole over the ranks that `parameters` are spread over, in
     place. `copies`: how many ranks compute the same samples."""
     if not any_spread(parameters):
         return
-    for one in own:
-        one.grad = torch.zeros_like(one) if one.grad is None else one.grad.div_(copies)
-        dist.all_reduce(one.grad)
+    for tensor in tensors:
+        tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.div_(copies)
+        dist.all_reduce(tensor.grad)

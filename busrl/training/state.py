@@ -106,9 +106,9 @@ class TrainerState:
             number: {
                 key: sharded.spread_like(value, order[number])
                 if isinstance(value, Tensor) and value.shape == order[number].shape else value
-                for key, value in self._as_kept(kept).items()
+                for key, value in self._as_kept(state).items()
             }
-            for number, kept in states.items()
+            for number, state in states.items()
         }
 
     def _as_kept(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class TrainerState:
         """The optimiser's state by the names of its parameters."""
         state, names = self.optimizer.state_dict(), self._numbered()
         return {  # blocks of 8 bits are of a part
-            "state": {names[number]: optimizers.unpacked(own) for number, own in state["state"].items()},
+            "state": {names[number]: optimizers.unpacked(values) for number, values in state["state"].items()},
             "param_groups": [
                 {**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]
             ],
@@ -175,12 +175,12 @@ class TrainerState:
         """Refuses a checkpoint of another model or another optimiser, with both values before anything is changed."""
         shards = Shards(path)
         # No file has empty ones.
-        kept = {name: tensor for name, tensor in self.kept_tensors().items() if tensor.numel()}
+        tensors = {name: tensor for name, tensor in self.kept_tensors().items() if tensor.numel()}
         shapes = {name: shards.shapes[f"{WEIGHT_PREFIX}{name}"] for name in shards.names(WEIGHT_PREFIX)}
-        shard_files.require_same(shapes, kept, str(path), "this run's")
+        shard_files.require_same(shapes, tensors, str(path), "this run's")
         if optimizer:
             self._require_same(shards.rest, str(path))
-        for name, tensor in kept.items():
+        for name, tensor in tensors.items():
             sharded.local(tensor).copy_(sharded.local(_read_like(shards, f"{WEIGHT_PREFIX}{name}", tensor)))
             self._on_progress()
         changed = self._take(self._of_shards(shards)) if optimizer else []

@@ -1,9 +1,9 @@
-"""Numbers of an optimiser step: what a trainer counts of it, the numbers of each rank, their sum over ranks, and
-several updates as one step.
+"""Numbers of an optimiser step: a trainer's counts, the numbers of each rank, their sum over ranks, and several updates
+as one step.
 
 Filled by the trainer, read by the learner. Knows nothing of models, losses or optimisers.
 
-- A mean is over all trained tokens, whatever rank or update they were in; times of ranks are those of the slowest.
+- A mean is over the trained tokens of all ranks and updates; times of ranks are those of the slowest.
 - Nothing is read back from the device before the update: a read for each micro-batch would stall it.
 """
 
@@ -28,7 +28,7 @@ from busrl.training.batch import Flat, Sample, pieces_of
 
 @dataclass(frozen=True)
 class StepStats:
-    """An optimiser step; `skipped` says why there was none, `culprits` names the samples or parameters."""
+    """An optimiser step. `skipped`: why there was none; `culprits`: the samples or parameters behind it."""
 
     lr: float
     loss: float  # the aggregated loss of the step, before the update
@@ -47,26 +47,26 @@ class StepStats:
     forward_s: float = 0.0
     backward_s: float = 0.0
     step_s: float = 0.0
-    sums: tuple[float, ...] = ()  # what the diagnostics were made of, in the order of their FIELDS
+    sums: tuple[float, ...] = ()  # from which the diagnostics follow, in the order of their FIELDS
 
 
 def combined(updates: Sequence[StepStats]) -> StepStats:
-    """Joins several updates to a step, at least one: counts and times added up, means over all of its trained tokens,
-    each under the weights of its own update. The gradient norm is that of the last update."""
+    """Join at least one update to a step: counts and times are added up, means are over all trained tokens, each under
+    the weights of its update. The gradient norm is that of the last update."""
     last = updates[-1]
     if len(updates) == 1:
         return last
-    sums = tuple(map(sum, zip(*(one.sums for one in updates), strict=True)))
-    added = {name: sum(getattr(one, name) for one in updates) for name in (
+    sums = tuple(map(sum, zip(*(update.sums for update in updates), strict=True)))
+    added = {name: sum(getattr(update, name) for update in updates) for name in (
         "tokens", "sequences", "micro_batches", "context_tokens", "forward_s", "backward_s", "step_s")}
-    weights = [one.tokens + one.context_tokens for one in updates]
+    weights = [update.tokens + update.context_tokens for update in updates]
     return replace(
         last, **added, sums=sums, diagnostics=diagnostics.finish(sums),
-        loss=sum(one.loss * one.tokens for one in updates) / max(1, sum(one.tokens for one in updates)),
-        padding=sum(one.padding * weight for one, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
-        partly=len({bool(one.skipped) for one in updates}) > 1,
-        skipped="; ".join(dict.fromkeys(one.skipped for one in updates if one.skipped)),
-        culprits=tuple(name for one in updates for name in one.culprits),
+        loss=sum(update.loss * update.tokens for update in updates) / max(1, sum(update.tokens for update in updates)),
+        padding=sum(u.padding * weight for u, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
+        partly=len({bool(update.skipped) for update in updates}) > 1,
+        skipped="; ".join(dict.fromkeys(update.skipped for update in updates if update.skipped)),
+        culprits=tuple(name for update in updates for name in update.culprits),
     )
 
 
@@ -90,26 +90,26 @@ class RankStats:
 
 
 def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
-    """The step of these ranks, at least one: what they did added up, the times those of the slowest."""
+    """The step of these ranks, at least one: counts are added up, times are those of the slowest."""
     added = {name: sum(getattr(share, name) for share in shares)
              for name in ("tokens", "sequences", "micro_batches", "context", "computed", "real")}
     slowest = {name: max(getattr(share, name) for share in shares) for name in ("forward_s", "backward_s", "step_s")}
     computed, real, context = (added.pop(name) for name in ("computed", "real", "context"))
     sums = tuple(map(sum, zip(*(share.sums for share in shares), strict=True)))
-    found = diagnostics.finish(sums)
+    figures = diagnostics.finish(sums)
     return StepStats(
-        lr=lr, loss=found.loss / ((denominator or max(added["tokens"], 1)) * scale), grad_norm=shares[0].norm,
-        padding=1.0 - real / computed if computed else 0.0, diagnostics=found, skipped=shares[0].skipped, sums=sums,
+        lr=lr, loss=figures.loss / ((denominator or max(added["tokens"], 1)) * scale), grad_norm=shares[0].norm,
+        padding=1.0 - real / computed if computed else 0.0, diagnostics=figures, skipped=shares[0].skipped, sums=sums,
         context_tokens=context,
         culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)), **added, **slowest,
     )
 
 
-# -- what is counted until the update -------------------------------------------------
+# -- counts until the update ----------------------------------------------------------
 
 
 class Tally:
-    """Counts of what a trainer has computed of the step under way."""
+    """Counts the work of a trainer for the step under way."""
 
     def __init__(self, where: torch.device) -> None:
         self._device, self.stopwatch = where, device.Stopwatch(where)
@@ -118,7 +118,7 @@ class Tally:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a step. The gaps of watched samples stay until they are asked for."""
+        """Begin a step. The gaps of watched samples stay until `gaps` returns them."""
         self._sums = torch.zeros(len(diagnostics.FIELDS), dtype=torch.float64, device=self._device)
         self.tokens = self._sequences = self._computed = self._real = self._context = 0
         self._losses: list[tuple[list[int], Tensor]] = []  # uids of a micro-batch, and the loss of each
@@ -129,11 +129,11 @@ class Tally:
         return self.stopwatch.mark()
 
     def timed(self, started: Any, forwarded: Any) -> None:
-        """A micro-batch began, had its forward, and has its backward now."""
+        """Count the times of a micro-batch: its begin, the end of its forward, and, now, of its backward."""
         self._marks.append((started, forwarded, self.stopwatch.mark()))
 
     def add(self, samples: Sequence[Sample], flat: Flat, row: Tensor, loss: Tensor, positions: int) -> None:
-        """A micro-batch: its row of diagnostics, the loss of each token, and how many positions were computed."""
+        """Count a micro-batch: its row of diagnostics, the loss of each token, and the number of computed positions."""
         self._sums += row
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
         self._losses.append((flat.uids, per_sample.index_add_(0, flat.rows, loss)))
@@ -173,7 +173,7 @@ class Tally:
         self._watched = uids
 
     def keep_gaps(self, samples: Sequence[Sample], inputs: LossInputs) -> None:
-        """On the device, so that nothing waits for it; of several updates with a sample the first one's."""
+        """Keep gaps on the device, so that nothing waits for them; of several updates with a sample the first one's."""
         ends = np.cumsum([sample.generated for sample in samples])
         for sample, end in zip(samples, ends.tolist(), strict=True):
             if sample.uid in self._watched and sample.uid not in self._gaps:

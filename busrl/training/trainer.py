@@ -42,7 +42,7 @@ from busrl.training.state import TrainerState
 from busrl.training.step_stats import RankStats, StepStats, Tally, stats_of
 from busrl.training.value_head import ValueHead
 
-# -- what a trainer is made with ---------------------------------------------------
+# -- hooks and ranks ---------------------------------------------------------------
 
 
 def _of_now(versions: Versions) -> NDArray[np.int64]:
@@ -51,7 +51,7 @@ def _of_now(versions: Versions) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that a trainer calls of whoever drives it."""
+    """Functions that a trainer calls: those of its driver."""
 
     on_progress: Callable[[], None] = lambda: None  # after each micro-batch, a scored one too
     ages_of: Callable[[Versions], NDArray[np.int64]] = _of_now  # steps since the version of each token
@@ -112,36 +112,36 @@ class Trainer:
         self._views: Mapping[str, Tensor] | None = None  # of this rank, what is published
 
     def accumulate(
-        self, samples: Sequence[Sample], given: Credits | Sequence[Worth], version: int | None = None
+        self, samples: Sequence[Sample], credits: Credits | Sequence[Worth], version: int | None = None
     ) -> None:
-        """Forward and backward of these samples, added to the step under way. `given` may be advantages alone;
-        `version` is that of the weights being trained, for the mismatch between engine and trainer."""
-        given = self._checked(samples, given)
+        """Forward and backward of these samples, added to the step under way. `credits` may be advantages alone.
+        `version`: that of the trained weights, for the mismatch between engine and trainer."""
+        credits = self._checked(samples, credits)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            self.micro_batch([samples[i] for i in part], given.of(part), version)
+            self.micro_batch([samples[i] for i in part], credits.of(part), version)
 
-    def _checked(self, samples: Sequence[Sample], given: Credits | Sequence[Worth]) -> Credits:
-        given = given if isinstance(given, Credits) else Credits(given)
-        for rows in vars(given).values():
+    def _checked(self, samples: Sequence[Sample], credits: Credits | Sequence[Worth]) -> Credits:
+        credits = credits if isinstance(credits, Credits) else Credits(credits)
+        for rows in vars(credits).values():
             if rows is not None and len(rows) != len(samples):
                 raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {len(rows)}")
-        return given
+        return credits
 
-    def micro_batch(self, samples: Sequence[Sample], given: Credits, version: int | None) -> None:
+    def micro_batch(self, samples: Sequence[Sample], credits: Credits, version: int | None) -> None:
         started, settings = self.tally.mark(), self.settings
         flat = self.scorer.flatten(samples)
-        inputs, values = self.scorer.inputs(samples, flat, given)
+        inputs, values = self.scorer.inputs(samples, flat, credits)
         # Which tokens the weights of `version` drew, and which of them in samples that began with these weights.
         current = None if version is None else torch.from_numpy(flat.policy_versions == version).to(self._device)
         begun = None if version is None else flat.begun(version)
         in_loss = settings.kl != "none" and settings.kl_in == "loss"
         of_loss = self.scorer.for_loss(inputs, current)
         objective = terms.objective(self.loss, of_loss, settings, in_loss)
-        of_values = None if given.valued is None else self.scorer.value_errors(values, given.valued, flat)
+        of_values = None if credits.valued is None else self.scorer.value_errors(values, credits.valued, flat)
         loss = objective.loss
         trained = loss if of_values is None else loss + of_values.loss
-        if given.weights is not None:
-            weights = flat.per_token(given.weights, self.scorer.dtype)
+        if credits.weights is not None:
+            weights = flat.per_token(credits.weights, self.scorer.dtype)
             loss, trained = loss * weights, trained * weights
         total = trained.sum()
         forwarded = self.tally.mark()
@@ -152,9 +152,9 @@ class Trainer:
             inputs, loss.detach(), inputs.entropy, current, settings, begun, of_values,
             objective.weights if of_loss is inputs else None, objective.teacher_kl,
         )
-        whole = loss.detach() if of_values is None else loss.detach() + of_values.loss.detach()
+        with_values = loss.detach() if of_values is None else loss.detach() + of_values.loss.detach()
         self.tally.keep_gaps(samples, inputs)
-        self.tally.add(samples, flat, row, whole, self.forward.size(samples))
+        self.tally.add(samples, flat, row, with_values, self.forward.size(samples))
         self.hooks.on_progress()
 
     def idle(self) -> None:
@@ -166,17 +166,17 @@ class Trainer:
     def score(self, samples: Sequence[Sample], by: str = "") -> list[Floats]:
         """Log-probabilities of the generated tokens under the present weights or the "reference", or the "value" before
         each: a row per sample."""
-        found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
+        rows: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
         for part, values, _ in self._parts(samples, by):
             if not part:  # of a rank without work
                 continue
             ends = np.cumsum([samples[i].generated for i in part])[:-1]
             for index, row in zip(part, np.split(values.float().cpu().numpy(), ends), strict=True):
-                found[index] = row
-        return found
+                rows[index] = row
+        return rows
 
     def every(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Rows of samples with one generated token each: the log-probabilities of every token in its place."""
+        """For samples with one generated token each: a row of the log-probabilities of every token in its place."""
         return [rows[0] for rows in self.score(samples, EVERY)]
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ class Trainer:
         return float(total) / max(tokens, 1)
 
     def _parts(self, samples: Sequence[Sample], by: str = "") -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Per micro-batch the positions of its samples, and what `Scorer.at_once` gives of them."""
+        """Per micro-batch the positions of its samples, and their scores by `Scorer.at_once`."""
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             yield part, *self.scorer.at_once([samples[i] for i in part], by)
             self.hooks.on_progress()
@@ -196,13 +196,14 @@ class Trainer:
     # -- the update ------------------------------------------------------------------------------------------------
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
-        """Divides, clips and updates with that learning rate; or skips, with the reason. The gradient is divided by
-        `denominator` (0: by the trained tokens) times `scale`, which the advantages were not divided by."""
+        """Divide, clip and update with that learning rate; or skip, with the reason. The gradient is divided by
+        `denominator` (0: by the trained tokens) times `scale`, by which the advantages are still to be divided."""
         return stats_of([self.update(lr, denominator, scale)], lr, denominator, scale)
 
     def update(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> RankStats:
-        """The same, on each of the ranks that the parameters are spread over; what this one did. A collective."""
-        device.synchronize(self._device)  # what is still to be computed is no part of the update
+        """Make the update of `step` on this rank, and return its numbers: a collective of the ranks that the parameters
+        are spread over."""
+        device.synchronize(self._device)  # pending work is no part of the update
         started = time.perf_counter()
         norm, reason = 0.0, ""
         (tokens,) = sharded.added([self.tally.tokens / self._copies], self.parameters)
@@ -235,8 +236,8 @@ class Trainer:
     def _culprits(self) -> tuple[str, ...]:
         if samples := self.tally.culprits():
             return tuple(f"sample {uid}" for uid in samples)
-        named = self.trained_tensors().items()
-        gradients = ((name, sharded.local(tensor.grad)) for name, tensor in named if tensor.grad is not None)
+        tensors = self.trained_tensors().items()
+        gradients = ((name, sharded.local(tensor.grad)) for name, tensor in tensors if tensor.grad is not None)
         return tuple(f"parameter {name}" for name, gradient in gradients if not bool(gradient.isfinite().all()))
 
     # -- weights and state -----------------------------------------------------------------------------------------
@@ -250,10 +251,10 @@ class Trainer:
         return named_weights(self.model) if self.adapter is None else self.adapter.merged(self.model)
 
     def gather_weight(self, name: str) -> Tensor:
-        """Gathers one of the weights to publish, whole, on every rank: a collective. Cast before: half of the bytes."""
+        """Gather one of the weights to publish on every rank: a collective. Cast before: half of the bytes."""
         views = self.published()
         if isinstance(views, Merged):
-            return views.made(name, sharded.gathered)
+            return views.merge(name, sharded.gathered)
         return sharded.gathered(views[name], self.settings.few_bits)
 
     def adapter_weights(self) -> Mapping[str, Tensor]:
@@ -276,7 +277,7 @@ class Trainer:
         return self.state.saved()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> list[str]:
-        """Continue from that; returns, as text, which settings differ from those of the state. They stay this run's."""
+        """Continue from that state. Returns, as text, the settings that differ in it; this run's are used."""
         changed = self.state.load(state)
         self._clear()
         return changed
@@ -294,21 +295,21 @@ class Trainer:
 
 
 def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
-    """The way in which the model computes, and the masters of its parameters where it computes in fewer bits; what is
-    not trained is frozen. Spread over ranks it has its masters in the shards, and its way was chosen before."""
+    """Freeze the untrained parameters; return the way in which the model computes, and the masters of its parameters
+    where it computes in fewer bits. A spread model has its masters in the shards, and its way was chosen before."""
     if forward is not None and forward.spread:
         return forward, None
     train_only(model, settings.train_layers)
-    found = forward
-    if found is None and not settings.attention.startswith(FLASH):  # a probe in float32 tells more
-        found = way_of(model, settings)
+    way = forward
+    if way is None and not settings.attention.startswith(FLASH):  # a probe in float32 is more exact
+        way = way_of(model, settings)
     masters = None if settings.few_bits is None else Masters(model, settings.few_bits)
-    found = found or way_of(model, settings)
+    way = way or way_of(model, settings)
     if computes_again(settings, model, model.device.type):
-        checkpoint_layers(found)
+        checkpoint_layers(way)
     if settings.compile:
-        compile_layers(found)
-    return found, masters
+        compile_layers(way)
+    return way, masters
 
 
 def way_of(model: Any, settings: TrainerSettings) -> Forward:
@@ -318,7 +319,7 @@ def way_of(model: Any, settings: TrainerSettings) -> Forward:
 
 
 def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:
-    """True if these settings ask for it, for that model on a device of that kind."""
+    """True if layers are computed again in backward, for that model on a device of that kind."""
     return device.computes_again(settings.activation_checkpointing, kind, lambda: sum(
         parameter.numel() for parameter in model.parameters()))
 
@@ -327,7 +328,7 @@ def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:
     """Divides the accumulated gradient in place, and returns its norm over all ranks: a collective if it is spread."""
     gradients = _gradients(parameters)
     torch._foreach_div_(gradients, divisor)
-    shares = torch.tensor([sharded.weight_in_sum(one.grad) for one in parameters if one.grad is not None]).double()
+    shares = torch.tensor([sharded.weight_in_sum(p.grad) for p in parameters if p.grad is not None]).double()
     norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(0)
     return math.sqrt(sharded.added([float((norms.square() * shares.to(norms.device)).sum())], parameters)[0])
 

@@ -38,20 +38,21 @@ class ValueHead:
 
     @classmethod
     def of(cls, model: Any, settings: ValueSettings, dtype: torch.dtype, device: torch.device) -> ValueHead:
-        found = model.get_output_embeddings()
-        if not isinstance(found, nn.Linear):
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
             raise ModelNotLoaded(
                 f"{type(model).__name__}: its last hidden states cannot be reached, so it can have no value head; set "
                 'learner.advantage to another than "gae"'
             )
-        return cls(found.in_features, settings, dtype, device)
+        return cls(head.in_features, settings, dtype, device)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The value of each row, [n, width] -> [n]."""
-        known = hidden.detach()
-        scaled = known.lerp(hidden, self.settings.coef) if torch.is_grad_enabled() and self.settings.coef else known
-        found: Tensor = self.line(scaled.to(self.line.weight.dtype))
-        return found[:, 0]
+        constant = hidden.detach()
+        passes = torch.is_grad_enabled() and self.settings.coef
+        scaled = constant.lerp(hidden, self.settings.coef) if passes else constant
+        values: Tensor = self.line(scaled.to(self.line.weight.dtype))
+        return values[:, 0]
 
     def clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -76,28 +77,28 @@ class ValueHead:
     # -- files --------------------------------------------------------------------------------------------------
 
     def write(self, folder: Path) -> None:
-        """The head and the state of its optimiser, as two files of a new folder."""
+        """Write the head and the state of its optimiser, as two files of a new folder."""
         from safetensors.torch import save
 
         folder.mkdir()
-        named = {name: one.detach().to("cpu", copy=True) for name, one in self.line.state_dict().items()}
-        (folder / LINE_FILE).write_bytes(save(named, {"format": "pt"}))
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.line.state_dict().items()}
+        (folder / LINE_FILE).write_bytes(save(tensors, {"format": "pt"}))
         buffer = io.BytesIO()
         torch.save(self.optimizer.state_dict(), buffer)
         (folder / STATE_FILE).write_bytes(buffer.getbuffer())
 
     def load(self, folder: Path, optimizer: bool = True) -> None:
-        """Continue from what `write` made, or with its head alone; UserError if it is of another model."""
+        """Continue from a folder of `write`, or with its head alone; UserError if it is of another model."""
         from safetensors.torch import load_file
 
         file = folder / LINE_FILE
-        found, own = load_file(file), self.line.state_dict()
-        for name, one in own.items():
-            if name not in found or found[name].shape != one.shape:
-                shape = tuple(found[name].shape) if name in found else None
-                raise UserError(f"{file}: its {name} is {shape}, the model needs {tuple(one.shape)}: it is the value "
-                                "head of another model")
-        self.line.load_state_dict(found)
+        saved, present = load_file(file), self.line.state_dict()
+        for name, tensor in present.items():
+            if name not in saved or saved[name].shape != tensor.shape:
+                shape = tuple(saved[name].shape) if name in saved else None
+                raise UserError(f"{file}: its {name} is {shape}, the model needs {tuple(tensor.shape)}: it is the "
+                                "value head of another model")
+        self.line.load_state_dict(saved)
         if optimizer:
             state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)

@@ -58,7 +58,7 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
     away = Away("gpu-0", lambda: place(file.with_suffix(".json")), Path(more["there"])) if more["there"] else None
     follower = Follower(team, settings, rank, away=away)
     while True:
-        message = follower.hear(60)
+        message = follower.receive(60)
         if message is not None and not follower.act(message):
             return
 

@@ -60,7 +60,7 @@ def test_a_bfloat16_folder_is_half_as_large_and_training_goes_on(lab: Any, tmp_p
 
     trainer = made(lab.model("qwen3", double=False))
     train(lab, trainer, 0)
-    found = save(tmp_path, 1, trainer, named=trainer.named_weights())
+    found = save(tmp_path, 1, trainer, weights=trainer.named_weights())
     described = json.loads((found.model / "config.json").read_text())
     assert described.get("dtype", described.get("torch_dtype")) == "bfloat16"
     stored = load_file(found.model / "model.safetensors")

@@ -41,7 +41,7 @@ def a_run(lab: Any, root: Path, kind: str = "qwen3", steps: tuple[int, ...] = (1
         assert not trainer.step(1e-1).skipped
         checkpoint.save(
             run / "checkpoints", step, model=model, optimizer_state=trainer.optimizer_state(), meta={},
-            named=trainer.named_weights(), source=source,
+            weights=trainer.named_weights(), source=source,
         )
     return run, trainer, adapter
 

@@ -102,7 +102,7 @@ def test_a_rank_elsewhere_goes_on_from_copies_of_a_gathered_checkpoint(lab: Any,
         a_step(trainer, lab, 0)
         saved = checkpoint.save(
             home / "checkpoints", 1, model=trainer.model, optimizer_state=trainer.optimizer_state(), meta={},
-            named=trainer.named_weights(),
+            weights=trainer.named_weights(),
         )
         (saved.path / "trained.bin").write_bytes(b"of rank 0 alone")
         expected = [a_step(trainer, lab, seed) for seed in (1, 2)]

@@ -42,7 +42,8 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 def saved(root: Path, trainer: Trainer) -> checkpoint.Checkpoint:
     state = trainer.optimizer_state()
-    return checkpoint.save(root, 1, model=trainer.model, optimizer_state=state, meta={}, named=trainer.named_weights())
+    weights = trainer.named_weights()
+    return checkpoint.save(root, 1, model=trainer.model, optimizer_state=state, meta={}, weights=weights)
 
 
 @pytest.mark.parametrize("name", ALL)

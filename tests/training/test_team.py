@@ -199,7 +199,7 @@ def test_a_team_trains_scores_publishes_and_saves_as_one_rank_does(lab: Any, tea
     assert_same_weights(trainer.named_weights(), one.named_weights())
     saved = checkpoint.save(
         tmp_path / "checkpoints", 4, model=trainer.model, optimizer_state=trainer.optimizer_state(), meta={},
-        named=trainer.named_weights(), source=source,
+        weights=trainer.named_weights(), source=source,
     )
     after = [a_step(trainer, lab, seed) for seed in range(4, 7)]
     assert_same_steps(after, [a_step(one, lab, seed) for seed in range(4, 7)])

@@ -55,7 +55,7 @@ def test_another_optimiser_over_parts_goes_on_with_other_numbers_of_ranks(
             torch.testing.assert_close(tensor, expected, **limit)
         saved = [
             checkpoint.save(tmp_path / f"of{number}", 3, model=each.model, optimizer_state=each.optimizer_state(),
-                            meta={}, named=each.named_weights(), source=lab.folder("qwen3"))
+                            meta={}, weights=each.named_weights(), source=lab.folder("qwen3"))
             for number, each in enumerate((one, trainer))
         ]
         a_step(one, lab, 3)
@@ -264,7 +264,7 @@ def test_a_value_head_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path:
         assert all(bool(parameter.ne(0).any()) for parameter in heads[0].values())
         found = checkpoint.save(
             tmp_path / "saved", 3, model=trainer.model, optimizer_state=trainer.optimizer_state(), meta={},
-            named=trainer.named_weights(), source=lab.folder("qwen3"),
+            weights=trainer.named_weights(), source=lab.folder("qwen3"),
             extras=lambda folder: trainer.value_head.write(folder / "value"),
         )
         again = team.trainer(found.model, settings)

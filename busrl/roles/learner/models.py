@@ -231,12 +231,12 @@ class Models:
         if self.in_shards:
             return Pending(root, step, trainer=self.trainer, **both)
         checkpoint.save(
-            root, step, model=self.trainer.model, optimizer_state=self.trainer.optimizer_state(), named=self._named(),
-            **both,
+            root, step, model=self.trainer.model, optimizer_state=self.trainer.optimizer_state(),
+            weights=self._folder_weights(), **both,
         )
         return None
 
-    def _named(self) -> Mapping[str, Tensor] | None:
+    def _folder_weights(self) -> Mapping[str, Tensor] | None:
         """Weights of a checkpoint's model, in the number type that is published: a copy of shared weights, or base and
         adapter as one. None: the trained tensors as they are."""
         adapted = self.trainer.adapter is not None
