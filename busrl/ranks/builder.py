@@ -146,8 +146,8 @@ class TrainerBuilder:
             compile_layers(forward)
         return make(
             model, self.settings, forward=forward, adapter=adapter, copies=self.meshes.layout.tensor, hooks=hooks,
-            refer=lambda _, loss: self._refer(forward, loss, adapter, model),
-            teach=lambda _, loss: self._teach(loss, model),
+            refer=lambda _, loss: self.reference(forward, loss, adapter, model),
+            teach=lambda _, loss: self.teacher(loss, model),
         )
 
     def _sharded(self, way: Forward) -> ShardedForward:
@@ -179,7 +179,7 @@ class TrainerBuilder:
         self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
         return model, way, adapter
 
-    def _refer(self, forward: Forward, loss: LossFunction, adapter: Adapter | None, model: Any) -> Reference | None:
+    def reference(self, forward: Forward, loss: LossFunction, adapter: Adapter | None, model: Any) -> Reference | None:
         """The function that gives log-probabilities under the reference: the base without its adapter, or a second
         model."""
         if not self.team.refers and not reads(loss, "reference"):
@@ -192,7 +192,7 @@ class TrainerBuilder:
         require_vocabulary(folder, second.model, model)
         return lambda samples, flat: second.score(samples, flat)[0]
 
-    def _teach(self, loss: LossFunction, model: Any) -> Teacher | None:
+    def teacher(self, loss: LossFunction, model: Any) -> Teacher | None:
         """The function that gives a teacher's most probable tokens, of those that the model has."""
         if not self.team.taught and not reads(loss, "teacher"):
             return None

@@ -22,6 +22,7 @@ from torch import Tensor
 from busrl.data.vocabulary import TokenRows
 from busrl.training import packing
 from busrl.training.batch import Sample
+from busrl.training.model import attention_of
 
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")  # of a parameter's name, up to the number of its layer
 
@@ -106,7 +107,7 @@ def over_old_keys(
 @contextlib.contextmanager
 def _cacheable(model: Any) -> Iterator[None]:
     """The model with an attention that knows of a cache, and not computing its layers again."""
-    training, attention = model.training, model.config._attn_implementation
+    training, attention = model.training, attention_of(model)
     try:
         model.eval()
         if attention == packing.NAME:

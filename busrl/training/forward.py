@@ -27,7 +27,7 @@ from busrl.training import packing
 from busrl.training.batch import Flat, Sample, flatten, join, pad, pieces_of
 from busrl.training.earlier import in_type
 from busrl.training.head import Head
-from busrl.training.model import keep_first_layers, silence_chance, vocabulary
+from busrl.training.model import attention_of, keep_first_layers, silence_chance, vocabulary
 
 Scores = tuple[Tensor, Tensor]  # log-probability and entropy in nats, [generated tokens] each, on the model's device
 
@@ -193,7 +193,7 @@ def choose_forward(model: Any, head: Head | None = None, attention: str = AUTO) 
 
 def _packed(model: Any, head: Head | None, samples: Sequence[Sample], expected: Tensor) -> Forward | None:
     """The way over packed rows: the model attends by `packing` from now on. None: the model is unchanged."""
-    before = model.config._attn_implementation
+    before = attention_of(model)
     try:
         packing.adopt(model)
         way = PackedRows(model, head)

@@ -77,7 +77,7 @@ class Head:
         rows = self._rows(len(weight), hidden.device.type)
         room = _room(hidden, weight, rows)
         for part in _parts(len(hidden), rows):
-            logits = _logits(hidden[part], weight, bias, self.scale, self.cap, room)
+            logits = piece_logits(hidden[part], weight, bias, self.scale, self.cap, room)
             _divide(token_rows.mask(logits), temperature, part)
             values, ids = logits[:, :limit].topk(min(count, limit, token_rows.tokens), -1)
             best.append((ids, values - logits.logsumexp(-1, keepdim=True)))
@@ -103,7 +103,7 @@ class _Pieces(torch.autograd.Function):
         logprobs = hidden.new_empty(targets.shape, dtype=exact)
         room = _room(hidden, weight, rows)
         for part in _parts(len(hidden), rows):
-            logits = _logits(hidden[part], weight, bias, scale, cap, room)
+            logits = piece_logits(hidden[part], weight, bias, scale, cap, room)
             _divide(token_rows.mask(logits), temperature, part)
             wanted, largest = logits.gather(-1, targets[part]), logits.amax(-1)
             shares = logits.sub_(largest[:, None]).exp_()
@@ -140,7 +140,7 @@ class _Pieces(torch.autograd.Function):
 def _to_logits(ctx: Any, part: slice, gradients: tuple[Tensor | None, ...], room: Tensor) -> Tensor:
     """The gradient of one piece's h W^T + b: g (1[target] - p) of a log-probability, -g p (log p + H) of an entropy."""
     hidden, weight, targets, temperature, bias, normaliser, entropy = ctx.saved_tensors
-    logits = _logits(hidden[part], weight, bias, ctx.scale, ctx.cap, room)
+    logits = piece_logits(hidden[part], weight, bias, ctx.scale, ctx.cap, room)
     slope = None if not ctx.cap else 1 - (logits / ctx.cap).square_()
     _divide(ctx.token_rows.mask(logits), temperature, part)
     logs = logits.sub_(normaliser[part, None])
@@ -167,7 +167,7 @@ def _room(hidden: Tensor, weight: Tensor, rows: int) -> Tensor:
     return hidden.new_empty(min(rows, len(hidden)), len(weight))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float, room: Tensor) -> Tensor:
+def piece_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float, room: Tensor) -> Tensor:
     """In float32 at least, scaled and capped, before the temperature; in `room`, if that has the type."""
     logits = torch.mm(hidden, weight.t(), out=room[: len(hidden)])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

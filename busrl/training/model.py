@@ -154,6 +154,11 @@ def _parts(names: Iterable[str]) -> str:
     return (f"layers 0 to {max(numbers)}, and " if numbers else "") + ", ".join(parts)
 
 
+def attention_of(model: Any) -> str:
+    """The implementation of a model's attention, as transformers names it."""
+    return str(model.config._attn_implementation)
+
+
 def vocabulary(model: Any) -> int:
     return int(model.get_input_embeddings().num_embeddings)
 
@@ -264,7 +269,7 @@ class Adapter:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self._wrapped = peft.get_peft_model(model, self._config)
+            self.peft_model = peft.get_peft_model(model, self._config)
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
         for layer in self._layers.values():
             layer.lora_dropout[OWN] = _Dropout(settings.dropout)
@@ -279,7 +284,7 @@ class Adapter:
 
     def off(self) -> contextlib.AbstractContextManager[None]:
         """Within it the model is its base alone."""
-        context: contextlib.AbstractContextManager[None] = self._wrapped.disable_adapter()
+        context: contextlib.AbstractContextManager[None] = self.peft_model.disable_adapter()
         return context
 
     def base_alone(self, score: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:

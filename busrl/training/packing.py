@@ -158,7 +158,7 @@ LONGEST_HEAD = 256  # numbers that flash attention takes
 def _flash_knows(query: Tensor, key: Tensor, rule: Rule) -> bool:
     """True if the kernel computes this layer: one without capped scores and without sinks."""
     fits = query.is_cuda and query.dtype in FLASH_TYPES and query.shape[-1] <= LONGEST_HEAD
-    return fits and not rule.cap and rule.sinks is None and _flash_is_right(
+    return fits and not rule.cap and rule.sinks is None and flash_is_right(
         query.device, query.dtype, query.shape[1] // key.shape[1], query.shape[-1], bool(rule.window))
 
 
@@ -175,7 +175,7 @@ def _flash() -> tuple[Callable[..., Any], bool] | None:
 
 
 @functools.cache
-def _flash_is_right(device: torch.device, dtype: torch.dtype, repeats: int, size: int, windowed: bool) -> bool:
+def flash_is_right(device: torch.device, dtype: torch.dtype, repeats: int, size: int, windowed: bool) -> bool:
     """True if the kernel gives values and gradients of the slow way, for a shared prompt and for sequences alone."""
     if _flash() is None:
         return False
@@ -269,7 +269,7 @@ class Rule:
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1].to(values.dtype) @ values
 
 
-def _seen(before: Any, queries: Any, keys: Any, window: int) -> Any:
+def visible(before: Any, queries: Any, keys: Any, window: int) -> Any:
     """True if query q of a sequence attends to row k of its context; broadcasts [.., q] and [.., k]."""
     distance = before[..., None, None] + queries[:, None] - keys
     return (distance >= 0) & (distance < window) if window else distance >= 0
@@ -332,7 +332,7 @@ def _rectangle(part: Sequences, window: int, dtype: torch.dtype) -> Rectangle:
     real = place < part.lengths[:, None]
     queried = np.where(span < spans[:, None], part.first[:, None] + span - before, 0)
     # A padded query sees the first key: a row of -inf alone would be NaN.
-    seen = _seen(part.before, place, span, window) | (~real[..., None] & (span == 0))
+    seen = visible(part.before, place, span, window) | (~real[..., None] & (span == 0))
     hidden = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
     return Rectangle(
         queries=np.where(real, part.first[:, None] + place, 0),
@@ -402,6 +402,6 @@ def _sequence(queries: Tensor, keys: Tensor, values: Tensor, before: int, rule: 
     if not (window or before or rule.cap) and rule.sinks is None:
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=rule.scale)
     place, span = (torch.arange(count, device=queries.device) for count in (length, context))
-    seen = _seen(torch.tensor(before, device=queries.device), place, span, window)
+    seen = visible(torch.tensor(before, device=queries.device), place, span, window)
     hidden = torch.zeros(seen.shape, dtype=queries.dtype, device=queries.device)
     return rule.mixed(queries, keys, values, hidden.masked_fill_(~seen, float("-inf")))

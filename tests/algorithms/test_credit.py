@@ -23,19 +23,19 @@ def test_an_advantage_is_what_came_of_a_turn_less_the_others(
     group: list[list[float]], gamma: float
 ) -> None:
     returns = [[sum(r * gamma**k for k, r in enumerate(own[t:])) for t in range(len(own))] for own in group]
-    found = turn_advantages(group, gamma)
-    for i, row in enumerate(found):
+    credit = turn_advantages(group, gamma)
+    for i, row in enumerate(credit):
         assert len(row) == len(group[i])
         for t, value in enumerate(row):
-            others = [own[t] if t < len(own) else 0.0 for j, own in enumerate(returns) if j != i]
+            others = [turn[t] if t < len(turn) else 0.0 for j, turn in enumerate(returns) if j != i]
             assert value == pytest.approx(returns[i][t] - sum(others) / len(others), abs=1e-9)
 
 
 @given(group=groups)
 def test_the_advantages_of_a_turn_that_all_reached_add_up_to_0(group: list[list[float]]) -> None:
-    found = turn_advantages(group)
+    credit = turn_advantages(group)
     for t in range(min(map(len, group))):
-        assert math.fsum(row[t] for row in found) == pytest.approx(0.0, abs=1e-9)
+        assert math.fsum(row[t] for row in credit) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_an_ended_episode_counts_0_in_later_baselines() -> None:
@@ -44,8 +44,8 @@ def test_an_ended_episode_counts_0_in_later_baselines() -> None:
 
 def test_episodes_of_one_turn_compare_as_leave_one_out() -> None:
     values = [0.0, 1.0, 1.0, 4.0]
-    found = torch.tensor(turn_advantages([[one] for one in values], scaled=True), dtype=torch.float64)[:, 0]
-    assert torch.allclose(found, group_std(values) * 4 / 3)
+    credit = torch.tensor(turn_advantages([[value] for value in values], scaled=True), dtype=torch.float64)[:, 0]
+    assert torch.allclose(credit, group_std(values) * 4 / 3)
     with pytest.raises(ValueError, match="a group of 1 has no advantage"):
         turn_advantages([[1.0]])
 

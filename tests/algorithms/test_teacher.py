@@ -28,10 +28,10 @@ def test_several_tokens_in_a_place_score_as_by_all_logits(cap: float) -> None:
             logits = own @ table.t()
             logits = (logits if not cap else cap * (logits / cap).tanh()) / temperature[:, None]
             every = logits.log_softmax(-1)
-            found, entropy = every.gather(-1, targets), -(every.exp() * every).sum(-1)
+            actual, entropy = every.gather(-1, targets), -(every.exp() * every).sum(-1)
         else:
-            found, entropy = Head(cap=cap, rows=3)(own, table, targets, temperature)
-        total = (found * factors).sum() + 0.3 * entropy.sum()
+            actual, entropy = Head(cap=cap, rows=3)(own, table, targets, temperature)
+        total = (actual * factors).sum() + 0.3 * entropy.sum()
         grads.append((total.detach(), *torch.autograd.grad(total, (own, table))))
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
@@ -64,13 +64,13 @@ def test_the_loss_of_a_teacher_and_its_gradient_are_the_formulas(planted: float)
     known[1] = planted
     leaf[1] = planted
     leaf.requires_grad_()
-    found = terms.objective(losses.topk_kl, inputs(leaf, known, mask), losses.LossSettings(), False).loss
+    actual = terms.objective(losses.topk_kl, inputs(leaf, known, mask), losses.LossSettings(), False).loss
     plain = own.clone().requires_grad_()
     expected = distill.topk_kl(plain, teacher) * mask
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
-    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+    (gradient,) = torch.autograd.grad(actual.sum(), leaf)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), plain)[0], atol=1e-12, rtol=0)
-    assert float(gradient[1].abs().sum()) == 0.0 and float(found[0].detach()) > 0
+    assert float(gradient[1].abs().sum()) == 0.0 and float(actual[0].detach()) > 0
 
 
 def test_beside_another_loss_the_teacher_counts_with_its_coefficient() -> None:

@@ -167,7 +167,7 @@ def test_a_publication_waits_for_a_validation_with_results_alone(
     monkeypatch.setattr(publish.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(publish.version_pin, "pinned_by", lambda ring: ring.header("hold"))
     monkeypatch.setattr(publish.version_pin, "name_of", lambda ring, holder: "validator (pid 7)")
-    monkeypatch.setattr(publish, "make_sender", lambda *settings: SimpleNamespace())
+    monkeypatch.setattr(publish, "make_sender", lambda *settings: SimpleNamespace(pause_engines=lambda *of: None))
     monkeypatch.setattr(publish.TransportSettings, "of", lambda topology, paths: None)
     topology = SimpleNamespace(
         dedicated=False, limits=SimpleNamespace(work_s=10.0), experiments=SimpleNamespace(forced_age=0)
@@ -175,7 +175,7 @@ def test_a_publication_waits_for_a_validation_with_results_alone(
     worker: Any = Worker(tmp_path, "learner", parts(topology, ring))
     worker.warn = lambda where, text: told.append(text)
     worker.idle = lambda timeout_s: now.__setitem__(0, now[0] + 9.0)
-    publish.Publisher(worker, highest=0)._wait_for_pin()
+    publish.Publisher(worker, highest=0).fence(1)
     assert now[0] > 400.0 and ring.moved >= 50, "each result is waited for, and is progress"
     text = "validator (pid 7) holds the version and had no result for 10 s; publishing without it"
     assert told == ([] if lets_go else [text])

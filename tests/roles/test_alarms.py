@@ -22,7 +22,7 @@ def row(
 
 
 def told(alarms: Alarms, *rows: dict[str, Any]) -> list[str]:
-    return [text for one in rows for text in alarms.step(one).values()]
+    return [text for row in rows for text in alarms.step(row).values()]
 
 
 def test_a_drifted_policy_is_reported_once_with_numbers_and_a_remedy() -> None:

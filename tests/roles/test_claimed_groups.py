@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from busrl.data.chat import LightTokenizer
 from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
@@ -78,8 +77,8 @@ def rewarded_group(
 
 
 def claim(ring: Ring, slots: list[int], lines=None, fault=lambda records: None):  # type: ignore[no-untyped-def]
-    found = claim_groups(ring, ring.lines() if lines is None else lines, [slots], fault)
-    return found[0] if isinstance(found, list) else found
+    claimed = claim_groups(ring, ring.lines() if lines is None else lines, [slots], fault)
+    return claimed[0] if isinstance(claimed, list) else claimed
 
 
 def words(ring: Ring, slots: list[int]) -> list[int]:
@@ -90,16 +89,16 @@ def states(ring: Ring, slots: list[int]) -> list[int]:
     return [int(ring.lines()["state"][slot]) for slot in slots]
 
 
-def excerpts(kept: int | str = 1, **data: str) -> Excerpts:
+def excerpts(kept: int | str = 1, model: str = "nowhere", **data: str) -> Excerpts:
     topology = SimpleNamespace(
-        data=Data("train.jsonl", **data), log=Log(kept), openai=Openai(), model=SimpleNamespace(path="nowhere")
+        data=Data("train.jsonl", **data), log=Log(kept), openai=Openai(), model=SimpleNamespace(path=model)
     )
     return Excerpts(topology)  # type: ignore[arg-type]
 
 
 def test_requested_samples_are_kept_starting_with_one_of_every_group(ring: Ring) -> None:
     claimed = claim(ring, rewarded_group(ring))
-    again = replace(claimed, records=tuple(structs.replace(one, group=1) for one in claimed.records))
+    again = replace(claimed, records=tuple(structs.replace(record, group=1) for record in claimed.records))
     for kept, count in ((0, 0), (1, 1), (3, 3), (100, 2 * GROUP), ("all", 2 * GROUP)):
         rows = excerpts(kept).of_step(ring, [claimed, again])
         assert len(rows) == count
@@ -111,9 +110,9 @@ def test_a_prompt_is_shown_as_the_model_was_given_it(tmp_path: Path) -> None:
     line = '{"q": "1+1", "answer": 2}'
     assert excerpts(prompt_key="q").prompt(line) == ("1+1", {"answer": 2})
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<A>")
-    chat = excerpts(prompt_key="q", template="chat", system="Be short.")
-    assert chat.prompt(line) == ("1+1", {"answer": 2}), "no template to be read: the words"
-    chat._chat = LightTokenizer(tmp_path, None)
+    asked = {"prompt_key": "q", "template": "chat", "system": "Be short."}
+    assert excerpts(**asked).prompt(line) == ("1+1", {"answer": 2}), "no template to be read: the words"
+    chat = excerpts(model=str(tmp_path), **asked)
     assert chat.prompt(line) == ("<system>Be short.<user>1+1<A>", {"answer": 2})
     assert chat.prompt("(no task)") == ("(no task)", {})
 
@@ -142,8 +141,8 @@ def test_a_slot_that_moved_gives_the_whole_group_back(ring: Ring) -> None:
 
 def test_an_untrainable_sample_is_dropped_and_the_others_return(ring: Ring) -> None:
     slots = rewarded_group(ring)
-    found = claim(ring, slots, fault=lambda records: (1, "bad id"))
-    assert isinstance(found, Malformed) and str(found) == "sample 1: bad id"
+    claimed = claim(ring, slots, fault=lambda records: (1, "bad id"))
+    assert isinstance(claimed, Malformed) and str(claimed) == "sample 1: bad id"
     assert states(ring, slots) == [State.REWARDED, State.FREE, State.REWARDED, State.REWARDED]
     assert ring.stats().drops == {"M": 1} or sum(ring.stats().drops.values()) == 1
 
@@ -186,8 +185,8 @@ def test_a_tensor_of_another_type_or_rank_costs_its_sample_only(ring, array, why
         slots.append(slot)
     for slot, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=GROUP):
         ring.release(slot, word, State.REWARDED)
-    told = claim(ring, slots)
-    assert told is not None and why in str(told)
+    claimed = claim(ring, slots)
+    assert claimed is not None and why in str(claimed)
     assert states(ring, slots) == [int(State.FREE), *[int(State.REWARDED)] * 3]
     left = claim(ring, slots[1:])
     assert isinstance(left, Claimed)
@@ -256,7 +255,7 @@ def test_the_metrics_average_each_part_over_all_samples_that_have_it(tmp_path: P
     metrics = StepMetrics(RunPaths.of(tmp_path))
     metrics.trained(0, PARTS)
     assert metrics.ended.row()["reward_parts"] == {"format": 0.5, "right": 0.375, "Länge, in Worten": -1.0}
-    metrics._clear()
+    metrics.begin_step()
     assert "reward_parts" not in metrics.ended.row()
     metrics.close()
 

@@ -118,8 +118,8 @@ def test_what_agrees_once_is_not_computed_again_and_few_tokens_decide_nothing() 
 
 
 def test_a_difference_of_the_first_step_below_the_limit_is_a_warning() -> None:
-    found = gate(quick(), scorer(-1.2)).first(records(8, 16), 0, 0)
-    assert found is not None and "differ by 0.2 on average, where 0.001 can be rounding" in found.text
+    verdict = gate(quick(), scorer(-1.2)).first(records(8, 16), 0, 0)
+    assert verdict is not None and "differ by 0.2 on average, where 0.001 can be rounding" in verdict.text
 
 
 @pytest.mark.parametrize("engine", ["mock", "other"])
@@ -198,8 +198,9 @@ def test_a_difference_above_one_limit_is_reported_and_above_another_fatal() -> N
     settings = ["learner.parity.every=1", "learner.parity.end=0.5"]
     off = gate(quick(*settings), scorer(-1.3))
     off.take(answer(1))
-    (found,) = off.look(1)
-    assert "engine torch of rollout-0, version 1: over 16 tokens" in found.text and "by 0.3 on average" in found.text
+    (verdict,) = off.look(1)
+    assert "engine torch of rollout-0, version 1: over 16 tokens" in verdict.text
+    assert "by 0.3 on average" in verdict.text
     assert off.trained(1, 1, 0.3, 0.3) == "" and off.trained(2, 2, 0.3, 0.3)
     far = gate(quick(*settings), scorer(-1.8))
     far.take(answer(1))
@@ -217,15 +218,15 @@ def test_a_difference_above_one_limit_is_reported_and_above_another_fatal() -> N
     ],
 )
 def test_what_cannot_be_is_named_without_a_score(other: dict[str, Any], cause: str) -> None:
-    found = gate(quick("learner.parity.every=1"), refuse)
-    found.take(answer(7, **other))
-    assert [one.cause for one in found.look(7)] == [cause]
+    parity = gate(quick("learner.parity.every=1"), refuse)
+    parity.take(answer(7, **other))
+    assert [one.cause for one in parity.look(7)] == [cause]
 
 
 def test_a_version_that_was_never_published_is_a_wrong_tag() -> None:
-    found = gate(quick("learner.parity.every=1"), refuse)
-    found.take(answer(9))
-    assert [one.cause for one in found.look(7)] == ["version tag"]
+    parity = gate(quick("learner.parity.every=1"), refuse)
+    parity.take(answer(9))
+    assert [one.cause for one in parity.look(7)] == ["version tag"]
 
 
 @pytest.mark.parametrize("settings", [("experiments.forced_age=1",), ("lora.rank=4", "lora.dropout=0.1")])
@@ -235,9 +236,9 @@ def test_engines_that_cannot_agree_are_not_compared(settings: tuple[str, ...]) -
         topology = replace(topology, experiments=replace(topology.experiments, forced_age=1))
     else:
         topology = replace(topology, lora=replace(topology.lora, dropout=0.1))
-    found = gate(topology, refuse)
-    found.take(answer(1, versions=b"\0" * 64))
-    assert list(found.look(1)) == [] and not found.holds(1)
+    parity = gate(topology, refuse)
+    parity.take(answer(1, versions=b"\0" * 64))
+    assert list(parity.look(1)) == [] and not parity.holds(1)
 
 
 @given(
@@ -248,11 +249,12 @@ def test_anything_from_the_bus_is_a_scorable_answer_or_none(
     lengths: list[int], prompts: list[int], temperatures: list[float], ids: bytes, tokens: bytes, logprobs: bytes,
     versions: bytes,
 ) -> None:
-    found = Answered.of(m.ProbeDrawn(
+    answered = Answered.of(m.ProbeDrawn(
         worker_id="x", version=1, lengths=lengths, prompt_lengths=prompts, prompt_ids=ids, tokens=tokens,
         logprobs=logprobs, versions=versions, temperatures=temperatures,
     ))
-    assert found is None or (found.tokens == sum(lengths) and all(one.generated for one in found.samples))
+    assert answered is None or answered.tokens == sum(lengths)
+    assert answered is None or all(sample.generated for sample in answered.samples)
 
 
 # -- causes, of planted numbers ----
@@ -293,8 +295,8 @@ def test_a_shift_is_named_and_the_other_one_is_not(sizes: list[int], seed: int, 
     theirs = [np.roll(row, by) for row in ours]
     gap = gap_of(theirs, ours)
     assume(gap > 0.1 and gap_of(theirs, shifted(ours, -by)) > CLEARLY * gap)
-    found = explain(theirs, gap, [Alternative(str(one), "", shifted(ours, one)) for one in (1, -1)])
-    assert found.cause == str(by) and found.left == 0
+    explained = explain(theirs, gap, [Alternative(str(one), "", shifted(ours, one)) for one in (1, -1)])
+    assert explained.cause == str(by) and explained.left == 0
 
 
 @given(ROWS, st.integers(0, 1 << 16), st.permutations(["a", "b", "c", "d"]))

@@ -45,9 +45,9 @@ def test_nothing_ended_is_no_alarm() -> None:
 
 @given(st.lists(st.integers(1, 20), max_size=30), st.lists(st.integers(1, 20), max_size=30))
 def test_ks_distance_is_the_largest_gap_between_two_distributions(a: list[int], b: list[int]) -> None:
-    found = ks_distance(distribution(np.array(a, np.int64)), distribution(np.array(b, np.int64)))
+    actual = ks_distance(distribution(np.array(a, np.int64)), distribution(np.array(b, np.int64)))
     if not a or not b:
-        assert found == 0.0
+        assert actual == 0.0
         return
     gaps = [abs(sum(x <= v for x in a) / len(a) - sum(x <= v for x in b) / len(b)) for v in range(21)]
-    assert found == pytest.approx(max(gaps))
+    assert actual == pytest.approx(max(gaps))

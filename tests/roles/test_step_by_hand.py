@@ -157,7 +157,8 @@ class Watched(TrainingStep):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology)
-        [self.logits] = [one for name, one in self.trainer.trained_tensors().items() if "final_layer_norm.bias" in name]
+        tensors = self.trainer.trained_tensors().items()
+        [self.logits] = [tensor for name, tensor in tensors if "final_layer_norm.bias" in name]
         self.seen: list[tuple[list[float], list[float]]] = []
         self.trainer.optimizer.register_step_pre_hook(lambda *_: self._look())
         for version in range(STEP + 1):
@@ -203,8 +204,8 @@ def group_std(answers: Sequence[Answer], rewards: Sequence[float] | None = None)
 
 
 def clipped(ratio: float, worth: float) -> float:
-    found = max(-ratio * worth, -min(max(ratio, 0.8), 1.28) * worth)
-    return min(found, -3.0 * worth) if worth < 0 else found
+    loss = max(-ratio * worth, -min(max(ratio, 0.8), 1.28) * worth)
+    return min(loss, -3.0 * worth) if worth < 0 else loss
 
 
 def tokens(answers: Sequence[Answer], z: Logits) -> Iterator[tuple[int, int, float, float, float, Answer]]:
@@ -216,8 +217,8 @@ def tokens(answers: Sequence[Answer], z: Logits) -> Iterator[tuple[int, int, flo
 
 
 def mean(answers: Sequence[Answer], z: Logits, term: Callable[[int, float, float, float, Answer], float]) -> float:
-    found = [term(number, now, drawn, referred, one) for number, _, now, drawn, referred, one in tokens(answers, z)]
-    return sum(found) / len(found)
+    losses = [term(number, now, drawn, referred, one) for number, _, now, drawn, referred, one in tokens(answers, z)]
+    return sum(losses) / len(losses)
 
 
 def policy_loss(answers: Sequence[Answer], worth: Sequence[float], z: Logits) -> float:
@@ -297,8 +298,8 @@ def test_a_correction_weighs_trained_tokens_by_a_constant_trainer_engine_ratio(
     worth = group_std(answers)
 
     def whole(z: Logits) -> float:
-        found = [-worth[i] * now * constant[i, place] for i, place, now, *_ in tokens(answers, z)]
-        return sum(found) / len(found)
+        losses = [-worth[i] * now * constant[i, place] for i, place, now, *_ in tokens(answers, z)]
+        return sum(losses) / len(losses)
 
     keys = {"loss": "reinforce", "correction": kind, "correction_low": low, "correction_high": high}
     told = trained(topology, answers, whole, **keys)
@@ -528,8 +529,8 @@ def test_tokens_of_the_current_weights_use_the_recorded_ratio_or_exactly_one(
             for i, t, now, drawn, *_ in tokens(answers, NOW)}
 
     def whole(z: Logits) -> float:
-        found = [clipped(math.exp(now - base[i, t]), worth[i]) for i, t, now, *_ in tokens(answers, z)]
-        return sum(found) / len(found)
+        losses = [clipped(math.exp(now - base[i, t]), worth[i]) for i, t, now, *_ in tokens(answers, z)]
+        return sum(losses) / len(losses)
 
     told = trained(kept, answers, whole, newest_ratio=kind)
     gaps = [abs(now - drawn) for i, t, now, drawn, *_ in tokens(answers, NOW) if (i, t) in drawn_by_them]

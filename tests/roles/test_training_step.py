@@ -83,12 +83,12 @@ def weights(step: TrainingStep) -> torch.Tensor:
 
 def test_a_step_streamed_in_parts_equals_the_step_at_once(topology: Topology) -> None:
     batch = records(1)
-    whole, parts = TrainingStep(topology), TrainingStep(topology)
-    whole.train(batch, 4, version=0)
+    step, parts = TrainingStep(topology), TrainingStep(topology)
+    step.train(batch, 4, version=0)
     parts.accumulate(batch[8:], 0)
     parts.accumulate(batch[:8], 0)
     parts.finish(4)
-    assert torch.allclose(weights(whole), weights(parts), atol=1e-6)
+    assert torch.allclose(weights(step), weights(parts), atol=1e-6)
 
 
 def with_keys(topology: Topology, **keys: object) -> Topology:
@@ -222,8 +222,8 @@ def test_a_killed_learner_returns_to_equal_weights_by_checkpoint_and_log(
     assert successor.step == 5 and successor.groups == 20 and successor.highest_version == 5
     assert len(successor.trained) == 5 * 16
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
-    for one, other in zip(living.trainer.parameters, again.trainer.parameters, strict=True):
-        assert torch.allclose(one, other, atol=1e-6), "not the rounded weights of the folder"
+    for parameter, other in zip(living.trainer.parameters, again.trainer.parameters, strict=True):
+        assert torch.allclose(parameter, other, atol=1e-6), "not the rounded weights of the folder"
     successor.close()
 
 
@@ -714,12 +714,12 @@ def test_a_damaged_train_log_is_written_again_from_checkpoint_and_log(
         history.append(record)
         history.finished(record)
     last = 8 if living else 7
-    found = {row["step"]: row["samples"] for row in json_lines(paths.train_log)}
-    uids = sorted(uid for samples in found.values() for uid, _, _ in samples)
+    lines = {row["step"]: row["samples"] for row in json_lines(paths.train_log)}
+    uids = sorted(uid for samples in lines.values() for uid, _, _ in samples)
     assert uids == sorted(one.uid for step in range(1, last + 1) for one in records(step))
-    kept = [step for step in found if step > 4]
+    kept = [step for step in lines if step > 4]
     assert kept == list(range(5, last + 1))  # the steps of the log stand as they were
-    for uid, _, crc in found[4]:
+    for uid, _, crc in lines[4]:
         assert crc in (0, stream.item(uid // 16).crc)
     if not (living and damage is garbage_at_the_end):
         [told] = history.warnings
@@ -805,7 +805,7 @@ class Valuing(Watched):
             self.value_head.line.bias.fill_(0.2)
 
     def head(self) -> torch.Tensor:
-        return torch.cat([one.detach().flatten() for one in self.value_head.parameters])
+        return torch.cat([parameter.detach().flatten() for parameter in self.value_head.parameters])
 
 
 VALUING: dict[str, dict[str, object]] = {
@@ -866,7 +866,7 @@ def test_a_value_head_step_gradient_matches_the_plain_formulas(topology: Topolog
     grads = torch.autograd.grad(total, [*other.trainer.parameters, *head.parameters()])
     seen = {}
     step.value_head.optimizer.register_step_pre_hook(lambda *_: seen.update(
-        head=torch.cat([one.grad.flatten() for one in step.value_head.parameters])))
+        head=torch.cat([parameter.grad.flatten() for parameter in step.value_head.parameters])))
     stats = step.train(batch, 4, version=0)
     expected = torch.cat([one.flatten().double() for one in grads[:-2]])
     assert float((step.gradients[0] - expected).norm() / expected.norm()) < 1e-5
@@ -911,8 +911,8 @@ def test_the_value_head_returns_from_checkpoint_and_log_outside_any_model(
         successor.finished(record)
     successor.close()
     assert living.trainer.value_head is not None and again.trainer.value_head is not None
-    for one, other in zip(living.trainer.value_head.parameters, again.trainer.value_head.parameters, strict=True):
-        assert float(one.detach().abs().max()) > 1e-3 and torch.allclose(one, other, atol=1e-6)
+    for parameter, other in zip(living.trainer.value_head.parameters, again.trainer.value_head.parameters, strict=True):
+        assert float(parameter.detach().abs().max()) > 1e-3 and torch.allclose(parameter, other, atol=1e-6)
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
     plain = TrainingStep(topology)
     assert living.weights().keys() == plain.weights().keys()
@@ -946,9 +946,9 @@ def test_a_foreign_or_non_finite_value_head_is_refused_by_name(
 def test_each_value_head_token_pays_its_own_kl_in_the_reward(topology: Topology) -> None:
     chosen = with_keys(with_values(topology, whiten=False), kl="k1", kl_coef=0.3, kl_in="reward")
     step, batch = Valuing(chosen), varied(1)
-    found = step.credit.valued(batch)
+    actual = step.credit.valued(batch)
     referred = step.trainer.score(step.tokens.samples(batch), "reference")
-    for one, record, row in zip(found, batch, referred, strict=True):
+    for one, record, row in zip(actual, batch, referred, strict=True):
         own = -0.3 * (record.logprob_array().astype(np.float64) - row)
         own[-1] += record.reward
         assert one.returns == pytest.approx(np.cumsum(own[::-1])[::-1], abs=1e-6)

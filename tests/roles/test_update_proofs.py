@@ -63,12 +63,12 @@ def nothing_new(tensors: Tensors, before: Tensors) -> Tensors:
 
 
 def a_layer_left_out(tensors: Tensors, before: Tensors) -> Tensors:
-    return {name: before[name] if ".layers.1." in name else one for name, one in tensors.items()}
+    return {name: before[name] if ".layers.1." in name else tensor for name, tensor in tensors.items()}
 
 
 def one_tensor_left_out(tensors: Tensors, before: Tensors) -> Tensors:
-    return {name: before[name] if name.endswith("layers.0.mlp.up_proj.weight") else one
-            for name, one in tensors.items()}
+    return {name: before[name] if name.endswith("layers.0.mlp.up_proj.weight") else tensor
+            for name, tensor in tensors.items()}
 
 
 def two_tensors_swapped(tensors: Tensors, before: Tensors) -> Tensors:

@@ -145,9 +145,9 @@ class Lab:
             total = total + own
             tokens += len(sample.token_ids)
         value = total / tokens
-        named = dict(model.named_parameters())
-        found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
-        return {name: g for name, g in zip(named, found, strict=True) if g is not None}, float(value.detach())
+        parameters = dict(model.named_parameters())
+        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        return {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}, float(value.detach())
 
 
 def plain_loss(now: Tensor, mu: float, prox: float, advantage: float, loss: str) -> Tensor:

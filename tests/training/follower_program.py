@@ -65,13 +65,13 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
 
 def place(note: Path) -> Place | None:
     """Where rank 0 is, as home's relay would say."""
-    found = files.read_map(note)
-    return Place(**found) if found else None
+    entry = files.read_map(note)
+    return Place(**entry) if entry else None
 
 
 if __name__ == "__main__":
     rank, ranks, file, collective_s, settings, more = sys.argv[1:]
-    given = json.loads(settings)
-    value = {"value": ValueSettings(**given.pop("value"))} if given.get("value") else {}
-    own = TrainerSettings(**given, **value)
+    values = json.loads(settings)
+    value = {"value": ValueSettings(**values.pop("value"))} if values.get("value") else {}
+    own = TrainerSettings(**values, **value)
     main(int(rank), int(ranks), Path(file), float(collective_s), own, json.loads(more))

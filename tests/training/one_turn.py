@@ -24,11 +24,11 @@ LOSSES = ("ppo_clip", "gspo", "gmpo", "opsm", "cispo")
 
 
 def digest(*arrays: Any) -> str:
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for one in arrays:
         array = np.ascontiguousarray(one.numpy() if isinstance(one, torch.Tensor) else one)
-        found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    return found.hexdigest()
+        sha.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return sha.hexdigest()
 
 
 def places(lab: Any) -> dict[str, str]:
@@ -57,9 +57,9 @@ def steps(lab: Any, double: bool) -> dict[str, Any]:
         for loss in LOSSES:
             trainer = lab.trainer("qwen3", way, double, loss=loss)
             samples = lab.samples(groups=3, temperatures=(1.0, 0.7), model=trainer.model)
-            worth, weights = lab.advantages(len(samples)), [1 / len(one.token_ids) for one in samples]
+            worth, weights = lab.advantages(len(samples)), [1 / len(sample.token_ids) for sample in samples]
             trainer.accumulate(samples, Credits(worth, weights), version=4)
-            gradients = [one.grad.clone() for one in trainer.parameters]
+            gradients = [parameter.grad.clone() for parameter in trainer.parameters]
             stats = trainer.step(1e-3)
             numbers = {one.name: getattr(stats.diagnostics, one.name) for one in fields(stats.diagnostics)}
             assert is_dataclass(stats.diagnostics)
@@ -74,12 +74,12 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(Path(folder))
-        found = {"places": places(lab), "steps": steps(lab, True)}
+        recorded = {"places": places(lab), "steps": steps(lab, True)}
         bits = steps(lab, False)
     if sys.argv[1:]:
-        print(json.dumps([found, bits], indent=1))
+        print(json.dumps([recorded, bits], indent=1))
     else:
-        FILE.write_text(json.dumps(found, indent=1) + "\n")
+        FILE.write_text(json.dumps(recorded, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
         "way": trainer.forward.name, "losses": [share.sums for share in shares],
         "norms": [one.grad_norm for one in stats],
         "tokens": [one.tokens for one in stats],
-        "weights": {name: sharded.gathered(one).numpy() for name, one in trainer.trained_tensors().items()},
+        "weights": {name: sharded.gathered(tensor).numpy() for name, tensor in trainer.trained_tensors().items()},
     }
 
 
@@ -156,22 +156,23 @@ def one_family(rank: int, world: int, folder: Path, steps: int, family: str) -> 
     made = parts(world, kind)
     trainer = made.trainer(folder / name, Trainer)
     layout, model = made.meshes.layout, trainer.model
-    held = sum(sharded.local(one).nbytes for one in model.parameters())
-    whole = sum(one.nbytes for one in model.parameters())
-    found = result(trainer, train(trainer, rank // layout.tensor, layout.shares, steps))
-    states = (value for own in trainer.optimizer.state_dict()["state"].values() for value in own.values())
-    found["bytes"] = {
+    held = sum(sharded.local(parameter).nbytes for parameter in model.parameters())
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    results = result(trainer, train(trainer, rank // layout.tensor, layout.shares, steps))
+    states = (value for tensor in trainer.optimizer.state_dict()["state"].values() for value in tensor.values())
+    results["bytes"] = {
         "whole": whole, "held": held, "read": made.read, "largest": made.largest,
-        "gradient": sum(sharded.local(one).nbytes for one in trainer.parameters),  # of which each has one in float32
+        # Each parameter has a gradient in float32.
+        "gradient": sum(sharded.local(parameter).nbytes for parameter in trainer.parameters),
         "states": sum(sharded.local(one).nbytes for one in states if isinstance(one, torch.Tensor) and one.ndim),
     }
-    found["counts"] = rank % layout.tensor == 0  # the others computed the same
-    weights = found.pop("weights")
+    results["counts"] = rank % layout.tensor == 0  # the others computed the same
+    weights = results.pop("weights")
     if not rank:
         np.savez(folder / f"{family}.npz", **weights)
     if "@" in kind:  # which changes the weights
-        found["again"] = saved_and_restored(rank, world, folder, family, trainer)
-    (folder / f"{family}.{rank}.json").write_text(json.dumps(found))
+        results["again"] = saved_and_restored(rank, world, folder, family, trainer)
+    (folder / f"{family}.{rank}.json").write_text(json.dumps(results))
 
 
 def saved_and_restored(rank: int, world: int, folder: Path, family: str, trainer: Trainer) -> list[Any]:

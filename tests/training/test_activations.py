@@ -11,14 +11,14 @@ import torch
 from busrl.errors import ModelNotLoaded
 from busrl.training.batch import flatten
 from busrl.training.forward import checkpoint_layers, choose_forward
-from busrl.training.model import Adapter, LoraSettings, load
+from busrl.training.model import Adapter, LoraSettings, attention_of, load
 from busrl.training.settings import TrainerSettings
 from busrl.training.trainer import Trainer
 
 
 def kept_bytes(trainer: Trainer, samples: Any) -> int:
     """What autograd saves of a forward, parameters left out."""
-    own = {one.untyped_storage().data_ptr() for one in trainer.model.parameters()}
+    own = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
     kept: dict[int, Any] = {}
 
     def keep(tensor: Any) -> Any:
@@ -39,9 +39,9 @@ def test_layers_computed_again_give_the_same_loss_and_gradient(lab: Any, apart: 
     samples = lab.samples()
     advantages = lab.advantages(len(samples))
     expected, before = lab.step(lab.trainer(kind, way), [(samples, advantages)])
-    found, stats = lab.step(lab.trainer(kind, way, activation_checkpointing="full"), [(samples, advantages)])
+    gradient, stats = lab.step(lab.trainer(kind, way, activation_checkpointing="full"), [(samples, advantages)])
     assert stats.loss == pytest.approx(before.loss, abs=1e-6)
-    assert apart(found, expected) < 1e-6
+    assert apart(gradient, expected) < 1e-6
 
 
 def test_it_acts(lab: Any) -> None:
@@ -91,8 +91,8 @@ def test_rows_of_the_head_change_nothing_but_its_pieces(lab: Any, apart: Any, ro
     samples = lab.samples()
     advantages = lab.advantages(len(samples))
     expected, _ = lab.step(lab.trainer("qwen3"), [(samples, advantages)])
-    found, _ = lab.step(lab.trainer("qwen3", head_rows=rows), [(samples, advantages)])
-    assert apart(found, expected) < 1e-9
+    gradient, _ = lab.step(lab.trainer("qwen3", head_rows=rows), [(samples, advantages)])
+    assert apart(gradient, expected) < 1e-9
 
 
 def test_a_head_in_float32_has_the_bits_that_a_rounded_one_loses(lab: Any) -> None:
@@ -101,7 +101,7 @@ def test_a_head_in_float32_has_the_bits_that_a_rounded_one_loses(lab: Any) -> No
                 for one in ("model", "float32")]
     flat = flatten(samples, torch.float32, torch.device("cpu"))
     with torch.no_grad():
-        rounded, exact = (one.forward.score(samples, flat)[0] for one in trainers)
+        rounded, exact = (trainer.forward.score(samples, flat)[0] for trainer in trainers)
         way = trainers[1].forward
         hidden, head = way.states(samples).float(), trainers[1].model.lm_head.weight.float()
     expected = torch.log_softmax(hidden @ head.t(), -1).gather(-1, flat.targets[:, None])[:, 0]
@@ -118,9 +118,9 @@ def test_an_attention_by_name_computes_one_row_of_whole_samples(
     expected, _ = lab.step(lab.trainer(kind), [(samples, advantages)])
     model = load(lab.folder(kind), attention=name).to(torch.float64)
     trainer = Trainer(model, TrainerSettings(max_grad_norm=1e9, micro_batch_tokens=60, attention=name))
-    assert trainer.forward.name == "joined" and model.config._attn_implementation == name
-    found, stats = lab.step(trainer, [(samples, advantages)])
-    assert apart(found, expected) < 1e-6 and stats.padding == 0  # transformers' softmax is float32
+    assert trainer.forward.name == "joined" and attention_of(model) == name
+    gradient, stats = lab.step(trainer, [(samples, advantages)])
+    assert apart(gradient, expected) < 1e-6 and stats.padding == 0  # transformers' softmax is float32
 
 
 def test_an_attention_that_is_not_there_is_named_with_a_remedy(lab: Any, tmp_path: Path) -> None:
@@ -139,16 +139,16 @@ def test_compiled_layers_give_the_same_loss_and_gradient(
     again = {"activation_checkpointing": checkpointing}
     plain, compiled = (lab.trainer("qwen3", "", double=False, compile=given, **again) for given in (False, True))
     graphs = dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs and all(one.grad is None for one in compiled.parameters)
+    assert graphs and all(parameter.grad is None for parameter in compiled.parameters)
     for groups in (1, 3, 6):
         samples = lab.samples(groups=groups)
         advantages = lab.advantages(len(samples))
         expected, before = lab.step(plain, [(samples, advantages)])
-        found, stats = lab.step(compiled, [(samples, advantages)])
+        gradient, stats = lab.step(compiled, [(samples, advantages)])
         assert stats.loss == pytest.approx(before.loss, abs=1e-5)
-        assert apart(found, expected) < 1e-5
-        for one, other in zip(compiled.score(samples), plain.score(samples), strict=True):
-            assert abs(one - other).max() < 1e-5
+        assert apart(gradient, expected) < 1e-5
+        for row, other in zip(compiled.score(samples), plain.score(samples), strict=True):
+            assert abs(row - other).max() < 1e-5
     assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "compiled again for another micro-batch"
 
 

@@ -64,6 +64,6 @@ def test_a_good_sample_has_no_fault_and_a_certain_token_is_fine() -> None:
 ])
 def test_a_sample_that_must_not_be_trained_says_why(change: dict[str, Any], text: str) -> None:
     good = sample(0, 3, 4)
-    found = first_fault([good, replace(good, **change), good], TokenRows(rows=10))
-    assert found is not None and found[0] == 1
-    assert re.search(text, found[1]), found
+    fault = first_fault([good, replace(good, **change), good], TokenRows(rows=10))
+    assert fault is not None and fault[0] == 1
+    assert re.search(text, fault[1]), fault

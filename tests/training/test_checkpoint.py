@@ -43,11 +43,11 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(lab: Any, tmp_path: Path
     after_save = torch.rand(3)
     train(lab, trainer, 2)
     torch.manual_seed(99)
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and (found.step, found.meta) == (2, {"version": 12, "groups": 64, "step": 2})
-    again = Trainer(load(found.model), TrainerSettings(max_grad_norm=1e9, micro_batch_tokens=60))
-    again.load_optimizer_state(found.optimizer_state())
-    found.restore_random()
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and (newest.step, newest.meta) == (2, {"version": 12, "groups": 64, "step": 2})
+    again = Trainer(load(newest.model), TrainerSettings(max_grad_norm=1e9, micro_batch_tokens=60))
+    again.load_optimizer_state(newest.optimizer_state())
+    newest.restore_random()
     assert torch.equal(torch.rand(3), after_save)
     train(lab, again, 2)
     for name, value in trainer.named_weights().items():
@@ -60,13 +60,13 @@ def test_a_bfloat16_folder_is_half_as_large_and_training_goes_on(lab: Any, tmp_p
 
     trainer = made(lab.model("qwen3", double=False))
     train(lab, trainer, 0)
-    found = save(tmp_path, 1, trainer, weights=trainer.named_weights())
-    described = json.loads((found.model / "config.json").read_text())
+    written = save(tmp_path, 1, trainer, weights=trainer.named_weights())
+    described = json.loads((written.model / "config.json").read_text())
     assert described.get("dtype", described.get("torch_dtype")) == "bfloat16"
-    stored = load_file(found.model / "model.safetensors")
+    stored = load_file(written.model / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
-    again = made(load(found.model))
-    again.load_optimizer_state(found.optimizer_state())
+    again = made(load(written.model))
+    again.load_optimizer_state(written.optimizer_state())
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, dict(again.model.named_parameters())[name]), name
     train(lab, trainer, 1)
@@ -78,9 +78,9 @@ def test_a_bfloat16_folder_is_half_as_large_and_training_goes_on(lab: Any, tmp_p
 def test_a_checkpoint_of_before_without_master_weights_is_read(lab: Any, tmp_path: Path) -> None:
     trainer = lab.trainer("qwen3", double=False, compute_dtype="bfloat16")
     train(lab, trainer, 0)
-    found = checkpoint.save(tmp_path, 1, model=trainer.model, optimizer_state=trainer.optimizer.state_dict(), meta={})
-    again = Trainer(load(found.model), trainer.settings)
-    again.load_optimizer_state(found.optimizer_state())
+    written = checkpoint.save(tmp_path, 1, model=trainer.model, optimizer_state=trainer.optimizer.state_dict(), meta={})
+    again = Trainer(load(written.model), trainer.settings)
+    again.load_optimizer_state(written.optimizer_state())
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, dict(again.model.named_parameters())[name]), name
 
@@ -91,19 +91,19 @@ def test_the_generator_of_an_accelerator_goes_on_as_well(
     where, state, put = torch.device("cuda", 0), torch.arange(16, dtype=torch.uint8), []
     monkeypatch.setattr(checkpoint.device, "random_state", lambda device: state if device == where else None)
     monkeypatch.setattr(checkpoint.device, "restore_random", lambda device, told: put.append((device, told)))
-    found = save(tmp_path, 1, lab.trainer("qwen3", double=False), where=where)
-    found.restore_random(torch.device("cpu"))
+    written = save(tmp_path, 1, lab.trainer("qwen3", double=False), where=where)
+    written.restore_random(torch.device("cpu"))
     assert put == []
-    found.restore_random(where)
+    written.restore_random(where)
     assert [device for device, _ in put] == [where] and torch.equal(put[0][1], state)
 
 
 def test_settings_of_the_optimiser_are_those_of_now_changes_are_told(lab: Any, tmp_path: Path) -> None:
     trainer = lab.trainer("qwen3", double=False)
     train(lab, trainer, 0)
-    found = save(tmp_path, 1, trainer)
+    written = save(tmp_path, 1, trainer)
     again = lab.trainer("qwen3", double=False, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-5)
-    told = again.load_optimizer_state(found.optimizer_state())
+    told = again.load_optimizer_state(written.optimizer_state())
     assert [(group["weight_decay"], group["betas"], group["eps"]) for group in again.optimizer.param_groups] == [
         (0.3, (0.8, 0.95), 1e-5), (0.0, (0.8, 0.95), 1e-5)]
     assert told == [
@@ -111,13 +111,13 @@ def test_settings_of_the_optimiser_are_those_of_now_changes_are_told(lab: Any, t
         "learner.weight_decay = 0.3 (before: 0.0)",
     ]
     assert len(again.optimizer.state) == len(trainer.optimizer.state), "the moments go on"
-    assert trainer.load_optimizer_state(found.optimizer_state()) == []
+    assert trainer.load_optimizer_state(written.optimizer_state()) == []
 
 
 def test_each_part_and_file_of_a_checkpoint_is_progress(lab: Any, tmp_path: Path) -> None:
     trainer, told = lab.trainer("qwen3", double=False), []
-    found = save(tmp_path, 1, trainer, on_progress=lambda: told.append(len(list(tmp_path.rglob("*")))))
-    files = [path for path in found.path.rglob("*") if path.is_file()]
+    written = save(tmp_path, 1, trainer, on_progress=lambda: told.append(len(list(tmp_path.rglob("*")))))
+    files = [path for path in written.path.rglob("*") if path.is_file()]
     assert len(told) >= 2 * len(files) and told == sorted(told)
 
 
@@ -127,18 +127,18 @@ def test_the_model_folder_holds_the_trained_weights_and_the_sources_other_files(
     (source / "tokenizer.json").write_text("{}")
     trainer = lab.trainer("qwen3", double=False)
     train(lab, trainer, 0)
-    found = save(
+    written = save(
         tmp_path / "checkpoints",
         1,
         trainer,
         source=source,
         extras=lambda path: (path / "trained.bin").write_bytes(b"abc"),
     )
-    assert (found.model / "tokenizer.json").read_text() == "{}"
-    assert (found.path / "trained.bin").read_bytes() == b"abc"
-    stored = dict(load(found.model).named_parameters())
+    assert (written.model / "tokenizer.json").read_text() == "{}"
+    assert (written.path / "trained.bin").read_bytes() == b"abc"
+    stored = dict(load(written.model).named_parameters())
     assert all(torch.equal(value, stored[name]) for name, value in trainer.named_weights().items())
-    assert "trained.bin" in json.loads((found.path / "files.json").read_text())
+    assert "trained.bin" in json.loads((written.path / "files.json").read_text())
 
 
 def test_the_newest_are_kept_and_nothing_else_is_touched(lab: Any, tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning_and_stays(
         "unlist": lambda: (torn / "files.json").write_text("{"),
     }[tear]()
     with caplog.at_level(logging.WARNING):
-        found = checkpoint.latest(tmp_path)
-    assert found is not None and found.step == 1
+        newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest.step == 1
     assert "global_step_2: torn checkpoint, passed over" in caplog.text
     assert torn.exists()
 
@@ -179,8 +179,8 @@ def test_a_step_that_is_saved_again_replaces_the_torn_one(lab: Any, tmp_path: Pa
     trainer = lab.trainer("qwen3", double=False)
     (save(tmp_path, 3, trainer).path / "meta.json").unlink()
     save(tmp_path, 3, trainer)
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and found.step == 3
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest.step == 3
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
 
 
@@ -254,8 +254,8 @@ def test_a_killed_writer_leaves_the_old_or_the_new_one_whole(
     trainer = lab.trainer("qwen3", double=False)
     save(tmp_path, 1, trainer)
     assert child(write_and_die, tmp_path, what, limit) == (-signal.SIGKILL, "")
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and found.step == left
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest.step == left
     save(tmp_path, 3, trainer, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
 
@@ -270,8 +270,8 @@ def test_a_directory_that_is_replaced_is_there_whole_whenever_its_writer_dies(
         (root / "global_step_7" / name).write_text(name)
     assert child(replace_and_die, root, call, at)[0] in (0, -signal.SIGKILL)
     checkpoint.finish_replacements(root)
-    found = sorted(path.name for path in (root / "global_step_7").iterdir())
-    assert found in (["old", "older"], ["new"]), found
+    actual = sorted(path.name for path in (root / "global_step_7").iterdir())
+    assert actual in (["old", "older"], ["new"]), actual
     checkpoint.remove_leftovers(root)
     assert [path.name for path in root.iterdir()] == ["global_step_7"]
 
@@ -282,8 +282,8 @@ def test_a_full_disk_leaves_the_one_before_and_says_what_to_do(lab: Any, tmp_pat
     code, said = child(write_on_a_full_disk, tmp_path, limit)
     assert code == 0 and "free space on the file system" in said
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and found.step == 1
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest.step == 1
 
 
 def test_no_space_at_the_sync_is_a_full_disk_too(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,11 @@ def test_the_folder_is_base_and_adapter_as_one_without_missing_keys(lab: Any, ki
     run, trainer, _ = a_run(lab, tmp_path, kind)
     out = tmp_path / "out"
     assert main(["export", str(run), "--out", str(out)]) == 0
-    found, told = AutoModelForCausalLM.from_pretrained(str(out), output_loading_info=True, local_files_only=True)
+    actual, told = AutoModelForCausalLM.from_pretrained(str(out), output_loading_info=True, local_files_only=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
     ids = torch.arange(9)[None]
     with torch.no_grad():
-        ours, theirs = trainer.model(ids).logits, found.eval()(ids).logits
+        ours, theirs = trainer.model(ids).logits, actual.eval()(ids).logits
         assert (ours - theirs).abs().max() < 1e-4 < (load(lab.folder(kind))(ids).logits - theirs).abs().max()
     assert (out / "tokenizer.json").read_text() == "{}"
     (plain := tmp_path / "plain").mkdir()
@@ -69,9 +69,9 @@ def test_a_step_and_a_number_type_are_those_that_were_asked_for(lab: Any, tmp_pa
     out = tmp_path / "out"
     assert main(["export", str(run), "--step", "1", "--out", str(out), "--dtype", "bfloat16"]) == 0
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    found = AutoModelForCausalLM.from_pretrained(str(out), dtype="auto", local_files_only=True)
+    actual = AutoModelForCausalLM.from_pretrained(str(out), dtype="auto", local_files_only=True)
     first = load(run / "checkpoints" / "global_step_1" / "model").state_dict()
-    for name, value in found.state_dict().items():
+    for name, value in actual.state_dict().items():
         assert value.dtype == torch.bfloat16 and torch.equal(value, first[name].to(torch.bfloat16)), name
     now = trainer.named_weights()
     assert any(not torch.equal(now[name], first[name]) for name in now), "step 2 is another model"
@@ -123,10 +123,10 @@ def test_a_checkpoint_in_shards_becomes_the_same_folder(lab: Any, tmp_path: Path
     for dtype in ("", "float32"):
         out = tmp_path / f"out{dtype}"
         checkpoint.export_checkpoint(saved.path, out, dtype)
-        found, told = AutoModelForCausalLM.from_pretrained(
+        actual, told = AutoModelForCausalLM.from_pretrained(
             str(out), dtype="auto", output_loading_info=True, local_files_only=True)
         assert not told["missing_keys"] and not told["unexpected_keys"]
         assert (out / "tokenizer.json").exists()
-        for name, value in found.named_parameters():
+        for name, value in actual.named_parameters():
             assert value.dtype == (torch.float32 if dtype else torch.bfloat16)
             assert torch.equal(value, trainer.trained_tensors()[name].to(value.dtype)), name

@@ -92,8 +92,8 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32() -> None:
 
 def test_no_more_rows_of_logits_than_asked_for_are_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    made = head._logits
-    monkeypatch.setattr(head, "_logits", lambda hidden, *rest: seen.append(len(hidden)) or made(hidden, *rest))
+    made = head.piece_logits
+    monkeypatch.setattr(head, "piece_logits", lambda hidden, *rest: seen.append(len(hidden)) or made(hidden, *rest))
     hidden, weight, _, targets, _ = inputs(10, 6, 1)
     Head(rows=4)(hidden, weight, targets)
     assert seen == [4, 4, 2]

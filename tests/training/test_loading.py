@@ -28,9 +28,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_filled_model_is_the_one_that_transformers_loads(folders: Path, family: str) -> None:
     model, expected = load_empty(folders / family), load(folders / family)
-    assert all(one.device.type == "meta" for one in model.parameters()), "no memory before it is filled"
+    assert all(parameter.device.type == "meta" for parameter in model.parameters()), "no memory before it is filled"
     fill(model, files := WeightFiles(folders / family, model), CPU)
-    assert files.read == sum(one.nbytes for one in model.parameters())
+    assert files.read == sum(parameter.nbytes for parameter in model.parameters())
     assert not model.training
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
@@ -49,15 +49,16 @@ def test_a_way_is_proved_on_the_first_layers_as_on_all(folders: Path, family: st
 def test_a_proof_holds_one_layer_of_each_kind_and_the_first_words(tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    made = Qwen3ForCausalLM(Qwen3Config(
+    model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=5000, hidden_size=16, intermediate_size=16, num_hidden_layers=6, num_attention_heads=2,
         num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, pad_token_id=4999,
     ))
-    made.save_pretrained(str(tmp_path))
+    model.save_pretrained(str(tmp_path))
     proof = first_layers(tmp_path)
     assert len(proof.base_model.layers) == 1
     assert proof.get_input_embeddings().weight.shape == proof.get_output_embeddings().weight.shape == (1024, 16)
-    assert sum(one.numel() for one in proof.parameters()) < sum(one.numel() for one in made.parameters()) / 4
+    values, values_of_proof = (sum(parameter.numel() for parameter in each.parameters()) for each in (model, proof))
+    assert values_of_proof < values / 4
     assert choose_forward(proof).name == "packed"
 
 
@@ -73,8 +74,8 @@ def test_a_tensor_that_the_files_do_not_have_is_named(folders: Path, tmp_path: P
 
 
 def test_a_missing_file_of_several_is_named(folders: Path, tmp_path: Path) -> None:
-    whole = load(folders / "llama")
-    whole.save_pretrained(str(tmp_path), max_shard_size="40KB")
+    model = load(folders / "llama")
+    model.save_pretrained(str(tmp_path), max_shard_size="40KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ModelNotLoaded, match=f"{gone.name} is missing, model.safetensors.index.json names it"):
@@ -87,4 +88,4 @@ def test_files_of_torch_are_read_in_parts_too(folders: Path, tmp_path: Path) -> 
     torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
     model = load_empty(tmp_path)
     fill(model, WeightFiles(tmp_path, model), CPU)
-    assert all(torch.equal(one, whole.get_parameter(name)) for name, one in model.named_parameters())
+    assert all(torch.equal(parameter, whole.get_parameter(name)) for name, parameter in model.named_parameters())

@@ -75,7 +75,7 @@ def test_the_folder_loads_in_peft_and_in_an_adapter_of_ours(lab: Any, tmp_path: 
     from peft import PeftModel, get_peft_model_state_dict
 
     trainer, adapter = trained(lab)
-    assert adapter.tensors().keys() == get_peft_model_state_dict(adapter._wrapped).keys()
+    assert adapter.tensors().keys() == get_peft_model_state_dict(adapter.peft_model).keys()
     adapter.write(tmp_path / "adapter", adapter.tensors())
     names = sorted(path.name for path in (tmp_path / "adapter").iterdir())
     assert names == ["adapter_config.json", "adapter_model.safetensors"]

@@ -20,12 +20,12 @@ from busrl.training import batch, head, packing, trainer
 
 
 def gradient_is_the_plain_one(lab: Any, distance: Any, way: str, **settings: Any) -> None:
-    made = lab.trainer("qwen3", way, **settings)
-    samples = lab.samples(temperatures=(1.0, 0.6), model=made.model, members=5)
+    trainer = lab.trainer("qwen3", way, **settings)
+    samples = lab.samples(temperatures=(1.0, 0.6), model=trainer.model, members=5)
     values = lab.advantages(len(samples))
-    found, stats = lab.step(made, [(samples[:6], values[:6]), (samples[6:], values[6:])])
-    expected, value = lab.reference(made.model, samples, values)
-    assert distance(found, expected) < 1e-6
+    gradient, stats = lab.step(trainer, [(samples[:6], values[:6]), (samples[6:], values[6:])])
+    expected, value = lab.reference(trainer.model, samples, values)
+    assert distance(gradient, expected) < 1e-6
     assert stats.loss == pytest.approx(value, rel=1e-6)
 
 
@@ -39,9 +39,9 @@ def shared_step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
 
 def wild_ratio(lab: Any, distance: Any, with_logprobs: Any) -> None:
     """A token that was all but impossible when it was sampled: bounded loss, finite gradient."""
-    made = lab.trainer("qwen3", "padded", double=False)
+    trainer = lab.trainer("qwen3", "padded", double=False)
     samples = [with_logprobs(sample, sample.behaviour_logprobs * 0 - 400) for sample in lab.samples()]
-    _, stats = lab.step(made, [(samples, [-1.0] * len(samples))])
+    _, stats = lab.step(trainer, [(samples, [-1.0] * len(samples))])
     assert not stats.skipped
     assert stats.loss == pytest.approx(3.0, rel=1e-6)
 
@@ -57,11 +57,11 @@ def clip_interval(lab: Any, distance: Any, with_logprobs: Any) -> None:
 
 
 def importance_weight_is_a_constant(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    made = lab.trainer("qwen3", "padded", loss="decoupled")
-    samples = lab.samples(model=made.model)
+    trainer = lab.trainer("qwen3", "padded", loss="decoupled")
+    samples = lab.samples(model=trainer.model)
     values = lab.advantages(len(samples))
-    found, _ = lab.step(made, [(samples, values)])
-    assert distance(found, lab.reference(made.model, samples, values, loss="decoupled")[0]) < 1e-6
+    gradient, _ = lab.step(trainer, [(samples, values)])
+    assert distance(gradient, lab.reference(trainer.model, samples, values, loss="decoupled")[0]) < 1e-6
 
 
 def group_advantage(lab: Any, distance: Any, with_logprobs: Any) -> None:
@@ -79,20 +79,20 @@ def entropy_of_the_sampling_distribution(lab: Any, distance: Any, with_logprobs:
 
 
 def norm_is_clipped_after_the_division(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    made = lab.trainer("qwen3", "padded", max_grad_norm=0.01)
+    trainer = lab.trainer("qwen3", "padded", max_grad_norm=0.01)
     samples = lab.samples()
-    found, stats = lab.step(made, [(samples, lab.advantages(len(samples)))])
+    gradient, stats = lab.step(trainer, [(samples, lab.advantages(len(samples)))])
     free, _ = lab.step(lab.trainer("qwen3", "padded"), [(samples, lab.advantages(len(samples)))])
-    size = sum(float(value.square().sum()) for value in found.values()) ** 0.5
+    size = sum(float(value.square().sum()) for value in gradient.values()) ** 0.5
     assert stats.grad_norm == pytest.approx(sum(float(value.square().sum()) for value in free.values()) ** 0.5)
     assert size == pytest.approx(0.01, rel=1e-3)
 
 
 def drift_is_measured(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    made = lab.trainer("qwen3", "padded")
+    trainer = lab.trainer("qwen3", "padded")
     samples = lab.samples()
-    shifted = [with_logprobs(sample, row - 0.3) for sample, row in zip(samples, made.score(samples), strict=True)]
-    _, stats = lab.step(made, [(shifted, [1.0] * len(shifted))])
+    shifted = [with_logprobs(sample, row - 0.3) for sample, row in zip(samples, trainer.score(samples), strict=True)]
+    _, stats = lab.step(trainer, [(shifted, [1.0] * len(shifted))])
     assert stats.diagnostics.log_ratio_mean == pytest.approx(0.3, abs=1e-5)
     assert stats.diagnostics.k3 == pytest.approx(np.exp(0.3) - 1.3, abs=1e-5)
     assert (stats.diagnostics.clip_low, stats.diagnostics.clip_high) == (0.0, 1.0)
@@ -113,7 +113,7 @@ CHECKS: list[Callable[[Any, Any, Any], None]] = [
 # ------------------------------------------------------------------------------------------------------ the mutants
 
 good_positions, good_masked, good_plan = batch.predicting_positions, losses.masked, packing.plan_of
-good_seen, good_flatten, good_per_token = packing._seen, batch.flatten, batch.Flat.per_token
+good_visible, good_flatten, good_per_token = packing.visible, batch.flatten, batch.Flat.per_token
 
 
 def shifted_by_one(pieces: Any) -> Any:
@@ -148,8 +148,8 @@ def without_clamp(logp: Any, reference: Any) -> Any:
 
 
 def one_division_short(parameters: Any, count: int) -> float:
-    found: float = good_norm(parameters, max(count - 1, 1))
-    return found
+    actual: float = good_norm(parameters, max(count - 1, 1))
+    return actual
 
 
 good_norm = trainer.normalised_norm
@@ -161,7 +161,7 @@ def plan_with_wrong_places(samples: Any, device: Any) -> Any:
 
 
 def sees_one_ahead(before: Any, *rest: Any) -> Any:
-    return good_seen(before + 1, *rest)
+    return good_visible(before + 1, *rest)
 
 
 def plan_that_mixes_prompts(samples: Any, device: Any) -> Any:
@@ -220,7 +220,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         norm_is_clipped_after_the_division,
     ),
     "own tokens stand one place too far": (packing, "plan_of", plan_with_wrong_places, shared_step_gradient),
-    "attention sees one token ahead": (packing, "_seen", sees_one_ahead, shared_step_gradient),
+    "attention sees one token ahead": (packing, "visible", sees_one_ahead, shared_step_gradient),
     "prompts are mixed up": (packing, "plan_of", plan_that_mixes_prompts, shared_step_gradient),
 }
 

@@ -22,8 +22,8 @@ ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 def trainer_of(lab: Any, name: str, **more: Any) -> Trainer:
     if name == "adamw8bit":
         pytest.importorskip("bitsandbytes")
-    made: Trainer = lab.trainer("qwen3", double=False, **{"optimizer": name, "options": ALL[name], **more})
-    return made
+    trainer: Trainer = lab.trainer("qwen3", double=False, **{"optimizer": name, "options": ALL[name], **more})
+    return trainer
 
 
 def train(lab: Any, trainer: Trainer, seed: int, lr: float) -> None:
@@ -66,12 +66,12 @@ def test_it_continues_from_a_checkpoint_to_the_bit(lab: Any, name: str, dtype: s
     trainer = trainer_of(lab, name, compute_dtype=dtype)
     for seed in range(3):
         train(lab, trainer, seed, 1e-2)
-    found = saved(tmp_path, trainer)
+    written = saved(tmp_path, trainer)
     again = trainer_of(lab, name, compute_dtype=dtype)
     with torch.no_grad():
         for parameter, there in zip(again.model.parameters(), trainer.model.parameters(), strict=True):
             parameter.copy_(there)
-    assert again.restore(found) == []
+    assert again.restore(written) == []
     for one in (trainer, again):
         train(lab, one, 5, 1e-2)
     assert same(values(trainer), values(again))
@@ -90,12 +90,12 @@ def test_states_of_8_bits_are_those_of_large_tensors_alone(lab: Any) -> None:
 def test_the_states_of_another_optimiser_are_refused_by_name(lab: Any, tmp_path: Path) -> None:
     trainer = trainer_of(lab, "adafactor")
     train(lab, trainer, 0, 1e-3)
-    found = saved(tmp_path, trainer)
-    with pytest.raises(UserError) as told:
-        trainer_of(lab, "adamw").restore(found)
-    text = str(told.value)
-    assert str(found.path) in text and "learner.optimizer = 'adafactor'" in text and "'adamw'" in text
-    assert f'learner.start_from = "{found.path}"' in text and "set it back" in text
+    written = saved(tmp_path, trainer)
+    with pytest.raises(UserError) as failure:
+        trainer_of(lab, "adamw").restore(written)
+    text = str(failure.value)
+    assert str(written.path) in text and "learner.optimizer = 'adafactor'" in text and "'adamw'" in text
+    assert f'learner.start_from = "{written.path}"' in text and "set it back" in text
 
 
 def test_a_checkpoint_without_a_name_is_of_adamw(lab: Any) -> None:
@@ -107,9 +107,9 @@ def test_a_checkpoint_without_a_name_is_of_adamw(lab: Any) -> None:
 def test_changed_options_are_those_of_now_and_are_told(lab: Any, tmp_path: Path) -> None:
     trainer = trainer_of(lab, SGD)
     train(lab, trainer, 0, 1e-3)
-    found = saved(tmp_path, trainer)
+    written = saved(tmp_path, trainer)
     again = trainer_of(lab, SGD, options={"momentum": 0.5, "weight_decay": 0.1})
-    assert again.restore(found) == ["learner.options.momentum = 0.5 (before: 0.9)"]
+    assert again.restore(written) == ["learner.options.momentum = 0.5 (before: 0.9)"]
     assert [(group["momentum"], group["weight_decay"]) for group in again.optimizer.param_groups] == [
         (0.5, 0.1), (0.5, 0.0)]
 

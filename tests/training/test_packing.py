@@ -94,9 +94,9 @@ def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
     monkeypatch.setattr(packing, "LONGEST_TOGETHER", longest)
     way = choose_forward(model)
     assert way.name == "packed"
-    found, _ = way.score(own, flatten(own, torch.float32, model.device))
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
-    for name, slope in gradients(model, (found * torch.arange(len(found))).sum()).items():
+    actual, _ = way.score(own, flatten(own, torch.float32, model.device))
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+    for name, slope in gradients(model, (actual * torch.arange(len(actual))).sum()).items():
         assert float((slope - slopes[name]).abs().max()) < 1e-4 * (1 + float(slopes[name].abs().max())), name
 
 
@@ -129,9 +129,9 @@ def test_one_kernel_call_gives_each_token_what_its_sample_gives_alone(
     monkeypatch.setattr(packing, "_flash_knows", lambda query, key, rule: True)
     way = choose_forward(model)
     assert way.name == "packed"
-    found, _ = way.score(own, flatten(own, torch.float32, model.device))
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
-    for name, slope in gradients(model, (found * torch.arange(len(found))).sum()).items():
+    actual, _ = way.score(own, flatten(own, torch.float32, model.device))
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+    for name, slope in gradients(model, (actual * torch.arange(len(actual))).sum()).items():
         assert float((slope - slopes[name]).abs().max()) < 1e-4 * (1 + float(slopes[name].abs().max())), name
 
 
@@ -148,8 +148,8 @@ def test_a_kernel_is_used_only_if_it_equals_the_slow_way(
                                enable_gqa=enable_gqa, **rest)
 
     monkeypatch.setattr(packing, "_flash", lambda: (kernel, True))
-    found = packing._flash_is_right.__wrapped__(torch.device("cpu"), torch.bfloat16, 3, 16, windowed)
-    assert found == (not ahead)
+    actual = packing.flash_is_right.__wrapped__(torch.device("cpu"), torch.bfloat16, 3, 16, windowed)
+    assert actual == (not ahead)
 
 
 def test_a_leak_across_a_border_is_seen() -> None:
@@ -164,8 +164,8 @@ def test_a_leak_across_a_border_is_seen() -> None:
     with torch.no_grad():
         hidden = model.base_model(input_ids=plan.ids[None], position_ids=plan.positions[None], plan=leaking)[0]
         logs = torch.log_softmax(model.lm_head(hidden[0, plan.shared :]) / 0.8, -1)
-    found = logs.gather(-1, flatten(own, torch.float32, model.device).targets[:, None])[:, 0]
-    assert float((found - expected).abs().max()) > 0.05
+    actual = logs.gather(-1, flatten(own, torch.float32, model.device).targets[:, None])[:, 0]
+    assert float((actual - expected).abs().max()) > 0.05
 
 
 def test_a_call_without_a_plan_is_the_model_as_it_was() -> None:

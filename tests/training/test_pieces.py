@@ -132,12 +132,13 @@ def test_a_cut_holds_every_episode_once_within_the_budget_or_alone(shapes: Any, 
 def test_values_of_turns_and_masks_stand_at_their_tokens(shapes: Any) -> None:
     samples = [made(shape, index) for index, shape in enumerate(shapes)]
     flat = batch.flatten(samples, torch.float64, torch.device("cpu"))
-    worth = [[10.0 * i + t for t in range(len(one.turn_lengths()))] for i, one in enumerate(samples)]
-    expected = [value for i, one in enumerate(samples)
-                for value, count in zip(worth[i], one.turn_lengths().tolist(), strict=True) for _ in range(count)]
+    worth = [[10.0 * i + t for t in range(len(sample.turn_lengths()))] for i, sample in enumerate(samples)]
+    expected = [value for i, sample in enumerate(samples)
+                for value, count in zip(worth[i], sample.turn_lengths().tolist(), strict=True) for _ in range(count)]
     assert flat.per_token(worth, torch.float64).tolist() == expected == batch.spread(samples, worth).tolist()
     trained = torch.ones_like(flat.rows, dtype=torch.bool) if flat.mask is None else flat.mask
-    assert flat.lengths.tolist() == [one.trained for one in samples] == [int(one.mask().sum()) for one in samples]
+    lengths = [sample.trained for sample in samples]
+    assert flat.lengths.tolist() == lengths == [int(sample.mask().sum()) for sample in samples]
     assert flat.turn_lengths.tolist() == torch.bincount(flat.turns[trained], minlength=len(flat.turn_lengths)).tolist()
 
 
@@ -146,13 +147,13 @@ def test_an_episode_reaches_another_rank_as_it_is(shapes: Any) -> None:
     import msgspec
 
     samples = [made(shape, index) for index, shape in enumerate(shapes)]
-    worth = [[0.5] * len(one.turn_lengths()) if one.turns is not None else 1.0 for one in samples]
+    worth = [[0.5] * len(sample.turn_lengths()) if sample.turns is not None else 1.0 for sample in samples]
     sent = work_of(lambda versions: versions.astype(np.int64), samples, Credits(worth, worth), 4)
     work = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Work)
     assert work.advantages == work.weights == worth
     there = samples_of(work)
-    for own, other in zip(samples, there, strict=True):
-        assert plain(own) == plain(other) and own.mask().tolist() == other.mask().tolist()
+    for sample, other in zip(samples, there, strict=True):
+        assert plain(sample) == plain(other) and sample.mask().tolist() == other.mask().tolist()
     assert batch.cut(samples, 30) == batch.cut(there, 30)
 
 

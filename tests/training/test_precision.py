@@ -28,8 +28,8 @@ def mesh() -> Iterator[Any]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(input_ids=torch.arange(20).view(2, 10), use_cache=False).logits
-    return found.float()
+    actual: torch.Tensor = model(input_ids=torch.arange(20).view(2, 10), use_cache=False).logits
+    return actual.float()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])  # a tied head and one of its own
@@ -41,9 +41,9 @@ def test_gradients_are_those_of_fsdp_with_mixed_precision_bit_for_bit(lab: Any, 
     fully_shard(theirs, mesh=mesh, mp_policy=policy)
     masters = Masters(ours, torch.bfloat16)
     for _ in range(3):  # sums over micro-batches are float32 in both
-        expected, found = logits(theirs), logits(ours)
-        assert torch.equal(found, expected)
-        for one in (expected, found):
+        expected, actual = logits(theirs), logits(ours)
+        assert torch.equal(actual, expected)
+        for one in (expected, actual):
             one.square().mean().backward()  # type: ignore[no-untyped-call]
     for name, parameter in theirs.named_parameters():
         assert masters.named[name].grad.dtype == torch.float32
@@ -86,11 +86,11 @@ def test_a_base_is_in_few_bits_and_its_adapter_keeps_all(lab: Any, tmp_path: Any
     for _ in range(2):
         trainer.accumulate(samples, lab.advantages(len(samples)))
         trainer.step(1e-2)
-    named = dict(model.named_parameters())
-    assert {value.dtype for value in named.values()} == {torch.bfloat16}
-    assert all(torch.equal(named[name], value) for name, value in base.items())
+    parameters = dict(model.named_parameters())
+    assert {value.dtype for value in parameters.values()} == {torch.bfloat16}
+    assert all(torch.equal(parameters[name], value) for name, value in base.items())
     assert {value.dtype for value in adapter.tensors().values()} == {torch.float32}
-    assert trainer.trained_tensors().keys() == {name for name in named if ".lora_" in name}
+    assert trainer.trained_tensors().keys() == {name for name in parameters if ".lora_" in name}
     merged = trainer.named_weights()
     changed = "model.layers.0.mlp.up_proj.weight"
     assert merged[changed].dtype == torch.bfloat16

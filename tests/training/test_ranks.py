@@ -51,18 +51,18 @@ def run_ranks(folder: Path, world: int, steps: int, families: Sequence[str]) -> 
 
 def of_all(folder: Path, family: str, world: int) -> dict[str, Any]:
     """What all ranks computed together."""
-    found = [json.loads((folder / f"{family}.{rank}.json").read_text()) for rank in range(world)]
-    assert len({json.dumps(one["norms"]) for one in found}) == 1, "the ranks disagree about the norm"
-    for one in found:
+    actual = [json.loads((folder / f"{family}.{rank}.json").read_text()) for rank in range(world)]
+    assert len({json.dumps(one["norms"]) for one in actual}) == 1, "the ranks disagree about the norm"
+    for one in actual:
         if again := one.get("again"):
             limit = 1e-2 if ":lora16" in family else 1e-5  # sums over a cut layer are rounded
             assert again[0] == pytest.approx(again[1], rel=limit), "ranks of one axis continue what others saved"
-    counted = [one for one in found if one["counts"]]
+    counted = [one for one in actual if one["counts"]]
     sums = np.sum([one["losses"] for one in counted], axis=0)
     tokens = np.sum([one["tokens"] for one in counted], axis=0)
     return {
-        "way": found[0]["way"], "losses": sums, "norms": found[0]["norms"], "tokens": tokens,
-        "weights": dict(np.load(folder / f"{family}.npz")), "bytes": [one["bytes"] for one in found],
+        "way": actual[0]["way"], "losses": sums, "norms": actual[0]["norms"], "tokens": tokens,
+        "weights": dict(np.load(folder / f"{family}.npz")), "bytes": [one["bytes"] for one in actual],
     }
 
 
@@ -115,26 +115,26 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
     run_ranks(folder, world, steps, families)
     for family in families:
         name, _, kind = family.partition(":")
-        found = of_all(folder, family, world)
-        assert found["way"] == "sharded packed", family
+        actual = of_all(folder, family, world)
+        assert actual["way"] == "sharded packed", family
         kind, layout, _ = rank_program.axes_of(kind, world)
         expected = rank_program.alone(name, steps, "" if kind == "again" else kind)  # which keeps what it computed
         if kind in ("bfloat16", "lora16"):
             losses, norms = (5e-3, 1e-2) if layout.tensor > 1 else (1e-3, 1e-4)  # sums over a cut layer are rounded
-            assert all(one.dtype == np.float32 for one in found["weights"].values()), "trained in float32"
-            assert_rounded(np.array(found["losses"]), np.array(expected["losses"]), losses, layout.tensor > 1)
+            assert all(one.dtype == np.float32 for one in actual["weights"].values()), "trained in float32"
+            assert_rounded(np.array(actual["losses"]), np.array(expected["losses"]), losses, layout.tensor > 1)
             # A token on the other side of a bound gives or takes its whole gradient.
-            same = (np.array(found["losses"]) == np.array(expected["losses"]))[:, COUNTS].all(1)
+            same = (np.array(actual["losses"]) == np.array(expected["losses"]))[:, COUNTS].all(1)
             assert same.sum() >= 0.9 * len(same) and (same.all() or layout.tensor > 1)
-            np.testing.assert_allclose(np.array(found["norms"])[same], np.array(expected["norms"])[same], rtol=norms)
+            np.testing.assert_allclose(np.array(actual["norms"])[same], np.array(expected["norms"])[same], rtol=norms)
         elif kind == "adamw8bit":
-            assert_nearly_equal(found, expected)
+            assert_nearly_equal(actual, expected)
         else:
-            assert_equal(found, expected)
+            assert_equal(actual, expected)
         if kind in ("", "again", "bfloat16"):
-            assert_as_check_says(folder, family, layout, found["bytes"])
+            assert_as_check_says(folder, family, layout, actual["bytes"])
         if not kind.startswith("lora") and layout == Layout(world):
-            assert_in_parts(found["bytes"])
+            assert_in_parts(actual["bytes"])
 
 
 SOME = [
@@ -182,11 +182,11 @@ def test_what_leaves_a_wrapped_module_may_be_changed_in_place(way: type[PaddedRo
         states = forward.states(samples)
         scored, _ = forward.score(samples, flat)
         if spread:
-            assert [one._base for one in (logprobs, entropy, hidden, states, scored)] == [None] * 5
-        for one in (logprobs, states, scored):  # backward reads the others again
-            one *= 3
+            assert [logprob._base for logprob in (logprobs, entropy, hidden, states, scored)] == [None] * 5
+        for logprob in (logprobs, states, scored):  # backward reads the others again
+            logprob *= 3
         (logprobs.sum() + entropy.sum() + 0.1 * hidden.square().sum() + states.sum() + scored.sum()).backward()
-        gradients.append({name: sharded.gathered(one.grad) for name, one in model.named_parameters()})
+        gradients.append({name: sharded.gathered(parameter.grad) for name, parameter in model.named_parameters()})
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, atol=1e-4, rtol=1e-4)
 

@@ -35,9 +35,9 @@ def plain(model: Any, samples: Sequence[Any], advantages: Sequence[float], *, po
             value = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             total = total + (torch.minimum(value, torch.tensor(-3.0 * advantage)) if advantage < 0 else value)
     value = total / tokens
-    named = dict(model.named_parameters())
-    found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
-    return {name: g for name, g in zip(named, found, strict=True) if g is not None}, float(value.detach())
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    return {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}, float(value.detach())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -45,9 +45,9 @@ def test_earlier_segments_are_context_and_no_denominator_counts_them(lab: Any, a
     trainer = lab.trainer("qwen3", way)
     samples = with_context(lab.samples(temperatures=(1.0, 0.7), model=trainer.model))
     advantages = lab.advantages(len(samples))
-    found, stats = lab.step(trainer, [(samples[:5], advantages[:5]), (samples[5:], advantages[5:])])
+    gradient, stats = lab.step(trainer, [(samples[:5], advantages[:5]), (samples[5:], advantages[5:])])
     expected, value = plain(trainer.model, samples, advantages)
-    assert apart(found, expected) < 1e-6 and stats.loss == pytest.approx(value, rel=1e-6)
+    assert apart(gradient, expected) < 1e-6 and stats.loss == pytest.approx(value, rel=1e-6)
     context = sum(sample.context for sample in samples)
     assert context > 0 and stats.context_tokens == context
     assert stats.tokens == sum(len(sample.token_ids) for sample in samples) - context
@@ -65,11 +65,11 @@ def test_an_earlier_segment_changes_gradients_only_as_context(lab: Any, apart: A
             for name, value in arrays.items()
         })
 
-    found, _ = lab.step(trainer, [(samples, advantages)])
+    gradient, _ = lab.step(trainer, [(samples, advantages)])
     behaviour = [changed(s, behaviour_logprobs=np.full(len(s.behaviour_logprobs), -17, np.float32)) for s in samples]
-    assert apart(lab.step(trainer, [(behaviour, advantages)])[0], found) < 1e-9
+    assert apart(lab.step(trainer, [(behaviour, advantages)])[0], gradient) < 1e-9
     ids = [changed(s, token_ids=(s.token_ids + 1) % 16) for s in samples]
-    assert apart(lab.step(trainer, [(ids, advantages)])[0], found) > 1e-3
+    assert apart(lab.step(trainer, [(ids, advantages)])[0], gradient) > 1e-3
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -79,9 +79,9 @@ def test_pois_trains_with_ratio_one_and_reports_the_true_mismatch(
     trainer, plainly = lab.trainer("qwen3", way, ratio_one=True), lab.trainer("qwen3", way)
     samples = lab.samples(model=trainer.model)
     advantages = lab.advantages(len(samples))
-    found, stats = lab.step(trainer, [(samples, advantages)], version=4)
+    gradient, stats = lab.step(trainer, [(samples, advantages)], version=4)
     expected, value = plain(trainer.model, samples, advantages, pois=True)
-    assert apart(found, expected) < 1e-6 and stats.loss == pytest.approx(value, rel=1e-6)
+    assert apart(gradient, expected) < 1e-6 and stats.loss == pytest.approx(value, rel=1e-6)
     true = lab.step(plainly, [(samples, advantages)], version=4)[1].diagnostics
     assert stats.diagnostics.k3 == pytest.approx(true.k3) and true.k3 > 0.01
     assert stats.diagnostics.mismatch == pytest.approx(true.mismatch) and true.mismatch > 0.01

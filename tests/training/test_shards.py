@@ -50,14 +50,15 @@ def test_a_shard_holds_what_was_there_when_it_began(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((1 << 22,), float(i)) for i in range(6)}
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     writing = Writing(tmp_path / "shards" / "rank-0.safetensors",
-                      [Part(name, one, (0,) * one.ndim, tuple(one.shape)) for name, one in tensors.items()], 1)
+                      [Part(name, tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+                       for name, tensor in tensors.items()], 1)
     writing.stage()
     for tensor in tensors.values():
         tensor.fill_(-1.0)
     writing.stage()
     size, crc = writing.entry()
-    found = load_file(writing.path)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    actual = load_file(writing.path)
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
     assert 0 < writing.copied <= writing.bytes == 6 << 24, "at most once more than the state"
     assert listing(tmp_path, [writing.path]) == {"shards/rank-0.safetensors": [size, crc]}
 
@@ -85,12 +86,12 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
             parts += [Part("n", number, (), ())] if rank == 0 else []
             Writing(Path(folder) / shard_files.file_of(rank), parts, math.prod(wrote)).entry()
         (Path(folder) / shard_files.FOLDER / shard_files.REST).write_text("{}")
-        found = Shards(Path(folder))
-        assert torch.equal(found.whole("n"), number)
+        shards = Shards(Path(folder))
+        assert torch.equal(shards.whole("n"), number)
         for rank in range(math.prod(reads)) if rows else ():
             for first, piece in cut(whole, reads, rank):
                 place = tuple(slice(at, at + size) for at, size in zip(first, piece.shape, strict=True))
-                assert torch.equal(found.part("w", place), piece)
+                assert torch.equal(shards.part("w", place), piece)
 
 
 def cut(tensor: torch.Tensor, grid: tuple[int, int], rank: int) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -131,10 +132,10 @@ def test_training_goes_on_beside_and_from_it_bit_for_bit(
     pending = begin(tmp_path, 1, trainer)
     assert checkpoint.latest(tmp_path) is None, "there is none before the commit"
     train(lab, trainer, 1)
-    found = pending.commit()
-    assert checkpoint.latest(tmp_path) == found and found.sharded
+    written = pending.commit()
+    assert checkpoint.latest(tmp_path) == written and written.sharded
     again = Trainer(load(lab.folder("qwen3")), known)
-    assert again.restore(found) == []
+    assert again.restore(written) == []
     train(lab, again, 1)
     for name, value in trainer.trained_tensors().items():
         assert torch.equal(value, again.trained_tensors()[name]), name
@@ -143,8 +144,13 @@ def test_training_goes_on_beside_and_from_it_bit_for_bit(
 def test_an_update_first_copies_what_is_not_on_disk_yet(
     lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, run = threading.Event(), Writing._run
-    monkeypatch.setattr(Writing, "_run", lambda self: (go.wait(60), run(self)))
+    go = threading.Event()
+
+    def opened(*how: Any, **more: Any) -> Any:
+        go.wait(60)
+        return open(*how, **more)
+
+    monkeypatch.setattr(shard_files, "open", opened, raising=False)
     trainer = lab.trainer("qwen3", double=False)
     train(lab, trainer, 0)
     before = {name: tensor.detach().clone() for name, tensor in trainer.state.kept_tensors().items()}
@@ -153,8 +159,8 @@ def test_an_update_first_copies_what_is_not_on_disk_yet(
     train(lab, trainer, 1)
     assert trainer.state.saving.copied == trainer.state.saving.bytes and not pending.ready()
     go.set()
-    held = Shards(pending.commit().path)
-    assert all(torch.equal(held.whole(f"weights.{name}"), tensor) for name, tensor in before.items())
+    written = Shards(pending.commit().path)
+    assert all(torch.equal(written.whole(f"weights.{name}"), tensor) for name, tensor in before.items())
 
 
 def test_one_that_was_given_up_leaves_nothing(lab: Any, tmp_path: Path) -> None:
@@ -174,23 +180,23 @@ def test_a_shard_that_cannot_be_written_leaves_the_checkpoint_before(
     monkeypatch.setattr(shard_files.Writing, "_write", lambda *_: (_ for _ in ()).throw(broken))
     with pytest.raises(WriteFailed, match="a broken device"):
         begin(tmp_path, 2, trainer).commit()
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and found.step == 1 and [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest.step == 1 and [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(lab: Any, tmp_path: Path) -> None:
-    found = begin(tmp_path, 1, lab.trainer("llama", double=False)).commit()
+    written = begin(tmp_path, 1, lab.trainer("llama", double=False)).commit()
     with pytest.raises(UserError, match=r"another model: lm_head.weight has the shape \[23, 32\] there and none in"):
-        lab.trainer("qwen3", double=False).restore(found)
+        lab.trainer("qwen3", double=False).restore(written)
 
 
 def test_a_checkpoint_of_another_optimiser_is_refused_with_both_names(lab: Any, tmp_path: Path) -> None:
     trainer = lab.trainer("qwen3", double=False, optimizer="adafactor")
-    found = begin(tmp_path, 1, trainer).commit()
+    written = begin(tmp_path, 1, trainer).commit()
     other = lab.trainer("qwen3", double=False)
     with pytest.raises(UserError, match="'adafactor', the topology says 'adamw'"):
-        other.restore(found)
-    assert other.restore(found, optimizer=False) == [], "its weights alone are of the same model"
+        other.restore(written)
+    assert other.restore(written, optimizer=False) == [], "its weights alone are of the same model"
 
 
 @pytest.mark.parametrize("name", ["shards/rank-0.safetensors", "shards/optimizer.json"])
@@ -202,8 +208,8 @@ def test_a_cut_or_changed_one_is_torn_and_passed_over(
         begin(tmp_path, step, trainer).commit()
     path, torn = tmp_path / "global_step_2" / name, dict[Path, str]()
     path.write_bytes(path.read_bytes()[:-1])
-    found = checkpoint.latest(tmp_path, torn)
-    assert found is not None and found.step == 1 and name in next(iter(torn.values()))
+    newest = checkpoint.latest(tmp_path, torn)
+    assert newest is not None and newest.step == 1 and name in next(iter(torn.values()))
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -266,11 +272,11 @@ def killed_while_writing(lab: Any, root: Path, moments: int) -> None:
             while (words := writers.stdout.readline().split())[0] != "ended":
                 steps.append(int(words[0]))
             assert words == ["ended", str(-signal.SIGKILL)]
-            found = checkpoint.latest(root)
-            assert found is not None and found.step >= steps[-1], f"kill {number}: {found} after {steps[-1]} was told"
-            held = Shards(found.path)
-            values = (held.whole(name) for name in held.shapes if name.startswith("weights."))
-            assert all(bool((value == found.step).all()) for value in values)
+            newest = checkpoint.latest(root)
+            assert newest is not None and newest.step >= steps[-1], f"kill {number}: {newest}, reported {steps[-1]}"
+            shards = Shards(newest.path)
+            values = (shards.whole(name) for name in shards.shapes if name.startswith("weights."))
+            assert all(bool((value == newest.step).all()) for value in values)
             for path in root.glob("global_step_*"):
                 checkpoint.shutil.rmtree(path)
         writers.kill()
@@ -287,8 +293,8 @@ def test_killed_at_twenty_moments_the_newest_whole_one_loads(lab: Any, tmp_path:
 
 
 def test_the_state_names_its_optimiser_without_torch(lab: Any, tmp_path: Path) -> None:
-    found = begin(tmp_path, 1, lab.trainer("qwen3", double=False)).commit()
-    rest = json.loads((found.path / "shards" / "optimizer.json").read_text())
+    written = begin(tmp_path, 1, lab.trainer("qwen3", double=False)).commit()
+    rest = json.loads((written.path / "shards" / "optimizer.json").read_text())
     assert rest["optimizer"] == "adamw" and set(rest) == {"state", "param_groups", "optimizer", "train_layers"}
 
 

@@ -125,11 +125,13 @@ def test_a_stop_while_ranks_are_awaited_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = TeamSettings(3, tmp_path / "team.sock", facts("one"), torch.device("cpu"), start_s=30, collective_s=30)
-    welcomed, ends, welcome = list[int](), list[BaseException](), Team._welcome
+    ends, greeted, looks = list[BaseException](), threading.Event(), list[bool]()
 
-    def note(team: Team, stream: Any, streams: dict[int, Any]) -> None:
-        welcome(team, stream, streams)
-        welcomed.extend(streams)
+    def welcomed() -> bool:
+        if not looks:  # rank 0 listens by now
+            connected.start()
+        looks.append(greeted.is_set())
+        return sum(looks) > 1  # a connection is accepted between two looks
 
     def follow(rank: int, stopping: Any) -> None:
         try:
@@ -137,16 +139,14 @@ def test_a_stop_while_ranks_are_awaited_is_no_failure(
         except BaseException as problem:
             ends.append(problem)
 
-    connected = threading.Thread(target=follow, args=(1, lambda: False))
-    connected.start()
-    monkeypatch.setattr(Team, "_welcome", note)
+    connected = threading.Thread(target=follow, args=(1, greeted.set))  # set at its first look for an answer
     with pytest.raises(Stopped, match="the other ranks were waited for"):
-        Team.gathered(settings, lambda: welcomed)
+        Team.gathered(settings, welcomed)
     connected.join(30)
     follow(2, lambda: True)
-    assert [str(one) for one in ends] == ["rank 0 was asked to stop before all ranks were there",
+    assert [str(problem) for problem in ends] == ["rank 0 was asked to stop before all ranks were there",
                                           "while rank 0 was waited for"]
-    assert all(isinstance(one, Stopped) for one in ends)
+    assert all(isinstance(problem, Stopped) for problem in ends)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def a_step(trainer: Trainer, lab: Any, seed: int, version: int | None = None) ->
     worth = lab.advantages(len(samples), seed)
     half = len(samples) // 2  # as they arrive
     for part in (slice(0, half), slice(half, None)):
-        weights = [1 / len(one.token_ids) for one in samples[part]]
+        weights = [1 / len(sample.token_ids) for sample in samples[part]]
         trainer.accumulate(samples[part], Credits(worth[part], weights), version)
     return trainer.step(1e-2, denominator=len(samples), scale=1.5)
 
@@ -185,14 +185,14 @@ def test_a_team_trains_scores_publishes_and_saves_as_one_rank_does(lab: Any, tea
     assert_same_steps([a_step(trainer, lab, seed, 4) for seed in range(4)],
                       [a_step(one, lab, seed, 4) for seed in range(4)])
     probe = lab.samples(seed=9)
-    for mine, other in zip(trainer.score(probe), one.score(probe), strict=True):
-        np.testing.assert_allclose(mine, other, atol=1e-5)
+    for row, other in zip(trainer.score(probe), one.score(probe), strict=True):
+        np.testing.assert_allclose(row, other, atol=1e-5)
     single = [replace(sample, token_ids=sample.token_ids[:1], behaviour_logprobs=sample.behaviour_logprobs[:1],
                       policy_versions=sample.policy_versions[:1]) for sample in probe]
-    for mine, other, sample, scored in zip(
+    for row, other, sample, scored in zip(
         trainer.every(single), one.every(single), single, one.score(single), strict=True
     ):
-        np.testing.assert_allclose(mine, other, atol=1e-5)
+        np.testing.assert_allclose(row, other, atol=1e-5)
         np.testing.assert_allclose(other[sample.token_ids], scored, atol=1e-6)
         assert np.exp(other.astype(np.float64)).sum() == pytest.approx(1.0)
     assert trainer.entropy(probe) == pytest.approx(one.entropy(probe), rel=1e-5)
@@ -256,9 +256,9 @@ def in_shards(trainer: Any, root: Path, step: int) -> checkpoint.Checkpoint:
         on_progress=lambda: None, where=None,
     )
     assert checkpoint.latest(root) is None
-    found = pending.commit(60)
-    assert checkpoint.fault_of(found.path) is None and found.sharded
-    return found
+    written = pending.commit(60)
+    assert checkpoint.fault_of(written.path) is None and written.sharded
+    return written
 
 
 def test_published_bytes_are_those_of_one_rank_tensor_by_tensor(
@@ -271,11 +271,11 @@ def test_published_bytes_are_those_of_one_rank_tensor_by_tensor(
 
     def counted(self: Any, name: str) -> torch.Tensor:
         nonlocal most
-        found = gather(self, name)
-        alive.add(id(found))
-        weakref.finalize(found, alive.discard, id(found))
+        actual = gather(self, name)
+        alive.add(id(actual))
+        weakref.finalize(actual, alive.discard, id(actual))
         most = max(most, len(alive))
-        return found
+        return actual
 
     monkeypatch.setattr(type(trainer), "gather_weight", counted)
     for kind, more in (("full", {}), ("sparse", {"threshold": 0.9, "key_every": 32})):
@@ -299,8 +299,8 @@ def test_published_bytes_are_those_of_one_rank_tensor_by_tensor(
 def test_an_update_with_the_old_log_probabilities_is_that_of_one_rank(lab: Any, team: Any) -> None:
     samples, stats = lab.samples(seed=3), []
     worth = lab.advantages(len(samples))
-    one = lab.trainer("qwen3", double=False, **SETTINGS)
-    for each in (team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS)), one):
+    trainer = lab.trainer("qwen3", double=False, **SETTINGS)
+    for each in (team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS)), trainer):
         before = each.score(samples)
         each.accumulate(samples, Credits(worth, proximal=before), 4)
         each.step(1e-2)

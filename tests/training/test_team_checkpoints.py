@@ -38,15 +38,15 @@ def test_what_four_ranks_saved_is_continued_by_one_two_and_three(
     with team_of(tmp_path, 4, tensor=tensor) as team:
         trainer = team.trainer(source, settings)
         losses(trainer, lab, range(3))
-        kept = tensors_of(trainer)
+        expected_tensors = tensors_of(trainer)
         saved = in_shards(trainer, tmp_path / "checkpoints", 3)
         expected = losses(trainer, lab, range(3, 6))
 
     def continued(again: Any, ranks: int) -> None:
         assert again.restore(saved) == []
-        found = tensors_of(again)
-        assert found.keys() == kept.keys()
-        assert [name for name in kept if not torch.equal(found[name], kept[name])] == []
+        tensors = tensors_of(again)
+        assert tensors.keys() == expected_tensors.keys()
+        assert [name for name in tensors if not torch.equal(tensors[name], expected_tensors[name])] == []
         np.testing.assert_allclose(losses(again, lab, range(3, 6)), expected, atol=1e-5, err_msg=str(ranks))
 
     continued(Trainer(load(source), settings), 1)

@@ -43,10 +43,10 @@ def test_a_rank_that_is_stopped_is_named_within_its_time(lab: Any, tmp_path: Pat
 def test_a_rank_that_fails_is_named_with_its_words_and_its_samples(lab: Any, tmp_path: Path) -> None:
     with team_of(tmp_path, wrong="fails", collective_s=20) as team:
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
-        with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) failed: MemoryError: no memory") as told:
+        with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) failed: MemoryError: no memory") as failure:
             a_step(trainer, lab, 0)
         given = {sample.uid for sample in lab.samples(groups=2, seed=0)}
-        assert told.value.uids and set(told.value.uids) < given, "those of its share alone"
+        assert failure.value.uids and set(failure.value.uids) < given, "those of its share alone"
 
 
 def test_memory_that_rank_0_does_not_get_is_its_own_failure(
@@ -58,9 +58,9 @@ def test_memory_that_rank_0_does_not_get_is_its_own_failure(
     with team_of(tmp_path, collective_s=20) as team:
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
         monkeypatch.setattr(trainer, "micro_batch", fail)
-        with pytest.raises(RankFailed, match=r"rank 0 failed: .*can't allocate memory") as told:
+        with pytest.raises(RankFailed, match=r"rank 0 failed: .*can't allocate memory") as failure:
             a_step(trainer, lab, 0)
-        assert told.value.uids and "rank 1" not in str(told.value)
+        assert failure.value.uids and "rank 1" not in str(failure.value)
 
 
 def test_samples_are_no_suspects_where_another_rank_was_killed(lab: Any, tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ def test_samples_are_no_suspects_where_another_rank_was_killed(lab: Any, tmp_pat
         first.send_signal(signal.SIGSTOP)  # the others are in a collective when it is killed
         threading.Timer(2, first.kill).start()
         said = r"rank 1 \(pid \d+\) (has ended|is gone).*rank 2 \(pid \d+\) failed: "
-        with pytest.raises(RankLost, match=said) as told:
+        with pytest.raises(RankLost, match=said) as failure:
             a_step(trainer, lab, 1)
-        assert not getattr(told.value, "uids", ()), "rank 2 is well"
+        assert not getattr(failure.value, "uids", ()), "rank 2 is well"
 
 
 def test_a_rank_that_fails_in_the_update_names_its_samples(lab: Any, tmp_path: Path) -> None:
     with team_of(tmp_path, wrong="updates", collective_s=20) as team:
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
-        with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) failed: MemoryError: no memory") as told:
+        with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) failed: MemoryError: no memory") as failure:
             a_step(trainer, lab, 0)
         given = {sample.uid for sample in lab.samples(groups=2, seed=0)}
-        assert told.value.uids and set(told.value.uids) < given
+        assert failure.value.uids and set(failure.value.uids) < given

@@ -109,8 +109,8 @@ def test_a_team_along_the_tensor_axis_works_as_one_rank(
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**settings))
         one = lab.trainer("qwen3", double=False, **SETTINGS)
         probe = lab.samples(seed=9)
-        found = (trainer.score(probe), one.score(probe), trainer.score(probe, "reference"))
-        for mine, other, third in zip(*found, strict=True):
+        actual = (trainer.score(probe), one.score(probe), trainer.score(probe, "reference"))
+        for mine, other, third in zip(*actual, strict=True):
             np.testing.assert_allclose(mine, other, atol=1e-5)
             np.testing.assert_allclose(mine, third, atol=1e-6)
         first = a_step(trainer, lab, 0, 4)
@@ -184,8 +184,8 @@ def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: 
         assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
         if one.scorer.reference is not None:
             probe = lab.samples(seed=9)
-            for mine, other in zip(trainer.score(probe, "reference"), one.score(probe, "reference"), strict=True):
-                np.testing.assert_allclose(mine, other, atol=1e-5)
+            for row, other in zip(trainer.score(probe, "reference"), one.score(probe, "reference"), strict=True):
+                np.testing.assert_allclose(row, other, atol=1e-5)
             assert len(trainer.score(single, "reference")) == 1
         if lora is None:
             return
@@ -214,12 +214,13 @@ def test_reference_and_teacher_of_a_rank_have_the_draws_temperature(
     builder, model, plain = TrainerBuilder(TrainerSettings(), team, None), lab.model(double=False), load(folder)
     samples = lab.samples(groups=1, members=3, temperatures=(0.7,))
     flat = flatten(samples, torch.float32, torch.device("cpu"))
-    rows = [plain(torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids])[None].astype(np.int64))).logits[
-        0, len(one.prompt_ids) - 1 : -1].detach() for one in samples]
+    every = [np.concatenate([sample.prompt_ids, sample.token_ids])[None].astype(np.int64) for sample in samples]
+    rows = [plain(torch.from_numpy(ids)).logits[0, len(sample.prompt_ids) - 1 : -1].detach()
+            for ids, sample in zip(every, samples, strict=True)]
     expected = torch.log_softmax(torch.cat(rows) / 0.7, -1)
-    referred = builder._refer(None, None, None, model)(samples, flat)
+    referred = builder.reference(None, None, None, model)(samples, flat)
     assert torch.allclose(referred.detach(), expected.gather(-1, flat.targets[:, None])[:, 0], atol=1e-5)
-    ids, best = builder._teach(None, model)(samples, flat)
+    ids, best = builder.teacher(None, model)(samples, flat)
     assert torch.allclose(best, expected.gather(-1, ids), atol=1e-5)
     assert torch.allclose(best, expected.topk(TEACHER_K, -1).values, atol=1e-5)
 
@@ -256,20 +257,20 @@ def test_a_value_head_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path:
                           [a_step_with_values(one, lab, seed) for seed in range(3)])
         single = lab.samples(groups=1, members=1)  # one rank has nothing to do
         for samples in (single, lab.samples(seed=9)):
-            for mine, other in zip(trainer.score(samples, "value"), one.score(samples, "value"), strict=True):
-                np.testing.assert_allclose(mine, other, atol=1e-5)
+            for row, other in zip(trainer.score(samples, "value"), one.score(samples, "value"), strict=True):
+                np.testing.assert_allclose(row, other, atol=1e-5)
         assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
         heads = [dict(each.value_head.line.named_parameters()) for each in (trainer, one)]
         assert_same_weights(*heads)
         assert all(bool(parameter.ne(0).any()) for parameter in heads[0].values())
-        found = checkpoint.save(
+        written = checkpoint.save(
             tmp_path / "saved", 3, model=trainer.model, optimizer_state=trainer.optimizer_state(), meta={},
             weights=trainer.named_weights(), source=lab.folder("qwen3"),
             extras=lambda folder: trainer.value_head.write(folder / "value"),
         )
-        again = team.trainer(found.model, settings)
-        assert again.restore(found) == []
-        again.value_head.load(found.path / "value")  # the other ranks have theirs from `restore`
+        again = team.trainer(written.model, settings)
+        assert again.restore(written) == []
+        again.value_head.load(written.path / "value")  # the other ranks have theirs from `restore`
         assert_same_steps([a_step_with_values(each, lab, 5) for each in (again,)], [a_step_with_values(one, lab, 5)])
         assert_same_weights(again.named_weights(), dict(one.named_weights()))
         assert_same_weights(dict(again.value_head.line.named_parameters()), heads[1])

@@ -59,10 +59,10 @@ def test_frozen_layers_stay_and_the_gradient_is_that_of_the_whole(lab: Any, apar
     double = "compute_dtype" not in more
     every, _ = lab.step(lab.trainer("llama", double=double, **more), [(samples, advantages)])
     trainer = lab.trainer("llama", double=double, train_layers="1, lm_head", **more)
-    found, _ = lab.step(trainer, [(samples, advantages)])
+    gradient, _ = lab.step(trainer, [(samples, advantages)])
     chosen = {name for name in every if ".1." in name or name == "lm_head.weight"}
-    assert found.keys() == trainer.trained_tensors().keys() == chosen
-    ratio = {name: float(found[name].norm() / every[name].norm()) for name in chosen}  # clipped to another norm
+    assert gradient.keys() == trainer.trained_tensors().keys() == chosen
+    ratio = {name: float(gradient[name].norm() / every[name].norm()) for name in chosen}  # clipped to another norm
     assert max(ratio.values()) == pytest.approx(min(ratio.values()), rel=1e-6 if double else 1e-2)
     before = values(trainer)
     trainer.accumulate(samples, advantages)
@@ -93,15 +93,15 @@ def test_a_checkpoint_continues_with_the_same_layers_and_is_refused_with_others(
 
     trainer = Trainer(load(lab.folder("llama")), TrainerSettings(train_layers="1-2"))
     step(trainer)
-    found = saved(tmp_path, trainer)
-    again = Trainer(load(found.model), TrainerSettings(train_layers="2, 1"))  # in other words
-    assert again.restore(found) == []
+    written = saved(tmp_path, trainer)
+    again = Trainer(load(written.model), TrainerSettings(train_layers="2, 1"))  # in other words
+    assert again.restore(written) == []
     for one in (trainer, again):
         step(one)
     assert all(torch.equal(value, values(again)[name]) for name, value in values(trainer).items())
     for other in ("", "2", "1-2, norm"):
         with pytest.raises(UserError, match=r"train_layers = '1-2', the topology says .*set it back to '1-2'"):
-            Trainer(load(found.model), TrainerSettings(train_layers=other)).restore(found)
+            Trainer(load(written.model), TrainerSettings(train_layers=other)).restore(written)
 
 
 def test_an_item_that_the_model_does_not_have_is_named(lab: Any) -> None:

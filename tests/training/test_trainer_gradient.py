@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from busrl.training import packing
 from busrl.training.head import Head
+from busrl.training.model import attention_of
 
 WAYS = [
     ("qwen3", "full"),
@@ -35,9 +36,9 @@ def test_the_gradient_of_a_step_is_that_of_a_plain_loop(
     trainer = lab.trainer(kind, way)
     samples = lab.samples(temperatures=(1.0, 0.7, 1.6), model=trainer.model)
     advantages = lab.advantages(len(samples))
-    found, stats = lab.step(trainer, [(samples[:5], advantages[:5]), (samples[5:], advantages[5:])])
+    gradient, stats = lab.step(trainer, [(samples[:5], advantages[:5]), (samples[5:], advantages[5:])])
     expected, value = lab.reference(trainer.model, samples, advantages)
-    assert apart(found, expected) < 1e-6
+    assert apart(gradient, expected) < 1e-6
     assert stats.loss == pytest.approx(value, rel=1e-6)
     assert stats.grad_norm == pytest.approx(sum(float(g.square().sum()) for g in expected.values()) ** 0.5, rel=1e-5)
     assert (stats.tokens, stats.sequences) == (sum(len(s.token_ids) for s in samples), len(samples))
@@ -52,9 +53,9 @@ def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any,
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(1.05)
-    found, _ = lab.step(trainer, [(samples, advantages)], proximal=proximal)
+    gradient, _ = lab.step(trainer, [(samples, advantages)], proximal=proximal)
     expected, _ = lab.reference(trainer.model, samples, advantages, loss="decoupled", prox=proximal)
-    assert apart(found, expected) < 1e-6
+    assert apart(gradient, expected) < 1e-6
     plain, _ = lab.step(trainer, [(samples, advantages)])
     assert apart(plain, lab.reference(trainer.model, samples, advantages, loss="decoupled")[0]) < 1e-6
     assert apart(plain, expected) > 1e-3
@@ -66,10 +67,10 @@ def test_rows_are_packed_where_the_log_probabilities_stay_the_models_own(lab: An
 
 
 def test_a_way_that_gives_other_log_probabilities_is_never_chosen(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = packing._seen
-    monkeypatch.setattr(packing, "_seen", lambda before, *rest: seen(before + 1, *rest))
+    seen = packing.visible
+    monkeypatch.setattr(packing, "visible", lambda before, *rest: seen(before + 1, *rest))
     trainer = lab.trainer("qwen3", double=False)
-    assert (trainer.forward.name, trainer.model.config._attn_implementation) == ("padded", "sdpa")
+    assert (trainer.forward.name, attention_of(trainer.model)) == ("padded", "sdpa")
     monkeypatch.setattr(Head, "of", lambda *_: Head(scale=2.0))
     assert lab.trainer("qwen3", double=False).forward.name == "full"
 
@@ -81,18 +82,18 @@ def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
 ) -> None:
     samples = lab.samples(seed=seed, groups=4, members=3)
     advantages = lab.advantages(len(samples), seed)
-    whole, stats = lab.step(lab.trainer("qwen3", way, micro_batch_tokens=10**6), [(samples, advantages)])
+    gradient, stats = lab.step(lab.trainer("qwen3", way, micro_batch_tokens=10**6), [(samples, advantages)])
     order = data.draw(st.permutations(range(len(samples))))
     edge = data.draw(st.integers(0, len(samples)))
     parts = [([samples[i] for i in part], [advantages[i] for i in part]) for part in (order[:edge], order[edge:])]
     pieces, cut_stats = lab.step(lab.trainer("qwen3", way, micro_batch_tokens=budget), parts)
-    assert apart(pieces, whole) < 1e-6
+    assert apart(pieces, gradient) < 1e-6
     for name in ("loss", "tokens", "sequences"):
         assert getattr(cut_stats, name) == pytest.approx(getattr(stats, name), rel=1e-6)
-    found, expected = vars(cut_stats.diagnostics), vars(stats.diagnostics)
+    actual, expected = vars(cut_stats.diagnostics), vars(stats.diagnostics)
     known = [name for name, value in expected.items() if value is not None]
-    assert known == [name for name, value in found.items() if value is not None] and len(known) > 5
-    assert [found[name] for name in known] == pytest.approx([expected[name] for name in known], rel=1e-6, abs=1e-9)
+    assert known == [name for name, value in actual.items() if value is not None] and len(known) > 5
+    assert [actual[name] for name in known] == pytest.approx([expected[name] for name in known], rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])

@@ -77,10 +77,10 @@ def test_a_step_of_several_updates_says_whether_some_of_them_were_made(lab: Any)
     trainer, samples = lab.trainer("qwen3"), lab.samples()
     skipped = trainer.step(1e-3)
     trainer.accumulate(samples, lab.advantages(len(samples)))
-    made = trainer.step(1e-3)
-    assert skipped.skipped and not made.skipped
-    assert combined([skipped, made]).partly and combined([made, skipped]).skipped == skipped.skipped
-    assert not combined([skipped, skipped]).partly and not combined([made, made]).partly
+    stats = trainer.step(1e-3)
+    assert skipped.skipped and not stats.skipped
+    assert combined([skipped, stats]).partly and combined([stats, skipped]).skipped == skipped.skipped
+    assert not combined([skipped, skipped]).partly and not combined([stats, stats]).partly
 
 
 @pytest.mark.parametrize("way", ["padded", "packed"])
@@ -177,9 +177,9 @@ def test_in_bfloat16_parameters_and_gradients_stay_float32_and_published_weights
     trainer = lab.trainer("qwen3", double=False, compute_dtype="bfloat16")
     samples = lab.samples()
     advantages = lab.advantages(len(samples))
-    found, _ = lab.step(trainer, [(samples, advantages)])
-    assert {value.dtype for value in found.values()} == {torch.float32}
-    assert 1e-6 < apart(found, lab.step(exact, [(samples, advantages)])[0]) < 0.1
+    gradient, _ = lab.step(trainer, [(samples, advantages)])
+    assert {value.dtype for value in gradient.values()} == {torch.float32}
+    assert 1e-6 < apart(gradient, lab.step(exact, [(samples, advantages)])[0]) < 0.1
     published = trainer.named_weights()
     assert {value.dtype for value in published.values()} == {torch.bfloat16}
     assert published.keys() == dict(trainer.model.named_parameters()).keys()
@@ -216,8 +216,8 @@ def test_settings_are_read_from_a_topology_by_name() -> None:
     from busrl.preflight.load import load
 
     given = ["learner.clip_high=0.5", "learner.updates_per_batch=2", "learner.loss=decoupled", "model.dtype=bfloat16"]
-    found = TrainerSettings.of(load(Path(__file__).parents[2] / "configs" / "quickstart.toml", given))
-    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens) == (
+    settings = TrainerSettings.of(load(Path(__file__).parents[2] / "configs" / "quickstart.toml", given))
+    assert (settings.clip_high, settings.loss, settings.compute_dtype, settings.micro_batch_tokens) == (
         0.5, "decoupled", "bfloat16", 4096,
     )
 
@@ -228,11 +228,11 @@ def test_the_defaults_of_a_trainer_are_those_of_the_topology() -> None:
 
     learner = Learner(lr=1.0)
     tables = (learner.memory, learner, Experiments())
-    own = TrainerSettings(activation_checkpointing="auto")  # what "auto" comes to depends on the model
-    named = [field.name for field in fields(own) if field.name != "value"]  # None where advantages need no values
+    settings = TrainerSettings(activation_checkpointing="auto")  # what "auto" comes to depends on the model
+    named = [field.name for field in fields(settings) if field.name != "value"]  # None where advantages need no values
     shared = [(one, name) for name in named for one in tables if hasattr(one, name)]
     assert len(shared) > 30
-    assert {name: getattr(own, name) for _, name in shared} == {name: getattr(one, name) for one, name in shared}
+    assert {name: getattr(settings, name) for _, name in shared} == {name: getattr(one, name) for one, name in shared}
     assert vars(ValueSettings()) == {name: getattr(learner.value, name) for name in vars(ValueSettings())}
 
 

@@ -160,10 +160,11 @@ class StepMetrics:
         self._last = time.monotonic()
         self._row: dict[str, Any] = {}
         self.checkpoint_s = 0.0
-        self._clear()
+        self.begin_step()
         self._recall(paths.groups, begun)
 
-    def _clear(self) -> None:
+    def begin_step(self) -> None:
+        """Begin the counts of the next step."""
         self.ended = Ended(self._solved)  # groups that were set aside since the last step
         self._tags: dict[int, str] = {}  # of the groups that are trained
         self._context = Counter[str]()  # of their episodes
@@ -283,7 +284,7 @@ class StepMetrics:
         self._write(row, [{"step": record.step, **sample} for sample in samples])
         self._write_groups(line)
         self._row, self._last, self.checkpoint_s = row, now, 0.0
-        self._clear()
+        self.begin_step()
         return row
 
     def _times(self, now: float) -> dict[str, Any]:

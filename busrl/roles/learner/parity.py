@@ -348,7 +348,7 @@ class Parity:
                 continue  # too late: these weights are gone
             if answer.version == version:
                 self._had.add(answer.worker)
-            verdict = self._judge(answer.samples, answer.version, answer.worker, self.tolerance)
+            verdict = self.judge(answer.samples, answer.version, answer.worker, self.tolerance)
             if verdict is not None:
                 yield verdict
                 if self.config.end and verdict.gap > self.config.end:
@@ -378,7 +378,7 @@ class Parity:
         self._gaps[answer.worker] = max(gap, self._gaps.get(answer.worker, 0.0))
         if gap <= limit:
             return None
-        if answer.version == version and (verdict := self._judge(answer.samples, version, answer.worker, limit)):
+        if answer.version == version and (verdict := self.judge(answer.samples, version, answer.worker, limit)):
             return verdict
         return Verdict(UNKNOWN, gap, (
             f"engine {self._engines} of {answer.worker}, version {answer.version}: over {answer.tokens} tokens behind "
@@ -408,7 +408,7 @@ class Parity:
             for sample, mask in compared
         ]
         within = UNEXPLAINED if self._silent or (self._mixed and step) else self.tolerance
-        verdict = self._judge(own_only, version, "", min(within, limit))
+        verdict = self.judge(own_only, version, "", min(within, limit))
         if verdict is not None and not verdict.gap <= limit:
             raise CannotTrain(
                 f"{verdict.text}. That is more than learner.mismatch_limit = {limit:g}, which no arithmetic explains; "
@@ -434,7 +434,7 @@ class Parity:
 
     # -- causes ------------------------------------------------------------------------------------------------------
 
-    def _judge(self, samples: list[Sample], version: int, worker: str, limit: float) -> Verdict | None:
+    def judge(self, samples: list[Sample], version: int, worker: str, limit: float) -> Verdict | None:
         """None if they agree. `first` sets the log-probabilities of other versions to NaN: these are not compared."""
         name = f"engine {self._engines}{f' of {worker}' if worker else ''}, version {version}"
         theirs = [sample.behaviour_logprobs for sample in samples]
