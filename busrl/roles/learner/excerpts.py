@@ -52,7 +52,7 @@ class Excerpts:
         self.per_step = topology.log.samples
 
     def of_step(self, ring: Ring, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
-        """One sample of every group, then a second of each, and so on, up to `log.samples`."""
+        """A sample of every group, then a second of each, and so on, up to `log.samples`."""
         most = max((len(group.records) for group in groups), default=0)
         order = [(group, k) for k in range(most) for group in groups if k < len(group.records)]
         count = len(order) if isinstance(self.per_step, str) else self.per_step
