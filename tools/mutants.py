@@ -78,7 +78,7 @@ STEP, METRICS = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
 SAMPLES_OF, CREDIT = "busrl/roles/learner/samples.py", "busrl/roles/learner/credit.py"
 MODELS, TALLY = "busrl/roles/learner/models.py", "busrl/training/step_stats.py"
-RATES = "busrl/scheduling/rates.py"
+LEARNING_RATE = "busrl/scheduling/learning_rate.py"
 STATE = "busrl/training/state.py"
 SCORER = "busrl/training/scorer.py"
 FIGURES = "busrl/data/figures.py"
@@ -341,11 +341,11 @@ MUTANTS = (
            (f"{TEAM}::test_a_team_trains_scores_publishes_and_saves_as_one_rank_does",)),
     Mutant("the norm is told after clipping", TRAINER,
            "stats = self.tally.stats(norm,", "stats = self.tally.stats(min(norm, self.settings.max_grad_norm),", PPO),
-    Mutant("warm-up does not count the step itself", RATES,
+    Mutant("warm-up does not count the step itself", LEARNING_RATE,
            "self.warmup(trained + groups)", "self.warmup(trained)", PPO),
-    Mutant("the fall counts the step itself", RATES, "self.left(trained)", "self.left(trained + groups)", PPO),
-    Mutant("the fall begins before the warm-up ends", RATES, "max(seen - self.warmup_groups, 0)", "seen", PPO),
-    Mutant("linear coupling of the rate to the groups", RATES,
+    Mutant("the fall counts the step itself", LEARNING_RATE, "self.left(trained)", "self.left(trained + groups)", PPO),
+    Mutant("the fall begins before the warm-up ends", LEARNING_RATE, "max(seen - self.warmup_groups, 0)", "seen", PPO),
+    Mutant("linear coupling of the rate to the groups", LEARNING_RATE,
            "math.sqrt(groups / self.n_min)", "groups / self.n_min", TWO),
     Mutant("the rate is that of a mini-batch", STEP,
            "rate = self.schedule(self.groups, groups)", "rate = self.schedule(self.groups, groups // updates)", TWO),

@@ -24,7 +24,7 @@ from busrl.ledger.wal import Record, SampleRecord, Terms
 from busrl.roles.learner.credit import Credit
 from busrl.roles.learner.models import Models
 from busrl.roles.learner.samples import TrainedTokens, terms_of, to_sample
-from busrl.scheduling.rates import Schedule
+from busrl.scheduling.learning_rate import Schedule
 from busrl.system import device
 from busrl.topology import Topology
 from busrl.training.batch import first_fault

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from busrl.scheduling.rates import Schedule
+from busrl.scheduling.learning_rate import Schedule
 
 LINEAR = Schedule(lr=1.0, n_min=10, warmup_groups=20, decay="linear", decay_groups=100, decay_to=0.1)
 COSINE = Schedule(lr=1.0, n_min=10, decay="cosine", decay_groups=100)
