@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import busrl
-from busrl.engines.supported import PACKAGES, vllm_objection
+from busrl.engines.vllm_versions import PACKAGES, vllm_objection
 from busrl.errors import UserError
 from busrl.ring import LAYOUT
 from busrl.system import device

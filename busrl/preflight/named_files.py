@@ -17,7 +17,7 @@ from pathlib import Path
 from busrl import capabilities, keys
 from busrl.data import pretrained
 from busrl.data.sources import BESIDE
-from busrl.engines import supported
+from busrl.engines import vllm_versions
 from busrl.errors import BadKeys
 from busrl.preflight import engine_rules
 from busrl.preflight.findings import Finding, Report
@@ -207,9 +207,9 @@ def _look_for_commands(t: Topology, report: Report) -> None:
 def _look_for_vllm(t: Topology, report: Report) -> None:
     """Look at the version of vLLM, and for its plugin on an NPU; an entry with a Python of its own is not looked at."""
     used = [index for index in vllm_entries(t) if not t.process[index].python]
-    why, remedy = supported.vllm_objection(*supported.vllm_installed()) if used else ("", "")
+    why, remedy = vllm_versions.vllm_objection(*vllm_versions.vllm_installed()) if used else ("", "")
     if why:
         report.add(f"process.{used[0]}.engine", why, remedy)
     elif (at := engine_rules.lacks_ascend(t)) is not None:
-        rule = f"vLLM works on an NPU with the package {supported.ASCEND} alone, which this Python lacks"
+        rule = f"vLLM works on an NPU with the package {vllm_versions.ASCEND} alone, which this Python lacks"
         report.add(f"process.{at}.engine", rule, "pip install 'busrl[ascend]': see docs/engines.md")

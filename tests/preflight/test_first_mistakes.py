@@ -197,7 +197,7 @@ def test_a_device_of_another_host_is_not_looked_for(loaded: Loaded) -> None:
 
 
 def test_vllm_without_the_package_says_how_to_get_it(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.engines.supported.vllm_installed", lambda: ("", ""))
+    monkeypatch.setattr("busrl.engines.vllm_versions.vllm_installed", lambda: ("", ""))
     (problem,) = refused("", "process.rollout.engine=vllm")
     assert "this Python has no vLLM" in problem
     assert "pip install 'busrl[vllm]'" in problem and 'engine = "torch"' in problem

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from busrl.engines import supported
+from busrl.engines import vllm_versions
 from busrl.preflight.explain import report
 from busrl.system import device
 from busrl.topology import Topology
@@ -87,7 +87,7 @@ def test_one_copy_of_the_weights_refuses_what_can_not_work_with_it(
 def test_one_copy_is_refused_where_vllm_shares_out_its_tensors(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supported, "vllm_installed", lambda: ("vllm", "0.30.0"))
+    monkeypatch.setattr(vllm_versions, "vllm_installed", lambda: ("vllm", "0.30.0"))
     problems = refused(ONE_COPY + "[vllm]\ntensor_parallel = 2\n", "process.rollout.engine=vllm")
     assert any("the learner trains whole ones" in message for message in problems), problems
 
@@ -118,7 +118,7 @@ GROUPS = (
 def test_a_broadcast_between_devices_that_can_not_work_is_refused(
     refused: Refused, overrides: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supported, "vllm_installed", lambda: ("vllm", "0.30.0"))
+    monkeypatch.setattr(vllm_versions, "vllm_installed", lambda: ("vllm", "0.30.0"))
     extra, *usual = GROUPS
     problems = refused(extra, *usual, 'process.rollout.devices=["1"]', *overrides)
     assert any(expected in message for message in problems), problems

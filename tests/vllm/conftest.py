@@ -16,7 +16,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "run"), str(HERE.parent / "roles")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from busrl.engines.supported import vllm_installed
+    from busrl.engines.vllm_versions import vllm_installed
 
     if vllm_installed()[0]:
         return

@@ -39,7 +39,7 @@ def quickstart_one_copy(context: Context) -> None:
 def vllm(context: Context) -> None:
     """The same with vLLM in place of the torch engine."""
     _need_packages()
-    from busrl.engines.supported import vllm_installed, vllm_objection
+    from busrl.engines.vllm_versions import vllm_installed, vllm_objection
 
     why, remedy = vllm_objection(*vllm_installed())
     if why:

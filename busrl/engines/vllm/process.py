@@ -31,7 +31,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from busrl.engines.supported import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
+from busrl.engines.vllm_versions import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
 from busrl.errors import EngineLost, UserError
 from busrl.system.guardian import stat_of
 from busrl.topology.plugins import ADAPTERS
