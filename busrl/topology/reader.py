@@ -29,7 +29,7 @@ from busrl.errors import Problem, TopologyError
 from busrl.states import ENVIRONMENT, TINY
 from busrl.topology import schema
 from busrl.topology.declare import FUNCTION, REQUIRED, Item, Rule, Wrong, convert, items, tables
-from busrl.topology.names import counterpart
+from busrl.topology.foreign_names import counterpart
 
 if sys.version_info >= (3, 11):
     import tomllib

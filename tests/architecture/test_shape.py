@@ -20,7 +20,7 @@ SMALL = 120
 # A module of less than SMALL lines whose only user lies in the same package -> why it is a module of its own.
 REASONS: dict[str, str] = {
     "busrl.algorithms.distill": "formulas on a teacher's tokens: a documented module, for losses of the user's too",
-    "busrl.topology.names": "the names that other trainers give to keys: a table, apart from how a file is read",
+    "busrl.topology.foreign_names": "names that other trainers give to keys: a table, apart from how a file is read",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
 }
 

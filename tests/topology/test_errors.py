@@ -11,7 +11,7 @@ from topologies import BASE
 
 from busrl.errors import TopologyError
 from busrl.preflight.load import load
-from busrl.topology import Topology, names
+from busrl.topology import Topology, foreign_names
 from busrl.topology.declare import items, tables
 from busrl.topology.reader import SECTIONS
 
@@ -131,7 +131,7 @@ def test_a_key_outside_of_any_table_is_told_where_it_belongs(refused: Refused) -
 def test_every_key_that_is_named_to_people_of_other_trainers_is_one() -> None:
     sections = (table for section, cls in SECTIONS.items() for table in tables(section, cls))
     declared = {f"{name}.{key}" for name, cls in sections for key in items(cls)}
-    assert {key for keys in names.KEYS for key in keys.split(" and ")} <= declared
+    assert {key for keys in foreign_names.KEYS for key in keys.split(" and ")} <= declared
 
 
 def test_a_reward_function_needs_no_kind(loaded: Loaded, refused: Refused, here: Path) -> None:
