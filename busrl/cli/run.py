@@ -37,7 +37,7 @@ from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
 from busrl.paths import RunPaths
-from busrl.preflight import explain, inflight
+from busrl.preflight import changeable, explain
 from busrl.preflight.load import load, materialise
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
@@ -85,7 +85,7 @@ def _as_set_in_flight(topology: Topology, options: argparse.Namespace, run_dir: 
         topology = load(options.topology, [*options.overrides, *more], run_dir)
     if not (paths.ring_file.exists() and paths.topology.is_file()):
         return topology
-    return inflight.with_sizes_of(topology, recorded(paths.topology))
+    return changeable.with_sizes_of(topology, recorded(paths.topology))
 
 
 def check(options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from busrl.launch.rundir import OpenRun
 from busrl.launch.summary import RunOutcome
 from busrl.ledger.controls import VERBS, ControlLine, Controls
 from busrl.ledger.trained import newest_checkpoint, step_of
-from busrl.preflight import inflight
+from busrl.preflight import changeable
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.states import PAUSE_STARTING, PAUSED, HeaderWord, RunPhase
@@ -176,9 +176,9 @@ class ControlDesk:
 
     def _set(self, request: m.Control, line: ControlLine) -> None:
         before = self._run.topology
-        line.key = inflight.count_key(request.key) if request.verb == "scale" else request.key
-        topology = inflight.changed(before, line.key, request.value)
-        line.old, line.new = inflight.value_of(before, line.key), inflight.value_of(topology, line.key)
+        line.key = changeable.count_key(request.key) if request.verb == "scale" else request.key
+        topology = changeable.changed(before, line.key, request.value)
+        line.old, line.new = changeable.value_of(before, line.key), changeable.value_of(topology, line.key)
         line.text = f"{line.key} = {line.new}" + (" already" if line.old == line.new else f", it was {line.old}")
         self._use(topology)
 
@@ -200,11 +200,11 @@ class ControlDesk:
 
     def _waits(self, line: ControlLine) -> list[str]:
         """Processes that have not taken up a request yet."""
-        roles = inflight.followers(line.key) if line.verb == "set" else TAKE_UP.get(line.verb, ())
+        roles = changeable.followers(line.key) if line.verb == "set" else TAKE_UP.get(line.verb, ())
         needed = self._sizes.get(line.id, 0)
         late = [
             name for name, process in self._processes.items()
             if process.role in roles and not process.spec.command and self._followed.get(address(name), -1) < needed
         ]
-        scaled = inflight.is_count(line.key) and line.verb in ("set", "scale")
+        scaled = changeable.is_count(line.key) and line.verb in ("set", "scale")
         return [*late, *(self._children.unsettled() if scaled else [])]

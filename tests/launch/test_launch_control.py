@@ -16,7 +16,7 @@ from busrl.launch.control import NO_PROOF, ControlDesk
 from busrl.launch.rundir import OpenRun
 from busrl.ledger.controls import ControlLine, Controls, read_lines
 from busrl.paths import RunPaths
-from busrl.preflight import inflight
+from busrl.preflight import changeable
 from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
@@ -154,7 +154,7 @@ def test_a_repeated_id_acts_once_and_the_next_start_keeps_its_effect(
     again = Desk(root, load(ROOT / "configs" / "quickstart.toml", ["learner.lr=3e-5", *more]))
     assert again.pause_word == desk.pause_word and list(read_lines(again.run.paths)) == lines
     for key in desk.controls.settings:
-        assert inflight.value_of(again.run.topology, key) == inflight.value_of(desk.run.topology, key)
+        assert changeable.value_of(again.run.topology, key) == changeable.value_of(desk.run.topology, key)
 
 
 def test_the_word_is_the_learners_until_it_has_cleared_its_bit(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_full_disk_refuses_it_and_leaves_all_as_it_was(tmp_path: Path, monkeyp
 # -- values -------------------------------------------------------------------------------------------------------
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(sorted(inflight.KEYS)), st.sampled_from(("-1", "nonsense", "true", "[1]", "1e9", "nan")))
+@given(st.sampled_from(sorted(changeable.KEYS)), st.sampled_from(("-1", "nonsense", "true", "[1]", "1e9", "nan")))
 def test_a_wrong_value_has_the_message_that_it_has_in_a_topology(key: str, text: str) -> None:
     def said(call: Any) -> str:
         try:
@@ -257,7 +257,7 @@ def test_a_wrong_value_has_the_message_that_it_has_in_a_topology(key: str, text:
         return ""
 
     at_start = said(lambda: load(ROOT / "configs" / "quickstart.toml", [f"{key}={text}"]))
-    in_flight = said(lambda: inflight.changed(QUICKSTART, key, text))
+    in_flight = said(lambda: changeable.changed(QUICKSTART, key, text))
     if in_flight and "ring of the run" not in in_flight:
         assert in_flight == at_start
     else:
@@ -268,25 +268,25 @@ def test_thresholds_stay_the_controllers_and_rounds_stay_what_they_are() -> None
     controller = dataclasses.replace(QUICKSTART.learner.controller, mode="act")
     learner = dataclasses.replace(QUICKSTART.learner, controller=controller)
     with pytest.raises(UserError, match="what the controller moves"):
-        inflight.changed(dataclasses.replace(QUICKSTART, learner=learner), "learner.trigger.n_min", "4")
+        changeable.changed(dataclasses.replace(QUICKSTART, learner=learner), "learner.trigger.n_min", "4")
     weights = dataclasses.replace(QUICKSTART.weights, mode="sync")
     with pytest.raises(UserError, match="rounds are counted by it"):
-        inflight.changed(dataclasses.replace(QUICKSTART, weights=weights), "learner.trigger.n_min", "4")
+        changeable.changed(dataclasses.replace(QUICKSTART, weights=weights), "learner.trigger.n_min", "4")
     with pytest.raises(TopologyError, match=r"ring\.processes"):
-        inflight.changed(QUICKSTART, "process.rollout.count", "1000")
+        changeable.changed(QUICKSTART, "process.rollout.count", "1000")
 
 
 def test_an_existing_ring_keeps_its_size_where_the_limits_fit() -> None:
     derived = QUICKSTART.derived
     bigger = dataclasses.replace(QUICKSTART, derived=dataclasses.replace(derived, slots=derived.slots + 8))
-    assert inflight.with_sizes_of(QUICKSTART, bigger).derived.slots == derived.slots + 8
+    assert changeable.with_sizes_of(QUICKSTART, bigger).derived.slots == derived.slots + 8
     small = dataclasses.replace(QUICKSTART, derived=dataclasses.replace(derived, slots=8))
-    assert inflight.with_sizes_of(QUICKSTART, small) is QUICKSTART
+    assert changeable.with_sizes_of(QUICKSTART, small) is QUICKSTART
 
 
 def test_every_process_that_follows_a_key_is_one_of_a_run() -> None:
     roles = {process.role for process in QUICKSTART.processes()}
-    assert {role for key in inflight.KEYS for role in inflight.followers(key)} <= roles
+    assert {role for key in changeable.KEYS for role in changeable.followers(key)} <= roles
     assert isinstance(QUICKSTART.processes()[0], ProcessName)
 
 

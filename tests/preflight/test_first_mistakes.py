@@ -16,7 +16,7 @@ from busrl.algorithms import catalog
 from busrl.cli import main
 from busrl.errors import UserError
 from busrl.launch import pythons
-from busrl.preflight import inflight
+from busrl.preflight import changeable
 from busrl.system import device
 from busrl.topology import Topology
 
@@ -170,7 +170,7 @@ def test_a_reward_of_ones_own_may_take_more(loaded: Loaded, here: Path) -> None:
 ])
 def test_a_key_without_its_section_is_told_which_was_meant(loaded: Loaded, key: str, meant: str) -> None:
     with pytest.raises(UserError) as caught:
-        inflight.changed(loaded(), key, "5e-4")
+        changeable.changed(loaded(), key, "5e-4")
     assert str(caught.value).endswith(f"and {key} has no section; did you mean {meant}?")
     assert "--set" not in str(caught.value)
 
