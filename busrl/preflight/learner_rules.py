@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from busrl.algorithms import catalog, selection
+from busrl.algorithms import catalog, trained_parameters
 from busrl.keys import NAME
 from busrl.preflight.findings import Check, Clash, Finding, by_path, clashes, unlike
 from busrl.topology.declare import items
@@ -217,7 +217,7 @@ def _training(t: Topology) -> Iterator[Finding]:
 def _optimizer(t: Topology) -> Iterator[Finding]:
     learner, name = t.learner, "learner.optimizer"
     try:
-        selection.parsed(learner.train_layers)
+        trained_parameters.parsed(learner.train_layers)
     except ValueError as wrong:
         yield Finding(("learner.train_layers",), str(wrong), 'for example "20-27, lm_head", or "" for all')
     if learner.optimizer.startswith("adamw"):

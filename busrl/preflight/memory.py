@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from busrl.algorithms import catalog, selection
+from busrl.algorithms import catalog, trained_parameters
 from busrl.data import pretrained
 from busrl.data.vocabulary import language_of
 from busrl.errors import UserError
@@ -158,7 +158,7 @@ class Trained:
     def of(cls, widths: Widths, work: Work) -> Trained:
         if work.lora_rank:
             return cls(widths.layers * work.lora_rank * widths.adapted(work.targets), widths.layers, False)
-        chosen = selection.layers(work.train_layers, widths.layers)
+        chosen = trained_parameters.layers(work.train_layers, widths.layers)
         if not chosen:  # all, or by names, of which the widths say nothing
             return cls(widths.parameters, widths.layers, True)
         return cls(len(chosen) * widths.in_layer, widths.layers - min(chosen), False)

@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from busrl.algorithms import selection
+from busrl.algorithms import trained_parameters
 from busrl.data import pretrained
 from busrl.data.chat import template_of
 from busrl.errors import Problem
@@ -193,7 +193,7 @@ class ModelFolders:
         names, count = pretrained.trainable(self._path)
         has_head = pretrained.has_own_head(self._path)
         try:
-            items = selection.parsed(self._t.learner.train_layers)
+            items = trained_parameters.parsed(self._t.learner.train_layers)
         except ValueError:  # a rule of its own names it
             return
         for item in items:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from busrl.algorithms import selection
+from busrl.algorithms import trained_parameters
 from busrl.errors import ModelNotLoaded, UserError
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from busrl.system.imports import uncollected
@@ -135,7 +135,7 @@ def silence_chance(model: Any) -> None:
 def train_only(model: Any, text: str) -> None:
     """Freeze every parameter but those that `learner.train_layers` names, if it does. UserError for a wrong item."""
     parameters = dict(model.named_parameters())
-    chosen, empty = selection.chosen(text, parameters)
+    chosen, empty = trained_parameters.chosen(text, parameters)
     if empty:
         raise UserError(
             f"learner.train_layers = {text!r}: {empty[0]!r} is no part of the model: it has {_parts(parameters)} (a "

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from busrl.algorithms import selection
+from busrl.algorithms import trained_parameters
 from busrl.errors import FunctionRefused, ModelNotLoaded, UserError, cause
 from busrl.system import imports
 from busrl.training import sharded
@@ -327,7 +327,7 @@ def require_same(state: Settings, name: str, folder: str) -> None:
 def require_same_layers(state: Settings, text: str, names: Sequence[str], folder: str) -> None:
     """UserError if it has states of other parameters than `learner.train_layers` = `text` names among `names`."""
     before = state.get(TRAINED, "")
-    if selection.chosen(before, names)[0] != selection.chosen(text, names)[0]:
+    if trained_parameters.chosen(before, names)[0] != trained_parameters.chosen(text, names)[0]:
         raise UserError(
             f"{folder} was trained with learner.{TRAINED} = {before!r}, the topology says {text!r}: it has no states "
             f"of the other parameters; set it back to {before!r}, or {begin_with(folder)}"

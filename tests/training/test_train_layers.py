@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.algorithms import selection
+from busrl.algorithms import trained_parameters
 from busrl.errors import UserError
 from busrl.training import checkpoint
 from busrl.training.model import load
@@ -31,21 +31,21 @@ NAMES = [
      ("*norm", 13), ("norm", 1), ("2, layers.3.mlp", 4), ("proj", 0), ("12", 0), ("weight", 39)],
 )
 def test_items_are_layers_or_parts_of_names(text: str, count: int) -> None:
-    assert len(selection.chosen(text, NAMES)[0]) == count
+    assert len(trained_parameters.chosen(text, NAMES)[0]) == count
 
 
 @pytest.mark.parametrize("text", ["4-2", "a b", "1-2-3", "mlp,,norm", "-3", "/"])
 def test_what_is_no_item_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        selection.parsed(text)
+        trained_parameters.parsed(text)
 
 
 @given(st.lists(st.integers(0, 11), min_size=1))
 def test_layers_are_those_of_the_names(numbers: list[int]) -> None:
     text = ", ".join(map(str, numbers))
-    chosen, empty = selection.chosen(text, NAMES)
+    chosen, empty = trained_parameters.chosen(text, NAMES)
     assert not empty
-    assert selection.layers(text, 12) == {int(name.split(".")[2]) for name in chosen} == set(numbers)
+    assert trained_parameters.layers(text, 12) == {int(name.split(".")[2]) for name in chosen} == set(numbers)
 
 
 def values(trainer: Trainer) -> dict[str, torch.Tensor]:
