@@ -1,7 +1,7 @@
 """The control bus: publish and subscribe through one broker, for messages that may be lost.
 
-Imports ZeroMQ, `protocol`, `keys` and `errors`. Knows nothing of the ring or of roles. Only the process that serves a
-bus imports `broker`.
+Talks to ZeroMQ, to the codec of `protocol` and to keys. Knows nothing of the ring or of roles. This head does not
+import `broker`, which the bus process needs, and parts that listen on encrypted sockets or make recordings.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def run(copy: Path, code: str) -> str:
 def test_the_files_of_the_table_match_its_count_and_exist() -> None:
     assert len(ROWS) >= 13
     for name, count, how in ROWS:
-        files = set(re.findall(r"`([a-z_/]+\.py)`", how)) if int(count) else []
+        files = set(re.findall(r"`([a-z_/]+\.(?:py|js|html|css))`", how)) if int(count) else []
         new = how.count("a module in") + how.count("a file in")
         assert len(files) + new + how.count("where it is read") + how.count("where it is sent") == int(count), name
         assert all((ROOT / file).is_file() or (ROOT / "busrl" / file).is_file() for file in files), name
