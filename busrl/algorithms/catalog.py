@@ -67,7 +67,7 @@ class LossFacts:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-LOSSES: dict[str, LossFacts] = {
+LOSS_FACTS: dict[str, LossFacts] = {
     "ppo_clip": LossFacts("1707.06347"),
     "decoupled": LossFacts("2110.00641, 2505.24298", ratio=False, proximal=True),
     "gspo": LossFacts("2507.18071", settings={
@@ -91,7 +91,7 @@ LOSSES: dict[str, LossFacts] = {
 GROUP, SCALE, BATCH = "of its group", "of its group, divided by a number of the step", "of the whole step"
 SAMPLE, TOKEN = "of its sample alone", "of each token, from a value head"
 GAE = "gae"  # the advantage that needs a value head
-ADVANTAGES: dict[str, str] = {  # name -> what an advantage is made of
+ADVANTAGE_FACTS: dict[str, str] = {  # name -> what an advantage is made of
     "group_std": GROUP, "group_mean": GROUP, "leave_one_out": GROUP, "mean_normalised": GROUP, "batch_std": SCALE,
     "batch_whiten": BATCH, "reward": SAMPLE, GAE: TOKEN,
 }
@@ -149,7 +149,7 @@ def where_set(key: str, name: object) -> str:
     if recipe:
         sets = ", ".join(f'{part} = "{RECIPES[recipe][f"learner.{part}"]}"' for part in ("loss", "advantage"))
         return f'{recipe} is a whole algorithm: recipe = "{recipe}" sets {sets} and more'
-    tables: dict[str, Iterable[str]] = {"loss": LOSSES, "advantage": ADVANTAGES}
+    tables: dict[str, Iterable[str]] = {"loss": LOSS_FACTS, "advantage": ADVANTAGE_FACTS}
     for part, names in tables.items():
         for candidate in names:
             if letters(candidate) == wanted and f"learner.{part}" != key:
@@ -162,7 +162,7 @@ def where_set(key: str, name: object) -> str:
 
 def held_back(learner: Any) -> str:
     """The reason why a step with these [learner] keys is computed at once, "" where it may be streamed."""
-    facts, advantage = LOSSES.get(learner.loss), ADVANTAGES.get(learner.advantage, GROUP)
+    facts, advantage = LOSS_FACTS.get(learner.loss), ADVANTAGE_FACTS.get(learner.advantage, GROUP)
     if learner.updates_per_batch > 1 or learner.passes_per_batch > 1:
         return "several updates per batch"
     if facts is not None and facts.chooses:
@@ -178,24 +178,24 @@ def held_back(learner: Any) -> str:
 
 def trains_flat(learner: Any) -> bool:
     """True if a group of equal rewards is trained: nothing is compared within a group."""
-    return ADVANTAGES.get(learner.advantage, GROUP) in (SAMPLE, TOKEN)
+    return ADVANTAGE_FACTS.get(learner.advantage, GROUP) in (SAMPLE, TOKEN)
 
 
 def taught(learner: Any) -> bool:
-    facts = LOSSES.get(learner.loss)
+    facts = LOSS_FACTS.get(learner.loss)
     return learner.teacher_coef > 0 or (facts is not None and facts.teacher)
 
 
 def scales(learner: Any) -> bool:
     """True if the whole loss is proportional to the advantages, so that they may be divided after the gradient."""
-    facts = LOSSES.get(learner.loss)
+    facts = LOSS_FACTS.get(learner.loss)
     in_loss = learner.kl != "none" and learner.kl_in == "loss"
     return facts is not None and facts.homogeneous and not in_loss and not learner.entropy_coef and not taught(learner)
 
 
 def needs_proximal(learner: Any) -> bool:
     """True if the log-probabilities before the first of several updates are read."""
-    facts = LOSSES.get(learner.loss)
+    facts = LOSS_FACTS.get(learner.loss)
     if facts is None or facts.proximal or learner.correction != "none":  # a loss of the user's may read them
         return True
     return facts.ratio and learner.ratio == "proximal"

@@ -110,7 +110,7 @@ def recipes(names: Sequence[str] = ()) -> str:
     lines = ["learner.recipe = NAME sets these keys where the file leaves them out; formulas: docs/algorithms.md"]
     for name in names or catalog.RECIPES:
         recipe = catalog.RECIPES[name]
-        facts = catalog.LOSSES[recipe["learner.loss"]]
+        facts = catalog.LOSS_FACTS[recipe["learner.loss"]]
         lines += ["", f"{name}  (its loss: {facts.source})"]
         lines += [f"  {key} = {_of_recipe(value)}" for key, value in {**facts.settings, **recipe}.items()]
     return "\n".join(lines)

@@ -18,8 +18,8 @@ from busrl.topology.learner import Learner, Value
 from busrl.topology.plugins import ONE_COPY
 from busrl.topology.schema import Topology
 
-RATIO_LOSSES = tuple(name for name, facts in catalog.LOSSES.items() if facts.ratio)  # with a ratio that has a key
-UNTAUGHT = tuple(name for name, facts in catalog.LOSSES.items() if not facts.teacher)
+RATIO_LOSSES = tuple(name for name, facts in catalog.LOSS_FACTS.items() if facts.ratio)  # with a ratio that has a key
+UNTAUGHT = tuple(name for name, facts in catalog.LOSS_FACTS.items() if not facts.teacher)
 CONTROLLER, THRESHOLDS = "learner.controller", "experiments.controller"
 
 

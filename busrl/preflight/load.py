@@ -233,7 +233,7 @@ def _with_algorithm(draft: Topology, source: Source) -> Topology:
     recipe = f'recipe "{draft.learner.recipe}"'
     for key, value in catalog.RECIPES.get(draft.learner.recipe, {}).items():
         draft = _set_unless_written(draft, source, key, value, recipe, notes)
-    facts = catalog.LOSSES.get(draft.learner.loss)
+    facts = catalog.LOSS_FACTS.get(draft.learner.loss)
     for key, value in () if facts is None else facts.settings.items():
         draft = _set_unless_written(draft, source, key, value, f'loss "{draft.learner.loss}"', notes)
     if draft.learner.aggregation == "seq-mean-token-sum-norm" and not draft.learner.length_norm:

@@ -114,10 +114,10 @@ class Learner(Table):
     lr: float = key(REQUIRED, "learning rate for n_min groups; scaled by sqrt(groups / n_min)", above=0, high=10)
     recipe: str = key("", "sets the keys of a published algorithm that are left out; see docs/algorithms.md",
                       choices=("", *catalog.RECIPES), methods=True)
-    loss: str = key("ppo_clip", "objective per token; see docs/algorithms.md", choices=tuple(catalog.LOSSES),
+    loss: str = key("ppo_clip", "objective per token; see docs/algorithms.md", choices=tuple(catalog.LOSS_FACTS),
                     methods=True, function=True)
     advantage: str = key("group_std", "how an answer compares with others; see docs/algorithms.md",
-                         choices=tuple(catalog.ADVANTAGES), methods=True, function=True)
+                         choices=tuple(catalog.ADVANTAGE_FACTS), methods=True, function=True)
     credit: str = key("episode", "one advantage for all turns of an episode, or one for each: what came of it",
                       choices=("episode", "turn"))
     gamma: float = key(1.0, "what a reward one turn later is worth (credit = turn)", above=0, high=1)

@@ -99,10 +99,10 @@ def test_every_loss_and_every_correction_but_one_has_vectors() -> None:
     assert {case["loss_name"] for case in CASES.values()} == set(losses.LOSSES) - {"topk_kl"}  # its own: distill_topk
     named = {case["settings"].get("correction", "none") for case in CASES.values()}
     assert set(catalog.CORRECTIONS) - named == {"k3_rs"}
-    assert losses.LOSSES.keys() == catalog.LOSSES.keys() and losses.CHOICES.keys() == {
-        name for name, facts in catalog.LOSSES.items() if facts.chooses
+    assert losses.LOSSES.keys() == catalog.LOSS_FACTS.keys() and losses.CHOICES.keys() == {
+        name for name, facts in catalog.LOSS_FACTS.items() if facts.chooses
     }
-    assert advantages.ADVANTAGES.keys() == catalog.ADVANTAGES.keys()
+    assert advantages.ADVANTAGES.keys() == catalog.ADVANTAGE_FACTS.keys()
     assert {"none", *terms.WEIGHTS} == catalog.CORRECTIONS.keys()
     assert {"none", "k3_is", *terms.ESTIMATORS} == set(catalog.KL_TERMS)
 

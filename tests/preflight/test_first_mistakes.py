@@ -41,7 +41,7 @@ def test_an_algorithm_by_its_name_says_where_it_is_set(refused: Refused, key: st
 
 
 @pytest.mark.parametrize(("key", "names"), [
-    ("loss", catalog.LOSSES), ("advantage", catalog.ADVANTAGES), ("recipe", catalog.RECIPES),
+    ("loss", catalog.LOSS_FACTS), ("advantage", catalog.ADVANTAGE_FACTS), ("recipe", catalog.RECIPES),
     ("aggregation", catalog.AGGREGATIONS), ("correction", catalog.CORRECTIONS), ("kl", catalog.KL_TERMS),
 ])
 def test_no_other_algorithm_is_suggested_for_a_slip(refused: Refused, key: str, names: Any) -> None:

@@ -40,7 +40,7 @@ def test_a_recipe_is_accepted_and_check_prints_all_it_set(
 ) -> None:
     more = [f"model.teacher={a_model(tmp_path, 3)}"] if recipe == "distill" else []
     topology = loaded("", f"learner.recipe={recipe}", *more)
-    facts = catalog.LOSSES[topology.learner.loss]
+    facts = catalog.LOSS_FACTS[topology.learner.loss]
     page, plain = report(topology), loaded()
     for key, value in {**facts.settings, **catalog.RECIPES[recipe]}.items():
         if isinstance(value, catalog.OfLimit):

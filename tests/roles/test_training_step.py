@@ -127,10 +127,10 @@ def apart(one: Watched, other: Watched) -> float:
 
 
 COMBINATIONS: dict[str, dict[str, object]] = {
-    **{name: {"loss": name} for name, facts in catalog.LOSSES.items() if not facts.chooses and not facts.teacher},
-    **{name: {"advantage": name} for name, made in catalog.ADVANTAGES.items() if made == catalog.GROUP},
+    **{name: {"loss": name} for name, facts in catalog.LOSS_FACTS.items() if not facts.chooses and not facts.teacher},
+    **{name: {"advantage": name} for name, made in catalog.ADVANTAGE_FACTS.items() if made == catalog.GROUP},
     **{name: {"aggregation": name, "length_norm": 7} for name in catalog.AGGREGATIONS},
-    **{f"batch_std, {name}": {"advantage": "batch_std", "loss": name} for name, facts in catalog.LOSSES.items()
+    **{f"batch_std, {name}": {"advantage": "batch_std", "loss": name} for name, facts in catalog.LOSS_FACTS.items()
        if facts.homogeneous and not facts.chooses},
     **{f"{name}, reinforce": {"correction": name, "loss": "reinforce"} for name in catalog.CORRECTIONS},
     **{f"{name} in the loss": {"kl": name, "kl_coef": 0.3} for name in catalog.KL_TERMS},

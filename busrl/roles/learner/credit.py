@@ -29,7 +29,7 @@ from busrl.training.batch import Sample, Worth, spread
 from busrl.training.custom import load_estimator
 from busrl.training.scorer import Credits
 
-ONCE = [name for name, basis in catalog.ADVANTAGES.items() if basis == catalog.SCALE]
+ONCE = [name for name, basis in catalog.ADVANTAGE_FACTS.items() if basis == catalog.SCALE]
 UNWEIGHTED = ("token-mean", "seq-mean-token-sum")  # all samples have weight 1
 
 
@@ -76,7 +76,7 @@ class Credit:
         """Advantages of whole groups; of all groups of a step where one depends on the others."""
         if self.config.credit == "turn":
             return self._turn_advantages(records)
-        if catalog.ADVANTAGES.get(self.config.advantage) == catalog.BATCH:
+        if catalog.ADVANTAGE_FACTS.get(self.config.advantage) == catalog.BATCH:
             counts = [int(self.tokens.mask(record).sum()) for record in records]
             return formulas.advantages(self.estimator, self._rewards(records), counts)
         values = self.group_advantages(records)
