@@ -83,7 +83,7 @@ def test_a_message_that_nobody_described_says_all_that_is_missing(monkeypatch):
 
 def test_a_field_without_version_or_meaning_is_named(monkeypatch):
     monkeypatch.setitem(catalog.HISTORY["1.0"], "NEW_TASK", "worker_id slot_id seq uid prompt")
-    monkeypatch.delitem(protocol_page.MEANINGS, "drain_s")
+    monkeypatch.delitem(catalog.MEANINGS, "drain_s")
     with pytest.raises(protocol_page.Incomplete) as refused:
         protocol_page.complete()
     assert "NEW_TASK: no version brought count" in str(refused.value)
@@ -101,7 +101,7 @@ def test_a_new_message_gets_its_tables_and_vectors_by_itself(monkeypatch):
     monkeypatch.setitem(catalog.ROUTES, Brought, catalog.Route("rollout", "keeper"))
     monkeypatch.setitem(catalog.HISTORY, "1.10", {"BROUGHT": "worker_id tensors remark", "Shape": "name shape data"})
     for name in ("tensors", "remark", "name", "shape", "data"):
-        monkeypatch.setitem(protocol_page.MEANINGS, name, f"What {name} means.")
+        monkeypatch.setitem(catalog.MEANINGS, name, f"What {name} means.")
     protocol_page.complete()
     page = protocol_page.details()
     assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.10 |" in page

@@ -1,10 +1,12 @@
-"""What the structs of the messages do not say: sender and readers of each, its reach, its first version.
+"""What the structs of the messages do not say: sender and readers of each, its reach, its first version; the meaning of
+each field.
 
 Read by `protocol_page` (the tables of docs/protocol.md and messages.md) and by the tests; knows nothing of sockets. A
 message or field that is in the codec's `ALL` but not here makes `check` fail, which names what to add.
 
 - Every message has one `Route`.
 - Every field stands in exactly one version of `HISTORY`. A removed name stays there, so that it is never used again.
+- A name of a field means the same in every message; where it does not, "MESSAGE.name" stands beside it and wins.
 """
 
 from __future__ import annotations
@@ -156,6 +158,169 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
 
+# Name of a field, or "MESSAGE.name" -> what it means there.
+MEANINGS: Final[dict[str, str]] = {
+    # the envelope
+    "v": "Version of the protocol that the sender speaks.",
+    "sender": "Name of the sending process, as in topics: `rollout-0`.",
+    "msg_seq": "Number of this message among those of this sender on this topic, from 1.",
+    "time_ns": "When it was sent: nanoseconds since 1970 on the sender's clock.",
+    # a slot and its sample
+    "worker_id": "Name of the worker, as in topics.",
+    "capacity": "How many tasks more it could begin now.",
+    "rows": "How many tasks it runs at once when it is full; 0 = unknown.",
+    "slot_id": "Index of the slot in the ring.",
+    "seq": "`seq` of the slot's control word when this was sent (36 bits).",
+    "uid": "The sample. Bit 62 is set for validation.",
+    "count": "How many slots this doorbell stands for; the named one is the first.",
+    "status": '`"generated"`: the answer is whole. `"segment"`: a segment was committed. `"aborted"`: handed back.',
+    "reward": "Reward of the named sample.",
+    # learner
+    "version": "Version of the weights.",
+    "step": "Steps of the optimiser so far.",
+    "entropy": "Mean entropy of the policy over the step's tokens, in nats.",
+    "groups": "Groups trained in this step.",
+    "LEARNER_STATE_UPDATE.reward": "Mean reward of all groups that ended since the last step.",
+    "tokens": "Generated tokens trained in this step.",
+    "samples": "Samples of this step.",
+    "age_mean": "Mean age of the step's groups, in steps.",
+    "metrics": "Every number of the step's line in `metrics.jsonl`, by name.",
+    # weights
+    "DATA_GENERATED.version": "Version of the weights that made the last token.",
+    "transport": 'How the weights travel: a value of `weights.transport`, such as `"shm"`.',
+    "epoch": "Number of the group, from 1; a restarted learner begins again.",
+    "members": "Names of the processes in it, sorted.",
+    "why": "Who joined, left or was left out since the group before, and in which phase.",
+    # validation
+    "round": "Number of the round: the step that it stands for.",
+    "VALIDATION_STARTED.samples": "How many samples the round asks for.",
+    "VALIDATION_DONE.samples": "How many samples were judged.",
+    "CALL_CANCEL.slot_id": "Index of the slot in the ring of model calls.",
+    "CALL_CANCEL.seq": "`seq` of the control word of the claim that is to end; of any other the message means nothing.",
+    "CALL_TOKENS.slot_id": "Index of the slot in the ring of model calls.",
+    "CALL_TOKENS.seq": "`seq` of the control word of the claim that drew them.",
+    "kind": "Empty: a sample. `\"call\"`: a model call.",
+    "stream": "Of a call: which random numbers its answer is drawn with, where the engine can be told (64 bits).",
+    "stop": "Of a call: token ids that end the answer beside the model's own.",
+    "Task.cls": "0: for training. 1: for validation.",
+    "Task.priority": "Of tasks that a worker holds and does not run, the highest is first.",
+    "Task.admission": "Of tasks of one priority the lowest is first.",
+    "PROBE_DRAWN.version": "Of the weights that its engine had from the first token to the last.",
+    "PROBE_DRAWN.prompt_ids": "int32: the prompts, one behind the other.",
+    "PROBE_DRAWN.tokens": "int32: the answers, one behind the other.",
+    "PROBE_DRAWN.logprobs": "float32, as many: log-probability of each token as it was sampled.",
+    "PROBE_DRAWN.versions": "uint32, as many: the version that the engine tagged each with.",
+    "temperatures": "Of each answer, the temperature that was asked for.",
+    "at": "The number of the first of them in the answer.",
+    "ids": "Token ids.",
+    "VALIDATION_SET_DONE.samples": "How many samples were judged.",
+    "VALIDATION_SET_DONE.set": "The name of the set; empty: what `[validation]` itself measures.",
+    "VALIDATION_SET_DONE.figures": "Its figures as in `validation.jsonl`: `val/pass@4` and others.",
+    "mean": "Mean reward of the round; of nothing where `samples` is 0.",
+    "dropped": "How many samples ended without a reward.",
+    "mixed": "True if weights of more than one version answered.",
+    # scheduler
+    "admitted": "Groups admitted so far.",
+    "open_groups": "Groups in flight.",
+    "queued": "Slots waiting for a worker; 0 = unknown.",
+    "free": "Free slots.",
+    "credit": "Groups that may be opened now.",
+    "waiting": "What it waits for, in words.",
+    "values": "Numbers by name.",
+    # a worker that does not map the ring
+    "life": "Number of the worker's life: grows with every start of its name (milliseconds since 1970).",
+    "req": "A number of the sender's choice; the answer repeats it.",
+    "REMOTE_CLAIM.req": "As everywhere; and a REMOTE_CLAIM with a lower one than an earlier of this life is ignored.",
+    "Task.seq": "`seq` of the control word that the claim made.",
+    "task": "Name of a claim, `slot.seq.uid`: compare it, send it back, do not take it apart.",
+    "REMOTE_CLAIM.capacity": "How many tasks the worker wants to hold in all.",
+    "holding": "Every task that the worker holds and has no final answer for.",
+    "digest": "In the place of `holding`, of the same tasks; nil: `holding` counts. Blake2b of 8 bytes of each name, "
+              "little-endian, added up modulo 2^64.",
+    "differs": "The digest is not that of what the worker holds: nothing was renewed or claimed, name your tasks.",
+    "REMOTE_JOIN.role": '`"rollout"` or `"reward"`.',
+    "ring": "Of a worker that keeps claims over restarts: the ring of them (`claimed_from` of run.json); empty: any.",
+    "REMOTE_GENERATED.tokens": "int32, one dimension, 1 to `max_new_tokens` ids.",
+    "logprobs": "float32, as many: log-probability of each token as it was sampled, at most 0.",
+    "versions": "uint32, as many: version of the weights that made each.",
+    "REMOTE_GENERATED.text": "The whole completion, special tokens visible, a final end token left out.",
+    "prompt_ids": "int32: the prompt as token ids. Needed in segment 0.",
+    "finish": "1 = the last token ends the sequence, 2 = a limit cut it.",
+    "done": "False: one segment more, and the task is queued again.",
+    "REMOTE_REWARDED.reward": "The reward; finite.",
+    "parts": "Named parts of the reward, for people; at most 64.",
+    "drop": 'Empty: hand it back. Else why the sample ends: `"raised"`, `"hung"`, `"malformed"` (reward), `"prompt"`, '
+    '`"too_long"`, `"malformed"` (rollout).',
+    "lease_s": "Seconds of silence after which a task goes back.",
+    "max_capacity": "Tasks that one worker may hold.",
+    "max_message_bytes": "Largest message on this bus.",
+    "max_prompt_tokens": "A longer prompt is dropped as `too_long`.",
+    "seed": "Seed of the run.",
+    "model": "Folder of the model.",
+    "prompt_key": "Key of the prompt in a record.",
+    "answer_key": "Key of the reference answer in a record.",
+    "template": '`"none"`: the prompt as it stands; `"chat"`: by the model\'s chat template, a text as a user turn, '
+    "a list of messages as it is.",
+    "GATEWAY_WELCOME.index": "The worker's entry in the ring's process table.",
+    "tasks": "The tasks.",
+    "code": "The outcome of the request, below.",
+    "about": "Name of the request.",
+    "GATEWAY_ANSWER.text": "Why, for a person.",
+    "REMOTE_BATCH.tasks": "The tasks that these answers are to.",
+    "lengths": "Of each answer, its tokens in `tokens`, `logprobs` and `versions`.",
+    "prompt_lengths": "Of each answer, its ids in `prompt_ids`.",
+    "finishes": "`finish` of each answer.",
+    "texts": "`text` of each answer.",
+    "rewards": "The reward of each answer; empty where the host does not judge.",
+    "steps": "The step of the oldest weights that drew each answer, as the host knows it.",
+    "episodes": "Of each answer its tensors by name, as the slot of an episode has them ([page](ring-layout.md)).",
+    "REMOTE_BATCH.parts": "Named parts of each reward; may be empty.",
+    "REMOTE_BATCH.prompt_ids": "int32: the prompts of all answers, one behind the other.",
+    "REMOTE_BATCH.tokens": "int32: the ids of all answers, one behind the other.",
+    "REMOTE_BATCH.capacity": "How many tasks the host wants to hold when these are settled; 0 = this is no claim.",
+    "GATEWAY_SETTLED.done": "Tasks whose answers count, now or since an earlier copy.",
+    "late": "Tasks that were no longer the host's.",
+    "refused": "Tasks that are refused, and are still the host's unless `code` is `not_yours`.",
+    "lost": "Tasks of `holding` that the worker no longer holds.",
+    "record": "The prompt's JSONL line as it stands.",
+    "segment": "Segments that are committed already.",
+    "attempt": "Tries since the last committed segment.",
+    "max_new_tokens": "Tokens that may still be generated.",
+    "segment_tokens": "Tokens after which this segment ends, with `done` false; 0: none, make the answer whole.",
+    "temperature": "For sampling.",
+    "top_p": "For sampling.",
+    "Task.version": "Newest version of the weights when it was claimed.",
+    "completion": "The answer as text (reward tasks).",
+    "tensors": "Arrays by name: `prompt_ids`, `tokens`, `logprobs`, `versions`.",
+    "dtype": '`"int32"`, `"float32"` or `"uint32"`, as in NumPy.',
+    "shape": "In elements, C order.",
+    "data": "The elements, little endian.",
+    # presence, errors, control
+    "role": "What the process does: `rollout`, `reward`, ...",
+    "pid": "Its process id on its host; 0 = unknown.",
+    "host": "Name of its host.",
+    "index": "Its entry in the ring's process table; 0 = it does not map the ring.",
+    "activity": "What it is doing, in words.",
+    "control": "Bytes of control.jsonl that the sender has taken up; 0 = none, or it cannot read the file.",
+    "id": "Of what is asked: new for each, the same in each repetition.",
+    "verb": "`stop`, `pause`, `resume`, `checkpoint`, `set` or `scale`.",
+    "key": "`set`: a key of the topology; `scale`: a role.",
+    "value": "`set`: as in a topology file; `scale`: a number; `stop`: empty, or `now`.",
+    "who": "Who asks, for people: user, pid, program.",
+    "proof": "64 hex digits made with control.key; see protocol.md. In the example the key is `0123456789abcdef` four"
+    " times.",
+    "ok": "Whether it is done; else `text` says why not.",
+    "waits": "Processes that have not taken it up yet: ask again.",
+    "last_seqs": "Topic -> `msg_seq` of the last message that this sender sent on it.",
+    "reason": "Why, in words.",
+    "severity": '`"warning"`, `"error"` or `"critical"` (the sender ends); anything else counts as `"warning"`.',
+    "where": "The part of the program.",
+    "text": "What happened, for a person.",
+    "traceback": "Where in the code; may be empty.",
+    "token": "Any text; the answer carries the same.",
+    "drain_s": "Seconds that the sender will wait before it kills.",
+}
+
 
 def since(message: str, name: str) -> str:
     """The version that brought a field ("" = the envelope); KeyError if no version did."""
@@ -168,6 +333,11 @@ def since(message: str, name: str) -> str:
 def message_since(message: str) -> str:
     """The version that brought a message."""
     return next(version for version, added in HISTORY.items() if message in added)
+
+
+def meaning(message: str, name: str) -> str:
+    """The line about a field, "" for `message` = of the envelope; KeyError if there is none."""
+    return MEANINGS.get(f"{message}.{name}") or MEANINGS[name]
 
 
 def topic_form(kind: type[Message]) -> str:
@@ -206,6 +376,7 @@ def check() -> list[str]:
     known |= {name_of(kind): fields_of(kind) for kind in ALL}
     problems = [problem for kind in (*ALL, *records()) for problem in _check_kind(kind)]
     problems += [problem for name, names in known.items() for problem in _check_dates(name, names)]
+    problems += [problem for name, names in known.items() for problem in _check_meanings(name, names)]
     return problems + _check_history(known)
 
 
@@ -225,6 +396,14 @@ def _check_dates(name: str, names: list[str]) -> list[str]:
         return []
     line = f'"{name}": "{missing}"'
     return [f"{name}: no version brought {missing or 'it'}; add {line} to the newest of HISTORY in catalog.py"]
+
+
+def _check_meanings(message: str, names: list[str]) -> list[str]:
+    return [
+        f'{message}.{name} has no meaning; add "{name}" to MEANINGS in tools/reference/catalog.py'
+        for name in names
+        if f"{message}.{name}" not in MEANINGS and name not in MEANINGS
+    ]
 
 
 def _check_history(known: dict[str, list[str]]) -> list[str]:

@@ -1,15 +1,14 @@
 """Writes what is generated in docs/protocol.md and messages.md from the structs; with `--vectors` the golden vectors.
 
 `python -m tools.reference.protocol_page` rewrites the page between its marks; a test compares. Uses `catalog` (routes,
-versions) and `vectors`; knows nothing of sockets. A message or field that lacks a docstring, route, version or meaning
-is an error that says what to add.
+versions, meanings) and `vectors`; knows nothing of sockets. A message or field that lacks a docstring, route, version
+or meaning is an error that says what to add.
 
 - The page shows what the wire holds, not what the codec believes: bytes are taken apart by a decoder of their own,
   which knows only the part of msgpack that messages use.
 - The session is what a worker without a library sends and receives, made from the codec, the topics and the framing of
   ZMTP 3. A test plays its bytes on plain sockets against a real broker. A line is `SOCKET > hex ; words` for what the
   worker sends, and `SOCKET < hex ; words` for what the broker does.
-- A name of a field means the same in every message; where it does not, "MESSAGE.name" stands beside it and wins.
 """
 
 from __future__ import annotations
@@ -34,7 +33,17 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import ALL, topic
 from busrl.protocol.messages import Message, name_of
 from tools.reference import vectors
-from tools.reference.catalog import ROUTES, check, described, fields_of, message_since, records, since, topic_form
+from tools.reference.catalog import (
+    ROUTES,
+    check,
+    described,
+    fields_of,
+    meaning,
+    message_since,
+    records,
+    since,
+    topic_form,
+)
 from tools.reference.vectors import ARRAYS
 
 # -- msgpack, token by token -----
@@ -148,186 +157,6 @@ def _made(raw: bytes, at: int, size: int, form: str, text: str, depth: int, chil
     if at + size > len(raw):
         raise ValueError(f"the value at {at} has {size} bytes, {len(raw) - at} are there")
     return Token(at, raw[at : at + size], form, text, depth, children)
-
-
-# -- what each field means -----
-
-
-MEANINGS: Final[dict[str, str]] = {
-    # the envelope
-    "v": "Version of the protocol that the sender speaks.",
-    "sender": "Name of the sending process, as in topics: `rollout-0`.",
-    "msg_seq": "Number of this message among those of this sender on this topic, from 1.",
-    "time_ns": "When it was sent: nanoseconds since 1970 on the sender's clock.",
-    # a slot and its sample
-    "worker_id": "Name of the worker, as in topics.",
-    "capacity": "How many tasks more it could begin now.",
-    "rows": "How many tasks it runs at once when it is full; 0 = unknown.",
-    "slot_id": "Index of the slot in the ring.",
-    "seq": "`seq` of the slot's control word when this was sent (36 bits).",
-    "uid": "The sample. Bit 62 is set for validation.",
-    "count": "How many slots this doorbell stands for; the named one is the first.",
-    "status": '`"generated"`: the answer is whole. `"segment"`: a segment was committed. `"aborted"`: handed back.',
-    "reward": "Reward of the named sample.",
-    # learner
-    "version": "Version of the weights.",
-    "step": "Steps of the optimiser so far.",
-    "entropy": "Mean entropy of the policy over the step's tokens, in nats.",
-    "groups": "Groups trained in this step.",
-    "LEARNER_STATE_UPDATE.reward": "Mean reward of all groups that ended since the last step.",
-    "tokens": "Generated tokens trained in this step.",
-    "samples": "Samples of this step.",
-    "age_mean": "Mean age of the step's groups, in steps.",
-    "metrics": "Every number of the step's line in `metrics.jsonl`, by name.",
-    # weights
-    "DATA_GENERATED.version": "Version of the weights that made the last token.",
-    "transport": 'How the weights travel: a value of `weights.transport`, such as `"shm"`.',
-    "epoch": "Number of the group, from 1; a restarted learner begins again.",
-    "members": "Names of the processes in it, sorted.",
-    "why": "Who joined, left or was left out since the group before, and in which phase.",
-    # validation
-    "round": "Number of the round: the step that it stands for.",
-    "VALIDATION_STARTED.samples": "How many samples the round asks for.",
-    "VALIDATION_DONE.samples": "How many samples were judged.",
-    "CALL_CANCEL.slot_id": "Index of the slot in the ring of model calls.",
-    "CALL_CANCEL.seq": "`seq` of the control word of the claim that is to end; of any other the message means nothing.",
-    "CALL_TOKENS.slot_id": "Index of the slot in the ring of model calls.",
-    "CALL_TOKENS.seq": "`seq` of the control word of the claim that drew them.",
-    "kind": "Empty: a sample. `\"call\"`: a model call.",
-    "stream": "Of a call: which random numbers its answer is drawn with, where the engine can be told (64 bits).",
-    "stop": "Of a call: token ids that end the answer beside the model's own.",
-    "Task.cls": "0: for training. 1: for validation.",
-    "Task.priority": "Of tasks that a worker holds and does not run, the highest is first.",
-    "Task.admission": "Of tasks of one priority the lowest is first.",
-    "PROBE_DRAWN.version": "Of the weights that its engine had from the first token to the last.",
-    "PROBE_DRAWN.prompt_ids": "int32: the prompts, one behind the other.",
-    "PROBE_DRAWN.tokens": "int32: the answers, one behind the other.",
-    "PROBE_DRAWN.logprobs": "float32, as many: log-probability of each token as it was sampled.",
-    "PROBE_DRAWN.versions": "uint32, as many: the version that the engine tagged each with.",
-    "temperatures": "Of each answer, the temperature that was asked for.",
-    "at": "The number of the first of them in the answer.",
-    "ids": "Token ids.",
-    "VALIDATION_SET_DONE.samples": "How many samples were judged.",
-    "VALIDATION_SET_DONE.set": "The name of the set; empty: what `[validation]` itself measures.",
-    "VALIDATION_SET_DONE.figures": "Its figures as in `validation.jsonl`: `val/pass@4` and others.",
-    "mean": "Mean reward of the round; of nothing where `samples` is 0.",
-    "dropped": "How many samples ended without a reward.",
-    "mixed": "True if weights of more than one version answered.",
-    # scheduler
-    "admitted": "Groups admitted so far.",
-    "open_groups": "Groups in flight.",
-    "queued": "Slots waiting for a worker; 0 = unknown.",
-    "free": "Free slots.",
-    "credit": "Groups that may be opened now.",
-    "waiting": "What it waits for, in words.",
-    "values": "Numbers by name.",
-    # a worker that does not map the ring
-    "life": "Number of the worker's life: grows with every start of its name (milliseconds since 1970).",
-    "req": "A number of the sender's choice; the answer repeats it.",
-    "REMOTE_CLAIM.req": "As everywhere; and a REMOTE_CLAIM with a lower one than an earlier of this life is ignored.",
-    "Task.seq": "`seq` of the control word that the claim made.",
-    "task": "Name of a claim, `slot.seq.uid`: compare it, send it back, do not take it apart.",
-    "REMOTE_CLAIM.capacity": "How many tasks the worker wants to hold in all.",
-    "holding": "Every task that the worker holds and has no final answer for.",
-    "digest": "In the place of `holding`, of the same tasks; nil: `holding` counts. Blake2b of 8 bytes of each name, "
-              "little-endian, added up modulo 2^64.",
-    "differs": "The digest is not that of what the worker holds: nothing was renewed or claimed, name your tasks.",
-    "REMOTE_JOIN.role": '`"rollout"` or `"reward"`.',
-    "ring": "Of a worker that keeps claims over restarts: the ring of them (`claimed_from` of run.json); empty: any.",
-    "REMOTE_GENERATED.tokens": "int32, one dimension, 1 to `max_new_tokens` ids.",
-    "logprobs": "float32, as many: log-probability of each token as it was sampled, at most 0.",
-    "versions": "uint32, as many: version of the weights that made each.",
-    "REMOTE_GENERATED.text": "The whole completion, special tokens visible, a final end token left out.",
-    "prompt_ids": "int32: the prompt as token ids. Needed in segment 0.",
-    "finish": "1 = the last token ends the sequence, 2 = a limit cut it.",
-    "done": "False: one segment more, and the task is queued again.",
-    "REMOTE_REWARDED.reward": "The reward; finite.",
-    "parts": "Named parts of the reward, for people; at most 64.",
-    "drop": 'Empty: hand it back. Else why the sample ends: `"raised"`, `"hung"`, `"malformed"` (reward), `"prompt"`, '
-    '`"too_long"`, `"malformed"` (rollout).',
-    "lease_s": "Seconds of silence after which a task goes back.",
-    "max_capacity": "Tasks that one worker may hold.",
-    "max_message_bytes": "Largest message on this bus.",
-    "max_prompt_tokens": "A longer prompt is dropped as `too_long`.",
-    "seed": "Seed of the run.",
-    "model": "Folder of the model.",
-    "prompt_key": "Key of the prompt in a record.",
-    "answer_key": "Key of the reference answer in a record.",
-    "template": '`"none"`: the prompt as it stands; `"chat"`: by the model\'s chat template, a text as a user turn, '
-    "a list of messages as it is.",
-    "GATEWAY_WELCOME.index": "The worker's entry in the ring's process table.",
-    "tasks": "The tasks.",
-    "code": "The outcome of the request, below.",
-    "about": "Name of the request.",
-    "GATEWAY_ANSWER.text": "Why, for a person.",
-    "REMOTE_BATCH.tasks": "The tasks that these answers are to.",
-    "lengths": "Of each answer, its tokens in `tokens`, `logprobs` and `versions`.",
-    "prompt_lengths": "Of each answer, its ids in `prompt_ids`.",
-    "finishes": "`finish` of each answer.",
-    "texts": "`text` of each answer.",
-    "rewards": "The reward of each answer; empty where the host does not judge.",
-    "steps": "The step of the oldest weights that drew each answer, as the host knows it.",
-    "episodes": "Of each answer its tensors by name, as the slot of an episode has them ([page](ring-layout.md)).",
-    "REMOTE_BATCH.parts": "Named parts of each reward; may be empty.",
-    "REMOTE_BATCH.prompt_ids": "int32: the prompts of all answers, one behind the other.",
-    "REMOTE_BATCH.tokens": "int32: the ids of all answers, one behind the other.",
-    "REMOTE_BATCH.capacity": "How many tasks the host wants to hold when these are settled; 0 = this is no claim.",
-    "GATEWAY_SETTLED.done": "Tasks whose answers count, now or since an earlier copy.",
-    "late": "Tasks that were no longer the host's.",
-    "refused": "Tasks that are refused, and are still the host's unless `code` is `not_yours`.",
-    "lost": "Tasks of `holding` that the worker no longer holds.",
-    "record": "The prompt's JSONL line as it stands.",
-    "segment": "Segments that are committed already.",
-    "attempt": "Tries since the last committed segment.",
-    "max_new_tokens": "Tokens that may still be generated.",
-    "segment_tokens": "Tokens after which this segment ends, with `done` false; 0: none, make the answer whole.",
-    "temperature": "For sampling.",
-    "top_p": "For sampling.",
-    "Task.version": "Newest version of the weights when it was claimed.",
-    "completion": "The answer as text (reward tasks).",
-    "tensors": "Arrays by name: `prompt_ids`, `tokens`, `logprobs`, `versions`.",
-    "dtype": '`"int32"`, `"float32"` or `"uint32"`, as in NumPy.',
-    "shape": "In elements, C order.",
-    "data": "The elements, little endian.",
-    # presence, errors, control
-    "role": "What the process does: `rollout`, `reward`, ...",
-    "pid": "Its process id on its host; 0 = unknown.",
-    "host": "Name of its host.",
-    "index": "Its entry in the ring's process table; 0 = it does not map the ring.",
-    "activity": "What it is doing, in words.",
-    "control": "Bytes of control.jsonl that the sender has taken up; 0 = none, or it cannot read the file.",
-    "id": "Of what is asked: new for each, the same in each repetition.",
-    "verb": "`stop`, `pause`, `resume`, `checkpoint`, `set` or `scale`.",
-    "key": "`set`: a key of the topology; `scale`: a role.",
-    "value": "`set`: as in a topology file; `scale`: a number; `stop`: empty, or `now`.",
-    "who": "Who asks, for people: user, pid, program.",
-    "proof": "64 hex digits made with control.key; see protocol.md. In the example the key is `0123456789abcdef` four"
-    " times.",
-    "ok": "Whether it is done; else `text` says why not.",
-    "waits": "Processes that have not taken it up yet: ask again.",
-    "last_seqs": "Topic -> `msg_seq` of the last message that this sender sent on it.",
-    "reason": "Why, in words.",
-    "severity": '`"warning"`, `"error"` or `"critical"` (the sender ends); anything else counts as `"warning"`.',
-    "where": "The part of the program.",
-    "text": "What happened, for a person.",
-    "traceback": "Where in the code; may be empty.",
-    "token": "Any text; the answer carries the same.",
-    "drain_s": "Seconds that the sender will wait before it kills.",
-}
-
-
-def meaning(message: str, name: str) -> str:
-    """The line about a field, "" for `message` = of the envelope; KeyError if there is none."""
-    return MEANINGS.get(f"{message}.{name}") or MEANINGS[name]
-
-
-def missing(message: str, names: list[str]) -> list[str]:
-    """What to add for fields that have no meaning yet."""
-    return [
-        f'{message}.{name} has no meaning; add "{name}" to MEANINGS in tools/reference/protocol_page.py'
-        for name in names
-        if f"{message}.{name}" not in MEANINGS and name not in MEANINGS
-    ]
 
 
 # -- the session -----
@@ -484,10 +313,7 @@ class Incomplete(ValueError):
 
 def complete() -> None:
     """Raise `Incomplete` if anything about a message is missing."""
-    problems = check() + [line for kind in ALL for line in missing(name_of(kind), fields_of(kind))]
-    for record in records():
-        problems += missing(record.__name__, [field.name for field in described(record)])
-    if problems:
+    if problems := check():
         raise Incomplete("\n".join(problems))
 
 
