@@ -103,7 +103,7 @@ def test_a_broker_outlives_garbage_at_all_its_doors(
         broker.beat()
         assert resident_bytes(broker) - size < GROWTH_BYTES
         # One frame in twenty is for a topic with a listener: most were passed on, and refused there.
-        assert talk.two.faults[Fault.MALFORMED] > rounds * batches * FRAMES * 0.05 / 2 * 0.5
+        assert talk.listener.faults[Fault.MALFORMED] > rounds * batches * FRAMES * 0.05 / 2 * 0.5
 
 
 def test_the_speaker_of_garbage_is_understood_when_it_speaks_well(broker: Broker) -> None:
@@ -114,7 +114,7 @@ def test_the_speaker_of_garbage_is_understood_when_it_speaks_well(broker: Broker
         heard: m.Message | None = None
         while not isinstance(heard, m.Goodbye):
             peer.sendall(frame(topic(m.Goodbye).encode(), 1) + frame(good))
-            heard = talk.two.recv(0.1)
+            heard = talk.listener.recv(0.1)
         assert (heard.sender, heard.reason) == ("bare", "well said")
 
 
@@ -199,4 +199,4 @@ def test_an_endless_multipart_message_is_forgotten_with_its_sender(broker: Broke
                 peer.sendall(part)
             talk.goes_on()
         assert resident_bytes(broker) - size < GROWTH_BYTES
-        assert talk.two.drain() == []
+        assert talk.listener.drain() == []

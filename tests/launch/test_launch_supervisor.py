@@ -282,7 +282,7 @@ def test_deaths_after_ready_without_work_end_the_run_after_growing_pauses():
     assert death.gives_up and "it died 8 times in a row and did none of its work in between" in death.text
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["it finished a sample itself", "the run got on"])
+@pytest.mark.parametrize("works", [True, False], ids=["it finished a sample itself", "the run got on"])
 def test_a_child_that_works_between_its_deaths_restarts_at_once_forever(works):
     child = Child("rollout/0", ENDING)
     for life in range(100):

@@ -19,7 +19,7 @@ from busrl.launch import children
 from busrl.launch.processes import is_hopeless
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
-from busrl.roles.__main__ import said
+from busrl.roles.__main__ import reported
 from busrl.topology import Process, ProcessName
 
 SINKS = ProcessName("sinks", "sinks", 0, Process("sinks"))
@@ -63,10 +63,10 @@ def test_a_busrl_role_reports_its_verdict_and_gives_nobody_its_listener(tmp_path
         paths.log("bus"))
     reader, writer = os.pipe()
     if not os.fork():
-        said(3, "", writer, os.getppid())  # a copy of the process that user code made
+        reported(3, "", writer, os.getppid())  # a copy of the process that user code made
         os._exit(0)
     os.wait()
-    said(2, "its cause", writer, os.getpid())
+    reported(2, "its cause", writer, os.getpid())
     assert os.read(reader, 64) == b"2 its cause"
 
 

@@ -178,7 +178,7 @@ def test_a_saved_model_has_the_checkpoints_names_and_each_tensor_alone(
     sender = sender_at(tmp_path)
     adopt(model, sender)
     copies = copied_weights(model)
-    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=copies)
+    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, weights=copies)
     again = load(saved.model)
     assert plain(again, IDS) == pytest.approx(plain(model, IDS), abs=1e-6)
     assert named(again).keys() == named(load(folders(kind))).keys() == copied_weights(model).keys()
