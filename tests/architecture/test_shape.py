@@ -124,7 +124,7 @@ THEIRS = {
     "num_hidden_layers", "out_features", "pad_token_id", "padding_idx", "pre_tokenizer", "register_parameter",
     "shutdown_request", "stdin", "target_modules", "verify_request", "writeable",
 }
-STILL_SET_FROM_OUTSIDE = 9  # assignments to an attribute of an object's part: `self.part.name = ...`
+STILL_SET_FROM_OUTSIDE = 6  # assignments to an attribute of an object's part: `self.part.name = ...`
 
 
 def assigned(tree: ast.AST) -> Iterator[ast.expr]:
