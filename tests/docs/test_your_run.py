@@ -123,7 +123,7 @@ def test_the_snippets_of_the_page_work(followed: tuple[Follower, dict[str, str]]
 def test_the_ten_numbers_stand_in_the_files(followed: tuple[Follower, dict[str, str]]) -> None:
     someone, _ = followed
     paths = RunPaths.of(someone.folder / "runs" / "my")
-    section = PAGE[PAGE.index("## Ten numbers") : PAGE.index("Is it fast?")]
+    section = PAGE[PAGE.index("## Ten numbers") : PAGE.index("## Stopping, continuing, changing")]
     named = re.findall(r"^\| `([\w/]+)`", section, re.M)
     assert len(named) == 10
     rows = step_lines(paths.metrics)
