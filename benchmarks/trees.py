@@ -135,7 +135,7 @@ def start(log: Log, name: str, tree: Path) -> None:
 
 
 def bars(log: Log) -> list[Bar]:
-    """One row for every figure that both trees gave; above 1, this checkout needs more (or sends more, for a rate)."""
+    """Make a row for each figure of both trees. A ratio above 1: this checkout needs more; of a rate: it sends more."""
     names = [name.removeprefix("this:") for name in log.values if name.startswith("this:")]
     return [
         Bar(name, f"this:{name}", f"other:{name}", 0.9 if name == "typed_rate" else 1.1, name != "typed_rate")

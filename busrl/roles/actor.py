@@ -257,7 +257,7 @@ class Actor(ABC):
         """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
 
     def follow(self) -> None:
-        """The run got a request: control.jsonl has a new line, and `topology` is read anew."""
+        """The run got a request: control.jsonl has a new line, and `topology` is read again."""
 
     def teardown(self) -> None:
         """Flush what the role still holds; the bus and the ring are open."""

@@ -156,7 +156,7 @@ class GroupScanner:
         self._raise_high(max(LOOKAHEAD, horizon))
 
     def read_from(self, fates: Bytes) -> None:
-        """Read the fates from this array from now on: the array has grown, or is mapped anew."""
+        """Read the fates from this array from now on: the array has grown, or has another mapping."""
         self.fates = fates.view(np.ndarray)
 
     def _skip_ended(self) -> None:
