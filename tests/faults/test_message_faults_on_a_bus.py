@@ -36,7 +36,7 @@ MANY = 400
 
 @pytest.fixture
 def counts() -> dict[str, Counter[str]]:
-    """What became of the messages of each end that has faults."""
+    """Counts of the messages of each end that has faults, by what became of them."""
     return {}
 
 

@@ -1,5 +1,5 @@
-"""What the structs of the messages do not say: sender and readers of each, its reach, its first version; the meaning of
-each field.
+"""Facts that the structs of the messages do not hold: sender and readers of each, its reach, its first version; the
+meaning of each field.
 
 Read by `protocol_page` (the tables of docs/protocol.md and messages.md) and by the tests; knows nothing of sockets. A
 message or field that is in the codec's `ALL` but not here makes `check` fail, which names what to add.
