@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.common.report import commit, machine
-from busrl import keys
+from busrl import curve
 from busrl.bus import Endpoint, tcp_pair
 from busrl.hosts import messages as g
 from busrl.hosts.desk import DIGESTS, HOST, digest_of
@@ -41,7 +41,7 @@ SILENT, DIGEST, NAMES = "silent", "digest", "names"
 class Beats:
     """Satellite that only beats. `lost`: tasks that home did not renew."""
 
-    def __init__(self, name: str, endpoint: str, client: keys.ClientKeys, claims: int) -> None:
+    def __init__(self, name: str, endpoint: str, client: curve.ClientKeys, claims: int) -> None:
         frontend, backend = tcp_pair(endpoint)
         self.home = Endpoint(name, frontend, backend, subscribe=[f"{kind}/{name}/" for kind in ANSWERS], keys=client)
         self.home.ready(LIMIT_S)
@@ -98,9 +98,9 @@ class Home:
 
     def __init__(self, folder: Path, hosts: int, claims: int, port: int) -> None:
         self.endpoint, self.names = f"tcp://127.0.0.1:{port}", [f"gpu-{number}" for number in range(hosts)]
-        keys.init(folder / "keys")
+        curve.init(folder / "keys")
         for name in self.names:
-            keys.add(folder / "keys", name)
+            curve.add(folder / "keys", name)
         listed = ", ".join(f'"{name}"' for name in self.names)
         topology = load(ROOT / "configs" / "quickstart.toml", [
             f'bus.endpoint="{self.endpoint}"', f'bus.keys="{folder / "keys"}"', f"process.rollout.hosts=[{listed}]",
@@ -186,8 +186,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Home(Path(folder), options.hosts, options.claims, options.port)
         try:
-            files = [keys.client_file(Path(folder) / "keys", name) for name in home.names]
-            clients = [keys.load_client(file) for file in files]
+            files = [curve.client_file(Path(folder) / "keys", name) for name in home.names]
+            clients = [curve.load_client(file) for file in files]
             hosts = [Beats(name, home.endpoint, client, options.claims) for name, client in zip(home.names, clients)]
             all_hold(home, hosts, options.claims)
             rows = [measured(home, hosts, DIGEST, 5.0)]

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT / "tests" / "roles"))
 
 from benchmarks.common.report import commit, machine
 from benchmarks.common.runs import BenchRun
-from busrl import keys
+from busrl import curve
 from busrl.errors import RingError
 from busrl.paths import RunPaths
 from busrl.ring import Ring
@@ -54,9 +54,9 @@ def whole_run(folder: Path, apart: bool, goal: float, port: int, seed: int) -> d
     if apart:
         settings += [f'bus.endpoint="tcp://127.0.0.1:{port}"', f'bus.keys="{folder}/keys"',
                      'process.rollout.hosts=["one", "two"]']
-        keys.init(folder / "keys")
+        curve.init(folder / "keys")
         for name in NAMES:
-            keys.add(folder / "keys", name)
+            curve.add(folder / "keys", name)
     else:
         settings.append("process.rollout.count=2")
     run = BenchRun(folder / "run", settings)
@@ -109,7 +109,7 @@ def per_answer(before: dict[str, tuple[float, int]], after: dict[str, tuple[floa
 
 def _host(folder: Path, name: str, port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "busrl.cli", "host", f"tcp://127.0.0.1:{port}", "--keys",
-               str(keys.client_file(folder / "keys", name)), "--scratch", str(folder / name)]
+               str(curve.client_file(folder / "keys", name)), "--scratch", str(folder / name)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT,
                             env={**os.environ, "PYTHONPATH": str(ROOT)})
 
@@ -136,9 +136,9 @@ def rate(megabytes: int, rounds: int, port: int) -> list[dict[str, Any]]:
 
     rows = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, tempfile.TemporaryDirectory() as folder:
-        keys.init(Path(folder) / "keys")
-        keys.add(Path(folder) / "keys", "one")
-        client = keys.load_client(keys.client_file(Path(folder) / "keys", "one"))
+        curve.init(Path(folder) / "keys")
+        curve.add(Path(folder) / "keys", "one")
+        client = curve.load_client(curve.client_file(Path(folder) / "keys", "one"))
         sender = ShmSender(Path(shm) / "home")
         listener = CurveListener(f"tcp://127.0.0.1:{port}", Path(folder) / "keys", (f"tcp://127.0.0.1:{port}",))
         home, source = Answering(listener), Snapshot(Path(shm) / "home", PIECE)

@@ -38,7 +38,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.common.report import commit, machine
-from busrl import keys
+from busrl import curve
 from busrl.errors import RingError, UserError
 from busrl.ledger.audit import audit
 from busrl.paths import SHM, RunPaths
@@ -188,7 +188,7 @@ class World:
 
     def __init__(self, folder: Path, net: Net) -> None:
         self.net = net
-        keys.init(folder / "keys")
+        curve.init(folder / "keys")
         settings = [*SETTINGS, f'bus.endpoint="{net.endpoint}"', f'bus.keys="{folder}/keys"',
                     'process.rollout.hosts=["h0", "h1"]']
         busrl = [sys.executable, "-m", "busrl.cli"]
@@ -197,9 +197,9 @@ class World:
         self.home = Side("home", folder / "run", home)
         self.hosts: dict[str, Side] = {}
         for name in NAMES:
-            keys.add(folder / "keys", name)
+            curve.add(folder / "keys", name)
             command = [*net.prefix(name), *busrl, "host", net.endpoint, "--keys",
-                       str(keys.client_file(folder / "keys", name)), "--scratch", str(folder / name), "--wait", "60"]
+                       str(curve.client_file(folder / "keys", name)), "--scratch", str(folder / name), "--wait", "60"]
             self.hosts[name] = Side(name, folder / name, command)
         self.read: dict[Path, int] = {}
         self.steps: list[tuple[float, int]] = []

@@ -14,7 +14,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from busrl import keys
+from busrl import curve
 from busrl.data import pretrained
 from busrl.hosts.membership import of_host
 from busrl.preflight import explain, memory
@@ -137,7 +137,7 @@ def main() -> None:
             folder = Path(place)
             write_model(folder / "model", name)
             (folder / "train.jsonl").write_text('{"prompt": "a", "answer": "a"}\n' * 64)
-            keys.init(folder / "keys")
+            curve.init(folder / "keys")
             for gpus in GPUS:
                 for tokens in TOKENS:
                     cells = row(topology(folder, name, gpus, tokens), name, gpus, tokens)

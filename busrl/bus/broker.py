@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from busrl import keys
+from busrl import curve
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Endpoint, configure
 from busrl.bus.security import bind, prepare, tcp_pair
 from busrl.errors import BadEndpoint, BusNotReady, InsecureDirectory, PeerLost, RunInUse
@@ -64,7 +64,7 @@ class Refusal:
 class Admission(NamedTuple):
     """The listener's keys, and the public keys that may connect there, by name."""
 
-    pair: keys.Pair
+    pair: curve.Pair
     listed: Callable[[], Mapping[str, str]]
 
 
@@ -85,7 +85,7 @@ class CurveListener:
         directory, or a list in its place."""
         self.endpoints = others or tcp_pair(endpoint)
         if isinstance(admits, Path):
-            admits = Admission(keys.server_pair(admits), partial(keys.allowed, admits))
+            admits = Admission(curve.server_pair(admits), partial(curve.allowed, admits))
         self._admission = admits
         self._lock = threading.Lock()
         self._refused: dict[tuple[str, str], int] = {}
@@ -94,7 +94,7 @@ class CurveListener:
     @classmethod
     def of(cls, endpoint: str, key_directory: str) -> CurveListener | None:
         """The listener that `bus.endpoint` and `bus.keys` of a topology ask for; None for ipc, which needs none."""
-        return None if endpoint == "ipc" else cls(endpoint, keys.directory_of(key_directory))
+        return None if endpoint == "ipc" else cls(endpoint, curve.directory_of(key_directory))
 
     def open(self, context: zmq.Context[Any], sockets: list[zmq.Socket[bytes]]) -> None:
         """Start to answer handshakes, then bind: no connection is accepted before its key can be checked."""

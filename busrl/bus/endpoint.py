@@ -28,7 +28,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -37,10 +37,12 @@ from zmq.backend import Socket as CompiledSocket
 from busrl import _wire
 from busrl.bus.security import check_endpoint
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
-from busrl.keys import ClientKeys
 from busrl.protocol import codec
 from busrl.protocol.codec import Fault, Rejected, kind_of, topic
 from busrl.protocol.messages import MAX_ACTIVITY, Heartbeat, Message, Ping, Pong, name_of
+
+if TYPE_CHECKING:
+    from busrl.curve import ClientKeys
 
 # -- counting missed messages -----
 

@@ -1,7 +1,7 @@
 """`busrl keys init | add | list | show | remove | try`: who may reach the bus over TCP.
 
-Talks to the key directory (`busrl.keys`), and with `try` to a broker. Knows nothing of runs: a running broker reads the
-list at every handshake.
+Talks to the key directory (`busrl.curve`), and with `try` to a broker. Knows nothing of runs: a running broker reads
+the list at every handshake.
 
 - A secret is never printed: `show` prints public keys and the places of files.
 """
@@ -13,17 +13,17 @@ import os
 import time
 from pathlib import Path
 
-from busrl import keys
+from busrl import curve
 from busrl.errors import BadKeys, BusNotReady
 
 
 def _directory(options: argparse.Namespace) -> Path:
-    return Path(options.dir).absolute() if options.dir else keys.default_directory()
+    return Path(options.dir).absolute() if options.dir else curve.default_directory()
 
 
 def init(options: argparse.Namespace) -> int:
     directory = _directory(options)
-    pair = keys.init(directory, options.replace)
+    pair = curve.init(directory, options.replace)
     print(f"{directory}: the broker's public key is {pair.public}")
     print("next: `busrl keys add NAME` for each client, and in the topology's [bus] endpoint = \"tcp://ADDRESS:PORT\"")
     if options.dir:
@@ -33,9 +33,9 @@ def init(options: argparse.Namespace) -> int:
 
 def add(options: argparse.Namespace) -> int:
     directory = _directory(options)
-    file = keys.add(directory, options.name, options.public)
+    file = curve.add(directory, options.name, options.public)
     if file is None:
-        print(f"{options.name} is allowed; it also needs the broker's key {keys.server_pair(directory).public}")
+        print(f"{options.name} is allowed; it also needs the broker's key {curve.server_pair(directory).public}")
     else:
         print(f"{options.name} is allowed; copy this file to it by a way that you trust, and keep it secret:\n{file}")
     return 0
@@ -43,24 +43,24 @@ def add(options: argparse.Namespace) -> int:
 
 def show_all(options: argparse.Namespace) -> int:
     directory = _directory(options)
-    keys.server_pair(directory)
-    listed = keys.allowed(directory)
+    curve.server_pair(directory)
+    listed = curve.allowed(directory)
     print(f"{directory}: {len(listed)} allowed")
     for name, public in listed.items():
-        file = keys.client_file(directory, name)
+        file = curve.client_file(directory, name)
         print(f"  {name:<24} {public}  {file if file.exists() else 'its pair was made elsewhere'}")
-    for problem in keys.broken(directory):
+    for problem in curve.broken(directory):
         print(f"  accepts no client: {problem}")
     return 0
 
 
 def show(options: argparse.Namespace) -> int:
     directory = _directory(options)
-    pair = keys.server_pair(directory)
+    pair = curve.server_pair(directory)
     if not options.name:
         print(pair.public)
         return 0
-    public = keys.allowed(directory).get(options.name)
+    public = curve.allowed(directory).get(options.name)
     if public is None:
         raise BadKeys(f"{directory}: no client {options.name!r} is allowed; see `busrl keys list`")
     print(public)
@@ -68,7 +68,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def remove(options: argparse.Namespace) -> int:
-    keys.remove(_directory(options), options.name)
+    curve.remove(_directory(options), options.name)
     print(f"{options.name} cannot connect again; a connection that it has lasts until the process `bus` ends")
     return 0
 
@@ -76,7 +76,7 @@ def remove(options: argparse.Namespace) -> int:
 def try_to_connect(options: argparse.Namespace) -> int:
     from busrl.bus import Endpoint, tcp_pair
 
-    client = keys.load_client(options.file)
+    client = curve.load_client(options.file)
     frontend, backend = tcp_pair(options.endpoint)
     with Endpoint(f"keys-try-{os.getpid()}", frontend, backend, keys=client) as endpoint:
         begun = time.monotonic()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from busrl import keys
+from busrl import curve
 from busrl.errors import UserError
 from busrl.preflight.load import load
 from busrl.topology import Topology
@@ -35,7 +35,7 @@ def emitted(options: argparse.Namespace) -> str:
     """The manifest for `busrl launch --emit`; the cluster replaces the address and the keys."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "keys"
-        keys.init(directory)
+        curve.init(directory)
         replaced = [f'bus.endpoint="tcp://127.0.0.1:{PORT}"', f'bus.keys="{directory}"']
         overrides = [*options.overrides, *replaced, 'hosts.start=["true", "{host}"]']
         topology = load(options.topology, overrides, options.run_dir)

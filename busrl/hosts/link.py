@@ -21,9 +21,9 @@ import zmq
 from busrl.bus.broker import CurveListener
 from busrl.bus.endpoint import HANDSHAKE_MS, encrypt
 from busrl.bus.security import allow_many_connections, host_and_port
+from busrl.curve import ClientKeys
 from busrl.errors import PeerTimeout
 from busrl.hosts import questions as q
-from busrl.keys import ClientKeys
 
 HWM = 64
 MOST_BYTES = 1 << 30  # of a frame: a piece of weights, or a manifest

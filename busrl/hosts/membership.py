@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from busrl import keys
+from busrl import curve
 from busrl.errors import BadKeys, UserError
 from busrl.paths import CLAIMED_FROM, RunPaths
 from busrl.states import CALLER_ROLES
@@ -83,8 +83,8 @@ class HostSource:
         return bytes.fromhex(self.ring_hex)
 
     @property
-    def client(self) -> keys.ClientKeys:
-        return keys.load_client(Path(self.key_file))
+    def client(self) -> curve.ClientKeys:
+        return curve.load_client(Path(self.key_file))
 
     def write(self, file: Path) -> None:
         files.replace(file, json.dumps(asdict(self), indent=2).encode() + b"\n")
@@ -103,16 +103,16 @@ class Invitation(msgspec.Struct):
     """The line that launch at home writes to the standard input of a host's command, and `busrl host -` reads there."""
 
     endpoint: str
-    name: Annotated[str, msgspec.Meta(pattern=f"^{keys.NAME.pattern}$")]
+    name: Annotated[str, msgspec.Meta(pattern=f"^{curve.NAME.pattern}$")]
     keys: str  # the text of the file that `busrl keys add` makes
 
     @classmethod
     def by_home(cls, topology: Topology, name: str) -> Invitation:
         """The invitation of host `name`, with keys that are made where it has none. BadKeys: they cannot be made."""
-        directory = keys.directory_of(topology.bus.keys)
-        if name not in keys.allowed(directory):
-            keys.add(directory, name)
-        file = keys.client_file(directory, name)
+        directory = curve.directory_of(topology.bus.keys)
+        if name not in curve.allowed(directory):
+            curve.add(directory, name)
+        file = curve.client_file(directory, name)
         try:
             return cls(topology.bus.endpoint, name, file.read_text(encoding="ascii"))
         except OSError as problem:

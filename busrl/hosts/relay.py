@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import busrl
-from busrl import keys
+from busrl import curve
 from busrl.bus.broker import Admission, CurveListener
 from busrl.bus.security import check_endpoint, relay_endpoint
+from busrl.curve import ClientKeys, Pair
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
 from busrl.hosts import questions as q
 from busrl.hosts.link import Answering, Asking, Request, address_towards, wait
 from busrl.hosts.membership import SILENT, HostSource, Starts, claimed_from, of_host
 from busrl.hosts.versions import Chain, Pieces, SegmentCopy, Snapshot, Sources
-from busrl.keys import ClientKeys, Pair
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 from busrl.system import files
@@ -90,7 +90,7 @@ class HomeSide:
         self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
         bus = self.topology.bus
         place = relay_endpoint(bus.endpoint)
-        self.keys = keys.directory_of(bus.keys)
+        self.keys = curve.directory_of(bus.keys)
         self.link = Answering(CurveListener(bus.endpoint, self.keys, (place,)))
         settings, piece = TransportSettings.of(self.topology, actor.paths), self.topology.hosts.piece_mb << 20
         self.weights = snapshot_of(settings, piece)
@@ -198,7 +198,7 @@ class HomeSide:
         self.link.answer(request, head)
 
     def _peers(self) -> list[q.Peer]:
-        listed = keys.allowed(self.keys)
+        listed = curve.allowed(self.keys)
         names = [name for name in self.topology.host_names if name in listed]
         return [q.Peer(name, listed[name], self.chain.place(name)) for name in names]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from busrl import capabilities, keys
+from busrl import capabilities, curve
 from busrl.algorithms import catalog
 from busrl.data import pretrained, trace
 from busrl.data.pretrained import model_at
@@ -211,12 +211,12 @@ def _bus(t: Topology) -> Iterator[str]:
     yield "bus"
     yield "  ipc, in a directory that only this user can enter"
     if t.bus.endpoint != "ipc":
-        directory = keys.directory_of(t.bus.keys)
-        names = keys.allowed(directory)
+        directory = curve.directory_of(t.bus.keys)
+        names = curve.allowed(directory)
         more = "two ports" if t.host_names else "port"
         yield f"  {t.bus.endpoint} and the next {more}, encrypted (CURVE) with the keys in {directory}"
         yield f"  {len(names)} clients may connect there" + (f": {', '.join(names)}" if names else "")
-        for problem in keys.broken(directory):
+        for problem in curve.broken(directory):
             yield f"  accepts no client: {problem}"
 
 
@@ -371,7 +371,7 @@ def _doubts(t: Topology) -> Iterator[str]:
     if (groups := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
         text = f"at least {groups} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
         yield f"run.max_steps: {text}, and the run ends by name there"
-    clients = keys.allowed(keys.directory_of(t.bus.keys)) if t.bus.endpoint != "ipc" else {}
+    clients = curve.allowed(curve.directory_of(t.bus.keys)) if t.bus.endpoint != "ipc" else {}
     for host in () if t.hosts.start else t.host_names:
         if host not in clients:
             yield f"process.hosts: {host} has no key yet, and is turned away; see `busrl keys add {host}`"

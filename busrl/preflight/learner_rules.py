@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from busrl.algorithms import catalog, trained_parameters
-from busrl.keys import NAME
+from busrl.curve import NAME
 from busrl.preflight.findings import Check, Clash, Finding, by_path, clashes, unlike
 from busrl.topology.declare import items
 from busrl.topology.learner import Learner, Value

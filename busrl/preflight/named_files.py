@@ -14,7 +14,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from busrl import capabilities, keys
+from busrl import capabilities, curve
 from busrl.data import pretrained
 from busrl.data.sources import BESIDE
 from busrl.engines import vllm_versions
@@ -168,7 +168,7 @@ def _look_for_keys(t: Topology, report: Report) -> None:
     """Require the broker's pair of keys, and that it is private, where the bus is open over TCP."""
     if t.bus.endpoint != "ipc" and report.sound("bus.endpoint", "bus.keys"):
         try:
-            keys.server_pair(keys.directory_of(t.bus.keys))
+            curve.server_pair(curve.directory_of(t.bus.keys))
         except BadKeys as error:
             rule, _, remedy = str(error).partition("; ")
             report.add("bus.keys", f"tcp needs keys: {rule}", remedy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from busrl.keys import NAME
+from busrl.curve import NAME
 from busrl.preflight.findings import Check, Clash, Finding, clashes
 from busrl.states import TINY
 from busrl.topology.plugins import ONE_COPY, RESTARTS, SCRIPTED

@@ -31,11 +31,11 @@ ARROWS: dict[str, str] = {
     "errors": "", "states": "", "paths": "",
     "capabilities": "",
     "system": "",
-    "keys": "system", "protocol": "",
+    "curve": "system", "protocol": "",
     "algorithms": "", "scheduling": "",
     "faults": "protocol",
     "ring": "protocol",
-    "bus": "keys protocol system",
+    "bus": "curve protocol system",
     "ledger": "paths system",
     "topology": "algorithms scheduling",
     "data": "system",
@@ -47,9 +47,9 @@ ARROWS: dict[str, str] = {
     "status": "ledger paths protocol ring scheduling system",
     "roles": "algorithms bus data engines faults ledger paths protocol rewards ring scheduling system topology "
              "training weights",
-    "preflight": "algorithms data engines faults keys rewards ring scheduling system topology",
+    "preflight": "algorithms data curve engines faults rewards ring scheduling system topology",
     "launch": "bus data engines faults ledger paths preflight protocol ring status system topology",
-    "cli": "bus data engines keys launch ledger paths preflight protocol rewards ring roles status system "
+    "cli": "bus curve data engines launch ledger paths preflight protocol rewards ring roles status system "
            "topology training",
 }
 # Optional parts that load another one: why.

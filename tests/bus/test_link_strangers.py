@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.hosts import questions as q
 from busrl.hosts.link import Asking
 
@@ -36,8 +36,8 @@ while True:
 def home(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """Where it answers, and its keys."""
     folder = tmp_path / "keys"
-    keys.init(folder)
-    keys.add(folder, "laptop")
+    curve.init(folder)
+    curve.add(folder, "laptop")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     child = subprocess.Popen([sys.executable, "-c", HOME, str(folder), str(port)], stdout=subprocess.PIPE)
@@ -51,7 +51,7 @@ def test_a_host_is_answered_among_more_strangers_than_descriptors(home: tuple[st
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * STRANGERS)), hard))
     place, folder = home
-    client_keys = keys.load_client(keys.client_file(folder, "laptop"))
+    client_keys = curve.load_client(curve.client_file(folder, "laptop"))
     with ExitStack() as stack:
         for _ in range(STRANGERS):
             stranger = stack.enter_context(socket.socket())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.bus import Endpoint
 from busrl.protocol import codec
 from busrl.protocol import messages as m
@@ -31,7 +31,7 @@ FRAMES = 2_000
 
 @pytest.fixture
 def broker(short_dir: Path, tmp_path: Path) -> Iterator[Broker]:  # noqa: F811
-    keys.init(tmp_path / "keys")
+    curve.init(tmp_path / "keys")
     broker = Broker(short_dir, tmp_path / "keys", f"tcp://127.0.0.1:{free_port()}").start()
     yield broker
     broker.kill()
@@ -151,7 +151,7 @@ def test_a_stranger_flood_taking_every_descriptor_disturbs_no_connected_process(
     short_dir: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    keys.init(tmp_path / "keys")
+    curve.init(tmp_path / "keys")
     broker = Broker(short_dir, tmp_path / "keys", f"tcp://127.0.0.1:{free_port()}")
     broker.start("prlimit", "--nofile=64:64")
     open_ones: list[socket.socket] = []

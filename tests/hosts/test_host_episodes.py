@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from in_memory import batch_of
 from on_a_ring import Keeper
 
-from busrl import keys
+from busrl import curve
 from busrl.agents.tree import Trajectory, Tree
 from busrl.data.episodes import TYPES, EpisodeLimits, fault_of
 from busrl.hosts import messages as g
@@ -88,7 +88,7 @@ def keeper(folder: Path) -> Iterator[Keeper]:
 @pytest.fixture
 def away(folder: Path, keeper: Keeper, tmp_path: Path) -> Iterator[Callable[..., Away]]:
     """Hosts with agents ("agents") or a server ("serve")."""
-    keys.init(tmp_path / "keys")
+    curve.init(tmp_path / "keys")
     hosts: list[Away] = []
 
     def make(kind: str) -> Away:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.cli.command import main
 from busrl.errors import UserError
 from busrl.hosts import clusters
@@ -24,9 +24,9 @@ HOSTS = ["process.rollout.hosts=['gpu-1', 'gpu-0']", "process.rollout.devices=['
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("for") / "keys"
-    keys.init(folder)
+    curve.init(folder)
     for host in ("gpu-0", "gpu-1"):
-        keys.add(folder, host)
+        curve.add(folder, host)
     return [*HOSTS, f"bus.keys='{folder}'", "run.name='My.run'"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.errors import UserError
 from busrl.hosts.joining import from_input
 from busrl.hosts.membership import Invitation
@@ -22,12 +22,12 @@ def said(data: bytes, wait_s: float = 5.0) -> tuple[str, Path, str]:
 
 def test_the_keys_get_a_file_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keys.init(tmp_path / "keys")
-    pair = keys.add(tmp_path / "keys", "gpu-0")
+    curve.init(tmp_path / "keys")
+    pair = curve.add(tmp_path / "keys", "gpu-0")
     assert pair is not None
     endpoint, file, name = said(Invitation("tcp://10.0.0.1:5600", "gpu-0", pair.read_text()).line)
     assert (endpoint, name) == ("tcp://10.0.0.1:5600", "gpu-0")
-    assert file.stat().st_mode & 0o777 == 0o600 and keys.load_client(file) == keys.load_client(pair)
+    assert file.stat().st_mode & 0o777 == 0o600 and curve.load_client(file) == curve.load_client(pair)
     assert file.is_relative_to(tmp_path / "cache" / "busrl" / "hosts")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.hosts.joining import open_host
 from busrl.hosts.membership import HostSource, of_host
 from busrl.launch.rundir import remove_runtime_dir, unlink_segments
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def topology(tmp_path: Path) -> Topology:
-    keys.init(tmp_path / "keys")
+    curve.init(tmp_path / "keys")
     settings = ['process.rollout.hosts=["gpu-0"]', 'bus.endpoint="tcp://10.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
     return of_host(load(ROOT / "configs" / "scripted.toml", settings), "gpu-0")
 

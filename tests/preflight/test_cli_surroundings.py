@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.cli import main
 from busrl.errors import UserError
 from busrl.hosts.joining import scratch_of
@@ -108,7 +108,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     for variable in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", nowhere)
-    for asked, variable in ((keys.default_directory, "XDG_CONFIG_HOME"),
+    for asked, variable in ((curve.default_directory, "XDG_CONFIG_HOME"),
                             (lambda: cache.paths("tiny:sort"), "XDG_CACHE_HOME"),
                             (lambda: scratch_of(b"x", "a"), "XDG_CACHE_HOME")):
         with pytest.raises(UserError, match=f"no home directory; set {variable}"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.preflight.explain import report
 from busrl.topology import Topology
 
@@ -17,7 +17,7 @@ Refused = Callable[..., list[str]]
 
 @pytest.fixture
 def key_directory(here: Path) -> Path:
-    keys.init(here / "keys")
+    curve.init(here / "keys")
     return here / "keys"
 
 
@@ -29,7 +29,7 @@ def bus(endpoint: str, directory: str = "keys") -> str:
     "endpoint", ["tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://[::1]:5600", "tcp://localhost:65534"]
 )
 def test_tcp_with_keys_is_accepted_and_explained(loaded: Loaded, key_directory: Path, endpoint: str) -> None:
-    keys.add(key_directory, "laptop")
+    curve.add(key_directory, "laptop")
     page = report(loaded(bus(endpoint)))
     assert f"{endpoint} and the next port, encrypted (CURVE) with the keys in {key_directory}" in page
     assert "1 clients may connect there: laptop" in page
@@ -54,7 +54,7 @@ def test_the_default_directory_is_looked_at_when_none_is_given(
     text = '[bus]\nendpoint = "tcp://127.0.0.1:5600"\n'
     (problem,) = refused(text)
     assert "busrl/keys does not exist" in problem
-    keys.init(keys.default_directory())
+    curve.init(curve.default_directory())
     assert loaded(text).bus.keys == ""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.errors import TopologyError
 from busrl.hosts.membership import ahead_of, of_host
 from busrl.preflight import explain
@@ -19,7 +19,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
 @pytest.fixture
 def over_hosts(tmp_path: Path) -> Callable[..., Topology]:
-    keys.init(tmp_path / "keys")
+    curve.init(tmp_path / "keys")
     always = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"', 'process.rollout.hosts=["b", "a"]']
     return lambda *settings: load(QUICKSTART, [*always, *settings])
 
@@ -87,7 +87,7 @@ AGENTS, BOTH = QUICKSTART.with_name("agents.toml"), ['process.agent.hosts=["a"]'
 
 @pytest.fixture
 def with_agents(tmp_path: Path) -> Callable[..., Topology]:
-    keys.init(tmp_path / "keys")
+    curve.init(tmp_path / "keys")
     always = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
     return lambda *settings: load(AGENTS, [*always, *settings])
 
@@ -130,7 +130,7 @@ def test_groups_of_atropos_are_posted_at_home(over_hosts: Callable[..., Topology
 
 def test_check_names_each_host_what_it_needs_and_who_has_no_key(over_hosts: Callable[..., Topology]) -> None:
     topology = over_hosts("process.rollout.count=2", "generation.max_batch=40")
-    keys.add(Path(topology.bus.keys), "a")
+    curve.add(Path(topology.bus.keys), "a")
     page = explain.report(materialise(topology))
     assert "on b, by `busrl host` there: 2 x rollout (torch)\n  176 slots, " in page
     assert "b has no key yet" in page and "a has no key yet" not in page

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from busrl import keys
+from busrl import curve
 from busrl.errors import UserError
 from busrl.hosts.membership import of_host
 from busrl.paths import RunPaths
@@ -35,7 +35,7 @@ OVER = ("process.learner.ranks=6", 'process.learner.hosts=["gpu-1", "gpu-0"]', '
 
 @pytest.fixture
 def with_keys(tmp_path: Path) -> str:
-    keys.init(tmp_path / "keys")
+    curve.init(tmp_path / "keys")
     return f'bus.keys="{tmp_path}/keys"'
 
 

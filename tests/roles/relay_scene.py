@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from busrl import keys
+from busrl import curve
 from busrl.hosts.joining import open_host
 from busrl.hosts.membership import HostSource, claimed_from, of_host
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
@@ -48,16 +48,16 @@ class Relays:
         self.names, self._before = tuple(names), before or {}
         self.count = int(megabytes * 1e6) // 4
         endpoint = f"tcp://{address}:{_free_port()}"
-        keys.init(folder / "keys")
+        curve.init(folder / "keys")
         for name in names:
-            keys.add(folder / "keys", name)
+            curve.add(folder / "keys", name)
         own = [f'bus.endpoint="{endpoint}"', f'bus.keys="{folder / "keys"}"', *settings]
         listed = ", ".join(f'"{name}"' for name in names)
         topology = load(ROOT / "configs" / "quickstart.toml", [*own, f"process.rollout.hosts=[{listed}]"])
         self.runs: dict[str, OpenRun] = {HOME: open_run(folder / HOME, topology)}
         ring = claimed_from(self.runs[HOME].paths.run_json).hex()
         for name in names:
-            own_keys = str(keys.client_file(folder / "keys", name))
+            own_keys = str(curve.client_file(folder / "keys", name))
             source = HostSource(endpoint, own_keys, name, ring, time.time_ns() // 1000)
             self.runs[name] = open_host(folder / name, of_host(topology, name), source)
         settings_of = {name: TransportSettings.of(topology, run.paths) for name, run in self.runs.items()}

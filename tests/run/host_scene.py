@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, Run
 
-from busrl import keys
+from busrl import curve
 
 
 def free_ports() -> int:
@@ -90,9 +90,9 @@ class Home(Run):
         address = cable.home if cable else f"127.0.0.1:{free_ports()}"
         self.endpoint, self.keys = f"tcp://{address}", folder / "keys"
         self.prefix = cable.at_home if cable else ()
-        keys.init(self.keys)
+        curve.init(self.keys)
         for name in names:
-            keys.add(self.keys, name)
+            curve.add(self.keys, name)
         listed, role = ", ".join(f'"{name}"' for name in names), "learner" if ranks else "rollout"
         settings = (f"process.learner.ranks={ranks}", *settings) if ranks else settings
         super().__init__(
@@ -110,7 +110,7 @@ class Host(Run):
     ) -> None:
         super().__init__(home.directory.parent / (place or f"scratch-{name}"))
         self.prefix = cable.away if cable else ()
-        file = keys.client_file(home.keys, key or name)
+        file = curve.client_file(home.keys, key or name)
         self.command = [
             sys.executable, "-m", "busrl.cli", "host", home.endpoint, "--keys", str(file), "--name", name,
             "--scratch", str(self.directory), "--wait", str(wait_s),

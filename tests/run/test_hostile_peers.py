@@ -12,11 +12,11 @@ import pytest
 import zmq
 from harness import Run, read_lines, running
 
-from busrl import keys
+from busrl import curve
 from busrl.bus import Endpoint, tcp_pair
 from busrl.bus.endpoint import encrypt
+from busrl.curve import ClientKeys, Pair
 from busrl.errors import BusNotReady
-from busrl.keys import ClientKeys, Pair
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
@@ -64,16 +64,16 @@ def header(path: Path) -> dict[str, int]:
 
 def test_a_run_finishes_in_hostile_company_and_names_who_it_was(tmp_path: Path) -> None:
     directory = tmp_path / "keys"
-    keys.init(directory)
-    file = keys.add(directory, "laptop")
+    curve.init(directory)
+    file = curve.add(directory, "laptop")
     assert file is not None
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     run = Run(tmp_path / "run", f'bus.endpoint="{endpoint}"', f'bus.keys="{directory}"', steps=30)
     public, secret = zmq.curve_keypair()
-    stranger = ClientKeys(Pair(public.decode(), secret.decode()), keys.server_pair(directory).public)
+    stranger = ClientKeys(Pair(public.decode(), secret.decode()), curve.server_pair(directory).public)
     with running(run):
         run.until_step(2)
-        doors, mine = tcp_pair(endpoint), keys.load_client(file)
+        doors, mine = tcp_pair(endpoint), curve.load_client(file)
         with Endpoint("laptop", *doors, subscribe=[topic(m.Heartbeat)], keys=mine) as far:
             far.ready(30.0)
             assert isinstance(far.recv(30.0), m.Heartbeat)

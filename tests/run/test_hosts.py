@@ -14,7 +14,7 @@ from checks import check_end
 from harness import running
 from host_scene import Cable, Home, Host
 
-from busrl import keys
+from busrl import curve
 from busrl.ring import Ring
 
 
@@ -167,7 +167,7 @@ def test_a_host_with_an_unknown_name_or_another_key_learns_why(
     tmp_path: Path, quickstart: None
 ) -> None:
     home = Home(tmp_path, steps=3)
-    keys.add(home.keys, "guest")
+    curve.add(home.keys, "guest")
     strangers = {
         "no host 'guest' in this run: `hosts` of its [[process]] entries name gpu-0": Host(home, "guest"),
         "the key is guest's, the name gpu-0's": Host(home, "gpu-0", key="guest"),

@@ -20,7 +20,7 @@ from checks import check_end
 from harness import ROOT, read_lines, running
 from host_scene import Home, free_ports
 
-from busrl import keys
+from busrl import curve
 from busrl.paths import RunPaths
 
 HOST = f"PYTHONPATH={ROOT} exec {sys.executable} -m busrl.cli host - --scratch"
@@ -105,10 +105,10 @@ def test_launch_starts_hosts_by_any_command_with_keys_and_ends_them(
 ) -> None:
     command = ["env", "-u", "XDG_CACHE_HOME", f"HOME={tmp_path}", "sh", "-c", f"{HOST} {tmp_path}/scratch-{{host}}"]
     home = Home(tmp_path, start(command), steps=100_000)
-    keys.remove(home.keys, "gpu-0")
+    curve.remove(home.keys, "gpu-0")
     with running(home):
         home.until_step(3)
-        assert "gpu-0" in keys.allowed(home.keys)
+        assert "gpu-0" in curve.allowed(home.keys)
         host = RunPaths.of(tmp_path / "scratch-gpu-0")
         pid = int(said(home, r"host gpu-0: started \(pid (\d+)\)")[0])
         os.kill(pid, signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_launch_starts_hosts_by_any_command_with_keys_and_ends_them(
         home.child.send_signal(signal.SIGTERM)
         assert home.wait() == 128 + signal.SIGTERM, home.tail()
     assert not host.ring_file.exists() and home.audit().counts.lost == 0
-    secret = keys.client_file(home.keys, "gpu-0").read_text()
+    secret = curve.client_file(home.keys, "gpu-0").read_text()
     assert not [line for line in (*home.text().splitlines(), shlex.join(command)) if line and line in secret]
 
 

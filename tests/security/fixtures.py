@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.bus import tcp_pair
 
 SERVE = """
@@ -117,8 +117,8 @@ def short_dir() -> Iterator[Path]:
 @pytest.fixture
 def key_directory(tmp_path: Path) -> Path:
     directory = tmp_path / "keys"
-    keys.init(directory)
-    keys.add(directory, "laptop")
+    curve.init(directory)
+    curve.add(directory, "laptop")
     return directory
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl import keys
+from busrl import curve
 from busrl.bus.broker import CurveListener
 from busrl.bus.security import relay_endpoint
 from busrl.cli import main
@@ -35,10 +35,10 @@ def home(key_directory: Path, endpoint: str) -> Iterator[Answering]:
 
 def stranger(key_directory: Path, folder: Path, name: str = "gpu2") -> Path:
     """The file of a client that was listed once."""
-    file = keys.add(key_directory, name)
+    file = curve.add(key_directory, name)
     assert file is not None
     kept = shutil.copy(file, folder / f"{name}.key_secret")
-    keys.remove(key_directory, name)
+    curve.remove(key_directory, name)
     return Path(kept)
 
 
@@ -48,7 +48,7 @@ def test_an_unknown_key_is_bad_input_and_is_told_as_such(
     file = stranger(key_directory, tmp_path)
     assert main(["host", endpoint, "--keys", str(file), "--wait", "60"]) == 2
     said = capfd.readouterr().err
-    public = keys.load_client(file).pair.public
+    public = curve.load_client(file).pair.public
     assert f"does not know the key of gpu2 ({public})" in said and "reach the port" not in said
     command = re.search(r"`busrl (keys add gpu2 --public) KEY`", said)
     assert command is not None

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from busrl import keys
+from busrl import curve
 from busrl.bus import Endpoint
 from busrl.bus.broker import MAX_REFUSED, CurveListener, StopRequest, run_broker
+from busrl.curve import ClientKeys, Pair
 from busrl.errors import BadKeys, BusNotReady, RunInUse
-from busrl.keys import ClientKeys, Pair
 from busrl.protocol import messages as m
 from busrl.protocol.codec import Fault, topic
 from busrl.ring import OfdLock
@@ -37,12 +37,12 @@ def endpoint() -> Iterator[Callable[..., Endpoint]]:
 
 
 def laptop(broker) -> ClientKeys:
-    return keys.load_client(keys.client_file(broker.keys, "laptop"))
+    return curve.load_client(curve.client_file(broker.keys, "laptop"))
 
 
 def stranger(broker) -> ClientKeys:
     public, secret = zmq.curve_keypair()
-    return ClientKeys(Pair(public.decode(), secret.decode()), keys.server_pair(broker.keys).public)
+    return ClientKeys(Pair(public.decode(), secret.decode()), curve.server_pair(broker.keys).public)
 
 
 def test_a_listed_key_talks_with_local_processes_in_both_directions(broker, endpoint):
@@ -102,7 +102,7 @@ def test_a_key_that_is_added_while_the_broker_runs_is_let_in(broker, endpoint):
     unknown = stranger(broker)
     with pytest.raises(BusNotReady):
         endpoint("early", broker.tcp, keys=unknown).ready(REFUSED_S)
-    keys.add(broker.keys, "later", unknown.pair.public)
+    curve.add(broker.keys, "later", unknown.pair.public)
     endpoint("later", broker.tcp, keys=unknown).ready(PATIENCE_S)
 
 
@@ -115,9 +115,9 @@ def test_a_listed_key_tries_again_while_the_list_is_unreadable(key_directory: Pa
 
 def test_a_removed_key_can_not_connect_again(broker, endpoint):
     endpoint("far", broker.tcp, keys=laptop(broker)).ready(PATIENCE_S)
-    file = keys.client_file(broker.keys, "laptop")
-    before = keys.load_client(file)
-    keys.remove(broker.keys, "laptop")
+    file = curve.client_file(broker.keys, "laptop")
+    before = curve.load_client(file)
+    curve.remove(broker.keys, "laptop")
     assert not file.exists()
     with pytest.raises(BusNotReady):
         endpoint("again", broker.tcp, keys=before).ready(REFUSED_S)
