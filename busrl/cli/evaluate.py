@@ -45,12 +45,13 @@ from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
 from busrl.paths import RunPaths
 from busrl.preflight.load import load, materialise
 from busrl.preflight.model_folders import model_folder
-from busrl.rewards.kinds import finder
-from busrl.rewards.pool import Item, Outcome, RewardPool
+from busrl.rewards.base import Item, Outcome
+from busrl.rewards.pool import RewardPool
 from busrl.roles import validator
 from busrl.states import TINY, VALIDATE_BIT, Finish
 from busrl.status.words import nothing
 from busrl.system.files import json_lines
+from busrl.system.imports import of_busrl
 from busrl.topology import Topology
 from busrl.topology.prompts import AskedSet
 from busrl.topology.recorded import recorded
@@ -407,8 +408,8 @@ class Evaluation:
         self.topology, self.measured = topology, measured
         self.stream = JsonlStream(measured.of.data, topology.run.seed, False, topology.data.prompt_key)
         self.lines: npt.NDArray[np.int64] = lines_of(measured.of.prompts, len(self.stream), measured.of.k)
-        compares = topology.reward.compares if measured.of.k > 1 else None
-        self.find = None if compares is None else finder(*compares)
+        finder = topology.reward.finder if measured.of.k > 1 else None
+        self.find = None if finder is None else of_busrl(finder[0])(finder[1])
         self.rows: dict[int, Row] = {}
         self._waiting: list[Request] = []
         self._known = token_rows(Path(topology.model.path))

@@ -43,6 +43,7 @@ from busrl.roles.answers import DTYPES
 from busrl.states import HeaderWord, RunPhase, shown_uid
 from busrl.system import files
 from busrl.topology import Topology
+from busrl.topology.rewards import RETURNED
 from busrl.topology.schema import AGENT, SERVE
 
 ANSWERS = ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER", "GATEWAY_SETTLED")
@@ -183,7 +184,7 @@ class Warn(Protocol):
 def reader_for(topology: Topology, ring: Ring) -> AnswerReader:
     """The reader of this host's answers."""
     roles, plays = {process.role for process in topology.processes()}, topology.has_callers
-    return AnswerReader(ring, plays, judges="reward" in roles or (plays and topology.reward.kind == AGENT))
+    return AnswerReader(ring, plays, judges="reward" in roles or (plays and topology.reward.kind == RETURNED))
 
 
 class Exchange:

@@ -26,6 +26,7 @@ from busrl.system import device
 from busrl.topology.plugins import ADAPTERS, SCRIPTED
 from busrl.topology.prompts import AskedSet
 from busrl.topology.reader import show
+from busrl.topology.rewards import REWARD_KINDS
 from busrl.topology.schema import Faults, ProcessName, Topology, has_model
 from busrl.topology.sizes import MOST_SAMPLES, count
 
@@ -156,8 +157,8 @@ def _first(t: Topology) -> Iterator[str]:
         yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in reward.part)
     if any(part.kind == "code" for part in reward.part):
         yield f"boxes for code: {trial.boxes()}"
-    foreign = all(part.kind in trial.TRIED for part in reward.part)
-    yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
+    tried = all(REWARD_KINDS[part.kind].is_tried for part in reward.part)
+    yield from (t.derived.trial if tried else ()) or trial.try_first(t).lines
     yield from trial.notes_of_parts(t)
 
 
@@ -305,7 +306,7 @@ def _asked(t: Topology, asked_set: AskedSet) -> str:
         fewest, more = divmod(asked_set.prompts, asked_set.lines)
         text = f"{asked_set.prompts} answers, {fewest}{f' or {fewest + 1}' if more else ''} to each"
     if asked_set.k > 1:
-        extracts = t.reward.compares is not None
+        extracts = t.reward.finder is not None
         vote = f"maj@{asked_set.k}" if extracts else f"no maj@{asked_set.k}: the reward extracts no answer"
         text += f" {asked_set.k} times: pass@1 to pass@{asked_set.k}, {vote}"
     return f"{text}; every {asked_set.every} steps" if asked_set.every else text

@@ -19,6 +19,7 @@ from busrl.system.device import expected
 from busrl.topology import schema
 from busrl.topology.learner import ON_GPUS, Parallel
 from busrl.topology.plugins import FOLDERS, ONE_COPY, SCRIPTED
+from busrl.topology.rewards import REWARD_KINDS
 from busrl.topology.schema import Process, Topology
 
 ALONE = "or ranks = 1"
@@ -94,7 +95,8 @@ DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*"
 
 
 def _devices(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
-    judges = entry.role == "reward" and any(part.kind == "model" for part in t.reward.part)
+    kinds = [REWARD_KINDS[part.kind] for part in t.reward.part if part.kind in REWARD_KINDS]
+    judges = entry.role == "reward" and any(kind.has_model for kind in kinds)
     if entry.device and entry.role not in WITH_MODEL and not judges:
         rule = f"a {entry.role} of busrl's own runs no model"
         yield Finding((f"{at}.device", f"{at}.role"), rule, "remove device; devices may stay, for what it loads itself")

@@ -39,10 +39,10 @@ from busrl.preflight.model_folders import model_folder
 from busrl.scheduling.admission import derive
 from busrl.states import ENVIRONMENT, ROLES, TINY
 from busrl.system import device
-from busrl.topology import schema
 from busrl.topology.prompts import DataSource
 from busrl.topology.reader import KeyPath, Reader, Source, read, show
-from busrl.topology.schema import AGENT, Derived, Generation, Process, RewardPart, Topology, has_model
+from busrl.topology.rewards import PYTHON, RETURNED, REWARD_KINDS, RewardPart
+from busrl.topology.schema import Derived, Generation, Process, Topology, has_model
 
 UNRESOLVED = Derived(
     limits=derive("sync", 0, 0, 0), horizon=0, slots=0, train_slots=0, val_reserve=0,
@@ -160,7 +160,7 @@ def _with_reward(draft: Topology, source: Source) -> Topology:
     function = _function_path(draft.reward.function, source, ("reward", "function"))
     kind = draft.reward.kind
     if not _written(source, "reward", "kind") and (function or (draft.has_callers and not draft.reward.part)):
-        kind = "python" if function else AGENT
+        kind = PYTHON if function else RETURNED
     key = prompt_files.answer_key(draft)
     reward = dataclasses.replace(
         draft.reward, kind=kind, answer_key=key, function=function, part=_parts(draft, source)
@@ -224,7 +224,7 @@ def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
 
 
 def _timeout_of(kind: str) -> float:
-    return schema.PART_KINDS[kind].timeout_s if kind in schema.PART_KINDS else 0.0  # a wrong kind has none
+    return REWARD_KINDS[kind].timeout_s if kind in REWARD_KINDS else 0.0  # a wrong kind has none
 
 
 def _with_algorithm(draft: Topology, source: Source) -> Topology:
@@ -267,7 +267,7 @@ def replaced(table: Any, names: Sequence[str], value: object) -> Any:
 
 def _implied(draft: Topology) -> Iterator[Process]:
     """Add a process of each role that this run has and no entry names."""
-    wanted = {"validator": draft.validation.names_prompts, "reward": draft.reward.kind != AGENT}
+    wanted = {"validator": draft.validation.names_prompts, "reward": draft.reward.kind != RETURNED}
     for name, role in ROLES.items():
         if role.default and wanted.get(name, True) and all(entry.role != name for entry in draft.process):
             yield Process(name)

@@ -23,10 +23,11 @@ from busrl.preflight import engine_rules
 from busrl.preflight.findings import Finding, Report
 from busrl.preflight.model_folders import ModelFolders
 from busrl.preflight.prompt_files import Lines, PromptFiles
-from busrl.preflight.trial import TRIED, Judged, Trial, try_first, try_functions, try_imports, try_parts
+from busrl.preflight.trial import Judged, Trial, try_first, try_functions, try_imports, try_parts
 from busrl.states import FOREIGN_ROLES
 from busrl.system.imports import is_installed
 from busrl.topology.declare import FUNCTION
+from busrl.topology.rewards import PYTHON, REWARD_KINDS
 from busrl.topology.schema import ATROPOS, SERVE, SINKS, Topology
 from busrl.topology.sizes import vllm_entries
 
@@ -106,14 +107,15 @@ def _look_at_keywords(t: Topology, report: Report) -> None:
 def _try_reward(t: Topology, report: Report) -> Trial:
     """Try a reward that is foreign code on the first prompt; report one that cannot be loaded, or that always fails."""
     reward = t.reward
-    functions = [part.function for part in reward.part if part.kind == "python"]
-    functions = functions or [reward.function] * (reward.kind == "python")
-    is_foreign = functions or any(part.kind in TRIED for part in reward.part)
+    functions = [part.function for part in reward.part if part.kind == PYTHON]
+    functions = functions or [reward.function] * (reward.kind == PYTHON)
+    tried = [name for name, kind in REWARD_KINDS.items() if kind.is_tried]
+    is_foreign = functions or any(part.kind in tried for part in reward.part)
     if not is_foreign or not all(map(FUNCTION.fullmatch, functions)):
         return Trial()
     if not report.sound("reward.function", "reward.kind") or not report.sound_below("reward.part"):
         return Trial()
-    trial = try_first(t, TRIED)
+    trial = try_first(t, tried)
     for result in trial.judged:
         _report_reward(report, result)
     return trial

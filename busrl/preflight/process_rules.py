@@ -26,6 +26,7 @@ from busrl.states import CALLER_ROLES, CRASH_POINTS, ENVIRONMENT, FOREIGN_ROLES,
 from busrl.topology.declare import FUNCTION
 from busrl.topology.plugins import SCRIPTED
 from busrl.topology.reader import show
+from busrl.topology.rewards import EXACT_MATCH, RETURNED
 from busrl.topology.schema import AGENT, ATROPOS, SINKS, BusFault, Process, Topology
 from busrl.topology.sizes import RESERVE_PROCESSES, count
 
@@ -35,7 +36,7 @@ TABLE = (
     Clash(("bus.keys", "bus.endpoint"), lambda t: t.bus.keys and t.bus.endpoint == "ipc",
           "sockets in a 0700 directory need no keys, so they are not used; remove it, or set endpoint", warning=True),
     # -- episodes
-    Clash(("reward.kind", "process"), lambda t: t.reward.kind == AGENT and not t.reward.part and not t.has_callers,
+    Clash(("reward.kind", "process"), lambda t: t.reward.kind == RETURNED and not t.reward.part and not t.has_callers,
           f"no episode returns a reward; {PLAYS}", hidden=("reward.part",)),
     Clash(("segments.length", "process"), lambda t: t.segments.length and t.has_callers,
           "an episode is made whole; remove [segments]"),
@@ -69,7 +70,7 @@ OF_ENTRY = (
 SCRIPTED_RUNS = (
     EntryClash((".engine", "weights.transport"), lambda t, _: t.weights.transport != "shm",
                'a scripted engine follows the versions in shared memory; set weights.transport = "shm"'),
-    EntryClash(("reward.extract", ".engine"), lambda t, _: t.reward.extract and t.reward.kind == "exact_match",
+    EntryClash(("reward.extract", ".engine"), lambda t, _: t.reward.extract and t.reward.kind == EXACT_MATCH,
                "a scripted answer is bare, or wrong: the pattern would find neither; remove extract",
                hidden=("reward.kind",)),
     EntryClash((".engine",), lambda _t, _: True,

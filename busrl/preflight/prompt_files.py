@@ -21,7 +21,8 @@ from busrl.preflight.model_folders import task_of
 from busrl.preflight.prompt_tokens import UNKNOWN, Limit, limit_of
 from busrl.states import TINY
 from busrl.topology import reader
-from busrl.topology.schema import EXTRACTING, Topology
+from busrl.topology.rewards import EXACT_MATCH, REWARD_KINDS
+from busrl.topology.schema import Topology
 
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 
@@ -154,8 +155,9 @@ def compares(topology: Topology) -> bool:
     """Tell whether every line needs a right answer; foreign code reports itself what it lacks."""
     reward, key = topology.reward, answer_key(topology)
     if not reward.part:
-        return reward.kind == "exact_match" and not reward.function
-    return any(part.kind in EXTRACTING and part.answer_key == key for part in reward.part)
+        return reward.kind == EXACT_MATCH and not reward.function
+    comparing = [name for name, kind in REWARD_KINDS.items() if kind.finder]
+    return any(part.kind in comparing and part.answer_key == key for part in reward.part)
 
 
 def longest_line(path: str) -> tuple[int, int]:

@@ -19,12 +19,13 @@ from busrl.preflight.findings import Check, Clash, Finding, by_path, clashes
 from busrl.preflight.process_rules import PLAYS
 from busrl.topology.declare import items
 from busrl.topology.reader import show
-from busrl.topology.schema import AGENT, PART_KINDS, RewardPart, Topology
+from busrl.topology.rewards import EXACT_MATCH, PYTHON, RETURNED, REWARD_KINDS, RewardKind, RewardPart
+from busrl.topology.schema import Topology
 
 TABLE = (
-    Clash(("reward.function", "reward.kind"), lambda t: t.reward.function and t.reward.kind == "exact_match",
+    Clash(("reward.function", "reward.kind"), lambda t: t.reward.function and t.reward.kind == EXACT_MATCH,
           'exact_match calls no function; set kind = "python", or remove function'),
-    Clash(("reward.extract", "reward.kind"), lambda t: t.reward.extract and t.reward.kind == "python",
+    Clash(("reward.extract", "reward.kind"), lambda t: t.reward.extract and t.reward.kind == PYTHON,
           "only exact_match extracts an answer; remove it", warning=True),
     Clash(("reward.function",), lambda t: t.reward.function and t.reward.part,
           'a reward has a function or parts; write kind = "python" and function into a [[reward.part]]',
@@ -56,9 +57,9 @@ BOX_S = 20.0  # of a call that judges code, besides the code's own time
 
 
 def _without_parts(t: Topology) -> Iterator[Finding]:
-    if t.reward.kind == "python" and not t.reward.part:
+    if t.reward.kind == PYTHON and not t.reward.part:
         keys = ("reward.function", "reward.kind")
-        yield from by_path(keys, t.reward.function, _example("function"), 'kind = "python"')
+        yield from by_path(keys, t.reward.function, _example(REWARD_KINDS[PYTHON]), 'kind = "python"')
     yield from _expression("reward.extract", t.reward.extract)
 
 
@@ -70,7 +71,7 @@ def _parts(t: Topology) -> Iterator[Finding]:
             rule = f"the part before it (number {names[part.name] + 1}) has the name {part.name!r} too"
             yield Finding((f"{at}.name",), rule, 'give each a name of its own, for example name = "style"')
         names.setdefault(part.name, index)
-        if part.kind not in PART_KINDS:  # reported as what it is
+        if part.kind not in REWARD_KINDS:  # reported as what it is
             continue
         if not re.fullmatch(r"[\w.-]{1,64}", part.name):
             rule = "a name is 1 to 64 letters, digits, dots, dashes or underscores"
@@ -81,17 +82,18 @@ def _parts(t: Topology) -> Iterator[Finding]:
 
 
 def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
-    read, needed = PART_KINDS[part.kind].keys, PART_KINDS[part.kind].needs
+    kind = REWARD_KINDS[part.kind]
     for item in items(RewardPart).values():
-        idle = item.name not in (*read, *BY_EVERY_KIND, *FILLED_IN)
+        idle = item.name not in (*kind.keys, *BY_EVERY_KIND, *FILLED_IN)
         if idle and getattr(part, item.name) != item.default:
-            rule = f"a part of kind {part.kind} does not read it, it reads {', '.join(read) or 'nothing of its own'}"
+            keys = ", ".join(kind.keys) or "nothing of its own"
+            rule = f"a part of kind {part.kind} does not read it, it reads {keys}"
             yield Finding((f"{at}.{item.name}", f"{at}.kind"), rule, "remove it, or change kind")
-    if needed and not getattr(part, needed):
-        yield Finding((f"{at}.{needed}", f"{at}.kind"), f"a part of kind {part.kind} needs it", _example(needed))
-    elif part.kind == "python":
-        yield from by_path((f"{at}.function",), part.function, _example("function"))
-    elif part.kind == AGENT and not t.has_callers:
+    if kind.needs and not getattr(part, kind.needs):
+        yield Finding((f"{at}.{kind.needs}", f"{at}.kind"), f"a part of kind {part.kind} needs it", _example(kind))
+    elif part.kind == PYTHON:
+        yield from by_path((f"{at}.function",), part.function, _example(kind))
+    elif part.kind == RETURNED and not t.has_callers:
         yield Finding((f"{at}.kind", "process"), "no episode returns a reward", PLAYS)
     for name in ("extract", "pattern", "verdict"):
         yield from _expression(f"{at}.{name}", getattr(part, name))
@@ -105,12 +107,8 @@ def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
         yield Finding((f"{at}.timeout_s", f"{at}.total_s"), rule, f"at least {part.total_s + BOX_S:g}, or less total_s")
 
 
-def _example(name: str) -> str:
-    return {
-        "pattern": "for example pattern = '^<think>'", "function": 'for example function = "rewards.py:score"',
-        "path": 'for example path = "/models/my-reward-model"',
-        "base_url": 'for example base_url = "http://127.0.0.1:8000/v1"',
-    }[name]
+def _example(kind: RewardKind) -> str:
+    return f"for example {kind.needs} = {kind.example}"
 
 
 def _expression(key: str, text: str) -> Iterator[Finding]:
@@ -131,14 +129,14 @@ def _surroundings(t: Topology) -> Iterator[Finding]:
     """Report what parts lack outside of the topology: packages, variables of the environment, model folders."""
     for index, part in enumerate(t.reward.part):
         at = f"reward.part.{index}"
-        kind = PART_KINDS.get(part.kind)
+        kind = REWARD_KINDS.get(part.kind)
         if kind and kind.package and importlib.util.find_spec(kind.package) is None:
             rule = f"kind = {show(part.kind)} needs the package {kind.package}, which is not installed"
             yield Finding((f"{at}.kind",), rule, f"pip install '{kind.extra}'")
         if part.api_key_env and not os.environ.get(part.api_key_env):
             rule = f"${part.api_key_env} is not set in this environment"
             yield Finding((f"{at}.api_key_env",), rule, "export it, or remove api_key_env")
-        if part.kind == "model" and part.path:
+        if kind and kind.has_model and part.path:
             yield from _classifier(t, at, part)
 
 

@@ -31,12 +31,15 @@ from busrl.data.prompts import open_file, prompt_lines, prompt_of
 from busrl.data.vocabulary import end_ids, vocabulary_size
 from busrl.errors import DataError
 from busrl.preflight.prompt_tokens import tokenizer_of
+from busrl.rewards.base import Setup
+from busrl.rewards.pool import setups
 from busrl.states import TINY
 from busrl.system import proxies
 from busrl.system.imports import IMPORTING, interpreter
 from busrl.topology.declare import FUNCTION
 from busrl.topology.reader import show
-from busrl.topology.schema import AGENT, Topology, has_model
+from busrl.topology.rewards import PYTHON, RETURNED, REWARD_KINDS
+from busrl.topology.schema import Topology, has_model
 
 # -- the first prompt and its reward -----
 
@@ -44,7 +47,6 @@ LOAD_S, MODEL_LOAD_S = 60.0, 600.0  # importing a reward may take so long, and l
 END_S = 5.0  # from the end of its output to that of the process
 JUDGE_PAUSE_S = 20.0  # at most, between the two tries of a judge
 SHOWN_TEXT, SHOWN_IDS = 160, 12
-TRIED = ("python", "code")  # kinds that a run is not started without having tried
 EMPTY, RIGHT, MADE_UP = "an empty answer", "the right answer", "a made-up answer"
 SOMETHING = "42"  # text, a number and JSON: a reward that fails for this too fails for more than an empty text
 
@@ -109,7 +111,7 @@ def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
     tokenizer = tokenizer_of(t)
     judged = []
     for subject in _subjects(t):
-        if not kinds or subject.setup["kind"] in kinds:
+        if not kinds or subject.setup.kind in kinds:
             answers = _answers(t, subject, record, tokenizer) if line else []
             not_loaded, tried = _judge(t, subject, line or "{}", answers)
             judged.append(Judged(subject.key, subject.label, tuple(tried), not_loaded))
@@ -128,45 +130,40 @@ def boxes() -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """The trial of a reward: fields of a `busrl.rewards.base.Setup`, and how long a call may take."""
+    """The trial of a reward: its setup, and how long a call may take."""
 
     key: str
     label: str
-    setup: dict[str, Any]
+    setup: Setup
     timeout_s: float
     timeout_key: str = "reward.timeout_s"
 
 
 def _subjects(t: Topology) -> Iterator[Subject]:
-    reward = t.reward
-    if reward.kind == AGENT and not reward.part:
-        return  # an episode returns its own reward
-    if not reward.part:
-        fields = ("kind", "function", "extract", "answer_key", "timeout_s", "memory_mb")
-        setup = {name: getattr(reward, name) for name in fields} | {"base_dir": t.base_dir}
-        yield Subject("reward.function", "", setup, reward.timeout_s)
-    more = {"prompt_key": t.data.prompt_key, "device": t.device_of("reward/0"), "base_dir": t.base_dir}
-    for index, part in enumerate(reward.part):
-        if part.kind == AGENT:
+    # One more try is enough to find a judge absent.
+    parts = tuple(dataclasses.replace(part, retries=min(1, part.retries)) for part in t.reward.part)
+    reward = dataclasses.replace(t.reward, part=parts)
+    for index, (setup, name, _) in enumerate(setups(reward, t.base_dir, t.data.prompt_key, t.device_of("reward/0"))):
+        if setup.kind == RETURNED:
             continue  # there is no episode yet
-        tries = min(1, part.retries)  # one more try is enough to find a judge absent
-        placed: dict[str, Any] = {"place": f"reward.part {part.name!r}", "retries": tries}
-        placed["memory_mb"] = 0 if part.kind == "model" else reward.memory_mb
-        settings = {**dataclasses.asdict(part), **more, **placed}
-        waits = part.timeout_s * (1 + tries) + JUDGE_PAUSE_S if part.kind == "judge" else part.timeout_s
-        key = f"reward.part.{index}.{'function' if part.kind == 'python' else 'kind'}"
-        yield Subject(key, f" part {part.name}", settings, waits, "its timeout_s")
+        if not parts:
+            yield Subject("reward.function", "", setup, setup.timeout_s)
+            continue
+        repeats = "retries" in REWARD_KINDS[setup.kind].keys
+        waits_s = setup.timeout_s * (1 + setup.retries) + JUDGE_PAUSE_S if repeats else setup.timeout_s
+        key = f"reward.part.{index}.{'function' if setup.kind == PYTHON else 'kind'}"
+        yield Subject(key, f" part {name}", setup, waits_s, "its timeout_s")
 
 
 def _answers(t: Topology, subject: Subject, record: dict[str, Any], tokenizer: LightTokenizer | None) -> Answers:
     """An empty answer, and the right one where the record has it."""
     if not any(entry.role == "reward" and entry.count and not entry.command for entry in t.process):
         return []
-    right = record.get(subject.setup["answer_key"] or t.data.answer_key)
+    right = record.get(subject.setup.answer_key or t.data.answer_key)
     what, text = MADE_UP, SOMETHING
     if right is not None and not isinstance(right, (dict, list)):
         what, text = RIGHT, right if isinstance(right, str) else json.dumps(right)
-    if subject.setup["kind"] == "code" and not subject.setup["extract"] and "```" not in text:
+    if subject.setup.kind == "code" and not subject.setup.extract and "```" not in text:
         text = f"```python\n{text if what == RIGHT else 'pass'}\n```"
     return [(EMPTY, "", []), (what, text, tokenizer.ids(text) if tokenizer else [])]
 
@@ -297,7 +294,7 @@ def _judge(t: Topology, subject: Subject, line: str, answers: Answers) -> tuple[
     ]
     with foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as child:
         child.send(subject.setup, items)
-        load_s = MODEL_LOAD_S if subject.setup["kind"] == "model" else LOAD_S
+        load_s = MODEL_LOAD_S if REWARD_KINDS[subject.setup.kind].has_model else LOAD_S
         loaded = child.next(load_s)
         if loaded is None:
             late = f"importing it took longer than {load_s:g} s"

@@ -1,4 +1,4 @@
-"""Reward functions: their three forms, the setup of one, and the rules for its result.
+"""Reward functions: their three forms, the setup of one, what a child gets and answers, and the rules for a result.
 
     def judge(record: dict, completion: str, token_ids: list[int]) -> float | dict[str, float]: ...
     async def judge(record, completion, token_ids): ...  # many calls at the same time
@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from busrl.errors import RewardNotLoaded
+from busrl.system import imports
 
 RewardFunction = Callable[..., Any]  # one of the three forms above
 
@@ -67,9 +68,9 @@ class ExactMatch(Answer):
       it (72, 0.5, true); 72.0 also as 72.
     """
 
-    def __init__(self, extract: str = "", answer_key: str = "answer", key: str = "reward.extract") -> None:
-        super().__init__(extract, key)
-        self.answer_key = answer_key
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup.extract, f"{setup.place}.extract")
+        self.answer_key = setup.answer_key or "answer"
 
     def __call__(self, record: dict[str, Any], completion: str, token_ids: list[int]) -> float:
         answer = self.find(completion)
@@ -85,13 +86,18 @@ def spellings(answer: object) -> tuple[str, ...]:
     return (json.dumps(answer),)
 
 
+def answer_finder(extract: str) -> Callable[[str], str | None]:
+    """A function that finds the answer in a completion, as the kinds that compare text do."""
+    return Answer(extract).find
+
+
 class MalformedReward(ValueError):
     """A result that is not a finite number; the sample ends with fate M."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The setup of a function that judges: fields of [reward] or of one [[reward.part]] (see docs/rewards.md), `place`
-    by which messages name it, and the folder of the topology."""
+    """The setup of a function that judges: fields of [reward] or of one [[reward.part]] (see docs/rewards.md), `maker`
+    of its kind (`busrl.topology.rewards`), `place` by which messages name it, and the folder of the topology."""
 
     kind: str
     function: str = ""
@@ -99,6 +105,7 @@ class Setup(msgspec.Struct, frozen=True):
     answer_key: str = ""
     base_dir: str = "."  # the topology's, for kinds that load the user's code
     place: str = "reward"
+    maker: str = ""
     batch: bool = False
     pattern: str = ""
     tolerance: float = 0.0
@@ -125,6 +132,42 @@ class Setup(msgspec.Struct, frozen=True):
     run_mb: int = 512
     at_once: int = 0
     trust: bool = False
+
+
+READY = -1  # key of the outcome of loading the function
+
+
+class Item(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A completion to be judged. `key` is the caller's own, not negative, and comes back with the outcome. For an
+    episode of several turns `completion` is the text of the last turn, and `episode` has the facts of all."""
+
+    key: int
+    record_line: bytes
+    completion: str
+    token_ids: list[int]
+    episode: dict[str, Any] | None = None
+
+
+class Outcome(msgspec.Struct, gc=False):
+    """The outcome of an item: a finite `value` (and its parts), or `error`: raised | hung | malformed (or not_loaded,
+    of READY only), with `text`; and the `seconds` in the function."""
+
+    key: int
+    value: float = 0.0
+    parts: dict[str, float] = {}
+    error: str = ""
+    text: str = ""
+    seconds: float = 0.0
+
+
+def user_function(setup: Setup) -> RewardFunction:
+    """The function that the topology names; `RewardNotLoaded` too if it was written for another trainer."""
+    function = imports.load(f"{setup.place}.function", setup.function, RewardNotLoaded, setup.base_dir)
+    trainer, line = adapter(function, setup)
+    if trainer:
+        key, alone = f"{setup.place}.function = {setup.function!r}", ", with batch = false" if setup.batch else ""
+        raise RewardNotLoaded(f"{key}: it takes what {trainer} gives a reward; name `{line}` instead{alone}")
+    return function
 
 
 def adapter(function: RewardFunction, setup: Setup) -> tuple[str, str]:

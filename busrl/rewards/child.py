@@ -25,9 +25,8 @@ from typing import Any
 
 import msgspec
 
-from busrl.errors import RewardNotLoaded, cause
-from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, Setup, adapter, settle
-from busrl.rewards.pool import READY, Item, Outcome
+from busrl.errors import cause
+from busrl.rewards.base import READY, Item, MalformedReward, Outcome, RewardFunction, Setup, settle
 from busrl.system import imports, pipes
 from busrl.system.imports import IMPORTING, ImportClock
 
@@ -64,28 +63,8 @@ def main() -> int:
 
 
 def build(setup: Setup) -> RewardFunction:
-    if setup.kind == "exact_match":
-        return ExactMatch(setup.extract, setup.answer_key or "answer", f"{setup.place}.extract")
-    if setup.kind == "python":
-        function = imports.load(f"{setup.place}.function", setup.function, RewardNotLoaded, setup.base_dir)
-        whose, line = adapter(function, setup)
-        if whose:
-            key, alone = f"{setup.place}.function = {setup.function!r}", ", with batch = false" if setup.batch else ""
-            raise RewardNotLoaded(f"{key}: it takes what {whose} gives a reward; name `{line}` instead{alone}")
-        return function
-    if setup.kind == "model":
-        from busrl.rewards.model import Scorer
-
-        return Scorer(setup)
-    if setup.kind == "judge":
-        from busrl.rewards.judge import Judge
-
-        return Judge(setup)
-    from busrl.rewards.kinds import KINDS
-
-    if setup.kind not in KINDS:
-        raise RewardNotLoaded(f"{setup.place}.kind = {setup.kind!r}: there is no such kind of reward")
-    return KINDS[setup.kind](setup)
+    function: RewardFunction = imports.of_busrl(setup.maker)(setup)
+    return function
 
 
 def way_of(function: RewardFunction, setup: Setup) -> str:
@@ -93,7 +72,7 @@ def way_of(function: RewardFunction, setup: Setup) -> str:
     other ("")."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return "async"
-    return "batch" if setup.batch or setup.kind == "model" else ""
+    return "batch" if setup.batch or getattr(function, "takes_lists", False) else ""
 
 
 def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int, clock: ImportClock) -> None:

@@ -32,7 +32,7 @@ import msgspec
 from busrl.data.prompts import plain_text
 from busrl.errors import RewardNotLoaded
 from busrl.rewards import box
-from busrl.rewards.base import Answer, RewardFunction, Setup, compiled
+from busrl.rewards.base import Answer, Setup, compiled
 
 GROUPED = r"\d{1,3}(?:,\d{3})+(?!\d)"  # 1,234,567
 NUMBER = re.compile(rf"(?:(?<![\w.)])[-+\u2212])?(?:(?:{GROUPED}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -63,18 +63,16 @@ class Numeric(Answer):
         return float(number is not None and abs(number - wanted) <= self.tolerance)
 
 
-def finder(kind: str, extract: str) -> Callable[[str], str | None]:
-    """A function that finds the answer that a part of this kind judges; equal answers give the same text."""
-    if kind == "gym":
-        return gym_finder(extract)
+def number_finder(extract: str) -> Callable[[str], str | None]:
+    """A function that finds the last number of the answer in a completion; equal numbers give the same text."""
     inside = Answer(extract).find
 
-    def spelling(completion: str) -> str | None:
+    def find(completion: str) -> str | None:
         text = inside(completion)
         number = None if text is None else last_number(text)
         return None if number is None else f"{number:.12g}"
 
-    return spelling if kind == "numeric" else inside
+    return find
 
 
 class Regex:
@@ -294,8 +292,3 @@ def read_tests(record: dict[str, Any], key: str, name_key: str) -> Tests:
 def text(value: Any) -> str:
     """Standard input or output: a text, or its lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-KINDS: dict[str, Callable[[Setup], RewardFunction]] = {
-    "numeric": Numeric, "regex": Regex, "math": Math, "gym": Gym, "agent": Returned, "code": Code,
-}

@@ -29,6 +29,8 @@ class Scorer:
     """The classifier, called with lists of records, completions and token ids. It ignores the ids: they are those of
     the policy's tokenizer."""
 
+    takes_lists = True
+
     def __init__(self, setup: Setup) -> None:
         self.prompt_key, self.batch_tokens = setup.prompt_key, setup.batch_tokens
         self.device = device.choose(setup.device)

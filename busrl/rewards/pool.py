@@ -22,6 +22,7 @@ Talks to the operating system and to its children. Knows nothing of slots, fates
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import math
 import os
@@ -32,49 +33,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from busrl.errors import MachineError, RewardNotLoaded
-from busrl.rewards.base import Setup
+from busrl.rewards.base import READY, Item, Outcome, Setup
 from busrl.system import proxies
 from busrl.system.guardian import halted
 from busrl.system.imports import IMPORTING, interpreter
+from busrl.topology.rewards import REWARD_KINDS, Reward
 
-if TYPE_CHECKING:
-    from busrl.topology.schema import Reward
-
-READY = -1  # key of the outcome of loading the function
-ONE_CHILD = ("model", "judge", "code")  # kinds with a model, or with many requests at a time: one child is enough
-WITH_IDS = {"python", "agent"}  # kinds that read more than the text: token ids, and the episode
 PIPE_BYTES, READ_BYTES = 1 << 20, 1 << 18
 MAX_FAILURES, LATENESS_S = 3, 1.0
 OWN_GRACE_S = 5.0  # beyond the deadline of a child that has its own
 END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
-
-
-class Item(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A completion to be judged. `key` is the caller's own, not negative, and comes back with the outcome. For an
-    episode of several turns `completion` is the text of the last turn, and `episode` has the facts of all."""
-
-    key: int
-    record_line: bytes
-    completion: str
-    token_ids: list[int]
-    episode: dict[str, Any] | None = None
-
-
-class Outcome(msgspec.Struct, gc=False):
-    """The outcome of an item: a finite `value` (and its parts), or `error`: raised | hung | malformed (or not_loaded,
-    of READY only), with `text`; and the `seconds` in the function."""
-
-    key: int
-    value: float = 0.0
-    parts: dict[str, float] = {}
-    error: str = ""
-    text: str = ""
-    seconds: float = 0.0
 
 
 _outcomes = msgspec.json.Decoder(Outcome)
@@ -341,7 +314,7 @@ class Stage:
     def __init__(self, setup: Setup, name: str, weight: float) -> None:
         self.name, self.weight = name, weight
         self.processes: list[JudgeProcess] = []
-        self._ids = setup.kind in WITH_IDS
+        self._ids = REWARD_KINDS[setup.kind].with_ids
 
     def submit(self, items: Sequence[Item], now: float) -> None:
         """Hand items to the children, fewest waiting first."""
@@ -376,17 +349,16 @@ def weighted_sum(outcomes: Sequence[tuple[Stage, Outcome]]) -> Outcome:
 
 def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> list[tuple[Setup, str, float]]:
     """The setup of each part's children, with name and weight; of a reward without parts, its own."""
-    common: dict[str, Any] = {"base_dir": base_dir, "prompt_key": prompt_key, "memory_mb": settings.memory_mb}
+    common: dict[str, Any] = {"base_dir": base_dir, "prompt_key": prompt_key, "device": device}
     if not settings.part:
-        names = ("kind", "function", "extract", "answer_key", "timeout_s")
-        return [(Setup(**{name: getattr(settings, name) for name in names}, **common), "", 1.0)]
+        fields = {name: getattr(settings, name) for name in Setup.__struct_fields__ if hasattr(settings, name)}
+        return [(Setup(maker=REWARD_KINDS[settings.kind].maker, **fields, **common), "", 1.0)]
     setups_of_parts = []
     for part in settings.part:
-        fields = {name: getattr(part, name) for name in Setup.__struct_fields__ if hasattr(part, name)} | common
-        fields |= {"place": f"reward.part {part.name!r}", "device": device}
-        if part.kind == "model":
-            fields["memory_mb"] = 0
-        setups_of_parts.append((Setup(**fields), part.name, part.weight))
+        fields, kind = dataclasses.asdict(part) | common, REWARD_KINDS[part.kind]
+        name, weight = fields.pop("name"), fields.pop("weight")
+        fields["memory_mb"] = 0 if kind.has_model else settings.memory_mb
+        setups_of_parts.append((Setup(maker=kind.maker, place=f"reward.part {name!r}", **fields), name, weight))
     return setups_of_parts
 
 
@@ -406,7 +378,7 @@ class RewardPool:
         try:
             for setup, name, weight in setups(settings, str(Path(base_dir).resolve()), prompt_key, device):
                 self.stages.append(Stage(setup, name, weight))
-                for _ in range(1 if setup.kind in ONE_CHILD else settings.workers):
+                for _ in range(1 if REWARD_KINDS[setup.kind].one_child else settings.workers):
                     self.stages[-1].processes.append(JudgeProcess(setup, self._poller, ready_s, time.monotonic()))
         except BaseException:
             self.close()

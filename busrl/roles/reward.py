@@ -18,12 +18,14 @@ from typing import Any, ClassVar
 from busrl.data.vocabulary import token_rows
 from busrl.errors import SharedMemoryFull, SlotTooSmall
 from busrl.protocol import messages as m
-from busrl.rewards.pool import WITH_IDS, Item, Outcome, RewardPool
+from busrl.rewards.base import Item, Outcome
+from busrl.rewards.pool import RewardPool
 from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell, ring_bells
 from busrl.roles.answers import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.roles.episodes import last_call, seen_by_reward, turn_rewards_of
 from busrl.states import REWARD_FATES, shown_uid
+from busrl.topology.rewards import REWARD_KINDS
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
@@ -95,7 +97,7 @@ class Reward(Actor):
                 pass
         self.claimed: dict[int, int] = {}  # slot -> the word that we own it by
         kinds = {part.kind for part in reward.part} or {reward.kind}
-        self.wants_ids = bool(kinds & WITH_IDS)
+        self.wants_ids = any(REWARD_KINDS[kind].with_ids for kind in kinds)
         self.bell = Doorbell()
         self.known = token_rows(Path(self.topology.model.path))
         self.streaming = False

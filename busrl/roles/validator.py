@@ -38,7 +38,6 @@ from busrl.data.prompts import lines_of
 from busrl.errors import BadTensor
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.rewards.kinds import finder
 from busrl.ring import Ring, State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
@@ -48,6 +47,7 @@ from busrl.scheduling.trigger import Rounds
 from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass, shown_uid
 from busrl.system import files
 from busrl.system.files import LineFile, json_lines
+from busrl.system.imports import of_busrl
 from busrl.topology.prompts import AskedSet
 
 log = logging.getLogger("busrl")
@@ -194,8 +194,8 @@ class Validator(Actor):
         # A successor finds in it what was judged of the round that is under way.
         self.log = LineFile(self.log_path, keep=keep and max(keep, 4 * self.answers * RESULT_BYTES))
         self.rows = LineFile(self.paths.validation)
-        compares = topology.reward.compares
-        self.find = None if compares is None else finder(*compares)
+        finder = topology.reward.finder
+        self.find = None if finder is None else of_busrl(finder[0])(finder[1])
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.
         self.interval = topology.learner.trigger.n_min if topology.learner.batch_varies else 0
         keepers = {process.name for process in topology.processes() if process.spec.serves == "validation"}

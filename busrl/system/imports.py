@@ -1,5 +1,5 @@
 """Imports: of user code by the path that a topology names (`package.module:function` or `path/to/file.py:function`), of
-modules of busrl by another Python, and of libraries without the collector of cycles.
+modules of busrl by name or by another Python, and of libraries without the collector of cycles.
 
 `load` is the one way to user code, for every role, `busrl check` and `busrl evaluate`: rewards, losses, advantage
 estimators, metrics, optimisers, filters, episodes, parsers of tools and sinks. Talks to the import system only; knows
@@ -58,6 +58,12 @@ def load(key: str, target: str, failure: type[UserError], base_dir: str | Path) 
         raise failure(f"{setting}: {name} is a {type(value).__name__}, not a function{_advice(where, base)}")
     function: Callable[..., Any] = value
     return function
+
+
+def of_busrl(path: str) -> Any:
+    """The object that "module:name" names, the module below busrl."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"busrl.{module}"), name)
 
 
 def _advice(where: str, base: Path) -> str:

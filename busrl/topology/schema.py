@@ -1,7 +1,7 @@
 """The topology of a run as frozen dataclasses: every table of a topology file, and what is computed from them.
 
-Attributes are keys, and each key is declared here, in `learner` or in `prompts`, and nowhere else. Every role reads its
-settings from here. Knows nothing of files, rules between keys, torch or NumPy.
+Attributes are keys, and each key is declared here, in `learner`, in `prompts` or in `rewards`, and nowhere else. Every
+role reads its settings from here. Knows nothing of files, rules between keys, torch or NumPy.
 
 - Frozen: what `launch` checked is what every process sees.
 - `Derived` holds everything computed from more than one key, so that no two processes can compute it differently.
@@ -21,46 +21,18 @@ from busrl.topology.declare import REQUIRED, Rule, Table, build, key, plain
 from busrl.topology.learner import Learner, Log, ranks_at
 from busrl.topology.plugins import ENGINES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
+from busrl.topology.rewards import Reward
 
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
-AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
+AGENT = "agent"  # the role that plays episodes
 NAMED_ROLES = tuple(role.name for role in ROLES.values() if role.named)  # that an entry of [[process]] may name
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
-
-
-class PartKind(Table):
-    """A kind of [[reward.part]]: the keys that it reads besides name, weight and timeout_s, and the one it needs."""
-
-    keys: tuple[str, ...] = ()
-    needs: str = ""
-    timeout_s: float = 0.0  # where reward.timeout_s does not fit it
-    package: str = ""  # that it imports,
-    extra: str = ""  # and what brings it
-    extracts: bool = False  # judges an extracted answer
-
-
-COMPARED = ("extract", "answer_key")
-PART_KINDS: dict[str, PartKind] = {
-    "exact_match": PartKind(COMPARED, extracts=True),
-    "numeric": PartKind(("tolerance", *COMPARED), extracts=True),
-    "regex": PartKind(("pattern",), "pattern"),
-    "math": PartKind(COMPARED, package="math_verify", extra="busrl[rewards]", extracts=True),
-    "gym": PartKind(COMPARED, package="reasoning_gym", extra="busrl[rewards]", extracts=True),
-    "python": PartKind(("function", "batch"), "function"),
-    AGENT: PartKind(),
-    "model": PartKind(("path", "batch_tokens"), "path", 120.0, "transformers", "busrl[train]"),
-    "judge": PartKind(("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries",
-                       "api_key_env", "answer_key"), "base_url", 60.0, "aiohttp", "busrl[rewards]"),
-    "code": PartKind(("tests", "entry", "share", "extract", "run_s", "total_s", "cpu_s", "run_mb", "at_once", "trust"),
-                     timeout_s=60.0),
-}
 PREFIX_KEEP_S = 30.0  # generation.prefix_keep_s = "auto", with agents
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
-EXTRACTING = tuple(name for name, kind in PART_KINDS.items() if kind.extracts)
 
 
 # -- what is trained, on what, and how -----
@@ -183,80 +155,6 @@ class Weights(Table):
         with sparse updates the changes beside them; none for folders and for weights that are not copied."""
         changes = {"shm": 1.0, "broadcast": 0.5}.get(self.transport)
         return 0.0 if changes is None else 2.0 + changes * self.sparse.enabled
-
-
-class RewardPart(Table):
-    """[[reward.part]]: what an answer is judged by; the reward is the weighted sum of all parts: docs/rewards.md."""
-
-    kind: str = key(REQUIRED, "what judges", choices=tuple(PART_KINDS))
-    name: str = key("", "its name in metrics and messages; empty = the kind")
-    weight: float = key(1.0, "what it is multiplied by in the sum; 0 = only logged")
-    timeout_s: float = key(0.0, "a call that takes longer is ended, the sample ends as H; 0 = reward.timeout_s, for a "
-                                "model 120, for a judge 60 a try, for code 60", low=0)
-    answer_key: str = key("", "key of the right answer; empty = reward.answer_key")
-    extract: str = key("", "exact_match, numeric, math, gym: as reward.extract; code: the program, empty = the last "
-                           "block between three backticks")
-    pattern: str = key("", "regex: 1 where this regular expression is found in the answer, else 0")
-    tolerance: float = key(1e-6, "numeric: how far the last number may be from the right one", low=0)
-    function: str = key("", "python: package.module:function or file.py:function, plain or async")
-    batch: bool = key(False, "python: the function takes lists, of up to 64 answers, and returns a list")
-    path: str = key("", "model: a Hugging Face folder of a sequence classifier; its first output is the reward",
-                    path=True)
-    batch_tokens: int = key(16384, "model: padded tokens of a forward pass", low=1, high=1 << 24)
-    base_url: str = key("", "judge: an OpenAI-compatible API, for example http://127.0.0.1:8000/v1")
-    model: str = key("", "judge: the model's name there")
-    template: str = key("", "judge: what it is asked, with {prompt}, {completion}, {answer} or any key of the line; "
-                            "empty = busrl's own")
-    verdict: str = key("", "judge: regular expression; group 1 of its last match is a number, yes or no; empty = a "
-                           "word after VERDICT:")
-    max_tokens: int = key(1024, "judge: tokens of its answer", low=1, high=1 << 20)
-    concurrency: int = key(16, "judge: requests at the same time", low=1, high=4096)
-    retries: int = key(4, "judge: tries after the first that failed; then the sample is drawn again", low=0, high=100)
-    api_key_env: str = key("", "judge: environment variable that holds the key; empty = no key is sent")
-    tests: str = key("tests", "code: key of the line's tests: asserts, or inputs and outputs")
-    entry: str = key("entry_point", "code: key with the name of the function that check(candidate) of the tests gets")
-    share: bool = key(False, "code: the share of tests that pass; else 1 for all of them, 0 for fewer")
-    run_s: float = key(5.0, "code: seconds of one run, of one input or of all asserts; then it has failed", above=0)
-    total_s: float = key(30.0, "code: seconds of all runs of an answer; tests that are left have failed", above=0)
-    cpu_s: int = key(10, "code: processor seconds of each process of a run", low=1, high=86400)
-    run_mb: int = key(512, "code: address space of each process of a run in MiB", low=32, high=1 << 24)
-    at_once: int = key(0, "code: answers that are judged at the same time; 0 = one for each core", low=0, high=4096)
-    trust: bool = key(False, "code: run answers without a box, as this user, where the kernel has none")
-
-
-class Reward(Table):
-    """[reward]: what an answer is worth."""
-
-    kind: str = key("exact_match", "compare with the answer, call a Python function (so where one is given), or "
-                    "take what an agent's episode returned (so where there are agents)",
-                    choices=("exact_match", "python", AGENT))
-    function: str = key("", "kind = python: package.module:function or file.py:function")
-    extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")
-    answer_key: str = key("", "key of the right answer; empty = data.answer_key")
-    timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H", above=0)
-    workers: int = key(1, "child processes that call the function (or a part), per reward process", low=1, high=256)
-    memory_mb: int = key(0, "address space of each of them in MiB, but that of a model; a call that needs more raises "
-                            "MemoryError; 0 = no limit", low=0, high=1 << 24)
-    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, this, or "
-                                 "(mask) its reward, and none of its tokens is trained", words=("reward", "mask"))
-    truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
-    overlong_tokens: int = key(0, "a training answer is worth less over the last so many tokens before the limit; "
-                                  "0 = off", low=0, high=1 << 20)
-    overlong_penalty: float = key(1.0, "by so much at the limit, in proportion before it", low=0)
-    part: tuple[RewardPart, ...] = ()
-
-    @property
-    def of_episodes(self) -> bool:
-        """Tell whether the reward needs what an episode returns, which a single answer does not have."""
-        return AGENT in (self.kind, *(part.kind for part in self.part))
-
-    @property
-    def compares(self) -> tuple[str, str] | None:
-        """Kind and `extract` of what finds the answer that is judged, for maj@k (`busrl.rewards.kinds.finder`); None
-        where nothing does. What math-verify finds in a whole completion is no text."""
-        parts: tuple[Any, ...] = self.part or (self,)
-        compare = (part for part in parts if part.kind in EXTRACTING and (part.extract or part.kind != "math"))
-        return next(((part.kind, part.extract) for part in compare), None)
 
 
 # -- what runs, and how it meets -----

@@ -84,6 +84,14 @@ def test_the_broker_loads_neither_numpy_nor_the_topology() -> None:
     )
 
 
+def test_the_child_of_a_reward_loads_neither_numpy_nor_the_topology() -> None:
+    run(
+        "import sys, busrl.rewards.child\n"
+        "heavy = {'numpy', 'busrl.topology', 'busrl.rewards.pool'} & set(sys.modules)\n"
+        "assert not heavy, sorted(heavy)"
+    )
+
+
 def test_a_topology_is_checked_without_the_quickstart_and_the_compiled_core(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     topology = tmp_path / "t.toml"

@@ -25,6 +25,8 @@ from syntax import (
     part_of,
 )
 
+from busrl.topology.rewards import REWARD_KINDS
+
 # Every part of the core and the parts of the core that it imports when it runs, from the bottom to the top.
 EVERYWHERE = {"errors", "states", "capabilities", "_ring", "_wire", "_blocks"}
 ARROWS: dict[str, str] = {
@@ -40,7 +42,7 @@ ARROWS: dict[str, str] = {
     "topology": "algorithms scheduling",
     "data": "system",
     "quickstart": "ring system",
-    "rewards": "data system",
+    "rewards": "data system topology",
     "weights": "system topology",
     "engines": "data paths system topology weights",
     "training": "algorithms data ledger paths system topology",
@@ -59,9 +61,8 @@ LOADED: dict[str, str] = {
 
 HEAVY = {"torch", "transformers", "safetensors"}
 WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "training", "weights")  # parts that work on them
-WITH_A_MODEL = {
-    "busrl.rewards.model", "busrl.roles.learner", "busrl.roles.rollout", "busrl.system.device",
-}
+REWARD_MODELS = {f"busrl.{kind.maker.partition(':')[0]}" for kind in REWARD_KINDS.values() if kind.has_model}
+WITH_A_MODEL = {"busrl.roles.learner", "busrl.roles.rollout", "busrl.system.device", *REWARD_MODELS}
 CORE = {name: path for name, path in MODULES.items() if not capability_of(name)}
 
 

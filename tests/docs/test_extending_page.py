@@ -108,6 +108,28 @@ def test_an_engine_is_a_module_and_its_names_in_one_table(copy: Path) -> None:
     assert printed == "echo of rollout/0" and "echo" in page
 
 
+def test_a_reward_kind_is_a_row_and_a_class(copy: Path) -> None:
+    (copy / "busrl" / "rewards" / "digits.py").write_text(
+        "class Digits:\n"
+        "    def __init__(self, setup):\n        self.pattern = setup.pattern\n"
+        "    def __call__(self, record, completion, token_ids):\n        return completion.count(self.pattern)\n"
+    )
+    row = '    "digits": RewardKind("rewards.digits:Digits", ("pattern",), finder=ANSWER),\n'
+    add(copy / "busrl" / "topology" / "rewards.py", '    "regex": RewardKind(', row)
+    code = (
+        "from busrl.preflight.load import load\n"
+        "from busrl.rewards.base import Item\n"
+        "from busrl.rewards.pool import RewardPool\n"
+        "from tools.reference.topology_page import text\n"
+        f"path = {str(ROOT / 'configs' / 'quickstart.toml')!r}\n"
+        "reward = load(path, ['reward.extract=', 'reward.part=[{kind=\"digits\", pattern=\"7\"}]']).reward\n"
+        "with RewardPool(reward, base_dir='.') as pool:\n"
+        "    pool.submit([Item(1, b'{}', '7 and 7', [])])\n"
+        "    print(pool.poll(60.0)[0].value, reward.finder[1] == '', '\"digits\"' in text())\n"
+    )
+    assert run(copy, code).strip() == "2.0 True True"
+
+
 def test_a_role_is_a_row_a_class_and_a_module(copy: Path) -> None:
     (copy / "busrl" / "roles" / "echo.py").write_text(
         "from busrl.roles.actor import Actor\n\n\nclass Echo(Actor):\n    def work(self):\n        return False\n"

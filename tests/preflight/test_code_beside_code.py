@@ -15,10 +15,11 @@ from busrl.errors import UserError
 from busrl.launch.children import command_of, environment_of
 from busrl.paths import RunPaths
 from busrl.preflight.load import load
-from busrl.rewards.pool import Item, RewardPool
+from busrl.rewards.base import Item
+from busrl.rewards.pool import RewardPool
 from busrl.system import imports
 from busrl.topology import Process, ProcessName, Topology
-from busrl.topology.schema import Reward
+from busrl.topology.rewards import Reward
 
 NAMES = ("random", "token", "types", "queue", "tempfile", "ctypes")  # that busrl's processes import themselves
 # `code/` has files that are named; each imports its neighbour, and a package in the topology's folder.

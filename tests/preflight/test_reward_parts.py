@@ -13,7 +13,7 @@ import pytest
 from busrl.preflight import explain
 from busrl.topology import Topology
 from busrl.topology.declare import items
-from busrl.topology.schema import PART_KINDS, RewardPart
+from busrl.topology.rewards import REWARD_KINDS, RewardPart
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -42,7 +42,7 @@ def test_what_a_part_leaves_out_comes_from_the_reward(loaded: Loaded) -> None:
 
 
 def test_every_key_of_a_part_is_read_by_some_kind() -> None:
-    named = {name for kind in PART_KINDS.values() for name in kind.keys}
+    named = {name for kind in REWARD_KINDS.values() for name in kind.keys}
     assert named == set(items(RewardPart)) - {"kind", "name", "weight", "timeout_s"}
 
 

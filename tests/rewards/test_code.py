@@ -8,11 +8,11 @@ import pytest
 
 from busrl.errors import RewardNotLoaded
 from busrl.rewards import box
-from busrl.rewards.base import Setup
+from busrl.rewards.base import Item, Setup
 from busrl.rewards.box_calls import pack, unpack
 from busrl.rewards.kinds import Code, UnfitTests, read_tests
-from busrl.rewards.pool import Item, RewardPool
-from busrl.topology.schema import Reward, RewardPart
+from busrl.rewards.pool import RewardPool
+from busrl.topology.rewards import Reward, RewardPart
 
 needs_box = pytest.mark.skipif(bool(box.refusal()), reason="this machine makes no box")
 ASSERTS = ["assert f(2) == 4", "assert f([1]) == [1, 1]", "assert f('ab') == 'abab'"]

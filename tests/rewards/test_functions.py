@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from busrl.errors import RewardNotLoaded, cause
-from busrl.rewards.base import ExactMatch, MalformedReward, settle
+from busrl.rewards.base import ExactMatch, MalformedReward, Setup, settle
 from busrl.system import imports
 
 
@@ -32,12 +32,13 @@ from busrl.system import imports
 def test_exact_match_compares_the_text_that_extract_finds(
     extract: str, completion: str, answer: str, reward: float
 ) -> None:
-    assert ExactMatch(extract, "a")({"a": answer}, completion, []) == reward
+    judge = ExactMatch(Setup("exact_match", extract=extract, answer_key="a"))
+    assert judge({"a": answer}, completion, []) == reward
 
 
 def test_a_bad_expression_is_refused_before_any_sample() -> None:
     with pytest.raises(RewardNotLoaded, match=r"reward.extract = '\(': not a regular expression"):
-        ExactMatch("(")
+        ExactMatch(Setup("exact_match", extract="("))
 
 
 def load(target: str, base_dir: str | Path) -> Callable[..., Any]:
@@ -139,6 +140,6 @@ def test_a_cause_goes_from_what_was_raised_to_the_users_line(tmp_path: Path) -> 
     ],
 )
 def test_an_answer_that_is_no_text_counts_as_json_writes_it(answer: object, right: list[str], wrong: list[str]) -> None:
-    judge = ExactMatch()
+    judge = ExactMatch(Setup("exact_match"))
     assert [judge({"answer": answer}, text, []) for text in right] == [1.0] * len(right)
     assert [judge({"answer": answer}, text, []) for text in wrong] == [0.0] * len(wrong)

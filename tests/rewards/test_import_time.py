@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from busrl.rewards.base import Setup
-from busrl.rewards.pool import Item, JudgeProcess, Outcome, RewardPool
+from busrl.rewards.base import Item, Outcome, Setup
+from busrl.rewards.pool import JudgeProcess, RewardPool
 from busrl.system import imports
-from busrl.topology.schema import Reward
+from busrl.topology.rewards import PYTHON, REWARD_KINDS, Reward
 
 # A module that is imported until the test lets it go; `finds` imports it as transformers does its own, by a call.
 SLOW = """import pathlib, time
@@ -55,7 +55,7 @@ class Lane:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.poller, self.now = select.epoll(), 0.0
-        setup = Setup("python", base_dir=str(folder), timeout_s=LANE_S, **settings)
+        setup = Setup(PYTHON, base_dir=str(folder), timeout_s=LANE_S, maker=REWARD_KINDS[PYTHON].maker, **settings)
         self.process = JudgeProcess(setup, self.poller, READY_S, self.now)
         self.until(lambda: self.process.serving)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards.base import Setup
-from busrl.rewards.pool import Item, Outcome, RewardPool
-from busrl.topology.schema import Reward, RewardPart
+from busrl.rewards.base import Item, Outcome, Setup
+from busrl.rewards.pool import RewardPool
+from busrl.topology.rewards import Reward, RewardPart
 
 judge = pytest.importorskip("busrl.rewards.judge")
 

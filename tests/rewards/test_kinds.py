@@ -9,14 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards.base import Setup
+from busrl.rewards.base import RewardFunction
 from busrl.rewards.child import build
-from busrl.rewards.kinds import as_math, finder, last_number
-from busrl.topology.schema import Reward, RewardPart
+from busrl.rewards.kinds import as_math, last_number
+from busrl.rewards.pool import setups
+from busrl.system.imports import of_busrl
+from busrl.topology.rewards import REWARD_KINDS, Reward, RewardPart
 
 
-def judged(kind: str, completion: str, record: dict[str, Any], **more: Any) -> Any:
-    return build(Setup(kind, place="reward.part 'p'", **more))(record, completion, [])
+def function_of(kind: str, **keys: Any) -> RewardFunction:
+    """What the child of a part named p calls."""
+    ((setup, _, _),) = setups(Reward(part=(RewardPart(kind, "p", timeout_s=10.0, **keys),)), ".", "prompt", "cpu")
+    return build(setup)
+
+
+def judged(kind: str, completion: str, record: dict[str, Any], **keys: Any) -> Any:
+    return function_of(kind, **keys)(record, completion, [])
 
 
 @pytest.mark.parametrize(
@@ -66,11 +74,6 @@ def test_regex_is_one_where_the_pattern_is_found() -> None:
         judged("regex", "", {}, pattern="(")
 
 
-def test_there_is_no_unknown_kind() -> None:
-    with pytest.raises(RewardNotLoaded, match="there is no such kind"):
-        build(Setup("oracle"))
-
-
 def test_a_plain_reference_is_put_between_dollars_and_one_in_latex_stays() -> None:
     assert as_math("(1,2)") == "$(1,2)$"
     for text in ("$3$", r"\boxed{3}", r"\(3\)", r"\[3\]"):
@@ -98,7 +101,7 @@ def test_math_says_so_where_the_reference_cannot_be_read() -> None:
 
 def test_gym_gives_what_the_task_s_own_score_gives() -> None:
     gym = pytest.importorskip("reasoning_gym")
-    part = build(Setup("gym", answer_key="answer"))
+    part = function_of("gym", answer_key="answer")
     for task in ("spell_backward", "countdown", "chain_sum"):
         for entry in gym.create_dataset(task, size=3, seed=1):
             record = {"prompt": entry["question"], **entry}
@@ -123,12 +126,13 @@ def test_gym_gives_what_the_task_s_own_score_gives() -> None:
 def test_equal_answers_are_one_vote_by_the_kind_of_the_reward(
     kind: str, extract: str, completion: str, answer: str | None
 ) -> None:
-    assert finder(kind, extract)(completion) == answer
+    assert of_busrl(REWARD_KINDS[kind].finder)(extract)(completion) == answer
 
 
 def test_votes_are_of_the_part_that_finds_an_answer() -> None:
     function, plain = RewardPart("python", function="a.py:b"), RewardPart("math")
-    assert Reward().compares == ("exact_match", "") and Reward(kind="python").compares is None
-    assert Reward(part=(function, plain)).compares is None
-    assert Reward(part=(function, plain, RewardPart("numeric"))).compares == ("numeric", "")
-    assert Reward(part=(RewardPart("math", extract="=(.*)"),)).compares == ("math", "=(.*)")
+    finders = {name: kind.finder for name, kind in REWARD_KINDS.items()}
+    assert Reward().finder == (finders["exact_match"], "") and Reward(kind="python").finder is None
+    assert Reward(part=(function, plain)).finder is None
+    assert Reward(part=(function, plain, RewardPart("numeric"))).finder == (finders["numeric"], "")
+    assert Reward(part=(RewardPart("math", extract="=(.*)"),)).finder == (finders["math"], "=(.*)")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from busrl.rewards.pool import Item, RewardPool
-from busrl.topology.schema import Reward, RewardPart
+from busrl.rewards.base import Item
+from busrl.rewards.pool import RewardPool
+from busrl.topology.rewards import Reward, RewardPart
 
 math_verify = pytest.importorskip("math_verify")
 PAIRS, SEED = 2000, 7

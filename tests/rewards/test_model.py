@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards.base import Setup
-from busrl.rewards.pool import Item, Outcome, RewardPool
-from busrl.topology.schema import Reward, RewardPart
+from busrl.rewards.base import Item, Outcome, Setup
+from busrl.rewards.pool import RewardPool
+from busrl.topology.rewards import Reward, RewardPart
 
 transformers = pytest.importorskip("transformers")
 TEXTS = [("ab" * (3 * n % 17 + 1))[: 1 + 5 * n % 23] for n in range(24)]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards.pool import Item, Outcome, RewardPool
-from busrl.topology.schema import Reward, RewardPart
+from busrl.rewards.base import Item, Outcome
+from busrl.rewards.pool import RewardPool
+from busrl.topology.rewards import Reward, RewardPart
 
 FUNCTIONS = '''
 import asyncio, os, time

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards.pool import Item, JudgeProcess, Outcome, RewardPool, Setup
+from busrl.rewards.base import Item, Outcome, Setup
+from busrl.rewards.pool import JudgeProcess, RewardPool
+from busrl.topology.rewards import PYTHON, REWARD_KINDS
 
 JUDGE = """
 import os, signal, sys, time
@@ -240,7 +242,8 @@ def process(tmp_path: Path) -> Iterator[LaneAt]:
     processes = []
 
     def build(now: float) -> JudgeProcess:
-        setup = Setup("python", "judge.py:judge", "", "", str(tmp_path), timeout_s=5.0)
+        maker = REWARD_KINDS[PYTHON].maker
+        setup = Setup(PYTHON, "judge.py:judge", "", "", str(tmp_path), timeout_s=5.0, maker=maker)
         processes.append(JudgeProcess(setup, poller, 120.0, now))
         while not processes[-1].serving:
             assert poller.poll(60)
@@ -306,7 +309,8 @@ import sys
 import time
 sys.path.insert(0, {root!r})
 from types import SimpleNamespace
-from busrl.rewards.pool import Item, RewardPool
+from busrl.rewards.base import Item
+from busrl.rewards.pool import RewardPool
 fields = dict(kind="python", function="judge.py:judge", extract="", answer_key="", timeout_s=600, workers=1, part=())
 fields["memory_mb"] = 0
 s = SimpleNamespace(**fields)

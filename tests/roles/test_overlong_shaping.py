@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from busrl.ring import State
 from busrl.roles.learner.groups import overlong, shaped
-from busrl.topology.schema import Reward
+from busrl.topology.rewards import Reward
 
 FIELDS = [("state", np.uint8), ("cls", np.uint8), ("finish", np.uint8), ("reward", np.float64), ("length", np.uint32)]
 LINE = np.dtype([(name.replace("length", "response_tokens"), kind) for name, kind in FIELDS])

@@ -38,7 +38,7 @@ from busrl.ring import Ring, State
 from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, RingWatch
 from busrl.roles.actor import Actor, ring_bells
 from busrl.system.files import replace
-from busrl.topology.schema import AGENT
+from busrl.topology.rewards import RETURNED
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
@@ -105,7 +105,7 @@ class EpisodeHolder(Actor):
 
     def work(self) -> bool:
         self._request_tasks()
-        judged = self.samples.commit_rewards() if self.topology.reward.kind == AGENT else 0
+        judged = self.samples.commit_rewards() if self.topology.reward.kind == RETURNED else 0
         ring_bells(self.bus, self.samples.bell, self.samples.reward_bell)
         return bool(judged)
 

@@ -31,7 +31,7 @@ from busrl.roles.episodes import context_of, read_episode
 from busrl.scheduling.groups import GroupView
 from busrl.states import Fate, Finish, SampleClass
 from busrl.topology import Topology
-from busrl.topology.schema import Reward
+from busrl.topology.rewards import Reward
 
 # -- claimed groups ------------------------------------------------------------
 
