@@ -21,10 +21,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from busrl.scheduling.dispatch import POLICIES, Policy, make_policy
+from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner
 from busrl.scheduling.predictor import Candidate, Predictor
 from busrl.states import uid_of
+from busrl.topology.plugins import POLICIES
 
 LOOK = 64  # groups opened per look
 GROUP, SLOTS, ROWS = 8, 4096, 1024

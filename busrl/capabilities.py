@@ -157,7 +157,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "checkpoint_files": "predict.state:copy_into", "step_observers": "predict.control:observers",
         "keyword_problems": "predict.lengths.keywords:problems_of",
     }, asks={
-        "scheduler.policy": lambda topology: topology.scheduler.policy != "fifo",
+        "scheduler.policy": lambda topology: topology.scheduler.predicts,
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off",
     }),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),

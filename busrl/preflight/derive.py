@@ -18,7 +18,7 @@ from busrl.preflight.learner_rules import CONTROL_KEYS, explain_control, thresho
 from busrl.preflight.named_files import FileFacts
 from busrl.preflight.prompt_rules import wants_rounds
 from busrl.scheduling.admission import AdmissionLimits, derive
-from busrl.scheduling.dispatch import UNPREDICTED
+from busrl.topology.plugins import FIFO
 from busrl.topology.prompts import AskedSet
 from busrl.topology.schema import MESSAGE_FIELD_BYTES, TENSORS_OF_SEGMENT, Derived, Topology
 from busrl.topology.sizes import MOST_SAMPLES, PER_TOKEN, call_ring, count, in_flight, only_validate, round_up, sized
@@ -138,7 +138,7 @@ def _limits(topology: Topology) -> tuple[AdmissionLimits, list[Finding]]:
 def _order(topology: Topology) -> str:
     """Explain how far the order of dispatch may depart from the order drawn."""
     scheduler, n_min = topology.scheduler, topology.learner.trigger.n_min
-    if scheduler.policy == UNPREDICTED:
+    if scheduler.policy == FIFO:
         return "prompts are dispatched in the order drawn (fifo)"
     horizon = scheduler.horizon or 2 * n_min
     if scheduler.policy == "adaptive" and topology.weights.mode == "sync":

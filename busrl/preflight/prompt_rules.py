@@ -11,13 +11,17 @@ from typing import Any
 from busrl.curve import NAME
 from busrl.preflight.findings import Check, Clash, Finding, clashes
 from busrl.states import TINY
-from busrl.topology.plugins import ONE_COPY, RESTARTS, SCRIPTED
+from busrl.topology.plugins import FIFO, ONE_COPY, RESTARTS, SCRIPTED
 from busrl.topology.schema import Topology
 from busrl.topology.sizes import count, only_validate
 
 OTHER_PROMPTS = 'set data to a file of prompts (those of training will do), or "tiny:sort"'
 OPEN = "every prompt of an open stream is answered when it arrives"
-UNREAD_BY_FIFO = 'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it'
+
+
+def _unread(t: Topology) -> str:
+    return f'{t.scheduler.policy} uses no predictor; policy = "sjf", or remove it'
+
 
 def _never_with_pois(key: str, changed: Callable[[Topology], object], text: str) -> Clash:
     return Clash(("segments.loss", key), lambda t: t.segments.loss == "pois" and changed(t), text)
@@ -32,11 +36,11 @@ def _never_with_waves(
 TABLE = (
     # -- the order of dispatch
     Clash(("scheduler.predictor", "scheduler.policy"),
-          lambda t: t.scheduler.predictor != "rules" and t.scheduler.policy == "fifo",
-          UNREAD_BY_FIFO, warning=True),
+          lambda t: t.scheduler.predictor != "rules" and not t.scheduler.predicts,
+          _unread, warning=True),
     Clash(("scheduler.keywords", "scheduler.policy"),
-          lambda t: t.scheduler.keywords and t.scheduler.policy == "fifo" and t.scheduler.predictor == "rules",
-          UNREAD_BY_FIFO, hidden=("scheduler.predictor",), warning=True),
+          lambda t: t.scheduler.keywords and not t.scheduler.predicts and t.scheduler.predictor == "rules",
+          _unread, hidden=("scheduler.predictor",), warning=True),
     Clash(("scheduler.horizon", "scheduler.policy", "weights.mode", "learner.trigger.n_min"),
           lambda t: (
               t.scheduler.horizon > 1 and t.scheduler.policy == "adaptive" and t.weights.mode == "sync"
@@ -104,7 +108,7 @@ TABLE = (
 
 def _scheduler(t: Topology) -> Iterator[Finding]:
     scheduler, n_min = t.scheduler, t.learner.trigger.n_min
-    if scheduler.policy != "fifo" and scheduler.horizon == 1:
+    if scheduler.policy != FIFO and scheduler.horizon == 1:
         rule = f"{scheduler.policy} has nothing to choose from within a horizon of one draw"
         yield Finding(("scheduler.horizon", "scheduler.policy"), rule, f"0 for 2 x n_min = {2 * n_min}, or more")
     engines = {entry.engine for entry in t.process if entry.role == "rollout"}

@@ -54,7 +54,7 @@ from busrl.protocol.codec import is_address
 from busrl.ring import Fates, State, seq_of
 from busrl.roles.actor import NO_SPACE, WAVE_TICK_S, Actor, Doorbell
 from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, not_ahead
-from busrl.scheduling.dispatch import UNPREDICTED, OpenGroup, Policy
+from busrl.scheduling.dispatch import OpenGroup, Policy
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
 from busrl.scheduling.pass_rates import Band, PassRates, PromptFilter
 from busrl.scheduling.plan import checkpoint_may_follow, policy_of
@@ -82,7 +82,7 @@ Warn = Callable[[str], None]
 
 def predictor_of(topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Warn) -> KeptPredictor:
     """The predictor that the policy asks; a policy that asks none needs no `busrl.predict`."""
-    if topology.scheduler.policy == UNPREDICTED:
+    if not topology.scheduler.predicts:
         return NothingKept()
     predictor: KeptPredictor = capabilities.plug("predict", "kept")(topology, paths, stream, warn)
     return predictor

@@ -29,9 +29,6 @@ from busrl.scheduling.predictor import Candidate, Predictor
 
 # -- the interface -------------------------------------------------------------------------------------------
 
-UNPREDICTED = "fifo"  # the one policy that asks for no lengths
-POLICIES = (UNPREDICTED, "sjf", "ljf", "adaptive")
-
 
 class Policy(ABC):
     """Order of the waiting groups. The caller keeps it supplied with the oldest draws that have no fate yet.
@@ -90,7 +87,7 @@ class Policy(ABC):
 class Fifo(Policy):
     """In the order drawn: without lengths, predictor or memory."""
 
-    name = UNPREDICTED
+    name = "fifo"
 
     def __init__(self, horizon: int) -> None:
         super().__init__(horizon)
@@ -624,12 +621,14 @@ def make_policy(
     name: str, horizon: int, predictor: Predictor, aging: float = 0.5, *, tail_share: float = 0.25,
     round_groups: int = 0, window: int = 1, group_size: int = 1,
 ) -> Policy:
-    """The policy that `scheduler.policy` names.
+    """The policy that `scheduler.policy` names, one of `POLICIES` of `busrl.topology.plugins`.
 
     `round_groups`: groups of a synchronous round, 0 in a stream; `window`: the learner's W; `group_size`: G.
     """
-    if name == UNPREDICTED:
-        return Fifo(horizon)
-    if name == "adaptive":
-        return Adaptive(horizon, predictor, aging, tail_share, round_groups, window, group_size)
-    return Ordered(name, horizon, predictor, aging, 1 if name == "sjf" else -1, window, group_size)
+    makers: dict[str, Callable[[], Policy]] = {
+        "fifo": lambda: Fifo(horizon),
+        "sjf": lambda: Ordered(name, horizon, predictor, aging, 1, window, group_size),
+        "ljf": lambda: Ordered(name, horizon, predictor, aging, -1, window, group_size),
+        "adaptive": lambda: Adaptive(horizon, predictor, aging, tail_share, round_groups, window, group_size),
+    }
+    return makers[name]()

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from busrl import capabilities
 from busrl.data.trace import Turns
 from busrl.scheduling.admission import Admission, Waves, ages, not_ahead
-from busrl.scheduling.dispatch import UNPREDICTED, Policy
+from busrl.scheduling.dispatch import Policy
 from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView
 from busrl.scheduling.plan import policy_of
 from busrl.scheduling.predictor import Candidate, Predictor, Unpredicted
@@ -266,7 +266,7 @@ class Feed:
     def __init__(self, topology: Topology, answers: Answers, oracle: bool) -> None:
         self.answers, self.tokens, self.step = answers, topology.generation.max_new_tokens, 0
         self.predictor: Predictor = Unpredicted()
-        if topology.scheduler.policy != UNPREDICTED:
+        if topology.scheduler.predicts:
             self.predictor = capabilities.plug("predict", "unkept")(topology, self._lengths_of, oracle)
         self.policy: Policy = policy_of(topology, self.predictor)
         self._draws, self._lengths = list[int](), list[int]()
@@ -294,7 +294,7 @@ class Feed:
         self.policy.feedback(entropy)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of policy and predictor; none under fifo."""
+        """The metrics of policy and predictor; none of a policy that learns nothing."""
         if not self.policy.learns:
             return {}
         metrics = {**self.policy.metrics(), **self.predictor.metrics()}

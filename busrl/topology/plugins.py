@@ -1,8 +1,9 @@
-"""The tables of engines and of weight transports: each name stands here once, with the module that it is made by.
+"""The tables of engines, weight transports and orders of dispatch, with what others must know of each.
 
 Used by the schema, which takes the names as choices, by the checks, and by `busrl.engines` and `busrl.weights.factory`,
 which import a module when its name is asked for. Imports nothing of busrl.
 
+- An order of dispatch is made by `make_policy` of `scheduling/dispatch.py`.
 - An engine's module has `make(topology, process)`, a transport's has `make_sender` and `make_receiver` (see
   `weights/factory.py`).
 - A module that is not there costs nothing until a topology names it; `busrl.capabilities` then says so in a sentence.
@@ -37,6 +38,13 @@ class TransportKind:
     restarts: bool = False
 
 
+@dataclass(frozen=True)
+class PolicyKind:
+    """An order of dispatch. `predicts`: it goes by predicted lengths, which the part `predict` brings."""
+
+    predicts: bool = True
+
+
 ENGINES = {
     "torch": EngineKind("engines.torch.engine", "here"),
     SCRIPTED: EngineKind("engines.scripted", ""),
@@ -51,6 +59,8 @@ TRANSPORTS = {
     "lora_restart": TransportKind("weights.folders", ("torch", "vllm"), "adapter", restarts=True),
     "checkpoint_restart": TransportKind("weights.folders", ("torch", "vllm"), "folder", restarts=True),
 }
+FIFO = "fifo"  # the order drawn
+POLICIES = {FIFO: PolicyKind(predicts=False), "sjf": PolicyKind(), "ljf": PolicyKind(), "adaptive": PolicyKind()}
 ADAPTERS = tuple(name for name, kind in TRANSPORTS.items() if kind.version == "adapter")
 FOLDERS = tuple(name for name, kind in TRANSPORTS.items() if kind.version != "tensors")
 RESTARTS = tuple(name for name, kind in TRANSPORTS.items() if kind.restarts)

@@ -19,7 +19,7 @@ from busrl.scheduling.admission import MODES, AdmissionLimits
 from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 from busrl.topology.declare import REQUIRED, Rule, Table, build, key, plain
 from busrl.topology.learner import Learner, Log, ranks_at
-from busrl.topology.plugins import ENGINES, RESTARTS, SCRIPTED, TRANSPORTS
+from busrl.topology.plugins import ENGINES, FIFO, POLICIES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 from busrl.topology.rewards import Reward
 
@@ -184,8 +184,8 @@ class Ring(Table):
 class Scheduler(Table):
     """[scheduler]: which prompt next."""
 
-    policy: str = key("fifo", "order of dispatch: as drawn, shortest or longest predicted answer first, or short in a "
-                      "stream and long in a round", choices=("fifo", "sjf", "ljf", "adaptive"))
+    policy: str = key(FIFO, "order of dispatch: as drawn, shortest or longest predicted answer first, or short in a "
+                      "stream and long in a round", choices=tuple(POLICIES))
     predictor: str = key("rules", "who predicts the length of an answer: words, a model of texts, like answers, or all "
                          "three; the oracle reads the trace (scripted engine only)",
                          choices=("rules", "learned", "history", "blend", "oracle"))
@@ -195,6 +195,11 @@ class Scheduler(Table):
                         "0 = no limit", low=0, high=1 << 20)
     aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
     tail_share: float = key(0.25, "adaptive, in a stream: share of rows kept for the longest quarter", low=0, high=0.9)
+
+    @property
+    def predicts(self) -> bool:
+        """Tell whether the order of dispatch goes by predicted lengths."""
+        return self.policy in POLICIES and POLICIES[self.policy].predicts
 
 
 class Limits(Table):

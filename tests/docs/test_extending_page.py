@@ -130,6 +130,29 @@ def test_a_reward_kind_is_a_row_and_a_class(copy: Path) -> None:
     assert run(copy, code).strip() == "2.0 True True"
 
 
+def test_a_policy_that_predicts_nothing_needs_no_part_of_predictions(copy: Path) -> None:
+    shutil.rmtree(copy / "busrl" / "predict")
+    dispatch = copy / "busrl" / "scheduling" / "dispatch.py"
+    add(dispatch, "def make_policy(", 'class Patient(Fifo):\n    name = "patient"\n\n\n')
+    add(dispatch, '        "sjf": lambda', '        "patient": lambda: Patient(horizon),\n')
+    add(copy / "busrl" / "topology" / "plugins.py", '"sjf": PolicyKind()', '"patient": PolicyKind(predicts=False), ')
+    code = (
+        "from busrl.errors import UserError\n"
+        "from busrl.preflight.load import load\n"
+        "from busrl.roles.scheduler import predictor_of\n"
+        "from busrl.scheduling.plan import policy_of\n"
+        f"path = {str(ROOT / 'configs' / 'quickstart.toml')!r}\n"
+        "topology = load(path, ['scheduler.policy=patient'])\n"
+        "print(policy_of(topology, predictor_of(topology, None, None, print).predictor).name)\n"
+        "try:\n"
+        "    load(path, ['scheduler.policy=sjf'])\n"
+        "except UserError as refused:\n"
+        "    print(refused)\n"
+    )
+    policy, refused = run(copy, code).splitlines()
+    assert policy == "patient" and "need busrl/predict, which is not part of this installation" in refused
+
+
 def test_a_role_is_a_row_a_class_and_a_module(copy: Path) -> None:
     (copy / "busrl" / "roles" / "echo.py").write_text(
         "from busrl.roles.actor import Actor\n\n\nclass Echo(Actor):\n    def work(self):\n        return False\n"

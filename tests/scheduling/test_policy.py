@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.predict.lengths import RulesPredictor, kendall_tau
-from busrl.scheduling.dispatch import POLICIES, Policy, make_policy
+from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import slot_priority
 from busrl.scheduling.predictor import Candidate, Unpredicted
+from busrl.topology.plugins import POLICIES
 
 
 def candidate(draw: int, length: int = 10) -> Candidate:
@@ -29,7 +30,7 @@ def supply(policy: Policy, opened: set[int], lengths: list[int]) -> None:
 
 @settings(max_examples=80)
 @given(
-    name=st.sampled_from(POLICIES),
+    name=st.sampled_from([*POLICIES]),
     horizon=st.integers(1, 12),
     rows=st.integers(0, 40),
     fails=st.lists(st.booleans(), max_size=40),
