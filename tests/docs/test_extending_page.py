@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,75 @@ def test_a_message_is_one_class_with_bytes_and_topic_and_page_entry(copy: Path) 
         "print(codec.decode(m.Paused, raw, 1000))\n"
     )
     assert "reason='disk'" in run(copy, code)
+
+
+HEARS = """
+import tempfile, threading
+from busrl.bus import Endpoint
+from busrl.bus.broker import StopRequest, run_broker
+from busrl.launch.run import SUBSCRIBED
+from busrl.launch.summary import Progress
+from busrl.protocol import messages as m
+from busrl.protocol.codec import topic
+from busrl.ring import OfdLock
+from busrl.status.state import RunState
+
+place = tempfile.mkdtemp(prefix="brl")
+ends, stop, is_ready = (f"ipc://{place}/pub", f"ipc://{place}/sub"), StopRequest(), threading.Event()
+broker = threading.Thread(
+    target=run_broker, args=(*ends, OfdLock(f"{place}/lock"), stop), kwargs={"on_ready": is_ready.set}, daemon=True
+)
+broker.start()
+assert is_ready.wait(30), "the broker is not ready"
+progress = Progress(RunState(), [], 0.0)
+with (
+    Endpoint("launch", *ends, subscribe=[topic(kind) for kind in SUBSCRIBED]) as launch, Endpoint("w", *ends) as worker,
+):
+    for endpoint in (launch, worker):
+        endpoint.ready(30)
+    worker.send(m.Paused(reason="disk"))
+    worker.send(m.Error(severity="warning", where="w", text="the last one"))
+    while not isinstance(message := launch.recv(30), m.Error):
+        assert message is not None, "launch got nothing"
+        progress.handle(message, 0.0)
+print(progress.run.waiting)
+stop.set()
+broker.join(30)
+"""
+
+
+@pytest.mark.parametrize("subscribes", [True, False])
+def test_launch_shows_a_message_that_it_subscribes_to(copy: Path, subscribes: bool) -> None:
+    messages, state = copy / "busrl" / "protocol" / "messages.py", copy / "busrl" / "status" / "state.py"
+    add(messages, "\n\ndef name_of(", "\n\n" + example("A bus message", 0))
+    add(messages, "TaskRequest, NewTask, DataGenerated, ", "Paused, ")
+    add(state, "            case m.ValidationStarted():\n", "            case m.Paused():\n"
+        "                self.waiting = message.reason\n")
+    if subscribes:
+        add(copy / "busrl" / "launch" / "run.py", "    m.Hello, m.Heartbeat, m.Control,\n", "    m.Paused,\n")
+    assert run(copy, HEARS).strip() == ("disk" if subscribes else "")
+
+
+def test_a_diagnostic_is_a_row_a_name_and_a_field(copy: Path) -> None:
+    path = copy / "busrl" / "algorithms" / "diagnostics.py"
+    add(path, '"taught", "teacher_kl")', '"certain", ')
+    add(path, "    dropped: float = 0.0", "    certain: float = 0.0  # share of tokens above 0.9\n")
+    add(path, "    rows += _of_teacher(", "    rows += [inputs.trainer_logprobs.detach() > -0.105]\n")
+    add(path, '"entropy", "dropped")', '"certain", ')
+    code = (
+        "import torch\n"
+        "from busrl.algorithms import diagnostics\n"
+        "from busrl.algorithms.losses import LossInputs, LossSettings\n"
+        "from busrl.roles.learner import metrics\n"
+        "from busrl.training.step_stats import RankStats, stats_of\n"
+        "drawn = torch.tensor([-0.01, -0.02, -0.03, -5.0])\n"
+        "nothing, whole = torch.zeros(4), torch.zeros(4, dtype=torch.int64)\n"
+        "inputs = LossInputs(drawn, drawn, drawn, nothing, None, whole, whole, whole, torch.tensor([4]), nothing)\n"
+        "row = diagnostics.sums(inputs, nothing, nothing, None, LossSettings())\n"
+        "rank = RankStats(0.0, '', (), tuple(row.tolist()), 4, 1, 0, 4, 4, 1, 0.0, 0.0, 0.0)\n"
+        "print(metrics._training(stats_of([rank], 0.0))['certain'])\n"
+    )
+    assert run(copy, code).strip() == "0.75"
 
 
 def test_an_engine_is_a_module_and_its_names_in_one_table(copy: Path) -> None:
@@ -182,6 +253,32 @@ def test_a_rule_between_keys_is_a_line_of_a_table(copy: Path) -> None:
         "    print(refused)\n"
     )
     assert "eight is refused here; take nine" in run(copy, check)
+
+
+def test_a_page_of_the_monitor_is_files_paths_and_a_link(copy: Path) -> None:
+    web = copy / "busrl" / "observe" / "monitor" / "web"
+    paths = '    "/notes.html": ("notes.html", "text/html"), "/notes.js": ("notes.js", SCRIPT),\n'
+    add(web / "server.py", '    "/page.css": ', paths)
+    add(web / "page.html", "</body>", '<a href="notes.html">notes</a>')
+    (web / "notes.html").write_text('<!doctype html><p id="step"></p><script src="notes.js"></script>')
+    (web / "notes.js").write_text('new EventSource("events").onmessage = (event) => event;')
+    command = [sys.executable, "-m", "busrl.cli", "monitor", "runs", "--web"]
+    (copy / "runs").mkdir()
+    (copy / "runs" / "run.json").write_text('{"run_id": "old-1"}')
+    child = subprocess.Popen(
+        command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        said = child.stdout.readline()
+        url = next(word for word in said.split() if word.startswith("http://"))
+        for name in ("notes.html", "notes.js"):
+            with urllib.request.urlopen(urllib.parse.urljoin(url, name), timeout=30) as answer:
+                assert answer.read() == (web / name).read_bytes()
+                assert "script-src 'self'" in answer.headers["content-security-policy"]
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_the_files_of_the_monitor_are_those_of_its_table() -> None:

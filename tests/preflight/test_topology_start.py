@@ -29,6 +29,15 @@ def test_a_run_can_begin_with_a_whole_checkpoint_of_its_model(here: Path, loaded
     assert topology.learner.start_from.endswith("global_step_4") and topology.learner.start_optimizer
 
 
+def test_leaving_an_optimiser_behind_without_a_checkpoint_is_warned_of(here: Path, loaded: Loaded) -> None:
+    left = "learner.start_optimizer=false"
+    (warning,) = (text for text in loaded("", left).derived.warnings if "start_optimizer" in text)
+    assert "the run begins with model.path, which has no optimiser" in warning
+    assert "set start_from, or remove it" in warning
+    begun = loaded("", left, f"learner.start_from={a_checkpoint(here)}")
+    assert not any("start_optimizer" in text for text in begun.derived.warnings)
+
+
 def test_a_first_checkpoint_that_differs_is_refused_with_both_values(
     here: Path, refused: Refused
 ) -> None:
