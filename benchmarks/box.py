@@ -12,10 +12,10 @@ import argparse
 import os
 import resource
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 
+from benchmarks.common import sides
 from busrl.rewards.box import PYTHON, run
 
 
@@ -43,4 +43,4 @@ def main() -> None:
     for _ in range(options.rounds):
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         measure("box", lambda: run("pass"), options.runs)
-        measure("python -I -S", lambda: subprocess.run([PYTHON, "-I", "-S", "-c", "pass"], check=True), options.runs)
+        measure("python -I -S", lambda: sides.ran([PYTHON, "-I", "-S", "-c", "pass"], check=True), options.runs)

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import COMMAND, ROOT
-from benchmarks.common import report
+from benchmarks.common import report, sides
 
 sys.path.insert(0, str(ROOT / "tests" / "run"))
 WAYS = ("sync", "step", "update")
@@ -129,9 +128,9 @@ def stall(options: argparse.Namespace) -> list[dict[str, Any]]:
         for way in WAYS:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 values = [way, str(options.width), str(options.layers), str(options.words), folder]
-                done = subprocess.run([*COMMAND, "checkpoints", "stall-once", *values], check=True, text=True,
-                                      stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-                runs.append(json.loads(done.stdout.splitlines()[-1]))
+                ended = sides.ran([*COMMAND, "checkpoints", "stall-once", *values], check=True, keep_errors=False,
+                                  env={**os.environ, "OMP_NUM_THREADS": "1"})
+                runs.append(json.loads(ended.output.splitlines()[-1]))
     for way in WAYS:
         mine = [run for run in runs if run["way"] == way]
         medians = {key: statistics.median(run[key] for run in mine) for key in mine[0] if key != "way"}

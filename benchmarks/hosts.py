@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.common import sides
 
 sys.path.insert(0, str(ROOT / "tests" / "roles"))
 
@@ -110,7 +111,7 @@ def per_answer(before: dict[str, tuple[float, int]], after: dict[str, tuple[floa
 def _host(folder: Path, name: str, port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "busrl.cli", "host", f"tcp://127.0.0.1:{port}", "--keys",
                str(curve.client_file(folder / "keys", name)), "--scratch", str(folder / name)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT,
+    return sides.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT,
                             env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import COMMAND, ROOT
-from benchmarks.common import report
+from benchmarks.common import report, sides
 
 TREE = "BUSRL_BENCH_TREE"  # the checkout whose busrl a child takes
 sys.path.insert(0, os.environ.get(TREE) or str(ROOT))
@@ -96,8 +96,8 @@ def head(rows: list[int], words: int, width: int, whole_up_to: int, rounds: int)
 
 def child(*arguments: str, tree: Path = ROOT) -> dict[str, Any]:
     command, more = [*COMMAND, "learner", *arguments], {"OMP_NUM_THREADS": "1", TREE: str(tree)}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **more})
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    ended = sides.ran(command, check=True, env={**os.environ, **more})
+    result: dict[str, Any] = json.loads(ended.output.splitlines()[-1])
     return result
 
 
@@ -471,7 +471,7 @@ def ranks(world: int, tensor: int, name: str, layers: int, words: int, dtype: st
         command = [*COMMAND, "learner", "ranks-once"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         processes = [
-            subprocess.Popen([*command, str(rank), str(world), str(tensor), folder, dtype], env=environment,
+            sides.started([*command, str(rank), str(world), str(tensor), folder, dtype], env=environment,
                              stdout=subprocess.PIPE, text=True)
             for rank in range(world)
         ]

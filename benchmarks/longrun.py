@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import ROOT
-from benchmarks.common import report
+from benchmarks.common import report, sides
 from benchmarks.common.runs import BenchRun
 from busrl.data import JsonlStream
 from busrl.ledger.trained import TrainedSet
@@ -133,7 +133,7 @@ def rss_pss_mib(pid: int) -> list[float]:
 def measured_audit(root: Path) -> dict[str, Any]:
     """Seconds and peak of `busrl audit` in a process of its own."""
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    child = subprocess.Popen([sys.executable, "-m", "busrl.cli", "audit", str(root)], cwd=ROOT, stdout=subprocess.PIPE)
+    child = sides.started([sys.executable, "-m", "busrl.cli", "audit", str(root)], cwd=ROOT, stdout=subprocess.PIPE)
     most = 0.0
     while child.poll() is None:
         most = max(most, peak_mib(child.pid))

@@ -41,7 +41,7 @@ import psutil
 import zmq
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.common import report
+from benchmarks.common import report, sides
 from busrl.ledger.trained import step_lines
 
 TOPOLOGY = ROOT / "configs" / "quickstart.toml"
@@ -134,7 +134,7 @@ def run_once(watched: bool, seed: int, steps: int, sinks: Sequence[str] = ()) ->
             command += ["--set", setting]
         if watched and sinks:
             command += ["--set", f"sinks.to={json.dumps(list(sinks))}"]
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = sides.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         watchers: dict[str, subprocess.Popen[bytes]] = {}
         if watched:
             until(lambda: ring_of(directory).exists(), run)
@@ -156,7 +156,7 @@ def training(*settings: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         command = [sys.executable, "-m", "busrl.cli", "launch", str(TOPOLOGY), "--run-dir", str(directory)]
         for setting in ("run.max_steps=100000", "limits.idle_groups=0", *settings):
             command += ["--set", setting]
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = sides.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             until(lambda: metrics_of(directory), run)
             yield run, directory
@@ -231,7 +231,7 @@ def watch(directory: Path, recording: Path) -> dict[str, subprocess.Popen[bytes]
     return {
         "monitor": on_a_terminal([*busrl, "monitor", str(directory)], empty)[0],
         "web": on_a_terminal([*busrl, "monitor", str(directory), "--web"], look)[0],
-        "recorder": subprocess.Popen(
+        "recorder": sides.started(
             [*busrl, "record", str(directory), "-o", str(recording)], stdout=subprocess.DEVNULL
         ),
     }
@@ -241,7 +241,7 @@ def on_a_terminal(command: list[str], read: Callable[[int], None]) -> tuple[subp
     """The process, and the other end of a terminal of its own, which a thread reads."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    child = subprocess.Popen(
+    child = sides.started(
         command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm-256color"}
     )
     os.close(slave)
@@ -295,7 +295,7 @@ def bus(mode: str) -> Iterator[tuple[str, subprocess.Popen[bytes], zmq.Context[z
     """A broker in this mode; its directory and process, and a context for clients."""
     with tempfile.TemporaryDirectory(prefix="brl") as folder:
         tap = "" if mode == MODES[0] else f"ipc://{folder}/t"
-        broker = subprocess.Popen([sys.executable, "-c", SERVE, folder, tap], stdout=subprocess.PIPE)
+        broker = sides.started([sys.executable, "-c", SERVE, folder, tap], stdout=subprocess.PIPE)
         assert broker.stdout is not None
         broker.stdout.readline()
         listener = listen(tap) if mode in MODES[2:] else None
@@ -315,7 +315,7 @@ def bus(mode: str) -> Iterator[tuple[str, subprocess.Popen[bytes], zmq.Context[z
 
 def listen(tap: str) -> subprocess.Popen[bytes]:
     """Somebody at the tap, who has heard the first message (the broker's own ping comes every second)."""
-    child = subprocess.Popen([sys.executable, "-c", LISTEN, tap], stdout=subprocess.PIPE)
+    child = sides.started([sys.executable, "-c", LISTEN, tap], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
     return child
@@ -366,7 +366,7 @@ def crowd(seconds: float, web: bool, senders: int = 64, rate: int = 10_000) -> d
     """Cost of a screen, or an open page, of many processes that is drawn ten times a second, which is ten times as
     often as it is."""
     with bus(MODES[1]) as (folder, _, _), tempfile.TemporaryDirectory() as place:
-        sender = subprocess.Popen(
+        sender = sides.started(
             [sys.executable, "-c", SEND, folder, str(senders), str(rate)], stdout=subprocess.PIPE, text=True
         )
         told = Path(place) / "told.json"

@@ -1,13 +1,15 @@
-"""Optimiser step of the learner beside that of TRL's GRPOTrainer: the same model, batches and settings, in turn.
+"""Optimiser step of the learner beside that of a plain loop and of TRL: the same models and batches, in turn.
 
     python -m benchmarks trainers --trl-python .venv/trl/bin/python [--at-once 8] [--rounds 3]
 
-Completions are given, nothing is generated. A round is one process of each; the first step is not counted. Both train
+Two models of 20 M parameters: `words-20m` has nearly all in the embedding of 151,936 words, `body-20m` in its layers.
+Completions are given, nothing is generated. A round is one process of each; the first step is not counted. All train
 in float32 with AdamW, the clipped loss as a mean over the tokens of the step, advantages by group, no checkpointing of
-activations. TRL takes `--at-once` sequences per micro-batch, busrl as many tokens as these have positions with their
-padding. Reported: trained tokens per second and per CPU second, the peak of resident memory, and that peak above what
-the process had with its model loaded; loss and gradient norm of the first step say whether both did the same.
-`trl-compact` is TRL with the positions of its head chosen as on a GPU (trl_step.py says what that is).
+activations. The rivals take `--at-once` sequences per micro-batch, busrl as many tokens as these have positions with
+their padding. Reported: trained tokens per second and per CPU second, the peak of resident memory, and that peak above
+what the process had with its model loaded; loss and gradient norm of the first step say whether all did the same.
+`plain` is rivals/plain.py, `trl-compact` TRL with the positions of its head chosen as on a GPU (trl_step.py says what
+that is).
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import COMMAND, RESULTS, ROOT
+from benchmarks.common.judge import Bar, Log, Program, written
+from benchmarks.rivals.work import SHAPES, make_model
 
 GROUP, LR, SEED = 8, 1e-6, 0
-MODEL = {
-    "vocab_size": 151_936, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+RIVALS = {
+    "plain": ["benchmarks.rivals.plain", "steps"], "trl": ["benchmarks.rivals.trl_step"],
+    "trl-compact": ["benchmarks.rivals.trl_step", "compact"],
 }
-
-RIVALS = {"trl": [], "trl-compact": ["compact"]}
 JUDGED = (
     ("tokens_per_s", "tokens per second", 1.3, False), ("tokens_per_cpu_s", "tokens per CPU second", 1.3, False),
     ("peak", "peak of resident memory", 0.7, True), ("peak_above", "that peak above the loaded model", 0.7, True),
@@ -37,37 +41,24 @@ JUDGED = (
 )
 
 
-# -- what both are given -------------------------------------------------------------
+# -- what all are given -------------------------------------------------------------
 
 
-def made_work(options: argparse.Namespace) -> dict[str, Any]:
+def made_work(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """Steps of groups: a prompt, completions with log-normal lengths (sigma 0.7), rewards of 0 and 1."""
     import numpy as np
 
-    random = np.random.default_rng(SEED)
+    random, words = np.random.default_rng(SEED), SHAPES[shape]["vocab_size"]
 
     def group() -> dict[str, Any]:
         lengths = np.clip(random.lognormal(np.log(options.median), 0.7, GROUP), 4, options.longest).astype(int)
-        tokens = [random.integers(2, MODEL["vocab_size"], length).tolist() for length in lengths]
+        tokens = [random.integers(2, words, length).tolist() for length in lengths]
         rewards = random.permutation([0.0] * 4 + [1.0] * 4).tolist()
-        prompt = random.integers(2, MODEL["vocab_size"], options.prompt).tolist()
+        prompt = random.integers(2, words, options.prompt).tolist()
         return {"prompt": prompt, "completions": tokens, "rewards": rewards}
 
     steps = [[group() for _ in range(options.groups)] for _ in range(options.steps + 1)]
     return {"steps": steps, "at_once": options.at_once, "threads": options.threads, "lr": LR}
-
-
-def made_model(folder: Path) -> None:
-    """A Qwen2 of 20 M parameters with random weights and as many words as Qwen has, as a Hugging Face folder."""
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
-
-    torch.manual_seed(SEED)
-    model: Any = AutoModelForCausalLM.from_config(Qwen2Config(**MODEL, eos_token_id=1, pad_token_id=0))
-    model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({str(k): k for k in range(MODEL["vocab_size"])}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="0").save_pretrained(folder)
 
 
 # -- memory of a process, and what it says -----------------------------------------------
@@ -160,11 +151,12 @@ def samples_of(place: int, version: int, group: dict[str, Any]) -> list[Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", default="", help="interpreter of an environment with TRL; see README.md here")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["words-20m", "body-20m"])
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="that are counted")
     parser.add_argument("--groups", type=int, default=4, help=f"of {GROUP} in a step")
-    parser.add_argument("--at-once", type=int, default=8, help="sequences in a micro-batch of TRL")
+    parser.add_argument("--at-once", type=int, default=8, help="sequences in a micro-batch of a rival")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--median", type=float, default=100.0, help="of the completions' lengths")
     parser.add_argument("--longest", type=int, default=384)
@@ -181,26 +173,31 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace) -> None:
-    from benchmarks.common.judge import Bar, Log, Program, written
-
     os.environ.update(OMP_NUM_THREADS=str(options.threads), OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1",
                       TOKENIZERS_PARALLELISM="false")
     log = Log()
     with tempfile.TemporaryDirectory(prefix="busrl.bench.") as folder:
-        model, work = Path(folder) / "model", Path(folder) / "work.json"
-        made_model(model)
-        work.write_text(json.dumps(made_work(options)))
-        arguments = [str(model), str(work)]
+        for shape in options.shapes:
+            make_model(Path(folder) / shape, shape, SEED)
+            (Path(folder) / f"{shape}.json").write_text(json.dumps(made_work(shape, options)))
         for number in range(options.rounds):
             print(f"round {number + 1}")
-            log.run(Program("busrl", [*COMMAND, "trainers", "--worker", *arguments], ROOT, 1800.0))
-            if options.trl_python:
-                for label in options.rivals:
-                    argv = [options.trl_python, "-m", "benchmarks.rivals.trl_step", *arguments, *RIVALS[label]]
-                    log.run(Program(label, argv, ROOT, 1800.0))
+            for shape in options.shapes:
+                for program in sides_of(shape, Path(folder), options):
+                    log.run(program)
     bars = [
-        Bar(f"{what}, busrl / {rival}", f"busrl:{name}", f"{rival}:{name}", limit, at_most)
-        for rival in options.rivals for name, what, limit, at_most in JUDGED
+        Bar(f"{shape}: {what}, busrl / {rival}", f"{shape}:busrl:{name}", f"{shape}:{rival}:{name}", limit, at_most)
+        for shape in options.shapes for rival in options.rivals for name, what, limit, at_most in JUDGED
     ]
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "worker", "trl_python")}
-    written(log, bars, options.name, options.out, settings=shown, model=MODEL)
+    written(log, bars, options.name, options.out, settings=shown, models={key: SHAPES[key] for key in options.shapes})
+
+
+def sides_of(shape: str, folder: Path, options: argparse.Namespace) -> Iterator[Program]:
+    """The programs of one model in turn; TRL's if there is an interpreter for it."""
+    given = [str(folder / shape), str(folder / f"{shape}.json")]
+    yield Program(f"{shape}:busrl", [*COMMAND, "trainers", "--worker", *given], ROOT, 1800.0)
+    for rival in options.rivals:
+        python = options.trl_python if rival.startswith("trl") else sys.executable
+        if python:
+            yield Program(f"{shape}:{rival}", [python, "-m", *RIVALS[rival], *given], ROOT, 1800.0)

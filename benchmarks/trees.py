@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks import RESULTS, ROOT
 from benchmarks.bus.run import HERE as BUS
 from benchmarks.bus.run import broker
-from benchmarks.common import report
+from benchmarks.common import report, sides
 from benchmarks.common.judge import Bar, Log, written
 from benchmarks.common.runs import LIMIT_S, QUICKSTART
 from busrl.errors import RingError
@@ -54,8 +54,8 @@ def imports(log: Log, name: str, tree: Path) -> None:
     """Import every role once in a fresh process."""
     for role in ROLES:
         command = [sys.executable, "-c", IMPORT.format(role=role)]
-        done = subprocess.run(command, env=environment(tree), cwd="/", check=True, capture_output=True, text=True)
-        for figure, value in json.loads(done.stdout).items():
+        ended = sides.ran(command, env=environment(tree), cwd="/", check=True)
+        for figure, value in json.loads(ended.output).items():
             log.say(f"{name}:{role}_{figure}", value, {"cpu": "s", "memory": "MiB", "modules": ""}[figure])
 
 
@@ -63,8 +63,8 @@ def bus(log: Log, name: str, tree: Path, frontend: str, backend: str) -> None:
     """Send 100,000 messages and go 2,000 round trips with the endpoints of one tree."""
     for what, count in (("rate", 100_000), ("trip", 2_000)):
         command = [sys.executable, str(BUS / "typed.py"), what, frontend, backend, str(count)]
-        done = subprocess.run(command, env=environment(tree), cwd="/", check=True, capture_output=True, text=True)
-        for line in map(json.loads, done.stdout.splitlines()):
+        ended = sides.ran(command, env=environment(tree), cwd="/", check=True)
+        for line in map(json.loads, ended.output.splitlines()):
             log.say(f"{name}:{line['name']}", line["value"], line["unit"])
 
 
@@ -120,7 +120,7 @@ def start(log: Log, name: str, tree: Path) -> None:
     try:
         begun = time.monotonic()
         with open(f"{directory}.out", "wb") as output:
-            run = subprocess.Popen(command, cwd=directory.parent, env=environment(tree), stdout=output, stderr=output)
+            run = sides.started(command, cwd=directory.parent, env=environment(tree), stdout=output, stderr=output)
             first_answer(run, RunPaths.of(directory))
             first_s, (first_cpu, first_memory) = time.monotonic() - begun, used_by(descendants(run.pid))
             _, status, used = os.wait4(run.pid, 0)

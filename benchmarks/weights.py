@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import COMMAND, ROOT
-from benchmarks.common import report
+from benchmarks.common import report, sides
 from busrl.weights.factory import TransportSettings, make_receiver, make_sender
 
 DEADLINE_S = 120.0
@@ -283,7 +283,7 @@ def tiny(mb: float) -> tuple[Any, Any]:
 
 def spawn(*arguments: str) -> subprocess.Popen[str]:
     command = [*COMMAND, "weights", *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return sides.started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def heard(child: subprocess.Popen[str]) -> str:

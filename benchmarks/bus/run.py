@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.common import sides
 from benchmarks.common.judge import Bar, Log, Program, written
 
 HERE = ROOT / "benchmarks" / "bus"
@@ -38,7 +39,7 @@ BARS = (
 def broker(python: str) -> Iterator[tuple[str, str, int]]:
     """The process `bus` of a run: its two addresses and its number."""
     with tempfile.TemporaryDirectory(prefix="busrl-bench-") as folder:
-        process = subprocess.Popen(
+        process = sides.started(
             [python, str(HERE / "broker.py"), folder], env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
         )
         try:

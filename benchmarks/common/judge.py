@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.common import report
+from benchmarks.common import report, sides
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Log:
         self.versions: dict[str, str] = {}
         self.failures: dict[str, str] = {}
         self.loads: list[float] = []
+        self.used: dict[str, list[dict[str, float]]] = {}  # of whole programs, with their start
 
     def say(self, name: str, value: float, unit: str) -> None:
         self.values.setdefault(name, []).append(value)
@@ -62,10 +63,10 @@ class Log:
         self.loads.append(os.getloadavg()[0])
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         try:
-            done = subprocess.run(
-                program.argv, cwd=program.cwd, env=env, capture_output=True, text=True, timeout=program.timeout_s
-            )
-            text, error = done.stdout, done.stderr if done.returncode else ""
+            ended = sides.ran(program.argv, cwd=program.cwd, env=env, timeout_s=program.timeout_s)
+            text, error = ended.output, ended.errors or f"exit code {ended.code}" if ended.code else ""
+            self.used.setdefault(program.label or "core", []).append(
+                {"seconds": round(ended.seconds, 3), "cpu_seconds": round(ended.cpu_seconds, 3)})
         except subprocess.TimeoutExpired:
             text, error = "", f"no end within {program.timeout_s:g} s"
         lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"name"')]
@@ -105,6 +106,7 @@ def written(log: Log, bars: Sequence[Bar], name: str, out: Path, **more: Any) ->
         **more,
         "bars": [log.judge(bar) for bar in bars],
         "failures": log.failures,
+        "programs": log.used,
         "medians": {k: {"value": statistics.median(v), "unit": log.units[k]} for k, v in log.values.items()},
         "values": log.values,
     }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import sides
 
 
 def machine() -> dict[str, Any]:
@@ -23,8 +24,7 @@ def machine() -> dict[str, Any]:
 
 def commit(root: Path) -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    return sides.ran(command, cwd=root).output.strip() or "unknown"
 
 
 def summary(runs: list[dict[str, Any]], against: str = "busrl") -> list[dict[str, Any]]:

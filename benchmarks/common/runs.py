@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.common import sides
 from busrl.errors import RingError
 from busrl.paths import RunPaths
 from busrl.ring import Process, Ring, State, owner_of
@@ -35,7 +36,7 @@ class BenchRun:
         for setting in settings:
             command += ["--set", setting]
         self.output = open(f"{directory}.out", "wb")  # noqa: SIM115
-        self.child = subprocess.Popen(
+        self.child = sides.started(
             command, stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.common import sides
 
 RIVALS = ROOT / "benchmarks" / "rivals"
-TICKS = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.01
 # The rivals draw 32 groups and train what is left of them; so does busrl here. Nobody validates or writes checkpoints.
 TERMS = (
@@ -64,8 +64,13 @@ def run_loop(seed: int, terms: Terms, threads: int) -> dict[str, Any]:
 
 
 def run_trl(seed: int, terms: Terms) -> dict[str, Any]:
+    return _printed([*trl_command(terms.trl_python), *_shared(seed, terms)], terms, 1)
+
+
+def trl_command(python: str) -> list[str]:
+    """TRL's trainer on two ranks."""
     ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    return _printed([terms.trl_python, *ranks, str(RIVALS / "trl_grpo.py"), *_shared(seed, terms)], terms, 1)
+    return [python, *ranks, str(RIVALS / "trl_grpo.py")]
 
 
 def _shared(seed: int, terms: Terms) -> list[str]:
@@ -75,15 +80,13 @@ def _shared(seed: int, terms: Terms) -> list[str]:
 def _printed(command: Sequence[str], terms: Terms, threads: int) -> dict[str, Any]:
     """Run a rival; its result is the line of its output that is a JSON object with `system` in it."""
     try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, env=environment(threads), timeout=terms.limit_s, check=False
-        )
+        ended = sides.ran(command, env=environment(threads), timeout_s=terms.limit_s)
     except subprocess.TimeoutExpired as expired:
         raise RunFailed(f"{command[1:3]} took over {terms.limit_s:g} s") from expired
-    for line in ended.stdout.splitlines():
+    for line in ended.output.splitlines():
         if line.startswith('{"system"'):
-            return json.loads(line)
-    raise RunFailed(f"{' '.join(command)} ended with {ended.returncode}:\n{(ended.stdout + ended.stderr)[-2000:]}")
+            return {**json.loads(line), "cpu_seconds_with_start": round(ended.cpu_seconds, 3)}
+    raise RunFailed(f"{' '.join(command)} ended with {ended.code}:\n{(ended.output + ended.errors)[-2000:]}")
 
 
 def run_busrl(seed: int, terms: Terms, name: str, extra: Sequence[str]) -> dict[str, Any]:
@@ -95,19 +98,20 @@ def run_busrl(seed: int, terms: Terms, name: str, extra: Sequence[str]) -> dict[
         for setting in settings:
             command += ["--set", setting]
         with (Path(folder) / "said").open("w+") as said:
-            child = subprocess.Popen(command, env=environment(1), stdout=said, stderr=subprocess.STDOUT, cwd=folder)
+            child = sides.started(command, env=environment(1), stdout=said, stderr=subprocess.STDOUT, cwd=folder)
             try:
                 told = Watch(child, run_dir, terms).until_goal()
             except RunFailed as failed:
                 said.seek(0)
                 raise RunFailed(f"{' '.join(command)}: {failed}\n{said.read()[-2000:]}") from failed
             finally:
-                _stop(child)
+                stop(child)
     return {"system": name, "seed": seed, "lr": terms.lr, "overrides": list(extra), **told}
 
 
-def _stop(child: subprocess.Popen[Any]) -> None:
-    for number, patience in ((signal.SIGINT, 60.0), (signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
+def stop(child: subprocess.Popen[Any]) -> None:
+    """End a side as a user would, and with all of its session if it does not end."""
+    for number, patience in ((signal.SIGINT, 60.0), (signal.SIGTERM, 20.0)):
         if child.poll() is not None:
             return
         child.send_signal(number)
@@ -115,6 +119,7 @@ def _stop(child: subprocess.Popen[Any]) -> None:
             child.wait(patience)
         except subprocess.TimeoutExpired:
             continue
+    sides.end_session(child)
 
 
 class Watch:
@@ -122,7 +127,7 @@ class Watch:
 
     def __init__(self, child: subprocess.Popen[Any], run_dir: Path, terms: Terms) -> None:
         self.child, self.run_dir, self.terms = child, run_dir, terms
-        self.used = CpuOfTree(child.pid)
+        self.used = sides.CpuOfTree(child.pid)
         self.first_claim = float("inf")  # on our clock: rows count seconds since then
         self.rows: list[dict[str, Any]] = []
         self.tail = b""
@@ -197,27 +202,3 @@ class Watch:
             "age_mean": round(sum(ages) / len(ages), 3),
             "curve": [[round(row["time_s"] + before, 3), round(row["reward"], 4)] for row in rows],
         }
-
-
-class CpuOfTree:
-    """CPU seconds of a process and all that descend from it, those that have ended included."""
-
-    def __init__(self, root: int) -> None:
-        self.root, self.seen = root, {}
-
-    def now(self) -> float:
-        parents: dict[int, int] = {}
-        ticks: dict[int, int] = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry.name)], ticks[int(entry.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
-        for pid in parents:
-            above = pid
-            while above in parents and above != self.root:
-                above = parents[above]
-            if above == self.root:
-                self.seen[pid] = ticks[pid]
-        return sum(self.seen.values()) / TICKS

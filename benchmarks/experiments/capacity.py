@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import COMMAND, ROOT
-from benchmarks.common import live
+from benchmarks.common import live, sides
 from busrl.ledger.wal import Record, frames
 from busrl.topology import Topology
 
@@ -97,8 +97,8 @@ def neighbours(share: float) -> Iterator[None]:
 def fed(topology_file: Path, log: Path) -> dict[str, float]:
     command = [*COMMAND, "capacity", "--feed", str(topology_file), str(log)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=live.LIMIT_S)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    ended = sides.ran(command, env=env, check=True, timeout_s=live.LIMIT_S)
+    figures: dict[str, float] = json.loads(ended.output.splitlines()[-1])
     return figures
 
 

@@ -14,13 +14,13 @@ import argparse
 import json
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import mean, median
 
 from benchmarks import EXPERIMENT_RESULTS, ROOT
+from benchmarks.common import sides
 from busrl.ledger.trained import step_lines
 
 LOSSES = ("ppo_clip", "decoupled")
@@ -41,9 +41,9 @@ def run(topology: str, chosen: dict[str, str], age: int, seed: int, steps: int) 
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
-        if done.returncode:
-            end = f"exit code {done.returncode}\n{done.stdout[-2000:]}"
+        ended = sides.ran(command, cwd=ROOT, timeout_s=3600)
+        if ended.code:
+            end = f"exit code {ended.code}\n{ended.output[-2000:]}"
             raise RuntimeError(f"{chosen} at age {age}, seed {seed}: {end}")
         rows = step_lines(directory / "metrics.jsonl")
         ages = {row["age_max"] for row in rows[age + 1 :]}

@@ -2,6 +2,9 @@
 
     python -m benchmarks ring --rivals-python DIR/bin/python       (see requirements.txt)
 
+`array:busrl` waits by looking, on a core for each side, which no process of a run does; `array:busrl blocking` sleeps
+until it is woken, as they do. `NAME cpu` is the CPU time of one round trip, in all processes of a system.
+
 Each round runs every program once, in turn. Rivals run in the Python that is given, busrl's own programs too, so that
 all have the same interpreter and NumPy; busrl itself comes from this checkout and must be built in place.
 """
@@ -10,18 +13,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.common import sides
 from benchmarks.common.judge import Bar, Log, Program, written
 
 PAGE, MEGA = "4096", str(1 << 20)
 SIZES = (64, 256, 1024, 4096, 16384, 65536)
 
 HERE = ROOT / "benchmarks" / "ring"
+ONE_BY_ONE = ("mp.Queue", "faster-fifo", "ray put+get")
+NO_BAR = "no bar of its own: what a process that waits asleep has of it"
 BARS = (
     Bar("C++ hand-off, 48 bytes of the control line's first cache line, over a raw line", "ring_line", "raw_line", 2.0),
     Bar("C++ hand-off, 48 bytes written by the owner on both cache lines", "ring_both_lines", "raw_line", 2.0),
@@ -36,6 +41,10 @@ BARS = (
     Bar("multiprocessing.Queue over busrl, 1 MiB there and back", "array:mp.Queue", "array:busrl", 40.0, False),
     Bar("faster-fifo over busrl, 1 MiB there and back", "array:faster-fifo", "array:busrl", 25.0, False),
     Bar("Ray put and get over busrl, 1 MiB there and back", "array:ray put+get", "array:busrl", 20.0, False),
+    *(Bar(f"{rival} over busrl that sleeps, 1 MiB there and back", f"array:{rival}", "array:busrl blocking", 1.0, False,
+          NO_BAR) for rival in ONE_BY_ONE),
+    *(Bar(f"{rival} over busrl that sleeps, CPU time", f"array:{rival} cpu", "array:busrl blocking cpu", 1.0, False,
+          NO_BAR) for rival in ONE_BY_ONE),
     Bar("TransferQueue over busrl, one sample of 1 MiB", "array:TransferQueue", "array:busrl", 50.0, False),
     Bar("TransferQueue over busrl, 256 samples of 4 KiB", "batch:TransferQueue", "batch:busrl", 10.0, False),
 )
@@ -44,7 +53,7 @@ BARS = (
 def core(out: str) -> str:
     """The compiled C++ program."""
     command = ["g++", "-std=c++17", "-O2", "-pthread", f"-I{ROOT}/csrc/include", str(HERE / "core.cpp"), "-o", out]
-    subprocess.run(command, check=True)
+    sides.ran(command, check=True, keep_errors=False)
     return out
 
 
@@ -62,6 +71,7 @@ def programs(python: str, binary: str) -> list[Program]:
         program("filled", "busrl_ring.py", "--count", "600", "--own", "--fill"),
         program("filled", "iceoryx2_pubsub.py", "--count", "600", "--own", "--fill"),
         program("array", "busrl_ring.py", "--count", "600", "--fill"),
+        program("array", "busrl_ring.py", "--count", "600", "--fill", "--blocking"),
         program("array", "mp_queue.py", "--count", "150"),
         program("array", "faster_fifo_queue.py", "--count", "150"),
         program("array", "ray_store.py", "--count", "60"),

@@ -6,6 +6,10 @@ groups of 8), clip range, optimiser and learning rate as the others. Prints one 
 first step's begin (all ranks ready) to the goal, without imports and loading.
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/rivals/trl_grpo.py --seed 0
+    ... trl_grpo.py --work FOLDER --steps-file FILE
+
+The second form is for `loop-10m`: FOLDER is one of work.py, there is no goal, and a line of FILE ends each step, until
+who started it ends it. Logits are then computed where a token is trained, as TRL does on a GPU (trl_step.py).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import math
 import os
 import tempfile
 import time
+from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
 
@@ -25,8 +30,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import utils
 
-from busrl.quickstart import ensure
+from benchmarks.rivals.work import Work, score
 
 MAX_NEW, GROUP = 64, 8
 CONTINUOUS = {"page_size": 16, "num_blocks": 2048, "max_batch_tokens": 512}  # unbounded, it takes all memory
@@ -46,11 +52,17 @@ def judge(vocabulary: dict[str, int]):
     return sorted_digits
 
 
+def coin(completion_ids: list[list[int]], **_: object) -> list[float]:
+    """The reward function of a work folder."""
+    return [score({}, "", ids) for ids in completion_ids]
+
+
 class UntilGoal(TrainerCallback):
     """Keeps the clock and the curve, and stops the training at the goal."""
 
-    def __init__(self, goal: float) -> None:
+    def __init__(self, goal: float, steps_file: Path | None, samples: int) -> None:
         self.goal, self.curve, self.rewards, self.reached = goal, [], [], False
+        self.steps_file, self.samples = steps_file, samples
         self.trainer: GRPOTrainer | None = None
         self.began: float | None = None
 
@@ -69,10 +81,15 @@ class UntilGoal(TrainerCallback):
         if self.reached:
             control.should_training_stop = True
         self.cpu = time.process_time() - self.cpu_began
+        if self.steps_file and state.is_world_process_zero:
+            length = self.trainer._metrics["train"]["completions/mean_length"][-1]
+            with self.steps_file.open("a") as lines:
+                lines.write(json.dumps({"samples": self.samples, "tokens": round(length * self.samples)}) + "\n")
 
 
 def settings(options: argparse.Namespace, folder: str, ranks: int) -> GRPOConfig:
     per_rank = options.groups * GROUP // ranks
+    work = Work.of(options.work) if options.work else None
     return GRPOConfig(
         output_dir=folder,
         seed=options.seed,
@@ -81,7 +98,7 @@ def settings(options: argparse.Namespace, folder: str, ranks: int) -> GRPOConfig
         per_device_train_batch_size=per_rank // options.accumulate,
         gradient_accumulation_steps=options.accumulate,
         num_generations=GROUP,
-        max_completion_length=MAX_NEW,
+        max_completion_length=work.longest if work else MAX_NEW,
         temperature=1.0,
         top_p=1.0,
         top_k=0,
@@ -120,17 +137,23 @@ def run(options: argparse.Namespace) -> dict | None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    paths = ensure(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(paths.model)
-    attention = options.attention
-    model = AutoModelForCausalLM.from_pretrained(paths.model, dtype=torch.float32, attn_implementation=attention)
-    records = [json.loads(line) for line in paths.train.read_text().splitlines()]
-    watch = UntilGoal(options.goal)
-    with tempfile.TemporaryDirectory() as folder:
+    if options.work:
+        utils._use_triton = lambda device: True  # chooses the positions alone; the kernels ask another
+        folder, train = options.work / "model", options.work / "train.jsonl"
+    else:
+        from busrl.quickstart import ensure
+
+        paths = ensure(options.model)
+        folder, train = paths.model, paths.train
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=options.attention)
+    records = [json.loads(line) for line in train.read_text().splitlines()]
+    watch = UntilGoal(options.goal, options.steps_file, options.groups * GROUP)
+    with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=judge(tokenizer.get_vocab()),
-            args=settings(options, folder, ranks),
+            reward_funcs=coin if options.work else judge(tokenizer.get_vocab()),
+            args=settings(options, output, ranks),
             train_dataset=Dataset.from_list(records),
             processing_class=tokenizer,
             callbacks=[watch],
@@ -170,6 +193,8 @@ def main() -> None:
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
     parser.add_argument("--goal", type=float, default=0.85)
     parser.add_argument("--max-updates", type=int, default=400)
+    parser.add_argument("--work", type=Path, help="a folder of work.py in place of the quickstart's model and task")
+    parser.add_argument("--steps-file", type=Path, help="a line for each step")
     result = run(parser.parse_args())
     if result is not None:
         print(json.dumps(result), flush=True)

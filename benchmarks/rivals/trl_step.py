@@ -1,6 +1,6 @@
 """The rival of `trainers`: optimiser steps of TRL's GRPOTrainer on given completions. For TRL's own environment.
 
-    python -m benchmarks.rivals.trl_step MODEL WORK [compact]
+    python -m benchmarks.rivals.trl_step [compact] MODEL WORK
 
 TRL's own `train` runs: its rollout function answers with the completions of WORK, its reward function with their
 rewards. float32, no gradient checkpointing, no reference model, no logging, no saving, the fused AdamW, and the ratio
@@ -88,8 +88,9 @@ def settings(work: dict[str, Any], folder: str) -> GRPOConfig:
 
 
 def main() -> None:
-    model, work = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
-    if sys.argv[3:] == ["compact"]:
+    *how, model, work_file = sys.argv[1:]
+    work = json.loads(Path(work_file).read_text())
+    if how == ["compact"]:
         utils._use_triton = lambda device: True  # chooses the positions alone; the kernels ask another
     torch.set_num_threads(work["threads"])
     logging.set_verbosity_error()

@@ -19,8 +19,8 @@ OPTIONS = argparse.Namespace(
 
 
 def test_both_are_given_the_same_groups_with_rewards_that_differ() -> None:
-    work = trainers.made_work(OPTIONS)
-    assert work == trainers.made_work(OPTIONS) and len(work["steps"]) == 2
+    work = trainers.made_work("tiny", OPTIONS)
+    assert work == trainers.made_work("tiny", OPTIONS) and len(work["steps"]) == 2
     for group in (group for step in work["steps"] for group in step):
         assert sorted(group["rewards"]) == [0.0] * 4 + [1.0] * 4
         assert all(4 <= len(row) <= OPTIONS.longest for row in group["completions"])
@@ -31,11 +31,16 @@ def test_both_are_given_the_same_groups_with_rewards_that_differ() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_rival_our_side_is_measured_and_the_bars_say_so(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "trainers", "--rounds", "1", "--steps", "1", "--groups", "1",
-               "--longest", "12", "--median", "6", "--threads", "1", "--out", str(tmp_path)]
+def test_without_trl_busrl_and_the_plain_loop_are_measured_and_agree(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "trainers", "--shapes", "tiny", "--rivals", "plain", "trl",
+               "--rounds", "1", "--steps", "1", "--groups", "1", "--longest", "12", "--median", "6", "--threads", "1",
+               "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     results = json.loads(next(tmp_path.glob("trainers_*.json")).read_text())
-    assert not results["failures"] and results["medians"]["busrl:tokens_per_s"]["value"] > 0
-    assert results["medians"]["busrl:first_norm"]["value"] > 0 and {bar["met"] for bar in results["bars"]} == {None}
+    assert not results["failures"] and results["medians"]["tiny:busrl:tokens_per_s"]["value"] > 0
+    by_rival = {rival: [bar for bar in results["bars"] if f":{rival}:" in bar["rival"]] for rival in ("plain", "trl")}
+    assert {bar["met"] for bar in by_rival["trl"]} == {None}, "TRL was not started"
+    figures = {bar["ours"].rpartition(":")[2]: bar["ratio"] for bar in by_rival["plain"]}
+    assert figures["first_norm"] == pytest.approx(1.0, abs=2e-3)
+    assert figures["tokens_per_s"] > 0 and results["programs"]["tiny:plain"][0]["cpu_seconds"] > 0

@@ -5,7 +5,6 @@ Each slot gets an array of `--size` bytes copied in, is looked at there, committ
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 import busrl.ring as busrl_ring
 from benchmarks.ring.rivals.busrl_ring import GENERATED, REWARDED, REWARDING, TRAINING, join
-from benchmarks.ring.rivals.measure import WARM, arguments, child, pin, say
+from benchmarks.ring.rivals.measure import Trips, arguments, child, pin, say
 from busrl.ring import Ring, State
 
 
@@ -46,7 +45,7 @@ def once(ring: Ring, held: list[tuple[int, int]], source: np.ndarray) -> list[tu
 def main() -> None:
     options = arguments()
     source = np.ones(options.size, np.uint8)
-    spent = []
+    trips = Trips(options.count)
     with tempfile.TemporaryDirectory(prefix="busrl.bench.", dir="/dev/shm") as folder:
         owner = Ring.create(
             f"{folder}/ring", slots=options.batch, slot_bytes=options.size + 4096, processes=8, uuid=bytes(16)
@@ -63,13 +62,14 @@ def main() -> None:
                 held = ring.take(State.QUEUED, State.GENERATING, cls=None, limit=options.batch)
                 start = time.perf_counter()
                 back = once(ring, held, source)
-                spent.append(time.perf_counter() - start)
+                trips.add(time.perf_counter() - start)
                 for slot, word in back:
                     ring.finish(slot, word, "T")
+            trips.end()
         ring.close()
         owner.close()
         Path(folder, "ring").unlink()
-    say("busrl", busrl_ring, statistics.median(spent[int(len(spent) * WARM) :]), batch=options.batch)
+    say("busrl", busrl_ring, trips, batch=options.batch)
 
 
 if __name__ == "__main__":

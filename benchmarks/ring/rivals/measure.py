@@ -1,7 +1,8 @@
 """Common parts of the programs of this folder: arguments, a child that answers, a clock, one JSON line.
 
 A program makes `--count` round trips of `--size` bytes and prints the median of one, in microseconds, with the version
-of what it measured. It imports nothing of the others, so that a rival that is not installed stops only itself.
+of what it measured, and the CPU time of one in all its processes (`NAME cpu`). It imports nothing of the others, so
+that a rival that is not installed stops only itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.common.sides import CpuOfTree
+
 SPAWN = multiprocessing.get_context("spawn")
 WARM = 0.1  # this share of the round trips is not counted
 
@@ -26,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=200, help="round trips")
     parser.add_argument("--fill", action="store_true", help="copy a private array into every message")
     parser.add_argument("--own", action="store_true", help="answer with an array of one's own, not with the same one")
+    parser.add_argument("--blocking", action="store_true", help="busrl: wait asleep, on any core, as its processes do")
     parser.add_argument("--batch", type=int, default=1, help="samples per call, where a system has batches")
     return parser.parse_args()
 
@@ -52,19 +56,46 @@ def child(target: Callable[..., None], *args: Any) -> Iterator[None]:
         process.join()
 
 
-def timed(once: Callable[[], Any], count: int) -> float:
-    """Median seconds of `once`, the first calls left out."""
-    spent = []
+class Trips:
+    """Seconds of each round trip, and the CPU seconds of this process and its descendants; the first are left out.
+
+    CPU time is that from trip to trip, so it holds what a program does between two, outside its clock.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.warm, self.seconds = max(1, int(count * WARM)), []  # type: tuple[int, list[float]]
+        self._tree, self._begun, self._ended = CpuOfTree(os.getpid()), 0.0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        if len(self.seconds) == self.warm:
+            self._begun = self._tree.now()
+
+    def end(self) -> None:
+        """To be called after the last one, while the other side is still there."""
+        self._ended = self._tree.now(look=False)
+
+    def median_us(self) -> float:
+        return 1e6 * statistics.median(self.seconds[self.warm :])
+
+    def cpu_us(self) -> float:
+        return 1e6 * (self._ended - self._begun) / (len(self.seconds) - self.warm)
+
+
+def timed(once: Callable[[], Any], count: int) -> Trips:
+    trips = Trips(count)
     for _ in range(count):
         start = time.perf_counter()
         once()
-        spent.append(time.perf_counter() - start)
-    return statistics.median(spent[int(count * WARM) :])
+        trips.add(time.perf_counter() - start)
+    trips.end()
+    return trips
 
 
-def say(name: str, module: Any, seconds: float, **more: Any) -> None:
+def say(name: str, module: Any, trips: Trips, **more: Any) -> None:
     version = getattr(module, "__version__", None) or _installed(getattr(module, "__name__", ""))
-    print(json.dumps({"name": name, "version": version, "us": seconds * 1e6, **more}), flush=True)
+    print(json.dumps({"name": name, "version": version, "us": trips.median_us(), **more}))
+    print(json.dumps({"name": f"{name} cpu", "us": trips.cpu_us()}), flush=True)
 
 
 def _installed(package: str) -> str:

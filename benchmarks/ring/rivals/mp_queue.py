@@ -29,9 +29,9 @@ def main() -> None:
             there.put(source)
             back.get(timeout=20.0)
 
-        seconds = timed(once, options.count)
+        trips = timed(once, options.count)
     multiprocessing.__version__ = f"Python {platform.python_version()}"  # type: ignore[attr-defined]
-    say("mp.Queue", multiprocessing, seconds)
+    say("mp.Queue", multiprocessing, trips)
 
 
 if __name__ == "__main__":

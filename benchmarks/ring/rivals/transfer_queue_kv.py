@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import time
 
 import ray
@@ -15,7 +14,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from benchmarks.ring.rivals.measure import WARM, arguments, say
+from benchmarks.ring.rivals.measure import Trips, arguments, say
 
 PARTITION = "bench"
 
@@ -27,7 +26,7 @@ def main() -> None:
     tq.init()
     sample = torch.ones(options.size, dtype=torch.uint8)
     batch = TensorDict({"data": sample.expand(options.batch, -1).contiguous()}, batch_size=options.batch)
-    spent = []
+    trips = Trips(options.count)
     for turn in range(options.count):
         keys = [f"{turn}_{k}" for k in range(options.batch)]
         start = time.perf_counter()
@@ -36,11 +35,12 @@ def main() -> None:
         else:
             tq.kv_batch_put(keys, PARTITION, batch)
         got = tq.kv_batch_get(keys, PARTITION)
-        spent.append(time.perf_counter() - start)
+        trips.add(time.perf_counter() - start)
         if got["data"].numel() != options.size * options.batch:
             raise SystemExit("TransferQueue returned something else")
         tq.kv_clear(keys, PARTITION)
-    say("TransferQueue", tq, statistics.median(spent[int(options.count * WARM) :]), batch=options.batch)
+    trips.end()
+    say("TransferQueue", tq, trips, batch=options.batch)
     tq.close()
     ray.shutdown()
 
