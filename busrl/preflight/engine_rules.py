@@ -1,6 +1,6 @@
 """Rules about what generates, and how it gets weights: transports, adapters, endpoints, vLLM, devices of a broadcast.
 
-A new transport adds a function to CHECKS, and rows to the tables. Reads the metadata of installed packages and never
+A new transport adds a function to CHECKS, or rows to the tables. Reads the metadata of installed packages and never
 imports vLLM, which takes seconds. docs/weights.md and docs/engines.md have the tables for readers.
 
 - A combination that cannot work is refused here, before anything starts; a transport or an engine may rely on it.
@@ -18,30 +18,19 @@ from busrl.engines.vllm_versions import ASCEND, CPU_BLOCK, LORA_RANKS, version_o
 from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, entry_clashes, unlike
 from busrl.system.device import BACKEND
 from busrl.topology import schema
-from busrl.topology.plugins import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS
+from busrl.topology.plugins import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, TRANSPORTS
 from busrl.topology.schema import Process, Topology
 from busrl.topology.sizes import rollouts, vllm_entries
 
 # -- weight transports -----
 
-ONE_HOST = ("shm", "broadcast", ONE_COPY, *FOLDERS)  # those that reach the learner's host alone: so far all
-SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
+SPARSE = tuple(name for name, kind in TRANSPORTS.items() if kind.changes)
 OURS = tuple(dict.fromkeys(engine for kind in TRANSPORTS.values() for engine in kind.engines))
-SENT = {"nothing": (ONE_COPY,), "an adapter": ADAPTERS, "a whole folder": ("checkpoint_restart",)}  # to an engine
 
 
 def _read_with_lora(name: str) -> Clash:
     return Clash((f"lora.{name}", "lora.rank"), lambda t: getattr(t.lora, name) and t.lora.rank == 0,
                  "LoRA is off: all weights are trained; set lora.rank, or remove it", warning=True)
-
-
-def _never_sparse(sent: str, transports: tuple[str, ...]) -> Clash:
-    return Clash(("weights.sparse.enabled", "weights.transport"),
-                 lambda t: t.weights.sparse.enabled and t.weights.transport in transports,
-                 lambda t: (
-                     f"{t.weights.transport} sends {sent}: nothing is left out of it; remove it, or "
-                     f"transport = one of {', '.join(SPARSE)}"
-                 ), warning=True)
 
 
 def _read_if_sparse(key: str, changed: Callable[[Topology], bool]) -> Clash:
@@ -84,7 +73,12 @@ TABLE = (
     # -- keys that a transport does not read: what they promise does not happen
     _read_if_restarted("weights.restart_every", lambda t: t.weights.restart_every != 1, "use learner.publish_every"),
     _read_if_restarted("weights.on_restart", lambda t: t.weights.on_restart != "continue", "remove it"),
-    *(_never_sparse(sent, transports) for sent, transports in SENT.items()),
+    Clash(("weights.sparse.enabled", "weights.transport"),
+          lambda t: t.weights.sparse.enabled and t.weights.transport not in SPARSE,
+          lambda t: (
+              f"{t.weights.transport} cannot send changed values alone; remove it, or "
+              f"transport = one of {', '.join(SPARSE)}"
+          ), warning=True),
     *(_read_if_sparse(key, changed) for key, changed in unlike("weights.sparse", schema.Sparse)),
     Clash(("weights.checksum", "weights.transport"), lambda t: t.weights.checksum and t.weights.transport in FOLDERS,
           lambda t: f"{t.weights.transport} always checks the CRC-32 of each file; remove it", warning=True),
@@ -198,7 +192,7 @@ def _engines(t: Topology) -> Iterator[Finding]:
     """Refuse a transport that an engine cannot take weights from."""
     fit = TRANSPORTS[t.weights.transport].engines if t.weights.transport in TRANSPORTS else OURS
     for index, entry in rollouts(t):
-        if entry.engine in OURS and entry.engine not in (*fit, SCRIPTED):  # `process_rules` has the scripted engine
+        if entry.engine in OURS and entry.engine not in fit:
             others = [name for name, kind in TRANSPORTS.items() if entry.engine in kind.engines]
             rule = f"this transport gives weights to {' and '.join(fit)} only"
             keys = (f"process.{index}.engine", "weights.transport")
@@ -218,7 +212,7 @@ def _lora(t: Topology) -> Iterator[Finding]:
 def _outside(t: Topology) -> Iterator[Finding]:
     if not any(entry.role == "rollout" and (entry.count == 0 or entry.command) for entry in t.process):
         return
-    if t.weights.transport in ONE_HOST and t.bus.endpoint != "ipc":
+    if t.bus.endpoint != "ipc":
         rule = "it reaches engines on the learner's host only: one that joins from another host gets no new weights"
         remedy = "let only engines with weights of their own join, or start rollouts on this host"
         yield Finding(("weights.transport", "bus.endpoint"), rule, remedy, warning=True, depends=("process",))

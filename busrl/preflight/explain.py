@@ -23,7 +23,7 @@ from busrl.errors import SharedMemoryFull, UserError
 from busrl.preflight import learning_rates, machine, memory, sources, trial
 from busrl.states import CALLER_ROLES, RANK, TINY
 from busrl.system import device
-from busrl.topology.plugins import ADAPTERS, SCRIPTED
+from busrl.topology.plugins import ADAPTERS, SCRIPTED, SERVED, TOGETHER
 from busrl.topology.prompts import AskedSet
 from busrl.topology.reader import show
 from busrl.topology.rewards import REWARD_KINDS
@@ -68,13 +68,18 @@ def shared_memory(topology: Topology) -> list[tuple[str, int]]:
     usual answers: the memory of long ones goes back when they are trained."""
     sizes = [("ring", topology.derived.ring_held)]
     parameters = pretrained.model_facts(model_at(topology.model.path)).parameters
-    if topology.weights.transport == "shm" and parameters:
+    if _in_shared_memory(topology) and parameters:
         size = parameters * pretrained.BYTES_OF[topology.model.dtype]
         sizes.append(("weights", int(topology.weights.copies * size)))
     cost = machine.weight_cost(topology, model_at(topology.model.path))
     if topology.weights.transport in ADAPTERS and cost is not None and cost.version:
         sizes.append(("adapters", cost.total))
     return sizes
+
+
+def _in_shared_memory(topology: Topology) -> bool:
+    """Tell whether whole versions of the weights lie in /dev/shm."""
+    return topology.weights.copies > 0 and topology.weights.transport not in TOGETHER
 
 
 def process_configs(topology: Topology) -> list[dict[str, Any]]:
@@ -236,7 +241,7 @@ def _sizes(t: Topology) -> Iterator[str]:
     if t.derived.ring_held < t.derived.ring_bytes:
         usual = f"{t.derived.slots} answers of {t.derived.usual_tokens} tokens (ring.expected_tokens)"
         yield f"    that is with {usual}; at most {_mib(t.derived.ring_bytes)}, if all are as long as they may be"
-    if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
+    if len(shared_memory(t)) == 1 and _in_shared_memory(t):
         yield "  weights: twice the size of the model, known when it is loaded"
     yield from _blocks(t)
     yield from _versions(t)
@@ -352,7 +357,7 @@ def _lacking(t: Topology) -> Iterator[str]:
     if threads > (there := len(machine.cores())):
         yield f"[[process]]: rollouts and learner have {threads} threads for {there} cores; lower threads or count"
     name = t.openai.api_key_env
-    asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine == "openai"]
+    asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine in SERVED]
     if name and not all(entry.env.get(name) or os.environ.get(name) for entry in asking):
         yield f"openai.api_key_env: ${name} is not set in this environment; the run ends at once where it is not set"
     for kind in sorted({t.device_of(process.name) for process in t.processes() if has_model(process.spec)} - {"auto"}):

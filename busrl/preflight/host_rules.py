@@ -18,7 +18,7 @@ from busrl.states import CALLER_ROLES, HOST_NAME
 from busrl.system.device import expected
 from busrl.topology import schema
 from busrl.topology.learner import ON_GPUS, Parallel
-from busrl.topology.plugins import FOLDERS, ONE_COPY, SCRIPTED
+from busrl.topology.plugins import ONE_COPY, SCRIPTED, TOGETHER
 from busrl.topology.rewards import REWARD_KINDS
 from busrl.topology.schema import Process, Topology
 
@@ -35,9 +35,7 @@ TABLE = (
           'other hosts reach the bus over TCP; set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys '
           "with `busrl keys`", hidden=("process",)),
     Clash(("weights.transport",),
-          lambda t: (
-              t.weights.transport not in ("shm", *FOLDERS) and t.host_names
-          ),
+          lambda t: t.weights.transport in TOGETHER and t.host_names,
           'other hosts get what lies in shared memory or in folders; set weights.transport = "shm"',
           hidden=("process",)),
     Clash(("segments.rounds",), lambda t: t.segments.rounds == "segments" and t.segments.length and t.host_names,

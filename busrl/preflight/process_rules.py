@@ -68,8 +68,6 @@ OF_ENTRY = (
 )
 # In a topology with a scripted engine, of its entry.
 SCRIPTED_RUNS = (
-    EntryClash((".engine", "weights.transport"), lambda t, _: t.weights.transport != "shm",
-               'a scripted engine follows the versions in shared memory; set weights.transport = "shm"'),
     EntryClash(("reward.extract", ".engine"), lambda t, _: t.reward.extract and t.reward.kind == EXACT_MATCH,
                "a scripted answer is bare, or wrong: the pattern would find neither; remove extract",
                hidden=("reward.kind",)),

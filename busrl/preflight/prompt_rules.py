@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from busrl.algorithms.catalog import LOSS_FACTS
 from busrl.curve import NAME
 from busrl.preflight.findings import Check, Clash, Finding, clashes
 from busrl.states import TINY
-from busrl.topology.plugins import FIFO, ONE_COPY, RESTARTS, SCRIPTED
+from busrl.topology.plugins import FIFO, RESTARTS, SCRIPTED, SERVED, TOGETHER
 from busrl.topology.schema import Topology
 from busrl.topology.sizes import count, only_validate
 
 OTHER_PROMPTS = 'set data to a file of prompts (those of training will do), or "tiny:sort"'
 OPEN = "every prompt of an open stream is answered when it arrives"
+# Losses without a ratio that pois could set to 1, or that choose tokens by it; the decoupled one has a row of its own.
+WITHOUT_A_RATIO = tuple(
+    name for name, facts in LOSS_FACTS.items() if (facts.chooses or not facts.ratio) and name != "decoupled"
+)
 
 
 def _unread(t: Topology) -> str:
@@ -64,7 +69,7 @@ TABLE = (
     _never_with_pois("learner.loss", lambda t: t.learner.loss == "decoupled",
                      'the decoupled loss is made of the ratios that pois sets to 1; learner.loss = "ppo_clip"'),
     _never_with_pois(
-        "learner.loss", lambda t: t.learner.loss in ("dppo", "reinforce", "m2po", "clip_cov", "kl_cov", "topk_kl"),
+        "learner.loss", lambda t: t.learner.loss in WITHOUT_A_RATIO,
         'this loss has no ratio that pois could set to 1, or chooses tokens by it; learner.loss = "ppo_clip"',
     ),
     _never_with_pois("learner.updates_per_batch", lambda t: t.learner.updates_per_batch > 1,
@@ -208,11 +213,11 @@ def _dedicated(t: Topology) -> Iterator[Finding]:
     elif count(t, "rollout") == only_validate(t) and all(entry.count for entry in t.process if entry.role == "rollout"):
         rule = "every rollout only validates, so nothing is generated to train on"
         yield Finding(("validation.mode",), rule, 'add a [[process]] with role = "rollout"', depends=("process",))
-    if t.weights.transport in ("broadcast", ONE_COPY):
+    if t.weights.transport in TOGETHER:
         rule = "every engine takes part in each publication, so none can keep its version while training goes on"
         yield Finding(("validation.mode", "weights.transport"), rule, 'transport = "shm", or mode = "hold"')
     for index, entry in enumerate(t.process):
-        if entry.role == "rollout" and entry.engine == "openai":
+        if entry.role == "rollout" and entry.engine in SERVED:
             rule = "the server's weights change for all that ask it"
             yield Finding(("validation.mode", f"process.{index}.engine"), rule, 'mode = "hold" or "free"')
         if entry.role == "rollout" and entry.command:

@@ -29,6 +29,7 @@ from busrl.engines.tokens import NO_IDS, Ids
 from busrl.protocol import messages as m
 from busrl.states import Finish
 from busrl.topology import Topology
+from busrl.topology.plugins import SERVED
 
 PROMPTS, TOKENS, PROMPT_TOKENS = 4, 16, 256  # at most: prompts, tokens of an answer and of a prompt
 BLOCKS = (1, 16)  # tokens that caches of prompts go by
@@ -58,7 +59,7 @@ def workers(topology: Topology) -> set[str]:
 def by_chat(topology: Topology) -> bool:
     """True if an engine takes chats, which can neither be cut nor made up of ids."""
     return topology.openai.endpoint == "chat" and any(
-        process.role == "rollout" and process.engine == "openai" for process in topology.process
+        process.role == "rollout" and process.engine in SERVED for process in topology.process
     )
 
 

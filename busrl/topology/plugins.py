@@ -21,21 +21,32 @@ ONE_COPY = "cuda_ipc"  # the transport with which the learner's weights are the 
 @dataclass(frozen=True)
 class EngineKind:
     """An inference engine: its module below `busrl`, and where its model runs: "here", in its rollout process or a
-    child; "there", at an endpoint; "": nowhere."""
+    child; "there", at an endpoint; "": nowhere. `recomputes`: left to itself, it computes the keys and values of
+    running sequences again after new weights."""
 
     module: str
     model: Literal["here", "there", ""]
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
 class TransportKind:
     """A weight transport: its module below `busrl`, and the engines that it can give weights to (one that is not
-    busrl's own, openai, has its own rules). `version`: what a version is. `restarts`: it starts the engine again."""
+    busrl's own, openai, has its own rules).
+
+    `version`: what a version is. `restarts`: it starts the engine again. `together`: every engine takes part in each
+    publication; otherwise a version lies in shared memory or in a folder, until each engine fetches it. `copies`:
+    versions of all values that the learner's host holds, and `changes`: how many more where changed values are sent
+    alone; 0: it cannot do that.
+    """
 
     module: str
     engines: tuple[str, ...]
     version: Literal["tensors", "adapter", "folder"] = "tensors"
     restarts: bool = False
+    together: bool = False
+    copies: float = 0.0
+    changes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,13 +59,13 @@ class PolicyKind:
 ENGINES = {
     "torch": EngineKind("engines.torch.engine", "here"),
     SCRIPTED: EngineKind("engines.scripted", ""),
-    "vllm": EngineKind("engines.vllm.engine", "here"),
-    "openai": EngineKind("engines.openai.engine", "there"),
+    "vllm": EngineKind("engines.vllm.engine", "here", recomputes=True),
+    "openai": EngineKind("engines.openai.engine", "there", recomputes=True),
 }
 TRANSPORTS = {
-    "shm": TransportKind("weights.shm", ("torch", "vllm", SCRIPTED)),
-    "broadcast": TransportKind("weights.broadcast", ("torch", "vllm")),
-    ONE_COPY: TransportKind("weights.one_copy", ("torch", "vllm")),
+    "shm": TransportKind("weights.shm", ("torch", "vllm", SCRIPTED), copies=2.0, changes=1.0),
+    "broadcast": TransportKind("weights.broadcast", ("torch", "vllm"), together=True, copies=2.0, changes=0.5),
+    ONE_COPY: TransportKind("weights.one_copy", ("torch", "vllm"), together=True),
     "lora_hotswap": TransportKind("weights.folders", ("torch", "vllm"), "adapter"),
     "lora_restart": TransportKind("weights.folders", ("torch", "vllm"), "adapter", restarts=True),
     "checkpoint_restart": TransportKind("weights.folders", ("torch", "vllm"), "folder", restarts=True),
@@ -63,4 +74,6 @@ FIFO = "fifo"  # the order drawn
 POLICIES = {FIFO: PolicyKind(predicts=False), "sjf": PolicyKind(), "ljf": PolicyKind(), "adaptive": PolicyKind()}
 ADAPTERS = tuple(name for name, kind in TRANSPORTS.items() if kind.version == "adapter")
 FOLDERS = tuple(name for name, kind in TRANSPORTS.items() if kind.version != "tensors")
+TOGETHER = tuple(name for name, kind in TRANSPORTS.items() if kind.together)
+SERVED = tuple(name for name, kind in ENGINES.items() if kind.model == "there")
 RESTARTS = tuple(name for name, kind in TRANSPORTS.items() if kind.restarts)

@@ -153,8 +153,8 @@ class Weights(Table):
     def copies(self) -> float:
         """Versions of all values that the learner's host holds: the one that is read and the one that comes next, and
         with sparse updates the changes beside them; none for folders and for weights that are not copied."""
-        changes = {"shm": 1.0, "broadcast": 0.5}.get(self.transport)
-        return 0.0 if changes is None else 2.0 + changes * self.sparse.enabled
+        kind = TRANSPORTS[self.transport]
+        return kind.copies + kind.changes * self.sparse.enabled
 
 
 # -- what runs, and how it meets -----

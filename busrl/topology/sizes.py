@@ -110,7 +110,8 @@ UNBOUNDED = 8  # versions of an adapter that vLLM may need at a time where nothi
 
 def kept_versions(topology: Topology) -> int:
     """Versions that stay in the place of publication. An adapter may be asked for as long as a sample of it counts."""
-    if topology.weights.transport == "lora_hotswap" and topology.weights.mode == "batch-async":
+    kept = topology.weights.transport in ADAPTERS and topology.weights.transport not in RESTARTS
+    if kept and topology.weights.mode == "batch-async":
         return max(2, topology.weights.max_staleness + 1)
     return 2  # the newest, and the one that an engine may be reading
 

@@ -163,7 +163,7 @@ def test_an_engine_is_a_module_and_its_names_in_one_table(copy: Path) -> None:
     )
     plugins = copy / "busrl" / "topology" / "plugins.py"
     add(plugins, '    "torch": EngineKind(', '    "echo": EngineKind("engines.echo", "here"),\n')
-    add(plugins, '"torch", "vllm", SCRIPTED)),\n    "broadcast"', '"echo", ')
+    add(plugins, '"torch", "vllm", SCRIPTED)', '"echo", ')
     code = (
         "from busrl.preflight.load import load\n"
         "from busrl.topology.schema import has_model\n"

@@ -80,7 +80,7 @@ def test_a_model_that_does_not_name_its_ids_is_refused(scripted: Path, refused: 
 @pytest.mark.parametrize(
     ("extra", "part"),
     [
-        ('[weights]\ntransport = "broadcast"\n', "follows the versions in shared memory"),
+        ('[weights]\ntransport = "broadcast"\n', "this transport gives weights to torch and vllm only"),
         ('[reward]\nextract = "=(.*)"\n', "remove extract"),
         ('[[process]]\nrole = "validator"\n', "nothing to validate"),
     ],

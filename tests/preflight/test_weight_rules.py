@@ -55,10 +55,10 @@ WARNED = [
 ]
 IGNORED = [
     ("cuda_ipc", "checksum = true", "cuda_ipc sends nothing: there are no bytes to check"),
-    ("cuda_ipc", "sparse.enabled = true", "cuda_ipc sends nothing: nothing is left out of it"),
+    ("cuda_ipc", "sparse.enabled = true", "cuda_ipc cannot send changed values alone"),
     ("lora_hotswap", "checksum = true", "lora_hotswap always checks the CRC-32 of each file"),
-    ("lora_hotswap", "sparse.enabled = true", "lora_hotswap sends an adapter: nothing is left out of it"),
-    ("checkpoint_restart", "sparse.enabled = true", "checkpoint_restart sends a whole folder"),
+    ("lora_hotswap", "sparse.enabled = true", "lora_hotswap cannot send changed values alone"),
+    ("checkpoint_restart", "sparse.enabled = true", "checkpoint_restart cannot send changed values alone"),
     ("checkpoint_restart", "bucket_mb = 4", "checkpoint_restart sends nothing in pieces"),
 ]
 

@@ -34,7 +34,7 @@ from busrl.roles import probes
 from busrl.roles.learner.models import Models
 from busrl.roles.learner.samples import to_sample
 from busrl.topology import Topology
-from busrl.topology.plugins import ENGINES, RESTARTS
+from busrl.topology.plugins import ENGINES, RESTARTS, SERVED
 from busrl.training import earlier
 from busrl.training.batch import Sample, first_fault
 
@@ -142,7 +142,7 @@ UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
 
 def tolerance(topology: Topology) -> float:
     """The mean difference that rounding can make. The number type of a server is unknown here."""
-    served = any(entry.role == "rollout" and entry.engine == "openai" for entry in topology.process)
+    served = any(entry.role == "rollout" and entry.engine in SERVED for entry in topology.process)
     return EXACT if topology.model.dtype == "float32" and not served else ROUNDED
 
 
@@ -154,7 +154,7 @@ def mixed(topology: Topology) -> bool:
     if topology.weights.mode == "sync" or topology.weights.transport in RESTARTS:
         return False
     how = topology.generation.on_update
-    keeps = any(entry.role == "rollout" and entry.engine not in ("vllm", "openai") for entry in topology.process)
+    keeps = any(entry.role == "rollout" and not ENGINES[entry.engine].recomputes for entry in topology.process)
     return how == "keep" or (how == "auto" and keeps)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 from busrl.observe.monitor import phrases
 from busrl.observe.monitor.sources import Watcher, watched
 from busrl.paths import RunPaths
+from busrl.states import CALLER_ROLES
 from busrl.status import words
 from busrl.status.state import OVER, ProcessRow, Rate, RunState
 
@@ -24,7 +25,7 @@ KEPT_S: Final = 300.0
 GAP_S: Final = 3.0  # between two looks; of a longer time nothing is known
 MOST_LINES, MOST_SPANS = 64, 512
 MOVED_S: Final = 5.0
-TAKERS: Final = {"queued": ("rollout", "agent", "serve", "atropos"), "generated": ("reward",), "rewarded": ("learner",)}
+TAKERS: Final = {"queued": ("rollout", *CALLER_ROLES), "generated": ("reward",), "rewarded": ("learner",)}
 COLUMNS: Final = (
     "step", "time", "reward", "reward_trained", "length", "tokens_per_s", "lr", "grad_norm", "flat_share", "cut_share",
     "kl", "k3", "entropy", "ess", "age_mean", "age_max", "mismatch", "n_min", "control_n_min",
