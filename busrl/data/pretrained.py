@@ -59,6 +59,17 @@ def task_prompts(path: str) -> Path | None:
 
 # -- a model folder -----
 
+
+def import_classes(folder: str | Path) -> None:
+    """Import transformers' classes for the model and tokenizer of a folder; what is wrong with it, loading says."""
+    hf: Any = importlib.import_module("transformers")
+    importlib.import_module("transformers.models.auto.modeling_auto")
+    with contextlib.suppress(Exception):
+        config = hf.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        hf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        hf.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
 Shapes = dict[str, tuple[int, ...]]
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
 EMBEDDINGS = (["embed_tokens"], ["wte"], ["embed_in"], ["word_embeddings"])

@@ -14,7 +14,6 @@ Talks to the kernel only; `processes.py` decides which child to start and when. 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import select
@@ -29,19 +28,19 @@ from types import FrameType
 from typing import BinaryIO
 
 from busrl.errors import LONGEST_VERDICT, RETRY, TRACE, VERDICT, BugError, first_line
+from busrl.launch.forks import Forks, Way
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
 from busrl.system import proxies
 from busrl.system.files import whole_file
 from busrl.system.guardian import MARK, end_marked
 from busrl.system.imports import PACKAGES, interpreter
+from busrl.system.template import TemplateRefused, bind, die_with
 from busrl.topology import ProcessName
 from busrl.topology.schema import AGENT
 
-PR_SET_PDEATHSIG = 1
 MARKED_S = 1.0
 TAIL_BYTES = 16_384  # of a log file
-_libc = ctypes.CDLL(None, use_errno=True)
 STARTED = re.compile(r"--- .* started by launch \(pid [0-9]+\)$")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -51,38 +50,35 @@ class RunningChild:
     """A child that was started and whose end was not noticed yet."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    pid: int
     pidfd: int
     mark: str = ""
     unlogged: str = ""  # why it has no log
     on_end: Callable[[int], None] = lambda pid: None  # called after its group was killed, before its pid is free again
     verdict_fd: int = -1  # a process of busrl writes its verdict to the other end
-
-    @property
-    def pid(self) -> int:
-        return self.popen.pid
+    code: int | None = None  # its exit code once it was waited for; -n after signal n
 
     def fileno(self) -> int:
         return self.pidfd
 
     def ended(self) -> Exit | None:
         """Return how it ended, or None while it runs. What is left of its group is killed first."""
-        if self.popen.returncode is None:
+        if self.code is None:
             if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
             self.kill_group()  # before the pid is free: another group could have its number
             self.on_end(self.pid)
-            self.popen.wait()
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             if self.mark:
                 end_marked(self.mark, MARKED_S)
-        code, (verdict, why) = self.popen.returncode, self._verdict()
-        foreign = self.verdict_fd >= 0 and code > 0 and code != verdict
-        return Exit(code, f"exit code {code}, which busrl did not give" if foreign else "", verdict, why)
+        verdict, why = self._verdict(self.code)
+        foreign = self.verdict_fd >= 0 and self.code > 0 and self.code != verdict
+        return Exit(self.code, f"exit code {self.code}, which busrl did not give" if foreign else "", verdict, why)
 
-    def _verdict(self) -> tuple[int, str]:
+    def _verdict(self, exit_code: int) -> tuple[int, str]:
         """Read the verdict that the child wrote. A foreign program writes none: only its end with 0 counts."""
         if self.verdict_fd < 0:
-            return 0 if self.popen.returncode == 0 else RETRY, ""
+            return 0 if exit_code == 0 else RETRY, ""
         with contextlib.suppress(OSError, ValueError):
             code, _, why = os.read(self.verdict_fd, LONGEST_VERDICT).decode(errors="replace").partition(" ")
             return int(code), why
@@ -127,28 +123,35 @@ def own_python(process: ProcessName) -> str:
 def environment_of(
     process: ProcessName, paths: RunPaths, more: Mapping[str, str], hosts: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Environment of a child: thread counts from `threads`, the place of the run, what the topology adds, then `more`;
-    and no proxy for the run's own addresses, `hosts` among them."""
+    """Environment of a child: that of all, its name, what the topology adds, then `more`."""
+    of_this_one = {"BUSRL_NAME": process.name, **process.spec.env, **more}
+    return common_environment(process.spec.threads, paths, hosts, of_this_one, bool(own_python(process)))
+
+
+def common_environment(
+    threads: int, paths: RunPaths, hosts: Sequence[str] = (), more: Mapping[str, str] | None = None,
+    other_python: bool = False,
+) -> dict[str, str]:
+    """Environment of any child: thread counts, the place of the run, then `more`; and no proxy for the run's own
+    addresses, `hosts` among them."""
     # Another Python has a busrl of its own, and site-packages must not come before the standard library.
-    packages = [] if own_python(process) or os.path.basename(PACKAGES).endswith("-packages") else [PACKAGES]
+    packages = [] if other_python or os.path.basename(PACKAGES).endswith("-packages") else [PACKAGES]
     searched = [*packages, *filter(None, [os.environ.get("PYTHONPATH")])]
     return proxies.environment({
         **os.environ,
-        **dict.fromkeys(THREAD_VARIABLES, str(process.spec.threads)),
+        **dict.fromkeys(THREAD_VARIABLES, str(threads)),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning workers of one process would starve the others
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(searched),
         "BUSRL_RUN_DIR": str(paths.root),
-        "BUSRL_NAME": process.name,
-        **process.spec.env,
-        **more,
+        **(more or {}),
     }, *hosts)
 
 
 def start(
     process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = (), env: Mapping[str, str] | None = None,
-    cores: frozenset[int] = frozenset(), mark: str = "", hosts: Sequence[str] = (),
+    cores: frozenset[int] = frozenset(), mark: str = "", hosts: Sequence[str] = (), forks: Forks | None = None,
 ) -> RunningChild:
     """Start one child on these cores (empty: on any), with its mark and `env`; its output goes to its log."""
     variables = environment_of(process, paths, {**(env or {}), MARK: mark}, hosts)
@@ -157,8 +160,9 @@ def start(
         return spawn(process.name, command, log, variables, (), cores, mark)
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        child = forked(process, log, variables, (writer, *keep_fds), cores, mark, forks) if forks else None
         variables[VERDICT] = str(writer)
-        child = spawn(process.name, command, log, variables, (*keep_fds, writer), cores, mark)
+        child = child or spawn(process.name, command, log, variables, (*keep_fds, writer), cores, mark)
     except BaseException:
         os.close(reader)
         raise
@@ -180,12 +184,29 @@ def spawn(
         with output:
             popen = subprocess.Popen(
                 command, env=env, stdin=stdin, stdout=output, stderr=output, pass_fds=keep_fds, start_new_session=True,
-                preexec_fn=_prepare(os.getpid(), cores),
+                preexec_fn=_prepare(os.getpid(), sorted(cores)),
             )
     finally:
         if stdin >= 0:
             os.close(stdin)
-    return RunningChild(name, popen, os.pidfd_open(popen.pid), mark, unlogged)
+    popen.returncode = 0  # `ended` waits for it, as for a child that was forked: Popen must not wait for it itself
+    return RunningChild(name, popen.pid, os.pidfd_open(popen.pid), mark, unlogged)
+
+
+def forked(
+    process: ProcessName, log: Path, env: Mapping[str, str], keep_fds: tuple[int, ...], cores: frozenset[int],
+    mark: str, forks: Forks,
+) -> RunningChild | None:
+    """A child that the template forks; None if this one has to start alone."""
+    if forks.way_of(process) is not Way.FORKED:
+        return None
+    output, unlogged = _open_log(log)
+    with output:
+        try:
+            pid = forks.fork(process, env, (output.fileno(), *keep_fds), cores)
+        except TemplateRefused:
+            return None
+    return RunningChild(process.name, pid, os.pidfd_open(pid), mark, unlogged)
 
 
 def _open_log(log: Path) -> tuple[BinaryIO, str]:
@@ -203,17 +224,13 @@ def _open_log(log: Path) -> tuple[BinaryIO, str]:
     return output, unlogged
 
 
-def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:
+def _prepare(parent: int, cores: Sequence[int]) -> Callable[[], None]:
     """Make the function that runs in the child before its program: it binds it to cores while it has one thread, and
     to the life of launch."""
 
     def prepare() -> None:
-        if cores:
-            with contextlib.suppress(OSError):  # a core was removed since the topology was checked
-                os.sched_setaffinity(0, cores)
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # launch died before the line above: no signal would come any more
-            os._exit(1)
+        bind(cores)
+        die_with(parent)
 
     return prepare
 

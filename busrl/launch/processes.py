@@ -17,11 +17,13 @@ import selectors
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment
-from busrl.launch.children import RunningChild, last_lines, last_words, start
+from busrl.launch.children import RunningChild, common_environment, last_lines, last_words, start
 from busrl.launch.fates import FateWatch
+from busrl.launch.forks import Forks, Way
 from busrl.launch.rundir import OpenRun
 from busrl.launch.summary import Journal, RunOutcome, cpu_of
 from busrl.launch.supervisor import NOT_STARTED, Child, Death, Ending, Exit, ForeignProcesses, Phase
@@ -35,6 +37,7 @@ from busrl.ring.locks import taken_back
 from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES, HeaderWord
 from busrl.system import device
 from busrl.system.guardian import Guardian, halted, mark
+from busrl.system.template import bury_orphans
 from busrl.topology import ProcessName, Topology
 from busrl.topology.schema import AGENT
 
@@ -155,6 +158,9 @@ class Processes:
         self._team = ranks | {"learner"} if ranks else ranks  # when one of them ends, all start again
         singles = {*IMPLIED_ROLES, *SINGLE_ROLES} & names.keys()
         self._foreign = ForeignProcesses(singles, run.topology.limits)
+        addresses = (run.topology.serve.host,)
+        environment = partial(common_environment, paths=run.paths, hosts=addresses)
+        self._forks = Forks(run.paths, run.topology, environment, selector, journal.say)
         self._mark = mark(run.paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
 
@@ -163,16 +169,19 @@ class Processes:
     def start_due(self) -> RunOutcome | None:
         """Start each child whose pause is over; the outcome of the run if one can never be started."""
         now = time.monotonic()
-        due = (child for child in self.children if child.is_due(now) and not self._awaits_team(child))
+        self._forks.look([self._names[child.name] for child in self.children if child.is_due(now)])
+        due = (child for child in self.children if child.is_due(now) and not self._awaits_another(child))
         return next(filter(None, map(self._start, due)), None)
 
     def next_start_s(self) -> float:
-        """Seconds until the next child is to be started; inf if none is."""
-        waiting = (child for child in self.children if child.phase is Phase.BACKOFF and not self._awaits_team(child))
+        """Seconds until the next child is to be started; inf if none is before another process has changed."""
+        waiting = (child for child in self.children if child.phase is Phase.BACKOFF and not self._awaits_another(child))
         return min((child.due - time.monotonic() for child in waiting), default=math.inf)
 
-    def _awaits_team(self, child: Child) -> bool:
-        """Check whether another process of the child's team is still to end."""
+    def _awaits_another(self, child: Child) -> bool:
+        """Check whether the template is not yet ready for the child, or another process of its team is still to end."""
+        if self._forks.way_of(self._names[child.name]) is Way.WAITS:
+            return True
         return child.name in self._team and any(
             other.went_along and other.name in self.running for other in self.children
         )
@@ -209,7 +218,8 @@ class Processes:
         cores = machine.cores_of(topology, process.spec, machine.cores())
         sign = f"{self._mark}{child.name}/{child.restarts}/"
         running = start(
-            process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, cores, sign, (topology.serve.host,)
+            process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, cores, sign, (topology.serve.host,),
+            self._forks,
         )
         running.on_end = self._guardian.let_go
         self._guardian.hold(running.pid)
@@ -314,6 +324,7 @@ class Processes:
             self._journal.warn(why)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        bury_orphans(ours)
         if self._guardian.renew():
             self._journal.note("somebody ended the guardian, which ends what outlives launch; there is another one now")
 
@@ -371,4 +382,5 @@ class Processes:
             running.ended()
             running.close()
         self.running.clear()
+        self._forks.close()
         self._guardian.close()

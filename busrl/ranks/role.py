@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator
 
 from busrl.bus.security import relay_endpoint
+from busrl.data.pretrained import import_classes
 from busrl.errors import TEAM_ENDED, PeerLost, RankLost
 from busrl.ranks import mesh
 from busrl.ranks.builder import TeamSettings
@@ -27,6 +28,7 @@ from busrl.ranks.meeting import Away, Place
 from busrl.ranks.wire import ControlMessage
 from busrl.roles.actor import Actor
 from busrl.system import device
+from busrl.topology import Topology
 from busrl.training.forward import COMPILE_S
 from busrl.training.settings import TrainerSettings
 from busrl.weights.tensors import fingerprint
@@ -38,6 +40,10 @@ ASK_S = 2.0
 class Rank(Actor):
     role = "rank"
     tick_s = 0.2
+
+    @classmethod
+    def warm(cls, topology: Topology, name: str) -> None:
+        import_classes(topology.model.path)
 
     def main(self) -> int:
         try:

@@ -75,11 +75,16 @@ def verdict() -> int | None:
     return int(text)
 
 
-if __name__ == "__main__":
-    listener, own_pid = verdict(), os.getpid()
+def whole(listener: int | None) -> int:
+    """The process from its arguments to its exit code, which launch gets through `listener` too."""
+    own_pid = os.getpid()
     try:
         end = main()
     except Exception as problem:
         reported(RETRY, cause(problem), listener, own_pid)
         raise
-    sys.exit(reported(*end, listener, own_pid))
+    return reported(*end, listener, own_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(whole(verdict()))

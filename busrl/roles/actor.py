@@ -246,6 +246,10 @@ class Actor(ABC):
     def stop(self, reason: str) -> None:
         self.stopping = self.stopping or reason
 
+    @classmethod
+    def warm(cls, topology: Topology, name: str) -> None:
+        """Import what `setup` of the process `name` imports, and start nothing: processes are forked after it."""
+
     def setup(self) -> None:
         """Load what the role needs; the process counts as ready after it."""
 

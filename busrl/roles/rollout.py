@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from busrl.engines import Engine, Finished, Request, make_engine
+from busrl.engines import Engine, Finished, Request, make_engine, warm_engine
 from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
 from busrl.protocol import messages as m
@@ -34,8 +34,9 @@ from busrl.roles.probes import Prober
 from busrl.scheduling.admission import LeftBehind, steps_behind
 from busrl.states import Finish, HeaderWord
 from busrl.system.files import LineFile
+from busrl.topology import Topology
 from busrl.weights.base import Receiver
-from busrl.weights.factory import TransportSettings, make_receiver
+from busrl.weights.factory import TransportSettings, import_transport, make_receiver
 
 log = logging.getLogger("busrl")
 PACE_EVERY_S = 0.25
@@ -178,6 +179,11 @@ class Rollout(Actor):
     restart: EngineRestart | None = None  # where new weights make the engine start again
     engine_held = False  # since the run is paused
     refused = 0  # version that could not be used here
+
+    @classmethod
+    def warm(cls, topology: Topology, name: str) -> None:
+        warm_engine(topology, name)
+        import_transport(topology.weights.transport)
 
     def setup(self) -> None:
         self.engine: Engine = make_engine(self.topology, self.name)

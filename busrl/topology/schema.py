@@ -45,6 +45,7 @@ class Run(Table):
     seed: int = key(0, "seed of the data order, of sampling and of the training", low=0, high=2**31 - 1)
     max_steps: int = key(200, "the run ends after this many optimiser steps", low=1)
     max_groups: int = key(0, "or after this many trained groups, whichever comes first; 0 = no such limit", low=0)
+    template: bool = key(True, "fork processes from one that has imported what they need; false: each starts alone")
 
 
 class Model(Table):

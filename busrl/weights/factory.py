@@ -107,4 +107,9 @@ def make_receiver(settings: TransportSettings, name: str) -> Receiver:
 
 
 def _module(settings: TransportSettings) -> Any:
-    return import_module(f"busrl.{TRANSPORTS[settings.transport].module}")
+    return import_transport(settings.transport)
+
+
+def import_transport(name: str) -> Any:
+    """The module of a transport."""
+    return import_module(f"busrl.{TRANSPORTS[name].module}")

@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from busrl.data.pretrained import import_classes
 from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.engines.base import Engine, Finished, Request, Statistics, Streams
 from busrl.engines.tokens import NO_IDS, Ids, Tokens, eos_ids_of
@@ -648,6 +649,11 @@ def _max_length(model: Any, wanted: int) -> int:
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     limits = [int(limit) for limit in (wanted, positions) if limit]
     return min(limits) if limits else DEFAULT_MAX_LENGTH
+
+
+def warm(topology: Topology) -> None:
+    """Import what `make` imports when it loads the model's folder."""
+    import_classes(topology.model.path)
 
 
 def make(topology: Topology, process: str) -> TorchEngine:

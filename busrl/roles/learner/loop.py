@@ -40,6 +40,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from busrl import capabilities
+from busrl.data.pretrained import import_classes
 from busrl.errors import CannotTrain, FateRefused
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
@@ -64,6 +65,7 @@ from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
 from busrl.training.step_stats import StepStats
 from busrl.training.trainer import Team
+from busrl.weights.factory import import_transport
 
 log = logging.getLogger("busrl")
 PACE_SLICE_S = 0.5  # between two signs of progress
@@ -76,6 +78,11 @@ class Learner(Actor):
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.ProbeDrawn,)
 
     # -- start --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def warm(cls, topology: Topology, name: str) -> None:
+        import_classes(topology.model.path)
+        import_transport(topology.weights.transport)
 
     def setup(self) -> None:
         topology = self.topology

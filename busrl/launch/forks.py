@@ -1,0 +1,178 @@
+"""Processes of a run that are forked from one which has imported what they need: who is, who waits, who starts alone.
+
+Talks to the template (`system/template.py`), for the processes that `processes.py` starts. Knows nothing of deaths.
+
+- A program, another interpreter, an environment or a thread count of its own: such a process starts alone, and so does
+  the bus, for which all others wait.
+- The template imports what processes without a model need; once those are started, what models need.
+- Whatever goes wrong with the template costs one line and the time that it would have saved.
+- Its death ends nothing: the next process that it could serve starts it again, until it has died `MOST_DEATHS` times
+  without serving any.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import selectors
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from busrl.paths import RunPaths
+from busrl.states import ROLES
+from busrl.system.guardian import halted
+from busrl.system.imports import interpreter
+from busrl.system.template import Template, TemplateRefused
+from busrl.topology import ProcessName, Topology
+from busrl.topology.schema import has_model
+
+IMPORT_S = 120.0  # of a machine that does much else
+FORK_S = 5.0
+MOST_DEATHS = 3
+# A library that looks whether there is a GPU would start the driver, which no fork survives: NVML answers without.
+NO_DEVICE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+ALONE_ROLES = ("bus",)
+ENGINES_ALONE = ("vllm",)  # it starts processes and threads of its own as it is imported
+
+
+class Way(enum.Enum):
+    """The way in which a process starts."""
+
+    FORKED = "forked from the template"
+    WAITS = "waits for the template"
+    ALONE = "a program of its own"
+
+
+class Warmth(enum.Enum):
+    """COLD -> WARMING_LIGHT -> LIGHT -> WARMING_ALL -> ALL; any -> COLD (it died) | OFF (given up, or turned off)"""
+
+    COLD = "there is no template"
+    WARMING_LIGHT = "imports what processes without a model need"
+    LIGHT = "serves processes without a model"
+    WARMING_ALL = "imports what models need"
+    ALL = "serves all"
+    OFF = "not used"
+
+
+def needs_model(process: ProcessName) -> bool:
+    return process.role == "rank" or has_model(process.spec)
+
+
+class Forks:
+    """The template of a run, from the first process that it can serve to `close`.
+
+    `environment` is that of all processes, without what is a process's own; `say` shows a line.
+    """
+
+    def __init__(
+        self, paths: RunPaths, topology: Topology, environment: Callable[[int], Mapping[str, str]],
+        selector: selectors.BaseSelector, say: Callable[[str], None],
+    ) -> None:
+        self._paths, self._environment, self._selector, self._say = paths, environment, selector, say
+        served = [process for process in topology.processes() if self._can_fork(process)]
+        self._served = {process.name: process for process in served}
+        threads = Counter(process.spec.threads for process in served)
+        self.threads = threads.most_common(1)[0][0] if threads else 0
+        self.warmth = Warmth.COLD if topology.run.template and len(served) > 1 else Warmth.OFF
+        self._template: Template | None = None
+        self._deaths, self._asked_at = 0, 0.0
+
+    @staticmethod
+    def _can_fork(process: ProcessName) -> bool:
+        spec = process.spec
+        alone = process.role in ALONE_ROLES or (process.role == "rollout" and spec.engine in ENGINES_ALONE)
+        return not (alone or spec.command or spec.python or spec.env) and process.role in ROLES
+
+    @property
+    def pid(self) -> int:
+        """Process number of the template; 0 while there is none."""
+        return self._template.pid if self._template else 0
+
+    def way_of(self, process: ProcessName) -> Way:
+        if self.warmth is Warmth.OFF or not self._can_fork(process) or process.spec.threads != self.threads:
+            return Way.ALONE
+        ready = (Warmth.ALL,) if needs_model(process) else (Warmth.LIGHT, Warmth.ALL)
+        return Way.FORKED if self.warmth in ready else Way.WAITS
+
+    def look(self, due: Sequence[ProcessName]) -> None:
+        """Bring the template as far as the processes that are due need it; see whether it is still there."""
+        try:
+            self._see_its_end()
+            if self.warmth is Warmth.COLD and any(self.way_of(process) is Way.WAITS for process in due):
+                self._start()
+            elif self._template and self._template.busy:
+                self._see_its_answer(self._template)
+            if self.warmth is Warmth.LIGHT and not any(self.way_of(process) is Way.FORKED for process in due):
+                self._warm(Warmth.WARMING_ALL, [name for name, process in self._served.items() if needs_model(process)])
+        except TemplateRefused as refusal:
+            self._give_up(str(refusal))
+        except OSError as problem:
+            self._give_up(f"it could not be started: {problem}")
+
+    def fork(
+        self, process: ProcessName, environment: Mapping[str, str], descriptors: Sequence[int], cores: frozenset[int]
+    ) -> int:
+        """Fork the process; its pid. TemplateRefused if it has to be started as a program of its own after all."""
+        assert self._template is not None
+        try:
+            if held := halted(self._template.pid):
+                raise TemplateRefused(f"the template (pid {self._template.pid}) is {held}")
+            pid = self._template.fork(
+                "busrl.roles.forked:run", [str(self._paths.root), process.name], environment, descriptors,
+                sorted(cores), FORK_S,
+            )
+        except TemplateRefused as refusal:
+            self._give_up(str(refusal))
+            raise
+        self._deaths = 0
+        return pid
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        log = os.open(self._paths.log("template"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            command = [*interpreter(), "busrl.system.template"]
+            self._template = Template(command, {**self._environment(self.threads), **NO_DEVICE}, log)
+        finally:
+            os.close(log)
+        self._selector.register(self._template, selectors.EVENT_READ)
+        self._warm(Warmth.WARMING_LIGHT, [name for name, process in self._served.items() if not needs_model(process)])
+
+    def _warm(self, warmth: Warmth, names: Sequence[str]) -> None:
+        assert self._template is not None
+        self.warmth, self._asked_at = warmth, time.monotonic()
+        self._template.call("busrl.roles.forked:warm", str(self._paths.root), list(names))
+
+    def _see_its_answer(self, template: Template) -> None:
+        if template.answered():
+            self.warmth = Warmth.LIGHT if self.warmth is Warmth.WARMING_LIGHT else Warmth.ALL
+        elif held := halted(template.pid):
+            raise TemplateRefused(f"the template (pid {template.pid}) is {held}")
+        elif time.monotonic() > self._asked_at + IMPORT_S:
+            raise TemplateRefused(f"the template (pid {template.pid}) did not import all within {IMPORT_S:g} s")
+
+    def _see_its_end(self) -> None:
+        if self._template is None or not self._template.ended():
+            return
+        self._deaths += 1
+        self._drop()
+        if self._deaths >= MOST_DEATHS:
+            raise TemplateRefused(f"the template died {self._deaths} times and served no process in between")
+        self.warmth = Warmth.COLD
+
+    def _give_up(self, why: str) -> None:
+        self._drop()
+        self.warmth = Warmth.OFF
+        self._say(f"processes start without a template from here on, which takes longer: {why}")
+
+    def _drop(self) -> None:
+        if self._template is not None:
+            self._selector.unregister(self._template)
+            self._template.close()
+            self._template = None
+
+    def close(self) -> None:
+        self._drop()
+        self.warmth = Warmth.OFF

@@ -1,0 +1,302 @@
+"""A template process: it has imported what others need, and forks one of them for each request of its owner.
+
+Talks to its owner over a socket, a JSON message each way, and to the kernel. `Template` is the owner's side; this
+module, run as a program, is the template itself. Knows nothing of roles or topologies: a request names a function.
+
+- A child of the template is a child of the owner: a process in between ends at once, and the kernel gives its orphan to
+  the nearest ancestor that takes orphans, which the owner is. So its end, its pidfd and its death with the owner are
+  those of a child that the owner started itself, and the template's own death touches no child.
+- A child waits until the owner has been sent its pid: no child runs of which the owner does not know.
+- A template forks only while it has one thread and no accelerator is in use; else it says why it can not.
+- A child has the environment, descriptors and cores of its request, and a session and random numbers of its own.
+- A request that is not answered in time costs the template its life; the owner then starts processes itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from busrl.errors import BusrlError, cause
+from busrl.system.guardian import stat_of
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+MOST_BYTES, MOST_DESCRIPTORS = 1 << 20, 16
+LET_GO = b"1"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class TemplateRefused(BusrlError):
+    """The template could not do what was asked; the text says why, and the owner starts its process itself."""
+
+
+# -- death with the parent ---------------------------------------------------------------------------------------------
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when the thread of `parent` that it belongs to ends; at once if it has ended."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above: no signal would come any more
+        os._exit(1)
+
+
+def bind(cores: Sequence[int]) -> None:
+    """Bind this process to these cores, as far as they are there; to none named: as its parent."""
+    if cores:
+        with contextlib.suppress(OSError):  # a core that was there when the topology was checked
+            os.sched_setaffinity(0, cores)
+
+
+def take_orphans() -> None:
+    """Make this process the parent of what its descendants leave behind."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def bury_orphans(own: Collection[int]) -> None:
+    """Wait for orphans that have ended: children in another's session, which this process did not start itself.
+    `own`: children that somebody else waits for."""
+    own_session = os.getsid(0)
+    for pid, session in _ended_children():
+        if session not in (pid, own_session) and pid not in own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _ended_children() -> list[tuple[int, int]]:
+    """Children that wait to be waited for, each with its session."""
+    with contextlib.suppress(OSError):  # a kernel without this file: they stay until this process ends
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            children = map(int, file.read().split())
+        stats = ((pid, stat_of(pid)) for pid in children)
+        return [(pid, int(stat[3])) for pid, stat in stats if stat and stat[0] == "Z"]
+    return []
+
+
+# -- the owner's side --------------------------------------------------------------------------------------------------
+
+
+class Template:
+    """A template as its owner sees it. `command` starts this module; the number of a descriptor is its last argument.
+
+    One request is under way at a time: `call` begins one that may take long, and `answered` tells when it is over.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise TemplateRefused("a template is started by the main thread, with whose end the kernel ends it")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        owner = os.getpid()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())], env=dict(environment), stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, pass_fds=(theirs.fileno(),), start_new_session=True, preexec_fn=lambda: die_with(owner),
+            )
+        take_orphans()
+        self._socket, self.busy = ours, False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when a request is answered, and when the template is gone."""
+        return self._socket.fileno()
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Let the template itself run a function ("module:name"), to import what its children will need."""
+        self._send({"call": function, "arguments": arguments}, ())
+        self.busy = True
+
+    def answered(self) -> bool:
+        """Tell whether nothing is under way any more; TemplateRefused if the last call failed."""
+        if self.busy and select.select([self._socket], [], [], 0)[0]:
+            self.busy = False
+            self._reply(0.0)
+        return not self.busy
+
+    def fork(
+        self, function: str, arguments: Sequence[Any], environment: Mapping[str, str], descriptors: Sequence[int],
+        cores: Sequence[int], limit_s: float,
+    ) -> int:
+        """Fork a child that runs the function and ends with what that returns; its pid.
+
+        `descriptors`: its standard output and error (one), then others, whose numbers it gets as first argument.
+        """
+        request = {
+            "fork": function, "arguments": arguments, "environment": dict(environment), "cores": list(cores),
+            "owner": os.getpid(),
+        }
+        self._send(request, descriptors)
+        return int(self._reply(limit_s)["pid"])
+
+    def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], list(descriptors), socket.MSG_DONTWAIT)
+        except OSError as problem:
+            raise TemplateRefused(f"the template (pid {self.pid}) takes no request: {problem}") from None
+
+    def _reply(self, limit_s: float) -> dict[str, Any]:
+        late = not select.select([self._socket], [], [], limit_s)[0]
+        if late:
+            self.kill()  # from here on it answers no more; it may just have
+        try:
+            data = self._socket.recv(MOST_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            end = f"did not answer within {limit_s:g} s" if late else "has ended"
+            raise TemplateRefused(f"the template (pid {self.pid}) {end}")
+        reply: dict[str, Any] = json.loads(data)
+        if "error" in reply:
+            raise TemplateRefused(reply["error"])
+        return reply
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End it; its children live on."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self._socket.close()
+
+
+# -- the template ------------------------------------------------------------------------------------------------------
+
+
+def serve(connection: socket.socket) -> int:
+    """Answer requests until the owner is gone; returns the exit code, in a child that of its function."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
+        if not message:
+            return 0
+        request, leash = json.loads(message), os.pipe()
+        reply = _answer(request)
+        if reply.get("pid") == 0:
+            connection.close()
+            os.close(leash[1])
+            return _become(request, descriptors, leash[0])
+        connection.send(json.dumps(reply).encode())
+        if "pid" in reply:
+            os.write(leash[1], LET_GO)  # both ends are open here: it is never refused
+        for descriptor in (*descriptors, *leash):
+            os.close(descriptor)
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what is asked; the reply to the owner, in a new child with 0 as pid."""
+    try:
+        if "fork" in request:
+            return {"pid": _forked()}
+        _function(request["call"])(*request["arguments"])
+        gc.freeze()  # what is imported stays: a child that looks for cycles copies none of these pages
+    except (Exception, SystemExit) as problem:  # of a library's import, of any kind: the owner starts as without us
+        return {"error": cause(problem)}
+    return {}
+
+
+def _function(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def unfit() -> str:
+    """Tell why this process must not fork; empty if it may."""
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        return f"something that was imported has started threads: there are {threads}, and a fork copies one"
+    torch = sys.modules.get("torch")
+    for kind in ("cuda", "npu"):
+        part: Any = getattr(torch, kind, None)
+        if part is not None and part.is_initialized():
+            return f"something that was imported uses {kind}, which no fork can"
+    return ""
+
+
+def _forked() -> int:
+    """Fork a process in between that forks the child and ends: 0 in the child, in the template the child's pid."""
+    if reason := unfit():
+        raise TemplateRefused(reason)
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    between = os.fork()
+    if between == 0:
+        _fork_and_end(write)  # comes back in the child alone
+        os.close(read)
+        os.close(write)
+        return 0
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        text = answer.read().decode()
+    os.waitpid(between, 0)  # from here on the child belongs to the owner
+    if not text.isdigit():
+        raise TemplateRefused(f"it could not fork: {text or 'the process in between was killed'}")
+    return int(text)
+
+
+def _fork_and_end(write: int) -> None:
+    """Fork the child, name it, and end; returns in the child."""
+    try:
+        child = os.fork()
+    except OSError as problem:
+        os.write(write, str(problem).encode())
+        os._exit(1)
+    if child:
+        os.write(write, str(child).encode())
+        os._exit(0)
+
+
+def _become(request: Mapping[str, Any], descriptors: Sequence[int], leash: int) -> int:
+    """Be the process that was asked for, from its session to its exit code. `leash`: readable once it may run."""
+    os.setsid()
+    output, *others = descriptors
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, source in enumerate((nothing, output, output)):
+        os.dup2(source, number)
+    os.close(nothing)
+    os.close(output)
+    if os.read(leash, 1) != LET_GO:  # the template died before the owner knew of this child
+        os._exit(1)
+    os.close(leash)
+    die_with(request["owner"])
+    bind(request["cores"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    _draw_other_numbers()
+    code: int = _function(request["fork"])(others, *request["arguments"])
+    return code
+
+
+def _draw_other_numbers() -> None:
+    """Seed from the kernel what a new process seeds when it imports it; torch begins with the same seed in each."""
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    with socket.socket(fileno=int(argv[-1])) as connection:
+        connection.set_inheritable(False)
+        code = serve(connection)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,83 @@
+"""What children of a template do in tests, and, run as a program, an owner that has one."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+
+def returns(_: Sequence[int], code: int) -> int:
+    return code
+
+
+def raises(_: Sequence[int]) -> int:
+    raise ValueError("on purpose")
+
+
+def kills_itself(_: Sequence[int]) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def sleeps(_: Sequence[int]) -> int:
+    signal.pause()
+    return 0
+
+
+def describes_itself(descriptors: Sequence[int], text: str, number: int) -> int:
+    print("said by the child", flush=True)
+    cores = os.sched_getaffinity(0)
+    facts = f"MINE={os.environ['MINE']} parent={os.getppid()} session={os.getsid(0)} cores={cores}"
+    os.write(descriptors[0], f"{text} {number} {facts}".encode())
+    return 0
+
+
+def imports_numpy() -> None:
+    import numpy  # noqa: F401
+
+
+def draws(descriptors: Sequence[int]) -> int:
+    import numpy as np
+
+    os.write(descriptors[0], f"{random.random()} {np.random.random()} ".encode())
+    return 0
+
+
+def imports_nothing_there() -> None:
+    import no_such_module  # noqa: F401
+
+
+def starts_a_thread() -> None:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def forbids_processes() -> None:
+    os.setresuid(65534, 65534, 65534) if os.getuid() == 0 else None  # root has no such limit
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+
+
+def leaves_an_orphan(descriptors: Sequence[int]) -> int:
+    orphan = os.fork()
+    if orphan == 0:
+        os.close(descriptors[0])
+        signal.pause()
+    os.write(descriptors[0], str(orphan).encode())
+    return 0
+
+
+def main() -> None:
+    from busrl.system.template import Template
+
+    template = Template([sys.executable, "-m", "busrl.system.template"], os.environ, 2)
+    child = template.fork("template_children:sleeps", [], os.environ, [2], [], 60.0)
+    print(template.pid, child, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
