@@ -140,7 +140,7 @@ def test_a_template_with_threads_does_not_fork(template: Template, log: int) -> 
 def test_a_fork_that_the_kernel_refuses_is_named(template: Template, log: int) -> None:
     template.call("template_children:forbids_processes")
     until_answered(template)
-    with pytest.raises(TemplateRefused, match="could not fork|Resource temporarily unavailable|BlockingIOError"):
+    with pytest.raises(TemplateRefused, match=r"could not fork|Resource temporarily unavailable|BlockingIOError"):
         forked(template, log, "returns", 0)
 
 
