@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from topologies import here, loaded  # noqa: F401
 
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring
