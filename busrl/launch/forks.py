@@ -23,7 +23,7 @@ from busrl.paths import RunPaths
 from busrl.states import ROLES
 from busrl.system.guardian import halted
 from busrl.system.imports import interpreter
-from busrl.system.template import Template, TemplateRefused
+from busrl.system.template import Template, TemplateGone, TemplateRefused
 from busrl.topology import ProcessName, Topology
 from busrl.topology.schema import has_model
 
@@ -98,13 +98,16 @@ class Forks:
     def look(self, due: Sequence[ProcessName]) -> None:
         """Bring the template as far as the processes that are due need it; see whether it is still there."""
         try:
-            self._see_its_end()
+            if self._template and self._template.ended():
+                self._died()
             if self.warmth is Warmth.COLD and any(self.way_of(process) is Way.WAITS for process in due):
                 self._start()
             elif self._template and self._template.busy:
                 self._see_its_answer(self._template)
             if self.warmth is Warmth.LIGHT and not any(self.way_of(process) is Way.FORKED for process in due):
                 self._warm(Warmth.WARMING_ALL, [name for name, process in self._served.items() if needs_model(process)])
+        except TemplateGone:
+            self._died()
         except TemplateRefused as refusal:
             self._give_up(str(refusal))
         except OSError as problem:
@@ -122,6 +125,9 @@ class Forks:
                 "busrl.roles.forked:run", [str(self._paths.root), process.name], environment, descriptors,
                 sorted(cores), FORK_S,
             )
+        except TemplateGone:
+            self._died()
+            raise
         except TemplateRefused as refusal:
             self._give_up(str(refusal))
             raise
@@ -153,14 +159,13 @@ class Forks:
         elif time.monotonic() > self._asked_at + IMPORT_S:
             raise TemplateRefused(f"the template (pid {template.pid}) did not import all within {IMPORT_S:g} s")
 
-    def _see_its_end(self) -> None:
-        if self._template is None or not self._template.ended():
-            return
+    def _died(self) -> None:
+        """Let the next process that it could serve start it again, if it has served any since it died before."""
         self._deaths += 1
         self._drop()
-        if self._deaths >= MOST_DEATHS:
-            raise TemplateRefused(f"the template died {self._deaths} times and served no process in between")
         self.warmth = Warmth.COLD
+        if self._deaths >= MOST_DEATHS:
+            self._give_up(f"the template died {self._deaths} times and served no process in between")
 
     def _give_up(self, why: str) -> None:
         self._drop()

@@ -43,6 +43,10 @@ class TemplateRefused(BusrlError):
     """The template could not do what was asked; the text says why, and the owner starts its process itself."""
 
 
+class TemplateGone(TemplateRefused):
+    """The template has ended by itself, or was killed."""
+
+
 # -- death with the parent ---------------------------------------------------------------------------------------------
 
 
@@ -145,6 +149,8 @@ class Template:
     def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], list(descriptors), socket.MSG_DONTWAIT)
+        except ConnectionError:
+            raise TemplateGone(f"the template (pid {self.pid}) has ended") from None
         except OSError as problem:
             raise TemplateRefused(f"the template (pid {self.pid}) takes no request: {problem}") from None
 
@@ -156,9 +162,10 @@ class Template:
             data = self._socket.recv(MOST_BYTES)
         except OSError:
             data = b""
+        if not data and late:
+            raise TemplateRefused(f"the template (pid {self.pid}) did not answer within {limit_s:g} s")
         if not data:
-            end = f"did not answer within {limit_s:g} s" if late else "has ended"
-            raise TemplateRefused(f"the template (pid {self.pid}) {end}")
+            raise TemplateGone(f"the template (pid {self.pid}) has ended")
         reply: dict[str, Any] = json.loads(data)
         if "error" in reply:
             raise TemplateRefused(reply["error"])
