@@ -10,8 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import setproctitle
-
 from busrl import capabilities
 from busrl.paths import RunPaths
 from busrl.roles.__main__ import whole
@@ -21,7 +19,6 @@ from busrl.topology.recorded import recorded
 
 def warm(run_dir: str, names: Sequence[str]) -> None:
     """Import what these processes of the run import, at once or while they are set up."""
-    setproctitle.setproctitle("busrl:template")
     topology = recorded(RunPaths.of(run_dir).topology)
     with uncollected():
         for name in names:

@@ -30,6 +30,8 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+import setproctitle
+
 from busrl.errors import BusrlError, cause
 from busrl.system.guardian import stat_of
 
@@ -299,6 +301,7 @@ def _draw_other_numbers() -> None:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
+    setproctitle.setproctitle("busrl:template")  # before a child changes its environment, which lies beside the title
     with socket.socket(fileno=int(argv[-1])) as connection:
         connection.set_inheritable(False)
         code = serve(connection)

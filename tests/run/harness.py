@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import warm
 
 from busrl.errors import RingError
 from busrl.ledger.audit import AuditReport, audit
@@ -29,15 +31,17 @@ QUICK = [
     "validation.samples=32",
     "generation.max_batch=64",
 ]
+READ_BY_IMPORTS = {"PYTHONPATH", "HOME", "PATH", "CUDA_VISIBLE_DEVICES"}
 LIMIT_S = 150.0
 LOOK_EVERY_S = 0.01
 
 
 class Run:
     """One `busrl launch` and the run directory that it writes. It may be started again in the same directory.
-    `prefix`: what its command stands behind, to be in another namespace, say."""
+    `prefix`: what its command stands behind, to be in another namespace, say. `cold`: it imports all itself."""
 
     prefix: tuple[str, ...] = ()
+    cold = False
 
     def __init__(
         self,
@@ -53,22 +57,28 @@ class Run:
         self.steps = steps
         self.env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
         self.output = directory.parent / f"{directory.name}.out"
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | warm.Warm | None = None
         self.pidfd = -1
 
     def start(self, *arguments: str) -> Run:
-        command = [sys.executable, "-m", "busrl.cli", "launch", str(self.config), "--run-dir", str(self.directory)]
+        command = ["launch", str(self.config), "--run-dir", str(self.directory)]
         for setting in self.settings:
             command += ["--set", setting]
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         self.forget()
         with open(self.output, "ab") as file:
-            self.child = subprocess.Popen(
-                [*self.prefix, *command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
-                env={**os.environ, **self.env},
-            )
+            self.child = self._started([*command, *arguments], file)
         self.pidfd = os.pidfd_open(self.child.pid)
         return self
+
+    def _started(self, arguments: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | warm.Warm:
+        """A launch that shares the session's imports, where nothing is to be different while it imports."""
+        if not (self.cold or self.prefix or self.env.keys() & READ_BY_IMPORTS):
+            return warm.nursery().start(arguments, warm.environment(self.env), output.fileno(), ROOT)
+        return subprocess.Popen(
+            [*self.prefix, sys.executable, "-m", "busrl.cli", *arguments], stdout=output, stderr=output,
+            stdin=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, **self.env},
+        )
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """The exit code; a run that does not end is stopped, and its logs are shown."""

@@ -29,11 +29,12 @@ def parent_of(pid: int) -> int:
 
 def test_forked_processes_are_children_of_launch_and_survive_their_template(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", steps=30)
+    run.cold = True
     with running(run):
         run.until_step(3)
         assert run.child is not None
         assert {parent_of(process.pid) for process in run.processes().values()} == {run.child.pid}
-        first = template_of(run)
+        first = run.until("there was a template", lambda: template_of(run))
         os.kill(first, signal.SIGKILL)
         run.until_step(6)
         assert run.kill("learner") and run.kill("rollout/0")
@@ -61,6 +62,7 @@ def test_a_template_that_cannot_serve_costs_a_line(fault: str, why: str, tmp_pat
 
 def test_a_run_without_a_template_starts_each_process_alone(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", "run.template=false", config=SCRIPTED, steps=3)
+    run.cold = True
     with running(run):
         run.until_step(1)
         assert template_of(run) == 0
