@@ -122,7 +122,7 @@ class Forks:
             if held := halted(self._template.pid):
                 raise TemplateRefused(f"the template (pid {self._template.pid}) is {held}")
             pid = self._template.fork(
-                "busrl.roles.forked:run", [str(self._paths.root), process.name], environment, descriptors,
+                "busrl.roles.__main__:forked", [str(self._paths.root), process.name], environment, descriptors,
                 sorted(cores), FORK_S,
             )
         except TemplateGone:
@@ -149,7 +149,7 @@ class Forks:
     def _warm(self, warmth: Warmth, names: Sequence[str]) -> None:
         assert self._template is not None
         self.warmth, self._asked_at = warmth, time.monotonic()
-        self._template.call("busrl.roles.forked:warm", str(self._paths.root), list(names))
+        self._template.call("busrl.roles.__main__:warm", str(self._paths.root), list(names))
 
     def _see_its_answer(self, template: Template) -> None:
         if template.answered():

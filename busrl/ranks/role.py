@@ -41,8 +41,8 @@ class Rank(Actor):
     role = "rank"
     tick_s = 0.2
 
-    @classmethod
-    def warm(cls, topology: Topology, name: str) -> None:
+    @staticmethod
+    def warm(topology: Topology, name: str) -> None:
         import_classes(topology.model.path)
 
     def main(self) -> int:

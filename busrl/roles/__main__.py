@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 
 from busrl import capabilities
 from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, VERDICT, BusrlError, cause, process_code
@@ -84,6 +85,28 @@ def whole(listener: int | None) -> int:
         reported(RETRY, cause(problem), listener, own_pid)
         raise
     return reported(*end, listener, own_pid)
+
+
+# -- in a template (`system/template.py`) -----
+
+
+def warm(run_dir: str, names: Sequence[str]) -> None:
+    """Import what these processes of the run import, at once or while they are set up."""
+    from busrl.topology.recorded import recorded  # only here: the bus starts without it, and all wait for the bus
+
+    topology = recorded(RunPaths.of(run_dir).topology)
+    with uncollected():
+        for name in names:
+            capabilities.role(name.partition("/")[0]).warm(topology, name)
+
+
+def forked(descriptors: Sequence[int], run_dir: str, name: str) -> int:
+    """Be that process; its exit code. `descriptors`: for the verdict, then the run's lock, which children inherit."""
+    listener, *locks = descriptors
+    for lock in locks:
+        os.set_inheritable(lock, True)
+    sys.argv[1:] = [run_dir, name]
+    return whole(listener)
 
 
 if __name__ == "__main__":

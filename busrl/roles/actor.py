@@ -191,9 +191,15 @@ class Parts:
     validate_fates: Fates
 
 
+def import_nothing(topology: Topology, name: str) -> None:
+    """Import all that `setup` of the process `name` imports, and start nothing: processes are forked after it. For most
+    roles that is done when their module is there."""
+
+
 class Actor(ABC):
     """A process of a run. States: starting -> running -> stopping -> gone; killed is possible from each."""
 
+    warm: ClassVar[Callable[[Topology, str], None]] = staticmethod(import_nothing)
     role: ClassVar[str] = ""
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     singleton: ClassVar[bool] = False
@@ -245,10 +251,6 @@ class Actor(ABC):
 
     def stop(self, reason: str) -> None:
         self.stopping = self.stopping or reason
-
-    @classmethod
-    def warm(cls, topology: Topology, name: str) -> None:
-        """Import what `setup` of the process `name` imports, and start nothing: processes are forked after it."""
 
     def setup(self) -> None:
         """Load what the role needs; the process counts as ready after it."""

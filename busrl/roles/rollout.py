@@ -180,8 +180,8 @@ class Rollout(Actor):
     engine_held = False  # since the run is paused
     refused = 0  # version that could not be used here
 
-    @classmethod
-    def warm(cls, topology: Topology, name: str) -> None:
+    @staticmethod
+    def warm(topology: Topology, name: str) -> None:
         warm_engine(topology, name)
         import_transport(topology.weights.transport)
 

@@ -122,7 +122,7 @@ THEIRS = {
     "_supports_onednn", "_value_", "build_async_httpx", "busrl_forward", "check_cpu_sgl_kernel", "compute_logits",
     "decoder", "generation_config", "generators", "grad", "inference_mode", "inheritable", "num_embeddings",
     "num_hidden_layers", "out_features", "pad_token_id", "padding_idx", "pre_tokenizer", "register_parameter",
-    "shutdown_request", "stdin", "target_modules", "verify_request", "writeable",
+    "returncode", "shutdown_request", "stdin", "target_modules", "verify_request", "writeable",
 }
 STILL_SET_FROM_OUTSIDE = 6  # assignments to an attribute of an object's part: `self.part.name = ...`
 

@@ -27,7 +27,7 @@ import setproctitle
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IMPORTS = (
-    "busrl.cli.run", "busrl.launch", "busrl.preflight.load", "busrl.preflight.trial", "busrl.roles.forked",
+    "busrl.cli.run", "busrl.launch", "busrl.preflight.load", "busrl.preflight.trial", "busrl.roles.__main__",
     "busrl.roles.learner", "busrl.roles.rollout", "busrl.roles.scheduler", "busrl.roles.keeper", "busrl.roles.reward",
     "busrl.roles.validator", "busrl.engines.torch.engine", "busrl.weights.shm",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2",

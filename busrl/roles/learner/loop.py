@@ -79,8 +79,8 @@ class Learner(Actor):
 
     # -- start --------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def warm(cls, topology: Topology, name: str) -> None:
+    @staticmethod
+    def warm(topology: Topology, name: str) -> None:
         import_classes(topology.model.path)
         import_transport(topology.weights.transport)
 
