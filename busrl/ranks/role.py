@@ -37,13 +37,15 @@ log = logging.getLogger("busrl")
 ASK_S = 2.0
 
 
+def import_all(topology: Topology, name: str) -> None:
+    """Import what `setup` imports: the model's class."""
+    import_classes(topology.model.path)
+
+
 class Rank(Actor):
     role = "rank"
+    warm = staticmethod(import_all)
     tick_s = 0.2
-
-    @staticmethod
-    def warm(topology: Topology, name: str) -> None:
-        import_classes(topology.model.path)
 
     def main(self) -> int:
         try:

@@ -199,7 +199,7 @@ def import_nothing(topology: Topology, name: str) -> None:
 class Actor(ABC):
     """A process of a run. States: starting -> running -> stopping -> gone; killed is possible from each."""
 
-    warm: ClassVar[Callable[[Topology, str], None]] = staticmethod(import_nothing)
+    warm: ClassVar[staticmethod[[Topology, str], None]] = staticmethod(import_nothing)
     role: ClassVar[str] = ""
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     singleton: ClassVar[bool] = False

@@ -173,17 +173,19 @@ class EngineRestart:
 # -- the role ----------------------------------------------
 
 
+def import_all(topology: Topology, name: str) -> None:
+    """Import what `setup` imports: the engine, the transport."""
+    warm_engine(topology, name)
+    import_transport(topology.weights.transport)
+
+
 class Rollout(Actor):
     role = "rollout"
+    warm = staticmethod(import_all)
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     restart: EngineRestart | None = None  # where new weights make the engine start again
     engine_held = False  # since the run is paused
     refused = 0  # version that could not be used here
-
-    @staticmethod
-    def warm(topology: Topology, name: str) -> None:
-        warm_engine(topology, name)
-        import_transport(topology.weights.transport)
 
     def setup(self) -> None:
         self.engine: Engine = make_engine(self.topology, self.name)

@@ -71,18 +71,20 @@ log = logging.getLogger("busrl")
 PACE_SLICE_S = 0.5  # between two signs of progress
 
 
+def import_all(topology: Topology, name: str) -> None:
+    """Import what `setup` imports: the model's class, the transport."""
+    import_classes(topology.model.path)
+    import_transport(topology.weights.transport)
+
+
 class Learner(Actor):
     role = "learner"
+    warm = staticmethod(import_all)
     singleton = True
     tick_s = 0.02
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.ProbeDrawn,)
 
     # -- start --------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def warm(topology: Topology, name: str) -> None:
-        import_classes(topology.model.path)
-        import_transport(topology.weights.transport)
 
     def setup(self) -> None:
         topology = self.topology
