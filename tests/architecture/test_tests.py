@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 MOST_WORDS = 12
-STILL_PRIVATE = 18  # bar: 60
+STILL_PRIVATE = 19  # bar: 60
 
 
 @cache
