@@ -27,7 +27,7 @@ import msgspec
 from busrl.agents import adapters
 from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play
 from busrl.errors import AgentNotLoaded, cause
-from busrl.system import imports, pipes
+from busrl.system import imports, parent, pipes
 
 BEAT_S = 0.5
 LINE_BYTES = 1 << 31  # of a frame: far more than any needs
@@ -99,7 +99,7 @@ _frames: msgspec.json.Decoder[ToChild] = msgspec.json.Decoder(ToChild)
 
 
 def main() -> int:
-    pipes.die_with_parent(int(sys.argv[1]))
+    parent.die_with(int(sys.argv[1]))
     requests, answers = pipes.private_pipes()
     return asyncio.run(Process(requests, answers).serve())
 

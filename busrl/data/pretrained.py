@@ -61,13 +61,19 @@ def task_prompts(path: str) -> Path | None:
 
 
 def import_classes(folder: str | Path) -> None:
-    """Import transformers' classes for the model and tokenizer of a folder; what is wrong with it, loading says."""
+    """Import transformers' classes for the model and tokenizer of a folder; what is wrong with it, loading says.
+
+    No tokenizer is made: one that has worked has threads, and its processes are forked after this.
+    """
     hf: Any = importlib.import_module("transformers")
     importlib.import_module("transformers.models.auto.modeling_auto")
+    tokenizers: Any = importlib.import_module("transformers.models.auto.tokenization_auto")
     with contextlib.suppress(Exception):
         config = hf.AutoConfig.from_pretrained(str(folder), local_files_only=True)
         hf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        hf.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    with contextlib.suppress(Exception):
+        settings = tokenizers.get_tokenizer_config(str(folder), local_files_only=True)
+        tokenizers.tokenizer_class_from_name(settings["tokenizer_class"])
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Finished", "Request", "Statistics", "engine_of", "make_engine", "warm_engine"]
 
+
 def warm_engine(topology: Topology, process: str) -> None:
     """Import what the engine of that process needs: its module, and what the module's `warm` imports, if it has one."""
     module = import_module(f"busrl.{ENGINES[engine_of(topology, process)].module}")
     if warm := getattr(module, "warm", None):
         warm(topology)
-
 
 
 def make_engine(topology: Topology, process: str = "") -> Engine:

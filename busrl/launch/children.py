@@ -3,6 +3,8 @@ the signals that end launch itself.
 
 Talks to the kernel only; `processes.py` decides which child to start and when. Knows nothing of the ring or the bus.
 
+- A child is a program of its own, or is forked from the run's template (`forks.py`); its end, its log, its death with
+  launch are the same.
 - A child dies with `launch` (PR_SET_PDEATHSIG). The kernel sends that signal when the *thread* that forked ends, so
   children are started from the main thread only.
 - Each child has its own session, so Ctrl-C in a terminal reaches `launch` alone, which then stops them in order. What a
@@ -35,14 +37,14 @@ from busrl.system import proxies
 from busrl.system.files import whole_file
 from busrl.system.guardian import MARK, end_marked
 from busrl.system.imports import PACKAGES, interpreter
-from busrl.system.template import TemplateRefused, bind, die_with
+from busrl.system.parent import bind, die_with
+from busrl.system.template import THREAD_VARIABLES, TemplateRefused
 from busrl.topology import ProcessName
 from busrl.topology.schema import AGENT
 
 MARKED_S = 1.0
 TAIL_BYTES = 16_384  # of a log file
 STARTED = re.compile(r"--- .* started by launch \(pid [0-9]+\)$")
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 @dataclass
@@ -177,8 +179,7 @@ def spawn(
     cores: frozenset[int] = frozenset(), mark: str = "", stdin: int = subprocess.DEVNULL,
 ) -> RunningChild:
     """Start a program in a session of its own that dies with launch; a descriptor `stdin` is closed here."""
-    if threading.current_thread() is not threading.main_thread():
-        raise BugError(f"{name} was to be started from a thread, with whose end the kernel would kill it")
+    _check_thread(name)
     output, unlogged = _open_log(log)
     try:
         with output:
@@ -190,7 +191,22 @@ def spawn(
         if stdin >= 0:
             os.close(stdin)
     popen.returncode = 0  # `ended` waits for it, as for a child that was forked: Popen must not wait for it itself
-    return RunningChild(name, popen.pid, os.pidfd_open(popen.pid), mark, unlogged)
+    return RunningChild(name, popen.pid, _pidfd_of(popen.pid), mark, unlogged)
+
+
+def _check_thread(name: str) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise BugError(f"{name} was to be started from a thread, with whose end the kernel would kill it")
+
+
+def _pidfd_of(child: int) -> int:
+    """The pidfd of a child that was just started; where there is none (no descriptor is free), the child ends."""
+    try:
+        return os.pidfd_open(child)
+    except OSError:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
 
 
 def forked(
@@ -198,6 +214,7 @@ def forked(
     mark: str, forks: Forks,
 ) -> RunningChild | None:
     """A child that the template forks; None if this one has to start alone."""
+    _check_thread(process.name)
     if forks.way_of(process) is not Way.FORKED:
         return None
     output, unlogged = _open_log(log)
@@ -206,7 +223,7 @@ def forked(
             pid = forks.fork(process, env, (output.fileno(), *keep_fds), cores)
         except TemplateRefused:
             return None
-    return RunningChild(process.name, pid, os.pidfd_open(pid), mark, unlogged)
+    return RunningChild(process.name, pid, _pidfd_of(pid), mark, unlogged)
 
 
 def _open_log(log: Path) -> tuple[BinaryIO, str]:

@@ -17,7 +17,6 @@ import selectors
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment
@@ -37,7 +36,6 @@ from busrl.ring.locks import taken_back
 from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES, HeaderWord
 from busrl.system import device
 from busrl.system.guardian import Guardian, halted, mark
-from busrl.system.template import bury_orphans
 from busrl.topology import ProcessName, Topology
 from busrl.topology.schema import AGENT
 
@@ -158,9 +156,8 @@ class Processes:
         self._team = ranks | {"learner"} if ranks else ranks  # when one of them ends, all start again
         singles = {*IMPLIED_ROLES, *SINGLE_ROLES} & names.keys()
         self._foreign = ForeignProcesses(singles, run.topology.limits)
-        addresses = (run.topology.serve.host,)
-        environment = partial(common_environment, paths=run.paths, hosts=addresses)
-        self._forks = Forks(run.paths, run.topology, environment, selector, journal.say)
+        environment = common_environment(1, run.paths, (run.topology.serve.host,))
+        self._forks = Forks(run.paths, run.topology, environment, selector, journal)
         self._mark = mark(run.paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
 
@@ -324,7 +321,6 @@ class Processes:
             self._journal.warn(why)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        bury_orphans(ours)
         if self._guardian.renew():
             self._journal.note("somebody ended the guardian, which ends what outlives launch; there is another one now")
 
@@ -347,13 +343,16 @@ class Processes:
                 self._journal.note(f"{child.name} (pid {child.pid}) is ready: it sent HELLO")
 
     def pids(self) -> list[tuple[str, int]]:
-        """Name and pid of launch and of each living child."""
-        return [("launch", os.getpid()), *((name, running.pid) for name, running in self.running.items())]
+        """Name and pid of launch, of its template, and of each living child."""
+        template = [("template", self._forks.pid)] if self._forks.pid else []
+        children = [(name, running.pid) for name, running in self.running.items()]
+        return [("launch", os.getpid()), *template, *children]
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Start no child again from here on."""
+        self._forks.close()
         for child in self.children:
             child.stop()
 

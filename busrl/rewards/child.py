@@ -27,7 +27,7 @@ import msgspec
 
 from busrl.errors import cause
 from busrl.rewards.base import READY, Item, MalformedReward, Outcome, RewardFunction, Setup, settle
-from busrl.system import imports, pipes
+from busrl.system import imports, parent, pipes
 from busrl.system.imports import IMPORTING, ImportClock
 
 TEXT_LIMIT = 2000
@@ -36,7 +36,7 @@ _batches = msgspec.json.Decoder(list[Item])
 
 
 def main() -> int:
-    pipes.die_with_parent(int(sys.argv[1]))
+    parent.die_with(int(sys.argv[1]))
     requests, answers = pipes.private_pipes()
     while not (rows := requests.read()):
         if requests.over:

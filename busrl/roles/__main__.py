@@ -102,7 +102,9 @@ def warm(run_dir: str, names: Sequence[str]) -> None:
 
 def forked(descriptors: Sequence[int], run_dir: str, name: str) -> int:
     """Be that process; its exit code. `descriptors`: for the verdict, then the run's lock, which children inherit."""
+    sys.modules["__main__"] = sys.modules[__name__]
     listener, *locks = descriptors
+    os.set_inheritable(listener, False)
     for lock in locks:
         os.set_inheritable(lock, True)
     sys.argv[1:] = [run_dir, name]

@@ -3,23 +3,19 @@
 Used by the children of `rewards` and of `agents`, which define the lines. Knows nothing of either.
 
 - User code can neither read nor write the pipes. Its output goes to stderr, the first MiB of each call.
-- A child dies with its parent, also in the middle of user code.
 - A copy of the process that user code makes by fork writes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
-import signal
 import sys
 from typing import Any
 
 import msgspec
 
-PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 20
 PRINTED_BYTES = 1 << 20  # that a call may print, and an import
 OWN_PID = os.getpid()
@@ -71,13 +67,6 @@ class Printed(io.FileIO):
 
 
 printed = Printed(2, "w", closefd=False)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent's main thread ends; it may have ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def write(fd: int, line: bytes, lock: contextlib.AbstractContextManager[Any] | None = None) -> None:

@@ -4,12 +4,12 @@ Talks to its owner over a socket, a JSON message each way, and to the kernel. `T
 module, run as a program, is the template itself. Knows nothing of roles or topologies: a request names a function.
 
 - A child of the template is a child of the owner: a process in between ends at once, and the kernel gives its orphan to
-  the nearest ancestor that takes orphans, which the owner is. So its end, its pidfd and its death with the owner are
-  those of a child that the owner started itself, and the template's own death touches no child.
+  the nearest ancestor that adopts orphans, which the owner does during a request. So its end, its pidfd and its death
+  with the owner are those of a child that the owner started itself, and the template's own death touches no child.
 - A child waits until the owner has been sent its pid: no child runs of which the owner does not know.
-- A template forks only while it has one thread and no accelerator is in use; else it says why it can not.
-- A child has the environment, descriptors and cores of its request, and a session and random numbers of its own.
-- A request that is not answered in time costs the template its life; the owner then starts processes itself.
+- A template has one thread, whatever its children have, and no accelerator is in use; else it says why it can not fork.
+- A child has the environment, threads, descriptors and cores of its request; its session and random numbers are new.
+- A request that is not answered in time costs the template its life.
 """
 
 from __future__ import annotations
@@ -21,24 +21,30 @@ import importlib
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import setproctitle
 
 from busrl.errors import BusrlError, cause
 from busrl.system.guardian import stat_of
+from busrl.system.parent import adopting_orphans, bind, die_with
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 20, 16
 LET_GO = b"1"
-_libc = ctypes.CDLL(None, use_errno=True)
+END_S, KILL_S = 0.5, 1.0
+# What libraries read when they are imported, and a child's number of threads afterwards.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+OPENBLAS = re.compile(r"/\S*openblas\S*\.so\S*")
+SET_OPENBLAS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads64_",
+                "openblas_set_num_threads")
 
 
 class TemplateRefused(BusrlError):
@@ -46,49 +52,14 @@ class TemplateRefused(BusrlError):
 
 
 class TemplateGone(TemplateRefused):
-    """The template has ended by itself, or was killed."""
+    """The template has ended, by itself or because it did not answer; another one may serve."""
 
 
-# -- death with the parent ---------------------------------------------------------------------------------------------
-
-
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when the thread of `parent` that it belongs to ends; at once if it has ended."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above: no signal would come any more
-        os._exit(1)
-
-
-def bind(cores: Sequence[int]) -> None:
-    """Bind this process to these cores, as far as they are there; to none named: as its parent."""
-    if cores:
-        with contextlib.suppress(OSError):  # a core that was there when the topology was checked
-            os.sched_setaffinity(0, cores)
-
-
-def take_orphans() -> None:
-    """Make this process the parent of what its descendants leave behind."""
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def bury_orphans(own: Collection[int]) -> None:
-    """Wait for orphans that have ended: children in another's session, which this process did not start itself.
-    `own`: children that somebody else waits for."""
-    own_session = os.getsid(0)
-    for pid, session in _ended_children():
-        if session not in (pid, own_session) and pid not in own:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-
-
-def _ended_children() -> list[tuple[int, int]]:
-    """Children that wait to be waited for, each with its session."""
-    with contextlib.suppress(OSError):  # a kernel without this file: they stay until this process ends
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            children = map(int, file.read().split())
-        stats = ((pid, stat_of(pid)) for pid in children)
-        return [(pid, int(stat[3])) for pid, stat in stats if stat and stat[0] == "Z"]
-    return []
+def readable(descriptor: int, limit_s: float) -> bool:
+    """Tell whether there is something to read, or the other end is closed, within the time."""
+    poller = select.poll()  # select(2) knows no descriptor from 1,024 on
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(limit_s * 1000))
 
 
 # -- the owner's side --------------------------------------------------------------------------------------------------
@@ -107,10 +78,10 @@ class Template:
         owner = os.getpid()
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())], env=dict(environment), stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, pass_fds=(theirs.fileno(),), start_new_session=True, preexec_fn=lambda: die_with(owner),
+                [*command, str(theirs.fileno())], env={**environment, **dict.fromkeys(THREAD_VARIABLES, "1")},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(theirs.fileno(),), start_new_session=True,
+                preexec_fn=lambda: die_with(owner),
             )
-        take_orphans()
         self._socket, self.busy = ours, False
 
     @property
@@ -128,7 +99,7 @@ class Template:
 
     def answered(self) -> bool:
         """Tell whether nothing is under way any more; TemplateRefused if the last call failed."""
-        if self.busy and select.select([self._socket], [], [], 0)[0]:
+        if self.busy and readable(self.fileno(), 0.0):
             self.busy = False
             self._reply(0.0)
         return not self.busy
@@ -145,8 +116,12 @@ class Template:
             "fork": function, "arguments": arguments, "environment": dict(environment), "cores": list(cores),
             "owner": os.getpid(),
         }
-        self._send(request, descriptors)
-        return int(self._reply(limit_s)["pid"])
+        try:
+            with adopting_orphans():
+                self._send(request, descriptors)
+                return int(self._reply(limit_s)["pid"])
+        except OSError as problem:
+            raise TemplateRefused(str(problem)) from None
 
     def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         try:
@@ -157,7 +132,7 @@ class Template:
             raise TemplateRefused(f"the template (pid {self.pid}) takes no request: {problem}") from None
 
     def _reply(self, limit_s: float) -> dict[str, Any]:
-        late = not select.select([self._socket], [], [], limit_s)[0]
+        late = not readable(self.fileno(), limit_s)
         if late:
             self.kill()  # from here on it answers no more; it may just have
         try:
@@ -165,7 +140,7 @@ class Template:
         except OSError:
             data = b""
         if not data and late:
-            raise TemplateRefused(f"the template (pid {self.pid}) did not answer within {limit_s:g} s")
+            raise TemplateGone(f"the template (pid {self.pid}) did not answer within {limit_s:g} s")
         if not data:
             raise TemplateGone(f"the template (pid {self.pid}) has ended")
         reply: dict[str, Any] = json.loads(data)
@@ -174,16 +149,22 @@ class Template:
         return reply
 
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        """Tell whether it has ended, or will: nothing was asked and there is something to read."""
+        return self._process.poll() is not None or (not self.busy and readable(self.fileno(), 0.0))
 
     def kill(self) -> None:
-        """End it; its children live on."""
+        """End it; its children live on. One that is stuck in the kernel ends later, with its owner at the latest."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
 
     def close(self) -> None:
-        self.kill()
+        """Let it end by itself, so that what libraries have made for it is removed; else kill it."""
         self._socket.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
 
 
 # -- the template ------------------------------------------------------------------------------------------------------
@@ -201,7 +182,10 @@ def serve(connection: socket.socket) -> int:
             connection.close()
             os.close(leash[1])
             return _become(request, descriptors, leash[0])
-        connection.send(json.dumps(reply).encode())
+        try:
+            connection.send(json.dumps(reply).encode())
+        except ConnectionError:
+            return 0
         if "pid" in reply:
             os.write(leash[1], LET_GO)  # both ends are open here: it is never refused
         for descriptor in (*descriptors, *leash):
@@ -212,7 +196,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Do what is asked; the reply to the owner, in a new child with 0 as pid."""
     try:
         if "fork" in request:
-            return {"pid": _forked()}
+            return {"pid": _forked(request["owner"])}
         _function(request["call"])(*request["arguments"])
         gc.freeze()  # what is imported stays: a child that looks for cycles copies none of these pages
     except (Exception, SystemExit) as problem:  # of a library's import, of any kind: the owner starts as without us
@@ -238,7 +222,7 @@ def unfit() -> str:
     return ""
 
 
-def _forked() -> int:
+def _forked(owner: int) -> int:
     """Fork a process in between that forks the child and ends: 0 in the child, in the template the child's pid."""
     if reason := unfit():
         raise TemplateRefused(reason)
@@ -257,11 +241,34 @@ def _forked() -> int:
     os.waitpid(between, 0)  # from here on the child belongs to the owner
     if not text.isdigit():
         raise TemplateRefused(f"it could not fork: {text or 'the process in between was killed'}")
+    _check_parent(int(text), owner)
     return int(text)
+
+
+def _check_parent(child: int, owner: int) -> None:
+    """Refuse a child that the kernel gave to another process than the owner; it has not run yet, and never does."""
+    parent = (stat_of(child) or ["", ""])[1]
+    if parent != str(owner):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        raise TemplateRefused(f"the kernel gave the forked process to pid {parent or '?'}, not to its owner ({owner})")
+
+
+def _driver_started() -> str:
+    """Tell whether an import has started a driver: a process that was forked after that can not use it, and sees so."""
+    torch = sys.modules.get("torch")
+    for kind in ("cuda", "npu"):
+        unusable = getattr(getattr(torch, kind, None), "_is_in_bad_fork", None)
+        if unusable is not None and unusable():
+            return f"something that was imported has started the driver of {kind}, which no fork survives"
+    return ""
 
 
 def _fork_and_end(write: int) -> None:
     """Fork the child, name it, and end; returns in the child."""
+    if driver := _driver_started():
+        os.write(write, driver.encode())
+        os._exit(1)
     try:
         child = os.fork()
     except OSError as problem:
@@ -281,7 +288,8 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], leash: int) 
         os.dup2(source, number)
     os.close(nothing)
     os.close(output)
-    if os.read(leash, 1) != LET_GO:  # the template died before the owner knew of this child
+    if os.read(leash, 1) != LET_GO:
+        os.write(2, b"the template died before its owner could know of this process, which ends\n")
         os._exit(1)
     os.close(leash)
     die_with(request["owner"])
@@ -289,6 +297,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], leash: int) 
     os.environ.clear()
     os.environ.update(request["environment"])
     _draw_other_numbers()
+    _set_threads(int(os.environ.get(THREAD_VARIABLES[0], 1)))
     code: int = _function(request["fork"])(others, *request["arguments"])
     return code
 
@@ -296,8 +305,22 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], leash: int) 
 def _draw_other_numbers() -> None:
     """Seed from the kernel what a new process seeds when it imports it; torch begins with the same seed in each."""
     random.seed()
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
+    if numbers := sys.modules.get("numpy.random"):
+        numbers.seed()
+
+
+def _set_threads(count: int) -> None:
+    """Give the libraries that are imported already the number of threads of this process; others read it then."""
+    if count == 1:
+        return
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(count)
+    with open("/proc/self/maps") as file:
+        libraries = set(OPENBLAS.findall(file.read()))
+    for library in map(ctypes.CDLL, libraries):
+        name = next((name for name in SET_OPENBLAS if hasattr(library, name)), "")
+        if name:
+            getattr(library, name)(count)
 
 
 def main(argv: Sequence[str]) -> NoReturn:

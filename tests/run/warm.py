@@ -50,6 +50,7 @@ class Nursery:
                 env=environment({}), stdin=subprocess.DEVNULL,
             )
         self._codes: dict[int, int] = {}
+        self._pidfds: list[int] = []
         self._receive(START_S)  # it has imported all
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], output: int, cwd: Path) -> Warm:
@@ -57,7 +58,7 @@ class Nursery:
         socket.send_fds(self._socket, [json.dumps(request).encode()], [output])
         while "started" not in (message := self._receive(START_S)):
             pass
-        return Warm(message["started"], self)
+        return Warm(message["started"], self._pidfds.pop(), self)
 
     def code_of(self, pid: int, timeout_s: float) -> int | None:
         """Exit code of a launch; None if it has not ended within the time."""
@@ -71,10 +72,13 @@ class Nursery:
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
         assert select.select([self._socket], [], [], limit_s)[0], f"the nursery did not answer within {limit_s:g} s"
-        data = self._socket.recv(MOST_BYTES)
+        data, pidfds, _, _ = socket.recv_fds(self._socket, MOST_BYTES, 1)
         assert data, f"the nursery has ended: {self._process.wait()}"
         message: dict[str, Any] = json.loads(data)
-        if "ended" in message:
+        if "started" in message:
+            self._codes.pop(message["started"], None)  # of an earlier launch with this number
+            self._pidfds += pidfds
+        elif "ended" in message:
             self._codes[message["ended"]] = message["code"]
         return message
 
@@ -82,9 +86,8 @@ class Nursery:
 class Warm:
     """A launch that was forked, with as much of `subprocess.Popen` as tests use."""
 
-    def __init__(self, pid: int, nursery: Nursery) -> None:
-        self.pid, self._nursery = pid, nursery
-        self._pidfd = os.pidfd_open(pid)
+    def __init__(self, pid: int, pidfd: int, nursery: Nursery) -> None:
+        self.pid, self._pidfd, self._nursery = pid, pidfd, nursery
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -146,8 +149,8 @@ def serve(connection: socket.socket) -> int:
                     os.close(descriptor if isinstance(descriptor, int) else descriptor.detach())
                 return launched(json.loads(message), descriptors[0])
             os.close(descriptors[0])
-            running[os.pidfd_open(pid)] = pid
-            connection.send(json.dumps({"started": pid}).encode())
+            running[pidfd := os.pidfd_open(pid)] = pid
+            socket.send_fds(connection, [json.dumps({"started": pid}).encode()], [pidfd])
 
 
 def launched(request: Mapping[str, Any], output: int) -> int:
@@ -170,14 +173,14 @@ def forked_template() -> int | None:
     """Fork the template of this launch, which the launch takes in place of starting one: None in the launch, in the
     template and its children their exit code."""
     from busrl.launch import forks
-    from busrl.system import template
+    from busrl.system import parent, template
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launch, pid = os.getpid(), os.fork()
     if pid == 0:
         ours.close()
         os.setsid()
-        template.die_with(launch)
+        parent.die_with(launch)
         setproctitle.setproctitle("busrl:template")
         return template.serve(theirs)
     theirs.close()
@@ -194,7 +197,6 @@ def taking(ours: socket.socket, pid: int) -> Callable[..., Any]:
     class Forked(template.Template):
         def __init__(self) -> None:
             self._socket, self.busy, self._process = ours, False, ForkedProcess(pid)  # type: ignore[assignment]
-            template.take_orphans()
 
     makers: list[Callable[..., Any]] = [lambda *_: Forked()]
     return lambda *arguments: (makers.pop() if makers else started)(*arguments)
@@ -214,10 +216,12 @@ class ForkedProcess:
         if not self._ended:
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> None:
-        if not self._ended:
-            os.waitpid(self.pid, 0)
-            self._ended = True
+    def wait(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"template (pid {self.pid})", timeout)
+            time.sleep(0.001)
 
 
 def main() -> int:

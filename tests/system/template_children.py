@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import resource
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
+
+from busrl.system.template import OPENBLAS, SET_OPENBLAS, Template
 
 
 def returns(_: Sequence[int], code: int) -> int:
@@ -56,6 +61,32 @@ def starts_a_thread() -> None:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
+def imports_numpy_and_torch() -> None:
+    import numpy  # noqa: F401
+    import torch  # noqa: F401
+
+
+def counts_threads(descriptors: Sequence[int]) -> int:
+    import torch
+
+    with open("/proc/self/maps") as file:
+        library = ctypes.CDLL(OPENBLAS.findall(file.read())[0])
+    name = next(name.replace("_set_", "_get_") for name in SET_OPENBLAS if hasattr(library, name))
+    os.write(descriptors[0], f"torch {torch.get_num_threads()} numpy {getattr(library, name)()}".encode())
+    return 0
+
+
+def answers_unasked() -> None:
+    connection = socket.fromfd(int(sys.argv[-1]), socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.send(b"{}")
+
+
+def starts_a_driver() -> None:
+    own_pid = os.getpid()
+    cuda = SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: os.getpid() != own_pid)
+    sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # type: ignore[assignment]
+
+
 def forbids_processes() -> None:
     os.setresuid(65534, 65534, 65534) if os.getuid() == 0 else None  # root has no such limit
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
@@ -71,8 +102,6 @@ def leaves_an_orphan(descriptors: Sequence[int]) -> int:
 
 
 def main() -> None:
-    from busrl.system.template import Template
-
     template = Template([sys.executable, "-m", "busrl.system.template"], os.environ, 2)
     child = template.fork("template_children:sleeps", [], os.environ, [2], [], 60.0)
     print(template.pid, child, flush=True)

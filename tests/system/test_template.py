@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from busrl.system.template import Template, TemplateRefused, bury_orphans
+from busrl.system.template import Template, TemplateGone, TemplateRefused
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -118,7 +118,7 @@ def test_the_death_of_a_template_ends_no_child(template: Template, log: int) -> 
 def test_a_stopped_template_is_killed_after_its_time(template: Template, log: int) -> None:
     assert exit_code(forked(template, log, "returns", 0)) == 0
     os.kill(template.pid, signal.SIGSTOP)
-    with pytest.raises(TemplateRefused, match=rf"pid {template.pid}\) did not answer within 0.2 s"):
+    with pytest.raises(TemplateGone, match=rf"pid {template.pid}\) did not answer within 0.2 s"):
         forked(template, log, "returns", 0, limit_s=0.2)
     assert template.ended()
 
@@ -157,16 +157,39 @@ def test_all_die_with_the_owner() -> None:
     owner.stdout.close()
 
 
-def test_orphans_of_children_are_waited_for(template: Template, log: int) -> None:
+def test_the_orphans_of_children_are_not_their_owners(template: Template, log: int) -> None:
     read, write = os.pipe()
     pid = forked(template, log, "leaves_an_orphan", descriptors=(write,))
     os.close(write)
     assert exit_code(pid) == 0
     with os.fdopen(read) as answer:
         orphan = int(answer.read())
+    assert int(Path(f"/proc/{orphan}/stat").read_text().rpartition(")")[2].split()[1]) != os.getpid()
     os.kill(orphan, signal.SIGKILL)
-    end = time.monotonic() + LIMIT_S
-    while os.path.exists(f"/proc/{orphan}"):
-        assert time.monotonic() < end
-        bury_orphans(())
-        time.sleep(0.01)
+
+
+def test_a_child_has_the_threads_of_its_request(template: Template, log: int) -> None:
+    template.call("template_children:imports_numpy_and_torch")
+    until_answered(template)
+    for count in (1, 2):
+        read, write = os.pipe()
+        environment = {**ENVIRONMENT, "OMP_NUM_THREADS": str(count)}
+        pid = forked(template, log, "counts_threads", environment=environment, descriptors=(write,))
+        os.close(write)
+        assert exit_code(pid) == 0
+        with os.fdopen(read) as answer:
+            assert answer.read() == f"torch {count} numpy {count}"
+
+
+def test_a_template_that_answers_unasked_has_ended(template: Template, log: int) -> None:
+    template.call("template_children:answers_unasked")
+    until_answered(template)
+    select.select([template], [], [], LIMIT_S)
+    assert template.ended()
+
+
+def test_a_driver_that_an_import_started_is_seen(template: Template, log: int) -> None:
+    template.call("template_children:starts_a_driver")
+    until_answered(template)
+    with pytest.raises(TemplateRefused, match="has started the driver of cuda, which no fork survives"):
+        forked(template, log, "returns", 0)

@@ -28,7 +28,7 @@ from busrl.data.vocabulary import TokenRows, token_rows
 from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError
-from busrl.system.pipes import die_with_parent
+from busrl.system.parent import die_with
 from busrl.weights.base import NOTHING, SharedReceiver, TensorReceiver
 from busrl.weights.factory import TransportSettings, make_receiver
 
@@ -234,5 +234,5 @@ def _tensors_of(folder: str, dtype: str) -> dict[str, torch.Tensor]:
 
 # vLLM calls no method of an extension before it makes the model, so these two happen at the import.
 if (parent := multiprocessing.parent_process()) is not None:
-    die_with_parent(parent.pid or 0)
+    die_with(parent.pid or 0)
     cpu_patches.apply()
