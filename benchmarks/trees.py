@@ -1,13 +1,14 @@
 """This checkout beside another one, figure by figure in turn: imports of the roles, the bus, a run's start and steps.
 
-    python -m benchmarks trees --other TREE [--rounds 5] [--only imports bus start]
+    python -m benchmarks trees --other TREE [--rounds 5] [--only imports bus start restart]
 
 `imports`: CPU, resident memory and busrl's modules of `import busrl.roles.NAME` in a process of its own. `bus`: typed
 messages a second, CPU of a message at both ends and a round trip, through one broker. `start`: the quickstart with 20
 steps: seconds, CPU and memory (PSS, all processes) up to its first finished answer, then seconds and CPU of the whole
-run. Each figure is a ratio of this checkout over the other, taken round by round, with the median judged. The other
-tree needs its compiled modules (copy `busrl/*.so` and `busrl/ring/capi/*` where its C++ is the same). `learner steps
---against TREE` does the same for the learner's step.
+run. `restart`: the learner and then the rollout of the quickstart killed; seconds until each is ready again, and until
+the first step after that. Each figure is a ratio of this checkout over the other, taken round by round, with the median
+judged. The other tree needs its compiled modules (copy `busrl/*.so` and `busrl/ring/capi/*` where its C++ is the
+same). `learner steps --against TREE` does the same for the learner's step.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.bus.run import HERE as BUS
@@ -44,6 +47,7 @@ print(json.dumps({{"cpu": cpu, "memory": memory, "modules": len(mine)}}))
 """
 FIRST_FINISHED = int(State.GENERATED)
 TICKS = os.sysconf("SC_CLK_TCK")
+Value = TypeVar("Value")
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -96,42 +100,91 @@ def used_by(pids: Sequence[int]) -> tuple[float, float]:
     return cpu, memory
 
 
-def first_answer(run: subprocess.Popen[bytes], paths: RunPaths) -> None:
-    """Wait until a slot has left the engines: its answer is finished."""
-    ring, end = None, time.monotonic() + LIMIT_S
-    while True:
-        if run.poll() is not None or time.monotonic() > end:
-            raise SystemExit(f"the run ended, or {LIMIT_S:g} s passed, before its first answer")
+class TreeRun:
+    """The quickstart by one tree's code, in a temporary directory, until `with` ends."""
+
+    def __init__(self, tree: Path, steps: int) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="busrl-bench-")) / "run"
+        self.paths, self.output = RunPaths.of(directory), Path(f"{directory}.out")
+        command = [sys.executable, "-m", "busrl.cli", "launch", str(tree / QUICKSTART.relative_to(ROOT))]
+        command += ["--run-dir", str(directory), "--set", f"run.max_steps={steps}"]
+        self.begun = time.monotonic()
+        with open(self.output, "wb") as output:
+            self.child = sides.started(
+                command, cwd=directory.parent, env=environment(tree), stdout=output, stderr=output
+            )
+
+    def ring(self) -> Ring:
+        return self.until("ring", self._attached)
+
+    def _attached(self) -> Ring | None:
         try:
-            ring = ring or Ring.attach(paths.ring_name, read_only=True)
+            return Ring.attach(self.paths.ring_name, read_only=True)
         except (RingError, OSError):
-            ring = None
-        if ring is not None and int((ring.words() >> 58).max()) >= FIRST_FINISHED:
-            ring.close()
-            return
-        time.sleep(0.005)
+            return None
+
+    def until(self, what: str, condition: Callable[[], Value | None]) -> Value:
+        """Wait for what `condition` gives once it is true."""
+        end = time.monotonic() + LIMIT_S
+        while not (value := condition()):
+            if self.child.poll() is not None or time.monotonic() > end:
+                said = self.output.read_text(errors="replace")[-2000:]
+                raise SystemExit(f"the run ended, or {LIMIT_S:g} s passed, before its {what}: {said}")
+            time.sleep(0.005)
+        return value
+
+    def __enter__(self) -> TreeRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.child.returncode is None and self.child.poll() is None:
+            self.child.terminate()
+            self.child.wait(LIMIT_S)
+        shutil.rmtree(self.output.parent, ignore_errors=True)
 
 
 def start(log: Log, name: str, tree: Path) -> None:
     """Run 20 steps of the quickstart by one tree's code."""
-    directory = Path(tempfile.mkdtemp(prefix="busrl-bench-")) / "run"
-    command = [sys.executable, "-m", "busrl.cli", "launch", str(tree / QUICKSTART.relative_to(ROOT))]
-    command += ["--run-dir", str(directory), "--set", "run.max_steps=20"]
-    try:
-        begun = time.monotonic()
-        with open(f"{directory}.out", "wb") as output:
-            run = sides.started(command, cwd=directory.parent, env=environment(tree), stdout=output, stderr=output)
-            first_answer(run, RunPaths.of(directory))
-            first_s, (first_cpu, first_memory) = time.monotonic() - begun, used_by(descendants(run.pid))
-            _, status, used = os.wait4(run.pid, 0)
+    with TreeRun(tree, 20) as run:
+        ring = run.ring()
+        run.until("first answer", lambda: int((ring.words() >> 58).max()) >= FIRST_FINISHED)
+        ring.close()
+        first_s, (first_cpu, first_memory) = time.monotonic() - run.begun, used_by(descendants(run.child.pid))
+        _, status, used = os.wait4(run.child.pid, 0)
+        run.child.returncode = os.waitstatus_to_exitcode(status)
         if status:
-            raise SystemExit(Path(f"{directory}.out").read_text()[-2000:])
+            raise SystemExit(run.output.read_text()[-2000:])
         figures = {"first_s": (first_s, "s"), "first_cpu": (first_cpu, "s"), "first_memory": (first_memory, "MiB"),
-                   "run_s": (time.monotonic() - begun, "s"), "run_cpu": (used.ru_utime + used.ru_stime, "s")}
+                   "run_s": (time.monotonic() - run.begun, "s"), "run_cpu": (used.ru_utime + used.ru_stime, "s")}
         for figure, (value, unit) in figures.items():
             log.say(f"{name}:{figure}", value, unit)
-    finally:
-        shutil.rmtree(directory.parent, ignore_errors=True)
+
+
+def restart(log: Log, name: str, tree: Path) -> None:
+    """Kill the learner and then the rollout of a quickstart by one tree's code."""
+    with TreeRun(tree, 100_000) as run:
+        ring = run.ring()
+        for role in ("learner", "rollout/0"):
+            run.until("fifth step", partial(is_past, ring, ring.header("step") + 4))
+            dead = run.until(role, partial(ready, ring, role))
+            begun = time.monotonic()
+            os.kill(dead, signal.SIGKILL)
+            run.until(f"next {role}", partial(ready, ring, role, dead))
+            ready_s = time.monotonic() - begun
+            run.until("next step", partial(is_past, ring, ring.header("step")))
+            log.say(f"{name}:{role}_ready_s", ready_s, "s")
+            log.say(f"{name}:{role}_step_s", time.monotonic() - begun, "s")
+        ring.close()
+
+
+def is_past(ring: Ring, step: int) -> bool:
+    return ring.header("step") > step
+
+
+def ready(ring: Ring, role: str, other_than: int = 0) -> int:
+    """Process number of the role once it is ready, and is not the dead one; 0 before."""
+    here = (process.pid for process in ring.processes() if process.label == role and process.state == "ready")
+    return next((pid for pid in here if pid != other_than), 0)
 
 
 def bars(log: Log) -> list[Bar]:
@@ -147,7 +200,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--other", type=Path, required=True, help="another checkout with its compiled modules")
     arguments.add_argument("--rounds", type=int, default=5)
-    parts = ["imports", "bus", "start"]
+    parts = ["imports", "bus", "start", "restart"]
     arguments.add_argument("--only", nargs="+", choices=parts, default=parts)
     arguments.add_argument("--out", type=Path, default=RESULTS)
     options = arguments.parse_args()
@@ -163,4 +216,6 @@ def main() -> None:
                     bus(log, name, tree, frontend, backend)
                 if "start" in options.only:
                     start(log, name, tree)
+                if "restart" in options.only:
+                    restart(log, name, tree)
     written(log, bars(log), "trees", options.out, other=report.commit(options.other))
