@@ -1,4 +1,4 @@
-"""What ties a process to its parent: its death with it, its cores, and who takes over the children that it leaves.
+"""Ties of a process to its parent: its death with it, its cores, and who takes over the children that it leaves.
 
 Talks to the kernel (prctl(2), sched_setaffinity(2)). Used between a fork and the program after it, so it allocates
 little and imports the standard library only. Knows nothing of what the processes do.

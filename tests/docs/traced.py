@@ -18,8 +18,13 @@ import os, sys, threading
 
 OUT, ROOT = os.environ.get("WAYS_OUT", ""), os.environ.get("WAYS_ROOT", "")
 if OUT:
-    known = set()
-    file = os.open(os.path.join(OUT, f"{os.getpid()}.trace"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    def begin():
+        global known, file
+        known = set()
+        file = os.open(os.path.join(OUT, f"{os.getpid()}.trace"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+
+    begin()
+    os.register_at_fork(after_in_child=begin)  # what a process does that a template forked is its own
 
     def profile(frame, event, argument):
         if event != "call" or not frame.f_code.co_filename.startswith(ROOT):
