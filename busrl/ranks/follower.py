@@ -29,7 +29,7 @@ from busrl.ranks.builder import TeamSettings, TrainerBuilder, digest
 from busrl.ranks.meeting import Away
 from busrl.training import sharded, value_head
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.scorer import Credits, Versions
+from busrl.training.scorer import Advantages, Versions
 from busrl.training.settings import TrainerSettings
 from busrl.training.shard_files import Saving
 from busrl.training.trainer import Hooks, Trainer
@@ -232,4 +232,4 @@ def _micro(trainer: Trainer, work: wire.Work) -> None:
         Valued(*(np.frombuffer(field, np.float64) for field in row)) for row in work.valued
     ]
     samples = wire.samples_of(work)
-    trainer.micro_batch(samples, Credits(work.advantages, work.weights, before, chosen, valued), work.version)
+    trainer.micro_batch(samples, Advantages(work.advantages, work.weights, before, chosen, valued), work.version)

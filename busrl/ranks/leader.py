@@ -36,7 +36,7 @@ from busrl.training import sharded
 from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import vocabulary
-from busrl.training.scorer import EVERY, Credits
+from busrl.training.scorer import EVERY, Advantages
 from busrl.training.settings import TrainerSettings
 from busrl.training.shard_files import Saving, Writing, file_of
 from busrl.training.step_stats import RankStats, StepStats, stats_of
@@ -307,14 +307,14 @@ class Leader(Trainer):
         return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self._cost)
 
     def accumulate(
-        self, samples: Sequence[Sample], credits: Credits | Sequence[Worth], version: int | None = None
+        self, samples: Sequence[Sample], advantages: Advantages | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
-        credits = self._checked(samples, credits)
+        advantages = self._checked(samples, advantages)
         for shares in self._rounds(samples):
             parts: list[Any] = []
             for number, share in enumerate(shares):
-                parts.append(([samples[i] for i in share], credits.of(share), version))
+                parts.append(([samples[i] for i in share], advantages.of(share), version))
                 self._planned[number] += sum(sample.trained for sample in parts[-1][0])
             self.team.send([wire.Micro(work=wire.work_of(self.hooks.ages_of, *part)) for part in self.team.each(parts)])
             with self.team.together("a micro-batch", [sample.uid for sample in parts[0][0]]):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from busrl.errors import RankLost
 from busrl.training.batch import Sample, Turns, Worth
-from busrl.training.scorer import Credits, Versions
+from busrl.training.scorer import Advantages, Versions
 
 # -- messages -----------------------------------------------------------------------
 
@@ -248,12 +248,12 @@ LAST_WORDS_S = 3.0  # that followers have for last words after a collective fail
 
 # -- the work of a micro-batch ----------------------------------------------------------
 
-NOTHING_GIVEN = Credits(())
+NOTHING_GIVEN = Advantages(())
 NO_WORK = Work([], [], [], None, None, None, None, None, {})
 
 
 def work_of(
-    ages_of: Callable[[Versions], NDArray[np.int64]], samples: Sequence[Sample], credits: Credits = NOTHING_GIVEN,
+    ages_of: Callable[[Versions], NDArray[np.int64]], samples: Sequence[Sample], advantages: Advantages = NOTHING_GIVEN,
     version: int | None = None,
 ) -> Work:
     """Work from which a follower computes these samples as rank 0 would. `ages_of`: as in the trainer's hooks."""
@@ -267,12 +267,13 @@ def work_of(
     versions = np.unique(np.concatenate([s.policy_versions for s in samples])) if samples else np.zeros(0, np.uint32)
     ages = dict(zip(versions.tolist(), ages_of(versions).tolist(), strict=True))
     worth, weights = (None if rows is None else [_plain(row) for row in rows]
-                      for rows in (credits.advantages, credits.weights))
+                      for rows in (advantages.per_sample, advantages.weights))
     before, chosen = (
-        None if values is None else [row.tobytes() for row in values] for values in (credits.proximal, credits.chosen)
+        None if values is None else [row.tobytes() for row in values]
+        for values in (advantages.proximal, advantages.chosen)
     )
-    valued = None if credits.valued is None else [
-        (valued.advantages.tobytes(), valued.returns.tobytes(), valued.values.tobytes()) for valued in credits.valued
+    valued = None if advantages.valued is None else [
+        (valued.advantages.tobytes(), valued.returns.tobytes(), valued.values.tobytes()) for valued in advantages.valued
     ]
     return Work(list(prompts), rows, worth or [], weights, before, chosen, valued, version, ages)
 

@@ -38,16 +38,17 @@ NOTHING = Sample(
 
 
 @dataclass(frozen=True)
-class Credits:
-    """Numbers that the samples of a call are trained with: a number or a row for each; None where the default holds."""
+class Advantages:
+    """Advantages of the samples of a call, and what else they are trained with: a number or a row for each; None where
+    the default holds."""
 
-    advantages: Sequence[Worth]  # not read where `valued` has those of each token
+    per_sample: Sequence[Worth]  # not read where `valued` has those of each token
     weights: Sequence[Worth] | None = None  # of the loss of a sample's tokens; 1
     proximal: Sequence[Floats] | None = None  # log-probabilities by `score` as the step began; those of the forward
     chosen: Sequence[NDArray[np.bool_]] | None = None  # tokens, for a loss that chooses
     valued: Sequence[Valued] | None = None  # for a value head: values, returns and advantages of each token
 
-    def of(self, part: Sequence[int]) -> Credits:
+    def of(self, part: Sequence[int]) -> Advantages:
         """Select the samples at these positions."""
         rows = {name: None if rows is None else [rows[i] for i in part] for name, rows in vars(self).items()}
         return replace(self, **rows)  # type: ignore[arg-type]
@@ -69,7 +70,7 @@ class Scorer:
         return batch.flatten(samples, self.dtype, self.device)
 
     def inputs(
-        self, samples: Sequence[Sample], flat: Flat, credits: Credits
+        self, samples: Sequence[Sample], flat: Flat, advantages: Advantages
     ) -> tuple[losses.LossInputs, Tensor | None]:
         """Inputs of the loss, and the values of a value head, of one forward of each model."""
         referred = self._reference_logprobs(samples, flat)  # first: see the head of the module
@@ -81,23 +82,24 @@ class Scorer:
         (logprobs, entropy), values = self._scores_and_values(samples, wanted)
         if taught is not None:
             logprobs, student, taught = logprobs[:, 0], logprobs[:, 1:], taught.to(self.dtype)
-        inputs = self._of_logprobs(flat, logprobs, credits)
+        inputs = self._of_logprobs(flat, logprobs, advantages)
         return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=taught,
                        student_logprobs=student), values
 
-    def _of_logprobs(self, flat: Flat, logprobs: Tensor, credits: Credits) -> losses.LossInputs:
+    def _of_logprobs(self, flat: Flat, logprobs: Tensor, advantages: Advantages) -> losses.LossInputs:
         """The inputs of the loss that need the forward of the log-probabilities alone."""
-        before = logprobs.detach()
-        if credits.proximal is not None:
-            before = torch.from_numpy(np.concatenate(credits.proximal)).to(logprobs)
-        chosen = None if credits.chosen is None else torch.from_numpy(np.concatenate(credits.chosen)).to(self.device)
-        advantages = flat.per_token(credits.advantages, self.dtype)
-        if credits.valued is not None:
-            advantages = torch.from_numpy(np.concatenate([row.advantages for row in credits.valued])).to(advantages)
+        before, chosen = logprobs.detach(), None
+        if advantages.proximal is not None:
+            before = torch.from_numpy(np.concatenate(advantages.proximal)).to(logprobs)
+        if advantages.chosen is not None:
+            chosen = torch.from_numpy(np.concatenate(advantages.chosen)).to(self.device)
+        worth = flat.per_token(advantages.per_sample, self.dtype)
+        if advantages.valued is not None:
+            worth = torch.from_numpy(np.concatenate([row.advantages for row in advantages.valued])).to(worth)
         by_turn = self.settings.unit == "turn"
         return losses.LossInputs(
             trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
-            advantages=advantages, mask=flat.mask, samples=flat.turns if by_turn else flat.rows,
+            advantages=worth, mask=flat.mask, samples=flat.turns if by_turn else flat.rows,
             policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self.device),
             ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self.device),
             lengths=flat.turn_lengths if by_turn else flat.lengths, chosen=chosen,

@@ -35,7 +35,7 @@ from busrl.training.custom import load_loss
 from busrl.training.forward import FLASH, Forward, checkpoint_layers, choose_forward, compile_layers
 from busrl.training.head import Head
 from busrl.training.model import Adapter, Masters, Merged, named_weights, train_only
-from busrl.training.scorer import EVERY, Credits, Floats, Reference, Scorer, Teacher, Versions
+from busrl.training.scorer import EVERY, Advantages, Floats, Reference, Scorer, Teacher, Versions
 from busrl.training.settings import TrainerSettings
 from busrl.training.shard_files import Saving
 from busrl.training.state import TrainerState
@@ -112,36 +112,36 @@ class Trainer:
         self._views: Mapping[str, Tensor] | None = None  # of this rank, what is published
 
     def accumulate(
-        self, samples: Sequence[Sample], credits: Credits | Sequence[Worth], version: int | None = None
+        self, samples: Sequence[Sample], advantages: Advantages | Sequence[Worth], version: int | None = None
     ) -> None:
-        """Forward and backward of these samples, added to the step under way. `credits` may be advantages alone.
+        """Forward and backward of these samples, added to the step under way. `advantages` may be a number for each.
         `version`: that of the trained weights, for the mismatch between engine and trainer."""
-        credits = self._checked(samples, credits)
+        advantages = self._checked(samples, advantages)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            self.micro_batch([samples[i] for i in part], credits.of(part), version)
+            self.micro_batch([samples[i] for i in part], advantages.of(part), version)
 
-    def _checked(self, samples: Sequence[Sample], credits: Credits | Sequence[Worth]) -> Credits:
-        credits = credits if isinstance(credits, Credits) else Credits(credits)
-        for rows in vars(credits).values():
+    def _checked(self, samples: Sequence[Sample], advantages: Advantages | Sequence[Worth]) -> Advantages:
+        advantages = advantages if isinstance(advantages, Advantages) else Advantages(advantages)
+        for rows in vars(advantages).values():
             if rows is not None and len(rows) != len(samples):
                 raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {len(rows)}")
-        return credits
+        return advantages
 
-    def micro_batch(self, samples: Sequence[Sample], credits: Credits, version: int | None) -> None:
+    def micro_batch(self, samples: Sequence[Sample], advantages: Advantages, version: int | None) -> None:
         started, settings = self.tally.mark(), self.settings
         flat = self.scorer.flatten(samples)
-        inputs, values = self.scorer.inputs(samples, flat, credits)
+        inputs, values = self.scorer.inputs(samples, flat, advantages)
         # Which tokens the weights of `version` drew, and which of them in samples that began with these weights.
         current = None if version is None else torch.from_numpy(flat.policy_versions == version).to(self._device)
         begun = None if version is None else flat.begun(version)
         in_loss = settings.kl != "none" and settings.kl_in == "loss"
         of_loss = self.scorer.for_loss(inputs, current)
         objective = terms.objective(self.loss, of_loss, settings, in_loss)
-        of_values = None if credits.valued is None else self.scorer.value_errors(values, credits.valued, flat)
+        of_values = None if advantages.valued is None else self.scorer.value_errors(values, advantages.valued, flat)
         loss = objective.loss
         trained = loss if of_values is None else loss + of_values.loss
-        if credits.weights is not None:
-            weights = flat.per_token(credits.weights, self.scorer.dtype)
+        if advantages.weights is not None:
+            weights = flat.per_token(advantages.weights, self.scorer.dtype)
             loss, trained = loss * weights, trained * weights
         total = trained.sum()
         forwarded = self.tally.mark()

@@ -268,5 +268,5 @@ def test_an_episode_of_which_nothing_is_trained_counts_for_its_group_alone(folde
     step = Watched(topology(folder))
     stats = step.train([samples[0], record, *samples[2:]], 2, None)
     assert stats.sequences == 7 and stats.context_tokens == 4 + 6 and not stats.skipped
-    worth: list[Worth] = [*step.credit.advantages([samples[0], record, *samples[2:]])]
+    worth: list[Worth] = [*step.advantages.per_sample([samples[0], record, *samples[2:]])]
     assert worth == pytest.approx(group_std(samples))

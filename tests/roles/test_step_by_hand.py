@@ -412,7 +412,7 @@ def test_batch_whiten_of_an_all_cut_step_is_skipped_without_losing_numbers(topol
     answers = [dataclasses.replace(one, cut=True, trained=(F,) * len(one.tokens)) for one in PLAIN]
     step = Watched(with_keys(topology, advantage="batch_whiten"))
     assert step.train(records(answers), 2, STEP).skipped == "no trained token" and not step.seen
-    assert all(math.isfinite(float(one)) for one in step.credit.advantages(records(answers)))
+    assert all(math.isfinite(float(one)) for one in step.advantages.per_sample(records(answers)))
 
 
 @pytest.mark.parametrize("kind", ["group_mean", "leave_one_out", "mean_normalised", "batch_std", "reward"])

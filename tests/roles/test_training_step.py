@@ -499,7 +499,7 @@ def test_an_entirely_old_sample_still_counts_for_its_group_advantage(topology: T
     assert stats.old_tokens == stats.context_tokens == len(batch[0].versions) // 4
     masked = _training(stats)["masked"]
     assert masked == {"earlier_segments": 0, "too_old": stats.old_tokens}
-    other.trainer.accumulate([to_sample(one) for one in batch[1:]], other.credit.advantages(batch)[1:], 5)
+    other.trainer.accumulate([to_sample(one) for one in batch[1:]], other.advantages.per_sample(batch)[1:], 5)
     other.finish(2)
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
 
@@ -527,7 +527,7 @@ def test_an_answer_cut_by_the_limit_is_masked_but_counts_for_advantage(topology:
     stats, replayed = step.train(batch, 2, 5), again.train(batch, 2, 5)
     assert stats.sequences == 7 and stats.cut_tokens == len(batch[3].versions) // 4 == replayed.cut_tokens
     kept = [place for place in range(8) if place != 3]
-    advantages = other.credit.advantages(batch)
+    advantages = other.advantages.per_sample(batch)
     samples = [to_sample(batch[place]) for place in kept]
     other.trainer.accumulate(samples, [advantages[place] for place in kept], 5)
     other.finish(2)
@@ -946,7 +946,7 @@ def test_a_foreign_or_non_finite_value_head_is_refused_by_name(
 def test_each_value_head_token_pays_its_own_kl_in_the_reward(topology: Topology) -> None:
     chosen = with_keys(with_values(topology, whiten=False), kl="k1", kl_coef=0.3, kl_in="reward")
     step, batch = Valuing(chosen), varied(1)
-    actual = step.credit.valued(batch)
+    actual = step.advantages.valued(batch)
     referred = step.trainer.score(step.tokens.samples(batch), "reference")
     for one, record, row in zip(actual, batch, referred, strict=True):
         own = -0.3 * (record.logprob_array().astype(np.float64) - row)

@@ -17,7 +17,7 @@ from busrl.training import packing
 from busrl.training.batch import Sample
 from busrl.training.forward import Forward, PackedRows, PaddedRows
 from busrl.training.model import load
-from busrl.training.scorer import Credits
+from busrl.training.scorer import Advantages
 from busrl.training.settings import TrainerSettings
 from busrl.training.step_stats import StepStats
 from busrl.training.trainer import QUIET, Hooks, Teach, Trainer
@@ -111,7 +111,7 @@ class Lab:
              version: int | None = None, **extra: Any) -> tuple[dict[str, Tensor], StepStats]:
         """The gradient as the optimiser gets it, and what the step says; the weights stay as they are."""
         for samples, advantages in batches:
-            trainer.accumulate(samples, Credits(advantages, **extra), version)
+            trainer.accumulate(samples, Advantages(advantages, **extra), version)
         seen: dict[str, Tensor] = {}
 
         def keep() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from busrl.training import batch, packing
-from busrl.training.scorer import Credits
+from busrl.training.scorer import Advantages
 
 FILE = Path(__file__).with_suffix(".json")
 LOSSES = ("ppo_clip", "gspo", "gmpo", "opsm", "cispo")
@@ -58,7 +58,7 @@ def steps(lab: Any, double: bool) -> dict[str, Any]:
             trainer = lab.trainer("qwen3", way, double, loss=loss)
             samples = lab.samples(groups=3, temperatures=(1.0, 0.7), model=trainer.model)
             worth, weights = lab.advantages(len(samples)), [1 / len(sample.token_ids) for sample in samples]
-            trainer.accumulate(samples, Credits(worth, weights), version=4)
+            trainer.accumulate(samples, Advantages(worth, weights), version=4)
             gradients = [parameter.grad.clone() for parameter in trainer.parameters]
             stats = trainer.step(1e-3)
             numbers = {one.name: getattr(stats.diagnostics, one.name) for one in fields(stats.diagnostics)}

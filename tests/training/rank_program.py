@@ -25,7 +25,7 @@ from busrl.training import optimizers, sharded
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter, LoraSettings
-from busrl.training.scorer import Credits
+from busrl.training.scorer import Advantages
 from busrl.training.settings import TrainerSettings
 from busrl.training.step_stats import RankStats, stats_of
 from busrl.training.trainer import Trainer
@@ -88,7 +88,7 @@ def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[RankStats
         for start in range(0, len(parts), world):
             if start + rank < len(parts):
                 samples, worth = parts[start + rank]
-                trainer.micro_batch(samples, Credits(worth), None)
+                trainer.micro_batch(samples, Advantages(worth), None)
             else:
                 trainer.idle()
         shares.append(trainer.update(RATE))

@@ -18,7 +18,7 @@ from busrl.ranks.wire import Work, samples_of, work_of
 from busrl.training import batch, packing
 from busrl.training.batch import Sample, Turns
 from busrl.training.forward import JoinedRows
-from busrl.training.scorer import Credits
+from busrl.training.scorer import Advantages
 
 RECORDED = json.loads(one_turn.FILE.read_text())
 
@@ -148,7 +148,7 @@ def test_an_episode_reaches_another_rank_as_it_is(shapes: Any) -> None:
 
     samples = [made(shape, index) for index, shape in enumerate(shapes)]
     worth = [[0.5] * len(sample.turn_lengths()) if sample.turns is not None else 1.0 for sample in samples]
-    sent = work_of(lambda versions: versions.astype(np.int64), samples, Credits(worth, worth), 4)
+    sent = work_of(lambda versions: versions.astype(np.int64), samples, Advantages(worth, worth), 4)
     work = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Work)
     assert work.advantages == work.weights == worth
     there = samples_of(work)

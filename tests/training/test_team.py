@@ -30,7 +30,7 @@ from busrl.ranks.wire import samples_of, work_of
 from busrl.training import checkpoint
 from busrl.training.batch import rounds_of
 from busrl.training.model import LoraSettings, load
-from busrl.training.scorer import Credits
+from busrl.training.scorer import Advantages
 from busrl.training.settings import TrainerSettings
 from busrl.training.sharded import local
 from busrl.training.trainer import Trainer
@@ -69,7 +69,7 @@ def test_a_round_differs_between_ranks_by_at_most_its_longest_sample(lengths: li
 
 def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
     samples = lab.samples()
-    work = work_of(lambda versions: 7 - versions.astype(np.int64), samples, Credits(lab.advantages(len(samples))))
+    work = work_of(lambda versions: 7 - versions.astype(np.int64), samples, Advantages(lab.advantages(len(samples))))
     for before, after in zip(samples, samples_of(work), strict=True):
         for name in ("uid", "group", "member", "reward", "temperature", "finish", "context"):
             assert getattr(before, name) == getattr(after, name)
@@ -162,7 +162,7 @@ def a_step(trainer: Trainer, lab: Any, seed: int, version: int | None = None) ->
     half = len(samples) // 2  # as they arrive
     for part in (slice(0, half), slice(half, None)):
         weights = [1 / len(sample.token_ids) for sample in samples[part]]
-        trainer.accumulate(samples[part], Credits(worth[part], weights), version)
+        trainer.accumulate(samples[part], Advantages(worth[part], weights), version)
     return trainer.step(1e-2, denominator=len(samples), scale=1.5)
 
 
@@ -221,7 +221,7 @@ def test_a_team_trains_episodes_of_several_turns_as_one_rank_does(lab: Any, team
     rows = [chance.normal(size=(2, len(sample.turn_lengths()))).tolist() for sample in samples]
     found = []
     for each in (trainer, one):
-        each.accumulate(samples, Credits([row[0] for row in rows], [row[1] for row in rows]), 4)
+        each.accumulate(samples, Advantages([row[0] for row in rows], [row[1] for row in rows]), 4)
         found.append(each.step(1e-2, denominator=7.0))
     assert_same_steps(found[:1], found[1:])
     assert found[0].tokens == sum(sample.trained for sample in samples) < sum(sample.generated for sample in samples)
@@ -302,9 +302,9 @@ def test_an_update_with_the_old_log_probabilities_is_that_of_one_rank(lab: Any, 
     trainer = lab.trainer("qwen3", double=False, **SETTINGS)
     for each in (team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS)), trainer):
         before = each.score(samples)
-        each.accumulate(samples, Credits(worth, proximal=before), 4)
+        each.accumulate(samples, Advantages(worth, proximal=before), 4)
         each.step(1e-2)
-        each.accumulate(samples, Credits(worth, proximal=before))
+        each.accumulate(samples, Advantages(worth, proximal=before))
         stats.append(each.step(1e-2))
     assert_same_steps(stats[:1], stats[1:])
 

@@ -19,7 +19,7 @@ from busrl.training import checkpoint, optimizers
 from busrl.training.batch import flatten
 from busrl.training.forward import Forward, choose_forward
 from busrl.training.model import Adapter, LoraSettings, load, vocabulary
-from busrl.training.scorer import Credits, Reference
+from busrl.training.scorer import Advantages, Reference
 from busrl.training.settings import TrainerSettings
 from busrl.training.trainer import Trainer
 from tests.training.test_team import SETTINGS, TEACHER_K, a_step, assert_same_steps, assert_same_weights, team_of
@@ -242,7 +242,7 @@ def a_step_with_values(trainer: Any, lab: Any, seed: int) -> Any:
     rewards = [np.append(np.zeros(len(row) - 1), float(i % 2)) for i, row in enumerate(before)]
     valued = gae.estimated(rewards, before, 1.0, 0.95, 1.0)
     for part in (slice(0, 3), slice(3, None)):
-        trainer.accumulate(samples[part], Credits([0.0] * len(samples[part]), valued=valued[part]), 4)
+        trainer.accumulate(samples[part], Advantages([0.0] * len(samples[part]), valued=valued[part]), 4)
     return trainer.step(1e-2)
 
 

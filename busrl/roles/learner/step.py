@@ -1,7 +1,7 @@
 """The optimiser step of a learner, from sample records to new weights.
 
-Talks to the models (`models`), which it trains with the credit of the records (`credit`). Knows nothing of the ring and
-the bus, and of the log only its records.
+Talks to the models (`models`), which it trains with the advantages of the records (`advantages`). Knows nothing of the
+ring and the bus, and of the log only its records.
 
 - Groups come whole: most advantages compare a sample with its own group only, some with the whole step.
 - The same records in the same batch give the same step, live or replayed from the log, up to the order of summation.
@@ -21,7 +21,7 @@ from torch import Tensor
 from busrl.algorithms import advantages as formulas
 from busrl.algorithms import catalog
 from busrl.ledger.wal import Record, SampleRecord, Terms
-from busrl.roles.learner.credit import Credit
+from busrl.roles.learner.advantages import StepAdvantages
 from busrl.roles.learner.models import Models
 from busrl.roles.learner.samples import TrainedTokens, terms_of, to_sample
 from busrl.scheduling.learning_rate import Schedule
@@ -29,7 +29,7 @@ from busrl.system import device
 from busrl.topology import Topology
 from busrl.training.batch import first_fault
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.scorer import Credits
+from busrl.training.scorer import Advantages
 from busrl.training.step_stats import StepStats, combined
 from busrl.training.trainer import Hooks, Team, Trainer
 
@@ -60,7 +60,7 @@ class TrainingStep:
         self.tokens = TrainedTokens(terms_of(topology))
         self.stale = self.tokens.stale
         self.models = Models(topology, team, Hooks(on_progress, self.stale.ages))
-        self.credit = Credit(topology, self.models, self.tokens)
+        self.advantages = StepAdvantages(topology, self.models, self.tokens)
         self.config, self.schedule = topology.learner, schedule_of(topology)
 
     @property
@@ -71,7 +71,7 @@ class TrainingStep:
         """Train by these values from the next step on."""
         self.config, self.schedule = topology.learner, schedule_of(topology)
         self.models.follow(topology)
-        self.credit.follow(topology)
+        self.advantages.follow(topology)
 
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
         """The position of a sample that must not be trained, and why; None if all are sound."""
@@ -84,16 +84,16 @@ class TrainingStep:
         step and, for a loss that reads them, against the log-probabilities that the weights gave before the first; with
         several passes all of them again, in another order. Advantages and values are those before the first update."""
         updates, passes = min(self.config.updates_per_batch, groups), self.config.passes_per_batch
-        credits = self.credit.of_groups(records)
+        advantages = self.advantages.of_groups(records)
         if updates == passes == 1:
-            self._add(records, credits, version)
+            self._add(records, advantages, version)
             return self.finish(groups)
         rate = self.schedule(self.groups, groups)
         if catalog.needs_proximal(self.config) and self.models.loss_may_read("prox"):
-            credits = replace(credits, proximal=self.trainer.score(self.tokens.samples(records)))
+            advantages = replace(advantages, proximal=self.trainer.score(self.tokens.samples(records)))
         stats = []
         for number, part in enumerate(self._shares(records, updates, passes)):
-            self._add([records[i] for i in part], credits.of(part), None if number else version, number)
+            self._add([records[i] for i in part], advantages.of(part), None if number else version, number)
             stats.append(self._update(rate))
         return self._ended(stats, groups)
 
@@ -108,14 +108,16 @@ class TrainingStep:
 
         `version` is that of the present weights; None where no version has them.
         """
-        if not self.credit.scaled_once:
-            self._add(records, self.credit.of_groups(records), version)
+        if not self.advantages.scaled_once:
+            self._add(records, self.advantages.of_groups(records), version)
             return
-        centred = self.credit.group_advantages(records)  # to be divided by a number of the whole step
+        centred = self.advantages.group_advantages(records)  # to be divided by a number of the whole step
         self._centred += centred
-        self._add(records, Credits(centred), version)
+        self._add(records, Advantages(centred), version)
 
-    def _add(self, records: Sequence[SampleRecord], credits: Credits, version: int | None, number: int = 0) -> None:
+    def _add(
+        self, records: Sequence[SampleRecord], advantages: Advantages, version: int | None, number: int = 0
+    ) -> None:
         """Train the samples of these records. Leading tokens that are too old are context; a sample of such tokens
         alone is not trained, nor is one that the limit cut under reward.truncated = "mask". Their rewards count in the
         advantages of their groups. `version` is None after the first update of several; `number` counts these."""
@@ -127,11 +129,11 @@ class TrainingStep:
         every = [self.tokens.trained(records[i]) for i in uncut]
         self._gone_tokens += sum(sample.generated for sample in every if not sample.trained)
         samples = [sample for sample in every if sample.trained]
-        credits = credits.of([i for i, sample in zip(uncut, every, strict=True) if sample.trained])
-        weights, denominator = self.credit.weights(samples)
+        advantages = advantages.of([i for i, sample in zip(uncut, every, strict=True) if sample.trained])
+        weights, denominator = self.advantages.weights(samples)
         self._denominator += denominator
-        credits = replace(credits, weights=weights, chosen=self.credit.chosen(samples, credits, number))
-        self.trainer.accumulate(samples, credits, version)
+        advantages = replace(advantages, weights=weights, chosen=self.advantages.chosen(samples, advantages, number))
+        self.trainer.accumulate(samples, advantages, version)
         self._pace(begun, sum(record.tokens for record in records))
 
     def finish(self, groups: int) -> StepStats:

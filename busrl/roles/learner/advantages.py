@@ -1,4 +1,4 @@
-"""Credit of each sample of a step: advantages or values, weights of its loss, tokens that a loss chooses.
+"""Advantages of the samples of a step, or values and returns; weights of their losses, and tokens that a loss chooses.
 
 Used by the training step. Talks to the formulas of `busrl.algorithms`, and to the models for scores; knows nothing of
 the optimiser, the log or the ring.
@@ -27,14 +27,14 @@ from busrl.roles.learner.samples import TrainedTokens
 from busrl.topology import Topology
 from busrl.training.batch import Sample, Worth, spread
 from busrl.training.custom import load_estimator
-from busrl.training.scorer import Credits
+from busrl.training.scorer import Advantages
 
 ONCE = [name for name, basis in catalog.ADVANTAGE_FACTS.items() if basis == catalog.SCALE]
 UNWEIGHTED = ("token-mean", "seq-mean-token-sum")  # all samples have weight 1
 
 
-class Credit:
-    """Computes the credit of samples by the run's estimator, with the models that score them."""
+class StepAdvantages:
+    """Computes the advantages of samples by the run's estimator, with the models that score them."""
 
     def __init__(self, topology: Topology, models: Models, tokens: TrainedTokens) -> None:
         self.models, self.tokens, self.seed = models, tokens, topology.run.seed
@@ -52,11 +52,11 @@ class Credit:
 
     # -- advantages and values ----------------------------------------------------------------------------------
 
-    def of_groups(self, records: Sequence[SampleRecord]) -> Credits:
-        """The credits of whole groups; of all groups of a step where one depends on the others."""
+    def of_groups(self, records: Sequence[SampleRecord]) -> Advantages:
+        """The advantages of whole groups; of all groups of a step where one depends on the others."""
         if self.config.advantage != catalog.GAE:
-            return Credits(self.advantages(records))
-        return Credits([record.reward for record in records], valued=self.valued(records))
+            return Advantages(self.per_sample(records))
+        return Advantages([record.reward for record in records], valued=self.valued(records))
 
     def valued(self, records: Sequence[SampleRecord]) -> list[gae.Valued]:
         """Advantages and returns of each token, from the values under the present weights."""
@@ -72,7 +72,7 @@ class Credit:
         white = gae.whitened([valued.advantages for valued in estimates], masks)
         return [replace(valued, advantages=row) for valued, row in zip(estimates, white, strict=True)]
 
-    def advantages(self, records: Sequence[SampleRecord]) -> Sequence[Worth]:
+    def per_sample(self, records: Sequence[SampleRecord]) -> Sequence[Worth]:
         """Advantages of whole groups; of all groups of a step where one depends on the others."""
         if self.config.credit == "turn":
             return self._turn_advantages(records)
@@ -159,7 +159,9 @@ class Credit:
 
     # -- tokens that a loss chooses -----------------------------------------------------------------------------
 
-    def chosen(self, samples: Sequence[Sample], credits: Credits, number: int) -> list[npt.NDArray[np.bool_]] | None:
+    def chosen(
+        self, samples: Sequence[Sample], advantages: Advantages, number: int
+    ) -> list[npt.NDArray[np.bool_]] | None:
         """Tokens that a loss chooses among all of an update, a row per sample; None for any other loss. The draw
         depends on the seed, the step and the update alone."""
         if (choice := losses.CHOICES.get(self.config.loss)) is None or not samples:
@@ -168,11 +170,11 @@ class Credit:
         counts = [sample.generated for sample in samples]
         drawn = [sample.behaviour_logprobs for sample in samples]
         trained = [sample.mask() for sample in samples]
-        worth = spread(samples, credits.advantages)
-        if credits.valued is not None:
-            worth = np.concatenate([valued.advantages for valued in credits.valued])
+        worth = spread(samples, advantages.per_sample)
+        if advantages.valued is not None:
+            worth = np.concatenate([valued.advantages for valued in advantages.valued])
         inputs = losses.LossInputs(
-            _flat(now), _flat(drawn), _flat(now if credits.proximal is None else credits.proximal),
+            _flat(now), _flat(drawn), _flat(now if advantages.proximal is None else advantages.proximal),
             torch.from_numpy(worth), torch.from_numpy(np.concatenate(trained)),
         )
         draw = f"{self.seed} {self.tokens.stale.now} {number}"
