@@ -106,7 +106,7 @@ OBSERVE_COMMANDS = (
         "It loads nothing: drawings, waste, problems, settings. Several runs are compared.",
     ),
     Command(
-        "trace", "write a run's timeline for Perfetto (Chrome trace events)", "observe.command:trace_options",
+        "trace", "write a run's timeline for Perfetto (Chrome trace events)", "observe.command:timeline_options",
         "Each process is a track. Also prints how much of the generation falls into training.",
     ),
     Command(
@@ -154,7 +154,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}, commands=OBSERVE_COMMANDS),
     Capability("predict", "predicted lengths and the controller of the batch size", plugs={
         "kept": "predict.state:PredictorState", "unkept": "predict.state:unkept",
-        "checkpoint_files": "predict.state:copy_into", "step_observers": "predict.control:observers",
+        "checkpoint_files": "predict.state:copy_into", "step_observers": "predict.observer:observers",
         "keyword_problems": "predict.lengths.keywords:problems_of",
     }, asks={
         "scheduler.policy": lambda topology: topology.scheduler.predicts,

@@ -379,16 +379,16 @@ def retry_after_s(header: str) -> float:
 
 def first_line(text: str, width: int = 1000) -> str:
     """The first line of a text; where a traceback begins there, the line that names the exception instead."""
-    head, trace, rest = text.strip().partition(TRACE)
+    head, mark, rest = text.strip().partition(TRACE)
     line = head.strip().split("\n", 1)[0]
-    if trace and not head.strip().count("\n"):
+    if mark and not head.strip().count("\n"):
         line = f"{line} {_raised(rest)}".strip()
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def _raised(trace: str) -> str:
+def _raised(traceback: str) -> str:
     """The line of a traceback that names the exception: the first at the margin, of the last of several chained."""
-    lines = [line for line in trace.rpartition(TRACE)[2].split("\n") if line.strip()]
+    lines = [line for line in traceback.rpartition(TRACE)[2].split("\n") if line.strip()]
     return next((line for line in lines if not line.startswith(" ")), lines[-1].strip() if lines else "(cut off)")
 
 

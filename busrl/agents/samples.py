@@ -55,7 +55,7 @@ class ClaimedSample:
 class Warn(Protocol):
     """Logs, publishes and files a line for people; lines of one `kind` are counted."""
 
-    def __call__(self, text: str, severity: str = ..., *, kind: str = ..., uids: list[int] = ..., trace: str = ...
+    def __call__(self, text: str, severity: str = ..., *, kind: str = ..., uids: list[int] = ..., traceback: str = ...
                  ) -> None: ...
 
 
@@ -161,11 +161,11 @@ class EpisodeSamples:
 
     def drop(self, sample: ClaimedSample, fate: Fate, why: str) -> str:
         """Drop a sample for this reason; returns the line for people."""
-        text, _, trace = why.partition("\n")
+        text, _, traceback = why.partition("\n")
         del self.claims[sample.slot]
         self._unanswered.pop(sample.uid, None)
         text = f"sample {shown_uid(sample.uid)} is dropped: {text}"
-        self._warn(text, kind=f"dropped {fate.letter}", uids=[sample.uid], trace=trace)
+        self._warn(text, kind=f"dropped {fate.letter}", uids=[sample.uid], traceback=traceback)
         self.ring.drop(sample.slot, sample.word, fate)
         return text
 

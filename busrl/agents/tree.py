@@ -269,7 +269,7 @@ class Tree:
         self.open = 0  # calls under way
         self._index = Index()
         self._ends: dict[int, list[Turn]] = {}  # a beginning -> turns that end with it
-        self._drawn: Counter[bytes] = Counter()  # digest of a prompt -> calls that had it
+        self._calls_of: Counter[bytes] = Counter()  # digest of a prompt -> calls that had it
         self._calls = self._begun = 0  # all calls; those of them that were not cancelled
         self._sampled = self._tokens = self._sequences = 0  # with the most that calls under way may add
 
@@ -350,15 +350,15 @@ class Tree:
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
                generated_ms: int = 0, step: int = 0) -> Turn:
         """End a call with the ids, log-probabilities and versions that the engine drew; returns its turn."""
-        drawn = np.array(ids, np.int32)
-        scores, drawn_with = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
-        if not 1 <= len(drawn) <= call.room or not len(drawn) == len(scores) == len(drawn_with):
-            raise ValueError(f"an answer of {len(drawn)} ids, {len(scores)} log-probabilities and {len(drawn_with)} "
-                             f"versions to a call with room for {call.room}")
+        sampled = np.array(ids, np.int32)
+        scores, sampled_with = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
+        if not 1 <= len(sampled) <= call.room or not len(sampled) == len(scores) == len(sampled_with):
+            raise ValueError(f"an answer of {len(sampled)} ids, {len(scores)} log-probabilities and "
+                             f"{len(sampled_with)} versions to a call with room for {call.room}")
         state = self._index.add(call.history.states[-1], message) if call.history else None
-        self._release(call, call.room - len(drawn))
-        call.hash.update(drawn.data)
-        turn = Turn(call, drawn, scores, drawn_with, finish, message, text, end_text, waited_ms, generated_ms, step)
+        self._release(call, call.room - len(sampled))
+        call.hash.update(sampled.data)
+        turn = Turn(call, sampled, scores, sampled_with, finish, message, text, end_text, waited_ms, generated_ms, step)
         self.turns.append(turn)
         (call.parent.children if call.parent else self.roots).append(turn)
         if state is not None:
@@ -384,8 +384,8 @@ class Tree:
         return begin - parent.end, 0
 
     def _stream(self, prompt: bytes) -> int:
-        self._drawn[prompt] += 1
-        seed = prompt + self._drawn[prompt].to_bytes(8, "little")
+        self._calls_of[prompt] += 1
+        seed = prompt + self._calls_of[prompt].to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
 
     # -- the training sequences -----

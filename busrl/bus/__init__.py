@@ -1,4 +1,4 @@
-"""The control bus: publish and subscribe through one broker, for messages that may be lost.
+"""The bus: publish and subscribe through one broker, for messages that may be lost.
 
 Talks to ZeroMQ, to the codec of `protocol` and to keys. Knows nothing of the ring or of roles. This head does not
 import `broker`, which the bus process needs, and parts that listen on encrypted sockets or make recordings.

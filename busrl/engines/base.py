@@ -169,7 +169,7 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def drawing(self) -> int:
+    def decoding(self) -> int:
         """Tokens that the next `step` will add to the counts, all requests together."""
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -192,7 +192,7 @@ class Engine(ABC):
         """Do one decoding step for all; returns those that ended. An engine with its own loop returns what ended
         since the last call, and waits a moment if nothing did."""
 
-    def drawn(self, key: int, begin: int) -> Ids:
+    def sampled(self, key: int, begin: int) -> Ids:
         """Tokens of a running request from number `begin` on; none if the engine has them only at the end."""
         running = self._running.get(key)
         if not isinstance(running, PartialAnswer):
@@ -318,6 +318,6 @@ class Streams:
             "buffer_pos": 4, "has_uint32": 0, "uinteger": 0,
         }
         words: npt.NDArray[np.uint64] = self._philox.random_raw(count)
-        drawn: npt.NDArray[np.float64] = ((words >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
-        return drawn
+        uniforms: npt.NDArray[np.float64] = ((words >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
+        return uniforms
 

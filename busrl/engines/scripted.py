@@ -75,8 +75,8 @@ class Script:
     ) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Ids and log-probabilities of tokens [begin, end) of the answer; the last is EOS if the answer has `ended`.
         `stream` is the random stream of a call."""
-        drawn = np.random.default_rng([self.seed, uid, *stream]).integers(len(self._plain), size=end)[begin:]
-        ids = self._plain[drawn]
+        places = np.random.default_rng([self.seed, uid, *stream]).integers(len(self._plain), size=end)[begin:]
+        ids = self._plain[places]
         if ended:
             ids[-1] = self._eos
         return ids, np.full(len(ids), -math.log(len(self._plain) + 1), np.float32)
@@ -144,7 +144,7 @@ class ScriptedEngine(Engine):
         self._owed = 0.0  # prefill that comes before the next step
 
     @property
-    def drawing(self) -> int:
+    def decoding(self) -> int:
         return 0 if self.paused else len(self._running) * self._planned()
 
     def _begin(self, requests: list[Request]) -> None:

@@ -202,11 +202,11 @@ class BatchAnswers:
         if message.episodes and any((*message.lengths, *message.prompt_lengths)):
             raise Refused("lengths and prompt_lengths: an episode has tensors of its own, so all of them must be 0")
         self._steps, self._parts = message.steps or [0] * count, message.parts or [{}] * count
-        self._drawn, self._read = (_slices(lengths) for lengths in (message.lengths, message.prompt_lengths))
-        drawn, read = sum(message.lengths), sum(message.prompt_lengths)
-        self._tokens = _column(message.tokens, "tokens", np.int32, drawn)
-        self._logprobs = _column(message.logprobs, "logprobs", np.float32, drawn)
-        self._versions = _column(message.versions, "versions", np.uint32, drawn)
+        self._sampled, self._read = (_slices(lengths) for lengths in (message.lengths, message.prompt_lengths))
+        sampled, read = sum(message.lengths), sum(message.prompt_lengths)
+        self._tokens = _column(message.tokens, "tokens", np.int32, sampled)
+        self._logprobs = _column(message.logprobs, "logprobs", np.float32, sampled)
+        self._versions = _column(message.versions, "versions", np.uint32, sampled)
         self._prompts = _column(message.prompt_ids, "prompt_ids", np.int32, read)
         self._probable = bool((self._logprobs <= CLOSE_TO_ZERO).all() and np.isfinite(self._logprobs).all())
         self._lowest = min(int(ids.min(initial=0)) for ids in (self._tokens, self._prompts))
@@ -224,8 +224,8 @@ class BatchAnswers:
             and 1 <= message.lengths[at] <= limits.tokens and 1 <= message.prompt_lengths[at] <= limits.prompt_tokens
             and message.finishes[at] in (Finish.EOS, Finish.LENGTH)
         )
-        drawn, prompt = self._drawn[at], self._prompts[self._read[at]]
-        arrays = (self._tokens[drawn], self._logprobs[drawn], self._versions[drawn])
+        sampled, prompt = self._sampled[at], self._prompts[self._read[at]]
+        arrays = (self._tokens[sampled], self._logprobs[sampled], self._versions[sampled])
         if sound:
             return RemoteAnswer(*arrays, prompt, message.texts[at], message.finishes[at], True, step)
         tokens, logprobs, versions = map(tensor, arrays)

@@ -21,10 +21,11 @@ from busrl.paths import RunPaths
 
 
 def record_error(
-    paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "", uids: Sequence[int] = ()
+    paths: RunPaths, process: str, severity: str, where: str, text: str, traceback: str = "", uids: Sequence[int] = ()
 ) -> None:
     """Append one line; a full disk must not turn a warning into a death."""
-    row = {"time": time.time(), "process": process, "severity": severity, "where": where, "text": text, "trace": trace}
+    row = {"time": time.time(), "process": process, "severity": severity, "where": where, "text": text}
+    row["trace"] = traceback
     line = msgspec.json.encode({**row, "uids": list(uids)} if uids else row)
     with contextlib.suppress(OSError), open(paths.errors, "ab", buffering=0) as file:
         file.write(line + b"\n")

@@ -77,10 +77,10 @@ def report_options(parser: argparse.ArgumentParser) -> Verb:
     return report
 
 
-def trace_options(parser: argparse.ArgumentParser) -> Verb:
+def timeline_options(parser: argparse.ArgumentParser) -> Verb:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: RUN_DIR/trace.json")
-    return trace
+    return write_timeline
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -96,16 +96,16 @@ def report(options: argparse.Namespace) -> int:
     return _written(out, records)
 
 
-def trace(options: argparse.Namespace) -> int:
+def write_timeline(options: argparse.Namespace) -> int:
     """Write the timeline of a run; print how much of the decoding falls into training."""
-    from busrl.observe.report import trace as timeline
     from busrl.observe.report.record import read
+    from busrl.observe.report.timeline import overlap, slices_of, timeline
 
     record = read(options.run_dir)
-    slices = timeline.slices_of(record)
+    slices = slices_of(record)
     out = options.out or record.paths.timeline
-    files.replace(out, timeline.trace(record, slices).encode())
-    share = timeline.overlap(slices)
+    files.replace(out, timeline(record, slices).encode())
+    share = overlap(slices)
     _written(out, [record])
     if share is None:
         print("no overlap is known: no steps, or no decoding, with a `time` in metrics.jsonl and pace/")

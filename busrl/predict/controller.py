@@ -36,7 +36,7 @@ RULES, DECISIONS = ControllerRules(), ControllerKeys()
 
 
 @dataclass(frozen=True)
-class ControlSettings:
+class ControllerSettings:
     """The keys of [learner.controller] and [experiments.controller] by their names, with their defaults; `n_min`,
     `t_max_ms`: the start. Times are in milliseconds."""
 
@@ -63,7 +63,7 @@ class ControlSettings:
     @classmethod
     def of(
         cls, controller: ControllerKeys, rules: ControllerRules, *, n_min: int, n_lo: int, n_hi: int, t_max_ms: float
-    ) -> ControlSettings:
+    ) -> ControllerSettings:
         """From the topology's [learner.controller] and [experiments.controller], and the bounds of a run."""
         return cls(
             n_min, n_lo, n_hi, t_max_ms, controller.mode, controller.every, controller.cooldown, rules.ema,
@@ -131,7 +131,7 @@ class Signals:
     by the steps that have passed, so that its speed does not depend on how often it is scored.
     """
 
-    def __init__(self, settings: ControlSettings) -> None:
+    def __init__(self, settings: ControllerSettings) -> None:
         self._ema, self._reference = settings.ema, settings.reference_steps
         self._sums: dict[str, tuple[float, float]] = {}  # name -> weighted sum, weight
         self._first: dict[str, tuple[float, int]] = {}  # name -> sum, count over the reference steps
@@ -223,7 +223,7 @@ class Controller:
     """The rules; call `observe` after every step. `knobs` are the settings by the rules, which the learner follows in
     mode `act` alone."""
 
-    def __init__(self, settings: ControlSettings) -> None:
+    def __init__(self, settings: ControllerSettings) -> None:
         self.settings = settings
         self.signals = Signals(settings)
         self.knobs = Knobs(settings.n_min, settings.t_max_ms)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from busrl.preflight.findings import Finding
-from busrl.preflight.learner_rules import CONTROL_KEYS, explain_control, thresholds
+from busrl.preflight.learner_rules import CONTROLLER_KEYS, explain_controller, thresholds
 from busrl.preflight.named_files import FileFacts
 from busrl.preflight.prompt_rules import wants_rounds
 from busrl.scheduling.admission import AdmissionLimits, derive
@@ -63,7 +63,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
         ring_bytes=0, val_samples=val_samples, sets=sets,
         call_slots=call_slots, call_slot_bytes=call_slot_bytes,
         explain=(
-            *bounds.explain(), _order(topology), *_segments(topology), *explain_control(topology), slots_text,
+            *bounds.explain(), _order(topology), *_segments(topology), *explain_controller(topology), slots_text,
             bytes_text,
         ),
     )
@@ -132,7 +132,7 @@ def _limits(topology: Topology) -> tuple[AdmissionLimits, list[Finding]]:
     window = ("weights.window",) if topology.weights.window else ()
     keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
     texts = [(text, False) for text in bounds.problems()] + [(text, True) for text in bounds.warnings()]
-    return bounds, [Finding(keys, text, "", warning, depends=CONTROL_KEYS) for text, warning in texts]
+    return bounds, [Finding(keys, text, "", warning, depends=CONTROLLER_KEYS) for text, warning in texts]
 
 
 def _order(topology: Topology) -> str:

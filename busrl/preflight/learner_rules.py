@@ -234,17 +234,17 @@ def _optimizer(t: Topology) -> Iterator[Finding]:
 
 # -- the controller -----
 
-CONTROL_KEYS = (f"{CONTROLLER}.mode", f"{CONTROLLER}.n_lo", f"{CONTROLLER}.n_hi")  # what the sums for B and W look at
+CONTROLLER_KEYS = tuple(f"{CONTROLLER}.{name}" for name in ("mode", "n_lo", "n_hi"))  # that sums for B and W look at
 
 
 def thresholds(t: Topology) -> tuple[int, int]:
     """(n_lo, n_hi) for the sums: what the controller may choose in mode `act`, else n_min."""
     n_min = t.learner.trigger.n_min
     low, high = t.learner.n_range if t.learner.controller.mode == "act" else (n_min, n_min)
-    return min(low, n_min), max(high, n_min)  # a contradiction is reported once, by `_control`
+    return min(low, n_min), max(high, n_min)  # a contradiction is reported once, by `_controller`
 
 
-def explain_control(t: Topology) -> Iterator[str]:
+def explain_controller(t: Topology) -> Iterator[str]:
     c, (low, high) = t.learner.controller, t.learner.n_range
     if c.mode == "act":
         yield f"controller: moves n_min between {low} and {high}; n_lo and n_hi are in the sums above"
@@ -254,7 +254,7 @@ def explain_control(t: Topology) -> Iterator[str]:
         yield f"intervals of checkpoints and validation count {t.learner.trigger.n_min} groups as a step"
 
 
-def _control(t: Topology) -> Iterator[Finding]:
+def _controller(t: Topology) -> Iterator[Finding]:
     n_min, (low, high), mode = t.learner.trigger.n_min, t.learner.n_range, t.learner.controller.mode
     if low > n_min and mode != "off":
         rule = f"n_lo <= n_min: the run starts with n_min = {n_min}"
@@ -284,4 +284,4 @@ def _entropy(t: Topology) -> Iterator[Finding]:
         yield Finding((f"{THRESHOLDS}.hysteresis", f"{THRESHOLDS}.low", f"{THRESHOLDS}.high"), rule, remedy)
 
 
-CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _training, _control, _entropy)
+CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _training, _controller, _entropy)

@@ -131,9 +131,9 @@ class WarmUp:
     def _batch(self, wrong: float) -> tuple[torch.Tensor, torch.Tensor]:
         size = self._recipe.batch
         if not self._pool:
-            drawn = [self._example(wrong) for _ in range(size * POOL_BATCHES)]
-            drawn.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
-            self._pool = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+            examples = [self._example(wrong) for _ in range(size * POOL_BATCHES)]
+            examples.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+            self._pool = [examples[start : start + size] for start in range(0, len(examples), size)]
             self._rng.shuffle(self._pool)
         pairs = self._pool.pop()
         width = max(len(prompt) + len(target) for prompt, target in pairs)

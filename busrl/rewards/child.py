@@ -18,9 +18,9 @@ import inspect
 import os
 import resource
 import sys
-import traceback
 from collections import deque
 from collections.abc import Sequence
+from traceback import format_exc
 from typing import Any
 
 import msgspec
@@ -118,8 +118,8 @@ def failed(item: Item, problem: BaseException) -> Outcome:
     if isinstance(problem, (MalformedReward, msgspec.DecodeError)):
         return Outcome(item.key, error="malformed", text=str(problem)[-TEXT_LIMIT:])
     # The cause stands first: messages that show one line show that.
-    trace = traceback.format_exc()[-TEXT_LIMIT:]
-    return Outcome(item.key, error="raised", text=f"{cause(problem)[:TEXT_LIMIT]}\n{trace}")
+    traceback = format_exc()[-TEXT_LIMIT:]
+    return Outcome(item.key, error="raised", text=f"{cause(problem)[:TEXT_LIMIT]}\n{traceback}")
 
 
 # -- functions that judge many at a time ------------------

@@ -103,7 +103,7 @@ class CallAnswer:
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call under way. Done once it has an `answer` or an `error`; `drawn` are the tokens that came early."""
+    """A call under way. Done once it has an `answer` or an `error`; `sampled` are the tokens that came early."""
 
     call: ModelCall
     slot: int
@@ -112,8 +112,8 @@ class PendingCall:
     answer: CallAnswer | None = None
     error: CallUnanswered | None = None
     cancelled: bool = False
-    drawn: list[int] = field(default_factory=list)
-    _seq: int = 0  # of the claim in which `drawn` was drawn
+    sampled: list[int] = field(default_factory=list)
+    _seq: int = 0  # of the claim in which `sampled` was sampled
 
     @property
     def done(self) -> bool:
@@ -240,11 +240,11 @@ class Caller:
         if seq_of(word) != message.seq or word >> 58 not in (State.GENERATING, State.GENERATED):
             return None
         if pending._seq != message.seq:  # another engine began again, with the same random numbers
-            if pending._seq and message.at == 0 and message.ids[: len(pending.drawn)] != pending.drawn:
+            if pending._seq and message.at == 0 and message.ids[: len(pending.sampled)] != pending.sampled:
                 return None
             pending._seq = message.seq
-        new = message.ids[len(pending.drawn) - message.at :] if message.at <= len(pending.drawn) else []
-        pending.drawn += new
+        new = message.ids[len(pending.sampled) - message.at :] if message.at <= len(pending.sampled) else []
+        pending.sampled += new
         return pending if new else None
 
     def whose(self, pending: PendingCall) -> str:
@@ -430,14 +430,14 @@ class AsyncCaller:
         try:
             pending = await asyncio.wait_for(self._queued(waiter), timeout_s)
             while not pending.done:
-                if new := pending.drawn[yielded:]:
+                if new := pending.sampled[yielded:]:
                     yielded += len(new)
                     yield new
                 else:
                     await waiter.look_later(max(0.0, end - self._loop.time()))
             answer = pending.result()
             ids = answer.ids.tolist()
-            if ids[:yielded] != pending.drawn[:yielded]:
+            if ids[:yielded] != pending.sampled[:yielded]:
                 raise CallUnanswered("lost", "the answer was begun again by another engine, and became another one")
             if ids[yielded:]:
                 yield ids[yielded:]

@@ -21,11 +21,11 @@ import random
 import re
 import signal
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, ClassVar
 
 import msgspec
@@ -154,29 +154,29 @@ class Reports:
 
     def warn(
         self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),
-        trace: str = "",
+        traceback: str = "",
     ) -> None:
-        """`uids`: the samples concerned, whose history the line becomes part of. `trace`: the traceback."""
+        """`uids`: the samples concerned, whose history the line becomes part of. `traceback`: what follows the text."""
         kind = kind or re.sub(r"[0-9]+", "#", text)
-        if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
-            self._publish(where, text, severity, trace, uids)
+        if self._throttle.admit(f"{where}/{kind}", (where, text, severity, traceback), time.monotonic(), uids):
+            self._publish(where, text, severity, traceback, uids)
 
     def publish_repeats(self, now: float, everything: bool = False) -> None:
         """Publish what was held back as a repeat, if it is due."""
-        for count, (where, text, severity, trace), uids in self._throttle.due(now, everything):
-            self._publish(where, f"{count} more like this, the latest: {text}", severity, trace, uids)
+        for count, (where, text, severity, traceback), uids in self._throttle.due(now, everything):
+            self._publish(where, f"{count} more like this, the latest: {text}", severity, traceback, uids)
 
     def failed(self, problem: Exception) -> None:
         """File and publish what ends this process."""
-        trace, text = "".join(traceback.format_exception(problem)), cause(problem)
-        record_error(self._paths, self._name, "critical", self._role, text, trace)
+        traceback, text = "".join(format_exception(problem)), cause(problem)
+        record_error(self._paths, self._name, "critical", self._role, text, traceback)
         with contextlib.suppress(Exception):
-            self._send(m.Error(severity="critical", where=self._role, text=text, traceback=trace[-4000:]))
+            self._send(m.Error(severity="critical", where=self._role, text=text, traceback=traceback[-4000:]))
 
-    def _publish(self, where: str, text: str, severity: str, trace: str, uids: Sequence[int]) -> None:
-        log.warning("%s: %s%s", where, text, f"\n{trace}" if trace else "")
-        self._send(m.Error(severity=severity, where=where, text=text, traceback=trace))
-        record_error(self._paths, self._name, severity, where, text, trace, uids)
+    def _publish(self, where: str, text: str, severity: str, traceback: str, uids: Sequence[int]) -> None:
+        log.warning("%s: %s%s", where, text, f"\n{traceback}" if traceback else "")
+        self._send(m.Error(severity=severity, where=where, text=text, traceback=traceback))
+        record_error(self._paths, self._name, severity, where, text, traceback, uids)
 
 
 @dataclass
@@ -288,10 +288,10 @@ class Actor(ABC):
 
     def warn(
         self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),
-        trace: str = "",
+        traceback: str = "",
     ) -> None:
         """Report an event that a person should see (`Reports.warn`)."""
-        self.reports.warn(where, text, severity, kind, uids, trace)
+        self.reports.warn(where, text, severity, kind, uids, traceback)
 
     def write_or_wait(self, what: str, write: Callable[[], None]) -> bool:
         """Call `write`; while the disk is full, warn, wait and try again. False if stopped meanwhile."""

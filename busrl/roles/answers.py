@@ -179,8 +179,8 @@ def _take(
     return [claim for claim in claims if claim[1]]
 
 
-class Drawn(Protocol):
-    """The tokens that an engine drew for a segment: arrays of one length, and how they ended (a code of `Finish`)."""
+class Sampled(Protocol):
+    """Tokens that an engine sampled for a segment: arrays of one length, and how they ended (a code of `Finish`)."""
 
     @property
     def token_ids(self) -> Ids: ...
@@ -215,24 +215,24 @@ class SegmentCuts:
         return self.plan.next(segment, left) if cls == SampleClass.TRAIN else Cut(left, True)
 
     def commit(
-        self, ring: Ring, slot: int, word: int, drawn: Drawn, text: str | None,
+        self, ring: Ring, slot: int, word: int, sampled: Sampled, text: str | None,
         steps: VersionSteps, *, uid: int, version: int, step: int, earlier: int, prompt_tokens: int,
         told: int = 0,
     ) -> m.DataGenerated | None:
-        """Write what was `drawn` as the next segment and commit it; without a `text` the answer is cut here. `version`
+        """Write `sampled` as the next segment and commit it; without a `text` the answer is cut here. `version`
         and `step`: those of its admission, of which the sample's age counts. Returns the doorbell; None if the slot
         has moved. SlotTooSmall: nothing is committed. `told`: the step of the oldest weights, where `steps` does not
         know them."""
-        segment, length = segments_of(word), earlier + len(drawn.token_ids)
-        write_segment(ring, slot, word, segment, drawn.token_ids, drawn.logprobs, drawn.versions)
+        segment, length = segments_of(word), earlier + len(sampled.token_ids)
+        write_segment(ring, slot, word, segment, sampled.token_ids, sampled.logprobs, sampled.versions)
         if text is not None:
             write_text(ring, slot, word, segment, text)
-        if (oldest := int(drawn.versions.min())) < version:  # older weights than those of the admission made a token
+        if (oldest := int(sampled.versions.min())) < version:  # older weights than those of the admission made a token
             version, step = oldest, min(step, steps.step_of(oldest, told))
         if text is None and self.trains_last_only:  # as if admitted now: what is trained is still to come
             step, version = ring.header(HeaderWord.VERSION_STEP), ring.header(HeaderWord.VERSION)
         ring.set(
-            slot, word, version=version, step=step, finish=drawn.finish if text is not None else 0,
+            slot, word, version=version, step=step, finish=sampled.finish if text is not None else 0,
             response_tokens=length, prompt_tokens=prompt_tokens,
         )
         done = ring.commit_segment(slot, word, text is not None)
@@ -240,7 +240,7 @@ class SegmentCuts:
             return None
         if text is not None:
             self.finished(length)
-        newest, status = int(drawn.versions[-1]), "segment" if text is None else "generated"
+        newest, status = int(sampled.versions[-1]), "segment" if text is None else "generated"
         return m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=uid, version=newest, status=status)
 
     def finished(self, tokens: int) -> None:

@@ -61,7 +61,7 @@ class Intake(ABC):
 
     def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
         self.ring, self.engine, self.warn = ring, engine, warn
-        self._drawn_by = f'engine = "{engine_of(topology, name)}" of {name}'
+        self._engine = f'engine = "{engine_of(topology, name)}" of {name}'
         self._known = token_rows(Path(topology.model.path))
         self.version, self.steps = 0, VersionSteps()
         self.claimed: dict[int, Any] = {}  # by slot
@@ -114,7 +114,7 @@ class Intake(ABC):
             why = f"its {self.overlong} no room in the engine's {self.engine.max_length} tokens"
             self._drop(slot, task.word, Fate.LONG, why)
         elif len(wrong := self._known.foreign(answer.token_ids[np.isfinite(answer.logprobs)])):
-            self._drop(slot, task.word, Fate.MALFORMED, f"{self._known.describe(wrong)} ({self._drawn_by} drew them)")
+            self._drop(slot, task.word, Fate.MALFORMED, f"{self._known.describe(wrong)} ({self._engine} drew them)")
         else:
             try:
                 return self._write(slot, task, answer)
@@ -191,7 +191,7 @@ class SampleIntake(Intake):
         every prompt is set aside would find that out much later."""
         lengths, path = list(self._first_lengths()), self.topology.data.train
         if lengths and min(lengths) > self.topology.max_prompt_tokens:
-            counted = f"by the tokenizer of {self._drawn_by} the first {len(lengths)} of {path} have {min(lengths)} to"
+            counted = f"by the tokenizer of {self._engine} the first {len(lengths)} of {path} have {min(lengths)} to"
             limit, remedy = limit_in_words(self.topology), "give generation.max_prompt_tokens a number that fits them"
             raise UserError(f"no prompt fits: {counted} {max(lengths)} tokens, and {limit}; {remedy}")
 
@@ -339,10 +339,10 @@ class CallIntake(Intake):
         return next((address(label) for label in labels), "")
 
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> bool:
-        drawn = answer.token_ids, answer.logprobs, answer.versions, answer.finish
+        sampled = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         step = self.steps.step_of(int(answer.versions.min()))
         try:
-            write_answer(self.ring, slot, task.word, *drawn, task.claimed_ns, step, answer.computed)
+            write_answer(self.ring, slot, task.word, *sampled, task.claimed_ns, step, answer.computed)
         except SlotTooSmall as problem:
             self._drop(slot, task.word, Fate.MALFORMED, f"the answer does not fit its slot: {problem}")
         return True
@@ -376,7 +376,7 @@ class CallIntake(Intake):
         if engine is None:
             return
         for slot, task in list(self.claimed.items()):
-            new: Ids = engine.drawn(slot, task.sent)[: m.MAX_MAP] if task.listener else NO_IDS
+            new: Ids = engine.sampled(slot, task.sent)[: m.MAX_MAP] if task.listener else NO_IDS
             if len(new):
                 yield m.CallTokens(slot_id=slot, seq=seq_of(task.word), at=task.sent, ids=new.tolist()), task.listener
                 task.sent += len(new)

@@ -144,9 +144,9 @@ class Reward(Actor):
         self._commit([outcome for outcome in outcomes if not outcome.error])
         for outcome in outcomes:
             if outcome.error:
-                text, _, trace = outcome.text.partition("\n")
+                text, _, traceback = outcome.text.partition("\n")
                 text += self.load.hung() if outcome.error == "hung" else ""
-                self._drop(outcome.key, outcome.error, f"{outcome.error}: {text}", trace)
+                self._drop(outcome.key, outcome.error, f"{outcome.error}: {text}", traceback)
         ring_bells(self.bus, self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
@@ -216,10 +216,10 @@ class Reward(Actor):
     def _message(self, slot: int, word: int, reward: float) -> m.RewardComputed:
         return m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=int(self.ring.line(slot)["uid"]), reward=reward)
 
-    def _drop(self, slot: int, error: str, text: str, trace: str = "") -> None:
+    def _drop(self, slot: int, error: str, text: str, traceback: str = "") -> None:
         word = self.claimed.pop(slot)
         uid = int(self.ring.line(slot)["uid"])
-        self.warn("reward", f"sample {shown_uid(uid)} {text}", kind=error, uids=[uid], trace=trace)
+        self.warn("reward", f"sample {shown_uid(uid)} {text}", kind=error, uids=[uid], traceback=traceback)
         self.bell.add(lambda: self._message(slot, word, 0.0))
         self.ring.drop(slot, word, REWARD_FATES[error])
 

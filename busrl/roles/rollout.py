@@ -83,11 +83,11 @@ class Pace:
         self._left_out = 0
         self._began, self.row = time.monotonic(), PaceRow()
 
-    def stepped(self, active: int, drawn: int, seconds: float) -> None:
-        """An engine's step: `drawn` tokens by `active` sequences, which is one decoding step or several."""
+    def stepped(self, active: int, sampled: int, seconds: float) -> None:
+        """An engine's step: `sampled` tokens by `active` sequences, which is one decoding step or several."""
         self.row.step_s += seconds
-        self.row.steps += drawn // active
-        self.row.tokens += drawn
+        self.row.steps += sampled // active
+        self.row.tokens += sampled
         self.write_when_due()
 
     def write_when_due(self, last: bool = False) -> None:
@@ -228,17 +228,17 @@ class Rollout(Actor):
         self._request_tasks()
         if not self.engine.active:
             return False
-        begun, active, drawn = time.monotonic(), self.engine.active, self.engine.drawing
+        begun, active, sampled = time.monotonic(), self.engine.active, self.engine.decoding
         # Counted before they are drawn: a death in the middle of the step hides none.
-        self.ring.add(tokens=drawn)
-        finished = self.step_engine(joining=self.joined or drawn < active)
+        self.ring.add(tokens=sampled)
+        finished = self.step_engine(joining=self.joined or sampled < active)
         whole = self._commit(finished)
         self._announce()
         busy_s = time.monotonic() - begun
         if self.intake.segments is not None:
             self.intake.segments.stepped(busy_s)
         self.ring.add(busy_ns=int(busy_s * 1e9), samples=whole)
-        self.pace.stepped(active, drawn, busy_s)
+        self.pace.stepped(active, sampled, busy_s)
         return True
 
     def _hold(self) -> None:

@@ -66,19 +66,19 @@ def noise(spread: float, seed: Sequence[int], *, by_time: bool = False) -> Itera
     (`by_time`): in both cases the same work takes as long as without noise in the long run.
     """
     mean = (0.5 if by_time else -0.5) * spread**2
-    return drawn(lambda random: np.exp(random.normal(mean, spread, 1024)), seed) if spread else repeat(1.0)
+    return stream_of(lambda random: np.exp(random.normal(mean, spread, 1024)), seed) if spread else repeat(1.0)
 
 
 def delays(mean_s: float, seed: Sequence[int]) -> Iterator[float]:
     """Uniform between 0 and twice the mean: the wait for the next of regular doorbells."""
-    return drawn(lambda random: random.uniform(0.0, 2.0 * mean_s, 4096), seed)
+    return stream_of(lambda random: random.uniform(0.0, 2.0 * mean_s, 4096), seed)
 
 
-def drawn(draw: Callable[[np.random.Generator], Floats], seed: Sequence[int]) -> Iterator[float]:
-    """An endless stream of numbers, of which `draw` makes many at a time."""
+def stream_of(make: Callable[[np.random.Generator], Floats], seed: Sequence[int]) -> Iterator[float]:
+    """An endless stream of numbers, of which `make` makes many at a time."""
     random = np.random.default_rng(list(seed))
     while True:
-        yield from reversed(draw(random).tolist())
+        yield from reversed(make(random).tolist())
 
 
 class RewardWorkers:

@@ -341,8 +341,8 @@ def line(run: RunState, now: float) -> str:
 
 
 def _chart(name: str, course: list[float], form: str) -> str:
-    drawn = chart(course, min(CHART_WIDTH, len(course)), 1)[0]
-    return f"  {name:<9} {drawn} {course[0]:{form}} → {course[-1]:{form}} over {len(course)} steps"
+    curve = chart(course, min(CHART_WIDTH, len(course)), 1)[0]
+    return f"  {name:<9} {curve} {course[0]:{form}} → {course[-1]:{form}} over {len(course)} steps"
 
 
 def process_line(row: ProcessRow) -> str:

@@ -188,15 +188,15 @@ def _random_tokens(seed: int) -> LossInputs:
     size = len(samples)
     place = torch.cat([torch.arange(count) for count in counts.tolist()])
 
-    def drawn(*shape: int) -> Tensor:
+    def numbers(*shape: int) -> Tensor:
         return -3 * torch.rand(*(shape or (size,)), generator=random) - 0.05
 
     worth = torch.randn(len(ROWS), generator=random)[samples]
     return LossInputs(
-        drawn(), drawn(), drawn(), worth, place < torch.tensor(ROWS)[samples],
-        samples=samples, policy_versions=torch.randint(2, 4, (size,), generator=random), entropy=-drawn(),
-        ages=torch.randint(0, 2, (size,), generator=random), lengths=torch.tensor(ROWS), reference_logprobs=drawn(),
-        teacher_logprobs=drawn(size, 2) - 1, student_logprobs=drawn(size, 2) - 1,
+        numbers(), numbers(), numbers(), worth, place < torch.tensor(ROWS)[samples],
+        samples=samples, policy_versions=torch.randint(2, 4, (size,), generator=random), entropy=-numbers(),
+        ages=torch.randint(0, 2, (size,), generator=random), lengths=torch.tensor(ROWS), reference_logprobs=numbers(),
+        teacher_logprobs=numbers(size, 2) - 1, student_logprobs=numbers(size, 2) - 1,
     )
 
 

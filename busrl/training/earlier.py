@@ -99,8 +99,8 @@ def over_old_keys(
             past = model(input_ids=ids[:, :cached], use_cache=True).past_key_values
         logits = model(input_ids=ids[:, cached:-1], past_key_values=past, use_cache=True).logits[0].float()
     logprobs = torch.log_softmax(token_rows.mask(logits) / sample.temperature, -1)
-    drawn = logprobs.gather(-1, ids[0, cached + 1 :, None])[-sample.generated :, 0]
-    row: npt.NDArray[np.float32] = drawn.cpu().numpy()
+    chosen = logprobs.gather(-1, ids[0, cached + 1 :, None])[-sample.generated :, 0]
+    row: npt.NDArray[np.float32] = chosen.cpu().numpy()
     return row
 
 

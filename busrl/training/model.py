@@ -127,8 +127,8 @@ def silence_chance(model: Any) -> None:
     """Set every probability of the model's own modules to 0: dropout, skipped layers, noise of a router."""
     for module in model.modules():
         for name, value in vars(module).items():
-            drawn = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
-            if drawn and isinstance(value, float):
+            is_random = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if is_random and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

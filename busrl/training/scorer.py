@@ -110,8 +110,8 @@ class Scorer:
         if self.settings.ratio_one:
             return replace(inputs, behaviour_logprobs=inputs.trainer_logprobs.detach())
         if self.settings.newest_ratio == "one" and current is not None:
-            drawn = torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
-            return replace(inputs, behaviour_logprobs=drawn)
+            behaviour = torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
+            return replace(inputs, behaviour_logprobs=behaviour)
         return inputs
 
     def value_errors(self, values: Tensor | None, valued: Sequence[Valued], flat: Flat) -> diagnostics.ValueErrors:

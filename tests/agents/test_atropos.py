@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from busrl.agents.episode import EngineAnswer, Episode
 from busrl.agents.renderer import Renderer
-from busrl.agents.roles.atropos import DrawnTurns, GroupSlots, KeptGroups, read_digests
+from busrl.agents.roles.atropos import GroupSlots, KeptGroups, SampledTurns, read_digests
 from busrl.agents.samples import ClaimedSample
 from busrl.agents.scored_groups import AtroposServer, Rules, RunProgress
 from busrl.agents.tree import Trajectory
@@ -258,7 +258,7 @@ def posted_turns(ids: list[int], turns: list[list[int]], logprobs: list[float], 
 
 
 def test_a_turn_that_the_run_drew_has_its_own_numbers() -> None:
-    drawn = DrawnTurns()
+    drawn = SampledTurns()
     drawn.add(np.array([5, 6], np.int32), EngineAnswer(
         np.array([6], np.int32), np.array([-0.75], np.float32), np.array([4], np.uint32), Finish.EOS, step=2))
     posted = posted_turns([5, 6, 7, 8], [[0, 1, 2, 1, 0, 0, 0, 1], [0, 3, 4, 1, 1, 0, 0, 1]], [-0.5, -0.25], 7)
@@ -268,7 +268,7 @@ def test_a_turn_that_the_run_drew_has_its_own_numbers() -> None:
 
 
 def test_of_two_draws_of_the_same_ids_the_posted_one_counts() -> None:
-    drawn, ids = DrawnTurns(), np.array([5, 6], np.int32)
+    drawn, ids = SampledTurns(), np.array([5, 6], np.int32)
     for version, logprob in ((4, -0.75), (5, -0.5)):
         numbers = np.array([logprob], np.float32), np.array([version], np.uint32)
         drawn.add(ids, EngineAnswer(ids[1:], *numbers, Finish.EOS))

@@ -121,7 +121,7 @@ def test_new_weights_between_two_steps_show_in_the_versions(tmp_path: Path) -> N
     engine = engine_of(script_of(tmp_path, TracedPrompt("one", (20, 20))), World())
     engine.submit([request(0, 0)])
     engine.update_weights(Published(3, 1))  # before its first token
-    drawn = engine.drawing
+    drawn = engine.decoding
     engine.step()
     engine.update_weights(Published(4, 2))
     engine.update_weights(Published(5, 3))
@@ -135,7 +135,7 @@ def test_the_tokens_announced_are_the_tokens_drawn(tmp_path: Path) -> None:
     engine.submit([request(n, n if n < 2 else n + 2) for n in range(4)])
     announced = total = 0
     while engine.active:
-        announced += engine.drawing
+        announced += engine.decoding
         total += sum(len(answer.token_ids) for answer in engine.step())
     assert announced == total == 33 + 58 + 7 + 90
 
@@ -198,7 +198,7 @@ def test_pauses_keep_wait_or_abort(tmp_path: Path) -> None:
     engine = engine_of(script, world)
     engine.submit([request(0, 0), request(1, 1)])
     engine.step()
-    assert engine.pause("keep") == [] and engine.drawing == 0 and engine.step() == []
+    assert engine.pause("keep") == [] and engine.decoding == 0 and engine.step() == []
     world.now += 2.0
     engine.resume()
     (aborted,) = [engine.abort(1)]

@@ -59,7 +59,7 @@ def test_a_stop_id_ends_only_its_own_sequence() -> None:
     both = np.array([seats.sit(replace(request(0), stop_ids=(3, 5))), seats.sit(request(1))], np.intp)
     assert seats.record(both, np.asarray([4, 3]), np.asarray([-1, -2], np.float32), 1).tolist() == [False, False]
     assert seats.record(both, np.asarray([5, 5]), np.asarray([-1, -2], np.float32), 1).tolist() == [True, False]
-    assert [seats.drawn(int(seat), 1).tolist() for seat in both] == [[5], [5]]
+    assert [seats.sampled(int(seat), 1).tolist() for seat in both] == [[5], [5]]
     stopped, seat = seats.leave(int(both[0])), int(both[0])
     assert stopped.token_ids.tolist() == [4, 5] and stopped.finish == Finish.EOS
     assert seats.sit(request(2)) == seat

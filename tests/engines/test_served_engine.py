@@ -121,7 +121,7 @@ def test_ids_log_probs_ends_and_counts_are_those_of_the_server(start: Start, mak
     announced = 0
     results: dict[int, Finished] = {}
     while engine.active:
-        announced += engine.drawing
+        announced += engine.decoding
         results.update({finished.key: finished for finished in engine.step()})
     for k, prompt in enumerate(prompts):
         same(results[k], prompt, 40)
@@ -147,10 +147,10 @@ def test_partial_output_can_be_requested_and_stop_ids_are_sent(start: Start, mak
     engine = make(endpoint.url)
     engine.submit([request(0, LONG, max_new_tokens=20, stop_ids=(39,))])
     until(engine, 3)
-    early = engine.drawn(0, 1).tolist()
+    early = engine.sampled(0, 1).tolist()
     whole = until_idle(engine)[0].token_ids.tolist()
     assert len(early) >= 2 and whole[1 : 1 + len(early)] == early
-    assert engine.drawn(0, 0).tolist() == [] and 39 in endpoint.log[-1]["body"]["stop_token_ids"]
+    assert engine.sampled(0, 0).tolist() == [] and 39 in endpoint.log[-1]["body"]["stop_token_ids"]
 
 
 @pytest.mark.parametrize(

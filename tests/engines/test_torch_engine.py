@@ -153,7 +153,7 @@ def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
     engine.submit(requests)
     engine.step()
     before = engine.statistics()
-    assert engine.pause("keep") == [] and engine.drawing == 0 and engine.step() == []
+    assert engine.pause("keep") == [] and engine.decoding == 0 and engine.step() == []
     assert engine.statistics().tokens == before.tokens and engine.statistics().paused
     engine.resume()
     engine.step()
@@ -161,7 +161,7 @@ def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
         assert answer.token_ids.tolist() == wanted[answer.key].token_ids.tolist()
     assert len(ended) == 5 and not engine.active
     engine.submit(requests[:2])
-    assert engine.drawing == 0
+    assert engine.decoding == 0
     engine.resume()
     engine.step()
     engine.submit(requests[2:4])

@@ -109,7 +109,7 @@ def test_an_update_while_a_long_prompt_is_computed_begins_it_again(model_folder:
     engine.submit([request(0, long), request(1, long), request(2, [5, 6])])
     for _ in range(3):
         engine.step()
-    assert engine.drawing == 0  # 24 of 39 tokens are there
+    assert engine.decoding == 0  # 24 of 39 tokens are there
     engine.update_weights(Published(1, 1, models[1].state_dict()))
     for key, got in run(engine, []).items():
         prompt = np.asarray([5, 6]) if key == 2 else long
@@ -127,7 +127,7 @@ def test_a_long_prompt_in_pieces_stalls_nobody_and_is_computed_right(model_folde
     engine.submit([request(1, long), request(2, long), request(3, [9])])
     drawn, results = [], {}
     while engine.active:
-        before, announced = engine.statistics(), engine.drawing
+        before, announced = engine.statistics(), engine.decoding
         results.update({finished.key: finished for finished in engine.step()})
         after = engine.statistics()
         assert after.tokens - before.tokens == announced and after.prefill_tokens - before.prefill_tokens <= 16

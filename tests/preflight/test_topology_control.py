@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.predict.control import control_settings
+from busrl.predict.observer import controller_settings
 from busrl.scheduling.plan import checkpoint_is_due, checkpoint_may_follow
 from busrl.topology import Topology
 
@@ -54,7 +54,7 @@ def test_settings_without_an_effect_are_warned_about(loaded: Loaded, text: str, 
 
 def test_off_asks_nothing_of_its_other_keys(loaded: Loaded) -> None:
     topology = loaded("[learner.controller]\nmode = 'off'\n[experiments.controller]\nlow = 2.0\n")
-    assert control_settings(topology) is None
+    assert controller_settings(topology) is None
 
 
 def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
@@ -67,12 +67,12 @@ def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
     assert (limits.B, limits.W, limits.n_lo, limits.n_hi) == (64, 17, 16, 64)
     assert acting.derived.limits.max_age == 4 and acting.learner.batch_varies
     assert any("moves n_min between 16 and 64" in line for line in acting.derived.explain)
-    settings = control_settings(acting)
+    settings = controller_settings(acting)
     assert settings is not None and (settings.n_lo, settings.n_hi) == (16, 64)
 
 
 def test_the_defaults_are_those_of_the_outline(loaded: Loaded) -> None:
-    settings = control_settings(loaded("[learner.controller]\nmode = 'advise'\n"))
+    settings = controller_settings(loaded("[learner.controller]\nmode = 'advise'\n"))
     assert settings is not None
     assert (settings.mode, settings.high, settings.low) == ("advise", 1.3, 0.6)
     assert (settings.n_lo, settings.n_min, settings.n_hi) == (16, 32, 64)

@@ -161,7 +161,7 @@ def test_streamed_tokens_drop_late_doubled_and_foreign_ones_and_keep_order(playe
     tokens(1, [2, 3])
     tokens(0, [1, 2])
     tokens(3, [7], seq=(word & SEQ) - 1)
-    assert pending.drawn == [1, 2, 3]
+    assert pending.sampled == [1, 2, 3]
 
 
 def test_whoever_waits_in_vain_is_told_who_has_the_call(played: Played) -> None:

@@ -42,7 +42,7 @@ class PlannedEngine:
         return len(self._running)
 
     @property
-    def drawing(self) -> int:
+    def decoding(self) -> int:
         return self.active
 
     @property

@@ -96,7 +96,7 @@ class Engine:
     """Notes what was declared while it steps."""
 
     def __init__(self, worker: Any, drawing: int) -> None:
-        self.worker, self.drawing, self.active = worker, drawing, 4
+        self.worker, self.decoding, self.active = worker, drawing, 4
         self.during: list[tuple[Any, ...]] = []
 
     def step(self) -> list[Any]:

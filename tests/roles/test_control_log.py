@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from busrl.ledger.wal import Record, SampleRecord
-from busrl.predict.control import Control, control_settings, read_lines
 from busrl.predict.controller import Controller, Inputs
+from busrl.predict.observer import ControllerObserver, controller_settings, read_lines
 from busrl.preflight.load import load
 from busrl.roles.learner.observers import FinishedStep
 from busrl.scheduling.plan import make_plan
@@ -53,7 +53,7 @@ class Living:
         self.training: Any = SimpleNamespace(entropy=lambda probe: self.entropy)
         self.entropy = 0.5
         self.plan = make_plan(self.topology)
-        self.control = Control(self.folder / "decisions.jsonl", self.topology, self.training, self.plan)
+        self.control = ControllerObserver(self.folder / "decisions.jsonl", self.topology, self.training, self.plan)
         if self.checkpoint[0]:
             self.control.load(self.checkpoint[1], self.folder)
         for record in self.records[self.checkpoint[0] :]:
@@ -94,7 +94,7 @@ class Living:
 
     def told_again(self) -> tuple[list[Any], dict[str, Any]]:
         """What a fresh controller makes of the file, and its state in the end."""
-        wanted = control_settings(self.topology)
+        wanted = controller_settings(self.topology)
         assert wanted is not None
         fresh = Controller(wanted)
         lines = read_lines(self.folder / "decisions.jsonl").values()

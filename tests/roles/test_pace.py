@@ -20,7 +20,7 @@ def lines_of(directory: Path, intervals: int) -> list[dict[str, float]]:
     counted = Pace(directory / "pace", "rollout-0", lambda: None)
     for _ in range(intervals):
         counted.row.joined += 1
-        counted.stepped(active=4, drawn=8, seconds=1e-6)
+        counted.stepped(active=4, sampled=8, seconds=1e-6)
     counted.close()
     return [json.loads(line) for line in path.read_bytes()[before:].splitlines()]
 

@@ -9,9 +9,9 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
-from busrl.predict.control import control_settings
-from busrl.predict.control import read_lines as valid_lines
 from busrl.predict.controller import Controller, Inputs
+from busrl.predict.observer import controller_settings
+from busrl.predict.observer import read_lines as valid_lines
 from busrl.topology import Topology
 
 HERE, RULES = "learner.controller.", "experiments.controller."
@@ -23,7 +23,7 @@ JUMPY = [  # thresholds so near to 1 that a few steps of learning cross them
 
 def decided_again(run: Run) -> list[dict[str, Any] | None]:
     """What a fresh controller decides when it is given the inputs that the run wrote down."""
-    settings = control_settings(Topology.from_json(run.paths.topology.read_text()))
+    settings = controller_settings(Topology.from_json(run.paths.topology.read_text()))
     assert settings is not None
     controller = Controller(settings)
     lines = []

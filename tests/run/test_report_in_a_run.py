@@ -11,7 +11,7 @@ from harness import ROOT, Run, running
 
 from busrl.cli.command import main
 from busrl.observe.report.record import read
-from busrl.observe.report.trace import overlap, slices_of
+from busrl.observe.report.timeline import overlap, slices_of
 from busrl.observe.report.waste import waste_of
 
 SETTINGS = [
@@ -53,7 +53,8 @@ def test_the_account_of_a_run_matches_its_ring_and_audit(tmp_path: Path, quickst
         check_end(run, run.wait())
     waste, summary, audit = waste_of(read(run.directory)), run.summary(), run.audit()
     by_name = {part.name: part for part in waste.parts}
-    assert waste.drawn is not None and 0.9 * summary["generated_tokens"] <= waste.drawn <= summary["generated_tokens"]
+    generated = summary["generated_tokens"]
+    assert waste.sampled is not None and 0.9 * generated <= waste.sampled <= generated
     assert by_name["trained"].samples == audit.counts.trained
     assert by_name["trained"].tokens == sum(row["tokens"] for row in run.metrics())
     assert by_name["flat group"].samples == audit.histogram["flat group"]

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.predict.controller import Controller, ControlSettings, Decision, Inputs
+from busrl.predict.controller import Controller, ControllerSettings, Decision, Inputs
 
 CALM = {"reward": 0.5, "clip": 0.01, "ess": 0.99}
 
 
 def make(**more: Any) -> Controller:
     values = {"n_min": 32, "n_lo": 16, "n_hi": 64, "mode": "act", **more}
-    return Controller(ControlSettings(**values))
+    return Controller(ControllerSettings(**values))
 
 
 def feed(controller: Controller, steps: Iterable[int], **more: Any) -> list[Decision]:

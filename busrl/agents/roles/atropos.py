@@ -53,7 +53,7 @@ SOURCE = "env_id {}; what this run did not draw has the log-probabilities that w
 # -- turns that this run drew, and groups that it has -----
 
 
-class DrawnTurns:
+class SampledTurns:
     """The newest turns that the run's engines drew for this process, by their ids and log-probabilities."""
 
     def __init__(self, most: int = ANSWERS_KEPT) -> None:
@@ -197,7 +197,7 @@ class Atropos(EpisodeHolder):
         waiting = (lines["cls"] == SampleClass.TRAIN) & np.isin(lines["state"], UNCOMMITTED)
         self.groups = KeptGroups(self.paths.atropos_seen, set(lines["group"][waiting].tolist()))
         self.slots = GroupSlots(self.samples, self.groups, self.size, partial(self.warn, "atropos"))
-        self.drawn = DrawnTurns()
+        self.sampled = SampledTurns()
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -218,7 +218,7 @@ class Atropos(EpisodeHolder):
 
     async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool:
         end = time.monotonic() + ROOM_S
-        members = [self.drawn.numbered(member) for member in members]
+        members = [self.sampled.numbered(member) for member in members]
         while not self.has(digest):
             if samples := self.slots.take():
                 self.slots.commit(digest, samples, members, scores, SOURCE.format(env))
@@ -248,5 +248,5 @@ class Atropos(EpisodeHolder):
     async def _ask(self, sample: ClaimedSample, call: Call) -> EngineAnswer:
         """Answer a call, and keep the answer for groups that are posted with its ids."""
         answer = await super()._ask(sample, call)
-        self.drawn.add(np.concatenate([call.prompt, answer.ids]), answer)
+        self.sampled.add(np.concatenate([call.prompt, answer.ids]), answer)
         return answer

@@ -258,7 +258,7 @@ class ServedEngine(Engine):
     # -- the interface -----
 
     @property
-    def drawing(self) -> int:
+    def decoding(self) -> int:
         """Tokens that have arrived; the next step adds them."""
         self._receive()
         return sum(len(message.part.ids) for message in self._taken if message.part and message.key in self._running)

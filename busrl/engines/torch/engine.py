@@ -66,7 +66,9 @@ class Sampling:
     top_p: torch.Tensor | None
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and float32 log-probabilities, [rows] each, for logits [rows, vocabulary] and uniforms [rows, 1].
 
     Inverts the cumulative distribution of all rows at once. Sums are taken in float64, so that a token is drawn with
@@ -193,7 +195,7 @@ class Seats:
                     ended[place] |= int(tokens[place]) in self._stops[seat]
         return ended
 
-    def drawn(self, seat: int, begin: int) -> Ids:
+    def sampled(self, seat: int, begin: int) -> Ids:
         ids: Ids = self._tokens[seat, begin : self.produced[seat]].copy()
         return ids
 
@@ -494,7 +496,7 @@ class TorchEngine(Engine):
     # -- the interface -----
 
     @property
-    def drawing(self) -> int:
+    def decoding(self) -> int:
         return 0 if self.paused else self._seats.active - len(self._holes) + self._waiting.joining
 
     def _begin(self, requests: list[Request]) -> None:
@@ -523,8 +525,8 @@ class TorchEngine(Engine):
                 self._holes = sorted([*self._holes, row])
             self._done.append(self._seats.leave(seat, aborted=True))
 
-    def drawn(self, key: int, begin: int) -> Ids:
-        return self._seats.drawn(self._running[key], begin) if key in self._running else NO_IDS
+    def sampled(self, key: int, begin: int) -> Ids:
+        return self._seats.sampled(self._running[key], begin) if key in self._running else NO_IDS
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """Share one copy, where the learner trains these very tensors; else None, for the ordinary receiver."""
@@ -598,9 +600,10 @@ class TorchEngine(Engine):
         if self._sampling is None:
             self._sampling = self._make_sampling(running)
         logits = self.decoder.step(self._to_device(seats.last[running]), self._to_device(positions), span)
-        tokens, logprobs = draw(self._known.mask(logits), self._to_device(seats.uniforms(running)), self._sampling)
-        drawn, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
-        ended = seats.record(running, drawn, measured, self.version)
+        uniforms = self._to_device(seats.uniforms(running))
+        tokens, logprobs = sample_tokens(self._known.mask(logits), uniforms, self._sampling)
+        sampled, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        ended = seats.record(running, sampled, measured, self.version)
         self._counts.steps += 1
         self._counts.tokens += len(running)
         if not ended.any():

@@ -3,7 +3,7 @@
 The rollout role drives it through `busrl.engines.base.Engine`. `process` starts, calls and ends vLLM; `weights` loads
 new weights. Knows nothing of slots, the bus or rewards; imports vLLM inside functions only.
 
-- vLLM decodes by itself; `step` returns the answers that ended since. `drawing` gathers the tokens that have arrived,
+- vLLM decodes by itself; `step` returns the answers that ended since. `decoding` gathers the tokens that have arrived,
   so that each is counted once.
 - A sample's random stream depends on (seed, uid, segment, tokens so far). vLLM draws with it from logits whose last
   bits depend on the other requests of a batch, so equal requests nearly always give equal tokens, but need not.
@@ -124,7 +124,7 @@ class VllmEngine(Engine):
     # -- the interface -----
 
     @property
-    def drawing(self) -> int:
+    def decoding(self) -> int:
         """Tokens that have arrived: the next `step` adds them, and waits for no others."""
         self._gather()
         self._looked = True

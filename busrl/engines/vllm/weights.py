@@ -298,12 +298,12 @@ class Updates:
     def _compare(self, version: int) -> None:
         """CannotTrain if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
         engine, core = self._engine, self._engine.core
-        ids, drawn, prompt_length = core.call(
+        ids, sampled, prompt_length = core.call(
             "the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS)
         )
         plain = core.rpc("busrl_reference", engine.start.model, ids, engine.temperature)
         expected = next(values for values in plain if values)
-        worst = max(abs(ours - theirs) for ours, theirs in zip(drawn, expected[prompt_length - 1 :]))
+        worst = max(abs(ours - theirs) for ours, theirs in zip(sampled, expected[prompt_length - 1 :]))
         limit = engine.settings.check_tolerance or TOLERANCE[engine.start.dtype]
         log.info("vLLM: version %d checked: log-probabilities differ by at most %.1e", version, worst)
         if not worst <= limit:

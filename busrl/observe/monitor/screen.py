@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from busrl.observe.monitor import phrases
-from busrl.observe.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
+from busrl.observe.monitor.sources import NICE, RENDER_S, RENDER_SHARE, WAKE_S, Watcher, catch_up, give_way
 from busrl.status import words
 from busrl.status.state import ProcessRow, RunState
 from busrl.status.words import chart, safe, short
@@ -128,12 +128,12 @@ def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width:
     course = run.steps.course(lambda step: step.reward)
     recent = run.steps.recent(lambda step: step.reward)
     waits = f"waiting for the first step{f' ({safe(run.waiting, 60)})' if run.waiting else ''}"
-    drawn = Text(chart(course, 24, 1)[0].rstrip(), "cyan") if course else Text(waits, LABELS)
+    curve = Text(chart(course, 24, 1)[0].rstrip(), "cyan") if course else Text(waits, LABELS)
     if course and recent is not None:
-        drawn.append(f" {course[0] if run.first_reward is None else run.first_reward:.3f} → {recent:.3f}", "bold")
+        curve.append(f" {course[0] if run.first_reward is None else run.first_reward:.3f} → {recent:.3f}", "bold")
     lines: list[RenderableType] = [
         _head(run, now, wall, width),
-        _labelled("reward", drawn),
+        _labelled("reward", curve),
         _labelled("policy", Text(words.policy(run) or "no step yet")),
         _labelled("speed", Text(words.speed(run.speed(now)))),
         _labelled("slots", bar),
@@ -188,9 +188,9 @@ def _chart(name: str, course: list[float], style: str, form: str, width: int, he
     recent = course[-10:]
     ends = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
     span = f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps"
-    drawn = Text("\n".join(chart(course, max(1, width - 4), max(1, height - 2))), style, no_wrap=True)
+    curve = Text("\n".join(chart(course, max(1, width - 4), max(1, height - 2))), style, no_wrap=True)
     title = Text.assemble((name, "bold"), "  ", (ends, style))
-    return Panel(drawn, title=title, subtitle=Text(span, LABELS), subtitle_align="right", **frame)
+    return Panel(curve, title=title, subtitle=Text(span, LABELS), subtitle_align="right", **frame)
 
 
 def _middle(run: RunState, rows: list[ProcessRow], width: int, height: int) -> RenderableType:
@@ -337,16 +337,16 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
 
 
 def run_live(watcher: Watcher, stdin: TextIO) -> None:
-    console, errors_only, gave_way, due, drawn = Console(force_terminal=True), False, False, 0.0, (0, 0)
+    console, errors_only, gave_way, due, shown = Console(force_terminal=True), False, False, 0.0, (0, 0)
     watcher.refresh(time.monotonic(), force=True)
     with keys_of(stdin) as pressed, console.screen():
         while True:
             catch_up(watcher)
             now, size = time.monotonic(), (console.size.width, console.size.height)
-            if now >= due or size != drawn:
-                begun, drawn = time.process_time(), size
+            if now >= due or size != shown:
+                begun, shown = time.process_time(), size
                 console.update_screen(view(watcher.run, now, time.time(), *size, errors_only))
-                due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
+                due = now + max(RENDER_S, (time.process_time() - begun) / RENDER_SHARE)
                 if not gave_way:
                     give_way(NICE)
                     gave_way = True

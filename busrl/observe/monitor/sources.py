@@ -9,7 +9,7 @@ Opens the tap of the bus, the ring and the files of a run, all for reading. Know
   present.
 - A busy bus costs a watcher no more wake-ups than a quiet one; only after a full batch it reads on at once.
 - After the first picture a watcher lowers its priority to the least, so it gets some 1.5 % of a core on a busy machine.
-- Drawing takes at most `DRAW_SHARE` of one core: the longer a picture takes to draw, the longer it stays.
+- Rendering takes at most `RENDER_SHARE` of one core: the longer a picture takes, the longer it stays.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def _flow(flow: Flow) -> dict[str, float]:
 
 NICE: Final = 19
 WAKE_S: Final = 0.5
-DRAW_S: Final = 1.0
-DRAW_SHARE: Final = 0.01
+RENDER_S: Final = 1.0
+RENDER_SHARE: Final = 0.01
 
 
 def give_way(nice: int) -> None:

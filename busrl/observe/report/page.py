@@ -21,7 +21,7 @@ import numpy as np
 
 from busrl.ledger.controls import Controls
 from busrl.observe.report.record import Floats, RunRecord, column_of
-from busrl.observe.report.trace import overlap, slices_of
+from busrl.observe.report.timeline import overlap, slices_of
 from busrl.observe.report.waste import SHARES, Waste, waste_of
 from busrl.status.runfiles import number, whole_number
 from busrl.status.state import RECENT
@@ -157,7 +157,7 @@ def chart(title: str, note: str, lines: Sequence[Line], across: str = "step") ->
     for x in ticks(x0, x1):
         anchor = "end" if at_x(x) > right - 16 else "middle"
         parts.append(f'<text x="{at_x(x):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{num(x) if x else 0}</text>')
-    parts += [_drawn(line, n, at_x(line.x), at_y(line.y)) for n, line in enumerate(lines) if len(line.x)]
+    parts += [_curve(line, n, at_x(line.x), at_y(line.y)) for n, line in enumerate(lines) if len(line.x)]
     keys = "".join(
         f'<span style="--c:var(--c{n % COLOURS})"><i></i>{text_of(line.label)} <b>{num(float(line.y[-1]))}</b></span>'
         for n, line in enumerate(lines) if len(line.x)
@@ -177,7 +177,7 @@ def _range(lines: Sequence[Line]) -> tuple[float, float, float, float]:
     return x0, x1 if x1 > x0 else x0 + 1, y0 - (room if y0 else 0.0), y1 + room
 
 
-def _drawn(line: Line, colour: int, x: Floats, y: Floats) -> str:
+def _curve(line: Line, colour: int, x: Floats, y: Floats) -> str:
     path = "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x, y, strict=True))
     points = zip(x, y, strict=True) if line.dots or len(x) == 1 else ()
     dots = "".join(f'<circle class="d" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in points)
@@ -297,7 +297,7 @@ FACTS: dict[str, Callable[[Run], str]] = {
     "reward": lambda run: _ends(run.column("reward")),
     "validation": lambda run: text_of(judged(run.rounds)).removeprefix("validation ") or "–",
     "seconds per step": lambda run: _median(run.column("seconds")),
-    "tokens drawn": lambda run: num(run.waste.drawn),
+    "tokens drawn": lambda run: num(run.waste.sampled),
     "of them trained": lambda run: f"{share(run.waste.share)} (validation apart)",
     "decoding during training": lambda run: share(run.overlap),
     "lowest ess": lambda run: num(run.waste.ess.get("lowest")),

@@ -80,10 +80,10 @@ class Quarter:
 
 @dataclass(frozen=True)
 class Waste:
-    """The account of a run. `drawn` are the tokens that engines drew, None if not known; `parts` add up to them. `ess`
-    has the mean over tokens, median, lowest, and the share of steps below the alarm's limit."""
+    """The account of a run. `sampled` are the tokens that engines sampled, None if not known; `parts` add up to them.
+    `ess` has the mean over tokens, median, lowest, and the share of steps below the alarm's limit."""
 
-    drawn: int | None
+    sampled: int | None
     trained: int
     parts: tuple[Part, ...]
     counted: tuple[Part, ...]  # parts of "under way or lost", in samples alone
@@ -99,8 +99,8 @@ class Waste:
     @property
     def share(self) -> float | None:
         """The trained share of the tokens that were drawn for training."""
-        drawn = self.total - sum(part.tokens or 0 for part in self.parts if part.name == "validation")
-        return self.trained / drawn if drawn > 0 else None
+        sampled = self.total - sum(part.tokens or 0 for part in self.parts if part.name == "validation")
+        return self.trained / sampled if sampled > 0 else None
 
 
 def waste_of(record: RunRecord) -> Waste:
@@ -112,15 +112,15 @@ def waste_of(record: RunRecord) -> Waste:
     parts += _set_aside(groups, alive)
     judged = {row.get("uid"): whole_number(row.get("tokens")) for row in record.validated()}
     parts.append(Part("validation", "validation, which is never trained", len(judged), sum(judged.values())))
-    drawn, notes = drawn_by_engines(record), []
+    sampled, notes = sampled_by_engines(record), []
     ended = sum(part.tokens or 0 for part in parts)
-    if drawn is not None and drawn >= ended:
-        parts.append(Part("left", "under way now, or lost before they ended", None, drawn - ended))
+    if sampled is not None and sampled >= ended:
+        parts.append(Part("left", "under way now, or lost before they ended", None, sampled - ended))
     else:
         notes.append("what engines drew is not known in full (pace/): tokens under way or lost are missing here")
     counted = tuple(part for part in _counted(record) if part.samples)
     return Waste(
-        drawn if not notes else None, trained, tuple(parts), counted, _lengths(groups, alive),
+        sampled if not notes else None, trained, tuple(parts), counted, _lengths(groups, alive),
         tuple(_quarters(groups, alive)), _ess(record), tuple(notes),
     )
 
@@ -163,7 +163,7 @@ def _set_aside(groups: Groups, alive: Any) -> Iterator[Part]:
         yield Part("undone", UNDONE, int(groups.sizes[groups.undone].sum()), int(tokens[groups.undone].sum()))
 
 
-def drawn_by_engines(record: RunRecord) -> int | None:
+def sampled_by_engines(record: RunRecord) -> int | None:
     """Tokens that rollout processes drew, over all lives of each; None without a line. A new engine counts from 0
     again, so the last count before each fall is added."""
     if not any(record.pace.values()):

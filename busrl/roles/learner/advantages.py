@@ -125,11 +125,11 @@ class StepAdvantages:
             return [0.0] * len(records)
         estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
         referred = self._score(records, "reference")
-        drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
+        behaviour = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
         return [
             coefficient * estimator(logprobs, torch.from_numpy(row.astype(np.float64))).numpy()
             * np.repeat(record.turns_trained(), record.turn_lengths())
-            for record, logprobs, row in zip(records, drawn, referred, strict=True)
+            for record, logprobs, row in zip(records, behaviour, referred, strict=True)
         ]
 
     def _score(self, records: Sequence[SampleRecord], by: str) -> list[npt.NDArray[np.float32]]:
@@ -168,17 +168,17 @@ class StepAdvantages:
             return None
         now = self.models.trainer.score(samples)
         counts = [sample.generated for sample in samples]
-        drawn = [sample.behaviour_logprobs for sample in samples]
+        behaviour = [sample.behaviour_logprobs for sample in samples]
         trained = [sample.mask() for sample in samples]
         worth = spread(samples, advantages.per_sample)
         if advantages.valued is not None:
             worth = np.concatenate([valued.advantages for valued in advantages.valued])
         inputs = losses.LossInputs(
-            _flat(now), _flat(drawn), _flat(now if advantages.proximal is None else advantages.proximal),
+            _flat(now), _flat(behaviour), _flat(now if advantages.proximal is None else advantages.proximal),
             torch.from_numpy(worth), torch.from_numpy(np.concatenate(trained)),
         )
-        draw = f"{self.seed} {self.tokens.stale.now} {number}"
-        random = torch.Generator().manual_seed(zlib.crc32(draw.encode()))
+        stream = f"{self.seed} {self.tokens.stale.now} {number}"
+        random = torch.Generator().manual_seed(zlib.crc32(stream.encode()))
         return np.split(choice(inputs, self.models.settings, random).numpy(), np.cumsum(counts)[:-1])
 
 

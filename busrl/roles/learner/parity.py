@@ -398,8 +398,8 @@ class Parity:
         model. Once enough tokens were compared the check is over."""
         if not self.mismatch_limit:
             return None
-        drawn = [(record, record.version_array() == version) for record in records]
-        compared = [(to_sample(record), mask) for record, mask in drawn if mask.any()][:SAMPLES]
+        of_version = [(record, record.version_array() == version) for record in records]
+        compared = [(to_sample(record), mask) for record, mask in of_version if mask.any()][:SAMPLES]
         if sum(int(mask.sum()) for _, mask in compared) < TOKENS:
             return None
         limit, self.mismatch_limit = self.mismatch_limit, 0.0

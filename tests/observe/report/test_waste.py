@@ -20,7 +20,7 @@ def tokens_of(root: Path) -> dict[str, int | None]:
 
 def test_every_token_that_was_drawn_has_a_cause(tmp_path: Path) -> None:
     waste = waste_of(read(make_run(tmp_path)))
-    assert waste.drawn == 500 + 250, "an engine that began again counts from 0"
+    assert waste.sampled == 500 + 250, "an engine that began again counts from 0"
     assert {part.name: part.tokens for part in waste.parts} == {
         "trained": 160, "earlier_segments": 30, "too_old": 10, "flat group": 20, "too old": 300, "validation": 11,
         "left": 750 - 531,
@@ -61,7 +61,7 @@ def test_engine_output_is_unknown_where_engines_wrote_less_than_ended(tmp_path: 
     root = make_run(tmp_path)
     write_lines(root / "pace" / "rollout-0.jsonl", [interval(2, 100)])
     waste = waste_of(read(root))
-    assert waste.drawn is None and "not known in full" in render(waste) and "left" not in tokens_of(root)
+    assert waste.sampled is None and "not known in full" in render(waste) and "left" not in tokens_of(root)
 
 
 def test_a_directory_without_a_run_is_refused_with_what_is_missing(tmp_path: Path) -> None:
@@ -87,6 +87,6 @@ def test_the_parts_add_up_to_the_drawn_tokens_or_leave_unknowns(
     total = sum(part.tokens or 0 for part in waste.parts)
     assert all((part.tokens or 0) >= 0 for part in waste.parts)
     assert total == max(drawn, sum(sum(lengths) for _, lengths in lines))
-    assert (waste.drawn is None) == (drawn < total)
+    assert (waste.sampled is None) == (drawn < total)
     assert sum(quarter.groups for quarter in waste.quarters) == sum(bool(lengths) for _, lengths in lines)
     assert all(abs(quarter.trained + quarter.flat + quarter.lost - 1) < 1e-9 for quarter in waste.quarters)

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from busrl.bus.security import tcp_table
 from busrl.errors import UserError
-from busrl.observe.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
+from busrl.observe.monitor.sources import NICE, RENDER_S, RENDER_SHARE, WAKE_S, Watcher, catch_up, give_way
 from busrl.observe.monitor.web.picture import History, picture, steps_after
 from busrl.paths import RunPaths
 from busrl.status.view import to_json
@@ -103,7 +103,7 @@ class Server:
         host_in_url = f"[{shown}]" if ":" in shown else shown
         self.url = f"http://{host_in_url}:{self._port}/" + (f"?token={self.token}" if self.token else "")
         self._cookie = f"busrl_{self._port}"
-        self._picture, self._drawn, self._streams, self._gave_way = b"", 0.0, 0, False
+        self._picture, self._rendered_at, self._streams, self._gave_way = b"", 0.0, 0, False
         self._listener = Listener(self._socket, min(MOST_CONNECTIONS, room()), lambda line: None)
 
     async def run(self, ready: Callable[[str], object] = print) -> None:
@@ -130,18 +130,18 @@ class Server:
     # -- the run -----
 
     async def _follow(self) -> None:
-        """Keep the state up to date, and draw it while a page is open."""
+        """Keep the state up to date, and render it while a page is open."""
         looked = due = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
             catch_up(self._watcher)
-            if now >= looked + DRAW_S:
+            if now >= looked + RENDER_S:
                 looked = now
                 self._look(now)
             if now >= due and self._streams:
                 begun = time.process_time()
-                self._draw(now)
-                due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
+                self._render(now)
+                due = now + max(RENDER_S, (time.process_time() - begun) / RENDER_SHARE)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), WAKE_S)
         self._news.set()
@@ -150,9 +150,9 @@ class Server:
         self._watcher.refresh(now)
         self._history.add(self._watcher.run, now)
 
-    def _draw(self, now: float) -> None:
+    def _render(self, now: float) -> None:
         data = picture(self._watcher, self._target, self._history, now, time.time())
-        self._picture, self._drawn = to_json(data).encode(), now
+        self._picture, self._rendered_at = to_json(data).encode(), now
         self._news.set()
         self._news = asyncio.Event()
 
@@ -221,8 +221,8 @@ class Server:
         self._streams += 1
         try:
             await response.prepare(request)
-            if time.monotonic() > self._drawn + DRAW_S:
-                self._draw(time.monotonic())
+            if time.monotonic() > self._rendered_at + RENDER_S:
+                self._render(time.monotonic())
             seen = Seen()
             while not self._stop.is_set():
                 news = self._news

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from report_scene import make_run, write_lines
 
 from busrl.observe.report.record import read
-from busrl.observe.report.trace import Slice, common, overlap, slices_of, trace, union, without
+from busrl.observe.report.timeline import Slice, common, overlap, slices_of, timeline, union, without
 
 PHASES = {"X", "i", "C", "M"}
 
@@ -42,7 +42,7 @@ def checked_events(text: str) -> list[dict[str, Any]]:
 
 def test_a_trace_has_an_ordered_track_for_every_process(tmp_path: Path) -> None:
     record = read(make_run(tmp_path))
-    events = checked_events(trace(record, slices_of(record)))
+    events = checked_events(timeline(record, slices_of(record)))
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         "keeper", "launch", "learner", "rollout-0", "validator",
     }
@@ -66,7 +66,7 @@ def test_files_without_times_have_no_overlap_and_still_a_trace(tmp_path: Path) -
         write_lines(root / name, ({key: value for key, value in row.items() if key != "time"} for row in rows))
     record = read(root)
     assert overlap(slices_of(record)) is None
-    assert checked_events(trace(record, slices_of(record)))
+    assert checked_events(timeline(record, slices_of(record)))
 
 
 NUMBERS = st.none() | st.floats(-1e9, 1e9) | st.sampled_from([1e300, "x", [], 1.7e9])
@@ -87,7 +87,7 @@ def test_whatever_the_lines_hold_a_viewer_can_read_the_trace(
         write_lines(root / f"{name}.jsonl", [{"step": n, **row} for n, row in enumerate(rows)])
     record = read(root)
     pieces = slices_of(record)
-    checked_events(trace(record, pieces))
+    checked_events(timeline(record, pieces))
     share = overlap(pieces)
     assert share is None or 0 <= share <= 1 + 1e-9
 

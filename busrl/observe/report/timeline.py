@@ -213,7 +213,7 @@ def _counters(record: RunRecord, pids: dict[str, int], zero: float) -> Iterator[
                 yield {"ph": "C", **at, "name": "sequences", "args": {"running": running}}
 
 
-def trace(record: RunRecord, pieces: Sequence[Slice]) -> str:
+def timeline(record: RunRecord, pieces: Sequence[Slice]) -> str:
     return to_json(
         {"traceEvents": events(record, pieces), "displayTimeUnit": "ms", "otherData": {"run": str(record.paths.root)}}
     )

@@ -24,7 +24,7 @@ import msgspec
 
 from busrl.errors import MachineError
 from busrl.ledger.wal import Record, SampleRecord
-from busrl.predict.controller import Controller, ControlSettings, Inputs
+from busrl.predict.controller import Controller, ControllerSettings, Inputs
 from busrl.roles.learner.observers import FinishedStep, LearnerParts, StepObserver
 from busrl.scheduling.trigger import LearnerPlan
 from busrl.system.files import LineFile, json_lines
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 PROBE_FILE = "probe.bin"
 
 
-def control_settings(topology: Topology) -> ControlSettings | None:
+def controller_settings(topology: Topology) -> ControllerSettings | None:
     """The settings of the controller; None where there is none (mode `off`)."""
     controller, trigger = topology.learner.controller, topology.learner.trigger
     if controller.mode == "off":
         return None
     low, high = topology.learner.n_range
-    return ControlSettings.of(
+    return ControllerSettings.of(
         controller, topology.experiments.controller, n_min=trigger.n_min, n_lo=low, n_hi=high,
         t_max_ms=1000 * trigger.t_max_s,
     )
 
 
-class Control(StepObserver):
+class ControllerObserver(StepObserver):
     """The controller as an observer of steps. In mode `off` it has no controller, and every call does nothing."""
 
     def __init__(self, path: Path, topology: Topology, training: TrainingStep, plan: LearnerPlan) -> None:
-        settings = control_settings(topology)
+        settings = controller_settings(topology)
         self.training, self.plan = training, plan
         self.controller = Controller(settings) if settings else None
         self.probe: list[SampleRecord] = []
@@ -170,7 +170,7 @@ class Control(StepObserver):
 
 def observers(parts: LearnerParts) -> list[StepObserver]:
     """The observers that this capability adds to a learner's."""
-    return [Control(parts.paths.decisions, parts.topology, parts.training, parts.plan)]
+    return [ControllerObserver(parts.paths.decisions, parts.topology, parts.training, parts.plan)]
 
 
 def read_lines(path: Path) -> dict[int, dict[str, Any]]:
