@@ -1,7 +1,8 @@
-"""The one table of the parts of busrl that can be left out, each a folder, and of the places where the core uses them.
+"""The table of roles, and the one table of the parts of busrl that can be left out, with the places where the core uses
+them.
 
-Read by the core wherever an optional part takes a role, a message, a command or a step. Imports nothing of busrl but
-errors: a part is imported when it is used. Knows nothing of what a part does.
+Read by the core wherever a process is started, and where an optional part takes a message, a command or a step. Imports
+nothing of busrl but errors: a role and a part are imported when they are used. Knows nothing of what they do.
 
 - The core names an optional part here and nowhere else (tests/architecture holds it).
 - A missing folder takes nothing from a run that does not ask for it. A topology that asks for it gets one sentence that
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from busrl.errors import UserError
 
@@ -24,6 +25,53 @@ if TYPE_CHECKING:
     from busrl.topology import Topology
 
 HERE = Path(__file__).parent
+
+
+# -- roles -----
+
+
+class Role(NamedTuple):
+    """A kind of process: its class, how many of its kind a run has, and when they end."""
+
+    name: str
+    actor: str  # its class, "module:name", the module relative to `busrl`; one in the folder of a part belongs to that
+    stop: int  # stage of a stop in which it ends: producers before consumers, the bus last
+    named: bool = True  # an entry of [[process]] may name it; of one that none may name, every run has one
+    default: bool = False  # of one that an entry may name: a run has one where none does
+    single: bool = False  # one works at a time, under a lock
+    foreign: bool = False  # another program may do it, named by `command`
+    caller: bool = False  # its samples are episodes of model calls
+    moves: bool = True  # maps the ring and moves samples
+    awaited: bool = True  # the run cannot go on, or end, without it
+    where: str = ""  # of a role that no entry names, if only some have it: "home", other hosts ("away"), both of a run
+    # that has other hosts ("both"; docs/hosts.md), or home with [sinks] ("sinks")
+
+
+# In the order in which a run starts them.
+ROLES: Final = {role.name: role for role in (
+    Role("bus", "roles.bus:Bus", 7, named=False, moves=False),
+    Role("keeper", "roles.keeper:Keeper", 6, named=False),
+    Role("relay", "hosts.relay:Relay", 5, named=False, moves=False, where="both"),
+    Role("satellite", "hosts.satellite:Satellite", 4, named=False, where="away"),
+    Role("sinks", "observe.sinks.role:Sinks", 5, named=False, moves=False, awaited=False, where="sinks"),
+    Role("scheduler", "roles.scheduler:Scheduler", 0, named=False, where="home"),
+    Role("learner", "roles.learner:Learner", 4, default=True, single=True),
+    Role("reward", "roles.reward:Reward", 2, default=True, foreign=True),
+    Role("rollout", "roles.rollout:Rollout", 1, default=True, foreign=True),
+    Role("agent", "agents.roles.agent:Agent", 1, caller=True),
+    Role("serve", "agents.roles.serve:Serve", 1, caller=True),
+    Role("atropos", "agents.roles.atropos:Atropos", 1, single=True, caller=True),
+    Role("validator", "roles.validator:Validator", 3, default=True, single=True),
+    Role("rank", "ranks.role:Rank", 5, named=False, moves=False),
+)}
+RANK: Final = "rank"  # the learner's further processes: rank/1, rank/2, ...
+IMPLIED_ROLES: Final = tuple(role.name for role in ROLES.values() if not role.named and role.name != RANK)
+SINGLE_ROLES: Final = tuple(role.name for role in ROLES.values() if role.single)
+CALLER_ROLES: Final = tuple(role.name for role in ROLES.values() if role.caller)
+FOREIGN_ROLES: Final = tuple(role.name for role in ROLES.values() if role.foreign)
+
+
+# -- parts that can be left out -----
 
 
 @dataclass(frozen=True)
@@ -45,17 +93,20 @@ class Command:
 class Capability:
     """An optional part: its folder or module below `busrl`, what users get by it, and what the core takes from it.
 
-    `roles`: module and class of each process. `plugs`: by the name of the place in the core, module and object
+    Its roles are those whose class lies in its folder. `plugs`: by the name of the place in the core, module and object
     ("module:name", the module relative to `busrl`). `asks`: the keys by which a topology may ask for the part, each
     with whether it does; a process of one of its roles asks for it anyway. `commands`: verbs of `busrl`.
     """
 
     name: str
     purpose: str
-    roles: Mapping[str, str] = field(default_factory=dict)
     plugs: Mapping[str, str] = field(default_factory=dict)
     asks: Mapping[str, Callable[[Topology], bool]] = field(default_factory=dict)
     commands: tuple[Command, ...] = ()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role.name for role in ROLES.values() if role.actor.startswith(f"{self.name}."))
 
     @property
     def here(self) -> bool:
@@ -89,11 +140,6 @@ def _with_transport(*names: str) -> dict[str, Callable[[Topology], bool]]:
     return {f'weights.transport = "{name}"': asks(name) for name in names}
 
 
-CORE_ROLES: dict[str, str] = {
-    "bus": "roles.bus:Bus", "keeper": "roles.keeper:Keeper", "scheduler": "roles.scheduler:Scheduler",
-    "rollout": "roles.rollout:Rollout", "reward": "roles.reward:Reward", "learner": "roles.learner:Learner",
-    "validator": "roles.validator:Validator",
-}
 HOST_COMMANDS = (
     Command(
         "host", "run the processes that a run on another machine has on this one", "hosts.joining:host_options",
@@ -132,24 +178,19 @@ SIMULATE_COMMANDS = (
     ),
 )
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("agents", "episodes of agents", roles={
-        "agent": "agents.roles.agent:Agent", "serve": "agents.roles.serve:Serve",
-        "atropos": "agents.roles.atropos:Atropos",
-    }, plugs={"trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns"}),
-    Capability("hosts", "other hosts and workers from outside", roles={
-        "relay": "hosts.relay:Relay", "satellite": "hosts.satellite:Satellite",
-    }, plugs={
+    Capability("agents", "episodes of agents", plugs={
+        "trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns",
+    }),
+    Capability("hosts", "other hosts and workers from outside", plugs={
         "messages": "hosts.messages:MESSAGES", "refusals": "hosts.messages:REFUSALS",
         "tenders": "hosts.gateway:Gateway", "host_topology": "hosts.membership:of_host",
         "host_rows": "hosts.membership:rows_of", "placement": "hosts.placement:Placement",
         "manifest": "hosts.clusters:emitted",
     }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}, commands=HOST_COMMANDS),
-    Capability("ranks", "learners of several ranks", roles={
-        "rank": "ranks.role:Rank",
-    }, plugs={"team": "ranks.leader:gather"}, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
-    Capability("observe", "monitors, reports and sinks", roles={
-        "sinks": "observe.sinks.role:Sinks",
-    }, plugs={
+    Capability("ranks", "learners of several ranks", plugs={
+        "team": "ranks.leader:gather",
+    }, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
+    Capability("observe", "monitors, reports and sinks", plugs={
         "launch_picture": "observe.monitor.screen:launch_picture", "waste": "observe.report.waste:account_of",
     }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}, commands=OBSERVE_COMMANDS),
     Capability("predict", "predicted lengths and the controller of the batch size", plugs={
@@ -193,12 +234,10 @@ def load(command: Command) -> Any:
 
 def role(name: str) -> Any:
     """The class of a role's process; UserError if its part is not there."""
-    if name in CORE_ROLES:
-        return _object(CORE_ROLES[name])
-    capability = next(capability for capability in CAPABILITIES if name in capability.roles)
-    if not capability.here:
-        raise capability.missing()
-    return _object(capability.roles[name])
+    part = next((capability for capability in CAPABILITIES if name in capability.roles), None)
+    if part is not None and not part.here:
+        raise part.missing()
+    return _object(ROLES[name].actor)
 
 
 def plug(name: str, place: str) -> Any:

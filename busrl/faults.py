@@ -28,8 +28,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from busrl.capabilities import CALLER_ROLES, ROLES
 from busrl.protocol.codec import BY_NAME
-from busrl.states import CALLER_ROLES, CRASH_POINTS, ROLES
+from busrl.states import CRASH_POINTS
 
 if TYPE_CHECKING:
     from busrl.topology.schema import BusFault, CrashFault, Faults

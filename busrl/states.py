@@ -1,4 +1,4 @@
-"""Facts that parts of busrl share: roles, states of slots and fates, uids, ends of answers, words of the header.
+"""Facts that parts of busrl share: states of slots and fates, uids, ends of answers, words of the header.
 
 Talks to nothing and imports nothing of busrl, so that every part may import it. The C++ core has its own copy of what
 it stores (`csrc/include/busrl`), which a test compares with this one; `busrl.ledger.audit` has a third on purpose.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,43 +22,9 @@ POISON_DEATHS: Final = 2  # of workers that held one slot and no other: nobody e
 PAUSE_STARTING: Final = 1  # bit of the header word `generation_pause`: the learner is not ready yet
 PAUSED: Final = 2  # the next one: nobody draws tokens; launch's, which writes the word while bit 0 is clear
 
+# -- names -----
 
-class Role(NamedTuple):
-    """A kind of process: how many of its kind a run has, and when they end."""
-
-    name: str
-    stop: int  # stage of a stop in which it ends: producers before consumers, the bus last
-    named: bool = True  # an entry of [[process]] may name it; of one that none may name, every run has one
-    default: bool = False  # of one that an entry may name: a run has one where none does
-    single: bool = False  # one works at a time, under a lock
-    foreign: bool = False  # another program may do it, named by `command`
-    caller: bool = False  # its samples are episodes of model calls
-    moves: bool = True  # maps the ring and moves samples
-    awaited: bool = True  # the run cannot go on, or end, without it
-    where: str = ""  # of a role that no entry names, if only some have it: "home", other hosts ("away"), both of a run
-    # that has other hosts ("both"; docs/hosts.md), or home with [sinks] ("sinks")
-
-
-# In the order in which a run starts them.
-ROLES: Final = {role.name: role for role in (
-    Role("bus", 7, named=False, moves=False), Role("keeper", 6, named=False),
-    Role("relay", 5, named=False, moves=False, where="both"), Role("satellite", 4, named=False, where="away"),
-    Role("sinks", 5, named=False, moves=False, awaited=False, where="sinks"),
-    Role("scheduler", 0, named=False, where="home"), Role("learner", 4, default=True, single=True),
-    Role("reward", 2, default=True, foreign=True), Role("rollout", 1, default=True, foreign=True),
-    Role("agent", 1, caller=True), Role("serve", 1, caller=True),
-    Role("atropos", 1, single=True, caller=True),
-    Role("validator", 3, default=True, single=True), Role("rank", 5, named=False, moves=False),
-)}
 HOST_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # and of workers from outside: 39 bytes in the ring
-RANK: Final = "rank"  # the learner's further processes: rank/1, rank/2, ...
-IMPLIED_ROLES: Final = tuple(role.name for role in ROLES.values() if not role.named and role.name != RANK)
-SINGLE_ROLES: Final = tuple(role.name for role in ROLES.values() if role.single)
-CALLER_ROLES: Final = tuple(role.name for role in ROLES.values() if role.caller)
-FOREIGN_ROLES: Final = tuple(role.name for role in ROLES.values() if role.foreign)
-
-# -- names that stand for files -----
-
 TINY: Final = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
 ENVIRONMENT: Final = re.compile(r"(gymnasium|textarena|openenv|verifiers):(.+)")  # what an agent may play, by library
 
@@ -162,7 +128,7 @@ def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:
 
 
 def shown_uid(uid: int) -> str:
-    """For people, as `busrl ring history` takes it: v7 is the seventh sample of validation, from 0 on."""
+    """For people, as `busrl ring inspect --uid` takes it: v7 is the seventh sample of validation, from 0 on."""
     return f"v{uid & ~VALIDATE_BIT}" if uid & VALIDATE_BIT else str(uid)
 
 

@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import msgspec
 
 from busrl import curve
+from busrl.capabilities import CALLER_ROLES
 from busrl.errors import BadKeys, UserError
 from busrl.paths import CLAIMED_FROM, RunPaths
-from busrl.states import CALLER_ROLES
 from busrl.system import files
 from busrl.topology.schema import Faults, Topology
 from busrl.topology.sizes import call_ring, on_host, sized

@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 
+from busrl.capabilities import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment
 from busrl.launch.children import RunningChild, common_environment, last_lines, last_words, start
@@ -33,7 +34,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import Process, Ring
 from busrl.ring.locks import taken_back
-from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES, HeaderWord
+from busrl.states import HeaderWord
 from busrl.system import device
 from busrl.system.guardian import Guardian, halted, mark
 from busrl.topology import ProcessName, Topology

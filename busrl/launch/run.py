@@ -25,6 +25,7 @@ import numpy as np
 
 from busrl import capabilities
 from busrl.bus import Endpoint
+from busrl.capabilities import RANK
 from busrl.errors import TEAM_ENDED
 from busrl.faults import describe, message_faults
 from busrl.launch.children import Signals
@@ -40,7 +41,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address, topic
 from busrl.ring import UID_NONE, Fates, State
-from busrl.states import RANK, HeaderWord, RunPhase
+from busrl.states import HeaderWord, RunPhase
 from busrl.status.reader import RingLook, ring_record
 from busrl.status.runfiles import RunFiles, run_of_files
 from busrl.status.waits import Link, StallAlarm, chain, limit_s, sentence_of

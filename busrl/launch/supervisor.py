@@ -35,9 +35,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from busrl.capabilities import ROLES
 from busrl.errors import RETRY
 from busrl.ring import Process
-from busrl.states import ROLES
 from busrl.topology.schema import Limits
 
 # -- the order of a stop -----------------------------------------------------------------------------------------------

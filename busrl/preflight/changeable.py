@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from busrl.capabilities import ROLES
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.preflight.derive import in_flight_limits
 from busrl.preflight.findings import Finding, lookup
 from busrl.preflight.load import CHECKS, replaced
-from busrl.states import ROLES
 from busrl.topology.reader import Reader, of_overrides, show
 from busrl.topology.schema import Topology
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from busrl import capabilities, curve
 from busrl.algorithms import catalog
+from busrl.capabilities import CALLER_ROLES, RANK
 from busrl.data import pretrained, trace
 from busrl.data.pretrained import model_at
 from busrl.data.vocabulary import token_rows
 from busrl.errors import SharedMemoryFull, UserError
 from busrl.preflight import learning_rates, machine, memory, sources, trial
-from busrl.states import CALLER_ROLES, RANK, TINY
+from busrl.states import TINY
 from busrl.system import device
 from busrl.topology.plugins import ADAPTERS, SCRIPTED, SERVED, TOGETHER
 from busrl.topology.prompts import AskedSet

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from busrl.capabilities import CALLER_ROLES
 from busrl.engines.vllm_versions import numbers_of, version_of
 from busrl.preflight.engine_rules import WITH_MODEL
 from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, of_entries, unlike
 from busrl.preflight.process_rules import PLACEHOLDER
-from busrl.states import CALLER_ROLES, HOST_NAME
+from busrl.states import HOST_NAME
 from busrl.system.device import expected
 from busrl.topology import schema
 from busrl.topology.learner import ON_GPUS, Parallel

@@ -19,6 +19,7 @@ from typing import Any
 
 from busrl import capabilities
 from busrl.algorithms import catalog
+from busrl.capabilities import ROLES
 from busrl.data import pretrained
 from busrl.errors import Problem, TopologyError
 from busrl.preflight import (
@@ -37,7 +38,7 @@ from busrl.preflight.derive import resolve
 from busrl.preflight.findings import Check, Finding, lookup
 from busrl.preflight.model_folders import model_folder
 from busrl.scheduling.admission import derive
-from busrl.states import ENVIRONMENT, ROLES, TINY
+from busrl.states import ENVIRONMENT, TINY
 from busrl.system import device
 from busrl.topology.prompts import DataSource
 from busrl.topology.reader import KeyPath, Reader, Source, read, show

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl import capabilities, curve
+from busrl.capabilities import FOREIGN_ROLES
 from busrl.data import pretrained
 from busrl.data.sources import BESIDE
 from busrl.engines import vllm_versions
@@ -24,7 +25,6 @@ from busrl.preflight.findings import Finding, Report
 from busrl.preflight.model_folders import ModelFolders
 from busrl.preflight.prompt_files import Lines, PromptFiles
 from busrl.preflight.trial import Judged, Trial, try_first, try_functions, try_imports, try_parts
-from busrl.states import FOREIGN_ROLES
 from busrl.system.imports import is_installed
 from busrl.topology.declare import FUNCTION
 from busrl.topology.rewards import PYTHON, REWARD_KINDS

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from busrl import faults
+from busrl.capabilities import CALLER_ROLES, FOREIGN_ROLES, SINGLE_ROLES
 from busrl.preflight.findings import (
     Check,
     Clash,
@@ -22,7 +23,7 @@ from busrl.preflight.findings import (
     of_entries,
 )
 from busrl.preflight.prompt_rules import named_prompts
-from busrl.states import CALLER_ROLES, CRASH_POINTS, ENVIRONMENT, FOREIGN_ROLES, SINGLE_ROLES
+from busrl.states import CRASH_POINTS, ENVIRONMENT
 from busrl.topology.declare import FUNCTION
 from busrl.topology.plugins import SCRIPTED
 from busrl.topology.reader import show

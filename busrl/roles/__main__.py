@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Sequence
 
 from busrl import capabilities
+from busrl.capabilities import ROLES
 from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, VERDICT, BusrlError, cause, process_code
 from busrl.paths import RunPaths
-from busrl.states import ROLES
 from busrl.system.imports import uncollected
 
 

@@ -18,12 +18,13 @@ from typing import Any, Final
 import numpy as np
 from msgspec.structs import replace
 
+from busrl.capabilities import CALLER_ROLES
 from busrl.errors import NoSuchRun, RingError, RingNotFound
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.ring.calls import open_episodes
 from busrl.scheduling.groups import GroupScanner
-from busrl.states import CALLER_ROLES, WORKING, HeaderWord, SampleClass, State
+from busrl.states import WORKING, HeaderWord, SampleClass, State
 from busrl.status.runfiles import RunFiles, whole_number
 from busrl.status.state import VERSIONS, Held, ProcessRecord, RingRecord, RunState
 from busrl.status.waits import reason_of

@@ -22,7 +22,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from busrl.states import CALLER_ROLES, PAUSE_STARTING, HeaderWord
+from busrl.capabilities import CALLER_ROLES
+from busrl.states import PAUSE_STARTING, HeaderWord
 from busrl.status.state import RECENT, Held, ProcessRecord, ProcessRow, RunState
 
 WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Shown.waits`)

@@ -15,8 +15,8 @@ import os
 from dataclasses import field
 from typing import Any
 
+from busrl.capabilities import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 from busrl.scheduling.admission import MODES, AdmissionLimits
-from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 from busrl.topology.declare import REQUIRED, Rule, Table, build, key, plain
 from busrl.topology.learner import Learner, Log, ranks_at
 from busrl.topology.plugins import ENGINES, FIFO, POLICIES, RESTARTS, SCRIPTED, TRANSPORTS

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from busrl.states import CALLER_ROLES, SINGLE_ROLES
+from busrl.capabilities import CALLER_ROLES, SINGLE_ROLES
 from busrl.topology.plugins import ADAPTERS, RESTARTS
 from busrl.topology.schema import TABLE_TENSORS, Derived, Process, Topology
 

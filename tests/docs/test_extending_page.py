@@ -224,12 +224,11 @@ def test_a_policy_that_predicts_nothing_needs_no_part_of_predictions(copy: Path)
     assert policy == "patient" and "need busrl/predict, which is not part of this installation" in refused
 
 
-def test_a_role_is_a_row_a_class_and_a_module(copy: Path) -> None:
+def test_a_role_is_a_row_and_a_module(copy: Path) -> None:
     (copy / "busrl" / "roles" / "echo.py").write_text(
         "from busrl.roles.actor import Actor\n\n\nclass Echo(Actor):\n    def work(self):\n        return False\n"
     )
-    add(copy / "busrl" / "states.py", '    Role("validator"', '    Role("echo", 3),\n')
-    add(copy / "busrl" / "capabilities.py", '    "validator": "roles.validator', '    "echo": "roles.echo:Echo",\n')
+    add(copy / "busrl" / "capabilities.py", '    Role("validator"', '    Role("echo", "roles.echo:Echo", 3),\n')
     code = (
         "from pathlib import Path\n"
         "from busrl import capabilities\n"

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from busrl.capabilities import CALLER_ROLES
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
-from busrl.states import ACCIDENTS, CALLER_ROLES, Fate, Finish, fate_name
+from busrl.states import ACCIDENTS, Fate, Finish, fate_name
 from busrl.system.files import TAIL_BYTES, json_lines
 from busrl.topology import Topology
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from busrl.capabilities import CALLER_ROLES
 from busrl.observe.monitor import phrases
 from busrl.observe.monitor.sources import Watcher, watched
 from busrl.paths import RunPaths
-from busrl.states import CALLER_ROLES
 from busrl.status import words
 from busrl.status.state import OVER, ProcessRow, Rate, RunState
 
