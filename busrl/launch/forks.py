@@ -18,9 +18,9 @@ import selectors
 import time
 from collections.abc import Mapping, Sequence
 
+from busrl.capabilities import ROLES
 from busrl.launch.summary import Journal, cpu_of
 from busrl.paths import RunPaths
-from busrl.states import ROLES
 from busrl.system.guardian import halted
 from busrl.system.imports import interpreter
 from busrl.system.template import Template, TemplateGone, TemplateRefused
