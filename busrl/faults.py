@@ -146,7 +146,7 @@ class MessageFaults:
         self._out = [fault for fault in entries if fault.at == SENDER]
         self._random = random.Random(f"{seed} {name}")
         self._clock = clock
-        self._held: list[tuple[float, int, Frames]] = []  # a heap: when it is due, its number, the message
+        self._delayed: list[tuple[float, int, Frames]] = []  # a heap: when it is due, its number, the message
         self._overtaken: tuple[float, Frames] | None = None  # when it is due in any case
         self._number = itertools.count()
         self.counts: Counter[str] = Counter()
@@ -181,7 +181,7 @@ class MessageFaults:
 
     def due_s(self) -> float:
         """Seconds until a message that is held back is due; inf if none is."""
-        times = [self._held[0][0]] if self._held else []
+        times = [self._delayed[0][0]] if self._delayed else []
         times += [self._overtaken[0]] if self._overtaken else []
         return max(0.0, min(times) - self._clock()) if times else math.inf
 
@@ -189,9 +189,9 @@ class MessageFaults:
         now = self._clock()
         if self._overtaken and self._overtaken[0] <= now:  # nothing came that could overtake it
             self._release(self._overtaken[0])
-        if not self._held or self._held[0][0] > now:
+        if not self._delayed or self._delayed[0][0] > now:
             return None
-        return heapq.heappop(self._held)[2]
+        return heapq.heappop(self._delayed)[2]
 
     def _judge(self, frames: Frames) -> None:
         fault = _fitting(self._in, frames[0].partition(b"/")[0].decode(errors="replace"))
@@ -217,10 +217,10 @@ class MessageFaults:
         return now + self._random.random() * fault.delay_s
 
     def _hold(self, due: float, frames: Frames) -> None:
-        if len(self._held) >= MAX_HELD:
+        if len(self._delayed) >= MAX_HELD:
             self.counts["lost"] += 1
             return
-        heapq.heappush(self._held, (due, next(self._number), frames))
+        heapq.heappush(self._delayed, (due, next(self._number), frames))
         self._release(due)
 
     def _release(self, due: float) -> None:

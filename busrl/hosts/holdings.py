@@ -66,15 +66,15 @@ class Holdings:
 
     def __init__(self, ring: Ring, fates: Fates, validate_fates: Fates) -> None:
         self.ring, self.fates, self.validate_fates = ring, fates, validate_fates
-        self.held: dict[str, HeldTask] = {}
-        self.waiting: dict[str, g.Task] = {}  # those of `held` without a slot
-        self.lost: dict[str, HeldTask] = {}  # those of `held` that home has given to others
+        self.by_name: dict[str, HeldTask] = {}
+        self.waiting: dict[str, g.Task] = {}  # those without a slot
+        self.lost: dict[str, HeldTask] = {}  # those that home has given to others
         self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
         self.uids = np.full(ring.n_slots, UID_NONE, np.uint64)  # by slot, of the tasks that have not ended
         lines = ring.lines()
         for slot in (lines["state"] != State.FREE).nonzero()[0].tolist():  # tasks of an earlier life of this process
             task = HeldTask(_task_of(lines[slot]), int(lines["uid"][slot]), slot)
-            self.held[task.task] = task
+            self.by_name[task.task] = task
             self.uids[slot] = task.uid
 
     # -- messages from home -----
@@ -82,13 +82,13 @@ class Holdings:
     def accept(self, tasks: Iterable[g.Task]) -> None:
         """Hold tasks from home; a copy of a task that is here, or was, changes nothing."""
         for task in tasks:
-            if task.task not in self.held and task.task not in self.over:
-                self.held[task.task] = HeldTask(task.task, task.uid)
+            if task.task not in self.by_name and task.task not in self.over:
+                self.by_name[task.task] = HeldTask(task.task, task.uid)
                 self.waiting[task.task] = task
 
     def settle(self, name: str) -> None:
         """End a task of which home needs nothing more: it is done, or another host's."""
-        task = self.held.get(name)
+        task = self.by_name.get(name)
         if task is None:
             return
         if task.word:  # home has the answer, or takes it no more
@@ -103,7 +103,7 @@ class Holdings:
             self.ring.drop(task.slot, int(line["word"]), Fate.OLD)  # unless an engine takes it this moment
 
     def forget(self, task: HeldTask) -> None:
-        for tasks in (self.held, self.waiting, self.lost):
+        for tasks in (self.by_name, self.waiting, self.lost):
             tasks.pop(task.task, None)
         if task.slot >= 0 and self.uids[task.slot] == task.uid:
             self.uids[task.slot] = UID_NONE
@@ -116,21 +116,21 @@ class Holdings:
     @property
     def claimed(self) -> int:
         """The number of tasks that home counts as this host's, by the messages that have come."""
-        return len(self.held) - len(self.lost)
+        return len(self.by_name) - len(self.lost)
 
     @property
     def unfinished(self) -> int:
         """The number of tasks whose outcome is not on the way home."""
-        return sum(not task.ended for task in self.held.values())
+        return sum(not task.ended for task in self.by_name.values())
 
     def digest(self) -> int:
         """The digest of the claims that home should have. An ended task is none of them: home settles an answer before
         it reads what is sent after it."""
-        return sum(task.digest for task in self.held.values() if not (task.lost or task.ended)) % DIGESTS
+        return sum(task.digest for task in self.by_name.values() if not (task.lost or task.ended)) % DIGESTS
 
     def names(self) -> list[str]:
         """The claims that home has given to no other host, by the messages that have come."""
-        return [name for name, task in self.held.items() if not task.lost][:m.MAX_MAP]
+        return [name for name, task in self.by_name.items() if not task.lost][:m.MAX_MAP]
 
     # -- the local ring -----
 
@@ -142,7 +142,7 @@ class Holdings:
         SharedMemoryFull: no room.
         """
         newest = self.ring.header(HeaderWord.VERSION)
-        here = {task.uid for task in self.held.values() if task.slot >= 0} if self.waiting else set()
+        here = {task.uid for task in self.by_name.values() if task.slot >= 0} if self.waiting else set()
         for task in sorted(self.waiting.values(), key=lambda task: (-task.priority, task.admission, task.uid)):
             if task.uid in here or task.version > newest:
                 continue
@@ -154,8 +154,8 @@ class Holdings:
                 return
             slot, word = placed[0]
             if self.uids[slot] != UID_NONE:  # of a task that was dropped here a moment ago
-                dropped(next(before for before in self.held.values() if before.slot == slot and not before.ended))
-            self.held[task.task].slot, self.uids[slot] = slot, task.uid
+                dropped(next(before for before in self.by_name.values() if before.slot == slot and not before.ended))
+            self.by_name[task.task].slot, self.uids[slot] = slot, task.uid
             del self.waiting[task.task]
             yield task, slot, word
 
@@ -168,7 +168,7 @@ class Holdings:
         slots = self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=COLLECT_AT_ONCE)
         ready = []
         for (slot, word), line in zip(slots, self.ring.lines([slot for slot, _ in slots])):
-            task = self.held.get(_task_of(line))
+            task = self.by_name.get(_task_of(line))
             if task is not None and not task.lost:
                 task.slot, task.word, self.uids[slot] = slot, word, UID_NONE
                 ready.append(task)
@@ -187,7 +187,7 @@ class Holdings:
         gone = (self.uids != UID_NONE) & ((lines["state"] == State.FREE) | (lines["uid"] != self.uids))
         if not gone.any():
             return []
-        return [task for task in self.held.values() if task.slot >= 0 and not task.ended and gone[task.slot]]
+        return [task for task in self.by_name.values() if task.slot >= 0 and not task.ended and gone[task.slot]]
 
     def leave_slot(self, task: HeldTask) -> Fate | None:
         """Note that a task has left its slot without an answer. Returns its fate for home, NONE where home has to give

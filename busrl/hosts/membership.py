@@ -141,7 +141,7 @@ class Roster:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
-        self._known: dict[str, tuple[int, bool]] = {}  # life, and whether it is silent
+        self._lives: dict[str, tuple[int, bool]] = {}  # life, and whether it is silent
 
     def changes(self, seen: Mapping[str, tuple[int, float, int]]) -> list[dict[str, Any]]:
         """Lines of what has changed since the last call. `seen`, by worker that has joined: its life, for how long it
@@ -149,16 +149,16 @@ class Roster:
         lines = []
         for name in sorted(self._names & seen.keys()):
             life, silent_s, holds = seen[name]
-            before, silent = self._known.get(name), silent_s > SILENT_S
-            self._known[name] = (life, silent)
+            before, silent = self._lives.get(name), silent_s > SILENT_S
+            self._lives[name] = (life, silent)
             if before is None:
                 lines.append(_line(name, "joined", life, holds))
             elif before[0] != life:
                 lines.append(_line(name, "replaced", life, holds))
             elif before[1] != silent:
                 lines.append(_line(name, "silent" if silent else "back", life, holds))
-        for name in sorted(self._known.keys() - seen.keys()):
-            lines.append(_line(name, "gone", self._known.pop(name)[0]))
+        for name in sorted(self._lives.keys() - seen.keys()):
+            lines.append(_line(name, "gone", self._lives.pop(name)[0]))
         return lines
 
 

@@ -131,7 +131,7 @@ class Satellite(Actor):
         if now < self._next_presence:
             return
         self._next_presence = now + PRESENT_S
-        self.home.heartbeat(HOST, f"host, holds {len(self.exchange.tasks.held)}")
+        self.home.heartbeat(HOST, f"host, holds {len(self.exchange.tasks.by_name)}")
         if now - self._home_at < 2 * PRESENT_S:
             for error in self.errors.new():
                 self.home.send(error)
@@ -231,7 +231,7 @@ class Exchange:
         """Send the answers that are ready once more, and hand all other tasks back."""
         self._next_collect = -math.inf
         self.collect()
-        self._send([task for task in self.tasks.held.values() if task.ended])
+        self._send([task for task in self.tasks.by_name.values() if task.ended])
         self.ask(g.RemoteLeave(life=self.source.life, reason=reason))
 
     # -- messages from home -----
@@ -271,7 +271,7 @@ class Exchange:
         """Give up the sample of an answer that home refuses: it would refuse the next one too."""
         if code != "refused":
             self.tasks.settle(name)
-        elif (task := self.tasks.held.get(name)) is not None:
+        elif (task := self.tasks.by_name.get(name)) is not None:
             self._warn("home", f"sample {shown_uid(task.uid)} is refused: {why}", "error", uids=[task.uid])
             self._fail(task, "malformed", why)
 
@@ -351,7 +351,7 @@ class Exchange:
 
     def _unsettled(self, now: float) -> list[HeldTask]:
         """Outcomes that were lost: home has answered a later request, and has not settled them."""
-        ended = (task for task in self.tasks.held.values() if task.ended)
+        ended = (task for task in self.tasks.by_name.values() if task.ended)
         return [
             task for task in ended if task.request < self._answered_request and now - task.sent_at > RESEND_S
         ]
@@ -375,7 +375,7 @@ class Exchange:
 
     def _room(self) -> int:
         """The number of tasks more that this host could use."""
-        return max(0, min(self.wanted - self.tasks.unfinished, self.ring.n_slots - len(self.tasks.held)))
+        return max(0, min(self.wanted - self.tasks.unfinished, self.ring.n_slots - len(self.tasks.by_name)))
 
     def _fail(self, task: HeldTask, drop: str = "", text: str = "") -> None:
         """Give up the sample of a task, or hand the task back."""

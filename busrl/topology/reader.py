@@ -53,7 +53,7 @@ TOKEN = re.compile(
 
 def positions(text: str) -> dict[KeyPath, int]:
     """Line numbers, from 1, of all keys and tables of an accepted TOML text."""
-    return _Lines(text.replace("\r\n", "\n")).found
+    return _Lines(text.replace("\r\n", "\n")).lines
 
 
 class _Lines:
@@ -61,7 +61,7 @@ class _Lines:
     paths of key names and array indices: ("process", 1, "count")."""
 
     def __init__(self, text: str) -> None:
-        self.found: dict[KeyPath, int] = {}
+        self.lines: dict[KeyPath, int] = {}
         self._arrays: dict[KeyPath, int] = {}  # path of an array of tables -> index of its newest element
         self._tokens, self._at, line = list[tuple[str, int]](), 0, 1
         for token in TOKEN.findall(f"{text}\n"):
@@ -103,17 +103,17 @@ class _Lines:
                 path += (self._arrays[path],)
             path += (name,)
         self._at += 1 + double
-        self.found.setdefault(path, line)
+        self.lines.setdefault(path, line)
         if double:
             self._arrays[path] = self._arrays.get(path, -1) + 1
             path += (self._arrays[path],)
-            self.found[path] = line
+            self.lines[path] = line
         return path
 
     def _assignment(self, prefix: KeyPath) -> None:
         line, keys = self._tokens[self._at][1], self._keys()
         for depth in range(1, len(keys) + 1):
-            self.found.setdefault((*prefix, *keys[:depth]), line)
+            self.lines.setdefault((*prefix, *keys[:depth]), line)
         if self._take()[0] != "=":
             raise ValueError(f"line {line}: not a key: the text was not accepted by a TOML parser")
         self._value((*prefix, *keys))
@@ -132,7 +132,7 @@ class _Lines:
                 self._assignment(path)
             else:
                 element = (*path, index)
-                self.found[element] = self._tokens[self._at][1]
+                self.lines[element] = self._tokens[self._at][1]
                 self._value(element)
                 index += 1
         self._at += 1

@@ -25,7 +25,7 @@ class RewardKind:
 
     `needs`: the key that it cannot do without, `example`: a value of it. `timeout_s`: where reward.timeout_s does not
     fit it. `package`: one that it imports, `extra`: what installs it. `finder`: makes from `extract` the function that
-    finds the answer in a completion (as "module:name"); `whole`: so also without an `extract`.
+    finds the answer in a completion (as "module:name"); `without_extract`: so without one too.
     """
 
     maker: str
@@ -36,7 +36,7 @@ class RewardKind:
     package: str = ""
     extra: str = ""
     finder: str = ""
-    whole: bool = True
+    without_extract: bool = True
     alone: bool = False  # reward.kind may name it, without a [[reward.part]]
     with_ids: bool = False  # reads more than the text: token ids, and the episode
     one_child: bool = False  # a reward process needs one child for it, which has a model or makes many calls at a time
@@ -52,7 +52,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
     "regex": RewardKind("rewards.kinds:Regex", ("pattern",), "pattern", "'^<think>'"),
     # What math-verify finds in a whole completion is no text that could be compared with another.
     "math": RewardKind("rewards.kinds:Math", COMPARED, package="math_verify", extra="busrl[rewards]", finder=ANSWER,
-                       whole=False),
+                       without_extract=False),
     "gym": RewardKind("rewards.kinds:Gym", COMPARED, package="reasoning_gym", extra="busrl[rewards]",
                       finder="rewards.kinds:gym_finder"),
     PYTHON: RewardKind("rewards.base:user_function", ("function", "batch"), "function", '"rewards.py:score"',
@@ -141,5 +141,5 @@ class Reward(Table):
         `extract`; None where nothing compares answers."""
         parts: tuple[Any, ...] = self.part or (self,)
         kinds = ((REWARD_KINDS[part.kind], part.extract) for part in parts if part.kind in REWARD_KINDS)
-        finders = ((kind.finder, extract) for kind, extract in kinds if extract or kind.whole)
+        finders = ((kind.finder, extract) for kind, extract in kinds if extract or kind.without_extract)
         return next((finder for finder in finders if finder[0]), None)

@@ -32,7 +32,7 @@ class Earlier:
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self._kept: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def keep(self, model: Any, version: int) -> None:
@@ -41,16 +41,16 @@ class Earlier:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if name in self._kept and self._kept[name].shape == parameter.shape:
-                self._kept[name].copy_(parameter)
+            if name in self._copies and self._copies[name].shape == parameter.shape:
+                self._copies[name].copy_(parameter)
             else:
-                self._kept[name] = parameter.detach().to("cpu", copy=True)
+                self._copies[name] = parameter.detach().to("cpu", copy=True)
         self.version = version
 
     def parts(self) -> dict[str, list[str]]:
         """Names of parameters by layer; one outside of all layers stands alone under its name."""
         by_layer: dict[str, list[str]] = {}
-        for name in self._kept:
+        for name in self._copies:
             layer = LAYER.match(name)
             by_layer.setdefault(layer[0] if layer else name, []).append(name)
         return by_layer
@@ -58,9 +58,9 @@ class Earlier:
     @contextlib.contextmanager
     def in_place(self, model: Any, names: Iterable[str] | None = None) -> Iterator[None]:
         """The model with the earlier values of these parameters, or of all."""
-        wanted = set(self._kept if names is None else names)
+        wanted = set(self._copies if names is None else names)
         parameters = {name: parameter for name, parameter in model.named_parameters() if name in wanted}
-        values = (self._kept[name].to(parameter.device, parameter.dtype) for name, parameter in parameters.items())
+        values = (self._copies[name].to(parameter.device, parameter.dtype) for name, parameter in parameters.items())
         with pointed(parameters.values(), values):
             yield
 

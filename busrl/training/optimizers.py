@@ -214,21 +214,22 @@ class OverParts:
     def __init__(self, parameters: Sequence[Any], make: Callable[[list[Tensor]], Any], eight: bool) -> None:
         """`eight`: the optimiser of `make` keeps its states in 8 bits, by blocks of a part."""
         self._eight = eight
-        self._whole: dict[Any, Any] = {}
+        self._parameters: dict[Any, Any] = {}
         for parameter in parameters:
             local = sharded.local(parameter.detach())
-            self._whole[nn.Parameter(local if local.numel() else local.new_zeros(1, *local.shape[1:]))] = parameter
-        self.inner = make(list(self._whole))
+            self._parameters[nn.Parameter(local if local.numel() else local.new_zeros(1, *local.shape[1:]))] = parameter
+        self.inner = make(list(self._parameters))
         self.param_groups = [
-            {**group, "params": [self._whole[part] for part in group["params"]]} for group in self.inner.param_groups
+            {**group, "params": [self._parameters[part] for part in group["params"]]}
+            for group in self.inner.param_groups
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part, parameter in self._whole.items():
+        for part, parameter in self._parameters.items():
             part.grad = parameter.grad = None
 
     def step(self) -> None:
-        for part, parameter in self._whole.items():
+        for part, parameter in self._parameters.items():
             if parameter.grad is not None:
                 gradient = sharded.local(parameter.grad)
                 part.grad = gradient if gradient.numel() else torch.zeros_like(part)
@@ -242,7 +243,7 @@ class OverParts:
         groups = [{**group, "params": numbers["params"]} for group, numbers in
                   zip(self.param_groups, inner["param_groups"], strict=True)]
         return {**inner, "param_groups": groups, "state": {
-            number: {name: _spread_part(value, part, self._whole[part]) for name, value in states[number].items()}
+            number: {name: _spread_part(value, part, self._parameters[part]) for name, value in states[number].items()}
             for number, part in enumerate(self._parts()) if number in states
         }}
 

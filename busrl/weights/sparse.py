@@ -76,22 +76,22 @@ class Frames(Generic[T]):
     """The frames that lead to the newest version without a gap, each with the version before it."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, int, T]] = []
+        self._frames: list[tuple[int, int, T]] = []
 
     def add(self, base: int, frame: T, nbytes: int, most: int) -> None:
         """Keep a frame of `nbytes`; the oldest frames go while all together have more than `most` bytes."""
-        self._kept.append((base, nbytes, frame))
-        size = sum(nbytes for _, nbytes, _ in self._kept)
+        self._frames.append((base, nbytes, frame))
+        size = sum(nbytes for _, nbytes, _ in self._frames)
         while size > most:
-            size -= self._kept.pop(0)[1]
+            size -= self._frames.pop(0)[1]
 
     def clear(self) -> None:
-        self._kept = []
+        self._frames = []
 
     def since(self, version: int) -> list[T] | None:
         """The frames from that version to the newest, None if they do not reach back so far."""
-        first = next((k for k, (base, _, _) in enumerate(self._kept) if base == version), None)
-        return None if first is None else [frame for _, _, frame in self._kept[first:]]
+        first = next((k for k, (base, _, _) in enumerate(self._frames) if base == version), None)
+        return None if first is None else [frame for _, _, frame in self._frames[first:]]
 
 
 class Shadow:

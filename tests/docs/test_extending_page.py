@@ -171,7 +171,7 @@ def test_an_engine_is_a_module_and_its_names_in_one_table(copy: Path) -> None:
         "from tools.reference.topology_page import text\n"
         f"path = {str(ROOT / 'configs' / 'quickstart.toml')!r}\n"
         "t = load(path, ['process.rollout.engine=echo'])\n"
-        "rollout = next(one for one in t.process if one.role == 'rollout')\n"
+        "rollout = next(entry for entry in t.process if entry.role == 'rollout')\n"
         "assert has_model(rollout)\n"
         "print(make_engine(t, 'rollout/0'), '|', text().split('engine = ')[1].splitlines()[0])\n"
     )
@@ -235,7 +235,8 @@ def test_a_role_is_a_row_and_a_module(copy: Path) -> None:
         "from busrl.preflight.load import load\n"
         f"text = Path({str(ROOT / 'configs' / 'quickstart.toml')!r}).read_text()\n"
         "Path('echo.toml').write_text(text + '\\n[[process]]\\nrole = \"echo\"\\ncount = 2')\n"
-        "print([one.name for one in load('echo.toml').processes() if one.role == 'echo'], capabilities.role('echo'))\n"
+        "names = [process.name for process in load('echo.toml').processes() if process.role == 'echo']\n"
+        "print(names, capabilities.role('echo'))\n"
     )
     assert run(copy, code).strip() == "['echo/0', 'echo/1'] <class 'busrl.roles.echo.Echo'>"
 

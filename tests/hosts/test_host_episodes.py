@@ -116,7 +116,7 @@ def test_an_episode_is_the_same_at_home_as_on_its_host(
     uids = {play(host.ring), play(host.ring)}
     slots = host.ring.lines()["state"].nonzero()[0].tolist()
     there = {int(host.ring.line(slot)["uid"]): tensors_of(host.ring, slot) for slot in slots}
-    assert host.exchange.collect() == 2 and not host.tasks.held
+    assert host.exchange.collect() == 2 and not host.tasks.by_name
     lines = keeper.ring.lines()
     at_home = {int(lines["uid"][slot]): slot for slot in range(3) if lines["state"][slot] == State.REWARDED}
     assert at_home.keys() == there.keys() == uids
@@ -192,7 +192,7 @@ def test_a_server_fetches_what_clients_ask_for_an_agent_some_ahead(
     host.exchange.send_due()
     host.exchange.dispatch()
     relay.close()
-    assert len(host.tasks.held) == len(keeper.desk.leases.by_task) == count
+    assert len(host.tasks.by_name) == len(keeper.desk.leases.by_task) == count
 
 
 # -- hostile bytes --------------------------------------------------------------------------------------------------

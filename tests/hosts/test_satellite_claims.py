@@ -74,7 +74,7 @@ def test_tasks_whose_lease_has_ended_leave_the_queue_of_the_host(away: Away) -> 
     away.beat()
     assert away.queued() == 0
     away.exchange.report_dropped()
-    assert not away.tasks.held and away.claim(2) == 2
+    assert not away.tasks.by_name and away.claim(2) == 2
     assert len(away.keeper.desk.leases.by_task) == 2, "home counts what is alive, and gives no more than is asked for"
 
 
@@ -95,14 +95,14 @@ def test_a_lost_task_in_an_engine_takes_no_room_of_claims(away: Away) -> None:
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     away.keeper.pass_lease()
     away.beat()
-    assert [task.lost for task in away.tasks.held.values()].count(True) == 1 + 1
+    assert [task.lost for task in away.tasks.by_name.values()].count(True) == 1 + 1
     away.exchange.report_dropped()
     assert away.claim(3) == 2
     assert len(away.keeper.desk.leases.by_task) == 3, "the third is the sample that the engine still has"
     away.ring.drop(slot, word, Fate.OLD)
     away.exchange.report_dropped()
     away.exchange.dispatch()
-    assert len(away.tasks.held) == 3 and away.queued() == 3
+    assert len(away.tasks.by_name) == 3 and away.queued() == 3
 
 
 def test_equal_digests_keep_leases_without_names(away: Away) -> None:
@@ -124,7 +124,7 @@ def test_a_task_lost_on_its_way_is_sent_again(away: Away) -> None:
     assert len(away.keeper.desk.leases.by_task) == 2
     away.beat()
     away.exchange.dispatch()
-    assert len(away.tasks.held) == 2 and away.queued() == 2
+    assert len(away.tasks.by_name) == 2 and away.queued() == 2
 
 
 def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
@@ -132,14 +132,14 @@ def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
     assert away.claim(2) == 2
     generate(away.ring)
     commit, away.keeper.ledger.commit_answer = away.keeper.ledger.commit_answer, no_memory  # type: ignore[method-assign]
-    assert away.exchange.collect() == 1 and len(away.tasks.held) == 2
+    assert away.exchange.collect() == 1 and len(away.tasks.by_name) == 2
     for _ in range(30):
         away.keeper.now += 1.0
         assert away.keeper.desk.tick(away.keeper.now) == []
         away.beat()
     away.keeper.ledger.commit_answer = commit  # type: ignore[method-assign]
     away.beat()
-    assert len(away.tasks.held) == 1 and away.keeper.ring.stats().occupancy["GENERATED"] == 1
+    assert len(away.tasks.by_name) == 1 and away.keeper.ring.stats().occupancy["GENERATED"] == 1
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["digests alone", "all claims named"])
@@ -152,17 +152,17 @@ def test_a_sample_claimed_again_is_drawn_again(away: Away, by_name: bool) -> Non
     assert len(away.keeper.pass_lease()) == 2
     if by_name:
         away.exchange.name_all()
-        assert not away.tasks.held, "home has given them up: nothing here keeps their slots"
+        assert not away.tasks.by_name, "home has given them up: nothing here keeps their slots"
     away.now += 2 * RESEND_S
     assert away.claim(6) == (6 if by_name else 4), "a uid that is still here waits"
     away.beat()
     away.exchange.dispatch()
     stats = away.ring.stats().occupancy
     assert (stats["QUEUED"], stats["TRAINING"]) == (6, 0)
-    assert uids <= {task.uid for task in away.tasks.held.values()} and not away.tasks.waiting
+    assert uids <= {task.uid for task in away.tasks.by_name.values()} and not away.tasks.waiting
     again = {generate(away.ring) for _ in range(6)}
     away.exchange.note_answer()
-    assert away.exchange.collect() == 6 and uids <= again and not away.tasks.held
+    assert away.exchange.collect() == 6 and uids <= again and not away.tasks.by_name
     assert away.keeper.ring.stats().occupancy["GENERATED"] == 6
 
 
@@ -172,7 +172,7 @@ def test_a_sample_that_is_given_up_here_is_reported_once(away: Away) -> None:
     away.ring.drop(slot, word, Fate.MALFORMED)
     away.wire.replies.clear()
     assert away.exchange.report_dropped() == 1
-    assert not away.tasks.held and len(away.tasks.over) == 1
+    assert not away.tasks.by_name and len(away.tasks.over) == 1
     assert away.exchange.report_dropped() == 0
     assert [getattr(reply, "code", "") for reply in away.wire.replies] == ["done"]
 
@@ -185,7 +185,7 @@ def test_answers_go_home_together_in_a_message_that_claims_as_many_more(away: Aw
     batches = [reply for reply in away.wire.replies if isinstance(reply, g.GatewaySettled)]
     assert len(batches) == 1 and len(batches[0].done) == 2
     stats = away.keeper.ring.stats().occupancy
-    assert (stats["GENERATED"], stats["GENERATING"], len(away.tasks.held)) == (2, 3, 3)
+    assert (stats["GENERATED"], stats["GENERATING"], len(away.tasks.by_name)) == (2, 3, 3)
     lengths = [len(away.keeper.ring.get(slot, "tokens", 0)) for slot in (0, 1)]
     assert sorted(lengths) == [3, 6], "segments of this host are one at home"
     away.exchange.dispatch()
@@ -202,7 +202,7 @@ def test_a_host_with_rewards_sends_judged_answers_and_their_parts(folder: Path, 
     away.ring.commit_rewards([judged], [0.5])
     away.ring.drop(*hopeless, Fate.REWARD_RAISED)
     away.exchange.note_answer()
-    assert away.exchange.collect() == 1 and away.exchange.report_dropped() == 1 and not away.tasks.held
+    assert away.exchange.collect() == 1 and away.exchange.report_dropped() == 1 and not away.tasks.by_name
     line = keeper.ring.line(0)
     assert line["state"] == State.REWARDED and line["reward"] == 0.5
     assert read_parts(keeper.ring, 0) == {"half": 0.25}
@@ -219,7 +219,7 @@ def test_a_dropped_sample_is_reported_though_its_slot_is_taken(away: Away) -> No
     away.claim(1)
     away.claim(1)
     assert away.exchange.report_dropped() <= 1 and away.keeper.fates[0].get(uid) == Fate.MALFORMED
-    assert uid not in {task.uid for task in away.tasks.held.values()}
+    assert uid not in {task.uid for task in away.tasks.by_name.values()}
 
 
 def test_an_unreadable_answer_is_handed_back_alone(away: Away) -> None:
@@ -227,7 +227,7 @@ def test_an_unreadable_answer_is_handed_back_alone(away: Away) -> None:
     generate(away.ring)
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     assert away.ring.commit_segment(slot, word, True), "it has no tensors"
-    assert away.exchange.collect() == 2 and not away.tasks.held
+    assert away.exchange.collect() == 2 and not away.tasks.by_name
     assert len(away.problems) == 1 and "cannot be read" in away.problems[0]
     stats = away.keeper.ring.stats().occupancy
     assert (stats["GENERATED"], stats["QUEUED"]) == (1, 5)
@@ -242,4 +242,4 @@ def test_a_host_whose_name_a_later_start_has_taken_is_replaced(away: Away) -> No
 def test_messages_to_an_earlier_start_of_the_host_change_nothing(away: Away) -> None:
     away.exchange.receive(g.GatewayTasks(life=7, tasks=[g.Task("0.1.5", 0, 1, 5, "{}")]))
     away.exchange.receive(m.Goodbye(reason="of no life"))
-    assert not away.tasks.held and not away.problems
+    assert not away.tasks.by_name and not away.problems

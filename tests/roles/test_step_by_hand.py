@@ -49,14 +49,14 @@ class Answer:
     @property
     def ours(self) -> list[bool]:
         """Of each token whether the policy drew it to be trained, be it left out for its age or a cut."""
-        return [own for count, own in self.turns for _ in range(count)] or [True] * len(self.tokens)
+        return [trained for count, trained in self.turns for _ in range(count)] or [True] * len(self.tokens)
 
     def logs(self, z: Logits) -> list[float]:
         return [logp(z, token, self.temperature) for token in self.tokens]
 
 
 def logp(z: Logits, token: int, temperature: float) -> float:
-    return z[token] / temperature - math.log(sum(math.exp(one / temperature) for one in z))
+    return z[token] / temperature - math.log(sum(math.exp(logit / temperature) for logit in z))
 
 
 def entropy(z: Logits, temperature: float) -> float:
@@ -174,7 +174,7 @@ class Watched(TrainingStep):
 
 def slope(value: Callable[[Logits], float], z: Logits) -> list[float]:
     def along(k: int, by: float) -> float:
-        return value([one + by * (i == k) for i, one in enumerate(z)])
+        return value([logit + by * (i == k) for i, logit in enumerate(z)])
 
     return [(along(k, 1e-5) - along(k, -1e-5)) / 2e-5 for k in range(len(z))]
 
@@ -182,12 +182,12 @@ def slope(value: Callable[[Logits], float], z: Logits) -> list[float]:
 def trained(topology: Topology, answers: Sequence[Answer], expected: Callable[[Logits], float], **keys: Any) -> Any:
     """What the step of these answers told; its loss and its gradient are those of `expected`, a mean over its `D`."""
     step = Watched(with_keys(topology, **keys))
-    stats = step.train(records(answers), len({one.group for one in answers}), STEP)
+    stats = step.train(records(answers), len({answer.group for answer in answers}), STEP)
     [(z, gradient)] = step.seen
     assert z == pytest.approx(NOW, abs=1e-6)
     assert gradient == pytest.approx(slope(expected, NOW), abs=2e-6)
     assert max(map(abs, gradient)) > 1e-3
-    assert stats.tokens == sum(sum(one.trained) for one in answers)
+    assert stats.tokens == sum(sum(answer.trained) for answer in answers)
     return stats
 
 
@@ -195,12 +195,12 @@ def trained(topology: Topology, answers: Sequence[Answer], expected: Callable[[L
 
 
 def group_std(answers: Sequence[Answer], rewards: Sequence[float] | None = None) -> list[float]:
-    worth = [one.reward for one in answers] if rewards is None else rewards
-    found = []
+    worth = [answer.reward for answer in answers] if rewards is None else rewards
+    advantages = []
     for answer, reward in zip(answers, worth, strict=True):
-        own = [w for w, one in zip(worth, answers, strict=True) if one.group == answer.group]
-        found.append((reward - statistics.mean(own)) / (statistics.stdev(own) + 1e-6))
-    return found
+        peers = [w for w, other in zip(worth, answers, strict=True) if other.group == answer.group]
+        advantages.append((reward - statistics.mean(peers)) / (statistics.stdev(peers) + 1e-6))
+    return advantages
 
 
 def clipped(ratio: float, worth: float) -> float:
@@ -210,19 +210,21 @@ def clipped(ratio: float, worth: float) -> float:
 
 def tokens(answers: Sequence[Answer], z: Logits) -> Iterator[tuple[int, int, float, float, float, Answer]]:
     """Of each trained token: number of the answer, place in it, log-probabilities now, of engine and reference."""
-    for number, one in enumerate(answers):
-        for place, (now, drawn, referred) in enumerate(zip(one.logs(z), one.logs(OLD), one.logs(REFERENCE))):
-            if one.trained[place]:
-                yield number, place, now, drawn, referred, one
+    for number, answer in enumerate(answers):
+        for place, (now, drawn, referred) in enumerate(zip(answer.logs(z), answer.logs(OLD), answer.logs(REFERENCE))):
+            if answer.trained[place]:
+                yield number, place, now, drawn, referred, answer
 
 
 def mean(answers: Sequence[Answer], z: Logits, term: Callable[[int, float, float, float, Answer], float]) -> float:
-    losses = [term(number, now, drawn, referred, one) for number, _, now, drawn, referred, one in tokens(answers, z)]
+    losses = [
+        term(number, now, drawn, referred, answer) for number, _, now, drawn, referred, answer in tokens(answers, z)
+    ]
     return sum(losses) / len(losses)
 
 
 def policy_loss(answers: Sequence[Answer], worth: Sequence[float], z: Logits) -> float:
-    return mean(answers, z, lambda i, now, drawn, referred, one: clipped(math.exp(now - drawn), worth[i]))
+    return mean(answers, z, lambda i, now, drawn, referred, answer: clipped(math.exp(now - drawn), worth[i]))
 
 
 KL = {
@@ -235,7 +237,7 @@ KL = {
 def test_the_kl_loss_term_adds_to_each_trained_token_at_its_temperature(
     topology: Topology, answers: tuple[Answer, ...], kind: str
 ) -> None:
-    def term(i: int, now: float, drawn: float, referred: float, one: Answer) -> float:
+    def term(i: int, now: float, drawn: float, referred: float, answer: Answer) -> float:
         far = math.exp(now - drawn) * KL["k3"](now, referred) if kind == "k3_is" else KL[kind](now, referred)
         return clipped(math.exp(now - drawn), worth[i]) + 0.3 * far
 
@@ -243,7 +245,7 @@ def test_the_kl_loss_term_adds_to_each_trained_token_at_its_temperature(
     told = trained(topology, answers, lambda z: mean(answers, z, term), kl=kind, kl_coef=0.3)
     assert told.loss == pytest.approx(mean(answers, NOW, term), abs=1e-6)
     assert told.diagnostics.kl == pytest.approx(
-        mean(answers, NOW, lambda i, now, drawn, referred, one: KL["k3"](now, referred)), abs=1e-6)
+        mean(answers, NOW, lambda i, now, drawn, referred, answer: KL["k3"](now, referred)), abs=1e-6)
 
 
 @world
@@ -252,11 +254,11 @@ def test_the_kl_reward_term_uses_log_probabilities_of_the_draw(
     topology: Topology, answers: tuple[Answer, ...], kind: str
 ) -> None:
     """Of every token that was drawn to be trained: those that are too old or were cut are of the answer too."""
-    def paid(one: Answer) -> float:
-        both = zip(one.logs(OLD), one.logs(REFERENCE), one.ours, strict=True)
+    def paid(answer: Answer) -> float:
+        both = zip(answer.logs(OLD), answer.logs(REFERENCE), answer.ours, strict=True)
         return sum(0.3 * KL[kind](drawn, referred) for drawn, referred, ours in both if ours)
 
-    worth = group_std(answers, [one.reward - paid(one) for one in answers])
+    worth = group_std(answers, [answer.reward - paid(answer) for answer in answers])
     assert max(abs(a - b) for a, b in zip(worth, group_std(answers), strict=True)) > 0.05
     trained(topology, answers, lambda z: policy_loss(answers, worth, z), kl=kind, kl_coef=0.3, kl_in="reward")
 
@@ -267,23 +269,23 @@ def test_an_entropy_bonus_reduces_the_loss_at_each_token_temperature(
 ) -> None:
     def whole(z: Logits) -> float:
         return policy_loss(answers, worth, z) - 0.4 * mean(
-            answers, z, lambda i, now, drawn, referred, one: entropy(z, one.temperature))
+            answers, z, lambda i, now, drawn, referred, answer: entropy(z, answer.temperature))
 
     worth = group_std(answers)
     told = trained(topology, answers, whole, entropy_coef=0.4)
     assert told.loss == pytest.approx(whole(NOW), abs=1e-6)
     assert told.diagnostics.entropy == pytest.approx(
-        mean(answers, NOW, lambda i, now, drawn, referred, one: entropy(NOW, one.temperature)), abs=1e-6)
+        mean(answers, NOW, lambda i, now, drawn, referred, answer: entropy(NOW, answer.temperature)), abs=1e-6)
 
 
 # Bounds, and the weight of a token by its own log rho and those of its answer.
 WEIGHTS: dict[str, tuple[float, float, Callable[[float, list[float]], float]]] = {
-    "token_tis": (0.0, 0.9, lambda own, logs: min(math.exp(own), 0.9)),
-    "seq_tis": (0.0, 0.7, lambda own, logs: min(math.exp(sum(logs)), 0.7)),
-    "icepop": (0.8, 1.2, lambda own, logs: math.exp(own) if 0.8 <= math.exp(own) <= 1.2 else 0.0),
-    "seq_mis": (0.6, 0.9, lambda own, logs: math.exp(sum(logs)) if 0.6 <= math.exp(sum(logs)) <= 0.9 else 0.0),
-    "geo_rs": (0.8, 1.05, lambda own, logs: float(0.8 <= math.exp(statistics.mean(logs)) <= 1.05)),
-    "k3_rs": (0.0, 0.02, lambda own, logs: float(statistics.mean(math.exp(one) - one - 1 for one in logs) <= 0.02)),
+    "token_tis": (0.0, 0.9, lambda log, logs: min(math.exp(log), 0.9)),
+    "seq_tis": (0.0, 0.7, lambda log, logs: min(math.exp(sum(logs)), 0.7)),
+    "icepop": (0.8, 1.2, lambda log, logs: math.exp(log) if 0.8 <= math.exp(log) <= 1.2 else 0.0),
+    "seq_mis": (0.6, 0.9, lambda log, logs: math.exp(sum(logs)) if 0.6 <= math.exp(sum(logs)) <= 0.9 else 0.0),
+    "geo_rs": (0.8, 1.05, lambda log, logs: float(0.8 <= math.exp(statistics.mean(logs)) <= 1.05)),
+    "k3_rs": (0.0, 0.02, lambda log, logs: float(statistics.mean(math.exp(x) - x - 1 for x in logs) <= 0.02)),
 }
 
 
@@ -304,9 +306,9 @@ def test_a_correction_weighs_trained_tokens_by_a_constant_trainer_engine_ratio(
     keys = {"loss": "reinforce", "correction": kind, "correction_low": low, "correction_high": high}
     told = trained(topology, answers, whole, **keys)
     assert told.loss == pytest.approx(whole(NOW), abs=1e-6)
-    dropped = [one == 0.0 for one in constant.values()]
+    dropped = [weight == 0.0 for weight in constant.values()]
     assert told.diagnostics.dropped == pytest.approx(sum(dropped) / len(dropped), abs=1e-6)
-    assert len({round(one, 6) for one in constant.values()}) > 1
+    assert len({round(weight, 6) for weight in constant.values()}) > 1
 
 
 @world
@@ -321,16 +323,17 @@ def test_a_second_update_is_measured_against_the_weights_before_the_first(
     step.train(records(answers), 2, STEP)
     [_, (moved, gradient)] = step.seen
     assert max(abs(a - b) for a, b in zip(moved, NOW, strict=True)) > 0.05
-    worth, second = group_std(answers), [one for one in answers if one.group == 1]
+    worth, second = group_std(answers), [answer for answer in answers if answer.group == 1]
 
     def whole(z: Logits) -> float:
-        found = []
-        for one, own in zip(second, worth[-2:], strict=True):
-            for now, drawn, before in zip(one.logs(z), one.logs(OLD), one.logs(NOW), strict=True):
+        losses = []
+        for answer, advantage in zip(second, worth[-2:], strict=True):
+            for now, drawn, before in zip(answer.logs(z), answer.logs(OLD), answer.logs(NOW), strict=True):
                 weight = {"decoupled": min(math.exp(before - drawn), 1.05), "ppo_clip": 1.0,
                           "reinforce": min(math.exp(before - drawn), 2.0)}[loss]
-                found.append(weight * (-own * now if loss == "reinforce" else clipped(math.exp(now - before), own)))
-        return sum(found) / len(found)
+                plain = -advantage * now if loss == "reinforce" else clipped(math.exp(now - before), advantage)
+                losses.append(weight * plain)
+        return sum(losses) / len(losses)
 
     assert gradient == pytest.approx(slope(whole, moved), abs=5e-6)
 
@@ -338,7 +341,7 @@ def test_a_second_update_is_measured_against_the_weights_before_the_first(
 def to_teacher(z: Logits, temperature: float, best: int = 3) -> float:
     """KL of the teacher's three likeliest tokens, and of all others as one more."""
     known = sorted(range(6), key=lambda k: -TEACHER[k])[:best]
-    theirs, ours = ([math.exp(logp(one, k, temperature)) for k in known] for one in (TEACHER, z))
+    theirs, ours = ([math.exp(logp(logits, k, temperature)) for k in known] for logits in (TEACHER, z))
     pairs = [*zip(theirs, ours, strict=True), (1 - sum(theirs), 1 - sum(ours))]
     return sum(p * math.log(p / q) for p, q in pairs)
 
@@ -349,7 +352,7 @@ def test_a_teacher_pulls_at_every_trained_token_at_its_temperature(
     topology: Topology, answers: tuple[Answer, ...], alone: bool
 ) -> None:
     def whole(z: Logits) -> float:
-        pull = mean(answers, z, lambda i, now, drawn, referred, one: to_teacher(z, one.temperature))
+        pull = mean(answers, z, lambda i, now, drawn, referred, answer: to_teacher(z, answer.temperature))
         return pull if alone else policy_loss(answers, worth, z) + 0.5 * pull
 
     worth = group_std(answers)
@@ -357,7 +360,7 @@ def test_a_teacher_pulls_at_every_trained_token_at_its_temperature(
     told = trained(topology, answers, whole, teacher_k=3, **keys)
     assert told.loss == pytest.approx(whole(NOW), abs=1e-6)
     assert told.diagnostics.teacher_kl == pytest.approx(
-        mean(answers, NOW, lambda i, now, drawn, referred, one: to_teacher(NOW, one.temperature)), abs=1e-6)
+        mean(answers, NOW, lambda i, now, drawn, referred, answer: to_teacher(NOW, answer.temperature)), abs=1e-6)
 
 
 @world
@@ -366,18 +369,23 @@ def test_a_teacher_pulls_at_every_trained_token_at_its_temperature(
 def test_an_aggregation_counts_trained_tokens_and_answers_that_have_one(
     topology: Topology, answers: tuple[Answer, ...], kind: str
 ) -> None:
-    worth, counts = group_std(answers), [sum(one.trained) for one in answers]
-    of_group = {one.group: sum(sum(own.trained) for own in answers if own.group == one.group) for one in answers}
+    worth, counts = group_std(answers), [sum(answer.trained) for answer in answers]
+    of_group = {
+        group: sum(sum(answer.trained) for answer in answers if answer.group == group)
+        for group in {answer.group for answer in answers}
+    }
 
     def whole(z: Logits) -> float:
         share = {
-            "token-mean": lambda i, one: 1 / sum(counts), "prompt-mean": lambda i, one: 1 / of_group[one.group] / 2,
-            "seq-mean-token-mean": lambda i, one: 1 / counts[i] / samples,
-            "seq-mean-token-sum": lambda i, one: 1 / samples, "seq-mean-token-sum-norm": lambda i, one: 1 / 7 / samples,
+            "token-mean": lambda i, answer: 1 / sum(counts),
+            "prompt-mean": lambda i, answer: 1 / of_group[answer.group] / 2,
+            "seq-mean-token-mean": lambda i, answer: 1 / counts[i] / samples,
+            "seq-mean-token-sum": lambda i, answer: 1 / samples,
+            "seq-mean-token-sum-norm": lambda i, answer: 1 / 7 / samples,
         }[kind]
         samples = sum(count > 0 for count in counts)
-        return sum(clipped(math.exp(now - drawn), worth[i]) * share(i, one)
-                   for i, _, now, drawn, _, one in tokens(answers, z))
+        return sum(clipped(math.exp(now - drawn), worth[i]) * share(i, answer)
+                   for i, _, now, drawn, _, answer in tokens(answers, z))
 
     trained(topology, answers, whole, aggregation=kind, length_norm=7)
 
@@ -394,8 +402,9 @@ LAST = (
 
 def whitened(answers: Sequence[Answer]) -> list[float]:
     """(R - m) / sqrt(v + 1e-8), m and v over trained tokens, each with the reward of its answer."""
-    every = [one.reward for one in answers for own in one.trained if own]
-    return [(one.reward - statistics.mean(every)) / math.sqrt(statistics.variance(every) + 1e-8) for one in answers]
+    every = [answer.reward for answer in answers for trained in answer.trained if trained]
+    mean, spread = statistics.mean(every), math.sqrt(statistics.variance(every) + 1e-8)
+    return [(answer.reward - mean) / spread for answer in answers]
 
 
 @pytest.mark.parametrize("name", [*WORLDS, "last segment"])
@@ -409,22 +418,27 @@ def test_batch_whiten_has_mean_and_variance_of_trained_tokens_alone(topology: To
 
 
 def test_batch_whiten_of_an_all_cut_step_is_skipped_without_losing_numbers(topology: Topology) -> None:
-    answers = [dataclasses.replace(one, cut=True, trained=(F,) * len(one.tokens)) for one in PLAIN]
+    answers = [dataclasses.replace(answer, cut=True, trained=(F,) * len(answer.tokens)) for answer in PLAIN]
     step = Watched(with_keys(topology, advantage="batch_whiten"))
     assert step.train(records(answers), 2, STEP).skipped == "no trained token" and not step.seen
-    assert all(math.isfinite(float(one)) for one in step.advantages.per_sample(records(answers)))
+    assert all(math.isfinite(float(answer)) for answer in step.advantages.per_sample(records(answers)))
 
 
 @pytest.mark.parametrize("kind", ["group_mean", "leave_one_out", "mean_normalised", "batch_std", "reward"])
 def test_an_advantage_counts_the_rewards_of_answers_that_are_not_trained(topology: Topology, kind: str) -> None:
-    means = {one.group: statistics.mean(own.reward for own in MASKED if own.group == one.group) for one in MASKED}
+    means = {
+        group: statistics.mean(answer.reward for answer in MASKED if answer.group == group)
+        for group in {answer.group for answer in MASKED}
+    }
     sizes = {0: 3, 1: 2}
-    centred = [one.reward - means[one.group] for one in MASKED]
+    centred = [answer.reward - means[answer.group] for answer in MASKED]
     worth = {
-        "group_mean": centred, "reward": [one.reward for one in MASKED],
-        "leave_one_out": [own * sizes[one.group] / (sizes[one.group] - 1) for own, one in zip(centred, MASKED)],
-        "mean_normalised": [own / means[one.group] for own, one in zip(centred, MASKED)],
-        "batch_std": [own / (statistics.stdev(centred) + 1e-6) for own in centred],
+        "group_mean": centred, "reward": [answer.reward for answer in MASKED],
+        "leave_one_out": [
+            value * sizes[answer.group] / (sizes[answer.group] - 1) for value, answer in zip(centred, MASKED)
+        ],
+        "mean_normalised": [value / means[answer.group] for value, answer in zip(centred, MASKED)],
+        "batch_std": [value / (statistics.stdev(centred) + 1e-6) for value in centred],
     }[kind]
     trained(topology, MASKED, lambda z: policy_loss(MASKED, worth, z), advantage=kind)
 
@@ -449,12 +463,12 @@ class Valued(Watched):
 
 def value_of(z: Logits) -> float:
     """Alike before every token, for it reads the last hidden state, which is z."""
-    return sum(w * one for w, one in zip(HEAD, z, strict=True)) + BIAS
+    return sum(w * logit for w, logit in zip(HEAD, z, strict=True)) + BIAS
 
 
 def gae_by_hand(rewards: Sequence[float], value: float, gamma: float, decay: float) -> list[float]:
     errors = [r + gamma * (value if t + 1 < len(rewards) else 0.0) - value for t, r in enumerate(rewards)]
-    return [sum((gamma * decay) ** k * one for k, one in enumerate(errors[t:])) for t in range(len(errors))]
+    return [sum((gamma * decay) ** k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))]
 
 
 @world
@@ -472,18 +486,18 @@ def test_value_head_advantages_and_returns_and_losses_match_hand_values(
     told = step.train(records(answers), 2, STEP)
     v = value_of(NOW)
     worth, returns = [], []
-    for one in answers:
-        paid = [0.3 * KL["k3"](d, r) * own if keys else 0.0 for d, r, own in
-                zip(one.logs(OLD), one.logs(REFERENCE), one.ours, strict=True)]
-        rewards = [one.reward * (t == len(paid) - 1) - own for t, own in enumerate(paid)]
+    for answer in answers:
+        paid = [0.3 * KL["k3"](d, r) * trained if keys else 0.0 for d, r, trained in
+                zip(answer.logs(OLD), answer.logs(REFERENCE), answer.ours, strict=True)]
+        rewards = [answer.reward * (t == len(paid) - 1) - cost for t, cost in enumerate(paid)]
         worth.append(gae_by_hand(rewards, v, 0.9, 0.8))
-        returns.append([v + own for own in gae_by_hand(rewards, v, 0.9, 0.95)])
+        returns.append([v + advantage for advantage in gae_by_hand(rewards, v, 0.9, 0.95)])
     if whiten:
         every = [worth[i][place] for i, place, *_ in tokens(answers, NOW)]
         centre, spread = statistics.mean(every), math.sqrt(statistics.variance(every) + 1e-8)
-        worth = [[(own - centre) / spread for own in row] for row in worth]
+        worth = [[(value - centre) / spread for value in row] for row in worth]
 
-    counts = [sum(one.trained) for one in answers]
+    counts = [sum(answer.trained) for answer in answers]
     samples = sum(count > 0 for count in counts)
     share = [1 / sum(counts) if aggregation == "token-mean" else 1 / max(count, 1) / samples for count in counts]
 
@@ -498,9 +512,10 @@ def test_value_head_advantages_and_returns_and_losses_match_hand_values(
     both = zip(slope(of_policy, NOW), slope(of_value, NOW), strict=True)
     assert gradient == pytest.approx([a + 0.25 * b for a, b in both], abs=3e-6)
     error = sum(share[i] * (v - returns[i][t]) for i, t, *_ in tokens(answers, NOW))
-    assert of_head == pytest.approx([error * one for one in (*NOW, 1.0)], abs=3e-6)
+    assert of_head == pytest.approx([error * logit for logit in (*NOW, 1.0)], abs=3e-6)
     known = [returns[i][t] for i, t, *_ in tokens(answers, NOW)]
-    assert told.diagnostics.value_loss == pytest.approx(statistics.mean((v - one) ** 2 / 2 for one in known), abs=1e-6)
+    value_loss = statistics.mean((v - target) ** 2 / 2 for target in known)
+    assert told.diagnostics.value_loss == pytest.approx(value_loss, abs=1e-6)
     # One value for all tokens explains nothing of what they returned.
     assert told.diagnostics.explained_variance == pytest.approx(0.0, abs=1e-5)
 
@@ -509,7 +524,7 @@ def test_beyond_its_clip_a_value_has_no_gradient_in_a_second_pass(topology: Topo
     """The first update moves the value by far more than the clip, towards the returns: the clipped error is larger."""
     value = dataclasses.replace(topology.learner.value, coef=0.0, clip=0.01, rate=10.0, whiten=False)
     step = Valued(with_keys(topology, advantage="gae", value=value, passes_per_batch=2, lr=0.005))
-    step.train(records([dataclasses.replace(one, reward=9.0) for one in PLAIN]), 2, STEP)
+    step.train(records([dataclasses.replace(answer, reward=9.0) for answer in PLAIN]), 2, STEP)
     first, second = step.of_head
     assert max(map(abs, first)) > 1.0 and max(map(abs, second)) == 0.0
 
@@ -524,7 +539,7 @@ def test_tokens_of_the_current_weights_use_the_recorded_ratio_or_exactly_one(
     weights = dataclasses.replace(topology.weights, max_staleness=2 * STEP)
     answers = [dataclasses.replace(MASKED[0], trained=(T, T, T)), *MASKED[1:]]  # no token is too old
     worth, kept = group_std(answers), dataclasses.replace(topology, weights=weights)
-    drawn_by_them = [(i, t) for i, t, *_, one in tokens(answers, NOW) if t >= one.old]
+    drawn_by_them = [(i, t) for i, t, *_, answer in tokens(answers, NOW) if t >= answer.old]
     base = {(i, t): now if kind == "one" and (i, t) in drawn_by_them else drawn
             for i, t, now, drawn, *_ in tokens(answers, NOW)}
 

@@ -240,7 +240,7 @@ class ServedEngine(Engine):
         self._bodies = RequestBodies(settings, known, eos_ids)
         self._client = Client(settings, known.rows, eos_ids)
         self._running: dict[int, PartialAnswer] = {}
-        self._taken: list[Message] = []  # the next step handles them
+        self._messages: list[Message] = []  # the next step handles them
         self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server loaded last
         self._restore: threading.Thread | None = None  # loads the version again into a server that went away
         self._restoring = False
@@ -261,7 +261,7 @@ class ServedEngine(Engine):
     def decoding(self) -> int:
         """Tokens that have arrived; the next step adds them."""
         self._receive()
-        return sum(len(message.part.ids) for message in self._taken if message.part and message.key in self._running)
+        return sum(len(message.part.ids) for message in self._messages if message.part and message.key in self._running)
 
     def _begin(self, requests: list[Request]) -> None:
         sending = []
@@ -275,7 +275,7 @@ class ServedEngine(Engine):
 
     def step(self) -> list[Finished]:
         self._counts.steps += 1
-        if not self._taken and not self._done:
+        if not self._messages and not self._done:
             self._receive(MOMENT_S)
             return []
         self._handle_taken()
@@ -355,11 +355,11 @@ class ServedEngine(Engine):
         """Take the messages that are there; if there are none, the first that comes within the time."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._taken.append(self._client.messages.get(timeout=wait_s))
+                self._messages.append(self._client.messages.get(timeout=wait_s))
                 wait_s = 0.0
 
     def _handle_taken(self) -> None:
-        messages, self._taken = self._taken, []
+        messages, self._messages = self._messages, []
         for message in messages:
             self._handle(message)
 

@@ -212,12 +212,12 @@ def dispatched(snapshot: Snapshot, history: History) -> Dispatched:
     validate = readers.with_code(snapshot.validate_last, D) | VALIDATE
     now = np.concatenate([train, validate])
     before = codes_of(now, snapshot.first, snapshot.validate_first)
-    in_slot, in_open, known = (readers.is_among(now, those) for those in (seen, np.sort(put), history.uids))
-    lost = ~in_slot & ~in_open & ~known & (before == D)
+    in_slot, in_open, in_history = (readers.is_among(now, those) for those in (seen, np.sort(put), history.uids))
+    lost = ~in_slot & ~in_open & ~in_history & (before == D)
     # D only in the last look and in no slot then: dispatched after the ring was read, so it stands in one now.
-    fresh = ~in_slot & ~in_open & ~known & (before != D)
-    unsettled = now[known & (in_slot | in_open)]
-    return Dispatched(now[(in_slot | fresh) & ~known], now[in_open & ~in_slot & ~known], now[lost], unsettled)
+    fresh = ~in_slot & ~in_open & ~in_history & (before != D)
+    unsettled = now[in_history & (in_slot | in_open)]
+    return Dispatched(now[(in_slot | fresh) & ~in_history], now[in_open & ~in_slot & ~in_history], now[lost], unsettled)
 
 
 def check_lost(snapshot: Snapshot, where: Dispatched) -> Iterator[Finding]:
@@ -253,8 +253,8 @@ def check_history(snapshot: Snapshot, history: History) -> Iterator[Finding]:
 def check_trained(snapshot: Snapshot, history: History, where: Dispatched) -> Iterator[Finding]:
     wrong = readers.minus(history.uids[readers.codes_at(snapshot.last, history.uids) != T], np.sort(where.unsettled))
     yield error("logged_not_trained", wrong, "in checkpoint or log, but its fate is not T and no slot holds it")
-    known = readers.mask_of(history.uids, snapshot.first.size)
-    missing = np.flatnonzero((snapshot.first == T) & ~known).view(np.uint64)
+    in_history = readers.mask_of(history.uids, snapshot.first.size)
+    missing = np.flatnonzero((snapshot.first == T) & ~in_history).view(np.uint64)
     logged = [line for line in snapshot.train_log if not snapshot.terms.timeline.unlogged(line.step)]
     chosen = any(promise.wal == "off" for promise in snapshot.terms.timeline.during(0, sys.maxsize))
     lost = np.intersect1d(missing, uids_of(logged)) if chosen else missing
@@ -306,8 +306,9 @@ def check_rerolls(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def check_codes(snapshot: Snapshot) -> Iterator[Finding]:
-    known = {*FATE_NAMES}
-    tables = (("fates.bin", snapshot.last, known - {V}), ("fates.validate.bin", snapshot.validate_last, known - {T}))
+    all_codes = {*FATE_NAMES}
+    tables = (("fates.bin", snapshot.last, all_codes - {V}),
+              ("fates.validate.bin", snapshot.validate_last, all_codes - {T}))
     for name, codes, allowed in tables:
         wrong = np.flatnonzero(~readers.is_one_of(codes, allowed))
         yield error("wrong_fate_code", wrong, f"bytes in {name} that are no fate there")
@@ -430,10 +431,10 @@ def surviving(lines: list[TrainStep]) -> list[TrainStep]:
 
 
 def check_train_log(snapshot: Snapshot, history: History) -> Iterator[Finding]:
-    known = surviving([line for line in snapshot.train_log if line.end <= snapshot.train_log_known])
+    steps = surviving([line for line in snapshot.train_log if line.end <= snapshot.train_log_known])
     unlogged = snapshot.terms.timeline.unlogged
-    known = [line for line in known if line.step <= history.saved_step or not unlogged(line.step)]
-    extra = readers.minus(uids_of(known), history.uids)
+    steps = [line for line in steps if line.step <= history.saved_step or not unlogged(line.step)]
+    extra = readers.minus(uids_of(steps), history.uids)
     yield error("train_log_disagrees", extra, "in train.jsonl, but in no checkpoint and no log")
     everything = uids_of(surviving(snapshot.train_log))
     everything.sort()
