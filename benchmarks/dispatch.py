@@ -1,12 +1,13 @@
 """Dispatch decisions per second and bytes per waiting prompt, for each policy, in seconds of CPU of one core.
 
-    python -m benchmarks dispatch [--waiting N] [--seconds S] [--rounds N]
+    python -m benchmarks dispatch [--waiting N] [--seconds S] [--rounds N] [--only POLICY]
 
 A decision is what the scheduler does for one group: find which draws are missing, offer their prompts, take the next,
 give it a slot priority, and, a look at a time, tell the policy what is open and what finished. A look opens `LOOK`
 groups. Predictions come from a table, since predictors are measured apart; `rules` is the same with that predictor, and
 `scans` adds what stands before the policy at each look: a view of a ring of 4,096 slots and of the fates of all draws;
-putting the samples into the pretended ring is not counted.
+putting the samples into the pretended ring is not counted. Measured after as many groups were opened as wait: by then
+the draws that wait have holes up to twice the horizon.
 Prompts are made beforehand; their text is not in the bytes, everything else of a waiting prompt is.
 """
 
@@ -14,13 +15,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
+import os
 import time
 import tracemalloc
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks import RESULTS
+from benchmarks.common.judge import Bar, Log, written
+from busrl.predict.lengths import RulesPredictor
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner
 from busrl.scheduling.predictor import Candidate, Predictor
@@ -31,6 +36,8 @@ LOOK = 64  # groups opened per look
 GROUP, SLOTS, ROWS = 8, 4096, 1024
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
                  ("reward", "f8")])
+WAYS = {"plain": (False, False), "rules": (False, True), "scans": (True, False)}  # scanned, by rules
+AIM = 20_000  # decisions per second of CPU
 QUEUED, GENERATING = 2, 3
 WORDS = ["prove", "count", "sort", "why", "the", "number", "of", "primes", "below", "seven", "and", "explain"]
 
@@ -62,7 +69,7 @@ class Loop:
     """Keeps `waiting` prompts in a policy while it dispatches. With `scanned` the draws come from a real scan."""
 
     def __init__(self, name: str, waiting: int, scanned: bool, rules: bool) -> None:
-        predictor = "rules" if rules else Table()
+        predictor = RulesPredictor() if rules else Table()
         self.policy: Policy = make_policy(name, waiting, predictor, window=64, group_size=GROUP)
         self.stream, self.waiting, self.scanned = Stream(), waiting, scanned
         self.unopened = np.arange(waiting)
@@ -145,20 +152,33 @@ def bytes_per_prompt(name: str, waiting: int) -> float:
     return held / waiting
 
 
+def measure(log: Log, name: str, waiting: int, seconds: float, rounds: int) -> None:
+    log.say(f"{name}, bytes", bytes_per_prompt(name, waiting), "bytes a prompt")
+    for way, (scanned, rules) in WAYS.items():
+        loop = Loop(name, waiting, scanned, rules)
+        for _ in range(waiting // LOOK):
+            loop.look()
+        for _ in range(rounds):
+            log.loads.append(os.getloadavg()[0])
+            log.say(f"{name}, {way}", per_second(loop, seconds), "decisions/s")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--waiting", type=int, default=100_000, help="prompts that wait, which is also the horizon")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=POLICIES, help="one policy alone")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    log, policies = Log(), (options.only,) if options.only else POLICIES
     print(f"{options.waiting} prompts wait")
-    for name in POLICIES:
-        held = bytes_per_prompt(name, options.waiting)
-        rates = []
-        for scanned, rules in ((False, False), (False, True), (True, False)):
-            loop = Loop(name, options.waiting, scanned, rules)
-            loop.look()
-            rates.append(statistics.median(per_second(loop, options.seconds) for _ in range(options.rounds)))
-        plain, rules_too, scans = (f"{rate:>8,.0f}" for rate in rates)
-        print(f"{name:<9} {plain} decisions/s   rules {rules_too}/s   scans {scans}/s   {held:>4.0f} bytes a prompt")
+    for name in policies:
+        measure(log, name, options.waiting, options.seconds, options.rounds)
+    for _ in range(options.rounds):
+        log.say("aim", AIM, "decisions/s")
+    bars = [Bar(f"{name} with scans", f"{name}, scans", "aim", 1.0, at_most=False) for name in policies]
+    result = written(log, bars, "dispatch", options.out, waiting=options.waiting, rounds=options.rounds)
+    for name, median in result["medians"].items():
+        print(f"{median['value']:>10,.0f} {median['unit']:<15} {name}")
     return 0

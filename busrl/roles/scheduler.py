@@ -118,9 +118,8 @@ class DispatchFeed:
 
     def offer(self, view: GroupView, groups: int, arrived: int) -> None:
         """Supply the policy with the draws within its horizon that have arrived: those below `arrived`."""
-        draws = view.unopened(self.policy.horizon + groups)
-        missing = self.policy.missing(draw for draw in draws if draw < arrived)
-        if missing:
+        draws = view.unopened(self.policy.horizon + groups)  # ascending, and up to a hundred thousand
+        if missing := self.policy.missing(draws[: np.searchsorted(draws, arrived)]):
             self.policy.offer(self._candidates(missing))
 
     def _candidates(self, draws: Sequence[int]) -> list[Candidate]:

@@ -92,7 +92,6 @@ class Fifo(Policy):
     def __init__(self, horizon: int) -> None:
         super().__init__(horizon)
         self._waiting: dict[int, Candidate] = {}
-        self._draws: list[int] = []
         self._present = WaitingDraws()
 
     def missing(self, draws: Iterable[int]) -> list[int]:
@@ -103,12 +102,10 @@ class Fifo(Policy):
             if candidate.draw not in self._waiting:
                 self._waiting[candidate.draw] = candidate
                 self._present.set(candidate.draw)
-                heapq.heappush(self._draws, candidate.draw)
 
     def next(self) -> Candidate | None:
-        if not self._draws:
+        if (draw := self._present.oldest()) is None:
             return None
-        draw = heapq.heappop(self._draws)
         self._present.clear(draw)
         return self._waiting.pop(draw)
 
@@ -238,9 +235,8 @@ class Pool:
         self._reached = 0  # the limit at the last `near`
         self._waiting: dict[int, WaitingGroup] = {}
         self._present = WaitingDraws()
+        self._added: list[int] = []  # draws below `_reached` that came since the last `near`
         # Heaps with stale entries: one counts only while its draw waits, within the horizon.
-        self._draws: list[int] = []
-        self._beyond: list[int] = []
         self._near: list[tuple[float, int]] = []
         self._best: list[tuple[float, int]] = []
 
@@ -260,31 +256,24 @@ class Pool:
             return
         self._waiting[draw] = WaitingGroup(candidate, predicted)
         self._present.set(draw)
-        heapq.heappush(self._draws, draw)
-        heapq.heappush(self._beyond, draw)
-
-    def oldest(self) -> int | None:
-        while self._draws and self._draws[0] not in self._waiting:
-            heapq.heappop(self._draws)
-        return self._draws[0] if self._draws else None
+        if draw < self._reached:
+            self._added.append(draw)
 
     def near(self) -> bool:
         """Let exactly the draws below the limit be within the horizon. False if nothing waits."""
-        oldest = self.oldest()
+        oldest = self._present.oldest()
         if oldest is None:
             return False
-        limit = self._limit(oldest)
-        if limit < self._reached:  # an older draw came back
+        limit, reached = self._limit(oldest), self._reached
+        if limit == reached and not self._added:
+            return True
+        if limit < reached:  # an older draw came back
             self._withdraw(limit)
+        for draw in (*sorted(self._added), *self._present.between(reached, limit)):
+            if draw < limit:
+                self._approach(self._waiting[draw])
         self._reached = limit
-        while self._beyond and self._beyond[0] < limit:
-            entry = self._waiting.get(heapq.heappop(self._beyond))
-            if entry is not None and entry.since == BEYOND:
-                entry.since = self.opened
-                self.near_sum, self.near_count = self.near_sum + entry.predicted, self.near_count + 1
-                draw, predicted = entry.candidate.draw, entry.predicted
-                heapq.heappush(self._near, (self._per_token * predicted + self._per_draw * draw, draw))
-                heapq.heappush(self._best, (self._way * predicted, draw))
+        self._added.clear()
         return True
 
     def first(self) -> WaitingGroup | None:
@@ -317,6 +306,16 @@ class Pool:
         self._near = _sorted(per_token * predicted + per_draw * draws, draws)
         self._best = _sorted(self._way * predicted, draws)
 
+    def _approach(self, entry: WaitingGroup) -> None:
+        """A waiting group comes within the horizon."""
+        if entry.since != BEYOND:
+            return
+        entry.since = self.opened
+        self.near_sum, self.near_count = self.near_sum + entry.predicted, self.near_count + 1
+        draw, predicted = entry.candidate.draw, entry.predicted
+        heapq.heappush(self._near, (self._per_token * predicted + self._per_draw * draw, draw))
+        heapq.heappush(self._best, (self._way * predicted, draw))
+
     def _leave(self, entry: WaitingGroup) -> None:
         self.near_count -= 1
         self.near_sum = self.near_sum - entry.predicted if self.near_count else 0.0
@@ -327,7 +326,6 @@ class Pool:
             if draw >= limit and entry.since != BEYOND:
                 self._leave(entry)
                 entry.since = BEYOND
-                heapq.heappush(self._beyond, draw)
 
     def _peek(self, heap: list[tuple[float, int]]) -> WaitingGroup | None:
         while heap:
@@ -347,19 +345,34 @@ def _sorted(keys: npt.NDArray[np.float64], draws: Ints) -> list[tuple[float, int
 class WaitingDraws:
     """The draws that wait, as a string of flags, so that a hundred thousand draws can be asked for at once.
 
-    The first flag and the last are never set: they stand for all draws that lie beyond.
+    The first flag and the last are never set: they stand for all draws that lie beyond. None before `_first` is set.
     """
 
     def __init__(self) -> None:
-        self._base, self._flags = -1, bytearray(SPARE)
+        self._base, self._flags, self._first = -1, bytearray(SPARE), 0
 
     def set(self, draw: int) -> None:
         if not 0 < draw - self._base < len(self._flags) - 1:
             self._make_room(draw)
         self._flags[draw - self._base] = 1
+        self._first = min(self._first, draw - self._base)
 
     def clear(self, draw: int) -> None:
         self._flags[draw - self._base] = 0
+
+    def oldest(self) -> int | None:
+        """The first draw that waits."""
+        place = self._flags.find(1, self._first)
+        self._first = place if place >= 0 else len(self._flags)
+        return self._base + place if place >= 0 else None
+
+    def between(self, low: int, high: int) -> Iterator[int]:
+        """The waiting draws from `low` to below `high`, in order."""
+        end = max(0, high - self._base)
+        place = self._flags.find(1, max(0, low - self._base), end)
+        while place >= 0:
+            yield self._base + place
+            place = self._flags.find(1, place + 1, end)
 
     def missing(self, draws: Iterable[int]) -> list[int]:
         draws = draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
@@ -373,7 +386,7 @@ class WaitingDraws:
         low, high = (min(draw, int(here[0])), max(draw, int(here[-1]))) if len(here) else (draw, draw)
         flags = np.zeros(2 * (high + 1 - low) + SPARE, np.uint8)
         flags[here + 1 - low] = 1
-        self._base, self._flags = low - 1, bytearray(flags)
+        self._base, self._flags, self._first = low - 1, bytearray(flags), 1
 
 
 # -- by predicted length -------------------------------------------------------------------------------------
@@ -611,7 +624,8 @@ class Adaptive(Ordered):
         self._fresh += len(entries)
         if self._fresh and (self._fresh >= QUANTILE_EVERY or len(self._offered) < QUANTILE_EVERY):
             self._fresh = 0
-            self._long = float(np.quantile(np.fromiter(self._offered, np.float64), TAIL))
+            offered, above = np.fromiter(self._offered, np.float64), int(TAIL * (len(self._offered) - 1))
+            self._long = float(np.partition(offered, above)[above])
         for entry in entries:
             if self._is_tail(entry.predicted):
                 heapq.heappush(self._tail, entry.candidate.draw)

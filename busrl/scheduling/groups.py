@@ -70,10 +70,11 @@ class GroupView:
     def __init__(self, scanner: GroupScanner, cells: _Cells, counts: Ints) -> None:
         c, self._cells, self.group_size = cells, cells, scanner.group_size
         keep = self._keep = np.flatnonzero(c.opened & ~c.finished)
+        self._low, self._high = scanner._low, scanner._high
         self.draws: Ints = scanner._low + c.rows[keep]
         self.admission = scanner._admission_of(self.draws, c.admission[keep])
-        self.due: Ints = c.due.sum((1, 2))[keep]  # members still to be dispatched, re-rolls included
-        self.running: Ints = c.running.sum(1)[keep]  # members dispatched and not yet rewarded
+        self.due: Ints = c.due.sum((0, 1))[keep]  # members still to be dispatched, re-rolls included
+        self.running: Ints = c.running.sum(0)[keep]  # members dispatched and not yet rewarded
         self.survivors: Ints = c.survivors[keep]  # members with a reward, still in their slots
         self.training: Ints = c.training[keep]  # of these, in a learner's hands
         self.oldest_step = c.oldest_step[keep]  # learner step at the oldest admission of a member in the ring
@@ -82,9 +83,7 @@ class GroupView:
         self.closed_by = c.closed_by[keep]  # fate of a member that ended the group: trained, set aside by a rule, or 0
         self.free_slots, self.queued, self.generating = (int(counts[state]) for state in (FREE, QUEUED, GENERATING))
         self.unrecorded = c.unrecorded
-        self.ended_fates: Bytes = c.fate[c.opened & c.finished & ~c.ended[c.rows]]
-        self._unopened: Ints = scanner._low + np.flatnonzero(~c.touched)
-        self._high = scanner._high
+        self.ended_fates: Bytes = c.fate[:, c.opened & c.finished & ~c.ended[c.rows]].T
 
     @cached_property
     def flat(self) -> Bools:
@@ -99,14 +98,19 @@ class GroupView:
         members = [
             Todo(uid_of(int(self.draws[g]), int(t), int(m), self.group_size), int(self.draws[g]), int(t), int(m),
                  int(self.admission[g]))
-            for g, t, m in zip(*np.nonzero(self._cells.due[self._keep]))
+            for g, t, m in zip(*np.nonzero(self._cells.due.transpose(2, 0, 1)[self._keep]))
         ]
         return tuple(sorted(members, key=lambda t: (t.admission == UNKNOWN, t.admission, t.uid)))
 
     @cached_property
     def _slots(self) -> npt.NDArray[np.int32]:
-        """[group, try, member] -> slot of a survivor, or -1."""
-        return self._cells.survivor_slots()[self._keep]
+        """[try, member, group] -> slot of a survivor, or -1."""
+        return self._cells.survivor_slots()[:, :, self._keep]
+
+    @cached_property
+    def _unopened(self) -> Ints:
+        """The draws below `_high` that have neither a fate nor a line."""
+        return self._low + np.flatnonzero(~self._cells.touched)
 
     def __len__(self) -> int:
         """Open groups, which is what B limits (together with the groups not yet published)."""
@@ -121,7 +125,7 @@ class GroupView:
 
     def slots_of(self, draw: int) -> list[int]:
         """Slots of the survivors of an open group, in the order of its members."""
-        both = self._slots[self.index(draw)]
+        both = self._slots[:, :, self.index(draw)]
         per_member = both.max(axis=0)  # a member survives by its first try or by its re-roll, never by both
         return [int(slot) for slot in per_member if slot >= 0]
 
@@ -201,13 +205,18 @@ class GroupScanner:
         self._raise_high(self._look)
 
     def _raise_high(self, look: int) -> None:
-        while True:
-            ahead = self.fates[self._high * self._width : (self._high + look) * self._width]
-            # `any` is many times faster than to look for places. A copy: other processes store fates meanwhile.
-            used = np.flatnonzero(ahead.copy()) if ahead.any() else ahead[:0]
-            if not len(used):
-                return
-            self._high += int(used[-1]) // self._width + 1
+        """Let high lie behind all fates, with `look` draws without any after it."""
+        looked = self._high
+        while looked < self._high + look:
+            used = np.flatnonzero(_any_byte(self._fates_of(looked, self._high + look)))
+            looked, self._high = self._high + look, looked + int(used[-1]) + 1 if len(used) else self._high
+
+    def _fates_of(self, low: int, high: int) -> Bytes:
+        """The fates of these draws as they are now, [draw, sample]: not a copy, but where some lie beyond the table."""
+        fates = self.fates[low * self._width : high * self._width]
+        if missing := (high - low) * self._width - len(fates):
+            fates = np.pad(fates, (0, missing))
+        return fates.reshape(-1, self._width)
 
     def _admission_of(self, draws: Ints, seen: Ints) -> Ints:
         """Indices read from lines; for a group without lines the one it was last seen with."""
@@ -220,50 +229,53 @@ class GroupScanner:
 
 
 class _Cells:
-    """Cells, one per (group, try, member), of the groups of the window [low, high) that may be open, and what follows
+    """Cells, one per (try, member, group), of the groups of the window [low, high) that may be open, and what follows
     from them.
 
     `rows` are these groups, counted from low; `touched` is a mask of the window's groups that were opened.
+
+    Groups are the last axis of every array: NumPy reduces the first ones ten times faster than a last one of eight.
     """
 
     def __init__(self, scanner: GroupScanner, picked: Ints, fields: dict[str, npt.NDArray[Any]], uids: Ints) -> None:
-        size, low, high = scanner.group_size, scanner._low, scanner._high
+        size, width, low, high = scanner.group_size, scanner._width, scanner._low, scanner._high
         self.fields, self.picked = fields, picked
-        groups, cell = np.divmod(uids - low * 2 * size, 2 * size)
-        fates = scanner.fates[low * 2 * size : high * 2 * size].copy()  # other processes store while this one looks
-        if missing := (high - low) * 2 * size - len(fates):  # the last group lies partly beyond the fates
-            fates = np.pad(fates, (0, missing))
-        window = fates.reshape(-1, 2 * size)
-        # D is stored before a slot leaves RESERVED, and the lines were copied before this.
-        self.unrecorded = int(np.count_nonzero(window.reshape(-1)[uids - low * 2 * size] == NONE))
+        groups = uids // width - low
+        # Other processes store fates meanwhile: each group of `rows` is read again, whole, and later than the lines.
+        window = scanner._fates_of(low, high)
         self.ended = np.concatenate((scanner._ended, np.zeros(high - low - len(scanner._ended), np.bool_)))
         self.touched = _any_byte(window)
-        wanted_rows = self.touched & ~self.ended
-        wanted_rows[groups] = self.touched[groups] = True
-        self.rows: Ints = np.flatnonzero(wanted_rows)
-        self.groups: Ints = np.searchsorted(self.rows, groups)
-        self.at = self.groups * 2 * size + cell
-        self.shape = (len(self.rows), 2, size)
-        fates = window[self.rows].reshape(self.shape)
-        self._derive(fates)
+        self.touched[groups] = True
+        wanted = self.touched & ~self.ended
+        wanted[groups] = True
+        self.rows: Ints = np.flatnonzero(wanted)
+        place = np.empty(high - low, np.int32)
+        place[self.rows] = np.arange(len(self.rows))
+        self.groups: Ints = place[groups]
+        self.at = (uids - (groups + low) * width) * len(self.rows) + self.groups
+        self.shape = (2, size, len(self.rows))
+        fates = np.ascontiguousarray(window[self.rows].T)
+        # D is stored before a slot leaves RESERVED, and the lines were copied before this.
+        self.unrecorded = int(np.count_nonzero(fates.reshape(-1)[self.at] == NONE))
+        self._derive(fates.reshape(self.shape))
 
     def _derive(self, fates: Bytes) -> None:
         state = self._spread(self.fields["state"], 0, np.uint8)
-        rerolled = _IS_ACCIDENT[fates[:, 0]]
-        self.fate = np.where(rerolled, fates[:, 1], fates[:, 0])
-        now = np.where(rerolled, state[:, 1], state[:, 0])
+        rerolled = _IS_ACCIDENT[fates[0]]
+        self.fate = np.where(rerolled, fates[1], fates[0])
+        now = np.where(rerolled, state[1], state[0])
         dispatched = self.fate == DISPATCHED
         self.rewarded = dispatched & ((now == REWARDED) | (now == TRAINING))
         self.running = dispatched & ~self.rewarded
-        self.closed_by: Bytes = np.where(_CLOSES[self.fate], self.fate, 0).max(1, initial=0)
-        live = (state != FREE).any((1, 2))
-        self.opened = (fates != NONE).any((1, 2)) | live
-        wanted = (self.fate == NONE) & (self.opened & (self.closed_by == NONE))[:, None]
-        self.due = np.stack((wanted & ~rerolled, wanted & rerolled), 1)
-        self.resolved = self.opened & ~self.running.any(1) & ~wanted.any(1)
+        self.closed_by: Bytes = np.where(_CLOSES[self.fate], self.fate, 0).max(0, initial=0)
+        live = (state != FREE).any((0, 1))
+        self.opened = (fates != NONE).any((0, 1)) | live
+        wanted = (self.fate == NONE) & self.opened & (self.closed_by == NONE)
+        self.due = np.stack((wanted & ~rerolled, wanted & rerolled))
+        self.resolved = self.opened & ~self.running.any(0) & ~wanted.any(0)
         self.finished = self.resolved & ~live
-        self.survivors = self.rewarded.sum(1)
-        self.training = (self.rewarded & (now == TRAINING)).sum(1)
+        self.survivors = self.rewarded.sum(0)
+        self.training = (self.rewarded & (now == TRAINING)).sum(0)
         self.rerolled = rerolled
         lines = self.fields["state"]
         aging = (lines >= QUEUED) & (lines <= TRAINING)  # age counts from admission, so a queued member counts too
@@ -272,41 +284,40 @@ class _Cells:
         self.admission[self.admission == NOT_STARTED] = UNKNOWN
 
     def _spread(self, values: npt.NDArray[Any], fill: float, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A value per line, laid out by (group, try, member)."""
+        """A value per line, laid out by (try, member, group)."""
         out = np.full(self.shape, fill, dtype)
         out.reshape(-1)[self.at] = values
         return out
 
     def _least(self, groups: Ints, values: npt.NDArray[Any]) -> Ints:
         """The smallest value over the lines of each group, NOT_STARTED where it has none."""
-        least = np.full(self.shape[0], NOT_STARTED, np.int64)
+        least = np.full(self.shape[-1], NOT_STARTED, np.int64)
         np.minimum.at(least, groups, values.astype(np.int64))
         return least
 
     def flat(self) -> Bools:
         both = self._spread(self.fields["reward"], 0.0, np.float64)
-        reward = np.where(self.rerolled, both[:, 1], both[:, 0])
-        most = np.where(self.rewarded, reward, -np.inf).max(1)
-        least = np.where(self.rewarded, reward, np.inf).min(1)
+        reward = np.where(self.rerolled, both[1], both[0])
+        most = np.where(self.rewarded, reward, -np.inf).max(0)
+        least = np.where(self.rewarded, reward, np.inf).min(0)
         same: Bools = (self.survivors > 0) & (most == least)
         return same
 
     def survivor_slots(self) -> npt.NDArray[np.int32]:
         slots = self._spread(self.picked, -1, np.int32)
-        slots[:, 0][~self.rewarded | self.rerolled] = -1
-        slots[:, 1][~self.rewarded | ~self.rerolled] = -1
+        slots[0][~self.rewarded | self.rerolled] = -1
+        slots[1][~self.rewarded | ~self.rerolled] = -1
         return slots
 
 
 def _any_byte(rows: Bytes) -> Bools:
-    """Mask of the rows that have a byte that is not zero; eight, four or two bytes at a time (rows have an even
-    length)."""
-    width = next(bytes_ for bytes_ in (8, 4, 2) if rows.shape[1] % bytes_ == 0)
-    words = rows.view(f"u{width}")
-    any_byte = words[:, 0].copy()
-    for column in range(1, words.shape[1]):
-        any_byte |= words[:, column]
-    nonzero: Bools = any_byte != 0
+    """Mask of the rows that have a byte that is not zero. Eight, four or two bytes of all rows at a time become one, as
+    long as there are such."""
+    while width := next((bytes_ for bytes_ in (8, 4, 2) if rows.shape[1] % bytes_ == 0), None):
+        rows = (rows.view(f"u{width}") != 0).view(np.uint8)
+    nonzero: Bools = rows[:, 0] != 0
+    for column in range(1, rows.shape[1]):
+        nonzero |= rows[:, column] != 0
     return nonzero
 
 

@@ -113,6 +113,20 @@ def test_lengths_are_told_once_and_written_with_their_predictions(topology: Topo
     assert not warnings
 
 
+def test_a_policy_is_asked_for_the_draws_that_have_arrived_in_one_array(
+    topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = DispatchFeed(
+        topology, RunPaths.of(tmp_path), JsonlStream(topology.data.train, 0, False), Counting(), lambda text: None)
+    asked: list[Any] = []
+    monkeypatch.setattr(feed.policy, "missing", lambda draws: asked.append(draws) or [])
+    view = GroupScanner(np.zeros(4096, np.uint8), 2).scan(np.zeros(4, LINE))
+    feed.offer(view, 2, 3)
+    feed.offer(view, 2, 1 << 62)
+    assert all(isinstance(draws, np.ndarray) for draws in asked)
+    assert [draws.tolist() for draws in asked] == [[0, 1, 2], list(range(feed.policy.horizon + 2))]
+
+
 def test_a_new_scheduler_tells_its_policy_of_groups_that_are_open_already(topology: Topology, tmp_path: Path) -> None:
     stream, predictor = JsonlStream(topology.data.train, 0, False), Counting()
     later = DispatchFeed(topology, RunPaths.of(tmp_path), stream, predictor, lambda text: None)

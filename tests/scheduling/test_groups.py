@@ -238,6 +238,20 @@ def test_a_start_beside_a_long_table_of_ended_groups_takes_little_memory(table: 
     assert peak < fates.nbytes / 4, peak
 
 
+def test_a_look_copies_the_fates_of_no_group_that_has_ended(table: Any) -> None:
+    ring, ended = table(16, 4), 100_000
+    ring.fates = np.zeros(32 * (ended + 8192), np.uint8)
+    ring.fates.reshape(-1, 2, 16)[1:ended, 0] = ord("T")
+    ring.put(0, 0)
+    scanner = GroupScanner(ring.fates, 16)
+    scanner.scan(ring.lines)
+    tracemalloc.start()
+    view = scanner.scan(ring.lines)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert view.draws.tolist() == [0] and most < 16 * ended
+
+
 def test_ended_groups_are_told_once_with_the_last_fate_of_members(ring: Any) -> None:
     scanner = GroupScanner(ring.fates, G)
 

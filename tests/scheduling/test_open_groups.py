@@ -161,6 +161,8 @@ def test_the_flags_of_waiting_draws_are_a_set(steps: list[tuple[bool, int]]) -> 
             model.discard(draw)
         asked = np.array([draw, draw + 1, 0, 4999, 9999])
         assert flags.missing(asked) == [d for d in asked.tolist() if d not in model]
+        assert flags.oldest() == min(model, default=None)
+        assert list(flags.between(draw, 3000)) == sorted(d for d in model if draw <= d < 3000)
 
 
 @settings(max_examples=60)
@@ -193,6 +195,19 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_in_any_history(
         if not rekey:
             pool.rekey(1.0, 0.0)
     assert len(pool) == len(model) and all(isinstance(entry, WaitingGroup) for entry in pool)
+
+
+def test_a_group_enters_two_heaps_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushes: list[Any] = []
+    monkeypatch.setattr("busrl.scheduling.dispatch.heapq.heappush", lambda heap, item: pushes.append(item))
+    pool = Pool(lambda oldest: oldest + 8, 1)
+    for draw in range(40):
+        pool.add(prompt(draw), 1.0)
+    for draw in range(40):
+        assert pool.near()
+        entry = pool.entry(draw)
+        assert entry is not None and pool.take(entry) >= 0
+    assert len(pushes) == 2 * 40
 
 
 def test_scanning_a_group_with_a_probe_costs_no_member_list(ring: Any) -> None:
