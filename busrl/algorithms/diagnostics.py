@@ -2,6 +2,7 @@
 
 - Only sums are kept, one row per micro-batch: the numbers of a step are exact over all of its tokens, however cut.
 - Nothing is read back from the device before the step ends: a read per micro-batch would stall it.
+- What the loss computed (`terms.Objective`) is taken from there, not computed a second time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from busrl.algorithms import losses, terms
+from busrl.algorithms import distill, losses, terms
 
 FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "clip_high", "dual", "entropy", "loss",
           "current", "current_abs", "begun", "begun_abs", "dropped", "referred", "kl",
@@ -50,14 +51,11 @@ class Diagnostics:
 
 
 def sums(
-    inputs: losses.LossInputs, loss: Tensor, entropy: Tensor, current: Tensor | None, settings: losses.LossSettings,
-    begun: Tensor | None = None, of_values: ValueErrors | None = None, weights: Tensor | None = None,
-    teacher_kl: Tensor | None = None,
+    inputs: losses.LossInputs, objective: terms.Objective, entropy: Tensor, current: Tensor | None,
+    settings: losses.LossSettings, begun: Tensor | None = None, of_values: ValueErrors | None = None,
 ) -> Tensor:
     """The row of a micro-batch, in the order of FIELDS. `current` marks tokens sampled with the very weights that are
     being trained, `begun` those of them whose answers had no token of other weights before (None: all of them).
-    `weights` of the correction and `teacher_kl` come from the loss, where it computed them; None: they are computed
-    here.
     """
     difference = losses.log_ratio(inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
     ratio = difference.exp()
@@ -67,27 +65,26 @@ def sums(
     rows = [torch.ones_like(difference), difference, ratio - 1 - difference, ratio, ratio * ratio]
     rows += [falling & (ratio < low), rising & (ratio > high), falling & (ratio > settings.dual_clip)]
     begun_same = same if begun is None else same * begun.to(difference)
-    rows += [entropy.detach(), loss.detach(), same, same * difference.abs(), begun_same, begun_same * difference.abs()]
+    rows += [entropy.detach(), objective.loss.detach(), same, same * difference.abs()]
+    rows += [begun_same, begun_same * difference.abs()]
     nothing = torch.zeros_like(difference)
-    rows += _of_terms(inputs, settings, nothing, weights)
+    rows += _of_terms(inputs, objective, nothing)
     rows += _of_values(of_values, nothing)
-    rows += _of_teacher(inputs, settings, nothing, teacher_kl)
+    rows += _of_teacher(inputs, objective, nothing)
     every = torch.stack([row.to(difference.dtype) for row in rows])
     # Not a product with the mask: a masked position may hold NaN.
     trained = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)
     return trained.flatten(1).sum(1, dtype=torch.float64)
 
 
-def _of_terms(
-    inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor, weights: Tensor | None
-) -> list[Tensor]:
+def _of_terms(inputs: losses.LossInputs, objective: terms.Objective, nothing: Tensor) -> list[Tensor]:
     """Rows: tokens that the correction dropped, tokens with a reference, KL to the reference."""
-    dropped = nothing
-    if settings.correction != "none":
-        dropped = (terms.correction(losses.hidden(inputs), settings) if weights is None else weights) == 0
+    dropped, kl = nothing if objective.weights is None else objective.weights == 0, objective.reference_k3
     if inputs.reference_logprobs is None:
         return [dropped, nothing, nothing]
-    return [dropped, torch.ones_like(nothing), terms.k3(inputs.trainer_logprobs.detach(), inputs.reference_logprobs)]
+    if kl is None:
+        kl = terms.k3(inputs.trainer_logprobs.detach(), inputs.reference_logprobs)
+    return [dropped, torch.ones_like(nothing), kl.detach()]
 
 
 def _of_values(errors: ValueErrors | None, nothing: Tensor) -> list[Tensor]:
@@ -98,12 +95,12 @@ def _of_values(errors: ValueErrors | None, nothing: Tensor) -> list[Tensor]:
     return [torch.ones_like(nothing), *(row.to(nothing.dtype) for row in rows)]
 
 
-def _of_teacher(
-    inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor, teacher_kl: Tensor | None
-) -> list[Tensor]:
-    if inputs.teacher_logprobs is None:
+def _of_teacher(inputs: losses.LossInputs, objective: terms.Objective, nothing: Tensor) -> list[Tensor]:
+    if inputs.teacher_logprobs is None or inputs.student_logprobs is None:
         return [nothing] * 2
-    kl = losses.topk_kl(losses.hidden(inputs), settings) if teacher_kl is None else teacher_kl
+    kl = objective.teacher_kl
+    if kl is None:
+        kl = distill.topk_kl(inputs.student_logprobs.detach(), inputs.teacher_logprobs)
     return [torch.ones_like(nothing), kl.detach()]
 
 

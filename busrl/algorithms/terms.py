@@ -102,22 +102,25 @@ class Objective:
     loss: Tensor
     weights: Tensor | None = None  # of the correction; None without a correction
     teacher_kl: Tensor | None = None  # with gradient; None where no loss reads it
+    reference_k3: Tensor | None = None  # with gradient; None where the loss has another estimate of the KL, or none
 
 
 def objective(loss: LossFunction, inputs: LossInputs, settings: LossSettings, kl: bool) -> Objective:
     """The policy's loss with all terms. `kl`: the KL to the reference is a term of the loss, not of the reward."""
     seen = losses.hidden(inputs)
-    values, weights = loss(seen, settings), None
+    values, weights, reference_k3 = loss(seen, settings), None, None
     teacher_kl = values if loss is losses.topk_kl else None
     if settings.correction != "none":
         weights = correction(seen, settings)
         values = values * weights
     if kl:
-        values = values + settings.kl_coef * divergence(seen, settings)
+        distance = divergence(seen, settings)
+        values = values + settings.kl_coef * distance
+        reference_k3 = distance if settings.kl == "k3" else None
     if settings.entropy_coef:
         assert seen.entropy is not None
         values = values - settings.entropy_coef * seen.entropy
     if settings.teacher_coef:
         teacher_kl = losses.topk_kl(seen, settings) if teacher_kl is None else teacher_kl
         values = values + settings.teacher_coef * teacher_kl
-    return Objective(losses.masked(values, inputs), weights, teacher_kl)
+    return Objective(losses.masked(values, inputs), weights, teacher_kl, reference_k3)

@@ -251,7 +251,7 @@ class _Cells:
         self.rows: Ints = np.flatnonzero(wanted)
         place = np.empty(high - low, np.int32)
         place[self.rows] = np.arange(len(self.rows))
-        self.groups: Ints = place[groups]
+        self.groups: npt.NDArray[np.int32] = place[groups]
         self.at = (uids - (groups + low) * width) * len(self.rows) + self.groups
         self.shape = (2, size, len(self.rows))
         fates = np.ascontiguousarray(window[self.rows].T)
@@ -289,7 +289,7 @@ class _Cells:
         out.reshape(-1)[self.at] = values
         return out
 
-    def _least(self, groups: Ints, values: npt.NDArray[Any]) -> Ints:
+    def _least(self, groups: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> Ints:
         """The smallest value over the lines of each group, NOT_STARTED where it has none."""
         least = np.full(self.shape[-1], NOT_STARTED, np.int64)
         np.minimum.at(least, groups, values.astype(np.int64))

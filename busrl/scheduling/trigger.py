@@ -216,6 +216,18 @@ class LearnerPlan:
             cause = None
         return [*asides, *self._claims(cause, claimed, fresh, seen, blocker)]
 
+    def missing(self, view: GroupView, claimed: int, now: float, aside: int = 0) -> int:
+        """Rewards that must still come before a step may fire, at least 1: a lower bound after `decide` chose a Wait.
+        Groups that are ready outside the window count as there: the end of one other group may let them in."""
+        under_way = ~view.resolved & (view.admission != UNKNOWN)
+        lacking = np.sort((view.running + view.due)[under_way])  # members of each group without a reward
+        ready = int(np.count_nonzero(view.usable & ~self._flat(view) & (view.training == 0)))
+        least = self.trigger.n_min if self.trigger.deadline_s(now) > 0 else self.trigger.n_floor
+        counted = claimed + (aside if self.trigger.count_ended else 0)
+        # In rounds, and at the end of a run, a step may fire once all groups under way have ended.
+        groups = len(lacking) if self.limits.sync else max(1, least - counted - ready)
+        return max(1, int(lacking[:groups].sum()))
+
     def _set_aside(self, view: GroupView, claimed: Collection[int], step: int) -> tuple[list[SetAside], Bools]:
         """The groups that are dropped now, and the mask of groups that stay in play: open, not claimed, with an index.
         """

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,9 +149,7 @@ class Trainer:
         self.tally.timed(started, forwarded)
         assert inputs.entropy is not None
         row = diagnostics.sums(
-            inputs, loss.detach(), inputs.entropy, current, settings, begun, of_values,
-            objective.weights if of_loss is inputs else None, objective.teacher_kl,
-        )
+            inputs, replace(objective, loss=loss), inputs.entropy, current, settings, begun, of_values)
         with_values = loss.detach() if of_values is None else loss.detach() + of_values.loss.detach()
         self.tally.keep_gaps(samples, inputs)
         self.tally.add(samples, flat, row, with_values, self.forward.size(samples))

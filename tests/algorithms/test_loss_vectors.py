@@ -243,7 +243,29 @@ def told(planted: float = 0.0, settings: losses.LossSettings | None = None) -> d
     advantage = array(VECTORS["advantage"])[:, None].expand_as(mask)
     tokens = losses.LossInputs(read["logp"], read["logp_old"], read["logp"], advantage, mask)
     zero = torch.zeros_like(mask)
-    return diagnostics.finish(diagnostics.sums(tokens, zero, zero, None, settings or losses.LossSettings()))
+    settings = settings or losses.LossSettings()
+    return diagnostics.finish(diagnostics.sums(tokens, terms.Objective(zero), zero, None, settings))
+
+
+def test_diagnostics_compute_no_term_that_the_loss_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(function: Any) -> Any:
+        return lambda *given: calls.append(function.__name__) or function(*given)
+
+    monkeypatch.setattr(terms, "correction", counted(terms.correction))
+    monkeypatch.setattr(distill, "topk_kl", counted(distill.topk_kl))
+    monkeypatch.setitem(terms.ESTIMATORS, "k3", counted(terms.k3))
+    monkeypatch.setattr(terms, "k3", terms.ESTIMATORS["k3"])
+    logp, best = torch.tensor([-0.5, -1.25]), torch.log(torch.tensor([[0.5, 0.2], [0.3, 0.1]]))
+    settings = losses.LossSettings(correction="token_tis", kl="k3", kl_coef=0.1, teacher_coef=0.1)
+    inputs = losses.LossInputs(
+        logp, logp - 1, logp, torch.tensor([1.0, -1.0]), torch.tensor([True, False]), reference_logprobs=logp - 2,
+        teacher_logprobs=best, student_logprobs=best + 0.1)
+    objective = terms.objective(losses.ppo_clip, inputs, settings, True)
+    figures = diagnostics.finish(diagnostics.sums(inputs, objective, logp, None, settings))
+    assert sorted(calls) == ["correction", "k3", "topk_kl"]
+    assert figures.kl == pytest.approx(float(terms.k3(logp, logp - 2)[0])) and figures.teacher_kl
 
 
 @pytest.mark.parametrize("planted", [0.0, float("nan"), 1e9])
@@ -258,7 +280,7 @@ def test_effective_sample_size_is_that_of_the_vectors() -> None:
     mask = array(inputs["mask"])
     old, rollout, zero = array(inputs["logp_old"]), array(inputs["logp_rollout"]), torch.zeros_like(mask)
     tokens = losses.LossInputs(old, rollout, old, torch.ones_like(mask), mask)
-    figures = diagnostics.finish(diagnostics.sums(tokens, zero, zero, None, losses.LossSettings()))
+    figures = diagnostics.finish(diagnostics.sums(tokens, terms.Objective(zero), zero, None, losses.LossSettings()))
     assert figures.ess == pytest.approx(VECTORS["ess"]["fraction"], abs=1e-12)
 
 
@@ -266,7 +288,8 @@ def test_without_any_drift_the_ratio_diagnostics_say_exactly_nothing_happened() 
     logp = torch.tensor([-0.5, -1.25, -3.0])
     tokens = losses.LossInputs(logp, logp, logp, torch.tensor([1.0, -1.0, 1.0]))
     figures = diagnostics.finish(
-        diagnostics.sums(tokens, logp, torch.ones(3), torch.tensor([True, False, True]), losses.LossSettings())
+        diagnostics.sums(
+            tokens, terms.Objective(logp), torch.ones(3), torch.tensor([True, False, True]), losses.LossSettings())
     )
     assert (figures.log_ratio_mean, figures.k3, figures.ess) == (0.0, 0.0, 1.0)
     assert (figures.clip_low, figures.clip_high) == (0.0, 0.0)
@@ -284,4 +307,5 @@ def test_without_a_token_of_these_weights_there_is_no_mismatch() -> None:
     logp = torch.tensor([-0.5, -1.25])
     tokens = losses.LossInputs(logp, logp - 1, logp, torch.tensor([1.0, -1.0]))
     for current in (None, torch.tensor([False, False])):
-        assert diagnostics.finish(diagnostics.sums(tokens, logp, logp, current, losses.LossSettings())).mismatch is None
+        row = diagnostics.sums(tokens, terms.Objective(logp), logp, current, losses.LossSettings())
+        assert diagnostics.finish(row).mismatch is None

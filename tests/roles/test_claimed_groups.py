@@ -14,12 +14,14 @@ import pytest
 from msgspec import structs
 
 from busrl.errors import SlotTooSmall
+from busrl.ledger.trained import TrainedSet
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import read_parts, read_task, write_parts, write_segment, write_text
 from busrl.roles.learner.excerpts import Excerpts
 from busrl.roles.learner.groups import (
     Claimed,
+    Claims,
     Malformed,
     claim_groups,
     end,
@@ -30,7 +32,8 @@ from busrl.roles.learner.groups import (
 from busrl.roles.learner.metrics import Ended, GroupsLine, StepMetrics
 from busrl.states import Fate
 from busrl.topology.prompts import Data
-from busrl.topology.schema import Log, Openai
+from busrl.topology.rewards import Reward
+from busrl.topology.schema import Generation, Log, Openai
 
 GROUP = 4
 
@@ -87,6 +90,51 @@ def words(ring: Ring, slots: list[int]) -> list[int]:
 
 def states(ring: Ring, slots: list[int]) -> list[int]:
     return [int(ring.lines()["state"][slot]) for slot in slots]
+
+
+class CountedRing:
+    """A ring that counts the copies of its lines."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring, self.copies = ring, 0
+
+    def lines(self):  # type: ignore[no-untyped-def]
+        self.copies += 1
+        return self.ring.lines()
+
+    def __getattr__(self, name: str):  # type: ignore[no-untyped-def]
+        return getattr(self.ring, name)
+
+
+def claims_of(ring: object) -> Claims:
+    topology = SimpleNamespace(reward=Reward(), generation=Generation())
+    return Claims(ring, topology, lambda records: None)  # type: ignore[arg-type]
+
+
+def test_a_pass_copies_the_lines_once_also_with_claimed_groups(ring: Ring) -> None:
+    counted, slots = CountedRing(ring), rewarded_group(ring)
+    claims = claims_of(counted)
+    assert isinstance(claim(ring, slots), Claimed)
+    counted.copies = 0
+    for _ in range(3):
+        claims.look(TrainedSet())
+    assert counted.copies == 3
+
+
+def test_slots_of_samples_trained_by_a_dead_learner_are_freed_first(ring: Ring) -> None:
+    slots, trained = rewarded_group(ring), TrainedSet()
+    trained.add([int(ring.lines()["uid"][slots[0]])])
+    lines = claims_of(ring).look(trained)
+    assert [int(lines["state"][slot]) for slot in slots] == [State.FREE] + [State.REWARDED] * (GROUP - 1)
+
+
+def test_groups_that_are_set_aside_together_share_one_copy_of_their_lines(ring: Ring) -> None:
+    groups = [rewarded_group(ring), rewarded_group(ring, group=1)]
+    claims = claims_of(ring)
+    claims.look(TrainedSet())
+    first, second = claims.lines_of(groups)
+    assert first.base is second.base is not None and claims.lines_of([]) == []
+    assert [first["group"].tolist(), second["group"].tolist()] == [[0] * GROUP, [1] * GROUP]
 
 
 def excerpts(kept: int | str = 1, model: str = "nowhere", **data: str) -> Excerpts:

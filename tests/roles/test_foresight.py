@@ -113,7 +113,7 @@ def test_lengths_are_told_once_and_written_with_their_predictions(topology: Topo
     assert not warnings
 
 
-def test_a_policy_is_asked_for_the_draws_that_have_arrived_in_one_array(
+def test_a_policy_is_asked_for_arrived_draws_in_one_array(
     topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = DispatchFeed(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.roles.learner.groups import LOOK_LEAST_S, LOOK_MOST_S, Looks
 from busrl.roles.learner.metrics import joined
 from busrl.scheduling.admission import derive
 from busrl.scheduling.trigger import Trigger
@@ -20,6 +22,57 @@ def test_past_t_max_s_only_a_reward_or_the_timer_wakes_it(t_max_s: float, now: f
     trigger = Trigger(8, t_max_s=t_max_s)
     trigger.step_ended(0.0)
     assert trigger.sleep_s(0.02, now) == pytest.approx(sleeps_s)
+
+
+class Rewards:
+    """A ring to which rewards come at even times, and the clock that a wait at it moves."""
+
+    def __init__(self, every_s: float) -> None:
+        self.every_s, self.now, self.waits = every_s, 0.0, 0
+
+    def transitions(self, state: int) -> int:
+        return int(self.now / self.every_s + 1e-9)
+
+    def wait(self, state: int, seen: int, timeout_s: float) -> int:
+        self.waits += 1
+        self.now = min(self.now + timeout_s, max(self.now, (seen + 1) * self.every_s))
+        return self.transitions(state)
+
+
+@pytest.mark.parametrize("every_s, most", [(0.01, 300), (0.001, 170), (0.0001, 95)])
+def test_a_step_of_2700_rewards_takes_few_looks_at_any_rate(every_s: float, most: int) -> None:
+    ring: Any = Rewards(every_s)
+    looks, taken = Looks(ring, lambda: ring.now), 0
+    while (rewards := ring.transitions(0)) < 2700:
+        looks.wait(0.02)
+        if looks.due():
+            taken += 1
+            looks.within(LOOK_MOST_S, min(16, 2700 - rewards))
+    assert taken <= most
+
+
+@pytest.mark.parametrize("worth, cost_s, after_s", [
+    (1, 0.0, 0.005), (3, 0.0, 0.015), (99, 0.0, LOOK_MOST_S), (1, 0.002, 0.04), (1, 9.0, LOOK_MOST_S),
+])
+def test_the_next_look_comes_with_the_reward_that_may_end_a_step(worth: int, cost_s: float, after_s: float) -> None:
+    ring: Any = Rewards(0.005)
+    looks = Looks(ring, lambda: ring.now)
+    assert looks.due()
+    looks.within(LOOK_MOST_S, worth, cost_s)
+    assert not looks.due()
+    looks.wait(1.0)
+    assert looks.due() and ring.now == pytest.approx(after_s)
+    assert ring.waits <= 1 + round(after_s / 0.005)
+
+
+def test_two_looks_lie_apart_however_many_rewards_come() -> None:
+    ring: Any = Rewards(0.0001)
+    looks = Looks(ring, lambda: ring.now)
+    looks.within(LOOK_MOST_S, 1)
+    looks.wait(1.0)
+    assert ring.now == pytest.approx(LOOK_LEAST_S, abs=1e-4)
+    looks.again()
+    assert looks.due()
 
 
 @pytest.mark.parametrize("n_hi, window, said", [

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from busrl.scheduling.admission import Staleness, ages, derive
 from busrl.scheduling.groups import NOT_STARTED
@@ -14,7 +16,7 @@ from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, 
 
 G = 4
 GOOD, FLAT = [0.0, 1.0, 0.5, 0.5], [1.0] * 4
-GENERATING, TRAINING = 3, 7
+GENERATING, REWARDED, TRAINING = 3, 6, 7
 
 
 @pytest.fixture
@@ -27,6 +29,35 @@ def plan(n_min: int = 2, *, mode: str = "batch-async", streaming: bool = True, o
     limits = derive(mode, n_min, staleness, G)
     trigger = Trigger(n_min, 1, t_max_s, sync=limits.sync)
     return LearnerPlan(limits, trigger, Staleness(limits.max_staleness, over_age), streaming=streaming)
+
+
+MODES = st.sampled_from(["batch-async", "sync", "fully-async"])
+
+
+@settings(max_examples=80)
+@given(mode=MODES, n_min=st.integers(1, 5), kinds=st.lists(st.sampled_from("gfow"), min_size=1, max_size=12),
+       random=st.randoms(), claimed=st.integers(0, 2), t_max_s=st.sampled_from([math.inf, 5.0]),
+       now=st.sampled_from([1.0, 9.0]))
+def test_no_step_fires_before_as_many_rewards_came_as_are_missing(
+    table: Any, random: Any, mode: str, n_min: int, kinds: list[str], claimed: int, t_max_s: float, now: float
+) -> None:
+    ring, it = table(G, 200), plan(n_min, mode=mode, t_max_s=t_max_s)
+    it.trigger.step_ended(0.0)
+    for draw in range(claimed):
+        ring.put_group(draw, GOOD)
+    ring.lines["state"][: claimed * G] = TRAINING
+    for draw, kind in enumerate(kinds, claimed):  # good, flat, open, waiting for its first answer
+        ring.put_group(draw, {"g": GOOD, "f": FLAT, "o": GOOD[:2], "w": []}[kind])
+        for member in range({"o": 2, "w": 0}.get(kind, G), G):
+            ring.put(draw, member, state=GENERATING)
+    more = {"now": now, "next_admission": n_min}
+    if isinstance(decide(it, ring, tuple(range(claimed)), **more)[-1], Fire):
+        return
+    under_way = np.flatnonzero(ring.lines["state"] == GENERATING)
+    missing = it.missing(ring.view(), claimed, now)
+    for at, slot in enumerate(random.sample(under_way.tolist(), len(under_way))[: missing - 1]):
+        ring.lines["reward"][slot], ring.lines["state"][slot] = at + 2.0, REWARDED
+        assert isinstance(decide(it, ring, tuple(range(claimed)), **more)[-1], Wait)
 
 
 def decide(it: LearnerPlan, ring: Any, claimed: tuple[int, ...] = (), **more: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.algorithms import advantages, diagnostics, losses
+from busrl.algorithms import advantages, diagnostics, losses, terms
 from busrl.training import batch, head, packing, trainer
 
 # ------------------------------------------------------------------------------------------------------- the checks
@@ -246,5 +246,6 @@ def test_a_planted_mistake_is_noticed(
 
 def test_every_diagnostic_field_has_its_row() -> None:
     logp = torch.zeros(4)
-    row = diagnostics.sums(losses.LossInputs(logp, logp, logp, logp + 1), logp, logp, None, losses.LossSettings())
+    inputs = losses.LossInputs(logp, logp, logp, logp + 1)
+    row = diagnostics.sums(inputs, terms.Objective(logp), logp, None, losses.LossSettings())
     assert len(row) == len(diagnostics.FIELDS)

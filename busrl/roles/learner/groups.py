@@ -12,6 +12,8 @@ imports no torch.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -198,6 +200,56 @@ def overlong(lengths: npt.NDArray[np.int64], limit: int, buffer: int, penalty: f
     return -(penalty * over / buffer)
 
 
+# -- looks of a learner --------------------------------------------------------
+
+LOOK_LEAST_S = 0.003  # between two looks
+LOOK_SHARE = 0.05  # of its time that a learner may spend on looks
+LOOK_MOST_S = 0.1  # what else than a reward changes the groups is seen within this time
+
+
+class Looks:
+    """Times of a learner's looks at the groups. A look costs time for each slot, so it is not taken for each reward.
+
+    `LOOK_LEAST_S` after the last look, or later where looks take long, if as many rewards came as are worth one; else
+    after the time of `within`; at once after `again`.
+    """
+
+    def __init__(self, ring: Ring, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ring, self._clock = ring, clock
+        self._rewards = ring.transitions(State.REWARDED)  # at the last look
+        self._worth = 1
+        self._soon_s = self._next_s = -math.inf
+
+    def due(self) -> bool:
+        """True if the groups are looked at now; a reward that is committed from here on is new for the next look."""
+        rewards = self._ring.transitions(State.REWARDED)
+        if self._left_s(self._clock(), rewards) > 0:
+            return False
+        self._rewards = rewards
+        return True
+
+    def again(self) -> None:
+        """Look at once: something was changed."""
+        self._soon_s = self._next_s = -math.inf
+
+    def within(self, most_s: float, worth: int, cost_s: float = 0.0) -> None:
+        """Look after `worth` new rewards, and after `most_s` seconds at the latest. `cost_s`: CPU of the last look."""
+        now = self._clock()
+        self._soon_s, self._next_s = now + min(max(LOOK_LEAST_S, cost_s / LOOK_SHARE), most_s), now + most_s
+        self._worth = worth
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a look is due, or the time is over."""
+        now, rewards = self._clock(), self._ring.transitions(State.REWARDED)
+        end = now + timeout_s
+        while (left_s := min(end - now, self._left_s(now, rewards))) > 0:
+            rewards, now = self._ring.wait(State.REWARDED, rewards, left_s), self._clock()
+
+    def _left_s(self, now: float, rewards: int) -> float:
+        """Seconds until the next look if no reward comes after these."""
+        return (self._soon_s if rewards - self._rewards >= self._worth else self._next_s) - now
+
+
 # -- claims of a learner -------------------------------------------------------
 
 
@@ -212,16 +264,22 @@ class Claims:
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
         # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
         self._unfinished = True
-        self.lines = self.look()
+        self.lines: Lines = ring.lines()
 
     def follow(self, topology: Topology) -> None:
         """Go by these rewards of cut answers from the next look on."""
         self._reward, self._limit = topology.reward, topology.generation.max_new_tokens
 
-    def look(self) -> Lines:
+    def look(self, trained: TrainedSet) -> Lines:
         """Copy the ring's lines, with the rewards that [reward] gives to cut answers. One pass sees, claims and drops
-        groups by one copy; a slot that moved since has another word, and neither claim nor drop touches it."""
-        self.lines = shaped(self._ring.lines(), self._reward, self._limit)
+        groups by one copy; a slot that moved since has another word, and neither claim nor drop touches it.
+
+        Slots of `trained` samples, which a predecessor could not free any more, are freed first.
+        """
+        lines = self._ring.lines()
+        if self._unfinished and self._free_trained(lines, trained):
+            lines = self._ring.lines()
+        self.lines = shaped(lines, self._reward, self._limit)
         return self.lines
 
     def take(self, view: GroupView, draws: Sequence[int]) -> list[Claimed] | Malformed | None:
@@ -231,6 +289,12 @@ class Claims:
             self.held.update(zip(draws, claimed))
             self.pending += claimed
         return claimed
+
+    def lines_of(self, groups: Sequence[Sequence[int]]) -> list[Lines]:
+        """The lines of the slots of each group, as the last look saw them; one copy for all groups."""
+        every = self.lines[[slot for slots in groups for slot in slots]]
+        ends = np.cumsum([len(slots) for slots in groups]).tolist()
+        return [every[end - len(slots) : end] for slots, end in zip(groups, ends)]
 
     @property
     def pending_samples(self) -> int:
@@ -260,15 +324,16 @@ class Claims:
         self.held.clear()
         self.pending = []
 
-    def free_trained(self, trained: TrainedSet) -> None:
-        """Free REWARDED slots whose uid is in checkpoint or log already: a predecessor trained them. Repeated while
-        slots are TRAINING: those of a dead owner may come back to rest."""
-        if not self._unfinished:
-            return
-        lines = self._ring.lines()
+    def _free_trained(self, lines: Lines, trained: TrainedSet) -> int:
+        """Free and count the REWARDED slots whose uid is in checkpoint or log already. Repeated while others than this
+        process have slots in TRAINING: those of a dead owner may come back to rest."""
+        freed = 0
         for slot in (lines["state"] == State.REWARDED).nonzero()[0].tolist():
             if int(lines["uid"][slot]) in trained and int(lines["cls"][slot]) == SampleClass.TRAIN:
                 word = self._ring.claim(slot, int(lines["word"][slot]), State.TRAINING)
                 if word:
                     self._ring.finish(slot, word, Fate.TRAINED)
-        self._unfinished = bool((lines["state"] == State.TRAINING).any())
+                    freed += 1
+        theirs = (lines["state"] == State.TRAINING) & (lines["cls"] == SampleClass.TRAIN)
+        self._unfinished = bool((theirs & (lines["owner"] != self._ring.index)).any())
+        return freed

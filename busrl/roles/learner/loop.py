@@ -27,6 +27,7 @@ text or of engines.
   trains each sample exactly once.
 - Groups count as unpublished before their slots are freed, until their version is published.
 - Micro-batches run while the step fills up (streaming); the weights do not change in between.
+- A pass attends to all else; it looks at the groups only when `Looks` says that it is worth the cost.
 - Long work is declared as an activity, and moves the progress counter with each micro-batch, tensor or file.
 """
 
@@ -44,10 +45,19 @@ from busrl.data.pretrained import import_classes
 from busrl.errors import CannotTrain, FateRefused
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
-from busrl.ring import Fates, State
+from busrl.ring import Fates
 from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner.excerpts import Excerpts, gap_of
-from busrl.roles.learner.groups import Claimed, Claims, Malformed, context_at, parts_of, tag_at
+from busrl.roles.learner.groups import (
+    LOOK_MOST_S,
+    Claimed,
+    Claims,
+    Looks,
+    Malformed,
+    context_at,
+    parts_of,
+    tag_at,
+)
 from busrl.roles.learner.history import Checkpoints, History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.observers import ComingStep, FinishedStep, LearnerParts, Observers, RestingGroup
@@ -57,7 +67,7 @@ from busrl.roles.learner.step import TrainingStep
 from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.plan import checkpoint_is_due, make_plan
-from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
+from busrl.scheduling.trigger import Action, Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 from busrl.system.clocks import PausedClock
 from busrl.topology import Topology
@@ -105,7 +115,7 @@ class Learner(Actor):
         self.excerpts, self.claims = Excerpts(topology), Claims(self.ring, topology, self.training.fault)
         parts = LearnerParts(topology, self.paths, self.training, self.plan)
         self.observers = Observers(parts, self.metrics, own_metrics, self.warn)
-        self.parity, self.clock = self.observers.parity, PausedClock()
+        self.parity, self.clock, self.looks = self.observers.parity, PausedClock(), Looks(self.ring)
         self._recover()
         if self.history.leaves_log:
             self.checkpoints.hold(self.history.step)
@@ -181,6 +191,7 @@ class Learner(Actor):
         self.plan.trigger.follow(trigger)
         self.excerpts.follow(self.topology)
         self.claims.follow(self.topology)
+        self.looks.again()
         self.observers.follow(self.plan)
         self.checkpoints.as_asked()
 
@@ -191,26 +202,45 @@ class Learner(Actor):
             self._finish()
             return True
         begun = time.monotonic_ns()
-        view, moved = self._look(), False
-        for action in self._actions(view):
-            match action:
-                case SetAside():
-                    self._set_aside(view, action)
-                    moved = True
-                case Claim():
-                    if not self._claim(view, action):
-                        return True  # a slot moved: look again before anything else
-                    moved = True
-                case Fire():
-                    if self.parity.gate.holds(self.publisher.present(self.history.step)):
-                        self.shown.waits("parity")
-                        return moved
-                    self._step(view, action)
-                    moved = True
-                case Wait():
-                    moved |= self._while_waiting(action)
+        self._attend()
+        if not self.looks.due():
+            return False
+        cpu_s = time.thread_time()
+        view = self.scan(self.scanner, self.claims.look(self.history.trained))
+        actions = self._actions(view)
+        moved = self._carry_out(view, actions, time.thread_time() - cpu_s)
         if moved:
             self.ring.add(busy_ns=time.monotonic_ns() - begun)
+        return moved
+
+    def _carry_out(self, view: GroupView, actions: Sequence[Action], cost_s: float) -> bool:
+        """Carry out the actions of a plan, and set the time of the next look, after one that took `cost_s` of CPU. True
+        if something was done."""
+        asides = [action for action in actions if isinstance(action, SetAside)]
+        self._set_aside(view, asides)
+        moved = bool(asides)
+        # A wave ends when engines put samples back into the queue, without a reward.
+        most_s = LOOK_MOST_S if self.waves is None else self.tick_s
+        for action in actions[len(asides) :]:
+            match action:
+                case Claim():
+                    if not self._claim(view, action):
+                        self.looks.again()  # a slot moved
+                        return True
+                    moved = True
+                case Fire() if self.parity.gate.holds(self.publisher.present(self.history.step)):
+                    self.shown.waits("parity")
+                    most_s = self.tick_s
+                case Fire():
+                    self._step(view, action)
+                    self.looks.again()
+                    return True
+                case Wait():
+                    moved |= self._while_waiting(action)
+        now = self._now()
+        missing = self.plan.missing(view, len(self.claims.held), now, self.metrics.ended.groups)
+        worth = min(self.config.micro_batch_min_samples, missing)
+        self.looks.within(self.plan.trigger.sleep_s(most_s, now), worth, cost_s)
         return moved
 
     def _step(self, view: GroupView, action: Fire) -> None:
@@ -243,20 +273,16 @@ class Learner(Actor):
         run, solved = self.topology.run, self.observers.idle.solved
         return solved or self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
 
-    def _look(self) -> GroupView:
-        """Look at what others have done since the last pass, and at the open groups."""
+    def _attend(self) -> None:
+        """Look at everything but the groups, which costs little: weights, ranks, checkpoints, probes."""
         self.publisher.sender.check()  # WeightsOwnerLost if the weights lie in the memory of a process that is gone
         if self.team is not None:
             self.team.look()
         self.publisher.announce()
         self.checkpoints.commit()
         self.parity.warn_of(self.parity.gate.look(self.publisher.present(self.history.step)))
-        # `idle` waits from this count: a reward that is committed from here on ends its wait at once.
-        self.looked = self.ring.transitions(State.REWARDED)
-        self.claims.free_trained(self.history.trained)
-        return self.scan(self.scanner, self.claims.look())
 
-    def _actions(self, view: GroupView) -> Sequence[SetAside | Claim | Fire | Wait]:
+    def _actions(self, view: GroupView) -> Sequence[Action]:
         """Actions that the plan decides on; CannotTrain if groups end all the time and none can be trained."""
         admission, wave_over = self.ring.header(HeaderWord.NEXT_ADMISSION), None
         if self.waves is not None:  # in rounds of segments a wave is over when no member is still to be dispatched
@@ -276,9 +302,9 @@ class Learner(Actor):
         return actions
 
     def idle(self, timeout_s: float) -> None:
-        """Sleep until a reward is committed, or the time is over."""
+        """Sleep until the rewards that are committed are worth a look, or the time is over."""
         begun = time.monotonic_ns()
-        self.ring.wait(State.REWARDED, self.looked, self.plan.trigger.sleep_s(timeout_s, self._now()))
+        self.looks.wait(timeout_s)
         waited = time.monotonic_ns() - begun
         self.metrics.waited(waited / 1e9)
         self.ring.add(idle_ns=waited)
@@ -289,15 +315,14 @@ class Learner(Actor):
 
     # -- actions ------------------------------------------------------------------------------------------------
 
-    def _set_aside(self, view: GroupView, action: SetAside) -> None:
-        slots, lines = view.slots_of(action.draw), self.claims.lines
-        parts, tag = parts_of(self.ring, slots), tag_at(self.ring, slots[0], self.topology.validation.tag_key)
-        self.metrics.set_aside(lines[slots], action.fate, self.history.step + 1, parts, tag)
-        self.observers.set_aside(RestingGroup(
-            action.draw, action.fate, lines[slots],
-            lambda: self.excerpts.glimpse(self.ring, slots[0], lines[slots[0]]),
-        ))
-        self.claims.drop(slots, action.draw, action.fate)
+    def _set_aside(self, view: GroupView, actions: Sequence[SetAside]) -> None:
+        groups = [view.slots_of(action.draw) for action in actions]
+        for action, slots, lines in zip(actions, groups, self.claims.lines_of(groups)):
+            parts, tag = parts_of(self.ring, slots), tag_at(self.ring, slots[0], self.topology.validation.tag_key)
+            self.metrics.set_aside(lines, action.fate, self.history.step + 1, parts, tag)
+            sample = partial(self.excerpts.glimpse, self.ring, slots[0], lines[0])
+            self.observers.set_aside(RestingGroup(action.draw, action.fate, lines, sample))
+            self.claims.drop(slots, action.draw, action.fate)
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
         claimed = self.claims.take(view, action.draws)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 Views = dict[str, torch.Tensor]
 GROUPS_KEPT = 256
+PIN_LOOK_S = 0.01
 
 
 class Publisher:
@@ -126,7 +127,7 @@ class Publisher:
                     waited = f"had no result for {self._work_s:g} s; publishing without it"
                     self.actor.warn("learner", f"{name} holds the version and {waited}")
                     return
-                self.actor.idle(0.01)
+                ring.wait(State.TRAINING, collected, PIN_LOOK_S)
 
 
 def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
