@@ -30,7 +30,7 @@ from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner
 from busrl.scheduling.predictor import Candidate, Predictor
 from busrl.states import uid_of
-from busrl.topology.plugins import POLICIES
+from busrl.topology.kinds import POLICIES
 
 LOOK = 64  # groups opened per look
 GROUP, SLOTS, ROWS = 8, 4096, 1024

@@ -194,8 +194,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "launch_picture": "observe.monitor.screen:launch_picture", "waste": "observe.report.waste:account_of",
     }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}, commands=OBSERVE_COMMANDS),
     Capability("predict", "predicted lengths and the controller of the batch size", plugs={
-        "kept": "predict.state:PredictorState", "unkept": "predict.state:unkept",
-        "checkpoint_files": "predict.state:copy_into", "step_observers": "predict.observer:observers",
+        "kept": "predict.kept:PredictorState", "unkept": "predict.kept:unkept",
+        "checkpoint_files": "predict.kept:copy_into", "step_observers": "predict.observer:observers",
         "keyword_problems": "predict.lengths.keywords:problems_of",
     }, asks={
         "scheduler.policy": lambda topology: topology.scheduler.predicts,

@@ -395,7 +395,7 @@ MUTANTS = (
            "divmod(block * section.share + before, section.count)", "divmod(before, section.count)",
            ("tests/data/test_stream.py::"
             "test_blocks_of_a_mixture_have_their_shares_and_sources_whole_epochs",)),
-    Mutant("validation is given the tasks that training has", "busrl/preflight/sources.py",
+    Mutant("validation is given the tasks that training has", "busrl/preflight/prompt_sources.py",
            '(at,), HELD_OUT_SEED, "data"', '(at,), t.run.seed, "data"',
            ("tests/preflight/test_topology_sources.py::"
             "test_tasks_that_are_held_out_are_none_that_any_training_has",)),
@@ -417,7 +417,7 @@ MUTANTS = (
            "tags=[tag] if tag else [],", "tags=[],",
            ("tests/roles/test_claimed_groups.py::"
             "test_tag_figures_cover_all_groups_with_that_tag_even_set_aside_ones",)),
-    Mutant("a resume mixes with the weights of before", "busrl/preflight/sources.py",
+    Mutant("a resume mixes with the weights of before", "busrl/preflight/prompt_sources.py",
            '{**row, "share": share}', "row", ("tests/run/test_mixture_run.py",)),
     # -- validation
     Mutant("validation at the training temperature", VALIDATOR,

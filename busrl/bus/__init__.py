@@ -6,7 +6,7 @@ import `broker`, which the bus process needs, and parts that listen on encrypted
 
 from __future__ import annotations
 
+from busrl.bus.addresses import allow_many_connections, private_directory, tcp_pair
 from busrl.bus.endpoint import Endpoint
-from busrl.bus.security import allow_many_connections, private_directory, tcp_pair
 
 __all__ = ["Endpoint", "allow_many_connections", "private_directory", "tcp_pair"]

@@ -30,8 +30,8 @@ import zmq
 from zmq.utils import z85
 
 from busrl import curve
+from busrl.bus.addresses import bind, prepare, tcp_pair
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Endpoint, configure
-from busrl.bus.security import bind, prepare, tcp_pair
 from busrl.errors import BadEndpoint, BusNotReady, InsecureDirectory, PeerLost, RunInUse
 
 if TYPE_CHECKING:

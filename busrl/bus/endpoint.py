@@ -35,7 +35,7 @@ import zmq
 from zmq.backend import Socket as CompiledSocket
 
 from busrl import _wire
-from busrl.bus.security import check_endpoint
+from busrl.bus.addresses import check_endpoint
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
 from busrl.protocol import codec
 from busrl.protocol.codec import Fault, Rejected, kind_of, topic

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from busrl.data.vocabulary import language_of, named_ids, pieces, token_rows, vocabulary_size
+from busrl.data.vocabulary import language_of, named_ids, pieces, token_rows
 from busrl.states import TINY
 from busrl.system.files import as_map, read_map
 
@@ -197,21 +197,6 @@ def vocabulary(folder: Path) -> Vocabulary | None:
     special = {*named_ids(folder, *SPECIAL), *rows.left_out()}
     plain = tuple(token for token in range(rows.rows) if token not in special)
     return Vocabulary(ends[0], plain) if ends and ends[0] < rows.rows and plain else None
-
-
-def other_tokens(ours: Path, theirs: Path) -> str | None:
-    """The first token for which the tokenizers of two model folders have different ids, as a sentence about `theirs`;
-    "" if there is none, None where one of the folders has no tokenizer.json."""
-    ids, others = ({**vocabulary, **added} for vocabulary, added in map(pieces, (ours, theirs)))
-    if not ids or not others:
-        return None
-    apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
-    if not apart:
-        return ""
-    first = min(apart, key=lambda token: (min(ids.get(token, 1 << 40), others.get(token, 1 << 40)), token))
-    its_id, our_id = (f"{table[first]}" if first in table else "no token" for table in (others, ids))
-    return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {its_id}, in model.path {our_id}"
-
 
 
 def token_bytes(folder: Path) -> int:
@@ -418,19 +403,6 @@ def _cut(path: Path) -> str:
         return "not a whole safetensors file: its header cannot be read"
     whole_size = begin + max(ends, default=0)
     return f"it has {size} bytes, and its header says {whole_size}" if size < whole_size else ""
-
-
-def token_fault(folder: Path) -> str:
-    """The rule that a tokenizer breaks with ids for which the model has no row; "" for none, and where the number of
-    rows is not known. Added tokens are left out: many tokenizers have some that no text contains."""
-    size, (vocabulary, _) = vocabulary_size(folder), pieces(folder)
-    name = "tokenizer.json"
-    if not vocabulary and (folder / name).is_file() and read_config(folder, name).get("model") is None:
-        return f"{name} is no JSON object with a model: it was cut, or is another file"
-    highest = max((number for number in vocabulary.values() if isinstance(number, int)), default=0)
-    if not size or highest < size:
-        return ""
-    return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"
 
 
 # -- tensors -----

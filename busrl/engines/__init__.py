@@ -3,7 +3,7 @@ endpoint, and a scripted one without a model.
 
 Used by the rollout role, which knows `Engine`, `Request` and `Finished` only. Importing this package imports no torch;
 `make_engine` imports what the topology asks for. A new engine is its own module, with a function `make(topology,
-process)`, and its lines in the tables of `busrl.topology.plugins`.
+process)`, and its lines in the tables of `busrl.topology.kinds`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from busrl.engines.base import Engine, Finished, Request, Statistics
 from busrl.system.imports import uncollected
-from busrl.topology.plugins import ENGINES
+from busrl.topology.kinds import ENGINES
 
 if TYPE_CHECKING:
     from busrl.topology import Topology

@@ -27,7 +27,7 @@ from typing import BinaryIO
 import setproctitle
 
 import busrl
-from busrl.bus.security import check_endpoint, prepare, relay_endpoint
+from busrl.bus.addresses import check_endpoint, prepare, relay_endpoint
 from busrl.cli.command import positive
 from busrl.errors import PeerLost, UserError
 from busrl.hosts import questions as q

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import zmq
 
+from busrl.bus.addresses import allow_many_connections, host_and_port
 from busrl.bus.broker import CurveListener
 from busrl.bus.endpoint import HANDSHAKE_MS, encrypt
-from busrl.bus.security import allow_many_connections, host_and_port
 from busrl.curve import ClientKeys
 from busrl.errors import PeerTimeout
 from busrl.hosts import questions as q

@@ -28,8 +28,8 @@ import msgspec
 
 import busrl
 from busrl import curve
+from busrl.bus.addresses import check_endpoint, relay_endpoint
 from busrl.bus.broker import Admission, CurveListener
-from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.curve import ClientKeys, Pair
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
 from busrl.hosts import questions as q

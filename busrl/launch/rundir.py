@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from busrl.bus.security import prepare as prepare_endpoint
+from busrl.bus.addresses import prepare as prepare_endpoint
 from busrl.errors import LockTimeout, MachineError, RingError, RingMismatch, RingNotFound, RunInUse, UserError
 from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.identity import BLOCK, Start, compare

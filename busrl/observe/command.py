@@ -30,7 +30,7 @@ from busrl.status.words import duration, printable
 from busrl.system import files
 
 if TYPE_CHECKING:
-    from busrl.observe.report.record import RunRecord
+    from busrl.observe.report.files import RunRecord
 
 LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a mark ends a replay
 
@@ -86,8 +86,8 @@ def timeline_options(parser: argparse.ArgumentParser) -> Verb:
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 def report(options: argparse.Namespace) -> int:
+    from busrl.observe.report.files import read
     from busrl.observe.report.page import page
-    from busrl.observe.report.record import read
 
     records = [read(run_dir) for run_dir in options.run_dirs]
     folder = os.path.commonpath([record.paths.root for record in records])  # of several runs: the one above them
@@ -98,7 +98,7 @@ def report(options: argparse.Namespace) -> int:
 
 def write_timeline(options: argparse.Namespace) -> int:
     """Write the timeline of a run; print how much of the decoding falls into training."""
-    from busrl.observe.report.record import read
+    from busrl.observe.report.files import read
     from busrl.observe.report.timeline import overlap, slices_of, timeline
 
     record = read(options.run_dir)

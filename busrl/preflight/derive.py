@@ -18,7 +18,7 @@ from busrl.preflight.learner_rules import CONTROLLER_KEYS, explain_controller, t
 from busrl.preflight.named_files import FileFacts
 from busrl.preflight.prompt_rules import wants_rounds
 from busrl.scheduling.admission import AdmissionLimits, derive
-from busrl.topology.plugins import FIFO
+from busrl.topology.kinds import FIFO
 from busrl.topology.prompts import AskedSet
 from busrl.topology.schema import MESSAGE_FIELD_BYTES, TENSORS_OF_SEGMENT, Derived, Topology
 from busrl.topology.sizes import MOST_SAMPLES, PER_TOKEN, call_ring, count, in_flight, only_validate, round_up, sized

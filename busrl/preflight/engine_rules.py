@@ -18,7 +18,7 @@ from busrl.engines.vllm_versions import ASCEND, CPU_BLOCK, LORA_RANKS, version_o
 from busrl.preflight.findings import Check, Clash, EntryClash, Finding, clashes, entry_clashes, unlike
 from busrl.system.device import BACKEND
 from busrl.topology import schema
-from busrl.topology.plugins import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, TRANSPORTS
+from busrl.topology.kinds import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, TRANSPORTS
 from busrl.topology.schema import Process, Topology
 from busrl.topology.sizes import rollouts, vllm_entries
 

@@ -21,10 +21,10 @@ from busrl.data import pretrained, trace
 from busrl.data.pretrained import model_at
 from busrl.data.vocabulary import token_rows
 from busrl.errors import SharedMemoryFull, UserError
-from busrl.preflight import learning_rates, machine, memory, sources, trial
+from busrl.preflight import learning_rates, machine, memory, prompt_sources, trial
 from busrl.states import TINY
 from busrl.system import device
-from busrl.topology.plugins import ADAPTERS, SCRIPTED, SERVED, TOGETHER
+from busrl.topology.kinds import ADAPTERS, SCRIPTED, SERVED, TOGETHER
 from busrl.topology.prompts import AskedSet
 from busrl.topology.reader import show
 from busrl.topology.rewards import REWARD_KINDS
@@ -41,7 +41,7 @@ def report(topology: Topology, verbose: bool = True) -> str:
     more = (_bus, _sums, _sizes) if verbose else ()
     parts = (_head, _warnings, _first, _data, _model, memory.lines, _processes, *more)
     sections = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
-    return sources.named("\n\n".join([*sections, *([] if verbose else [MORE])])) + "\n"
+    return prompt_sources.named("\n\n".join([*sections, *([] if verbose else [MORE])])) + "\n"
 
 
 def require_memory(topology: Topology) -> None:
@@ -349,7 +349,7 @@ def _rows_without(t: Topology) -> Iterator[str]:
 
 def warnings(t: Topology) -> list[str]:
     """List warnings before a start: the findings of the loader, and what this machine lacks."""
-    return [sources.named(text) for text in (*t.derived.warnings, *_lacking(t), *_doubts(t))]
+    return [prompt_sources.named(text) for text in (*t.derived.warnings, *_lacking(t), *_doubts(t))]
 
 
 def _lacking(t: Topology) -> Iterator[str]:

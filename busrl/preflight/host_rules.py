@@ -18,8 +18,8 @@ from busrl.preflight.process_rules import PLACEHOLDER
 from busrl.states import HOST_NAME
 from busrl.system.device import expected
 from busrl.topology import schema
+from busrl.topology.kinds import ONE_COPY, SCRIPTED, TOGETHER
 from busrl.topology.learner import ON_GPUS, Parallel
-from busrl.topology.plugins import ONE_COPY, SCRIPTED, TOGETHER
 from busrl.topology.rewards import REWARD_KINDS
 from busrl.topology.schema import Process, Topology
 

@@ -14,8 +14,8 @@ from busrl.algorithms import catalog, trained_parameters
 from busrl.curve import NAME
 from busrl.preflight.findings import Check, Clash, Finding, by_path, clashes, unlike
 from busrl.topology.declare import items
+from busrl.topology.kinds import ONE_COPY
 from busrl.topology.learner import Learner, Value
-from busrl.topology.plugins import ONE_COPY
 from busrl.topology.schema import Topology
 
 RATIO_LOSSES = tuple(name for name, facts in catalog.LOSS_FACTS.items() if facts.ratio)  # with a ratio that has a key

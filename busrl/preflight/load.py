@@ -1,8 +1,8 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
-Reads and types (`reader`), makes prompts of sources (`sources`), looks at files (`named_files`), computes (`derive`),
-compares keys (`..._rules`). `load_for_simulation` asks for nothing that a simulation does without: no model, engine,
-reward, prompts or devices. `materialise` replaces `tiny:` names by the paths of what they stand for.
+Reads and types (`reader`), makes prompts of sources (`prompt_sources`), looks at files (`named_files`), computes
+(`derive`), compares keys (`..._rules`). `load_for_simulation` asks for nothing that a simulation does without: no
+model, engine, reward, prompts or devices. `materialise` replaces `tiny:` names by the paths of what they stand for.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
@@ -31,8 +31,8 @@ from busrl.preflight import (
     process_rules,
     prompt_files,
     prompt_rules,
+    prompt_sources,
     reward_rules,
-    sources,
 )
 from busrl.preflight.derive import resolve
 from busrl.preflight.findings import Check, Finding, lookup
@@ -87,7 +87,7 @@ def _load(
     capabilities.refuse(draft)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
     if not simulated:
-        draft, unmade = sources.prepare(draft, run_dir, prompt_files.compares(draft), bad)
+        draft, unmade = prompt_sources.prepare(draft, run_dir, prompt_files.compares(draft), bad)
         problems.extend(_problem(source, draft, finding) for finding in unmade)
         bad |= set(_unmade_keys(draft, unmade))
     facts, broken = named_files.inspect(draft, bad | REAL_FILES if simulated else bad)
@@ -117,7 +117,7 @@ def _decided(source: Source, key: str) -> bool:
 def _unmade_keys(draft: Topology, unmade: Sequence[Finding]) -> Iterator[str]:
     """Keys of the prompts that could not be made, because their sources have findings."""
     wrong = {key for finding in unmade for key in finding.keys}
-    for target in sources.targets(draft) if unmade else ():
+    for target in prompt_sources.targets(draft) if unmade else ():
         if any(key.startswith((target.key, *target.tables)) for key in wrong):
             yield target.key
 
@@ -311,12 +311,12 @@ def _depends(keys: Iterable[str], bad: set[str]) -> bool:
 
 def _problem(source: Source, draft: Topology, finding: Finding) -> Problem:
     """The finding with a place: its own, or that of the first of its keys that is written down."""
-    rule, remedy = sources.named(finding.rule), sources.named(finding.remedy)
+    rule, remedy = prompt_sources.named(finding.rule), prompt_sources.named(finding.remedy)
     if finding.place:
-        return Problem(sources.named(finding.place), sources.named(finding.value), rule, remedy)
+        return Problem(prompt_sources.named(finding.place), prompt_sources.named(finding.value), rule, remedy)
     written = (key for key in finding.keys if _path(key) in source.lines or _path(key) in source.overridden)
     place = source.place(_path(next(written, finding.keys[0])))
-    return Problem(place, sources.named(finding.shown(draft)), rule, remedy)
+    return Problem(place, prompt_sources.named(finding.shown(draft)), rule, remedy)
 
 
 def _path(key: str) -> KeyPath:

@@ -17,7 +17,7 @@ from busrl.data import pretrained
 from busrl.data.vocabulary import language_of
 from busrl.errors import DiskFull, UserError
 from busrl.preflight.host_rules import parse_cores
-from busrl.topology.plugins import ADAPTERS, FOLDERS
+from busrl.topology.kinds import ADAPTERS, FOLDERS
 from busrl.topology.schema import Process, Topology
 from busrl.topology.sizes import held_versions, kept_versions, rollouts, vllm_entries
 

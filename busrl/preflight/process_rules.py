@@ -25,7 +25,7 @@ from busrl.preflight.findings import (
 from busrl.preflight.prompt_rules import named_prompts
 from busrl.states import CRASH_POINTS, ENVIRONMENT
 from busrl.topology.declare import FUNCTION
-from busrl.topology.plugins import SCRIPTED
+from busrl.topology.kinds import SCRIPTED
 from busrl.topology.reader import show
 from busrl.topology.rewards import EXACT_MATCH, RETURNED
 from busrl.topology.schema import AGENT, ATROPOS, SINKS, BusFault, Process, Topology

@@ -12,7 +12,7 @@ from busrl.algorithms.catalog import LOSS_FACTS
 from busrl.curve import NAME
 from busrl.preflight.findings import Check, Clash, Finding, clashes
 from busrl.states import TINY
-from busrl.topology.plugins import FIFO, RESTARTS, SCRIPTED, SERVED, TOGETHER
+from busrl.topology.kinds import FIFO, RESTARTS, SCRIPTED, SERVED, TOGETHER
 from busrl.topology.schema import Topology
 from busrl.topology.sizes import count, only_validate
 

@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Iterator
 
-from busrl.bus.security import relay_endpoint
+from busrl.bus.addresses import relay_endpoint
 from busrl.data.pretrained import import_classes
 from busrl.errors import TEAM_ENDED, PeerLost, RankLost
 from busrl.ranks import mesh

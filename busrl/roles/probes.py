@@ -29,7 +29,7 @@ from busrl.engines.tokens import NO_IDS, Ids
 from busrl.protocol import messages as m
 from busrl.states import Finish
 from busrl.topology import Topology
-from busrl.topology.plugins import SERVED
+from busrl.topology.kinds import SERVED
 
 PROMPTS, TOKENS, PROMPT_TOKENS = 4, 16, 256  # at most: prompts, tokens of an answer and of a prompt
 BLOCKS = (1, 16)  # tokens that caches of prompts go by

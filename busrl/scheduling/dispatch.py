@@ -635,7 +635,7 @@ def make_policy(
     name: str, horizon: int, predictor: Predictor, aging: float = 0.5, *, tail_share: float = 0.25,
     round_groups: int = 0, window: int = 1, group_size: int = 1,
 ) -> Policy:
-    """The policy that `scheduler.policy` names, one of `POLICIES` of `busrl.topology.plugins`.
+    """The policy that `scheduler.policy` names, one of `POLICIES` of `busrl.topology.kinds`.
 
     `round_groups`: groups of a synchronous round, 0 in a stream; `window`: the learner's W; `group_size`: G.
     """

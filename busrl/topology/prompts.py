@@ -1,6 +1,6 @@
 """The tables about prompts: [data], [[data.source]], [validation] and [[validation.set]], and what follows from them.
 
-A part of `schema`; `sources` reads what these tables name.
+A part of `schema`; `busrl.data.sources` reads what these tables name.
 
 - What can be read for training can be read for validation: the keys of `Rows` mean the same in each of these tables.
 """

@@ -18,8 +18,8 @@ from typing import Any
 from busrl.capabilities import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 from busrl.scheduling.admission import MODES, AdmissionLimits
 from busrl.topology.declare import REQUIRED, Rule, Table, build, key, plain
+from busrl.topology.kinds import ENGINES, FIFO, POLICIES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.learner import Learner, Log, ranks_at
-from busrl.topology.plugins import ENGINES, FIFO, POLICIES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 from busrl.topology.rewards import Reward
 

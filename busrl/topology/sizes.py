@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from busrl.capabilities import CALLER_ROLES, SINGLE_ROLES
-from busrl.topology.plugins import ADAPTERS, RESTARTS
+from busrl.topology.kinds import ADAPTERS, RESTARTS
 from busrl.topology.schema import TABLE_TENSORS, Derived, Process, Topology
 
 # -- processes, and what they work on at once -----

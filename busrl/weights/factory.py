@@ -3,7 +3,7 @@
 Used by the learner, by every process that runs the model, and by vLLM's workers. Imports the module of a transport only
 to make it, so a process without tensors can read `TransportSettings`. Knows nothing of how weights travel.
 
-A new transport is a module of this package with the two functions below, and a line in `topology/plugins.py`.
+A new transport is a module of this package with the two functions below, and a line in `topology/kinds.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
 from busrl.system import device as devices
-from busrl.topology.plugins import ADAPTERS, FOLDERS, TRANSPORTS
+from busrl.topology.kinds import ADAPTERS, FOLDERS, TRANSPORTS
 from busrl.topology.sizes import held_versions, kept_versions
 from busrl.weights.base import GroupCallbacks, Receiver, Sender, Write
 

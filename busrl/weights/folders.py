@@ -40,7 +40,7 @@ from busrl.errors import (
 from busrl.ring import OfdLock
 from busrl.system.files import FULL, fault_in, listing
 from busrl.system.private import exposed
-from busrl.topology.plugins import RESTARTS
+from busrl.topology.kinds import RESTARTS
 from busrl.weights.base import NOTHING, FileReceiver, GroupCallbacks, Sender, Write, alive
 from busrl.weights.tensors import fingerprint
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint
+from busrl.bus.addresses import check_endpoint, private_directory, private_umask
 from busrl.bus.broker import StopRequest, run_broker
-from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, InsecureDirectory
 from busrl.ring import OfdLock
 

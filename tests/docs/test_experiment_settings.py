@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.experiments import order, quickstart_policies
 from busrl.preflight.load import load
-from busrl.topology.plugins import POLICIES
+from busrl.topology.kinds import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -161,9 +161,9 @@ def test_an_engine_is_a_module_and_its_names_in_one_table(copy: Path) -> None:
     (copy / "busrl" / "engines" / "echo.py").write_text(
         "def make(topology, process):\n    return f'echo of {process}'\n"
     )
-    plugins = copy / "busrl" / "topology" / "plugins.py"
-    add(plugins, '    "torch": EngineKind(', '    "echo": EngineKind("engines.echo", "here"),\n')
-    add(plugins, '"torch", "vllm", SCRIPTED)', '"echo", ')
+    kinds = copy / "busrl" / "topology" / "kinds.py"
+    add(kinds, '    "torch": EngineKind(', '    "echo": EngineKind("engines.echo", "here"),\n')
+    add(kinds, '"torch", "vllm", SCRIPTED)', '"echo", ')
     code = (
         "from busrl.preflight.load import load\n"
         "from busrl.topology.schema import has_model\n"
@@ -206,7 +206,7 @@ def test_a_policy_that_predicts_nothing_needs_no_part_of_predictions(copy: Path)
     dispatch = copy / "busrl" / "scheduling" / "dispatch.py"
     add(dispatch, "def make_policy(", 'class Patient(Fifo):\n    name = "patient"\n\n\n')
     add(dispatch, '        "sjf": lambda', '        "patient": lambda: Patient(horizon),\n')
-    add(copy / "busrl" / "topology" / "plugins.py", '"sjf": PolicyKind()', '"patient": PolicyKind(predicts=False), ')
+    add(copy / "busrl" / "topology" / "kinds.py", '"sjf": PolicyKind()', '"patient": PolicyKind(predicts=False), ')
     code = (
         "from busrl.errors import UserError\n"
         "from busrl.preflight.load import load\n"

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.errors import DiskFull
-from busrl.observe.report.record import read
+from busrl.observe.report.files import read
 from busrl.paths import RunPaths
 from busrl.status.runfiles import RunFiles
 from busrl.status.state import RunState

@@ -98,7 +98,7 @@ def test_a_file_excludes_sources_and_a_tiny_share_is_refused(two: Path, refused:
 def test_a_function_that_hangs_is_named_with_the_row_before(
     two: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from busrl.preflight import sources as making
+    from busrl.preflight import prompt_sources as making
 
     monkeypatch.setattr(making, "SILENT_S", 2.0)
     (two / "slow.py").write_text("import time\ndef odd(record):\n    time.sleep(60)\n")

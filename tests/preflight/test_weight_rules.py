@@ -17,7 +17,7 @@ from busrl.preflight import engine_rules, machine
 from busrl.preflight.explain import report
 from busrl.preflight.findings import Finding
 from busrl.topology import Topology
-from busrl.topology.plugins import TransportKind
+from busrl.topology.kinds import TransportKind
 from busrl.topology.schema import Lora
 
 Loaded = Callable[..., Topology]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from busrl.data import JsonlStream
 from busrl.paths import RunPaths
-from busrl.predict import state as predictor_state
+from busrl.predict import kept as predictor_state
 from busrl.preflight.load import load
 from busrl.roles.scheduler import DispatchFeed
 from busrl.scheduling.dispatch import OpenGroup

@@ -12,8 +12,8 @@ import pytest
 from busrl.data import JsonlStream
 from busrl.data.trace import make_trace, write
 from busrl.paths import RunPaths
-from busrl.predict import state as predictor_state
-from busrl.predict.state import PredictorState, copy_into
+from busrl.predict import kept as predictor_state
+from busrl.predict.kept import PredictorState, copy_into
 from busrl.preflight.load import load
 from busrl.scheduling.predictor import Candidate
 from busrl.topology import Topology

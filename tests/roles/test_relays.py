@@ -14,7 +14,7 @@ import torch
 from relay_scene import HOME, Net, Relays
 
 import busrl
-from busrl.bus.security import relay_endpoint
+from busrl.bus.addresses import relay_endpoint
 from busrl.errors import WeightsTimeout
 from busrl.hosts import questions as q
 from busrl.hosts.link import Asking

@@ -13,7 +13,7 @@ from checks import check_end
 from harness import ROOT, Run, read_lines, running
 
 from busrl.cli.command import main
-from busrl.observe.report.record import read
+from busrl.observe.report.files import read
 from busrl.status.runfiles import RunFiles, run_of_files
 from busrl.system.files import PARTS, dropped, parts
 

@@ -8,7 +8,7 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
-from busrl.predict import state as predictor_state
+from busrl.predict import kept as predictor_state
 
 # Read by every Python of the run before anything else; only the scheduler asks a predictor.
 BROKEN = """\

@@ -10,7 +10,7 @@ from checks import check_end
 from harness import ROOT, Run, running
 
 from busrl.cli.command import main
-from busrl.observe.report.record import read
+from busrl.observe.report.files import read
 from busrl.observe.report.timeline import overlap, slices_of
 from busrl.observe.report.waste import waste_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from busrl.scheduling.admission import oldest_age, window_of
 from busrl.scheduling.trigger import window_of_ready
-from busrl.topology.plugins import POLICIES
+from busrl.topology.kinds import POLICIES
 
 LOOPS = settings(max_examples=15)
 PREDICTING = [name for name, kind in POLICIES.items() if kind.predicts]

@@ -11,7 +11,7 @@ from busrl.predict.lengths import RulesPredictor, kendall_tau
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import slot_priority
 from busrl.scheduling.predictor import Candidate, Unpredicted
-from busrl.topology.plugins import POLICIES
+from busrl.topology.kinds import POLICIES
 
 
 def candidate(draw: int, length: int = 10) -> Candidate:

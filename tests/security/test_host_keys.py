@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from busrl import curve
+from busrl.bus.addresses import relay_endpoint
 from busrl.bus.broker import CurveListener
-from busrl.bus.security import relay_endpoint
 from busrl.cli import main
 from busrl.hosts.link import Answering
 

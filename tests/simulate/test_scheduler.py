@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from worlds import FREE_TIMES, answers, topology
 
 from busrl.errors import UserError
-from busrl.predict.state import unkept
+from busrl.predict.kept import unkept
 from busrl.scheduling.groups import DISPATCHED
 from busrl.simulate.actors import Times
 

@@ -36,7 +36,7 @@ from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError
 from busrl.states import Finish, shown_uid
 from busrl.system.device import choose as choose_device
-from busrl.topology.plugins import ONE_COPY
+from busrl.topology.kinds import ONE_COPY
 from busrl.weights.base import SharedReceiver
 from busrl.weights.factory import make_receiver
 

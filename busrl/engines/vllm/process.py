@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from busrl.engines.vllm_versions import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
 from busrl.errors import EngineLost, UserError
 from busrl.system.guardian import stat_of
-from busrl.topology.plugins import ADAPTERS
+from busrl.topology.kinds import ADAPTERS
 from busrl.topology.schema import Vllm
 from busrl.topology.sizes import adapter_slots
 

@@ -36,7 +36,7 @@ from busrl.data.pretrained import model_facts
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, CannotTrain, UserError, WeightsRefused, WeightsTimeout
 from busrl.system import files
-from busrl.topology.plugins import FOLDERS, ONE_COPY
+from busrl.topology.kinds import FOLDERS, ONE_COPY
 from busrl.weights.base import NOTHING, TensorReceiver, poll
 
 if TYPE_CHECKING:

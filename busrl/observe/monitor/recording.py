@@ -40,9 +40,9 @@ import msgspec
 import zmq
 
 import busrl
+from busrl.bus.addresses import check_endpoint, private_directory, private_umask
 from busrl.bus.broker import EVERYTHING, StopRequest
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Tap, configure
-from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, DiskFull, FileCorrupt, NoSuchRun, PeerTimeout, RunInUse, UserError
 from busrl.observe.monitor.sources import ReplayMark, require_ipc
 from busrl.paths import SHM, RunPaths

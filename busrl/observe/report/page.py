@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from busrl.ledger.controls import Controls
-from busrl.observe.report.record import Floats, RunRecord, column_of
+from busrl.observe.report.files import Floats, RunRecord, column_of
 from busrl.observe.report.timeline import overlap, slices_of
 from busrl.observe.report.waste import SHARES, Waste, waste_of
 from busrl.status.runfiles import number, whole_number

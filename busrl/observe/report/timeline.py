@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from busrl.errors import first_line
-from busrl.observe.report.record import RunRecord
+from busrl.observe.report.files import RunRecord
 from busrl.status.runfiles import number
 from busrl.status.view import to_json
 

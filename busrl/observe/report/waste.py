@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from busrl.observe.report.record import Groups, Ints, RunRecord, read
+from busrl.observe.report.files import Groups, Ints, RunRecord, read
 from busrl.states import ACCIDENTS, Fate, fate_name
 from busrl.status.runfiles import WORDS, fates, number, whole_number
 from busrl.status.words import short

@@ -24,7 +24,7 @@ from busrl.algorithms.losses import LossFunction
 from busrl.errors import UserError
 from busrl.system import device
 from busrl.topology import Topology
-from busrl.topology.plugins import ADAPTERS, ONE_COPY
+from busrl.topology.kinds import ADAPTERS, ONE_COPY
 from busrl.training import checkpoint
 from busrl.training.checkpoint import Checkpoint, Pending
 from busrl.training.custom import OwnLoss, reads

@@ -34,7 +34,7 @@ from busrl.roles import probes
 from busrl.roles.learner.models import Models
 from busrl.roles.learner.samples import to_sample
 from busrl.topology import Topology
-from busrl.topology.plugins import ENGINES, RESTARTS, SERVED
+from busrl.topology.kinds import ENGINES, RESTARTS, SERVED
 from busrl.training import earlier
 from busrl.training.batch import Sample, first_fault
 

@@ -13,8 +13,8 @@ from busrl.cli import evaluate
 from busrl.data.figures import Figures
 from busrl.launch.summary import Progress
 from busrl.observe.monitor.web.picture import steps_after
+from busrl.observe.report.files import RunRecord
 from busrl.observe.report.page import FACTS, Run
-from busrl.observe.report.record import RunRecord
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.status.runfiles import RunFiles

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from report_scene import make_run, step, write_lines
 
 from busrl.cli.command import main
+from busrl.observe.report.files import few_of, read
 from busrl.observe.report.page import Line, chart, page, thinned, ticks
-from busrl.observe.report.record import few_of, read
 
 VOID = {"meta", "path", "circle", "br", "i"}
 

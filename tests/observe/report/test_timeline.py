@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_scene import make_run, write_lines
 
-from busrl.observe.report.record import read
+from busrl.observe.report.files import read
 from busrl.observe.report.timeline import Slice, common, overlap, slices_of, timeline, union, without
 
 PHASES = {"X", "i", "C", "M"}

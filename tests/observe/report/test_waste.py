@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from report_scene import ended, interval, make_run, step, write_lines
 
 from busrl.errors import NoSuchRun
-from busrl.observe.report.record import read
+from busrl.observe.report.files import read
 from busrl.observe.report.waste import render, waste_of
 
 

@@ -26,7 +26,7 @@ from os import getuid
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from busrl.bus.security import tcp_table
+from busrl.bus.addresses import tcp_table
 from busrl.errors import UserError
 from busrl.observe.monitor.sources import NICE, RENDER_S, RENDER_SHARE, WAKE_S, Watcher, catch_up, give_way
 from busrl.observe.monitor.web.picture import History, picture, steps_after
