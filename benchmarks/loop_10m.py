@@ -188,7 +188,15 @@ class Drawn:
             ring.close()
 
 
-def measure(name: str, turn: Turn) -> dict[str, float]:
+@dataclass(frozen=True)
+class Counted:
+    """Figures of a turn, and the CPU milliseconds of a sample by process."""
+
+    figures: dict[str, float]
+    by_process: dict[str, float]
+
+
+def measure(name: str, turn: Turn) -> Counted:
     """Start a side, look at it until its counted steps are over, and end it."""
     side = SIDES[name]
     command, lines = side.start(turn)
@@ -210,17 +218,18 @@ def measure(name: str, turn: Turn) -> dict[str, float]:
 def counted(
     child: subprocess.Popen[Any], skipped: int, steps: StepLines, options: argparse.Namespace,
     drawn: Callable[[], int] | None = None,
-) -> dict[str, float]:
+) -> Counted:
     """Figures between two ends of steps of a running side."""
     tree, deadline = sides.CpuOfTree(child.pid), time.monotonic() + options.limit
     begun = cpu = 0.0
     first = before = ahead = 0
+    names: dict[str, float] = {}
     while True:
         done = steps.look()
         if done > before and done >= skipped:
             before, now, used = done, time.monotonic(), tree.now()
             if not first:
-                first, begun, cpu, ahead = done, now, used, drawn() if drawn else 0
+                first, begun, cpu, ahead, names = done, now, used, drawn() if drawn else 0, tree.by_name()
             elif now - begun >= options.seconds and done - first >= options.steps:
                 break
         if child.poll() is not None:
@@ -231,17 +240,21 @@ def counted(
     rows = steps.rows[first:done]
     trained = sum(row.get("samples_ended", row["samples"]) for row in rows)
     answers = drawn() - ahead if drawn else trained
-    samples = min(trained, answers)
+    samples, tokens = min(trained, answers), sum(row["tokens"] for row in rows)
     seconds, cpu_seconds = now - begun, used - cpu
-    return {
+    by_process = {
+        name: round(1e3 * (spent - names.get(name, 0.0)) / samples, 2) for name, spent in tree.by_name().items()}
+    return Counted({
         "samples_per_cpu_s": samples / cpu_seconds, "samples_per_s": samples / seconds, "cores": cpu_seconds / seconds,
-        "tokens_per_sample": sum(row["tokens"] for row in rows) / sum(row["samples"] for row in rows),
+        "tokens_per_cpu_s": tokens * samples / trained / cpu_seconds,
+        "tokens_per_sample": tokens / sum(row["samples"] for row in rows),
         "drawn_per_trained": answers / trained, "steps": len(rows), "seconds": seconds,
-    }
+    }, by_process)
 
 
 UNITS = {"samples_per_cpu_s": "samples/CPU s", "samples_per_s": "samples/s", "cores": "CPU s/s",
-         "tokens_per_sample": "tokens", "drawn_per_trained": "", "steps": "", "seconds": "s"}
+         "tokens_per_cpu_s": "tokens/CPU s", "tokens_per_sample": "tokens", "drawn_per_trained": "", "steps": "",
+         "seconds": "s"}
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
@@ -278,35 +291,37 @@ def table(log: Log, chosen: list[str], result: dict[str, Any]) -> str:
 
 
 def compare(options: argparse.Namespace, chosen: list[str]) -> int:
-    log, loads = Log(), []
+    log, turns = Log(), []
     work = Work(options.shape, groups=options.groups, longest=options.longest, mean=options.mean)
-    for turn in range(options.rounds):
-        print(f"round {turn + 1} of {options.rounds}", flush=True)
-        for name in chosen[turn % len(chosen) :] + chosen[: turn % len(chosen)]:
-            one_turn(log, loads, name, work, options)
+    for number in range(options.rounds):
+        print(f"round {number + 1} of {options.rounds}", flush=True)
+        for name in chosen[number % len(chosen) :] + chosen[: number % len(chosen)]:
+            one_turn(log, turns, name, work, options)
         shown = {key: value for key, value in vars(options).items() if key not in ("out", "made", "trl_python")}
         result = written(  # after each round, so that a run that is cut short keeps its rounds
             log, bars(chosen), "loop-10m" if options.shape == "body-10m" else f"loop-10m-{options.shape}", options.out,
-            rounds=turn + 1, settings=shown, model=SHAPES[options.shape], loads=loads)
+            rounds=number + 1, settings=shown, model=SHAPES[options.shape], turns=turns)
     print(table(log, chosen, result))
     return 1 if log.failures else 0
 
 
 def one_turn(
-    log: Log, loads: list[dict[str, Any]], name: str, work: Work, options: argparse.Namespace
+    log: Log, turns: list[dict[str, Any]], name: str, work: Work, options: argparse.Namespace
 ) -> None:
     """Measure a side once; a side that fails is kept with its last words."""
     with tempfile.TemporaryDirectory(prefix="busrl-bench-") as place:
         folder = options.made
         before = os.getloadavg()[0]
         try:
-            figures = measure(name, Turn(folder, Path(place), work, options))
+            turn = measure(name, Turn(folder, Path(place), work, options))
         except systems.RunFailed as failed:
             log.failures[name] = str(failed)
             print(f"  {name}: {failed}", file=sys.stderr, flush=True)
             return
     log.loads.append(before)
-    loads.append({"side": name, "before": before, "after": os.getloadavg()[0]})
+    turns.append({
+        "side": name, "before": before, "after": os.getloadavg()[0], "cpu_ms_per_sample": turn.by_process})
+    figures = turn.figures
     for figure, value in figures.items():
         log.say(f"{name}:{figure}", value, UNITS[figure])
     print(f"  {name:9} {figures['samples_per_cpu_s']:6.2f} samples per CPU s, {figures['samples_per_s']:6.2f} per s, "

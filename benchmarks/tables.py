@@ -44,6 +44,12 @@ RING = {
     "the same, faster-fifo": ("array:busrl", "array:faster-fifo"),
     "the same, Ray put and get": ("array:busrl", "array:ray put+get"),
     "the same, TransferQueue, one sample": ("array:busrl", "array:TransferQueue"),
+    "1 MiB there and back, busrl asleep, multiprocessing.Queue": ("array:busrl blocking", "array:mp.Queue"),
+    "busrl asleep, faster-fifo": ("array:busrl blocking", "array:faster-fifo"),
+    "busrl asleep, Ray put and get": ("array:busrl blocking", "array:ray put+get"),
+    "its CPU time, busrl asleep, multiprocessing.Queue": ("array:busrl blocking cpu", "array:mp.Queue cpu"),
+    "its CPU time, faster-fifo": ("array:busrl blocking cpu", "array:faster-fifo cpu"),
+    "its CPU time, Ray put and get": ("array:busrl blocking cpu", "array:ray put+get cpu"),
     "256 samples of 4 KiB there and back, TransferQueue": ("batch:busrl", "batch:TransferQueue"),
 }
 FLAT = {"claim": "take", "commit": "commit", "dispatch": "dispatch", "full scan, ns a slot": "scan"}
@@ -105,8 +111,8 @@ def ring_rows(result: dict[str, Any]) -> Rows:
 
 def bar_row(label: str, result: dict[str, Any], pair: Sequence[str], bar: dict[str, Any]) -> str:
     low, high = min(bar["ratios"]), max(bar["ratios"])
-    limit = f"at {'most' if bar['at_most'] else 'least'} {bar['limit']:g}"
-    met = "met" if bar["met"] else "**missed**"
+    limit = "" if bar["note"] else f"at {'most' if bar['at_most'] else 'least'} {bar['limit']:g}"
+    met = "" if bar["note"] else "met" if bar["met"] else "**missed**"
     ratio = f"{digits(bar['ratio'])} ({digits(low)} to {digits(high)})"
     return f"| {label} | {cell(result, pair[0])} | {cell(result, pair[1])} | {ratio} | {limit} | {met} |"
 

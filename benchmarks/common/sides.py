@@ -100,6 +100,18 @@ class CpuOfTree:
             self._last[pid, begun] = _cpu_s(pid, begun) or self._last[pid, begun]
         return self._gone + sum(self._last.values())
 
+    def by_name(self) -> dict[str, float]:
+        """Seconds so far by the name of a living process, as `ps` shows it; what has ended is in its parent's."""
+        self.now()
+        names: dict[str, float] = {}
+        for (pid, _), seconds in self._last.items():
+            try:
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+            except OSError:
+                continue  # it has just ended
+            names[name] = names.get(name, 0.0) + seconds
+        return names
+
     def members(self) -> list[int]:
         """The living ones, the root first."""
         self._look()

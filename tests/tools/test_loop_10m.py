@@ -95,12 +95,14 @@ def test_a_turn_counts_between_two_ends_of_steps(tmp_path: Path) -> None:
     child = sides.started([sys.executable, "-c", BURNS, str(lines)])
     options = argparse.Namespace(seconds=0.5, steps=3, limit=60.0)
     try:
-        figures = loop_10m.counted(child, 2, loop_10m.StepLines(lines), options)
+        turn = loop_10m.counted(child, 2, loop_10m.StepLines(lines), options)
     finally:
         sides.end_session(child)
+    figures = turn.figures
     assert figures["steps"] >= 3 and figures["seconds"] >= 0.5 and figures["tokens_per_sample"] == 3.0
     assert 100 < figures["samples_per_cpu_s"] < 300  # 200, but for a look that came late
     assert figures["cores"] <= 1.05
+    assert sum(turn.by_process.values()) == pytest.approx(1e3 / figures["samples_per_cpu_s"], rel=0.1)
 
 
 def test_what_was_drawn_before_a_turn_is_not_counted_as_its_work(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_what_was_drawn_before_a_turn_is_not_counted_as_its_work(tmp_path: Path)
     child = sides.started([sys.executable, "-c", BURNS, str(lines)])
     options = argparse.Namespace(seconds=0.1, steps=2, limit=60.0)
     try:
-        figures = loop_10m.counted(child, 1, loop_10m.StepLines(lines), options, lambda: next(drawn))
+        figures = loop_10m.counted(child, 1, loop_10m.StepLines(lines), options, lambda: next(drawn)).figures
     finally:
         sides.end_session(child)
     samples = figures["samples_per_s"] * figures["seconds"]
@@ -153,7 +155,9 @@ def test_a_short_run_measures_busrl_beside_its_own_sync_and_the_loop(tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
     assert "TRL is not measured" in done.stderr and "| sync-1 |" in done.stdout
     result = json.loads(next(tmp_path.glob("loop-10m-tiny_*.json")).read_text())
-    assert not result["failures"] and result["machine"]["cores"] and len(result["loads"]) == 3
+    assert not result["failures"] and result["machine"]["cores"]
+    assert [turn["side"] for turn in result["turns"]] == ["busrl", "sync-1", "loop-1"]
     for side in ("busrl", "sync-1", "loop-1"):
         assert result["medians"][f"{side}:samples_per_cpu_s"]["value"] > 0
         assert result["medians"][f"{side}:steps"]["value"] >= 2
+    assert {"busrl:learner", "busrl:rollout/0", "busrl:scheduler"} <= set(result["turns"][0]["cpu_ms_per_sample"])
