@@ -130,7 +130,7 @@ def plain(threads: int, *more: str) -> Callable[[Turn], tuple[list[str], Path]]:
 def trl(*more: str) -> Callable[[Turn], tuple[list[str], Path]]:
     def start(turn: Turn) -> tuple[list[str], Path]:
         lines = turn.place / "steps.jsonl"
-        command = [*systems.trl_command(turn.options.trl_python), f"--work={turn.folder}", f"--steps-file={lines}"]
+        command = [*systems.trl_command(turn.options.trl_python), f"--folder={turn.folder}", f"--steps-file={lines}"]
         return [*command, f"--groups={turn.work.groups}", f"--lr={turn.work.lr}", "--max-updates=100000", *more], lines
 
     return start

@@ -64,7 +64,10 @@ def run_loop(seed: int, terms: Terms, threads: int) -> dict[str, Any]:
 
 
 def run_trl(seed: int, terms: Terms) -> dict[str, Any]:
-    return _printed([*trl_command(terms.trl_python), *_shared(seed, terms)], terms, 1)
+    from busrl.quickstart import ensure
+
+    folder = ensure("tiny:sort").model.parent
+    return _printed([*trl_command(terms.trl_python), f"--folder={folder}", *_shared(seed, terms)], terms, 1)
 
 
 def trl_command(python: str) -> list[str]:

@@ -5,11 +5,12 @@ no saving, everything generated at once with a key-value cache. Same model folde
 groups of 8), clip range, optimiser and learning rate as the others. Prints one JSON object; the clock runs from the
 first step's begin (all ranks ready) to the goal, without imports and loading.
 
-    python -m torch.distributed.run --nproc_per_node 2 benchmarks/rivals/trl_grpo.py --seed 0
-    ... trl_grpo.py --work FOLDER --steps-file FILE
+    python -m torch.distributed.run --nproc_per_node 2 benchmarks/rivals/trl_grpo.py --folder FOLDER --seed 0
+    ... trl_grpo.py --folder FOLDER --steps-file FILE
 
-The second form is for `loop-10m`: FOLDER is one of work.py, there is no goal, and a line of FILE ends each step, until
-who started it ends it. Logits are then computed where a token is trained, as TRL does on a GPU (trl_step.py).
+FOLDER has model/ and train.jsonl: a quickstart's, or one of work.py. The second form is for `loop-10m`: there is no
+goal, and a line of FILE ends each step, until who started it ends it. Logits are then computed where a token is
+trained, as TRL does on a GPU (trl_step.py). Imports nothing of busrl, which is not in TRL's environment.
 """
 
 from __future__ import annotations
@@ -87,9 +88,8 @@ class UntilGoal(TrainerCallback):
                 lines.write(json.dumps({"samples": self.samples, "tokens": round(length * self.samples)}) + "\n")
 
 
-def settings(options: argparse.Namespace, folder: str, ranks: int) -> GRPOConfig:
+def settings(options: argparse.Namespace, work: Work | None, folder: str, ranks: int) -> GRPOConfig:
     per_rank = options.groups * GROUP // ranks
-    work = Work.of(options.work) if options.work else None
     return GRPOConfig(
         output_dir=folder,
         seed=options.seed,
@@ -137,14 +137,10 @@ def run(options: argparse.Namespace) -> dict | None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if options.work:
+    folder, train = options.folder / "model", options.folder / "train.jsonl"
+    work = Work.of(options.folder) if (options.folder / "work.json").is_file() else None
+    if work:
         utils._use_triton = lambda device: True  # chooses the positions alone; the kernels ask another
-        folder, train = options.work / "model", options.work / "train.jsonl"
-    else:
-        from busrl.quickstart import ensure
-
-        paths = ensure(options.model)
-        folder, train = paths.model, paths.train
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=options.attention)
     records = [json.loads(line) for line in train.read_text().splitlines()]
@@ -152,8 +148,8 @@ def run(options: argparse.Namespace) -> dict | None:
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=coin if options.work else judge(tokenizer.get_vocab()),
-            args=settings(options, output, ranks),
+            reward_funcs=coin if work else judge(tokenizer.get_vocab()),
+            args=settings(options, work, output, ranks),
             train_dataset=Dataset.from_list(records),
             processing_class=tokenizer,
             callbacks=[watch],
@@ -182,7 +178,7 @@ def run(options: argparse.Namespace) -> dict | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny:sort")
+    parser.add_argument("--folder", type=Path, required=True, help="a folder with model/ and train.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
     parser.add_argument("--lr", type=float, default=2e-4)
@@ -193,7 +189,6 @@ def main() -> None:
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
     parser.add_argument("--goal", type=float, default=0.85)
     parser.add_argument("--max-updates", type=int, default=400)
-    parser.add_argument("--work", type=Path, help="a folder of work.py in place of the quickstart's model and task")
     parser.add_argument("--steps-file", type=Path, help="a line for each step")
     result = run(parser.parse_args())
     if result is not None:

@@ -62,6 +62,20 @@ def test_a_start_in_another_way_is_seen() -> None:
     assert not list(starts("import subprocess\nchild: subprocess.Popen[bytes]\nsubprocess.DEVNULL\n"))
 
 
+FOREIGN = ("rivals/trl_grpo", "rivals/trl_step", "rivals/plain", "rivals/work", "trainers", "common/judge",
+           "common/report", "common/sides", "__init__", "ring/rivals/measure")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_runs_in_a_rivals_environment_needs_nothing_of_busrl(name: str) -> None:
+    body = ast.parse(FILES[f"benchmarks/{name}.py"].read_text()).body
+    named = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module or "" for node in body if isinstance(node, ast.ImportFrom)]
+    assert not [module for module in named if module.partition(".")[0] == "busrl"]
+    ours = {module for module in named if module.startswith("benchmarks.") and not module.endswith("common")}
+    assert {module.removeprefix("benchmarks.").replace(".", "/") for module in ours} <= set(FOREIGN)
+
+
 # -- sessions and CPU seconds ------------------------------------------------------------------------------------------
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
