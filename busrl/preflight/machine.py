@@ -16,6 +16,7 @@ from pathlib import Path
 from busrl.data import pretrained
 from busrl.data.vocabulary import language_of
 from busrl.errors import DiskFull, UserError
+from busrl.preflight import unfit_models
 from busrl.preflight.host_rules import parse_cores
 from busrl.topology.kinds import ADAPTERS, FOLDERS
 from busrl.topology.schema import Process, Topology
@@ -75,7 +76,7 @@ def require_axes(t: Topology) -> None:
                             f"cannot be dealt out evenly over {over} ranks; {remedy}")
     kind = str(config.get("model_type", ""))
     for key, over in (("tensor", parallel.tensor), ("expert", parallel.expert)):
-        if kind and over > 1 and pretrained.has_plan(kind, PLANS[key]) is False:
+        if kind and over > 1 and unfit_models.has_plan(kind, PLANS[key]) is False:
             raise UserError(f"learner.parallel.{key} = {over}: transformers has no plan ({PLANS[key]}) for a model of "
                             f"model_type {kind!r}; set 1")
 

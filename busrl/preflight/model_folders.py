@@ -17,8 +17,8 @@ from typing import Any
 from busrl.algorithms import trained_parameters
 from busrl.data import pretrained
 from busrl.data.chat import template_of
-from busrl.data.vocabulary import pieces, vocabulary_size
 from busrl.errors import Problem
+from busrl.preflight import unfit_models
 from busrl.preflight.findings import Report
 from busrl.states import TINY
 from busrl.system.device import expected
@@ -70,7 +70,7 @@ class ModelFolders:
         if config.get("is_encoder_decoder"):
             rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
             self._report.add("model.path", rule, "give a causal language model")
-        elif fault := pretrained.kind_fault(folder):
+        elif fault := unfit_models.kind_fault(folder):
             self._report.add_problem("model.path", Problem(place, "", *fault))
         else:
             self._files(folder, place)
@@ -79,7 +79,7 @@ class ModelFolders:
     def _files(self, folder: Path, config: str) -> None:
         """Check the weights and the tokenizer of a decoder."""
         self._weights("model.path", folder)
-        if fault := token_fault(folder):
+        if fault := unfit_models.token_fault(folder):
             remedy = "save the tokenizer of this model there; with a new tokenizer resize the model's embeddings first"
             self._report.add("model.path", fault, remedy)
         if self._t.scripted and pretrained.vocabulary(folder) is None:
@@ -92,7 +92,7 @@ class ModelFolders:
 
     def _weights(self, key: str, folder: Path) -> None:
         """Refuse weights that were cut, or that are another model's, before a process loads them."""
-        if fault := pretrained.weight_fault(folder):
+        if fault := unfit_models.weight_fault(folder):
             self._report.add_problem(key, Problem(fault[0], "", *fault[1:]))
 
     def chat_template(self) -> None:
@@ -119,13 +119,13 @@ class ModelFolders:
         if missing := self._missing(folder):
             self._report.add(key, *missing)
             return
-        if fault := pretrained.kind_fault(folder):
+        if fault := unfit_models.kind_fault(folder):
             self._report.add_problem(key, Problem(str(folder / "config.json"), "", *fault))
             return
         self._weights(key, folder)
         if model is None:
             return
-        difference = other_tokens(model, folder)
+        difference = unfit_models.other_tokens(model, folder)
         if difference:
             self._report.add(key, f"{difference}: they are not the same tokens", remedy)
             return
@@ -240,12 +240,12 @@ def _missing(folder: Path) -> tuple[str, str] | None:
         remedy = "give a folder with config.json, a tokenizer and weights; a model of the hub is downloaded first"
         return "no such folder", remedy
     if not (folder / "config.json").is_file():
-        return pretrained.without_config(folder)
+        return unfit_models.without_config(folder)
     if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")):
         if (folder.parent / "shards").is_dir():
             remedy = "set learner.start_from to the checkpoint, or model.path to what `busrl export` makes of it"
             return "a checkpoint that has its weights in shards", remedy
-        return pretrained.without_weights(folder)
+        return unfit_models.without_weights(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         return "no tokenizer (tokenizer.json) in this folder", "save the tokenizer beside the model"
     return None
@@ -260,33 +260,3 @@ def _damage(checkpoint: Path, listed: dict[str, Any]) -> str:
         if (there := path.stat().st_size) != size:
             return f"the checkpoint is damaged: {name} has {there} bytes, {size} were written"
     return ""
-
-
-# -- tokenizers -----
-
-
-def other_tokens(ours: Path, theirs: Path) -> str | None:
-    """The first token for which the tokenizers of two model folders have different ids, as a sentence about `theirs`;
-    "" if there is none, None where one of the folders has no tokenizer.json."""
-    ids, others = ({**vocabulary, **added} for vocabulary, added in map(pieces, (ours, theirs)))
-    if not ids or not others:
-        return None
-    apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
-    if not apart:
-        return ""
-    first = min(apart, key=lambda token: (min(ids.get(token, 1 << 40), others.get(token, 1 << 40)), token))
-    its_id, our_id = (f"{table[first]}" if first in table else "no token" for table in (others, ids))
-    return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {its_id}, in model.path {our_id}"
-
-
-def token_fault(folder: Path) -> str:
-    """The rule that a tokenizer breaks with ids for which the model has no row; "" for none, and where the number of
-    rows is not known. Added tokens are left out: many tokenizers have some that no text contains."""
-    size, (vocabulary, _) = vocabulary_size(folder), pieces(folder)
-    name = "tokenizer.json"
-    if not vocabulary and (folder / name).is_file() and pretrained.read_config(folder, name).get("model") is None:
-        return f"{name} is no JSON object with a model: it was cut, or is another file"
-    highest = max((number for number in vocabulary.values() if isinstance(number, int)), default=0)
-    if not size or highest < size:
-        return ""
-    return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"

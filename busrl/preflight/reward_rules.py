@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from busrl.data import pretrained
+from busrl.preflight import unfit_models
 from busrl.preflight.findings import Check, Clash, Finding, by_path, clashes
 from busrl.preflight.process_rules import PLAYS
 from busrl.topology.declare import items
@@ -153,7 +154,7 @@ def _classifier(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
         if not any(kind.endswith(CLASSIFIER) for kind in kinds):
             rule = f"its architecture is {', '.join(kinds) or 'not named'}, and a reward model is a ...{CLASSIFIER}"
             yield Finding((f"{at}.path",), rule, remedy)
-        if fault := pretrained.weight_fault(folder):
+        if fault := unfit_models.weight_fault(folder):
             yield Finding((f"{at}.path",), fault[1], fault[2], place=fault[0])
         context = pretrained.context_of(config)
         if context and t.longest > context:

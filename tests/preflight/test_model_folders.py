@@ -12,7 +12,7 @@ import pytest
 
 from busrl.data import pretrained
 from busrl.errors import UserError
-from busrl.preflight import machine
+from busrl.preflight import machine, unfit_models
 from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
@@ -92,11 +92,11 @@ def test_what_transformers_has_is_what_its_source_says(tmp_path: Path) -> None:
     auto: Any = pytest.importorskip("transformers.models.auto.modeling_auto")
     kinds = set(pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES)
     kinds |= set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    assert {kind for kind in kinds if pretrained.trains(kind)} == set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert {kind for kind in kinds if unfit_models.trains(kind)} == set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     encoders = set()
     for kind in kinds:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        if (fault := pretrained.kind_fault(tmp_path)) and "is an encoder" in fault[0]:
+        if (fault := unfit_models.kind_fault(tmp_path)) and "is an encoder" in fault[0]:
             encoders.add(kind)
     assert encoders == set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 
@@ -247,4 +247,4 @@ def test_an_axis_that_transformers_cannot_cut_a_model_along_ends_check(
 def test_no_plan_is_missed_that_transformers_has(kind: str) -> None:
     known: Any = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING[kind]
     for plan in machine.PLANS.values():
-        assert pretrained.has_plan(kind, plan) is not False or not getattr(known, plan, None)
+        assert unfit_models.has_plan(kind, plan) is not False or not getattr(known, plan, None)
