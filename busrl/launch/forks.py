@@ -25,6 +25,7 @@ from busrl.system.guardian import halted
 from busrl.system.imports import interpreter
 from busrl.system.template import Template, TemplateGone, TemplateRefused
 from busrl.topology import ProcessName, Topology
+from busrl.topology.kinds import ENGINES
 from busrl.topology.schema import has_model
 
 IDLE_S = 20.0  # without any CPU: an import that waits for something
@@ -35,7 +36,6 @@ MOST_DEATHS = 3
 # A library that looks whether there is a GPU would start the driver, which no fork survives: NVML answers without.
 NO_DEVICE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 ALONE_ROLES = ("bus",)
-ENGINES_ALONE = ("vllm",)  # it starts processes and threads of its own as it is imported
 # They bind a process to cores when a library is imported: a fork would have those of the template.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
@@ -109,7 +109,7 @@ class Forks:
     @staticmethod
     def _can_fork(process: ProcessName) -> bool:
         spec = process.spec
-        alone = process.role in ALONE_ROLES or (process.role == "rollout" and spec.engine in ENGINES_ALONE)
+        alone = process.role in ALONE_ROLES or (process.role == "rollout" and not ENGINES[spec.engine].forks)
         return not (alone or spec.command or spec.python or spec.env) and process.role in ROLES
 
     @property

@@ -22,11 +22,13 @@ ONE_COPY = "cuda_ipc"  # the transport with which the learner's weights are the 
 class EngineKind:
     """An inference engine: its module below `busrl`, and where its model runs: "here", in its rollout process or a
     child; "there", at an endpoint; "": nowhere. `recomputes`: left to itself, it computes the keys and values of
-    running sequences again after new weights."""
+    running sequences again after new weights. `forks`: its process may be forked from one that has imported what it
+    needs, since nothing that it imports starts threads or processes."""
 
     module: str
     model: Literal["here", "there", ""]
     recomputes: bool = False
+    forks: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class PolicyKind:
 ENGINES = {
     "torch": EngineKind("engines.torch.engine", "here"),
     SCRIPTED: EngineKind("engines.scripted", ""),
-    "vllm": EngineKind("engines.vllm.engine", "here", recomputes=True),
+    "vllm": EngineKind("engines.vllm.engine", "here", recomputes=True, forks=False),
     "openai": EngineKind("engines.openai.engine", "there", recomputes=True),
 }
 TRANSPORTS = {
