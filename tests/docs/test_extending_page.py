@@ -143,14 +143,14 @@ def test_a_diagnostic_is_a_row_a_name_and_a_field(copy: Path) -> None:
     add(path, '"entropy", "dropped")', '"certain", ')
     code = (
         "import torch\n"
-        "from busrl.algorithms import diagnostics\n"
+        "from busrl.algorithms import diagnostics, terms\n"
         "from busrl.algorithms.losses import LossInputs, LossSettings\n"
         "from busrl.roles.learner import metrics\n"
         "from busrl.training.step_stats import RankStats, stats_of\n"
         "drawn = torch.tensor([-0.01, -0.02, -0.03, -5.0])\n"
         "nothing, whole = torch.zeros(4), torch.zeros(4, dtype=torch.int64)\n"
         "inputs = LossInputs(drawn, drawn, drawn, nothing, None, whole, whole, whole, torch.tensor([4]), nothing)\n"
-        "row = diagnostics.sums(inputs, nothing, nothing, None, LossSettings())\n"
+        "row = diagnostics.sums(inputs, terms.Objective(nothing), nothing, None, LossSettings())\n"
         "rank = RankStats(0.0, '', (), tuple(row.tolist()), 4, 1, 0, 4, 4, 1, 0.0, 0.0, 0.0)\n"
         "print(metrics._training(stats_of([rank], 0.0))['certain'])\n"
     )
