@@ -1,6 +1,6 @@
 """Dispatch decisions per second and bytes per waiting prompt, for each policy, in seconds of CPU of one core.
 
-    python -m benchmarks dispatch [--waiting N] [--seconds S] [--rounds N] [--only POLICY]
+    python -m benchmarks dispatch [--waiting N] [--seconds S] [--rounds N] [--only POLICY] [--against TREE]
 
 A decision is what the scheduler does for one group: find which draws are missing, offer their prompts, take the next,
 give it a slot priority, and, a look at a time, tell the policy what is open and what finished. A look opens `LOOK`
@@ -8,6 +8,7 @@ groups. Predictions come from a table, since predictors are measured apart; `rul
 `scans` adds what stands before the policy at each look: a view of a ring of 4,096 slots and of the fates of all draws;
 putting the samples into the pretended ring is not counted. Measured after as many groups were opened as wait: by then
 the draws that wait have holes up to twice the horizon.
+`--against` takes the code of another checkout in turn, each round in a process of its own.
 Prompts are made beforehand; their text is not in the bytes, everything else of a waiting prompt is.
 """
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Sequence
@@ -23,14 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, ROOT
 from benchmarks.common.judge import Bar, Log, written
 from busrl.predict.lengths import RulesPredictor
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner
 from busrl.scheduling.predictor import Candidate, Predictor
 from busrl.states import uid_of
-from busrl.topology.kinds import POLICIES
 
 LOOK = 64  # groups opened per look
 GROUP, SLOTS, ROWS = 8, 4096, 1024
@@ -152,29 +154,47 @@ def bytes_per_prompt(name: str, waiting: int) -> float:
     return held / waiting
 
 
-def measure(log: Log, name: str, waiting: int, seconds: float, rounds: int) -> None:
+def round_of(name: str, way: str, waiting: int, seconds: float) -> float:
+    loop = Loop(name, waiting, *WAYS[way])
+    for _ in range(waiting // LOOK):
+        loop.look()
+    return per_second(loop, seconds)
+
+
+def child(tree: Path, name: str, way: str, waiting: int, seconds: float) -> float:
+    """A round with the busrl of another checkout, or of this one, in a process of its own."""
+    path = f"import sys, benchmarks; sys.path.insert(0, {str(tree)!r}); "
+    code = f"from benchmarks.dispatch import round_of; print(round_of({name!r}, {way!r}, {waiting}, {seconds}))"
+    command = [sys.executable, "-c", path + code]
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout)
+
+
+def measure(log: Log, name: str, options: argparse.Namespace) -> None:
+    waiting, seconds = options.waiting, options.seconds
     log.say(f"{name}, bytes", bytes_per_prompt(name, waiting), "bytes a prompt")
-    for way, (scanned, rules) in WAYS.items():
-        loop = Loop(name, waiting, scanned, rules)
-        for _ in range(waiting // LOOK):
-            loop.look()
-        for _ in range(rounds):
+    for _ in range(options.rounds):
+        for way in WAYS:
             log.loads.append(os.getloadavg()[0])
-            log.say(f"{name}, {way}", per_second(loop, seconds), "decisions/s")
+            for tree, label in ((ROOT, ""), (options.against, ", other tree")):
+                if tree:
+                    log.say(f"{name}, {way}{label}", child(tree, name, way, waiting, seconds), "decisions/s")
 
 
 def main() -> int:
+    from busrl.topology.kinds import POLICIES  # here, as an older checkout of `--against` has none
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--waiting", type=int, default=100_000, help="prompts that wait, which is also the horizon")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=POLICIES, help="one policy alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--against", type=Path, help="another checkout, with its compiled modules")
     options = parser.parse_args()
-    log, policies = Log(), (options.only,) if options.only else POLICIES
+    log, policies = Log(), (options.only,) if options.only else tuple(POLICIES)
     print(f"{options.waiting} prompts wait")
     for name in policies:
-        measure(log, name, options.waiting, options.seconds, options.rounds)
+        measure(log, name, options)
     for _ in range(options.rounds):
         log.say("aim", AIM, "decisions/s")
     bars = [Bar(f"{name} with scans", f"{name}, scans", "aim", 1.0, at_most=False) for name in policies]
