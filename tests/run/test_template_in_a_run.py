@@ -10,6 +10,8 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, running
 
+pytestmark = pytest.mark.long  # whole runs
+
 SCRIPTED = ROOT / "configs" / "scripted.toml"
 HERE = Path(__file__).resolve().parent
 
