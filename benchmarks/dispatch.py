@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -27,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.common import sides
 from benchmarks.common.judge import Bar, Log, written
 from busrl.predict.lengths import RulesPredictor
 from busrl.scheduling.dispatch import Policy, make_policy
@@ -166,7 +166,7 @@ def child(tree: Path, name: str, way: str, waiting: int, seconds: float) -> floa
     path = f"import sys, benchmarks; sys.path.insert(0, {str(tree)!r}); "
     code = f"from benchmarks.dispatch import round_of; print(round_of({name!r}, {way!r}, {waiting}, {seconds}))"
     command = [sys.executable, "-c", path + code]
-    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout)
+    return float(sides.ran(command, check=True, cwd=ROOT).output)
 
 
 def measure(log: Log, name: str, options: argparse.Namespace) -> None:

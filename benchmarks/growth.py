@@ -97,7 +97,3 @@ def main() -> None:
     path = options.out / f"growth_{report.machine()['cores']}cores_{time.strftime('%Y-%m-%d')}.json"
     path.write_text(json.dumps(result) + "\n")
     print(f"{steps} steps; written to {path}")
-
-
-if __name__ == "__main__":
-    main()

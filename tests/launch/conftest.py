@@ -81,6 +81,9 @@ ring.register(name.partition("/")[0], name)
 if "never_ready" not in does:
     ring.set_ready()
 me.write_text(f"{os.getpid()} {lives}")
+if "after_another" in does:
+    while len(list(me.parent.iterdir())) < 3:
+        time.sleep(0.005)
 if "dies_when_ready" in does and (lives <= 4 or "always" in does):
     os.kill(os.getpid(), signal.SIGKILL)
 if "dies_after_others_moved" in does:

@@ -165,8 +165,8 @@ def test_an_interrupt_whose_reader_is_gone_too_ends_the_run_in_order(scripted):
 @pytest.mark.parametrize("name", ["rollout/0", "validator", "scheduler", "keeper", "bus"])
 def test_a_process_that_dies_after_ready_without_work_ends_the_run(scripted, name):
     """Also while others work: but for a worker that shows only in what the run does, that is none of its own."""
-    others = {"rollout/0": "always+dies_when_ready"} if name == "rollout/0" else {name: "dies_after_others_moved"}
-    scripted.start({**others, "rollout/9": "moves" if name != "rollout/0" else "well", "learner": "learner"},
+    does = "always+after_another+dies_when_ready" if name == "rollout/0" else "dies_after_others_moved"
+    scripted.start({name: does, "rollout/9": "moves" if name != "rollout/0" else "well", "learner": "learner"},
                    crash_attempts=3)
     scripted.ready("rollout/9")
     scripted.dispatch_one(0)

@@ -72,7 +72,8 @@ def test_a_started_process_and_its_children_run_on_its_cores(tmp_path: Path) -> 
     process = ProcessName("reward/0", "reward", 0, Process("reward", command=command))
     running = start(process, paths, cores=core)
     try:
-        assert running.popen.wait(20) == 0
+        running.wait(20)
+        assert (end := running.ended()) is not None and end.code == 0
         assert paths.log("reward/0").read_text().split()[-2:] == ["Cpus_allowed_list:", str(max(core))]
         assert os.sched_getaffinity(0) == before, "launch itself is not bound"
     finally:

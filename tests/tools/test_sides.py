@@ -36,6 +36,7 @@ ELSEWHERE = {
     "benchmarks/bus/typed.py": PARTNER,
     "benchmarks/calls.py": PARTNER,
     "benchmarks/ring/rivals/measure.py": PARTNER,
+    "benchmarks/looks.py": PARTNER,
     "benchmarks/serve.py": PARTNER,
 }
 
