@@ -3,9 +3,10 @@
     python -m benchmarks growth [--minutes 60] [--every 10] [--out benchmarks/results]
 
 A scripted run (configs/scripted.toml: a real learner, bus, ring and log; answers whose lengths are written) goes on for
-the given time. Every few seconds the private memory of each process is read (Private_Dirty of smaps_rollup, which no
-shared library or page of another process moves), with the step. A role's growth is the median slope between all pairs
-of points (Theil and Sen) of the last two thirds, in KiB for 1,000 steps: the first third fills caches and queues.
+the given time. Every few seconds the anonymous memory of each process is read (of smaps_rollup; pages that it shares
+with the template which it was forked from count whole, so writing to them is no growth), with the step. A role's growth
+is the median slope between all pairs of points (Theil and Sen) of the last two thirds, in KiB for 1,000 steps: the
+first third fills caches and queues.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ WARM_UP = 1 / 3
 Point = tuple[int, float, int]  # step, seconds since the start, KiB
 
 
-def private_kib(pid: int) -> int:
-    """Private memory of a process that it has written to, in KiB; 0 if it has ended."""
+def anonymous_kib(pid: int) -> int:
+    """Memory of a process that is no file's, in KiB; 0 if it has ended."""
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) for line in rollup if line.startswith("Private_Dirty:"))
+    return sum(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
 
 
 def processes(bench: BenchRun) -> dict[str, int]:
@@ -54,7 +55,7 @@ def watched(bench: BenchRun, minutes: float, every_s: float) -> dict[str, list[P
     while (passed_s := time.monotonic() - begun) < 60 * minutes:
         step = bench.attach().header("step")
         for name, pid in processes(bench).items():
-            if kib := private_kib(pid):
+            if kib := anonymous_kib(pid):
                 points[name].append((step, round(passed_s, 1), kib))
         if bench.child.poll() is not None:
             raise SystemExit(f"the run ended: {bench.tail()}")
