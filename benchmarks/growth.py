@@ -27,7 +27,7 @@ from benchmarks.common import report
 from benchmarks.common.runs import BenchRun, run
 
 SCRIPTED = ROOT / "configs" / "scripted.toml"
-SETTINGS = ("run.max_steps=100000000", "mock.token_s=0.02", "learner.trigger.n_min=4")
+SETTINGS = ("run.max_steps=100000000", "process.rollout.count=4", "learner.trigger.n_min=4")
 WARM_UP = 1 / 3
 Point = tuple[int, float, int]  # step, seconds since the start, KiB
 

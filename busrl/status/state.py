@@ -250,7 +250,7 @@ class Steps:
     """The newest `STEPS_KEPT` steps in order.
 
     Each step records the seconds since the step before it, so the speed is known before a second step is seen, and a
-    replay has the run's speed.
+    replay has the run's speed. Figures by tag, which take most of a record's memory, are kept of the newest alone.
     """
 
     def __init__(self) -> None:
@@ -262,6 +262,10 @@ class Steps:
         repeated = at < len(self._steps) and self._steps[at].step == seen.step
         if repeated or (at == 0 and len(self._steps) >= STEPS_KEPT):
             return False
+        if at < len(self._steps):
+            seen = msgspec.structs.replace(seen, by={})
+        elif at > 0:
+            self._steps[-1] = msgspec.structs.replace(self._steps[-1], by={})
         self._steps.insert(at, seen)
         del self._steps[:-STEPS_KEPT]
         return True
