@@ -55,7 +55,9 @@ def test_a_run_ends_by_failing_updates_and_its_exit_names_the_cause(tmp_path: Pa
     assert code != 0 and run.step() < 30
     first = int(re.findall(r"version (\d+):", differences(run)[0])[0])
     assert SINCE <= first <= SINCE + 2, first  # one step of one layer may be less than what rounding may make
-    assert f"So it was at version {first}: the run ends" in run.text(), run.tail()
+    # The eight tokens of a proof may be right by chance: then it is not the first of two in a row that are wrong.
+    again = re.search(r"version (\d+): over.*So it was at version (\d+): the run ends", run.text())
+    assert again is not None and first <= int(again[2]) < int(again[1]), run.tail()
 
 
 @pytest.mark.slow

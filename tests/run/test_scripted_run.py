@@ -22,6 +22,7 @@ SCRIPTED = [
 @pytest.mark.long
 def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", *SCRIPTED, config=ROOT / "configs" / "scripted.toml", steps=12)
+    run.cold = True  # processes of runs that share the session's imports have torch from the start
     with running(run):
         run.until_step(6)
         loaded = Path(f"/proc/{run.pid('rollout/2')}/maps").read_text()
