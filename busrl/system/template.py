@@ -136,7 +136,7 @@ class Template:
         if late:
             self.kill()  # from here on it answers no more; it may just have
         try:
-            data = self._socket.recv(MOST_BYTES)
+            data = self._socket.recv(MOST_BYTES, socket.MSG_DONTWAIT)
         except OSError:
             data = b""
         if not data and late:
