@@ -22,6 +22,8 @@ from harness import ROOT, Run, running
 from host_scene import Home
 from test_placement import HOST, said, start
 
+from busrl.quickstart import ensure
+
 RAY_PYTHON = ROOT / ".venv" / "ray" / "bin" / "python"  # of `make ray-env`
 STEPS = 60
 NODES = ("n1", "n2", "n3")
@@ -179,6 +181,9 @@ class Job(Run):
         busrl.chmod(0o755)
         self.env |= {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_CONF": cluster.environment["SLURM_CONF"]}
         self.env |= {"XDG_CACHE_HOME": str(folder / "cache"), "TMPDIR": str(folder)}
+        model = ensure("tiny:sort").model.parent  # a cache of the job's own, but for what takes minutes to make
+        (folder / "cache" / "busrl").mkdir(parents=True)
+        (folder / "cache" / "busrl" / model.name).symlink_to(model)
         self.script = folder / "job.sh"
 
     def start(self, *arguments: str) -> Run:
