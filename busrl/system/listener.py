@@ -64,7 +64,9 @@ class Listener:
         self._handlers, self._loop = handlers, asyncio.get_running_loop()
         self._before = self._loop.get_exception_handler()
         self._loop.set_exception_handler(self._failed)
-        self._server = await self._loop.create_server(self._accepted, sock=self._socket, backlog=ACCEPTS_AT_ONCE)
+        # Those of the newest turns have no transport yet and cannot be closed: were all so, a client would have to go.
+        at_once = max(1, min(ACCEPTS_AT_ONCE, self._most // 4))
+        self._server = await self._loop.create_server(self._accepted, sock=self._socket, backlog=at_once)
         self._socket.listen(BACKLOG)  # asyncio has one number for this and for the accepts of a turn
         self._sweep()
 

@@ -359,7 +359,6 @@ def test_streams_are_bounded_and_one_that_goes_makes_room(site: Site) -> None:
         with site.stream() as last:
             assert next(last)[0] == "picture" and site.get("/events")[0] == 503 and site.get("/")[0] == 200
         until("room for a stream", lambda: _opens(site))
-        assert next(others.enter_context(site.stream()))[0] == "picture"
 
 
 def _opens(site: Site) -> bool:
