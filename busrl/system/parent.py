@@ -32,7 +32,7 @@ def bind(cores: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Make this process the parent of each descendant whose parent ends meanwhile. OSError if the kernel can not.
+    """Adopt each descendant whose parent ends meanwhile. OSError if the kernel does not allow that.
 
     Not for longer than it takes: who adopts an orphan has to wait for its end, too.
     """

@@ -7,7 +7,7 @@ module, run as a program, is the template itself. Knows nothing of roles or topo
   the nearest ancestor that adopts orphans, which the owner does during a request. So its end, its pidfd and its death
   with the owner are those of a child that the owner started itself, and the template's own death touches no child.
 - A child waits until the owner has been sent its pid: no child runs of which the owner does not know.
-- A template has one thread, whatever its children have, and no accelerator is in use; else it says why it can not fork.
+- A template forks only while it has one thread and uses no accelerator; else it says why not. Children may have more.
 - A child has the environment, threads, descriptors and cores of its request; its session and random numbers are new.
 - A request that is not answered in time costs the template its life.
 """
@@ -255,7 +255,7 @@ def _check_parent(child: int, owner: int) -> None:
 
 
 def _driver_started() -> str:
-    """Tell whether an import has started a driver: a process that was forked after that can not use it, and sees so."""
+    """Name the driver that an import has started, seen from a fork, which cannot use it; "" if there is none."""
     torch = sys.modules.get("torch")
     for kind in ("cuda", "npu"):
         unusable = getattr(getattr(torch, kind, None), "_is_in_bad_fork", None)

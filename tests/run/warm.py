@@ -220,11 +220,14 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(f"template (pid {self.pid})", timeout)
-            time.sleep(0.001)
+        if self.poll() is not None:
+            return
+        pidfd = os.pidfd_open(self.pid)
+        ended = select.select([pidfd], [], [], timeout)[0]
+        os.close(pidfd)
+        if not ended:
+            raise subprocess.TimeoutExpired(f"template (pid {self.pid})", timeout)
+        self.poll()
 
 
 def main() -> int:
