@@ -31,7 +31,7 @@ QUICK = [
     "validation.samples=32",
     "generation.max_batch=64",
 ]
-READ_BY_IMPORTS = {"PYTHONPATH", "HOME", "PATH", "CUDA_VISIBLE_DEVICES"}
+READ_AT_START = {"PYTHONPATH", "HOME", "PATH", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD"}
 LIMIT_S = 150.0
 LOOK_EVERY_S = 0.01
 
@@ -73,7 +73,7 @@ class Run:
 
     def _started(self, arguments: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | warm.Warm:
         """A launch that shares the session's imports, where nothing is to be different while it imports."""
-        if not (self.cold or self.prefix or self.env.keys() & READ_BY_IMPORTS):
+        if not (self.cold or self.prefix or self.env.keys() & READ_AT_START):
             return warm.nursery().start(arguments, warm.environment(self.env), output.fileno(), ROOT)
         return subprocess.Popen(
             [*self.prefix, sys.executable, "-m", "busrl.cli", *arguments], stdout=output, stderr=output,

@@ -243,4 +243,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     del sys.path[0]  # tests/run: a user's launch finds nothing there
-    sys.exit(main())
+    code = main()
+    from busrl.system.template import leave
+
+    leave(code)

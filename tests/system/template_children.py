@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import random
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 from busrl.system.template import OPENBLAS, SET_OPENBLAS, Template
@@ -22,6 +24,30 @@ def returns(_: Sequence[int], code: int) -> int:
 
 def raises(_: Sequence[int]) -> int:
     raise ValueError("on purpose")
+
+
+class Torn:
+    """What the interpreter takes apart at its end tells that."""
+
+    def __del__(self) -> None:
+        os.write(2, b"torn down\n")
+
+
+def leaves_things_undone(_: Sequence[int], folder: str) -> int:
+    """Ends with a thread that runs, an exit handler, and text in a file that nobody closes."""
+    begun = threading.Event()
+
+    def writes_late() -> None:
+        begun.wait()
+        Path(folder, "thread").write_text("done")
+
+    threading.Thread(target=writes_late).start()
+    atexit.register(lambda: Path(folder, "handler").write_text("done"))
+    sys.modules["kept"] = SimpleNamespace(torn=Torn(), file=open(Path(folder, "file"), "w"))  # type: ignore[assignment]  # noqa: SIM115
+    sys.modules["kept"].file.write("done")
+    print("said last")
+    begun.set()
+    return 3
 
 
 def kills_itself(_: Sequence[int]) -> int:

@@ -79,6 +79,14 @@ def test_a_child_ends_with_its_code_for_its_owner(template: Template, log: int) 
     assert exit_code(forked(template, log, "kills_itself")) == -signal.SIGKILL
 
 
+def test_a_child_ends_in_order_and_takes_nothing_apart(template: Template, log: int, tmp_path: Path) -> None:
+    assert exit_code(forked(template, log, "leaves_things_undone", str(tmp_path))) == 3
+    assert {name: (tmp_path / name).read_text() for name in ("thread", "handler", "file")} == {
+        "thread": "done", "handler": "done", "file": "done",
+    }
+    assert (tmp_path / "log").read_text() == "said last\n"
+
+
 def test_a_child_has_what_its_request_says(template: Template, log: int, tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     read, write = os.pipe()
