@@ -68,7 +68,7 @@ def test_a_curve_is_drawn_from_the_files_of_a_run(module: ModuleType, tmp_path: 
 @pytest.mark.timeout(900)
 def test_a_small_demo_is_killed_twice_resumes_and_loses_nothing(tmp_path: Path) -> None:
     shutil.copytree(OWN, tmp_path / "demo", ignore=shutil.ignore_patterns("made", ".made.making", "__pycache__"))
-    settings = ["run.max_steps=6", "groups.size=4", "learner.trigger.n_min=4", "validation.samples=8"]
+    settings = ["run.max_steps=15", "groups.size=4", "learner.trigger.n_min=4", "validation.samples=8"]
     command = [sys.executable, "run.py", "--run-dir", "run", "--warm-up", "steps=120", "check=60", "batch=32"]
     for one in settings:
         command += ["--set", one]

@@ -8,6 +8,8 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, read_lines, running
 
+from busrl.cli.command import main
+
 DYING = Path(__file__).with_name("dying")
 BROADCAST = ["weights.transport='broadcast'", "weights.timeout_s=6", "weights.bucket_mb=1", "process.rollout.count=2"]
 
@@ -19,10 +21,25 @@ def run_with_a_death(tmp_path: Path, role: str, point: str, *settings: str) -> R
         f"process.{role}.env={{DIE_IN='{point}', DIE_MARK='{mark}', PYTHONPATH='{DYING}:{ROOT}'}}", *settings, steps=12,
     )
     with running(run):
+        if role == "rollout":
+            wait_for_the_dying(run, mark)
         code = run.wait()
     assert mark.exists(), run.tail()
     check_end(run, code)
     return run
+
+
+def wait_for_the_dying(run: Run, mark: Path) -> None:
+    """No step is made before rollout/0 takes part: on a busy machine the run would end before that."""
+    run.until_step(1)
+    assert main(["pause", str(run.directory)]) == 0
+    run.until("rollout/0 took part", lambda: mark.exists() or has_ready(run, "rollout/0"))
+    assert main(["resume", str(run.directory)]) == 0
+
+
+def has_ready(run: Run, name: str) -> bool:
+    process = run.processes().get(name)
+    return process is not None and process.state == "ready"
 
 
 @pytest.mark.slow

@@ -126,7 +126,9 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
             # A token on the other side of a bound gives or takes its whole gradient.
             same = (np.array(actual["losses"]) == np.array(expected["losses"]))[:, COUNTS].all(1)
             assert same.sum() >= 0.9 * len(same) and (same.all() or layout.tensor > 1)
-            np.testing.assert_allclose(np.array(actual["norms"])[same], np.array(expected["norms"])[same], rtol=norms)
+            for begun, limit in ((slice(steps // 2), norms), (slice(steps), 1e-2)):  # a weight may be rounded otherwise
+                norms_here, there = (np.array(side["norms"])[begun][same[begun]] for side in (actual, expected))
+                np.testing.assert_allclose(norms_here, there, rtol=limit)
         elif kind == "adamw8bit":
             assert_nearly_equal(actual, expected)
         else:
