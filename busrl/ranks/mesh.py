@@ -266,7 +266,8 @@ def shard(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for module in model.modules():
         if getattr(module, "_is_expert_parallel", False):
-            module.register_forward_hook(_apart)  # before FSDP2's own hooks, which are called in this order
+            # Called before FSDP2's own hook, which is added later: with a tensor axis the output is a view of a sum.
+            module.register_forward_hook(lambda _, __, output: whole_tensors(output))
             spread(module, mesh=meshes.experts, reshard_after_forward=reshard)
     for layer in layers(model):
         spread(layer, reshard_after_forward=reshard)
@@ -282,12 +283,6 @@ def shard(
         if isinstance(module, fsdp.FSDPModule):  # neither setting reaches the modules below
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _apart(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """The output of experts as a tensor of its own: with a tensor axis it is a view of what was gathered, and a model
-    that adds to a view in place would compute wrong gradients, as FSDP2 warns."""
-    return output if output._base is None else output.clone()
 
 
 def layers(model: Any) -> list[nn.Module]:

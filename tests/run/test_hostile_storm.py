@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -149,7 +150,7 @@ def test_a_storm_among_strangers_with_changing_bounds_ends_clean(tmp_path: Path,
     config = tmp_path / "hostile.toml"
     text = AGENTS.read_text().replace(
         'function = "../examples/agents/two_tries.py:episode"',
-        f'program = ["python3", "{ROOT}/examples/agents/sort_program.py"]',
+        f'program = ["{sys.executable}", "{ROOT}/examples/agents/sort_program.py"]',  # no shim of a shell: many start
     )
     config.write_text(text + '\n[[process]]\nrole = "serve"\ncount = 2\n')
     chance, programs = random.Random(32), 0

@@ -128,6 +128,7 @@ def test_an_attention_that_is_not_there_is_named_with_a_remedy(lab: Any, tmp_pat
         load(lab.folder("qwen3"), attention="flash_attention_2")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch hides it where it compiles
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the first layer that is compiled takes minutes where others compute too
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

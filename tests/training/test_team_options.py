@@ -80,6 +80,7 @@ def test_an_optimiser_of_whole_matrices_is_refused_over_parts(tmp_path: Path) ->
     optimizers.require_elementwise("torch.optim:RMSprop", {}, {"alpha": 0.9}, ".")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch hides it where it compiles
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
