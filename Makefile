@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm docs
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -159,6 +159,16 @@ $(RAY)/.installed: | $(STAMP)/system
 ray-env: $(RAY)/.installed
 slurm:
 	-@sh tools/system.sh $(PYTHON) slurmctld:slurm-wlm munged:munge
+
+# The site of docs/, in an environment of its own; `.venv/docs/bin/mike deploy` publishes a version.
+DOCS ?= $(VENV)/docs
+$(DOCS)/.installed: tools/docs/requirements.txt | $(STAMP)/system
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install -q -r tools/docs/requirements.txt
+	@touch $@
+
+docs: $(DOCS)/.installed ## the site, strictly: build/site
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so

@@ -1,0 +1,99 @@
+"""The site of docs/ (mkdocs.yml): pages of a readable length, all in the navigation; tasks two clicks from the index.
+
+A strict build looks at links, anchors and orphans, where `make docs` has installed mkdocs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools.docs import hooks
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+CONFIG = (ROOT / "mkdocs.yml").read_text()
+MOST_WORDS = 2500
+LONGER = {
+    "messages.md": "a table of every message, made by tools/reference/protocol_page: looked things up in, not read",
+    "engines.md": "to be split", "performance.md": "to be split",
+    "operating.md": "to be split", "extending.md": "to be split", "hosts.md": "to be split",
+    "algorithms.md": "to be split", "weights.md": "to be split", "your-run.md": "to be split",
+    "protocol.md": "to be split", "ring.md": "to be split", "concepts.md": "to be split", "agents.md": "to be split",
+    "ring-layout.md": "to be split", "rewards.md": "to be split", "gpu.md": "to be split",
+}
+PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.parent.name != "reports")
+# What somebody looks for, as the index calls it, and what the page has that tells it.
+TASKS = [
+    ("KL", ("learner.kl_coef", "model.reference")),
+    ("Weights & Biases", ("sinks.project", "`wandb`")),
+    ("ssh", ("hosts.start", "\"ssh\"")),
+    ("samples", ("samples.jsonl", "version_runs")),
+    ("engine of my own", ("## An engine", "TRANSPORTS")),
+]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_at_most_2500_words_or_a_reason(name: str) -> None:
+    words = len((DOCS / name).read_text().split())
+    assert (words > MOST_WORDS) == (name in LONGER), f"{name}: {words} words"
+
+
+def test_every_page_stands_once_in_the_navigation() -> None:
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", CONFIG, flags=re.M)
+    assert sorted(listed) == PAGES
+
+
+def targets(text: str, page: Path) -> list[Path]:
+    links = re.findall(r"\]\(([^)#\s]+\.md)(?:#[^)]*)?\)", text)
+    return [(page.parent / link).resolve() for link in links if "://" not in link]
+
+
+@pytest.mark.parametrize(("task", "told"), TASKS, ids=[task for task, _ in TASKS])
+def test_a_task_is_two_clicks_from_the_index(task: str, told: tuple[str, ...]) -> None:
+    index = DOCS / "README.md"
+    rows = [line for line in index.read_text().splitlines() if line.startswith("|") and task in line]
+    near = [page for line in rows for page in targets(line, index)]
+    assert near, f"the index does not say {task!r}"
+    pages = [*near, *(page for first in near for page in targets(first.read_text(), first))]
+    assert any(all(words in page.read_text() for words in told) for page in pages), [page.name for page in pages]
+
+
+@pytest.mark.parametrize(("link", "address"), [
+    ("[a](ring.md#fates)", "[a](ring.md#fates)"),
+    ("[a](#here)", "[a](#here)"),
+    ("![a](monitor.png)", "![a](monitor.png)"),
+    ("[a](https://x.org/y)", "[a](https://x.org/y)"),
+    ("[a](missing.md)", "[a](missing.md)"),
+    ("[a](../configs/reference.toml)", "[a](https://forge/busrl/blob/main/configs/reference.toml)"),
+    ("[a](../benchmarks/README.md#gone)", "[a](https://forge/busrl/blob/main/benchmarks/README.md#gone)"),
+    ("[a](reports/)", "[a](https://forge/busrl/tree/main/docs/reports)"),
+])
+def test_links_out_of_the_site_lead_to_the_repository(link: str, address: str) -> None:
+    assert hooks.led_out(link, "operating.md", "https://forge/busrl") == address
+
+
+def test_a_list_or_table_behind_text_begins_a_block() -> None:
+    text = "a text\n- one\n- two\n  more\n- three\n```\nx\n- no list\n```\nfigures\n| a |\n|---|".splitlines()
+    assert "\n".join(hooks.separated(text)) == (
+        "a text\n\n- one\n- two\n  more\n- three\n```\nx\n- no list\n```\nfigures\n\n| a |\n|---|"
+    )
+
+
+@pytest.mark.long
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    beside = ROOT / ".venv" / "docs" / "bin" / "mkdocs"
+    program = str(beside) if beside.exists() else shutil.which("mkdocs")
+    if program is None:
+        pytest.skip("mkdocs is not installed: `make docs` does that")
+    command = [program, "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    built = {path.relative_to(tmp_path / "site") for path in (tmp_path / "site").rglob("*.html")}
+    assert {Path(name).with_suffix("") / "index.html" for name in PAGES if "README" not in name} <= built
