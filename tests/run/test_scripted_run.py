@@ -36,7 +36,7 @@ def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, q
     assert len({row["version"] for row in rows}) == 12
     taught = sum(row["tokens"] for row in rows[1:])
     assert rows[-1]["time_s"] - rows[0]["time_s"] > 0.00005 * taught * 0.9  # the learner's pace is kept
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "run-directory.md").read_text()
     names = {path.name for path in run.directory.iterdir() if path.suffix != ".lock"}
     assert {name for name in names if f"`{name}" not in page} == set()
 
