@@ -1,4 +1,4 @@
-"""docs/extending.md: the files that an addition touches are those of the table, shown on a copy of the code."""
+"""docs/extending.md and its neighbours: an addition touches the files of the table, shown on a copy of the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+NAMES = ("extending", "extend-functions", "extend-core", "extend-parts")
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in NAMES)
 ROWS = re.findall(r"^\| an? ([^|]+) \| (\d) \| (.+) \|$", PAGE, re.M)
 
 

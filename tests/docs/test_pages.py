@@ -20,7 +20,7 @@ PAGES = [  # reports are made by tools/gpu_check.py
     *(ROOT / name for name in OUTSIDE),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "reports"),
 ]
-ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
+ALGORITHMS = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("algorithms", "beyond-groups", "step"))
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""What docs/algorithms.md offers to people who come from TRL or verl computes what their code does."""
+"""What docs/trl-verl.md offers to people who come from TRL or verl computes what their code does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from busrl.algorithms.catalog import NO_DUAL
 from busrl.algorithms.losses import LossInputs, LossSettings
 from busrl.topology.learner import Learner
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trl-verl.md").read_text()
 SECTION = PAGE.partition("## Coming from TRL or verl")[2].partition("\n## ")[0]
 REWARDS = [0.0, 0.0, 1.0, 0.0, 0.25, 1.0, 0.0, 0.0]
 
