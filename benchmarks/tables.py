@@ -2,14 +2,14 @@
 
     python -m benchmarks tables            # what would change
     python -m benchmarks tables --write
-    python -m benchmarks tables --weights RESULT.json ... [--page docs/weights.md] [--check]
+    python -m benchmarks tables --weights RESULT.json ... [--page docs/weights-measured.md] [--check]
 
 Without `--weights`, reads the newest `operations_*.json` and `ring_*.json` of `results/`; rewrites the rows of
 `docs/benchmarks.md` (single operations) and of `docs/performance.md` (the ring) that carry their names, and what is
 said of them in the same breath (when, how large a log record is, whether the bars are met). Other text is a person's:
 look whether it still holds.
 
-With `--weights`, replaces what stands between the two marks of docs/weights.md by the results of `weights`,
+With `--weights`, replaces what stands between the two marks of docs/weights-measured.md by the results of `weights`,
 `weight-folders` and `vllm-updates`: objects with `machine`, `commit`, `date` and `rows`. A row has `mode`, `model_mb`,
 `moved_mb`, seconds (`publish_s`, `take_s`, `apply_s`: what a transport does not tell apart is left out), `limit_s` and
 `limit` in words, and `engine` where it is not the embedded one. `--check` changes nothing and ends with 1 if the page
@@ -192,7 +192,7 @@ def rounded(value: float) -> str:
 
 
 def write_weights(results: Sequence[Path], page: Path, check: bool) -> int:
-    """Put results into docs/weights.md, or say whether they are there."""
+    """Put results into docs/weights-measured.md, or say whether they are there."""
     text = page.read_text()
     filled = between_marks(text, weight_tables([json.loads(path.read_text()) for path in results]))
     if check:
@@ -204,8 +204,8 @@ def write_weights(results: Sequence[Path], page: Path, check: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="change the pages")
-    parser.add_argument("--weights", type=Path, nargs="+", metavar="RESULT", help="fill the table of docs/weights.md")
-    parser.add_argument("--page", type=Path, default=DOCS / "weights.md", help="with --weights: another page")
+    parser.add_argument("--weights", type=Path, nargs="+", metavar="RESULT", help="fill the table of its page")
+    parser.add_argument("--page", type=Path, default=DOCS / "weights-measured.md", help="with --weights: another page")
     parser.add_argument("--check", action="store_true", help="with --weights: only say whether the page is up to date")
     options = parser.parse_args()
     if options.weights:

@@ -22,7 +22,6 @@ MOST_WORDS = 2500
 LONGER = {
     "messages.md": "a table of every message, made by tools/reference/protocol_page: looked things up in, not read",
     "engines.md": "to be split", "performance.md": "to be split",
-    "weights.md": "to be split", "your-run.md": "to be split",
     "protocol.md": "to be split", "ring.md": "to be split", "concepts.md": "to be split", "agents.md": "to be split",
     "ring-layout.md": "to be split", "rewards.md": "to be split", "gpu.md": "to be split",
 }

@@ -22,7 +22,8 @@ from busrl.system.files import read_map
 
 pytestmark = pytest.mark.long  # a whole run
 
-PAGE = (Path(__file__).parents[2] / "docs" / "your-run.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "your-run.md").read_text()
 # Only what makes a run of a tiny model short; no key that the page is about.
 SHORT = ["learner.trigger.n_min=2", "generation.max_new_tokens=8", "validation.samples=4", "limits.idle_groups=0"]
 STEPS = {"200": "2", "300": "3"}  # of the page, and of the test
@@ -131,11 +132,12 @@ def test_the_ten_numbers_stand_in_the_files(followed: tuple[Follower, dict[str, 
     assert {name for name in named if "/" not in name} <= set(rows[0]) and {n for n in named if "/" in n} <= set(rounds)
 
 
-def test_every_key_of_the_page_is_one(followed: tuple[Follower, dict[str, str]]) -> None:
+@pytest.mark.parametrize("name", ["your-run", "prompts", "memory", "ranks"])
+def test_every_key_of_a_page_is_one(name: str) -> None:
     reference = "\n".join(path.read_text() for path in (Path(__file__).parents[2] / "configs").glob("reference*.toml"))
     sections = set(re.findall(r"^#?\[+([\w.]+)\]", reference, re.M))
     known = {f"{section}.{key}" for section, key in _keys(reference)}
-    for key in re.findall(r"`((?:[a-z_]+\.)+[a-z_]+)(?: =[^`]*)?`", PAGE):
+    for key in re.findall(r"`((?:[a-z_]+\.)+[a-z_]+)(?: =[^`]*)?`", (DOCS / f"{name}.md").read_text()):
         section = key.rpartition(".")[0]
         if section in sections and not key.endswith((".json", ".jsonl")):
             assert key in known, key
