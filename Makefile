@@ -25,9 +25,8 @@ help: ## explain the targets
 install: $(STAMP)/train ## virtual environment, dependencies and the package, built in place
 
 demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothing, in a few minutes
-	@$(BIN)/python -m busrl.quickstart
 	@rm -rf $(RUN_DIR)
-	@$(BIN)/busrl launch configs/quickstart.toml --run-dir $(RUN_DIR)
+	@$(BIN)/busrl quickstart --run-dir $(RUN_DIR)
 
 demo-real: $(STAMP)/real ## train a Qwen2 of 10 M parameters on reasoning-gym, with a kill and a resume (docs/demo-real.md)
 	@$(BIN)/python examples/real-run/run.py

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import syslog
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from typing import TextIO, TypeAlias, TypeVar, cast
 
 from busrl import capabilities
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError, Unfailing, UserError, escaped
+from busrl.pages import opened
 
 
 def positive(text: str) -> float:
@@ -69,7 +71,7 @@ UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
 
 
 EPILOG = """\
-A first run:     busrl launch configs/quickstart.toml
+A first run:     busrl quickstart
 Look before:     busrl check my.toml --set learner.lr=1e-4
 Try a schedule:  busrl simulate my.toml --actors 64 --sweep learner.trigger.n_min=16,32,64
 From outside:    busrl monitor           busrl status            busrl stop runs/NAME
@@ -186,9 +188,9 @@ def _print_error(error: BusrlError) -> int:
         traceback.print_exception(error)
         print("busrl: this is a bug of busrl; please report it with the lines above", file=sys.stderr)
     elif isinstance(error, TopologyError) and len(error.problems) > 1:
-        print(escaped(f"busrl: {len(error.problems)} problems\n{error}"), file=sys.stderr)
+        print(escaped(opened(f"busrl: {len(error.problems)} problems\n{error}")), file=sys.stderr)
     else:
-        print(escaped(f"busrl: {error}"), file=sys.stderr)
+        print(escaped(opened(f"busrl: {error}")), file=sys.stderr)
     if getattr(sys.stderr, "lost", False):  # a full disk takes no output: the system log is what is left
         syslog.openlog("busrl")
         syslog.syslog(syslog.LOG_ERR, str(error))
@@ -198,16 +200,27 @@ def _print_error(error: BusrlError) -> int:
 # -- parsers -----
 
 
+class Formatter(argparse.HelpFormatter):
+    """Help that names pages as the reader can open them, and breaks no name of a page at the end of a line."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(opened(text).split()), width, break_on_hyphens=False, break_long_words=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else "\n".join(indent + line for line in self._split_lines(text, width))
+
+
 def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of all verbs. The verb of an optional part has its options only if `arguments` begin with it."""
     top = argparse.ArgumentParser(
         prog="busrl",
         description="Asynchronous reinforcement-learning post-training of language models, as processes on a bus.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
+    _add_quickstart(verbs)
     _add_init(verbs)
     _add_launch(verbs)
     _add_checks(verbs)
@@ -228,7 +241,9 @@ Add: TypeAlias = Callable[..., argparse.Action]
 
 
 def _group(verbs: Verbs, name: str, text: str) -> Verbs:
-    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=text, description=text, allow_abbrev=False, formatter_class=Formatter
+    )
     return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
 
@@ -236,7 +251,8 @@ def _verb(verbs: Verbs, name: str, function: str, text: str, more: str = "") -> 
     """Add a verb; its `add_argument`. `function` is "MODULE:NAME", the module relative to `busrl`: it takes the
     options and returns the exit code."""
     parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip(), allow_abbrev=False
+        name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip(), allow_abbrev=False,
+        formatter_class=Formatter,
     )
     parser.set_defaults(verb=function, control=name)
     return parser.add_argument
@@ -271,11 +287,25 @@ def _add_init(verbs: Verbs) -> None:
 OVERRIDES = "change one key, e.g. learner.trigger.n_min=16 or process.rollout.count=2; may be repeated"
 
 
+def _add_quickstart(verbs: Verbs) -> None:
+    text = "make a tiny model and train it while you watch, on two CPU cores in about a minute"
+    more = "It needs no file and no network; the model is kept for the next time."
+    add = _verb(verbs, "quickstart", "cli.quickstart:quickstart", text, more)
+    text = "start nothing: write topology, reward and README of a run of your own into a folder"
+    add("--copy", type=Path, metavar="FOLDER", help=text)
+    _add_start(add)
+
+
 def _add_launch(verbs: Verbs) -> None:
     more = "Starting again in the same run directory continues that run: nothing is lost, nothing is trained twice."
     text = "start every process of a run, watch them, end with a summary"
     add = _verb(verbs, "launch", "cli.run:launch", text, more)
     add("topology", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
+    _add_start(add)
+
+
+def _add_start(add: Add) -> None:
+    """The options of a start, whichever topology it has."""
     _set(add, OVERRIDES)
     add("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/NAME-TIME)")
     add("--dry-run", action="store_true", help="explain what would be started, and start nothing")
@@ -430,6 +460,8 @@ def _add_parts(verbs: Verbs, arguments: Sequence[str]) -> None:
                 raise part.missing()
             continue
         description = f"{command.text[0].upper()}{command.text[1:]}. {command.more}".strip()
-        added = verbs.add_parser(command.name, help=command.text, description=description, allow_abbrev=False)
+        added = verbs.add_parser(
+            command.name, help=command.text, description=description, allow_abbrev=False, formatter_class=Formatter
+        )
         if used:
             added.set_defaults(verb=capabilities.load(command)(added), control=command.name)

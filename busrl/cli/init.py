@@ -23,6 +23,7 @@ from busrl.data.chat import template_of
 from busrl.data.pretrained import context_of, model_facts, read_config
 from busrl.data.sources import Event, Job, Source, format_of
 from busrl.errors import UserError
+from busrl.pages import opened
 from busrl.preflight import learning_rates
 from busrl.preflight.load import load
 from busrl.rewards.kinds import NUMBER
@@ -156,7 +157,7 @@ role = "rollout"        # and here
 
 def init(options: argparse.Namespace) -> int:
     folder = Path(options.out or options.name)
-    code = ("agent.py", AGENT) if options.name == "agents" else ("reward.py", NUMBER_REWARD)
+    code = ("agent.py", opened(AGENT)) if options.name == "agents" else ("reward.py", NUMBER_REWARD)
     if options.name in ("own", "chat"):
         code = "reward.py", TEXT_REWARD
     names = ("train.jsonl", "held-out.jsonl", code[0], f"{options.name}.toml")

@@ -36,6 +36,7 @@ from busrl.launch import pythons
 from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
+from busrl.pages import opened
 from busrl.paths import RunPaths
 from busrl.preflight import changeable, explain
 from busrl.preflight.load import load, materialise
@@ -60,7 +61,7 @@ def launch(options: argparse.Namespace) -> int:
     run_dir = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
     topology = _as_set_in_flight(load(options.topology, options.overrides, run_dir), options, run_dir)
     if options.dry_run:
-        print(escaped(explain.dry_run(topology)), end="")
+        print(escaped(opened(explain.dry_run(topology))), end="")
         return 0
     pythons.require_here(topology.processes())
     pythons.require(topology)
@@ -70,7 +71,7 @@ def launch(options: argparse.Namespace) -> int:
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
         explain.require_memory(topology)
     for text in explain.warnings(topology):
-        print(escaped(f"warning: {text}"), file=sys.stderr)
+        print(escaped(opened(f"warning: {text}")), file=sys.stderr)
     explain.require_cores_and_disk(topology, directory)
     return launching.launch(topology, directory, resume=options.resume != "never")
 
@@ -90,7 +91,7 @@ def _as_set_in_flight(topology: Topology, options: argparse.Namespace, run_dir: 
 
 def check(options: argparse.Namespace) -> int:
     topology = load(options.topology, options.overrides)
-    print(escaped(explain.report(topology, options.verbose)), end="", flush=True)
+    print(escaped(opened(explain.report(topology, options.verbose))), end="", flush=True)
     versions = pythons.versions_of(topology)
     for line in pythons.lines(topology, versions):
         print(line)
@@ -103,12 +104,12 @@ def check(options: argparse.Namespace) -> int:
 
 
 def schema(_: argparse.Namespace) -> int:
-    print(json.dumps(reader.json_schema(), indent=1, allow_nan=False))
+    print(opened(json.dumps(reader.json_schema(), indent=1, allow_nan=False)))
     return 0
 
 
 def recipes(options: argparse.Namespace) -> int:
-    print(explain.recipes(options.names))
+    print(opened(explain.recipes(options.names)))
     return 0
 
 
@@ -128,7 +129,7 @@ def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
 
 
 def status(options: argparse.Namespace) -> int:
-    print(view.status(options.run_dir, as_json=options.json, host=options.host))
+    print(opened(view.status(options.run_dir, as_json=options.json, host=options.host)))
     return 0
 
 

@@ -26,6 +26,7 @@ from typing import Protocol, TextIO
 
 from busrl import capabilities
 from busrl.launch.summary import Progress
+from busrl.pages import opened
 from busrl.status.state import ProcessRow, RunState
 from busrl.status.words import duration, line, printable
 
@@ -150,7 +151,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
-        self._outlet.write(f"{printable(line)}\n")
+        self._outlet.write(f"{printable(opened(line))}\n")
 
     def show(self, progress: Progress) -> None:
         """Show the state of the run; cheap to call often."""
@@ -186,7 +187,7 @@ class LiveDisplay(Display):
         self._picture, self._height = picture, 0
 
     def say(self, line: str) -> None:
-        self._outlet.write(f"{self._erase()}{printable(line)}\n")
+        self._outlet.write(f"{self._erase()}{printable(opened(line))}\n")
         self._next = 0.0
 
     def show(self, progress: Progress) -> None:

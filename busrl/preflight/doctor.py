@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 import busrl
+from busrl.pages import opened
 from busrl.preflight import machine, memory
 from busrl.system.imports import APART
 
@@ -52,11 +53,12 @@ class Line:
 def doctor(options: argparse.Namespace) -> int:
     lines = [line for look in LOOKS for line in _seen(look)]
     if options.json:
-        print(json.dumps([asdict(line) for line in lines], indent=1))
+        print(opened(json.dumps([asdict(line) for line in lines], indent=1)))
     else:
         for line in lines:
             state = "bad" if line.bad else "warn" if line.remedy else "ok"
-            print(f"{state:<5}{line.part:<14}{line.found}" + (f"\n{'':19}-> {line.remedy}" if line.remedy else ""))
+            remedy = f"\n{'':19}-> {line.remedy}" if line.remedy else ""
+            print(opened(f"{state:<5}{line.part:<14}{line.found}{remedy}"))
     return int(any(line.bad for line in lines))
 
 

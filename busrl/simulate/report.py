@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.errors import TopologyError, UserError
+from busrl.pages import opened
 from busrl.preflight.load import load_for_simulation
 from busrl.simulate.actors import STATED, reward_workers
 from busrl.simulate.figures import Figures
@@ -234,7 +235,7 @@ def _origin(setting: Setting) -> list[str]:
     if STATED in by:
         lines.append(
             "Assumed times: make a short run and give it with --fit RUN_DIR, or set simulate.* "
-            "(configs/reference-simulate.toml)."
+            f"({opened('configs/reference-simulate.toml')})."
         )
     return lines
 

@@ -30,7 +30,7 @@ from busrl.topology.rewards import REWARD_KINDS
 # Every part of the core and the parts of the core that it imports when it runs, from the bottom to the top.
 EVERYWHERE = {"errors", "states", "capabilities", "_ring", "_wire", "_blocks"}
 ARROWS: dict[str, str] = {
-    "errors": "", "states": "", "paths": "",
+    "errors": "", "states": "", "paths": "", "pages": "",
     "capabilities": "",
     "system": "",
     "curve": "system", "protocol": "",
@@ -49,9 +49,9 @@ ARROWS: dict[str, str] = {
     "status": "ledger paths protocol ring scheduling system",
     "roles": "algorithms bus data engines faults ledger paths protocol rewards ring scheduling system topology "
              "training weights",
-    "preflight": "algorithms data curve engines faults rewards ring scheduling system topology",
-    "launch": "bus data engines faults ledger paths preflight protocol ring status system topology",
-    "cli": "bus curve data engines launch ledger paths preflight protocol rewards ring roles status system "
+    "preflight": "algorithms data curve engines faults pages rewards ring scheduling system topology",
+    "launch": "bus data engines faults ledger pages paths preflight protocol ring status system topology",
+    "cli": "bus curve data engines launch ledger pages paths preflight protocol rewards ring roles status system "
            "topology training",
 }
 # Optional parts that load another one: why.

@@ -23,6 +23,7 @@ from busrl.ledger.controls import Controls
 from busrl.observe.report.files import Floats, RunRecord, column_of
 from busrl.observe.report.timeline import overlap, slices_of
 from busrl.observe.report.waste import SHARES, Waste, waste_of
+from busrl.pages import opened
 from busrl.status.runfiles import number, whole_number
 from busrl.status.state import RECENT
 from busrl.status.view import problems
@@ -320,7 +321,7 @@ def page(records: Sequence[RunRecord]) -> str:
     title = text_of(" · ".join(run.label for run in runs))
     parts = [
         f"<h1>{title}</h1><p class=dim>made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} of the files of "
-        f"{'the run' if len(runs) == 1 else f'{len(runs)} runs'}; what each number is: docs/metrics.md</p>",
+        f"{'the run' if len(runs) == 1 else f'{len(runs)} runs'}; what each number is: {opened('docs/metrics.md')}</p>",
         *_faults(runs), *_section("At a glance", [_facts(runs)]), *_section("Course", [_charts(runs)]),
         *_section("Samples", map(_samples, runs)),
         *_section("What became of the tokens", map(_waste, runs)),

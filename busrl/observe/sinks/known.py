@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from busrl.observe.sinks import Live, RunCard, Sink
+from busrl.pages import opened
 from busrl.system.listener import bounded
 
+METRICS = opened("docs/metrics.md")
 TABLE_S = 60.0  # between two tables of samples, which are files of their own there
 COLUMNS = ("step", "uid", "prompt", "completion", "reward", "tokens", "finish", "version")
 
@@ -136,7 +138,7 @@ class Prometheus(Sink):
         families: dict[str, Any] = {}
         for name, labels, value in [*numbers, *self._card.live()]:
             full, all_labels = "busrl_" + re.sub("[^a-zA-Z0-9_]", "_", name), {"run": self._card.name, **labels}
-            family = families.setdefault(full, self._family(full, f"{name} (docs/metrics.md)", labels=list(all_labels)))
+            family = families.setdefault(full, self._family(full, f"{name} ({METRICS})", labels=list(all_labels)))
             family.add_metric(list(all_labels.values()), value)
         yield from families.values()
 

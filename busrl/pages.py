@@ -1,0 +1,24 @@
+"""Places where a reader opens what texts of busrl name: a page (`docs/serve.md`), or a file of `configs/`.
+
+In a clone both are files, and a text stays as it is. A wheel has the files of configs/ as package data and no pages:
+there a page is an address. Talks to nothing and knows nothing of who prints: all of them use `opened`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SITE = "https://busrl.readthedocs.io/"  # a placeholder: nothing is published there yet
+PACKAGE = Path(__file__).parent
+CONFIGS = PACKAGE / "configs"  # in a clone a link to configs/ at its root
+IS_CLONE = (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE.parent / "docs").is_dir()
+PAGE = re.compile(r"\bdocs/([a-z0-9/-]+)\.md\b")
+FILE = re.compile(r"\bconfigs/(?=[a-z])")
+
+
+def opened(text: str, is_clone: bool = IS_CLONE) -> str:
+    """The text with each page and each file of configs/ under the name by which this reader can open it."""
+    if is_clone:
+        return text
+    return FILE.sub(lambda _: f"{CONFIGS}/", PAGE.sub(rf"{SITE}\1/", text))

@@ -1,0 +1,123 @@
+"""What busrl prints outside a clone: no name of a page or of a file that is not there, and a first run without either.
+
+The package is copied as a wheel would bring it, without docs/, configs/ and pyproject.toml beside it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from busrl.pages import SITE, opened
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = re.compile(r"(?<![\w/])(?:docs|configs|examples)/[\w-]")
+ADDRESSES = re.compile(rf"{re.escape(SITE)}([a-z0-9/-]*[a-z0-9])")
+HELP = """
+import argparse
+from busrl.cli.command import parser
+
+def helps(one):
+    yield one.format_help()
+    for action in one._actions:
+        for verb in (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from helps(verb)
+
+for text in helps(parser()):
+    print(text)
+for verb in ("host", "report", "simulate", "monitor"):
+    for text in helps(parser([verb])):
+        print(text)
+"""
+FOREIGN = """[model]
+path = "tiny:sort"
+[data]
+train = "tiny:sort"
+[learner]
+lr = 1e-4
+[trainer]
+reward_funcs = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    shutil.copytree(ROOT / "busrl", folder / "busrl", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def python(site: Path, *arguments: str, code: int = 0) -> str:
+    """What a Python with this copy of busrl prints, in a folder that holds nothing of busrl."""
+    here = site / "elsewhere"
+    here.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "70"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=here, env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def busrl(site: Path, *arguments: str, code: int = 0) -> str:
+    return python(site, "-m", "busrl.cli", *arguments, code=code)
+
+
+@pytest.mark.parametrize("arguments", [["-c", HELP], *(["-m", "busrl.cli", verb] for verb in ("schema", "recipes"))],
+                         ids=["help", "schema", "recipes"])
+def test_an_installation_prints_addresses_of_pages_that_exist(site: Path, arguments: list[str]) -> None:
+    text = python(site, *arguments)
+    assert not NAMES.findall(text)
+    pages = ADDRESSES.findall(text)
+    assert pages and not [page for page in pages if not (ROOT / "docs" / f"{page}.md").is_file()]
+
+
+def test_an_error_names_an_address_and_a_file_that_is_there(site: Path) -> None:
+    topology = site / "foreign.toml"
+    topology.write_text(FOREIGN)
+    text = busrl(site, "check", str(topology), code=2)
+    assert not NAMES.findall(text)
+    assert (site / "busrl/configs/reference.toml").is_file() and f"{site}/busrl/configs/reference.toml" in text
+
+
+def test_a_text_stays_as_it_is_in_a_clone() -> None:
+    text = "see docs/engines.md#vllm and configs/reference.toml"
+    assert opened(text) == text
+    assert opened(text, is_clone=False).startswith(f"see {SITE}engines/#vllm and /")
+
+
+def test_every_page_that_a_string_names_exists() -> None:
+    missing = []
+    for path in sorted((ROOT / "busrl").rglob("*.py")):
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        text = "\n".join(text for text in texts if isinstance(text, str))
+        names = set(re.findall(r"\bdocs/[a-z0-9/-]+\.md", text))
+        missing += [(path.name, name) for name in names if not (ROOT / name).is_file()]
+    assert not missing
+
+
+def test_a_copy_of_the_quickstart_checks_and_is_never_overwritten(site: Path) -> None:
+    text = busrl(site, "quickstart", "--copy", "mine")
+    assert "quickstart.toml, reward.py, README.md" in text
+    mine = site / "elsewhere/mine"
+    assert not NAMES.findall((mine / "README.md").read_text() + (mine / "quickstart.toml").read_text())
+    assert "quickstart.toml: ok" in busrl(site, "check", "mine/quickstart.toml")
+    assert "nothing is overwritten" in busrl(site, "quickstart", "--copy", "mine", code=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start", [["quickstart"], ["launch", "copied/quickstart.toml"]], ids=["package", "copy"])
+def test_the_quickstart_runs_where_there_is_no_clone(site: Path, start: list[str]) -> None:
+    if start[0] == "launch":
+        busrl(site, "quickstart", "--copy", "copied")
+    text = busrl(site, *start, "--run-dir", f"runs/{start[0]}", "--set", "run.max_steps=3")
+    assert "finished, the learner has reached the goal" in text
+    assert ("busrl quickstart --copy" in text) == (start[0] == "quickstart")
+    assert "0 lost, 0 trained twice" in text
