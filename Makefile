@@ -186,7 +186,7 @@ $(BIN)/python: | $(STAMP)/system
 $(STAMP)/train: constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/python
 	@start=$$(date +%s); \
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 && \
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,web]' && \
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,agents]' && \
 	mkdir -p $(STAMP) && touch $@ && \
 	echo "installed in $$(( $$(date +%s) - start )) s"
 

@@ -314,7 +314,7 @@ class OpenEnv(Games):
     """Sessions of a server, one for each episode. The answer's text is the action's field `field`, unless the answer is
     a JSON object, which is the whole action. `observation`: the field that is shown. `sessions`: open ones."""
 
-    package, remedy = "aiohttp", "pip install 'busrl[openai]'"
+    package, remedy = "aiohttp", "pip install 'busrl[agents]'"
     _client: Any = None
 
     async def setup(self) -> None:

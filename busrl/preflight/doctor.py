@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -23,12 +24,13 @@ from pathlib import Path
 import busrl
 from busrl.pages import opened
 from busrl.preflight import machine, memory
-from busrl.system.imports import APART
+from busrl.system.imports import APART, EXTRAS, is_installed
 
 GIB = 1 << 30
 LITTLE_SHM = GIB  # a container's default is 64 MiB
 FEW_FILES = 1024
 IMPORT_S = 120.0
+EXTRA = re.compile(r'extra == "([a-z0-9-]+)"')  # the marker of a requirement
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"}
 REMOTE_RUN = "a start reads and locks files there: a run directory on a local disk is safer and faster"
 SEEN = """
@@ -170,7 +172,20 @@ def _packages() -> Iterator[Line]:
         except metadata.PackageNotFoundError:
             continue
         if not wanted.specifier.contains(installed, prereleases=True):
-            yield Line(wanted.name, installed, f"busrl was made with {wanted.name}{wanted.specifier}")
+            extra = EXTRA.search(str(wanted.marker))
+            remedy = f"pip install --upgrade 'busrl[{extra[1]}]'" if extra else "pip install --upgrade busrl"
+            yield Line(wanted.name, installed, f"busrl was made with {wanted.name}{wanted.specifier}: {remedy}")
+
+
+def _extras() -> Iterator[Line]:
+    """Tell which extras this Python has, by the packages that they bring; the others are no fault."""
+    brought: dict[str, list[str]] = {}
+    for package, extra in EXTRAS.items():
+        brought.setdefault(extra, []).append(package)
+    lacking = {extra: [name for name in packages if not is_installed(name)] for extra, packages in brought.items()}
+    here = ", ".join(extra for extra, missing in lacking.items() if not missing) or "none"
+    others = ", ".join(f"{extra} ({', '.join(missing)})" for extra, missing in lacking.items() if missing)
+    yield Line("extras", here + (f"; not here: {others}: pip install 'busrl[NAME]'" if others else ""))
 
 
 def _box() -> Iterator[Line]:
@@ -183,5 +198,5 @@ def _box() -> Iterator[Line]:
 
 
 LOOKS: tuple[Callable[[], Iterator[Line]], ...] = (
-    _python, _machine, _kernel, _shm, _limits, _folder, _bus, _torch, _packages, _box,
+    _python, _machine, _kernel, _shm, _limits, _folder, _bus, _torch, _packages, _extras, _box,
 )

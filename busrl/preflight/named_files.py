@@ -25,7 +25,7 @@ from busrl.preflight.findings import Finding, Report
 from busrl.preflight.model_folders import ModelFolders
 from busrl.preflight.prompt_files import Lines, PromptFiles
 from busrl.preflight.trial import Judged, Trial, try_first, try_functions, try_imports, try_parts
-from busrl.system.imports import is_installed
+from busrl.system.imports import is_installed, remedy_for
 from busrl.topology.declare import FUNCTION
 from busrl.topology.rewards import PYTHON, REWARD_KINDS
 from busrl.topology.schema import ATROPOS, SERVE, SINKS, Topology
@@ -160,7 +160,8 @@ def _look_for_programs(t: Topology, report: Report) -> None:
         report.add("hosts.start", f"{t.hosts.start[0]} is not an executable program", "install it")
     for sink in t.sinks.to if report.sound("sinks.to") else ():
         if sink in SINKS and importlib.util.find_spec(SINKS[sink]) is None:
-            report.add("sinks.to", f"{sink} needs the package {SINKS[sink]}", f"pip install {SINKS[sink]}")
+            remedy = remedy_for(SINKS[sink]) or f"pip install {SINKS[sink]}"
+            report.add("sinks.to", f"{sink} needs the package {SINKS[sink]}", remedy)
     if report.sound("process"):
         _look_for_commands(t, report)
         _look_for_vllm(t, report)

@@ -150,10 +150,10 @@ class ImportClock:
             self._report(False)
 
 
-# package -> the extra of busrl that brings it
-EXTRAS = {
+EXTRAS = {  # package -> the extra of busrl that brings it
     "torch": "train", "transformers": "train", "safetensors": "train", "peft": "lora", "bitsandbytes": "adam8",
-    "aiohttp": "openai", "math_verify": "rewards", "reasoning_gym": "rewards", "pyarrow": "data", "vllm": "vllm",
+    "aiohttp": "agents", "math_verify": "rewards", "reasoning_gym": "rewards", "pyarrow": "data", "vllm": "vllm",
+    "openai": "agents", "tensorboard": "sinks", "wandb": "sinks", "prometheus_client": "sinks", "torch_npu": "npu",
 }
 
 

@@ -66,7 +66,7 @@ def test_an_endpoint_names_the_extras_of_its_client_and_the_learner(tmp_path: Pa
     (tmp_path / "own.toml").write_text(ENDPOINT)
     done = busrl(tmp_path, "torch aiohttp", "check", "own.toml")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    told = "lacks torch, aiohttp, which learner and rollout/0 cannot run without: pip install 'busrl[openai,train]'"
+    told = "lacks torch, aiohttp, which learner and rollout/0 cannot run without: pip install 'busrl[agents,train]'"
     assert told in done.stderr, done.stderr
 
 

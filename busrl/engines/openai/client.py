@@ -38,7 +38,7 @@ from busrl.system.proxies import named, proxy_of
 try:
     import aiohttp
 except ImportError as missing:
-    raise UserError('engine = "openai" needs aiohttp, which is not installed: pip install "busrl[openai]"') from missing
+    raise UserError('engine = "openai" needs aiohttp, which is not installed: pip install "busrl[agents]"') from missing
 
 if TYPE_CHECKING:
     from busrl.topology.schema import Openai

@@ -37,7 +37,7 @@ from busrl.system.listener import Listener, room
 try:
     from aiohttp import web
 except ImportError as missing:
-    raise UserError('the monitor\'s page needs aiohttp, which is not installed: pip install "busrl[web]"') from missing
+    raise UserError("the monitor's page needs aiohttp, not installed: pip install 'busrl[agents]'") from missing
 
 MOST_CONNECTIONS, MOST_STREAMS = 64, 16
 WRITE_S = 10.0
