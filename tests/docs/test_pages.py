@@ -124,4 +124,4 @@ def test_the_topology_of_the_readme_is_read() -> None:
 def test_no_cell_of_a_table_is_longer_than_30_words(page: Path) -> None:
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
     cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
-    assert not [cell for cell in cells if len(cell.split()) > (31 if page.name == "protocol.md" else 30)]
+    assert not [cell for cell in cells if len(cell.split()) > 30]

@@ -1,4 +1,4 @@
-"""docs/ring.md and ring-layout.md against the compiler: offsets, types, states, transitions are the header's."""
+"""docs/ring.md and its neighbours against the compiler: offsets, types, states, transitions are the header's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in ("ring.md", "ring-layout.md"))
+NAMES = ("ring", "ring-memory", "ring-layout", "ring-tensors")
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in NAMES)
 STRUCTS = ["HeaderFixed", "Header", "WakeLine", "CounterLine", "ProcEntry", "Line", "TensorTable", "TensorEntry"]
 
 

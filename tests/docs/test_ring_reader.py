@@ -1,4 +1,4 @@
-"""A reader of the ring, written from docs/ring.md and ring-layout.md alone: `struct`, `mmap`, nothing of busrl.
+"""A reader of the ring, written from docs/ring.md and its neighbours alone: `struct`, `mmap`, nothing of busrl.
 
 The ring that it reads is made and worked on by real processes of busrl in children; the reader is on its own.
 """

@@ -273,7 +273,7 @@ MEANINGS: Final[dict[str, str]] = {
     "texts": "`text` of each answer.",
     "rewards": "The reward of each answer; empty where the host does not judge.",
     "steps": "The step of the oldest weights that drew each answer, as the host knows it.",
-    "episodes": "Of each answer its tensors by name, as the slot of an episode has them ([page](ring-layout.md)).",
+    "episodes": "Of each answer its tensors by name, as the slot of an episode has them ([page](ring-tensors.md)).",
     "REMOTE_BATCH.parts": "Named parts of each reward; may be empty.",
     "REMOTE_BATCH.prompt_ids": "int32: the prompts of all answers, one behind the other.",
     "REMOTE_BATCH.tokens": "int32: the ids of all answers, one behind the other.",
@@ -307,7 +307,7 @@ MEANINGS: Final[dict[str, str]] = {
     "key": "`set`: a key of the topology; `scale`: a role.",
     "value": "`set`: as in a topology file; `scale`: a number; `stop`: empty, or `now`.",
     "who": "Who asks, for people: user, pid, program.",
-    "proof": "64 hex digits made with control.key; see protocol.md. In the example the key is `0123456789abcdef` four"
+    "proof": "64 hex digits made with control.key; see gateway.md. In the example the key is `0123456789abcdef` four"
     " times.",
     "ok": "Whether it is done; else `text` says why not.",
     "waits": "Processes that have not taken it up yet: ask again.",
