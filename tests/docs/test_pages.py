@@ -21,7 +21,7 @@ PAGES = [  # reports are made by tools/gpu_check.py
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "reports"),
 ]
 ALGORITHMS = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("algorithms", "beyond-groups", "step"))
-CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
+CONCEPTS = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("concepts", "ways"))
 
 
 MADE_BY_READERS = {"tests/algorithms/test_median.py"}

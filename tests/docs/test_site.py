@@ -22,8 +22,6 @@ MOST_WORDS = 2500
 LONGER = {
     "messages.md": "a table of every message, made by tools/reference/protocol_page: looked things up in, not read",
     "engines.md": "to be split", "performance.md": "to be split",
-    "concepts.md": "to be split", "agents.md": "to be split",
-    "rewards.md": "to be split", "gpu.md": "to be split",
 }
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.parent.name != "reports")
 # What somebody looks for, as the index calls it, and what the page has that tells it.

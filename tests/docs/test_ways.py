@@ -1,4 +1,4 @@
-"""The ways of docs/concepts.md are those of real runs of three steps, whose processes are traced (`traced.py`).
+"""The ways of docs/ways.md are those of real runs of three steps, whose processes are traced (`traced.py`).
 
 - A way has doors: functions of roles, and of children where user code runs, by which work comes in.
 - A file is on the way if the doors call functions of it, directly or through other functions. On the long way of a
@@ -20,7 +20,7 @@ import pytest
 from traced import files_passed, tracing
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "concepts.md").read_text()
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("concepts", "ways"))
 TOOLS = (
     "states.py", "paths.py", "errors.py", "faults.py", "capabilities.py", "system/", "topology/", "ring/", "bus/",
     "protocol/", "hosts/messages.py",
@@ -73,7 +73,7 @@ def holds(way: Way, folder: Path) -> None:
     said = {row[0].strip("`"): row[1] for row in rows(way.title)}
     lines = [f"| `{file}` | {said.get(file) or ', '.join(names[:6])} |" for file, names in files.items()]
     assert len(files) <= way.most, "\n".join([f"{len(files)} > {way.most}", *lines])
-    assert set(said) == set(files), "\n".join([f"write into docs/concepts.md, below '{way.title}':", *lines])
+    assert set(said) == set(files), "\n".join([f"write into docs/ways.md, below '{way.title}':", *lines])
 
 
 @pytest.mark.long
