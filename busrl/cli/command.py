@@ -319,7 +319,7 @@ def _add_checks(verbs: Verbs) -> None:
     text = "look at this machine and at what is installed, and say what to do about what is wrong"
     add = _verb(verbs, "doctor", "preflight.doctor:doctor", text, "Exit code 0 if busrl can run here, 1 if not.")
     add("--json", action="store_true", help="print one JSON list")
-    text = "print the JSON schema of topology files, for editors (docs/your-run.md)"
+    text = "print the JSON schema of topology files, for editors (docs/operating.md)"
     _verb(verbs, "schema", "cli.run:schema", text)
     text = "explain a topology: processes, sums, sizes, prompts, model; or everything that is wrong with it"
     add = _verb(verbs, "check", "cli.run:check", text)
@@ -333,7 +333,7 @@ def _add_checks(verbs: Verbs) -> None:
 
 def _add_runs(verbs: Verbs) -> None:
     add = _verb(verbs, "status", "cli.run:status", "show what a run is doing now, changing nothing")
-    add("--json", action="store_true", help="one JSON object; its keys stand in docs/operating.md")
+    add("--json", action="store_true", help="one JSON object; its keys stand in docs/run-directory.md")
     add("--host", default="", metavar="NAME", help="only another host of the run, with its processes")
     add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
     more = "A name that another host has too is of this machine; there, name the directory of `busrl host`."

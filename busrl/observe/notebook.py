@@ -111,7 +111,7 @@ class Run:
         return {} if self.live else read_map(self.paths.summary)
 
     def status(self) -> dict[str, Any]:
-        """The object of `busrl status --json` (docs/operating.md)."""
+        """The object of `busrl status --json` (docs/run-directory.md)."""
         answer: dict[str, Any] = json.loads(status(self.paths.root, as_json=True))
         return answer
 

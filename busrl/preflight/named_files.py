@@ -137,7 +137,7 @@ def _try_code(t: Topology, report: Report) -> None:
         report.add("learner.optimizer", "8-bit states need the package bitsandbytes", "pip install 'busrl[adam8]'")
     if report.sound("process"):
         for key, fault in try_parts(t):
-            remedy = BESIDE if key.endswith("function") else "see Environments in docs/agents.md"
+            remedy = BESIDE if key.endswith("function") else "see docs/environments.md"
             report.add(key, f"cannot be used: {fault}", remedy)
     if report.sound("sinks.to", "agents.tools", "process"):
         for key, fault in try_imports(t):

@@ -3,7 +3,7 @@
 Reads the run directory and the ring once, without the bus, so it works without the broker. A monitor, which also
 listens to the bus, shows the same data and more.
 
-- The keys of the data stand in docs/operating.md. Keys may be added, never changed.
+- The keys of the data stand in docs/run-directory.md. Keys may be added, never changed.
 - Every line is safe to print, whatever the files hold.
 """
 

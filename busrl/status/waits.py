@@ -135,7 +135,7 @@ class _Search:
             return _Step(f"is silent: nothing was heard of it for {quiet:.0f} s{self._holding(name)}", quiet,
                          root="its host, and the network to it")
         if row.activity == DISK:
-            return _Step("has no disk space", row.activity_age_s, root="space on the disk (docs/operating.md)")
+            return _Step("has no disk space", row.activity_age_s, root="space on the disk (docs/stuck.md)")
         if row.activity.startswith("waits for pid"):
             other = row.activity.removeprefix("waits for ")
             return _Step(f"may not work beside {other}, which does the same", row.activity_age_s, root=other)

@@ -74,7 +74,7 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
 
 
 class Parallel(Table):
-    """[learner.parallel]: a learner of several processes (ranks); see docs/your-run.md."""
+    """[learner.parallel]: a learner of several processes (ranks); see docs/ranks.md."""
     replicate: int = key(1, "copies of the parts: groups of ranks that hold one model each", low=1, high=512)
     tensor: int = key(1, "ranks that compute one layer together, heads and columns of its matrices cut", low=1, high=64)
     expert: int = key(1, "ranks that the experts of a layer are dealt out over, whole", low=1, high=512)

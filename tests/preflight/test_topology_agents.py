@@ -110,7 +110,7 @@ def test_what_does_not_go_with_agents_is_refused_with_a_remedy(
 def test_an_environment_that_cannot_be_had_is_told_before_the_start(refused: Refused) -> None:
     pytest.importorskip("gymnasium")
     (problem,) = refused('[[process]]\nrole = "agent"\nenvironment = "gymnasium:NothingLikeIt-v0"\n')
-    assert re.search(r"process.3.environment = .*cannot be used: NameNotFound.*docs/agents.md", problem), problem
+    assert re.search(r"process.3.environment = .*cannot be used: NameNotFound.*docs/environments.md", problem), problem
 
 
 def test_the_seeds_of_an_environment_are_its_data_and_validation_has_others() -> None:
