@@ -1,4 +1,4 @@
-"""The table of real sizes in docs/hosts.md: runs with 8, 64 and 512 GPUs, by the sums of `busrl check`.
+"""The table of docs/real-sizes.md: runs with 8, 64 and 512 GPUs, by the sums of `busrl check`.
 
     python tools/sizes.py            # prints the table
 
@@ -24,7 +24,7 @@ from busrl.topology.schema import Topology
 
 GPUS, PER_HOST, GROUP = (8, 64, 512), 8, 8
 TOKENS = (16 << 10, 128 << 10)
-ENCRYPTED = 0.8e9  # bytes per second of one encrypted stream, measured on loopback (docs/hosts.md)
+ENCRYPTED = 0.8e9  # bytes per second of one encrypted stream, measured on loopback (docs/hosts-tried.md)
 MODELS = {  # of that size: hidden, layers, inner, heads, key-value heads, vocabulary; GPUs of an engine
     "7B": (3584, 28, 18944, 28, 4, 152064, 1),
     "32B": (5120, 64, 27648, 40, 8, 152064, 2),

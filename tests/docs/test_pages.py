@@ -15,7 +15,8 @@ from busrl.algorithms.losses import LOSSES
 from busrl.topology import schema
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "changes/README.md")
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "benchmarks/README.md",
+           "changes/README.md")
 PAGES = [  # reports are made by tools/gpu_check.py
     *(ROOT / name for name in OUTSIDE),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "reports"),
