@@ -6,7 +6,7 @@
 For each shape (width x layers) and transport an engine is started whose rows are all in use. `into the model` is what
 these wait for: the pause, or with a restart the start of an engine. A version is an adapter of rank 8 with `lora_*`.
 With `cuda_ipc` a copy of all values stands for the optimiser's step. Medians; the first version is not counted. The
-rows are those of the table of docs/weights.md, with a decoding step and a plain copy beside them.
+rows are those of the table of docs/weights-measured.md, with a decoding step and a plain copy beside them.
 """
 
 from __future__ import annotations

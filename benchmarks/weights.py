@@ -309,7 +309,7 @@ def median(rounds: int, todo: Callable[[], Any]) -> float:
 
 
 def rows(figures: dict[str, Any], changed: float, dtype: str, gbit: float) -> list[dict[str, Any]]:
-    """Rows for the table of docs/weights.md; a slow link changes nothing for shm."""
+    """Rows for the table of docs/weights-measured.md; a slow link changes nothing for shm."""
     listed = []
     where = (f", {dtype}" if dtype != "float32" else "") + (f", {gbit:g} Gbit/s" if gbit else "")
     for mode in ("broadcast", "broadcast sparse") if gbit else ("shm", "shm sparse", "broadcast", "broadcast sparse"):

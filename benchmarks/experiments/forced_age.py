@@ -1,7 +1,7 @@
 """Losses and recipes at forced ages, on the quickstart: curves for docs/losses.md, by real runs.
 
     python -m benchmarks forced-age [--ages 0 1 2 4] [--seeds 0 1 2] [--steps 120] [--out FOLDER]
-    python -m benchmarks forced-age --recipes none grpo dr_grpo gspo cispo rloo --ages 0 2   # docs/algorithms.md
+    python -m benchmarks forced-age --recipes none grpo dr_grpo gspo cispo rloo --ages 0 2   # docs/losses.md
     python -m benchmarks forced-age --topology examples/real-run/real.toml --recipes ...     # after its make_model.py
 
 A run with `experiments.forced_age = k` publishes the weights k steps late, in mode sync: every batch is trained exactly

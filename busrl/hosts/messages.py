@@ -17,7 +17,7 @@ from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Counts, 
 TaskId = Annotated[str, Meta(max_length=MAX_NAME)]
 TaskIds = Annotated[list[TaskId], Meta(max_length=MAX_MAP)]
 Parts = Annotated[dict[Name, float], Meta(max_length=64)]
-MOST_PIECES = 16  # tensors of an episode; docs/ring-layout.md has their names
+MOST_PIECES = 16  # tensors of an episode; docs/ring-tensors.md has their names
 
 
 class Tensor(Struct):

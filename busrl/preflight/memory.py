@@ -5,7 +5,7 @@ Knows the widths of decoders with gated feed-forward layers, of which every mode
 - What stays (weights, gradient, optimiser) is whole from the second micro-batch of a step on. What a backward adds is
   the largest of its moments: the head's, that of the last layer, and that of the embedding.
 - With several ranks the sum is that of one of them; on a CPU all of them share one memory.
-- The factors are those of busrl's own forward (docs/your-run.md says how far they are from measured peaks).
+- The factors are those of busrl's own forward (docs/memory.md says how far they are from measured peaks).
 """
 
 from __future__ import annotations

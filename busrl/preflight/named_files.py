@@ -146,7 +146,7 @@ def _try_code(t: Topology, report: Report) -> None:
     # Without torch there is no learner, which is the finding then.
     if report.sound(*(f"learner.{name}" for name in names), "process") and is_installed("torch"):
         for key, fault in try_functions(t):
-            remedy = "correct it: no step could be made with it (docs/extending.md)"
+            remedy = "correct it: no step could be made with it (docs/extend-functions.md)"
             report.add(key, f"cannot be used: {fault}", remedy)
 
 

@@ -9,7 +9,7 @@ nothing of the purpose of a function.
 - A file is run once per process: the functions of a file share their state.
 - A process of busrl does not look for modules where it was started: a user's random.py or types.py may lie there.
 - Code finds modules beside its own file and beside the topology before installed packages of that name, but never in
-  place of a module of the standard library (docs/extending.md).
+  place of a module of the standard library (docs/extend-functions.md).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Memory(Table):
 
 
 class Value(Table):
-    """[learner.value]: the value head of advantage = "gae" (PPO); see docs/algorithms.md."""
+    """[learner.value]: the value head of advantage = "gae" (PPO); see docs/beyond-groups.md."""
 
     gamma: float = key(1.0, "what a reward one token later is worth", above=0, high=1)
     decay: float = key(1.0, "lambda of the advantages", low=0, high=1)
@@ -159,7 +159,7 @@ class Learner(Table):
         low=0, high=100
     )
     metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
-                                   "package.module:name or file.py:name (docs/extending.md)")
+                                   "package.module:name or file.py:name (docs/extend-functions.md)")
     optimizer: str = key("adamw", "what turns gradients into updates; adamw8bit has states of 8 bits (busrl[adam8])",
                          choices=OPTIMIZERS, function=True)
     options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(

@@ -328,7 +328,7 @@ class Agents(Table):
 
 
 class Serve(Table):
-    """[serve]: where processes of the roles serve and atropos listen; see docs/serve.md, docs/agents.md."""
+    """[serve]: where processes of the roles serve and atropos listen; see docs/serve.md, docs/environments.md."""
 
     host: str = key("127.0.0.1", "address that is listened on; any other than this machine's own needs a proxy for TLS")
     port: int = key(0, "port of the first of them, the others have the next ones; 0 = any, told in serve-0.json", low=0,

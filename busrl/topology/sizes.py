@@ -63,7 +63,7 @@ LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + TABLE_TENSORS * 128, 512  # 
 MORE_CALLS, ID_BYTES = 16, 4
 CALL_BYTES = 1024  # details of a call, and alignment to multiples of 64
 PAGE = 4096
-KEPT, LOOSE_FROM = 64 << 10, 256 << 10  # of a slot always in memory; slots of less are in memory whole (docs/ring.md)
+KEPT, LOOSE_FROM = 64 << 10, 256 << 10  # of a slot always in memory; smaller slots are so whole (docs/ring-memory.md)
 USUAL_SHARE = 4  # an answer is expected to have such a part of the most tokens
 
 

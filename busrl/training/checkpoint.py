@@ -6,7 +6,7 @@ save function; knows nothing of the log: the learner adds its files (the trained
 
 - A checkpoint is complete or absent; `files.json` lists every file with size and CRC-32. One that does not match is
   torn: it is skipped with a warning and never removed, and an older one is used.
-- A checkpoint in shards (`shards/`, docs/operating.md) is written while training goes on, and appears with its commit;
+- A checkpoint in shards (`shards/`, docs/results.md) is written while training goes on, and appears with its commit;
   its `model/` has everything but the weights. Every reader of checkpoints reads both kinds.
 - The newest `keep_last` whole ones are kept; older ones go only after the new one is on disk.
 - Nothing in it is a pickle that could run code: tensors are read with `weights_only=True`.

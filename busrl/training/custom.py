@@ -1,4 +1,4 @@
-"""A loss, advantages, metrics and an optimiser of the user's, named in [learner] by import path (docs/extending.md).
+"""Loss, advantages, metrics and optimiser of the user's, named in [learner] by import path (docs/extend-functions.md).
 
 `busrl check` runs `python -m busrl.training.custom`, which loads each of them and tries it once on small inputs.
 

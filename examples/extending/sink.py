@@ -1,4 +1,4 @@
-"""A sink of your own: the numbers of a run as a table for a spreadsheet (docs/extending.md)."""
+"""A sink of your own: the numbers of a run as a table for a spreadsheet (docs/extend-functions.md)."""
 
 from __future__ import annotations
 

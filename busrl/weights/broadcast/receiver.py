@@ -2,7 +2,7 @@
 
 Used by every process that runs the model. A thread follows the learner's control messages and receives into one of two
 blocks; `fetch` copies from the other while the engine is between two steps. Knows nothing of the bus or of models.
-docs/weights.md has the states and the deadlines.
+docs/broadcast.md has the states and the deadlines.
 
 - The block that `fetch` reads changes only from one complete version to another, and never back to an older one.
 - The newest version stays available while there is no learner.

@@ -2,7 +2,7 @@
 
 `publish` copies into a SendBuffer and returns; a thread reads the engines' messages from the ControlServer, forms
 groups and sends. Knows nothing of the bus or of models; `callbacks` reports the members of each group.
-docs/weights.md has the states and the deadlines.
+docs/broadcast.md has the states and the deadlines.
 
 - A group is used until something in it fails once, or an engine joins or leaves; then the next epoch begins.
 - No phase waits longer than its deadline. A late member is left out, reported with the phase and the seconds, and may
