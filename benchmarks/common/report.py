@@ -44,6 +44,7 @@ def summary(runs: list[dict[str, Any]], against: str = "busrl") -> list[dict[str
                 **{key: statistics.median(run[key] for run in mine) for key in ("cpu_seconds", "updates", "samples")},
                 "per_update_s": statistics.median(run["seconds"] / run["updates"] for run in mine),
                 "load_before_max": max(run["load_before"][0] for run in mine),
+                "cpu_ms_by_part": _by_part(mine),
             }
         )
     base = next((row for row in rows if row["system"] == against), None)
@@ -51,6 +52,15 @@ def summary(runs: list[dict[str, Any]], against: str = "busrl") -> list[dict[str
         row["ratio"] = round(row["seconds"] / base["seconds"], 3) if base else None
         row["paired_ratios"] = _paired(runs, row["system"], against)
     return rows
+
+
+def _by_part(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """CPU milliseconds an update of each part of a system that says them: medians over its runs."""
+    parts = dict.fromkeys(name for run in runs for name in run.get("cpu_by_part", ()))
+    return {
+        name: round(1000 * statistics.median(run["cpu_by_part"].get(name, 0.0) / run["updates"] for run in runs), 1)
+        for name in parts
+    }
 
 
 def _paired(runs: list[dict[str, Any]], system: str, against: str) -> list[float]:
@@ -88,6 +98,13 @@ def table(result: dict[str, Any]) -> str:
         "",
         "Figures are medians. `over busrl`: seconds over busrl's; `load`: highest one-minute load before a run.",
     ]
+    if of_parts := {row["system"]: row["cpu_ms_by_part"] for row in result["summary"] if row["cpu_ms_by_part"]}:
+        lines += ["", "CPU milliseconds an update, by part:"]
+        lines += [f"- {system}: {_listed(parts)}" for system, parts in of_parts.items()]
     if result["failures"]:
         lines += ["", "Runs that failed:", *(f"- {failure.splitlines()[0]}" for failure in result["failures"])]
     return "\n".join(lines) + "\n"
+
+
+def _listed(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {ms:g}" for name, ms in parts.items())

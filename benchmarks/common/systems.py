@@ -112,6 +112,12 @@ def run_busrl(seed: int, terms: Terms, name: str, extra: Sequence[str]) -> dict[
     return {"system": name, "seed": seed, "lr": terms.lr, "overrides": list(extra), **told}
 
 
+def rounded(parts: dict[str, float]) -> dict[str, float]:
+    """CPU seconds by part of a system, largest first, without what nobody would see."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return {name.removeprefix("busrl:"): round(cpu_s, 3) for name, cpu_s in ordered if cpu_s >= 0.01}
+
+
 def stop(child: subprocess.Popen[Any]) -> None:
     """End a side as a user would, and with all of its session if it does not end."""
     for number, patience in ((signal.SIGINT, 60.0), (signal.SIGTERM, 20.0)):
@@ -138,13 +144,15 @@ class Watch:
 
     def until_goal(self) -> dict[str, Any]:
         began = self._await_generation()
-        cpu = self.used.now()
+        cpu, by_part = self.used.now(), self.used.by_name()
         while True:
             self._new_rows()
             last = [row["reward"] for row in self.rows[-10:]]
             reached = len(last) == 10 and sum(last) / 10 >= self.terms.goal
             if reached or len(self.rows) >= self.terms.max_updates:
-                return self._told(began, self.used.now() - cpu, reached)
+                used = self.used.now() - cpu
+                parts = {name: cpu_s - by_part.get(name, 0.0) for name, cpu_s in self.used.by_name().items()}
+                return self._told(began, used, reached) | {"cpu_by_part": rounded(parts)}
             self._still_going("the goal")
             time.sleep(POLL_S)
 

@@ -284,6 +284,7 @@ class Loop:
     prompts: Prompts
     rewards: list[float] = field(default_factory=list)
     samples: int = 0
+    generation_s: float = 0.0  # of CPU
 
     def __post_init__(self) -> None:
         options = self.options
@@ -296,7 +297,9 @@ class Loop:
 
     def step(self) -> None:
         drawn = self.prompts.draw(self.options.groups)
+        begun_s = time.process_time()
         rollout = self.sampler([prompt for prompt, _ in drawn])
+        self.generation_s += time.process_time() - begun_s
         rewards = self.judge(rollout, [answer for _, answer in drawn])
         spread = rewards.std(1, keepdim=True)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-6)).flatten()
@@ -364,6 +367,7 @@ def run(options: argparse.Namespace) -> dict:
         last = loop.rewards[-10:]
         curve.append([round(time.perf_counter() - began, 3), round(last[-1], 4)])
         reached = len(last) == 10 and math.fsum(last) / 10 >= options.goal
+    cpu_s = time.process_time() - cpu_began
     return {
         "system": "loop",
         "seed": options.seed,
@@ -372,7 +376,10 @@ def run(options: argparse.Namespace) -> dict:
         "reached": reached,
         "updates": len(curve),
         "seconds": curve[-1][0],
-        "cpu_seconds": round(time.process_time() - cpu_began, 3),
+        "cpu_seconds": round(cpu_s, 3),
+        "cpu_by_part": {
+            "generation": round(loop.generation_s, 3), "training and reward": round(cpu_s - loop.generation_s, 3),
+        },
         "samples": loop.samples,
         "curve": curve,
     }
