@@ -57,6 +57,7 @@ AGAIN = (f"{STEPS}::test_a_learner_that_starts_again_goes_on_with_the_very_numbe
 DRAWN = (f"{ANSWERS}::test_each_token_is_the_one_that_its_random_number_draws",)
 ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answer",)
 RUN = (WHOLE_RUN,)
+TEMPLATE, FORKS, FORKED = "busrl/system/template.py", ("tests/launch/test_forks.py",), ("tests/system/test_template.py",)
 RANKS, TEAM = ("tests/training/test_ranks.py",), "tests/training/test_team.py"
 RANK_READS = ("tests/training/test_team_options.py::test_reference_and_teacher_of_a_rank_have_the_draws_temperature",)
 HEAD = "busrl/training/head.py"
@@ -574,6 +575,14 @@ MUTANTS = (
            "sample.turns", (f"{STEPS}::test_a_step_of_episodes_has_the_numbers_of_log_and_weights",)),
     Mutant("tokens of older weights have ratio 1 too", SCORER,
            "torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)", "inputs.trainer_logprobs.detach()", BY_HAND),
+    Mutant("a forked process outlives launch", TEMPLATE, '    die_with(request["owner"])\n', "", FORKED),
+    Mutant("forked processes draw the same numbers", TEMPLATE, "    _draw_other_numbers()\n", "", FORKED),
+    Mutant("a forked process has the threads of its template", TEMPLATE, "    _set_threads(int(", "    int(int(", FORKED),
+    Mutant("a template forks beside its threads", TEMPLATE, '("/proc/self/task"))) > 1:', '("/proc/self/task"))) > 99:', FORKED),
+    Mutant("what a forked process has written is not flushed", TEMPLATE, "opened.flush()", "pass", FORKED),
+    Mutant("exit handlers of a forked process are left out", TEMPLATE, "    atexit._run_exitfuncs()\n", "", FORKED),
+    Mutant("a process with variables of its own is forked", "busrl/launch/forks.py", "spec.python or spec.env)", "spec.python)", FORKS),
+    Mutant("an import that never ends is waited for", "busrl/launch/forks.py", "if used_s > self._begun_s + MOST_CPU_S:", "if False:", FORKS),
 )
 
 
