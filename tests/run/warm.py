@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -34,13 +35,14 @@ IMPORTS = (
 )
 MOST_BYTES = 1 << 20
 START_S = 120.0
+LOOK_EVERY_S = 0.05
 
 
 # -- in pytest -----
 
 
 class Nursery:
-    """The process that forks launches, as pytest sees it."""
+    """The process that forks launches, as pytest sees it. Threads of a test may use it side by side."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -50,25 +52,30 @@ class Nursery:
                 env=environment({}), stdin=subprocess.DEVNULL,
             )
         self._codes: dict[int, int] = {}
+        self._lock = threading.Lock()  # of the socket: a message is read by whoever waits, for whom it may concern
         self._pidfds: list[int] = []
         self._receive(START_S)  # it has imported all
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], output: int, cwd: Path) -> Warm:
         request = {"arguments": list(arguments), "environment": dict(env), "cwd": str(cwd)}
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [output])
-        while "started" not in (message := self._receive(START_S)):
-            pass
-        return Warm(message["started"], self._pidfds.pop(), self)
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [output])
+            while "started" not in (message := self._receive(START_S)):
+                pass
+            return Warm(message["started"], self._pidfds.pop(), self)
 
     def code_of(self, pid: int, timeout_s: float) -> int | None:
         """Exit code of a launch; None if it has not ended within the time."""
         end = time.monotonic() + timeout_s
-        while pid not in self._codes:
-            left = max(0.0, end - time.monotonic())
-            if not select.select([self._socket], [], [], left)[0]:
+        while True:
+            with self._lock:
+                if select.select([self._socket], [], [], 0)[0]:
+                    self._receive(0.0)
+                if pid in self._codes:
+                    return self._codes[pid]
+            if time.monotonic() > end:
                 return None
-            self._receive(0.0)
-        return self._codes[pid]
+            select.select([self._socket], [], [], min(LOOK_EVERY_S, timeout_s))
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
         assert select.select([self._socket], [], [], limit_s)[0], f"the nursery did not answer within {limit_s:g} s"
