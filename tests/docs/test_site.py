@@ -94,6 +94,15 @@ def test_a_list_or_table_behind_text_begins_a_block() -> None:
     )
 
 
+def test_every_key_of_every_topology_stands_in_a_table_of_the_site() -> None:
+    files = [f"configs/{path.name}" for path in sorted((ROOT / "configs").glob("reference*.toml"))]
+    [named] = hooks.KEYS.findall((DOCS / "keys.md").read_text())
+    assert sorted(named.split()) == files
+    told = re.findall(r"^\| `(\w+)`", "\n".join(hooks.key_tables(files)), flags=re.M)
+    text = "".join((ROOT / name).read_text() for name in files)
+    assert sorted(told) == sorted(re.findall(r"^#?(\w+) = ", text, flags=re.M))
+
+
 @pytest.mark.long
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     beside = ROOT / ".venv" / "docs" / "bin" / "mkdocs"

@@ -4,6 +4,7 @@ Called by mkdocs (`hooks` of mkdocs.yml); knows nothing of what the pages are ab
 - A link to a file that is no page of the site leads to that file in the repository.
 - A list or a table that follows a line of text begins a block of its own, as on a forge.
 - A formula between dollar signs becomes MathML, which browsers draw without a script.
+- `<!-- keys: FILE ... -->` becomes a table of keys for each table of these topologies, which a forge shows as files.
 """
 
 from __future__ import annotations
@@ -18,13 +19,34 @@ PICTURES = (".png", ".svg")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 ITEM = re.compile(r"(- |\d+\. )")
 CODE = re.compile(r"(`[^`]+`)")
+KEYS = re.compile(r"<!-- keys: (.+) -->")
+TABLE = re.compile(r"#?(\[+)([\w.]+)\]+(?:  # (.*))?")
+KEY = re.compile(r"#?(\w+) = (.*?)  # (.*)")
+PAGE = re.compile(r"\bdocs/([a-z-]+)\.md\b")
 FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Text of a page as the site reads it."""
     address = config["repo_url"].rstrip("/")
-    return "\n".join(separated(rewritten(markdown.splitlines(), page.file.src_uri, address))) + "\n"
+    text = KEYS.sub(lambda files: "\n".join(key_tables(files[1].split())), markdown)
+    return "\n".join(separated(rewritten(text.splitlines(), page.file.src_uri, address))) + "\n"
+
+
+def key_tables(files: Iterable[str]) -> Iterator[str]:
+    """A section for each table of the topologies: keys, defaults, meanings. A table may come in two parts."""
+    about: dict[str, str] = {}
+    rows: dict[str, list[str]] = {}
+    for line in (line for file in files for line in (ROOT / file).read_text().splitlines()):
+        if table := TABLE.fullmatch(line):
+            name = f"{table[1]}{table[2]}{']' * len(table[1])}"
+            about[name] = table[3] or about.get(name, "")
+        elif key := KEY.fullmatch(line):
+            value, meaning = key[2].replace("|", "\\|"), PAGE.sub(r"[\1](\1.md)", key[3]).replace("|", "\\|")
+            rows.setdefault(name, []).append(f"| `{key[1]}` | `{value}` | {meaning} |")
+    for name, keys in rows.items():
+        said = PAGE.sub(r"[\1](\1.md)", about[name])
+        yield from (f"## `{name}`", said, "", "| key | default | meaning |", "|---|---|---|", *keys, "")
 
 
 def rewritten(lines: Iterable[str], page: str, repository: str) -> Iterator[str]:
