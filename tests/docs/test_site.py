@@ -32,6 +32,11 @@ TASKS = [
     ("ssh", ("hosts.start", "\"ssh\"")),
     ("samples", ("samples.jsonl", "version_runs")),
     ("engine of my own", ("## An engine", "TRANSPORTS")),
+    ("exit codes", ("| 128 + n |",)),
+    ("DAPO", ("| `dapo` |",)),
+    ("LoRA", ("`lora.rank > 0`",)),
+    ("several GPUs", ("ranks = 2", "`tensor = 2`")),
+    ("full disk", ("## When the disk is full",)),
 ]
 
 
