@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-SITE = "https://busrl.readthedocs.io/"  # a placeholder: nothing is published there yet
+SITE = "https://busrl.readthedocs.io/latest/"  # of the newest version; a placeholder: nothing is published there yet
 PACKAGE = Path(__file__).parent
 CONFIGS = PACKAGE / "configs"  # in a clone a link to configs/ at its root
 IS_CLONE = (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE.parent / "docs").is_dir()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from busrl.pages import SITE
 from tools.docs import hooks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,3 +121,9 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
     built = {path.relative_to(tmp_path / "site") for path in (tmp_path / "site").rglob("*.html")}
     assert {Path(name).with_suffix("") / "index.html" for name in PAGES if "README" not in name} <= built
+
+
+def test_printed_addresses_are_those_under_which_a_version_is_published() -> None:
+    [address] = re.findall(r"^site_url: (\S+)", CONFIG, flags=re.M)
+    assert f"{address}latest/" == SITE and "canonical_version: latest" in CONFIG
+    assert "--update-aliases 0.2 latest" in (DOCS / "releasing.md").read_text()
