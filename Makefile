@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm docs
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm docs wheels test-pythons
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -169,8 +169,22 @@ $(DOCS)/.installed: tools/docs/requirements.txt | $(STAMP)/system
 docs: $(DOCS)/.installed ## the site, strictly: build/site
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean
 
+# What is published, made and tried by tools/wheels.py.
+WHEELS ?= $(VENV)/wheels
+$(WHEELS)/.installed: tools/wheels.txt | $(STAMP)/system
+	@test -x $(WHEELS)/bin/python || $(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/pip install -q -r tools/wheels.txt
+	@touch $@
+
+wheels: $(WHEELS)/.installed ## sdist, and a wheel for each CPython from 3.10 on that is here, checked and tried: dist/
+	$(WHEELS)/bin/python -m tools.wheels build
+
+test-pythons: $(WHEELS)/.installed ## the tests that need no torch, on each CPython that is here, with the wheels of dist/
+	@ls dist/busrl-*.whl >/dev/null 2>&1 || $(MAKE) --no-print-directory wheels
+	$(WHEELS)/bin/python -m tools.wheels test
+
 clean: ## remove what was built; runs/ stays
-	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so
+	rm -rf $(VENV) build dist busrl.egg-info csrc/build busrl/*.so
 
 # -- what the targets need ------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from busrl.pages import SITE
 from busrl.system.imports import EXTRAS
 
 if sys.version_info < (3, 11):
@@ -50,6 +51,11 @@ def test_a_missing_package_names_an_extra_that_brings_it() -> None:
         {name.replace("_", "-") for name in REQUIRED[extra]}
     ]
     assert not wrong
+
+
+def test_the_site_has_one_address() -> None:
+    (address,) = re.findall(r"^site_url: (\S+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert SITE == PROJECT["urls"]["Documentation"] == address
 
 
 def test_every_extra_that_a_text_names_exists() -> None:
