@@ -15,11 +15,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import busrl
 from busrl.engines.vllm_versions import PACKAGES, vllm_objection
 from busrl.errors import UserError
+from busrl.pages import IS_CLONE, PACKAGE
 from busrl.ring import LAYOUT
 from busrl.system import device
 from busrl.system.imports import is_installed, remedy_for
@@ -102,14 +102,17 @@ def require(t: Topology, versions: dict[int, dict[str, str]] | None = None) -> N
     for index, of_entry in (versions_of(t) if versions is None else versions).items():
         entry = t.process[index]
         at = f"process.{index}.python = {entry.python!r}"
-        remedy = f"{entry.python} -m pip install {Path(busrl.__file__).parents[1]}"
+        source = str(PACKAGE.parent) if IS_CLONE else f"busrl=={busrl.__version__}"
+        remedy = f"{entry.python} -m pip install {source}"
         if of_entry["busrl"] != busrl.__version__ or of_entry.get("ring") != ring:
             theirs = of_entry.get("problem", "")
             if of_entry["busrl"]:
                 theirs = f"busrl {of_entry['busrl']} with ring {of_entry.get('ring')}"
             raise UserError(f"{at}: {theirs}; this is busrl {busrl.__version__} with ring {ring}: {remedy}")
         if missing := [name for name, version in of_entry.items() if not version and name not in PACKAGES]:
-            raise UserError(f"{at}: it has no {', '.join(missing)}, which a {entry.role} needs: install it there")
+            brings = remedy_for(*missing)
+            how = f"{entry.python} -m {brings}" if brings else "install it there"
+            raise UserError(f"{at}: it has no {', '.join(missing)}, which a {entry.role} needs: {how}")
         if entry.role == "rollout" and entry.engine == "vllm":
             package = next((name for name in PACKAGES if of_entry[name]), "")
             why, what = vllm_objection(package, of_entry.get(package, ""))
