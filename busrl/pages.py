@@ -11,7 +11,7 @@ from pathlib import Path
 
 SITE = "https://busrl.readthedocs.io/latest/"  # of the newest version; a placeholder: nothing is published there yet
 PACKAGE = Path(__file__).parent
-CONFIGS = PACKAGE / "configs"  # in a clone a link to configs/ at its root
+CONFIGS = (PACKAGE / "configs").resolve()  # in a clone, where that is a link, configs/ at its root
 IS_CLONE = (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE.parent / "docs").is_dir()
 PAGE = re.compile(r"\bdocs/([a-z0-9/-]+)\.md\b")
 FILE = re.compile(r"\bconfigs/(?=[a-z])")
@@ -22,3 +22,9 @@ def opened(text: str, is_clone: bool = IS_CLONE) -> str:
     if is_clone:
         return text
     return FILE.sub(lambda _: f"{CONFIGS}/", PAGE.sub(rf"{SITE}\1/", text))
+
+
+def topology_file(path: Path) -> Path:
+    """The file that a command names: one of the reader's, else for `configs/NAME.toml` the one that came with busrl."""
+    ours = CONFIGS / path.name
+    return ours if path.parts == ("configs", path.name) and not path.exists() and ours.is_file() else path

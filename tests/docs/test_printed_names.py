@@ -112,6 +112,16 @@ def test_a_copy_of_the_quickstart_checks_and_is_never_overwritten(site: Path) ->
     assert "nothing is overwritten" in busrl(site, "quickstart", "--copy", "mine", code=2)
 
 
+def test_a_topology_of_configs_is_found_unless_the_reader_has_one(site: Path) -> None:
+    mine = site / "elsewhere/configs"
+    shutil.rmtree(mine, ignore_errors=True)
+    assert f"{site}/busrl/configs/scripted.toml: ok" in busrl(site, "check", "configs/scripted.toml")
+    mine.mkdir()
+    shutil.copy(ROOT / "configs/scripted.jsonl", mine)
+    (mine / "scripted.toml").write_text((ROOT / "configs/scripted.toml").read_text())
+    assert "\nconfigs/scripted.toml: ok" in "\n" + busrl(site, "check", "configs/scripted.toml")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("start", [["quickstart"], ["launch", "copied/quickstart.toml"]], ids=["package", "copy"])
 def test_the_quickstart_runs_where_there_is_no_clone(site: Path, start: list[str]) -> None:
