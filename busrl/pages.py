@@ -13,18 +13,19 @@ SITE = "https://busrl.readthedocs.io/latest/"  # of the newest version; a placeh
 PACKAGE = Path(__file__).parent
 CONFIGS = (PACKAGE / "configs").resolve()  # in a clone, where that is a link, configs/ at its root
 IS_CLONE = (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE.parent / "docs").is_dir()
-PAGE = re.compile(r"\bdocs/([a-z0-9/-]+)\.md\b")
-FILE = re.compile(r"\bconfigs/(?=[a-z])")
+PAGE = re.compile(r"(?<![\w/.~-])docs/([a-z0-9/-]+)\.md\b")
+FILE = re.compile(r"(?<![\w/.~-])configs/[a-z0-9-]+(?:\.fit)?\.(?:toml|jsonl|json)\b")
 
 
 def opened(text: str, is_clone: bool = IS_CLONE) -> str:
-    """The text with each page and each file of configs/ under the name by which this reader can open it."""
+    """The text with each page and each file of configs/ under the name by which this reader can open it; a longer path
+    that ends like one is the reader's own."""
     if is_clone:
         return text
-    return FILE.sub(lambda _: f"{CONFIGS}/", PAGE.sub(rf"{SITE}\1/", text))
+    return FILE.sub(lambda name: str(shipped(Path(name[0]))), PAGE.sub(rf"{SITE}\1/", text))
 
 
-def topology_file(path: Path) -> Path:
-    """The file that a command names: one of the reader's, else for `configs/NAME.toml` the one that came with busrl."""
+def shipped(path: Path) -> Path:
+    """The file that a command or a text names: the reader's, else for `configs/NAME` the one that came with busrl."""
     ours = CONFIGS / path.name
     return ours if path.parts == ("configs", path.name) and not path.exists() and ours.is_file() else path

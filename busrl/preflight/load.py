@@ -22,7 +22,7 @@ from busrl.algorithms import catalog
 from busrl.capabilities import ROLES
 from busrl.data import pretrained
 from busrl.errors import Problem, TopologyError
-from busrl.pages import topology_file
+from busrl.pages import shipped
 from busrl.preflight import (
     engine_rules,
     host_rules,
@@ -68,13 +68,13 @@ PLAYED_OF_PROCESS = ("role", "count")
 def load(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Topology:
     """The checked topology, or a TopologyError with every problem. `run_dir`: a run there may have made the prompts of
     sources already."""
-    return _load(read(topology_file(Path(path)), overrides), overrides, run_dir=run_dir)
+    return _load(read(shipped(Path(path)), overrides), overrides, run_dir=run_dir)
 
 
 def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Topology, frozenset[str]]:
     """The topology, checked without rules about machine, model and engines and without the files of a real run; and
     the dotted keys that the file or an override sets."""
-    source = read(topology_file(Path(path)), overrides)
+    source = read(shipped(Path(path)), overrides)
     topology = _load(source, overrides, simulated=True)
     return topology, frozenset(".".join(map(str, key)) for key in (*source.lines, *source.overridden))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.pages import SITE, opened
+from busrl.pages import CONFIGS, SITE, opened
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = re.compile(r"(?<![\w/])(?:docs|configs|examples)/[\w-]")
@@ -87,10 +87,16 @@ def test_an_error_names_an_address_and_a_file_that_is_there(site: Path) -> None:
     assert (site / "busrl/configs/reference.toml").is_file() and f"{site}/busrl/configs/reference.toml" in text
 
 
-def test_a_text_stays_as_it_is_in_a_clone() -> None:
+def test_a_text_stays_as_it_is_in_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     text = "see docs/engines.md#vllm and configs/reference.toml"
     assert opened(text) == text
-    assert opened(text, is_clone=False).startswith(f"see {SITE}engines/#vllm and /")
+    assert opened(text, is_clone=False) == f"see {SITE}engines/#vllm and {CONFIGS}/reference.toml"
+
+
+@pytest.mark.parametrize("text", ["/home/me/configs/reference.toml: ok", "my/docs/engines.md", "configs/mine.toml: ok"])
+def test_a_path_of_the_reader_stays_as_it_is(text: str) -> None:
+    assert opened(text, is_clone=False) == text
 
 
 def test_every_page_that_a_string_names_exists() -> None:
