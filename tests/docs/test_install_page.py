@@ -53,9 +53,9 @@ def test_a_missing_package_names_an_extra_that_brings_it() -> None:
     assert not wrong
 
 
-def test_the_site_has_one_address() -> None:
-    (address,) = re.findall(r"^site_url: (\S+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert SITE == PROJECT["urls"]["Documentation"] == address
+def test_the_metadata_of_the_package_leads_to_the_site() -> None:
+    assert PROJECT["urls"]["Documentation"] == SITE
+    assert f"repo_url: {PROJECT['urls']['Source']}\n" in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_every_extra_that_a_text_names_exists() -> None:
