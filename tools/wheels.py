@@ -138,11 +138,13 @@ def wheel(interpreter: Interpreter, source: Path, out: Path, work: Path) -> Path
 
 
 def environment(interpreter: Interpreter, folder: Path, *packages: str) -> Path:
-    """Make a virtual environment with these packages; its Python."""
+    """Make a virtual environment with these packages; its Python. The versions of constraints.txt are those of the main
+    Python; every other one gets the newest that the package accepts and that it can run."""
     run(interpreter.path, "-m", "venv", folder)
     python = folder / "bin" / "python"
     if packages:
-        run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", *packages)
+        pinned = ["-c", ROOT / "constraints.txt"] if interpreter.version[:2] == sys.version_info[:2] else []
+        run(python, "-m", "pip", "install", "-q", *pinned, *packages)
     return python
 
 
