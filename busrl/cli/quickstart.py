@@ -25,7 +25,7 @@ HEAD = """\
 REWARD_TABLE = re.compile(r"^\[reward\]\n.*?\n(?=\n\[)", re.MULTILINE | re.DOTALL)
 FUNCTION = '[reward]\nfunction = "reward.py:score"   # beside this file\n'
 REWARD = '''\
-"""What an answer is worth: change it to what you want."""
+"""Reward of an answer: change it to what you want."""
 
 import re
 

@@ -330,8 +330,8 @@ def _set_threads(count: int) -> None:
 def leave(code: int) -> NoReturn:
     """End this process in order, but leave its objects and its libraries to the kernel.
 
-    The interpreter would take apart all that was imported, a second of CPU and a copy of nearly every page that this
-    process shares. What a program may rely on is done: threads are waited for, exit handlers run, files are flushed.
+    The interpreter would take apart all that was imported, and so copy most pages that this process shares. What a
+    program may rely on is done: threads are waited for, exit handlers run, files are flushed.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # as `multiprocessing` ends its children
     atexit._run_exitfuncs()

@@ -21,7 +21,7 @@ FOR_MAINTAINERS = {"test", "lint"}
 
 
 def names(requirements: list[str]) -> set[str]:
-    """What requirements bring: packages, and the extras of busrl that they name."""
+    """Packages and extras of busrl that these requirements name."""
     brought: set[str] = set()
     for text in requirements:
         own = re.fullmatch(r"busrl\[([a-z0-9,-]+)\]", text)

@@ -1,4 +1,4 @@
-"""What busrl prints outside a clone: no name of a page or of a file that is not there, and a first run without either.
+"""Texts of busrl outside a clone name no page and no file that is not there, and a first run needs neither.
 
 The package is copied as a wheel would bring it, without docs/, configs/ and pyproject.toml beside it.
 """
@@ -55,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(site: Path, *arguments: str, code: int = 0) -> str:
-    """What a Python with this copy of busrl prints, in a folder that holds nothing of busrl."""
+    """Run a Python with this copy of busrl, in a folder that holds nothing of busrl; all that it printed."""
     here = site / "elsewhere"
     here.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "70"}

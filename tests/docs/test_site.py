@@ -22,7 +22,8 @@ CONFIG = (ROOT / "mkdocs.yml").read_text()
 MOST_WORDS = 2500
 LONGER = {
     "messages.md": "a table of every message, made by tools/reference/protocol_page: looked things up in, not read",
-    "engines.md": "its parts are being rewritten", "performance.md": "its figures are being made anew",
+    "engines.md": "one choice among engines, with what each can and costs side by side; to be split by engine",
+    "performance.md": "figures of every part, looked up by heading; each is made by a program that the heading names",
 }
 LEAD_WORDS = 80  # before the first command or snippet of a page for users
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.parent.name != "reports")

@@ -27,7 +27,7 @@ def raises(_: Sequence[int]) -> int:
 
 
 class Torn:
-    """What the interpreter takes apart at its end tells that."""
+    """An object that writes a line when the interpreter takes it apart."""
 
     def __del__(self) -> None:
         os.write(2, b"torn down\n")
