@@ -76,6 +76,6 @@ def test_a_small_demo_is_killed_twice_resumes_and_loses_nothing(tmp_path: Path) 
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "SIGKILL of rollout/0" in done.stdout and "SIGKILL of launch" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "demo/run/validation.jsonl").read_text().splitlines()]
-    assert {(row["round"], row["set"]) for row in rows} == {(at, name) for at in (0, 6) for name in ("short", "long")}
+    assert {(row["round"], row["set"]) for row in rows} == {(at, name) for at in (0, 15) for name in ("short", "long")}
     assert (tmp_path / "demo/run/curves.svg").read_text().startswith("<svg")
     assert "0 lost, 0 trained twice" in done.stdout

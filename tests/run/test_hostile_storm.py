@@ -161,7 +161,7 @@ def test_a_storm_among_strangers_with_changing_bounds_ends_clean(tmp_path: Path,
         with running(run), strangers(run) as outside, clients(run):
             for bound in BOUNDS[1:]:
                 before = run.step()
-                blow(run, chance, KILLS // len(BOUNDS))
+                programs += blow(run, chance, KILLS // len(BOUNDS))
                 run.until_step(before + 2)  # each bound is in force for some steps
                 run.kill_launch(30.0)
                 run.settings = [*settings, *bound]
