@@ -25,6 +25,7 @@ LONGER = {
     "engines.md": "one choice among engines, with what each can and costs side by side; to be split by engine",
     "performance.md": "figures of every part, looked up by heading; each is made by a program that the heading names",
 }
+README_LINES = 120
 LEAD_WORDS = 80  # before the first command or snippet of a page for users
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.parent.name != "reports")
 # What somebody looks for, as the index calls it, and what the page has that tells it.
@@ -40,6 +41,10 @@ TASKS = [
     ("several GPUs", ("ranks = 2", "`tensor = 2`")),
     ("full disk", ("## When the disk is full",)),
 ]
+
+
+def test_the_readme_is_one_screen_of_120_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
 @pytest.mark.parametrize("name", PAGES)
