@@ -187,9 +187,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "host_rows": "hosts.membership:rows_of", "placement": "hosts.placement:Placement",
         "manifest": "hosts.clusters:emitted",
     }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}, commands=HOST_COMMANDS),
-    Capability("ranks", "learners of several ranks", plugs={
-        "team": "ranks.leader:gather",
-    }, asks={"[[process]] ranks": lambda topology: topology.ranks > 1}),
+    Capability("ranks", "learners of several ranks", plugs={"team": "ranks.leader:gather"}, asks={
+        "[[process]] ranks": lambda topology: topology.ranks > 1}),
     Capability("observe", "monitors, reports and sinks", plugs={
         "launch_picture": "observe.monitor.screen:launch_picture", "waste": "observe.report.waste:account_of",
     }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}, commands=OBSERVE_COMMANDS),
@@ -201,6 +200,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "scheduler.policy": lambda topology: topology.scheduler.predicts,
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off",
     }),
+    Capability("service", "training and sampling as a service"),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),
     Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
     Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),
