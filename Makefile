@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm docs wheels test-pythons
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm docs wheels release test-pythons
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -178,6 +178,9 @@ $(WHEELS)/.installed: tools/wheels.txt | $(STAMP)/system
 
 wheels: $(WHEELS)/.installed ## sdist, and a wheel for each CPython from 3.10 on that is here, checked and tried: dist/
 	$(WHEELS)/bin/python -m tools.wheels build
+
+release: wheels docs ## all that a release publishes: sdist, wheels, and the site in dist/site
+	@rm -rf dist/site && cp -r build/site dist/site && du -sh dist/*
 
 test-pythons: $(WHEELS)/.installed ## the tests that need no torch, on each CPython that is here, with the wheels of dist/
 	@ls dist/busrl-*.whl >/dev/null 2>&1 || $(MAKE) --no-print-directory wheels

@@ -2,14 +2,20 @@
 `busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it; and `busrl._blocks` for the weights.
 
 The library and its header lie together in `busrl/ring/capi`, in a wheel as in a source tree; see docs/c-abi.md.
+A wheel has no pages: topologies, header and README name addresses of the site instead.
 SANITIZE=address,undefined (or thread) builds with those sanitizers; DEBUG=1 builds without optimisation.
 """
 
 import os
-import shutil
+import sys
+from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # a build looks for no modules beside this file
+from busrl.pages import addressed, published
 
 SANITIZE = os.environ.get("SANITIZE", "")
 DEBUG = os.environ.get("DEBUG", "") not in ("", "0")
@@ -52,11 +58,24 @@ class Build(build_ext):
     def run(self) -> None:
         super().run()
         where = os.path.dirname(self.get_ext_fullpath(LIBRARY))
-        shutil.copyfile(HEADER, os.path.join(where, os.path.basename(HEADER)))
+        text = Path(HEADER).read_text(encoding="utf-8")
+        header = Path(where, os.path.basename(HEADER))
+        header.write_text(text if self.inplace else addressed(text), encoding="utf-8")
+
+
+class BuildFiles(build_py):
+    """As setuptools', but that pages in the topologies of a wheel are addresses."""
+
+    def run(self) -> None:
+        super().run()
+        for path in () if self.editable_mode else Path(self.build_lib, "busrl", "configs").glob("*.toml"):
+            path.write_text(addressed(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 setup(
-    cmdclass={"build_ext": Build},
+    long_description=published(Path("README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
+    cmdclass={"build_ext": Build, "build_py": BuildFiles},
     ext_modules=[
         Pybind11Extension(
             "busrl._ring",

@@ -22,6 +22,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,10 @@ FOLDERS = (
     "agents", "bus", "data", "faults", "ledger", "protocol", "rewards", "ring", "scheduling", "security", "topology",
 )
 NEEDS_TORCH = re.compile(r"\b(?:torch|transformers|safetensors|tiny:sort|quickstart)\b", re.IGNORECASE)
+# What only a clone has: a path, and a link of Markdown (the README) with no address.
+LOCAL = re.compile(r"(?<![\w/.~-])(?:\.\./|(?:docs|examples|tests|tools|benchmarks)/)[\w./-]+")
+LINK = re.compile(r"\]\((?!https?://|#)([^)\s]+)")
+TOPOLOGY = re.compile(r"(?<![\w/.~-])configs/([\w.-]+\.toml)")
 HERE = Path(sys.executable).parent
 
 
@@ -119,6 +124,8 @@ def build(out: Path, chosen: Sequence[Interpreter], work: Path) -> list[Path]:
     wheels = [wheel(interpreter, source, out, work) for interpreter in chosen]
     run(sys.executable, "-m", "twine", "check", "--strict", source, *wheels)
     run(HERE / "check-wheel-contents", *wheels)
+    if names := [name for made in wheels[:1] for name in unreachable(made)]:
+        raise Failed("the wheels name files that they have not: " + "; ".join(names))
     return wheels
 
 
@@ -135,6 +142,22 @@ def wheel(interpreter: Interpreter, source: Path, out: Path, work: Path) -> Path
         raise Failed(f"{made.name} has {size} bytes, more than {MOST_BYTES}: see what went into it")
     say(f"{made.name}: {size / 1e6:.2f} MB", begun)
     return made
+
+
+def unreachable(made: Path) -> list[str]:
+    """Files that the texts of a wheel name and an installation has not, as "FILE: NAME". Without modules, whose strings
+    become addresses when they are printed."""
+    names = []
+    with zipfile.ZipFile(made) as archive:
+        there = archive.namelist()
+        for path in there:
+            if path.endswith((".py", ".pyi", ".so", ".so.1", "RECORD")):
+                continue
+            text = archive.read(path).decode(errors="replace")
+            named = (LINK if path.endswith("METADATA") else LOCAL).findall(text)
+            topologies = [f"configs/{name}" for name in TOPOLOGY.findall(text) if f"busrl/configs/{name}" not in there]
+            names += [f"{path}: {name}" for name in (*named, *topologies)]
+    return names
 
 
 def environment(interpreter: Interpreter, folder: Path, *packages: str) -> Path:

@@ -446,7 +446,7 @@ class Verifiers(Adapter):
     of a task. The options are verifiers' configuration of the environment, but for `client`, the configuration of the
     client: that for evaluation, which sends messages, or with `type = "train"` one that renders them and sends ids."""
 
-    package, remedy = "verifiers", "make agents-env, and python = \"...\" with the Python of that environment"
+    package, remedy = "verifiers", "an environment with it, and python = \"...\" with its Python (docs/environments.md)"
     _serving: Any = None
 
     def _client_config(self, vf: Any, settings: dict[str, Any]) -> Any:

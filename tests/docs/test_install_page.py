@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.pages import SITE
+from busrl.pages import SITE, SOURCE
 from busrl.system.imports import EXTRAS
 
 if sys.version_info < (3, 11):
@@ -54,7 +54,7 @@ def test_a_missing_package_names_an_extra_that_brings_it() -> None:
 
 
 def test_the_metadata_of_the_package_leads_to_the_site() -> None:
-    assert PROJECT["urls"]["Documentation"] == SITE
+    assert PROJECT["urls"]["Documentation"] == SITE and PROJECT["urls"]["Source"] == SOURCE
     assert f"repo_url: {PROJECT['urls']['Source']}\n" in (ROOT / "mkdocs.yml").read_text()
 
 

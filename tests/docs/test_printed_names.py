@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.pages import CONFIGS, SITE, opened
+from busrl.pages import CONFIGS, SITE, SOURCE, addressed, opened, published
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = re.compile(r"(?<![\w/])(?:docs|configs|examples)/[\w-]")
@@ -51,6 +51,8 @@ reward_funcs = 1
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     shutil.copytree(ROOT / "busrl", folder / "busrl", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (folder / "busrl/configs").glob("*.toml"):
+        path.write_text(addressed(path.read_text()))
     return folder
 
 
@@ -126,6 +128,19 @@ def test_a_topology_of_configs_is_found_unless_the_reader_has_one(site: Path) ->
     shutil.copy(ROOT / "configs/scripted.jsonl", mine)
     (mine / "scripted.toml").write_text((ROOT / "configs/scripted.toml").read_text())
     assert f"{mine}/scripted.toml: ok" in busrl(site, "check", "configs/scripted.toml")
+
+
+@pytest.mark.parametrize("name", ["agents", "serve", "atropos", "quickstart"])
+def test_each_topology_of_the_package_checks_without_a_clone(site: Path, name: str) -> None:
+    assert f"{name}.toml: ok" in busrl(site, "check", f"configs/{name}.toml")
+
+
+def test_a_readme_elsewhere_links_to_addresses() -> None:
+    text = "![look](docs/look.png) [how](docs/serve.md#keys) [own](configs/own.toml) [away](https://a.b/c) [on](#on)"
+    assert published(text) == (
+        f"![look]({SOURCE}/raw/HEAD/docs/look.png) [how]({SITE}serve/#keys) [own]({SOURCE}/blob/HEAD/configs/own.toml) "
+        "[away](https://a.b/c) [on](#on)"
+    )
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ FORMS = ROOT / ".github" / "ISSUE_TEMPLATE"
 
 def test_the_version_stands_in_the_package_alone() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert settings["project"]["dynamic"] == ["version"] and "version" not in settings["project"]
+    assert settings["project"]["dynamic"] == ["version", "readme"] and "version" not in settings["project"]
     assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "busrl.__version__"}
     released = busrl.__version__.removesuffix(".dev0")
     assert f"## {released}" in (ROOT / "CHANGELOG.md").read_text() or released != busrl.__version__

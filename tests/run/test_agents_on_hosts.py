@@ -31,7 +31,7 @@ BOTH = '''
 role = "rollout"
 [[process]]
 role = "agent"
-function = "%s/examples/agents/two_tries.py:episode"
+function = "%s/configs/two_tries.py:episode"
 [[process]]
 role = "rollout"
 hosts = ["gpu-0"]

@@ -149,7 +149,7 @@ def blow(run: Run, chance: random.Random, kills: int) -> int:
 def test_a_storm_among_strangers_with_changing_bounds_ends_clean(tmp_path: Path, quickstart: None) -> None:
     config = tmp_path / "hostile.toml"
     text = AGENTS.read_text().replace(
-        'function = "../examples/agents/two_tries.py:episode"',
+        'function = "two_tries.py:episode"',
         f'program = ["{sys.executable}", "{ROOT}/examples/agents/sort_program.py"]',  # no shim of a shell: many start
     )
     config.write_text(text + '\n[[process]]\nrole = "serve"\ncount = 2\n')

@@ -122,7 +122,7 @@ def test_a_killed_server_gives_its_episodes_back_and_loses_nothing(tmp_path: Pat
 def test_a_program_for_each_episode_trains_a_run(tmp_path: Path, quickstart: None) -> None:
     program = ROOT / "examples" / "agents" / "sort_program.py"
     text = (ROOT / "configs" / "agents.toml").read_text()
-    text = text.replace('function = "../examples/agents/two_tries.py:episode"', f'program = ["python3", "{program}"]')
+    text = text.replace('function = "two_tries.py:episode"', f'program = ["python3", "{program}"]')
     config = tmp_path / "program.toml"
     config.write_text(text.replace("episodes = 256", "episodes = 8"))
     run = Run(tmp_path / "run", "learner.trigger.n_min=4", "groups.size=4", "learner.checkpoint_every=0",

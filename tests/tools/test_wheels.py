@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,16 @@ def test_every_folder_of_the_repository_is_in_the_sdist() -> None:
     folders = {line.partition("/")[0] for line in listed.splitlines() if "/" in line and not line.startswith(".")}
     grafted = set(re.findall(r"^graft (\S+)", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE))
     assert folders - {"busrl"} == grafted
+
+
+def test_a_wheel_that_names_a_file_of_the_repository_is_refused(tmp_path: Path) -> None:
+    made = tmp_path / "busrl-1-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("busrl/configs/a.toml", "# docs/x.md; configs/a.toml, /my/docs/y.md\nf = '../z.py:f'\n")
+        archive.writestr("busrl/configs/b.toml", "# https://site/docs/x/, configs/c.toml\n")
+        archive.writestr("busrl/a.py", "# examples/z.py\n")
+        archive.writestr("busrl-1.dist-info/METADATA", "examples/z.py [a](docs/x.md) [b](https://site/x) [c](#c)\n")
+    assert wheels.unreachable(made) == [
+        "busrl/configs/a.toml: docs/x.md", "busrl/configs/a.toml: ../z.py", "busrl/configs/b.toml: configs/c.toml",
+        "busrl-1.dist-info/METADATA: docs/x.md",
+    ]
