@@ -1,0 +1,237 @@
+"""Low-rank adapters beside one frozen model: the layers they may change, their numbers, and how the model wears one.
+
+Used by `tenants`. Talks to the model's linear layers by hooks, one adapter at a time, and to folders of peft's format.
+Knows nothing of losses, optimisers, requests or clients.
+
+- A layer with an adapter computes x W + (alpha / rank) (x A) B, A and B in the type of x. A [rank, in] is drawn from a
+  seed in the order of the layers, B [out, rank] is zero at first: an adapter begins as nothing.
+- The numbers of an adapter are one float32 vector, its gradients another: a step, a norm, a move to another memory are
+  each one operation. The pairs of the layers are views.
+- Alpha is the same for every rank, so that a learning rate does not depend on the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from busrl.engines.torch.lora import Low
+from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
+from busrl.service.sums import UserFault
+from busrl.training.forward import PaddedRows
+
+ALPHA = 32.0
+ATTENTION, MLP = ("attn", "attention"), ("mlp", "feed_forward", "ffn", "moe")  # in a part of a layer's name
+ROUTERS = {"gate", "router"}  # last names of layers that choose experts: they stay as they are
+PIECE_BYTES = 1 << 26  # of one float32 buffer of logits
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The shape of an adapter: rank, the seed of A, and the parts of the model that it changes."""
+
+    rank: int
+    seed: int = 0
+    attn: bool = True
+    mlp: bool = True
+    unembed: bool = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(part for part in ("attn", "mlp", "unembed") if getattr(self, part))
+
+    def check(self, max_rank: int) -> None:
+        if not 1 <= self.rank <= max_rank:
+            raise UserFault(f"lora_config: rank = {self.rank}; 1 to {max_rank} are served")
+        if not self.parts:
+            raise UserFault("lora_config trains nothing; set train_attn, train_mlp or train_unembed")
+
+
+class Site(NamedTuple):
+    """A linear layer that an adapter may change."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+class Numbers:
+    """The numbers of one adapter, and their gradients while there are any. `pairs`: views of them by layer, which
+    autograd takes as leaves."""
+
+    def __init__(self, adapter: Adapter, sites: Iterable[Site], device: torch.device) -> None:
+        self.adapter, self.sites = adapter, tuple(sites)
+        self.scale = ALPHA / adapter.rank
+        self.vector = self._drawn().to(device)
+        self.gradients: Tensor | None = None
+        self.summed = False  # True once a request has added to the gradients
+        self.pairs: dict[str, Low] = {}
+        self._lay_out()
+
+    def _drawn(self) -> Tensor:
+        vector, random = torch.zeros(sum(self._sizes())), torch.Generator().manual_seed(self.adapter.seed)
+        for site, (down, _) in zip(self.sites, self.views(vector).values(), strict=True):
+            bound = 1 / math.sqrt(site.inputs)  # as peft draws it
+            down.uniform_(-bound, bound, generator=random)
+        return vector
+
+    def _sizes(self) -> list[int]:
+        return [self.adapter.rank * width for site in self.sites for width in (site.inputs, site.outputs)]
+
+    def views(self, vector: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B of each layer in a vector of this adapter's length."""
+        parts, rank = iter(torch.split(vector, self._sizes())), self.adapter.rank
+        return {
+            site.name: (next(parts).view(rank, site.inputs), next(parts).view(site.outputs, rank))
+            for site in self.sites
+        }
+
+    def _lay_out(self) -> None:
+        """Make the leaves again, after the vectors have changed their place."""
+        gradients = {} if self.gradients is None else self.views(self.gradients)
+        self.pairs = {}
+        for name, pair in self.views(self.vector).items():
+            down, up = (part.detach().requires_grad_() for part in pair)
+            if name in gradients:
+                down.grad, up.grad = gradients[name]
+            self.pairs[name] = Low(down, up, self.scale)
+
+    def ready(self, device: torch.device) -> None:
+        """Bring everything to that device, with room for gradients."""
+        if self.gradients is None or self.vector.device != device:
+            self.vector = self.vector.to(device)
+            self.gradients = torch.zeros_like(self.vector) if self.gradients is None else self.gradients.to(device)
+            self._lay_out()
+
+    def park(self) -> None:
+        """Leave the device; gradients stay only if a request has added to them."""
+        self.vector = self.vector.cpu()
+        self.gradients = self.gradients.cpu() if self.gradients is not None and self.summed else None
+        self._lay_out()
+
+    def add(self, losses: Tensor) -> None:
+        """Add the gradient of the sum of the losses."""
+        self.summed = True
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+
+    def drop_gradients(self) -> None:
+        self.summed = False
+        if self.gradients is not None:
+            self.gradients.zero_()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.vector, self.gradients) if part is not None)
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """The parts of a vector of this adapter's length by their names in peft's file."""
+        return {
+            f"{ADAPTER_PREFIX}{name}.lora_{side}.weight": part
+            for name, pair in self.views(vector).items() for side, part in zip("AB", pair)
+        }
+
+
+class Wearer:
+    """A model whose layers compute with the adapter that it wears, if any. The model is frozen."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.requires_grad_(False)
+        self.head: nn.Linear = model.get_output_embeddings()
+        self._sites: dict[str, list[Site]] = {"attn": [], "mlp": [], "unembed": []}
+        self._worn: Mapping[str, Low] = {}
+        self._head_name = ""
+        self._fused = any(parameter.ndim > 2 and "experts" in name for name, parameter in model.named_parameters())
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and (part := self._part_of(name, layer)):
+                self._head_name = name if layer is self.head else self._head_name
+                self._sites[part].append(Site(name, layer.in_features, layer.out_features))
+                layer.register_forward_hook(partial(self._add, name))
+
+    def sites(self, adapter: Adapter) -> list[Site]:
+        """The layers of an adapter; UserFault if one of its parts cannot have any."""
+        name, remedy = type(self.model).__name__, "create the model with"
+        if adapter.unembed and self.model.get_input_embeddings().weight is getattr(self.head, "weight", None):
+            raise UserFault(f"train_unembed: the head of {name} is its embedding; {remedy} train_unembed=False")
+        if adapter.mlp and self._fused:
+            raise UserFault(f"train_mlp: the experts of {name} are one tensor; {remedy} train_mlp=False")
+        for part in adapter.parts:
+            if not self._sites[part]:
+                raise UserFault(f"train_{part}: {name} has no linear layer there; {remedy} train_{part}=False")
+        return [site for part in adapter.parts for site in self._sites[part]]
+
+    def _part_of(self, name: str, layer: nn.Linear) -> str:
+        if layer is self.head:
+            return "unembed"
+        *above, last = name.split(".")
+        if last in ROUTERS:
+            return ""
+        kinds = (("attn", ATTENTION), ("mlp", MLP))
+        return next((part for part, words in kinds if any(word in step for step in above for word in words)), "")
+
+    def _add(self, name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if (low := self._worn.get(name)) is None:
+            return output
+        rows = inputs[0]
+        change = F.linear(F.linear(rows, low.down.to(rows.dtype)), low.up.to(rows.dtype))
+        return output + change * low.scale
+
+    @contextlib.contextmanager
+    def wearing(self, numbers: Numbers) -> Iterator[None]:
+        """Within it the model computes with that adapter, backward included."""
+        self._worn = numbers.pairs
+        try:
+            yield
+        finally:
+            self._worn = {}
+
+    @property
+    def wears_head(self) -> bool:
+        return self._head_name in self._worn
+
+    def through_head(self, way: PaddedRows, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Log-probabilities of targets [n] or [n, m] from hidden states [n, width], through the head with its adapter;
+        logits exist in pieces, in backward too."""
+        cap = way.head.cap
+
+        def score(rows: Tensor, wanted: Tensor) -> Tensor:
+            logits = self.head(rows).float() * way.head.scale
+            logits = way.token_rows.mask(cap * torch.tanh(logits / cap) if cap else logits)
+            logprobs: Tensor = logits.log_softmax(-1).gather(-1, wanted)
+            return logprobs
+
+        single, count = targets.ndim == 1, max(1, PIECE_BYTES // (4 * self.head.out_features))
+        pieces = zip(torch.split(hidden, count), torch.split(targets[:, None] if single else targets, count))
+        scores = torch.cat([
+            checkpoint(score, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces
+        ])
+        return scores[:, 0] if single else scores
+
+
+# -- folders of peft's format -----
+
+
+def write_folder(folder: Path, numbers: Numbers, dtype: torch.dtype, base: str) -> None:
+    """Write the adapter in that type as peft, vLLM and the torch engine load it. `base`: the model's name."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": numbers.adapter.rank, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+        "use_rslora": False, "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+        "target_modules": sorted({site.name.rpartition(".")[2] for site in numbers.sites}),
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
+    tensors = {name: part.to("cpu", dtype).contiguous() for name, part in numbers.named(numbers.vector).items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
