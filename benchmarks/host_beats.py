@@ -30,7 +30,7 @@ from busrl.bus import Endpoint, tcp_pair
 from busrl.hosts import messages as g
 from busrl.hosts.desk import DIGESTS, HOST, digest_of
 from busrl.hosts.satellite import ANSWERS, CLAIM_S, NAME_AFTER, PRESENT_S
-from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
+from busrl.launcher.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.preflight.load import load
 
 LIMIT_S, MEMORY_S = 240.0, 2.0

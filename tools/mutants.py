@@ -57,7 +57,7 @@ AGAIN = (f"{STEPS}::test_a_learner_that_starts_again_goes_on_with_the_very_numbe
 DRAWN = (f"{ANSWERS}::test_each_token_is_the_one_that_its_random_number_draws",)
 ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answer",)
 RUN = (WHOLE_RUN,)
-TEMPLATE, FORKS, FORKED = "busrl/system/template.py", ("tests/launch/test_forks.py",), ("tests/system/test_template.py",)
+TEMPLATE, FORKS, FORKED = "busrl/system/template.py", ("tests/launcher/test_forks.py",), ("tests/system/test_template.py",)
 RANKS, TEAM = ("tests/training/test_ranks.py",), "tests/training/test_team.py"
 RANK_READS = ("tests/training/test_team_options.py::test_reference_and_teacher_of_a_rank_have_the_draws_temperature",)
 HEAD = "busrl/training/head.py"
@@ -581,8 +581,8 @@ MUTANTS = (
     Mutant("a template forks beside its threads", TEMPLATE, '("/proc/self/task"))) > 1:', '("/proc/self/task"))) > 99:', FORKED),
     Mutant("what a forked process has written is not flushed", TEMPLATE, "opened.flush()", "pass", FORKED),
     Mutant("exit handlers of a forked process are left out", TEMPLATE, "    atexit._run_exitfuncs()\n", "", FORKED),
-    Mutant("a process with variables of its own is forked", "busrl/launch/forks.py", "spec.python or spec.env)", "spec.python)", FORKS),
-    Mutant("an import that never ends is waited for", "busrl/launch/forks.py", "if used_s > self._begun_s + MOST_CPU_S:", "if False:", FORKS),
+    Mutant("a process with variables of its own is forked", "busrl/launcher/forks.py", "spec.python or spec.env)", "spec.python)", FORKS),
+    Mutant("an import that never ends is waited for", "busrl/launcher/forks.py", "if used_s > self._begun_s + MOST_CPU_S:", "if False:", FORKS),
 )
 
 

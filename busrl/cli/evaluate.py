@@ -40,7 +40,7 @@ from busrl.data.vocabulary import token_rows
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.tokens import NO_IDS
 from busrl.errors import PeerTimeout, UserError, escaped
-from busrl.launch.pythons import require_here
+from busrl.launcher.pythons import require_here
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
 from busrl.paths import RunPaths
 from busrl.preflight.load import load, materialise

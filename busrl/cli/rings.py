@@ -20,7 +20,7 @@ from pathlib import Path
 
 from busrl.cli.sample_history import history
 from busrl.errors import RingError, RunInUse, UserError
-from busrl.launch.rundir import unlink_segments
+from busrl.launcher.rundir import unlink_segments
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, WORKING, Ring, RingGuard, State
 from busrl.ring.calls import open_episodes

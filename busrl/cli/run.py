@@ -1,7 +1,7 @@
 """Verbs about a run: `launch`, `check`, `schema`, `recipes`, `status`, `logs`, `audit` and `version`, and the
 requests to a running run: `stop`, `pause`, `resume`, `checkpoint`, `set` and `scale`.
 
-Talks to preflight, which reads and checks topologies, to `busrl.launch`, and to the files and the bus of a run. A
+Talks to preflight, which reads and checks topologies, to `busrl.launcher`, and to the files and the bus of a run. A
 request goes to the run's launch, which decides. Knows nothing of roles.
 
 - The same run directory is the same run: a start there continues it, unless --resume never forbids it.
@@ -27,13 +27,12 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 import busrl
-from busrl import capabilities
-from busrl import launch as launching
+from busrl import capabilities, launcher
 from busrl.bus import Endpoint
 from busrl.data.pretrained import task_prompts
 from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, RingError, UserError, escaped
-from busrl.launch import pythons
-from busrl.launch.rundir import belongs_to_another
+from busrl.launcher import pythons
+from busrl.launcher.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
 from busrl.pages import opened
@@ -63,9 +62,7 @@ def launch(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(escaped(opened(explain.dry_run(topology))), end="")
         return 0
-    pythons.require_here(topology.processes())
-    pythons.require(topology)
-    pythons.require_devices(topology)
+    pythons.require_runnable(topology)
     directory = directory_of(topology, options.run_dir, options.resume)
     topology = materialise(topology)
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
@@ -73,7 +70,7 @@ def launch(options: argparse.Namespace) -> int:
     for text in explain.warnings(topology):
         print(escaped(opened(f"warning: {text}")), file=sys.stderr)
     explain.require_cores_and_disk(topology, directory)
-    return launching.launch(topology, directory, resume=options.resume != "never")
+    return launcher.launch(topology, directory, resume=options.resume != "never")
 
 
 def _as_set_in_flight(topology: Topology, options: argparse.Namespace, run_dir: Path | None) -> Topology:
@@ -95,9 +92,7 @@ def check(options: argparse.Namespace) -> int:
     versions = pythons.versions_of(topology)
     for line in pythons.lines(topology, versions):
         print(line)
-    pythons.require_here(topology.processes())
-    pythons.require(topology, versions)
-    pythons.require_devices(topology)
+    pythons.require_runnable(topology, versions)
     explain.require_memory(topology)
     explain.require_cores_and_disk(topology, Path("runs"))
     return 0

@@ -1,7 +1,7 @@
 """`busrl host`: runs the processes that a run has on this host, from joining to their end.
 
 Talks to home's relay, which lets the host join and gives it its topology, and to this host's scratch directory, ring
-and children, by the parts of `busrl.launch`. Knows nothing of tasks or weights: satellite and relay carry those.
+and children, by the parts of `busrl.launcher`. Knows nothing of tasks or weights: satellite and relay carry those.
 
 - Everything below the scratch directory is this host's alone; deleting all of it costs tokens, never a sample.
 - The exit code says what to do next: 0 nothing, the run is over; 2 mend something; 3 the run is lost to this host:
@@ -33,13 +33,13 @@ from busrl.errors import PeerLost, UserError
 from busrl.hosts import questions as q
 from busrl.hosts.link import Asking
 from busrl.hosts.membership import HostSource, Invitation
-from busrl.launch.children import Signals
-from busrl.launch.display import open_display
-from busrl.launch.identity import Start
-from busrl.launch.pythons import require_here
-from busrl.launch.run import ALONE, Launch, close_run
-from busrl.launch.rundir import LOCK_S, OpenRun, locked, make_directories, opened, unlink_segments
-from busrl.launch.supervisor import is_titled
+from busrl.launcher.children import Signals
+from busrl.launcher.display import open_display
+from busrl.launcher.identity import Start
+from busrl.launcher.pythons import require_here
+from busrl.launcher.run import ALONE, Launch, close_run
+from busrl.launcher.rundir import LOCK_S, OpenRun, locked, make_directories, opened, unlink_segments
+from busrl.launcher.supervisor import is_titled
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock
 from busrl.system import files

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from busrl.errors import NEEDS_FIX, BadKeys
 from busrl.hosts.membership import Invitation
-from busrl.launch.children import RunningChild, Signals, last_words, lines_of_life, spawn
-from busrl.launch.supervisor import Exit
+from busrl.launcher.children import RunningChild, Signals, last_words, lines_of_life, spawn
+from busrl.launcher.supervisor import Exit
 from busrl.paths import RunPaths
 from busrl.topology import Topology
 

@@ -3,7 +3,7 @@
 
 Starts `busrl.data.sources` in a process of its own, since functions of the user run there, and reads its events with a
 deadline. Returns the topology with these files as data.train and as the data of the sets; derived.sources has the place
-of each source. Knows nothing of run directories: `busrl.launch.rundir` moves the files there.
+of each source. Knows nothing of run directories: `busrl.launcher.rundir` moves the files there.
 
 - The same settings and files of the same age are converted once: a run directory that has the file is used.
 - What is made before a run lies in a temporary folder that ends with this process.

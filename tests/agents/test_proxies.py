@@ -20,7 +20,7 @@ from busrl.agents.episode import Episode
 from busrl.agents.http import EpisodeServer
 from busrl.agents.pool import Children, Played, Programs
 from busrl.engines.openai.client import Client
-from busrl.launch.children import environment_of
+from busrl.launcher.children import environment_of
 from busrl.paths import RunPaths
 from busrl.preflight.load import load
 from busrl.rewards.base import Setup

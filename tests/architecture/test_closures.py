@@ -18,10 +18,10 @@ from test_import_arrows import ARROWS
 # role -> most modules of busrl that its import loads.
 MOST_MODULES = {"actor": 36, "scheduler": 50, "rollout": 57, "reward": 49, "learner": 115}
 MOST_LINES_OF_AN_ACTOR, MOST_LINES_OF_THE_CORE = 8_000, 36_000
-FRONT = {"cli", "launch", "pages", "preflight", "quickstart", "status"}
+FRONT = {"api", "cli", "launcher", "pages", "preflight", "quickstart", "status"}
 
 LIGHT = [
-    "busrl.cli", "busrl.launch", "busrl.launch.display", "busrl.roles.bus", "busrl.roles.keeper",
+    "busrl.cli", "busrl.launcher", "busrl.launcher.display", "busrl.roles.bus", "busrl.roles.keeper",
     "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.topology", "busrl.ledger.audit",
     "busrl.observe.monitor.screen", "busrl.simulate.command", "busrl.agents.episode",
 ]

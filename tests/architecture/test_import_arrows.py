@@ -50,8 +50,9 @@ ARROWS: dict[str, str] = {
     "roles": "algorithms bus data engines faults ledger paths protocol rewards ring scheduling system topology "
              "training weights",
     "preflight": "algorithms data curve engines faults pages rewards ring scheduling system topology",
-    "launch": "bus data engines faults ledger pages paths preflight protocol ring status system topology",
-    "cli": "bus curve data engines launch ledger pages paths preflight protocol rewards ring roles status system "
+    "launcher": "bus data engines faults ledger pages paths preflight protocol ring status system topology",
+    "api": "launcher pages paths preflight status system topology",
+    "cli": "bus curve data engines launcher ledger pages paths preflight protocol rewards ring roles status system "
            "topology training",
 }
 # Optional parts that load another one: why.

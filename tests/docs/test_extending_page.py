@@ -93,8 +93,8 @@ HEARS = """
 import tempfile, threading
 from busrl.bus import Endpoint
 from busrl.bus.broker import StopRequest, run_broker
-from busrl.launch.run import SUBSCRIBED
-from busrl.launch.summary import Progress
+from busrl.launcher.run import SUBSCRIBED
+from busrl.launcher.summary import Progress
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import OfdLock
@@ -132,7 +132,7 @@ def test_launch_shows_a_message_that_it_subscribes_to(copy: Path, subscribes: bo
     add(state, "            case m.ValidationStarted():\n", "            case m.Paused():\n"
         "                self.waiting = message.reason\n")
     if subscribes:
-        add(copy / "busrl" / "launch" / "run.py", "    m.Hello, m.Heartbeat, m.Control,\n", "    m.Paused,\n")
+        add(copy / "busrl" / "launcher" / "run.py", "    m.Hello, m.Heartbeat, m.Control,\n", "    m.Paused,\n")
     assert run(copy, HEARS).strip() == ("disk" if subscribes else "")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from busrl.agents import child as agent_child
 from busrl.errors import UserError
-from busrl.launch.children import command_of, environment_of
+from busrl.launcher.children import command_of, environment_of
 from busrl.paths import RunPaths
 from busrl.preflight.load import load
 from busrl.rewards.base import Item
@@ -155,7 +155,7 @@ def test_a_role_starts_among_files_with_names_of_the_standard_library(mine: Path
 
 
 def test_what_is_installed_never_comes_before_the_standard_library(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.launch.children.PACKAGES", "/venv/lib/python3/site-packages")
+    monkeypatch.setattr("busrl.launcher.children.PACKAGES", "/venv/lib/python3/site-packages")
     monkeypatch.setenv("PYTHONPATH", "/mine")
     process = ProcessName("reward/0", "reward", 0, Process("reward"))
     assert environment_of(process, RunPaths.of(mine / "run"), {})["PYTHONPATH"] == "/mine"

@@ -15,7 +15,7 @@ import pytest
 from busrl.algorithms import catalog
 from busrl.cli import main
 from busrl.errors import UserError
-from busrl.launch import pythons
+from busrl.launcher import pythons
 from busrl.preflight import changeable
 from busrl.system import device
 from busrl.topology import Topology

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import UserError
-from busrl.launch.children import start
+from busrl.launcher.children import start
 from busrl.paths import RunPaths
 from busrl.preflight import machine
 from busrl.preflight.explain import report

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.launch.children import command_of
+from busrl.launcher.children import command_of
 from busrl.paths import RunPaths
 from busrl.preflight.explain import report
 from busrl.topology import Topology

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from busrl.bus import Endpoint
-from busrl.launch.rundir import open_run, remove_runtime_dir, unlink_segments
+from busrl.launcher.rundir import open_run, remove_runtime_dir, unlink_segments
 from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic

@@ -23,7 +23,7 @@ import torch
 from busrl import curve
 from busrl.hosts.joining import open_host
 from busrl.hosts.membership import HostSource, claimed_from, of_host
-from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
+from busrl.launcher.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.preflight.load import load
 from busrl.states import HeaderWord
 from busrl.weights.base import Sender

@@ -28,7 +28,7 @@ import setproctitle
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IMPORTS = (
-    "busrl.cli.run", "busrl.launch", "busrl.preflight.load", "busrl.preflight.trial", "busrl.roles.__main__",
+    "busrl.cli.run", "busrl.launcher", "busrl.preflight.load", "busrl.preflight.trial", "busrl.roles.__main__",
     "busrl.roles.learner", "busrl.roles.rollout", "busrl.roles.scheduler", "busrl.roles.keeper", "busrl.roles.reward",
     "busrl.roles.validator", "busrl.engines.torch.engine", "busrl.weights.shm",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2",
@@ -182,7 +182,7 @@ def launched(request: Mapping[str, Any], output: int) -> int:
 def forked_template() -> int | None:
     """Fork the template of this launch, which the launch takes in place of starting one: None in the launch, in the
     template and its children their exit code."""
-    from busrl.launch import forks
+    from busrl.launcher import forks
     from busrl.system import parent, template
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

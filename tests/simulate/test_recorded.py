@@ -10,7 +10,7 @@ import pytest
 from harness import Run, running
 
 from busrl.engines.base import Statistics
-from busrl.launch.summary import ResidenceTimes
+from busrl.launcher.summary import ResidenceTimes
 from busrl.quickstart import ensure
 from busrl.roles import rollout
 from busrl.simulate.fit import fit

@@ -12,7 +12,7 @@ import torch
 
 from busrl.engines import make_engine
 from busrl.errors import DeviceMissing
-from busrl.launch.children import environment_of
+from busrl.launcher.children import environment_of
 from busrl.paths import RunPaths
 from busrl.preflight.load import load
 from busrl.roles.learner.step import TrainingStep

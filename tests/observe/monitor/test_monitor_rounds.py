@@ -11,7 +11,7 @@ import pytest
 
 from busrl.cli import evaluate
 from busrl.data.figures import Figures
-from busrl.launch.summary import Progress
+from busrl.launcher.summary import Progress
 from busrl.observe.monitor.web.picture import steps_after
 from busrl.observe.report.files import RunRecord
 from busrl.observe.report.page import FACTS, Run
