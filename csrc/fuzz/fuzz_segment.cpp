@@ -290,7 +290,7 @@ void take_part(const std::shared_ptr<Segment>& segment, const FateBook& fates, u
     const uint32_t me = member.index();
     uint32_t cursor = 0;
     step([&] { reap(seg, fates, me); });
-    step([&] { finish_drops(seg, me, fates); });
+    step([&] { finish_drops(seg, fates); });
     for (const auto& [from, to] : {std::pair{State::QUEUED, State::GENERATING},
                                    {State::GENERATED, State::REWARDING},
                                    {State::REWARDED, State::TRAINING}}) {

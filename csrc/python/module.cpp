@@ -232,7 +232,7 @@ void bind_slots(py::class_<Handle>& ring) {
                 return check(busrl_ring_drop(&r, slot, word, char(fate_code(fate)))) == BUSRL_OK;
             },
             py::arg("slot"), py::arg("word"), py::arg("fate"))
-        .def("finish_drops", [](const Handle& r) { return finish_drops(r.writable(), r.index(), r.fates); })
+        .def("finish_drops", [](const Handle& r) { return finish_drops(r.writable(), r.fates); })
         .def("reap", &reap_dead);
 }
 

@@ -135,14 +135,14 @@ inline void put_pattern(const busrl::Segment& seg, uint32_t slot, uint64_t word,
 }
 
 // Room that is passed over: what is put next begins behind the part of a slot that is always in memory.
-inline void skip_kept(const busrl::Segment& seg, uint32_t slot, uint64_t word) {
+inline void skip_kept(const busrl::Segment& seg, uint32_t slot, uint64_t word, uint64_t more = 0) {
     busrl::TensorEntry e{};
     std::memcpy(e.name, "skip", 4);
     e.segment = busrl::kNoSegment;
     e.code = busrl::kUint;
     e.bits = 8;
     e.ndim = 1;
-    e.shape[0] = e.nbytes = busrl::kKept;
+    e.shape[0] = e.nbytes = busrl::kKept + more;
     e.flags = busrl::kTensorValid;
     const uint32_t index = busrl::place_entry(seg, slot, word, e);
     busrl::store_entry(seg.table(slot), index, e);

@@ -105,7 +105,6 @@ inline bool free_call(const Segment& seg, uint32_t me, uint32_t slot, uint64_t w
     const bool freed = move_slot(seg, slot, word, State::FREE, 0) != 0;
     crash_point("release.after");
     if (freed) seg.count(kFinished);
-    if (freed) trim(seg, me, slot);
     return freed;
 }
 

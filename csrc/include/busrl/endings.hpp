@@ -6,7 +6,7 @@
 #pragma once
 
 #include "busrl/fates.hpp"
-#include "busrl/trim.hpp"
+#include "busrl/slots.hpp"
 
 namespace busrl {
 
@@ -161,22 +161,20 @@ inline bool finish(const Segment& seg, uint32_t me, const FateBook& fates, uint3
     const uint64_t uid = seg.line(slot).uid.load(std::memory_order_acquire);
     fates.must(uid).store(FateBook::index(uid), code);
     crash_point("finish.fate");
+    seg.line(slot).changed_ns.store(coarse_ns(), std::memory_order_release);  // for trim(): since when it is FREE
     if (move_slot(seg, slot, word, State::FREE, 0) == 0) return false;
     crash_point("finish.free");
     seg.count(kFinished);
-    trim(seg, me, slot);
     return true;
 }
 
 // DROPPED -> fate -> FREE. Anybody may do it, several at once: the store is idempotent and the CAS has one winner.
-inline bool complete_drop(const Segment& seg, uint32_t me, const FateBook& fates, uint32_t slot, uint64_t word) {
+inline bool complete_drop(const Segment& seg, const FateBook& fates, uint32_t slot, uint64_t word) {
     const uint64_t uid = seg.line(slot).uid.load(std::memory_order_acquire);
     if (load_word(seg, slot) != word) return false;  // the uid may already be another sample's
     fates.must(uid).store(FateBook::index(uid), uint8_t(owner_of(word)));
     crash_point("drop.fate");
-    if (move_slot(seg, slot, word, State::FREE, 0) == 0) return false;
-    trim(seg, me, slot);
-    return true;
+    return move_slot(seg, slot, word, State::FREE, 0) != 0;
 }
 
 // resting -> DROPPED(reason) -> FREE; an owner may drop what it holds. False if the slot is no longer at `word`.
@@ -192,19 +190,19 @@ inline bool drop(const Segment& seg, uint32_t me, const FateBook& fates, uint32_
     seg.count(kDrops);
     seg.header().drops[reason & 63].fetch_add(1, std::memory_order_relaxed);
     crash_point("drop.cas");
-    complete_drop(seg, me, fates, slot, dropped);
+    complete_drop(seg, fates, slot, dropped);
     return true;
 }
 
 // One slot whose sample can not be recorded must not keep the others: the first such error comes after all of them.
-inline uint32_t finish_drops(const Segment& seg, uint32_t me, const FateBook& fates) {
+inline uint32_t finish_drops(const Segment& seg, const FateBook& fates) {
     uint32_t done = 0;
     std::optional<Error> first;
     for (uint32_t i = 0; i < seg.shape.n_slots; ++i) {
         const uint64_t word = load_word(seg, i);
         if (state_of(word) != State::DROPPED) continue;
         try {
-            if (complete_drop(seg, me, fates, i, word)) ++done;
+            if (complete_drop(seg, fates, i, word)) ++done;
         } catch (const Error& e) {
             if (!first) first.emplace(e.fault, "slot " + std::to_string(i) + ": " + e.what(), e.needed, e.available);
         }

@@ -275,7 +275,7 @@ struct alignas(128) TensorTable {
     uint32_t pad0;
     // Bytes from the slot's begin up to which its payload is in memory; 0 = what always is. Written by the owner of the
     // slot after it has allocated and before it gives back [PAYLOAD size]; pairs with the next owner's load, and a look
-    // at FREE slots that only chooses.
+    // at slots at rest that only chooses.
     U64 allocated;
     uint8_t pad[112];
     U64 entry[kTensors][sizeof(TensorEntry) / 8];  // [TENSOR publish] `flags` last, pairs with [TENSOR read]

@@ -1,10 +1,10 @@
-// Which bytes of the segment are in memory only while they are used: the far part of each large slot's payload.
+// Which bytes of the segment are in memory only while they are needed: the far part of each large slot's payload.
 //
 //  * Of a slot the first kKept bytes are allocated for good, and all of a slot below kLooseFrom: short answers never
 //    cost a system call.
 //  * Loose are whole pages of one slot alone, so giving them back touches no neighbour.
 //  * Loose bytes are allocated before they are written: a full /dev/shm is an error there, never SIGBUS.
-// Talks to the file; knows nothing of states. Who may call, and when: grow() in tensors.hpp, trim.hpp.
+// Talks to the file; knows nothing of states. Who may call, and when: room.hpp.
 #pragma once
 
 #include "busrl/util.hpp"
@@ -57,6 +57,7 @@ inline int allocate_kept(int fd, const HeaderFixed& h) {
 
 // Gives the pages back; where the file system cannot, they stay.
 inline void punch(int fd, const Span& span) {
+    if (span.begin >= span.end) return;
     ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(span.begin), off_t(span.bytes()));
 }
 

@@ -104,7 +104,7 @@ inline std::vector<Reaped> reap(const Segment& seg, const FateBook& fates, uint3
         rescan(seg);
     else
         rescanned = rescan_if_older(seg, kRescanReapNs);
-    if (rescanned) trim_all(seg, me);  // what was freed by the dead, or by somebody without an entry
+    if (rescanned) trim_all(seg, me, kTrimAfterNs);
     return out;
 }
 

@@ -8,37 +8,13 @@
 
 #include <vector>
 
-#include "busrl/crash.hpp"
-#include "busrl/hints.hpp"
-#include "busrl/tensors.hpp"
-#include "busrl/wake.hpp"
+#include "busrl/room.hpp"
 
 namespace busrl {
-
-struct Held {
-    uint32_t slot;
-    uint64_t word;
-};
 
 inline void check_slot(const Segment& seg, uint32_t slot) {
     if (slot >= seg.shape.n_slots)
         throw Error(Fault::general, "slot " + std::to_string(slot) + " of " + std::to_string(seg.shape.n_slots));
-}
-
-// The one place where a slot changes state. Returns the new word, or 0 if the slot is no longer at `word`.
-// Owner: whoever the table in word.hpp allows; the caller has checked that it is the one.
-inline uint64_t move_slot(const Segment& seg, uint32_t slot, uint64_t word, State to, uint32_t who,
-                          uint32_t new_segments = 0) {
-    const uint64_t next = next_word(word, to, who, new_segments);
-    // [WORD move] seq_cst: releases the owner's writes to the next reader, acquires the last owner's, and stands before
-    // [HINT set] in the one order that [WORD recheck] relies on; failure acquire.
-    if (!seg.line(slot).word.compare_exchange_strong(word, next, std::memory_order_seq_cst, std::memory_order_acquire))
-        return 0;
-    crash_point("move.cas");
-    hint(seg, to, slot);
-    crash_point("move.hinted");
-    announce(seg, to);
-    return next;
 }
 
 inline void check_arrow(const Segment& seg, uint64_t word, State to) {
@@ -119,6 +95,7 @@ inline uint64_t release(const Segment& seg, uint32_t me, uint32_t slot, uint64_t
         throw Error(Fault::transition, std::string(name_of(state_of(word))) + " -> " + name_of(to) +
                                            " is not a release; use finish(), drop() or free_call()");
     detail::before_rest(seg, slot, word, to != rest_of(state_of(word)));  // going back is no commit
+    if (to == State::REWARDED && state_of(word) == State::REWARDING) settle(seg, slot);
     crash_point("release.before");
     const uint64_t next = move_slot(seg, slot, word, to, 0);
     crash_point("release.after");
@@ -138,6 +115,7 @@ inline uint64_t commit_segment(const Segment& seg, uint32_t me, uint32_t slot, u
     if (segs_of(word) >= kMaxSegs)
         throw Error(Fault::slot_too_small, "slot " + std::to_string(slot) + " has 254 segments, the most there can be");
     detail::before_rest(seg, slot, word, true);
+    if (seg.machine() == Machine::calls) settle(seg, slot);
     crash_point("commit.before");
     const uint64_t next = move_slot(seg, slot, word, done ? State::GENERATED : State::QUEUED, 0, 1);
     crash_point("commit.after");

@@ -5,7 +5,7 @@
 //  * An entry of segment k counts iff k < segs of the control word, or the reader owns the slot. The entry is written
 //    before the commit that raises segs, and is never touched again.
 //  * An entry of no segment (255) may be replaced by whoever owns the slot; it is invalid while that happens.
-//  * There is no allocator state: the end of the last valid entry is the end of the used bytes.
+//  * There is no allocator state: the end of the last valid entry is the end of the used bytes. Placed by room.hpp.
 #pragma once
 
 #include <optional>
@@ -116,77 +116,6 @@ inline std::string describe_name(const TensorEntry& e) {
     for (char& c : name)
         if (c < 0x20 || c > 0x7E) c = '?';
     return name + (e.segment == kNoSegment ? "" : " of segment " + std::to_string(e.segment));
-}
-
-// Allocates the payload up to `end`, by the owner of the slot, who writes there next. A full /dev/shm is an error here;
-// nothing is lost by it, and the same call succeeds once there is room.
-inline void grow(const Segment& seg, uint32_t slot, uint64_t end) {
-    if (!has_loose(seg.shape) || end <= kKept) return;
-    A<uint64_t>& allocated = seg.table(slot).allocated;
-    const uint64_t had = allocated.load(std::memory_order_acquire);  // [PAYLOAD size], see layout.hpp
-    if (end <= had) return;
-    const Span loose = loose_span(seg.shape, slot);
-    const uint64_t at = seg.shape.data_off + uint64_t(slot) * seg.shape.slot_stride;
-    // From the first page that is not there yet: where it fails, the kernel takes back unwritten pages of the range.
-    const int code =
-        allocate(seg.fd(), std::max(loose.begin, align_up(at + had, page_bytes())), std::min(loose.end, at + end));
-    if (code == ENOSPC)
-        throw Error(Fault::shm_too_small,
-                    "no memory is left where the ring " + seg.path + " is, for " + std::to_string(end - had) +
-                        " more bytes of slot " + std::to_string(slot) +
-                        "; enlarge it (mount -o remount,size=..., docker run --shm-size=...), or wait for samples to "
-                        "be trained",
-                    end - had, 0);
-    errno = code;
-    if (code != 0) throw Error(Fault::general, errno_text("cannot allocate payload of the ring " + seg.path));
-    allocated.store(end, std::memory_order_release);  // [PAYLOAD size]
-}
-
-// Sets room aside and returns the entry to publish. `entry` brings name, segment, dtype, shape and nbytes.
-// The caller owns the slot. The index is where the entry belongs; it is invalid until store_entry.
-inline uint32_t place_entry(const Segment& seg, uint32_t slot, uint64_t word, TensorEntry& entry) {
-    TensorTable& table = seg.table(slot);
-    const TensorName name(std::string(entry.name, ::strnlen(entry.name, kNameBytes)));
-    const bool committed = entry.segment != kNoSegment && entry.segment < segs_of(word);
-    if (committed)
-        throw Error(Fault::not_owner, "slot " + std::to_string(slot) + ": " + describe_name(entry) +
-                                          " is committed, and a committed segment is never written again");
-    entry.writer = word;
-    if (auto old = find_entry(table, name, entry.segment)) {
-        const TensorEntry before = load_entry(table, *old);
-        invalidate_entry(table, *old);
-        if (entry_is_sound(before, seg.shape.slot_bytes) && before.capacity >= entry.nbytes) {
-            entry.offset = before.offset;
-            entry.capacity = before.capacity;
-            grow(seg, slot, entry.offset + entry.nbytes);
-            return *old;
-        }
-    }
-    const uint32_t used = used_entries(table);
-    uint32_t index = used;
-    uint64_t end = 0;
-    for (uint32_t i = 0; i < used; ++i) {
-        const TensorEntry e = load_entry(table, i);
-        if (!(e.flags & kTensorValid)) {
-            index = std::min(index, i);
-        } else if (entry_is_sound(e, seg.shape.slot_bytes)) {
-            end = std::max(end, align_up(e.offset + e.capacity, kTensorAlign));
-        }
-    }
-    if (index >= kTensors)
-        throw Error(Fault::slot_too_small, "slot " + std::to_string(slot) + " holds " + std::to_string(kTensors) +
-                                               " tensors already, no room for " + describe_name(entry));
-    if (end > seg.shape.slot_bytes || entry.nbytes > seg.shape.slot_bytes - end)
-        throw Error(Fault::slot_too_small,
-                    "slot " + std::to_string(slot) + ": " + describe_name(entry) + " needs " +
-                        std::to_string(entry.nbytes) + " bytes, " +
-                        std::to_string(seg.shape.slot_bytes - std::min(end, seg.shape.slot_bytes)) + " of " +
-                        std::to_string(seg.shape.slot_bytes) + " are left; raise ring.slot_bytes",
-                    entry.nbytes, seg.shape.slot_bytes - std::min(end, seg.shape.slot_bytes));
-    grow(seg, slot, end + entry.nbytes);
-    entry.offset = end;
-    entry.capacity = entry.nbytes;
-    return index;
 }
 
 // Forgets what was written of segments `from` and above: the leftovers of an owner that never committed.
