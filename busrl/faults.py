@@ -52,7 +52,7 @@ PASSED_BY: Final = {
     **dict.fromkeys(("finish.fate", "finish.free"), ("learner", "validator")),
     **dict.fromkeys(("remote.described", "remote.entered", "remote.rested", "expire.before"), ("keeper",)),
     **dict.fromkeys(("reap.before", "reap.cas", "reap.entry"), ("keeper", "scheduler", "validator")),
-    **dict.fromkeys(("trim.claimed", "trim.punched"), _MOVERS),
+    **dict.fromkeys(("cut.lowered", "cut.punched", "trim.claimed"), (*_GENERATE, "reward", "scheduler", "validator")),
 }
 # The broker passes bytes on and has no messages of its own but the pings that prove it alive.
 ENDS: Final = (*_MOVERS, "launch")

@@ -169,5 +169,5 @@ CRASH_POINTS: Final = (
     "dispatch.fate", "dispatch.queued", "move.cas", "move.hinted", "claim.cas", "take.claimed", "put.copied",
     "put.stored", "commit.before", "commit.after", "release.before", "release.after", "finish.fate", "finish.free",
     "drop.cas", "drop.fate", "reap.before", "reap.cas", "reap.entry", "remote.described", "remote.entered",
-    "remote.rested", "expire.before", "trim.claimed", "trim.punched",
+    "remote.rested", "expire.before", "cut.lowered", "cut.punched", "trim.claimed",
 )

@@ -91,7 +91,7 @@ def points_of_the_source() -> set[str]:
 # What a keeper does in the name of a worker without a mapping: csrc/tests/crash_points.cpp and tests/hosts have it.
 OF_THE_GATEWAY = {"remote.described", "remote.entered", "remote.rested", "expire.before"}
 # Memory of long answers, which the models do not know: csrc/tests/crash_points.cpp and storm_kill.cpp.
-OF_MEMORY = {"trim.claimed", "trim.punched"}
+OF_MEMORY = {"cut.lowered", "cut.punched", "trim.claimed"}
 ELSEWHERE = OF_THE_GATEWAY | OF_MEMORY
 
 
