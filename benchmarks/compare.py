@@ -4,7 +4,8 @@
     python -m benchmarks compare --against trl --trl-python ~/trl-venv/bin/python
 
 `loop` is run with one and with two threads (rows `loop-1`, `loop-2`): the faster one is the rival. `sync` is busrl
-itself with `weights.mode = sync`. Results go to benchmarks/results/ as JSON and Markdown, each run with its load.
+itself with `weights.mode = sync`. Results go to benchmarks/results/ as JSON and Markdown, each run with its load; they
+are written after every seed, so a comparison that is stopped keeps what it has.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def measure(name: str, runner: Runner, seed: int, terms: systems.Terms) -> dict[
     return figures
 
 
-def compare(options: argparse.Namespace, terms: systems.Terms) -> dict[str, Any]:
+def compare(options: argparse.Namespace, terms: systems.Terms) -> list[str]:
+    """Run all systems in turn, seed by seed; returns the runs that failed."""
     chosen = runners(options.against, options.overrides)
     if options.without_busrl:
         del chosen["busrl"]
@@ -77,6 +79,15 @@ def compare(options: argparse.Namespace, terms: systems.Terms) -> dict[str, Any]
                 except systems.RunFailed as failed:
                     failures.append(f"{name} seed {seed}: {failed}")
                     print(failures[-1], file=sys.stderr, flush=True)
+            done = turn * len(options.seeds) + place + 1
+            print(kept(result_of(runs, failures, done, options, terms), options))
+    return failures
+
+
+def result_of(
+    runs: list[dict[str, Any]], failures: list[str], done: int, options: argparse.Namespace, terms: systems.Terms
+) -> dict[str, Any]:
+    """All figures after `done` turns; in a turn every system has run with one seed."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": report.commit(ROOT),
@@ -87,10 +98,22 @@ def compare(options: argparse.Namespace, terms: systems.Terms) -> dict[str, Any]
         "overrides": options.overrides,
         "seeds": options.seeds,
         "rounds": options.rounds,
+        "turns": done,
+        "turns_asked": options.rounds * len(options.seeds),
         "summary": report.summary(runs),
         "failures": failures,
         "runs": runs,
     }
+
+
+def kept(result: dict[str, Any], options: argparse.Namespace) -> str:
+    """Write a result as JSON and as a table; returns the table."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"{'-'.join(options.against)}_{result['machine']['cores']}cores_{result['date']}"
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = report.table(result)
+    (options.out / f"{name}.md").write_text(text)
+    return text
 
 
 def arguments() -> argparse.Namespace:
@@ -128,11 +151,4 @@ def main() -> int:
     from busrl.quickstart import ensure
 
     ensure("tiny:sort")  # made before the first clock starts
-    result = compare(options, terms)
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = f"{'-'.join(options.against)}_{result['machine']['cores']}cores_{result['date']}"
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = report.table(result)
-    (options.out / f"{name}.md").write_text(text)
-    print(text)
-    return 1 if result["failures"] else 0
+    return 1 if compare(options, terms) else 0

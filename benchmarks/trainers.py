@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import COMMAND, RESULTS, ROOT
-from benchmarks.common.judge import Bar, Log, Program, written
+from benchmarks.common.judge import Bar, Log, Program, in_rounds
 from benchmarks.rivals.work import SHAPES, make_model
 
 GROUP, LR, SEED = 8, 1e-6, 0
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="that are counted")
-    parser.add_argument("--groups", type=int, default=4, help=f"of {GROUP} in a step")
+    parser.add_argument("--groups", type=int, default=2, help=f"of {GROUP} in a step")
     parser.add_argument("--at-once", type=int, default=8, help="sequences in a micro-batch of a rival")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--median", type=float, default=100.0, help="of the completions' lengths")
@@ -180,17 +180,23 @@ def compare(options: argparse.Namespace) -> None:
         for shape in options.shapes:
             make_model(Path(folder) / shape, shape, SEED)
             (Path(folder) / f"{shape}.json").write_text(json.dumps(made_work(shape, options)))
-        for number in range(options.rounds):
-            print(f"round {number + 1}")
-            for shape in options.shapes:
-                for program in sides_of(shape, Path(folder), options):
-                    log.run(program)
-    bars = [
+        programs = [program for shape in options.shapes for program in sides_of(shape, Path(folder), options)]
+
+        def measure_round(number: int) -> None:
+            for program in programs:
+                log.run(program)
+
+        shown = {name: value for name, value in vars(options).items() if name not in ("out", "worker", "trl_python")}
+        in_rounds(log, options.rounds, measure_round, bars(options), options.name, options.out, settings=shown,
+                  models={key: SHAPES[key] for key in options.shapes})
+
+
+def bars(options: argparse.Namespace) -> list[Bar]:
+    """Ratios of busrl over each rival."""
+    return [
         Bar(f"{shape}: {what}, busrl / {rival}", f"{shape}:busrl:{name}", f"{shape}:{rival}:{name}", limit, at_most)
         for shape in options.shapes for rival in options.rivals for name, what, limit, at_most in JUDGED
     ]
-    shown = {name: value for name, value in vars(options).items() if name not in ("out", "worker", "trl_python")}
-    written(log, bars, options.name, options.out, settings=shown, models={key: SHAPES[key] for key in options.shapes})
 
 
 def sides_of(shape: str, folder: Path, options: argparse.Namespace) -> Iterator[Program]:

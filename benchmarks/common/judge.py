@@ -11,7 +11,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,18 @@ class Log:
         ratio = statistics.median(ratios)
         met = ratio <= bar.limit if bar.at_most else ratio >= bar.limit
         return row | {"ratio": round(ratio, 3), "ratios": [round(r, 3) for r in ratios], "met": met}
+
+
+def in_rounds(
+    log: Log, rounds: int, measure: Callable[[int], None], bars: Sequence[Bar], name: str, out: Path, **more: Any
+) -> dict[str, Any]:
+    """Call `measure` with the number of each round, and write after each: a run that is stopped keeps its rounds."""
+    result: dict[str, Any] = {}
+    for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", flush=True)
+        measure(number)
+        result = written(log, bars, name, out, rounds=number + 1, rounds_asked=rounds, **more)
+    return result
 
 
 def written(log: Log, bars: Sequence[Bar], name: str, out: Path, **more: Any) -> dict[str, Any]:

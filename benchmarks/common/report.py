@@ -81,7 +81,8 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, "
         f"commit {result['commit']}, {result['date']}.",
-        f"Seeds {', '.join(map(str, result['seeds']))}, {result['rounds']} round(s), systems taken in turn.",
+        f"Seeds {', '.join(map(str, result['seeds']))}, {result['rounds']} round(s), systems taken in turn"
+        f"{'' if result['turns'] == result['turns_asked'] else _cut_short(result)}.",
         "The clock runs from the first generated sequence, imports and model loading done, for every system alike.",
         "",
         "| system | reached | seconds (min to max) | CPU s | updates | samples | s/update | over busrl | load |",
@@ -104,6 +105,10 @@ def table(result: dict[str, Any]) -> str:
     if result["failures"]:
         lines += ["", "Runs that failed:", *(f"- {failure.splitlines()[0]}" for failure in result["failures"])]
     return "\n".join(lines) + "\n"
+
+
+def _cut_short(result: dict[str, Any]) -> str:
+    return f"; stopped after {result['turns']} of {result['turns_asked']} turns of a seed"
 
 
 def _listed(parts: dict[str, float]) -> str:

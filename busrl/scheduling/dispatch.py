@@ -297,9 +297,10 @@ class Pool:
         return self.opened - 1 - entry.since
 
     def rekey(self, per_token: float, per_draw: float) -> None:
-        """Order by another key, and by the predictions as they are now. O(n log n): for when they have changed."""
+        """Order by another key, and by the predictions as they are now. O(n log n) of the groups within the horizon."""
         self._per_token, self._per_draw = per_token, per_draw
-        near = [entry for entry in self._waiting.values() if entry.since != BEYOND]
+        below = (self._waiting[draw] for draw in self._present.between(0, self._reached))
+        near = [entry for entry in below if entry.since != BEYOND]
         draws = np.fromiter((entry.candidate.draw for entry in near), np.int64, len(near))
         predicted = np.fromiter((entry.predicted for entry in near), np.float64, len(near))
         self.near_sum, self.near_count = float(predicted.sum()), len(near)
