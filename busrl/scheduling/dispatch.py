@@ -299,7 +299,7 @@ class Pool:
     def rekey(self, per_token: float, per_draw: float) -> None:
         """Order by another key, and by the predictions as they are now. O(n log n) of the groups within the horizon."""
         self._per_token, self._per_draw = per_token, per_draw
-        below = (self._waiting[draw] for draw in self._present.between(0, self._reached))
+        below = map(self._waiting.__getitem__, self._present.between(0, self._reached))
         near = [entry for entry in below if entry.since != BEYOND]
         draws = np.fromiter((entry.candidate.draw for entry in near), np.int64, len(near))
         predicted = np.fromiter((entry.predicted for entry in near), np.float64, len(near))
@@ -311,9 +311,8 @@ class Pool:
         """A waiting group comes within the horizon."""
         if entry.since != BEYOND:
             return
-        entry.since = self.opened
-        self.near_sum, self.near_count = self.near_sum + entry.predicted, self.near_count + 1
-        draw, predicted = entry.candidate.draw, entry.predicted
+        draw, predicted, entry.since = entry.candidate.draw, entry.predicted, self.opened
+        self.near_sum, self.near_count = self.near_sum + predicted, self.near_count + 1
         heapq.heappush(self._near, (self._per_token * predicted + self._per_draw * draw, draw))
         heapq.heappush(self._best, (self._way * predicted, draw))
 
