@@ -1,17 +1,19 @@
 """Model calls over HTTP: calls per second of one server process, and what it adds to a call's time.
 
-    python -m benchmarks serve [--turns 4 40] [--calls 2000] [--at-once 32] [--rounds 3]
+    python -m benchmarks serve [--turns 4 40] [--calls 2000] [--at-once 32] [--rounds 3] [--loops asyncio uvloop]
 
 A server process holds the door of `busrl.agents.http` over episodes whose engine answers at once with 16 ids; a client
 process plays whole conversations over kept connections, each call with all of its history. Reported: calls a second by
 the clock, calls per CPU second of the server (on a machine that others use the better figure), and the median time of
-a call that is alone, engine included. No slots, no ring: those are measured by `calls`.
+a call that is alone, engine included. No slots, no ring: those are measured by `calls`. With several `--loops` the
+servers of a round run one after the other; the client's loop stays asyncio's.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import multiprocessing
 import os
@@ -35,7 +37,12 @@ from busrl.states import Finish
 WORDS = "The next thing to look at is what came of it, in as few words as will do."
 
 
-def serve(pipe: Any, episodes: int) -> None:
+def runner(loop: str) -> Any:
+    """`run` of asyncio, or of uvloop, which is no dependency of busrl: pip install uvloop."""
+    return importlib.import_module(loop).run
+
+
+def serve(pipe: Any, episodes: int, loop: str) -> None:
     """The server: sends its keys, waits for the end, sends its CPU seconds."""
     folder = tempfile.TemporaryDirectory()
     chat = renderer(Path(folder.name))
@@ -55,7 +62,7 @@ def serve(pipe: Any, episodes: int) -> None:
             await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
             pipe.send(time.process_time() - begun)
 
-    asyncio.run(run())
+    runner(loop)(run())
 
 
 async def play(doors: list[dict[str, str]], turns: int, at_once: int) -> tuple[float, list[float]]:
@@ -82,9 +89,9 @@ async def play(doors: list[dict[str, str]], turns: int, at_once: int) -> tuple[f
         return time.perf_counter() - begun, times
 
 
-def once(turns: int, calls: int, at_once: int) -> dict[str, float]:
+def once(turns: int, calls: int, at_once: int, loop: str) -> dict[str, float]:
     ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, max(1, calls // turns)))
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, max(1, calls // turns), loop))
     server.start()
     doors = ours.recv()
     seconds, times = asyncio.run(play(doors, turns, at_once))
@@ -92,6 +99,7 @@ def once(turns: int, calls: int, at_once: int) -> dict[str, float]:
     spent = ours.recv()
     server.join(30)
     return {"calls_per_s": len(times) / seconds, "calls_per_cpu_s": len(times) / spent,
+            "cpu_ms_per_call": 1000 * spent / len(times),
             "median_ms": 1000 * statistics.median(times)}
 
 
@@ -101,13 +109,18 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loops", nargs="+", choices=("asyncio", "uvloop"), default=["asyncio"])
     options = parser.parse_args()
     rows = []
     for turns in options.turns:
         for at_once in (options.at_once, 1):
             count = options.calls if at_once > 1 else options.calls // 8
-            runs = [once(turns, count, at_once) for _ in range(options.rounds)]
-            rows.append({"turns": turns, "at once": at_once,
-                         **{name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}})
+            rounds = [
+                {loop: once(turns, count, at_once, loop) for loop in options.loops} for _ in range(options.rounds)
+            ]
+            for loop in options.loops:
+                runs = [by_loop[loop] for by_loop in rounds]
+                rows.append({"turns": turns, "at once": at_once, "loop": loop,
+                             **{name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}})
     result = {"machine": report.machine(), "load": os.getloadavg()[0], "commit": report.commit(ROOT), "rows": rows}
     print(json.dumps(result, indent=1))

@@ -7,6 +7,11 @@ of what the verbs do.
 - A bug of busrl keeps its traceback and ends with 70.
 """
 
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - a Python that finds busrl on its path has not asked pip
+    sys.exit(f"busrl: {sys.executable} is Python {sys.version.split()[0]}; busrl needs Python 3.10 or newer: use that")
+
 from busrl.cli.command import main
 
 __all__ = ["main"]

@@ -13,6 +13,7 @@ import importlib
 import io
 import math
 import os
+import re
 import sys
 import syslog
 import textwrap
@@ -22,9 +23,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO, TypeAlias, TypeVar, cast
 
+import busrl
 from busrl import capabilities
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError, Unfailing, UserError, escaped
-from busrl.pages import opened
+from busrl.pages import IS_CLONE, PACKAGE, opened
 
 
 def positive(text: str) -> float:
@@ -143,13 +145,10 @@ def _ended(arguments: Sequence[str]) -> int:
         return code
     except BusrlError as error:
         return _print_error(error)
-    except ModuleNotFoundError as error:
-        from busrl.system.imports import remedy_for  # only here: `busrl --help` is to be quick
-
-        package = (error.name or "").partition(".")[0]
-        if not (remedy := remedy_for(package)):
+    except ImportError as error:
+        if (problem := _lacking(error, verb)) is None:
             raise
-        return _print_error(UserError(f"`busrl {verb}` needs {package}, which {sys.executable} has not: {remedy}"))
+        return _print_error(problem)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `busrl check x | head`, after head has ended
@@ -164,6 +163,25 @@ def _ended(arguments: Sequence[str]) -> int:
         _discard(sys.stdout)
         remedy = "make room where it goes, or send it elsewhere"
         return _print_error(MachineError(f"standard output: {error.strerror}; {remedy}"))
+
+
+COMPILED = re.compile(r"\b_(?:ring|wire|blocks)\b")
+
+
+def _lacking(error: ImportError, verb: str) -> BusrlError | None:
+    """What a failed import tells a person: a package of an extra, or an installation to repeat. None for any other."""
+    from busrl.system.imports import remedy_for  # only here: `busrl --help` is to be quick
+
+    if COMPILED.search(f"{error.name} {error}"):
+        place = f"-e {PACKAGE.parent}" if IS_CLONE else f"--force-reinstall --no-deps busrl=={busrl.__version__}"
+        return MachineError(
+            f"{PACKAGE}: its compiled parts are missing, or of another busrl, Python or platform ({error}); install it "
+            f"again: {sys.executable} -m pip install {place}"
+        )
+    package = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or not (remedy := remedy_for(package)):
+        return None
+    return UserError(f"`busrl {verb}` needs {package}, which {sys.executable} has not: {remedy}")
 
 
 def _output_fails() -> bool:

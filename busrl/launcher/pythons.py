@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable
 
 import busrl
-from busrl.engines.vllm_versions import PACKAGES, vllm_objection
+from busrl.engines.vllm_versions import PACKAGES, numbers_of, version_of, vllm_objection
 from busrl.errors import UserError
 from busrl.pages import IS_CLONE, PACKAGE
 from busrl.ring import LAYOUT
@@ -44,6 +44,7 @@ print(json.dumps(found))
 """
 PROBE_S = 60.0
 MODEL = ("torch", "transformers")
+OLDEST_TORCH, NEXT_TORCH = (2, 6), (3, 0)  # as in pyproject.toml
 # By role; of a rollout by engine.
 NEEDED = {"learner": MODEL, "rank": MODEL, "torch": MODEL, "vllm": MODEL, "openai": ("aiohttp",)}
 
@@ -74,6 +75,18 @@ def require_here(processes: Iterable[ProcessName]) -> None:
         raise UserError(
             f"{sys.executable} lacks {', '.join(packages)}, which {' and '.join(names[:2])} cannot run "
             f"without{scripted}: {remedy_for(*packages)}"
+        )
+    _require_torch(here)
+
+
+def _require_torch(processes: Iterable[ProcessName]) -> None:
+    """UserError if torch of this Python is older or newer than busrl was made for."""
+    version = version_of("torch")
+    names = [process.name for process in processes if "torch" in _needs(process.spec, process.role)]
+    if names and version and not OLDEST_TORCH <= numbers_of(version) < NEXT_TORCH:
+        raise UserError(
+            f"{sys.executable} has torch {version}, and {names[0]} needs 2.6 or newer, below 3: "
+            f"{sys.executable} -m pip install 'torch>=2.6,<3'"
         )
 
 

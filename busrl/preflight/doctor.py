@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 import busrl
-from busrl.pages import opened
+from busrl.pages import PACKAGE, opened
 from busrl.preflight import machine, memory
 from busrl.system.imports import APART, EXTRAS, is_installed
 
@@ -75,12 +75,24 @@ def _seen(look: Callable[[], Iterator[Line]]) -> list[Line]:
 
 def _python() -> Iterator[Line]:
     yield Line("busrl", f"{busrl.__version__} on Python {platform.python_version()} ({sys.executable})")
+    if others := _others():
+        remedy = "remove one of them, from PYTHONPATH or by pip uninstall"
+        yield Line("busrl", f"{PACKAGE} comes before busrl in {', '.join(others)}", remedy)
+    recorded = next((one.version for one in metadata.distributions(name="busrl")), busrl.__version__)
+    if recorded != busrl.__version__:
+        yield Line("busrl", f"{PACKAGE} was installed as {recorded}", "install it again: compiled parts may be older")
     for name in ("_ring", "_wire", "_blocks"):
         try:
             importlib.import_module(f"busrl.{name}")
         except ImportError as problem:
-            remedy = "install busrl again in this Python; it needs a C++20 compiler (apt install g++)"
+            remedy = "install busrl again in this Python; from its source that takes a C++ compiler (apt install g++)"
             yield Line("extension", f"busrl.{name} cannot be loaded: {problem}", remedy, bad=True)
+
+
+def _others() -> list[str]:
+    """Folders of the search path that have a busrl of their own."""
+    folders, ours = dict.fromkeys(os.path.realpath(folder) for folder in sys.path), os.path.realpath(PACKAGE.parent)
+    return [folder for folder in folders if folder != ours and Path(folder, "busrl/__init__.py").is_file()]
 
 
 def _machine() -> Iterator[Line]:

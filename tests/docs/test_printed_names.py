@@ -56,20 +56,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def python(site: Path, *arguments: str, code: int = 0) -> str:
+def python(site: Path, *arguments: str, code: int = 0, within: tuple[str, ...] = ()) -> str:
     """Run a Python with this copy of busrl, in a folder that holds nothing of busrl; all that it printed."""
     here = site / "elsewhere"
     here.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "70"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=here, env=environment, capture_output=True, text=True, timeout=150
+        [*within, sys.executable, *arguments], cwd=here, env=environment, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
 
-def busrl(site: Path, *arguments: str, code: int = 0) -> str:
-    return python(site, "-m", "busrl.cli", *arguments, code=code)
+def busrl(site: Path, *arguments: str, code: int = 0, within: tuple[str, ...] = ()) -> str:
+    return python(site, "-m", "busrl.cli", *arguments, code=code, within=within)
 
 
 @pytest.mark.parametrize("arguments", [["-c", HELP], *(["-m", "busrl.cli", verb] for verb in ("schema", "recipes"))],
@@ -152,3 +152,21 @@ def test_the_quickstart_runs_where_there_is_no_clone(site: Path, start: list[str
     assert "finished, the learner has reached the goal" in text
     assert ("busrl quickstart --copy" in text) == (start[0] == "quickstart")
     assert "0 lost, 0 trained twice" in text
+
+
+@pytest.mark.long
+def test_the_quickstart_runs_where_its_package_cannot_be_written_to(site: Path) -> None:
+    within: tuple[str, ...] = ()
+    if os.getuid() == 0:  # who may write everywhere, but for this
+        if shutil.which("setpriv") is None:
+            pytest.skip("setpriv, of util-linux, is not here")
+        within = ("setpriv", "--bounding-set=-dac_override")
+    folders = [path for path in (site / "busrl").rglob("*") if path.is_dir()]
+    for folder in (site / "busrl", *folders):
+        folder.chmod(0o555)
+    try:
+        text = busrl(site, "quickstart", "--run-dir", "runs/read-only", "--set", "run.max_steps=3", within=within)
+    finally:
+        for folder in (site / "busrl", *folders):
+            folder.chmod(0o755)
+    assert "0 lost, 0 trained twice" in text and not list((site / "busrl").rglob("*.pyc"))

@@ -34,5 +34,5 @@ def flags() -> str:
 
 def _built(path: Path) -> Path:
     if not path.is_file():
-        raise MachineError(f"{path} is missing: busrl was not built here; run `pip install -e .` in its source folder")
+        raise MachineError(f"{path} is missing: install busrl again (in a clone: `pip install -e .`)")
     return path
