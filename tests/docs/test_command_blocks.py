@@ -20,6 +20,7 @@ SHORT = ("learner.trigger.n_min=2", "generation.max_new_tokens=8", "limits.idle_
 QUICK = ("learner.trigger.n_min=8", "learner.warmup_groups=0", "validation.samples=32")
 MATH = 'validation.set=[{name="math", data="held-out.jsonl"}]'
 ENDLESS = "run.max_steps=1000000"
+EVERY_MODEL = (ENDLESS, "learner.checkpoint_every=1", "learner.keep_last=10000")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,11 @@ class Beside:
 
 @dataclass(frozen=True)
 class Step:
-    """What a block needs: commands before it, and those of its own that go on beside others."""
+    """What a block needs: commands before it, those that go on beside others, and keys beside its scene's."""
 
     before: tuple[str, ...] = ()
     beside: Mapping[str, Beside] = field(default_factory=dict)
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,22 @@ class Scene:
 
 
 OWN_RUN = {name: ("your-run.md", name) for name in ("train.jsonl", "held-out.jsonl", "judge.py", "my.toml")}
+README_RUN = {
+    "my.toml": ("README.md", "toml"), "prompts.jsonl": ("your-run.md", "train.jsonl"),
+    "validation.jsonl": ("your-run.md", "held-out.jsonl"), "my_reward.py": ("your-run.md", "judge.py"),
+}
 LAUNCH = "busrl launch my.toml --run-dir runs/my"
 STARTED, FIRST_MODEL = "runs/my/metrics.jsonl", "runs/my/checkpoints/global_step_1/model/config.json"
 WORKED = "busrl launch configs/{0}.toml --run-dir runs/{1} --set process.reward.count=0".format
 SERVE = "busrl launch configs/serve.toml --run-dir runs/serve"
 
 SCENES = {
+    "README.md": Scene({
+        "busrl quickstart": Step(keys=("run.max_steps=2",)),
+        "busrl check my.toml": Step(keys=EVERY_MODEL, beside={
+            LAUNCH: Beside(FIRST_MODEL, "with the page"), "busrl monitor runs/my": Beside("", "interrupted"),
+        }),
+    }, (*SHORT, "validation.samples=4"), README_RUN),
     "agents.md": Scene({"busrl init agents --model /models/my-model": Step()}, (*QUICK, "run.max_steps=2"), {}),
     "serve.md": Scene({SERVE: Step(beside={SERVE: Beside("runs/serve/run.json", "itself")})},
                       (*QUICK, "run.max_steps=2"), {}),
@@ -63,7 +75,7 @@ SCENES = {
     "evaluation.md": Scene({
         "busrl evaluate runs/my": Step((LAUNCH,), {LAUNCH: Beside(FIRST_MODEL, "with the page")}),
         "busrl validate runs/my": Step(),
-    }, (*SHORT, MATH, ENDLESS, "validation.samples=4", "learner.checkpoint_every=1", "learner.keep_last=10000")),
+    }, (*SHORT, *EVERY_MODEL, MATH, "validation.samples=4")),
     "write-an-actor.md": Scene({
         WORKED(name, folder): Step(beside={WORKED(name, folder): Beside(f"runs/{folder}/run.json", "itself")})
         for name, folder in (("quickstart", "mine"), ("scripted", "dry"))
@@ -110,6 +122,7 @@ def reader(name: str, tmp_path: Path, quickstart: None) -> Iterator[Reader]:
 def test_every_command_of_a_page_works_as_it_stands(name: str, reader: Reader) -> None:
     for _, commands in to_type(name):
         step = SCENES[name].steps[commands[0]]
+        reader.keys = [*SCENES[name].keys, *step.keys]
         for command in [*step.before, *commands]:
             if command in step.beside:
                 reader.start(command, step.beside[command].until)
