@@ -43,7 +43,7 @@ ALL = 1 << 40  # bytes of a file: all of it
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` says of a topology that can be run.
+    """A topology that can be run, by `check`.
 
     `settings`: every key with its value, frozen, by section (`settings.learner.lr`), and what follows from them
     (`settings.derived`). `report`: the page that `busrl check --verbose` prints. `warnings`: a sentence each.
@@ -151,8 +151,8 @@ class Run:
         return answer
 
     def metrics(self, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """A map per step (docs/metrics.md)."""
-        return self._rows(self.paths.metrics, follow)
+        """A map per step (docs/metrics.md); the file's other rows, which tell of idle waits, are left out."""
+        return (row for row in self._rows(self.paths.metrics, follow) if "kind" not in row)
 
     def samples(self, follow: bool = False) -> Iterator[dict[str, Any]]:
         """The samples that the run writes as text, `log.samples` of each step."""

@@ -169,7 +169,7 @@ COMPILED = re.compile(r"\b_(?:ring|wire|blocks)\b")
 
 
 def _lacking(error: ImportError, verb: str) -> BusrlError | None:
-    """What a failed import tells a person: a package of an extra, or an installation to repeat. None for any other."""
+    """Error of a failed import: a package of an extra to add, or an installation to repeat. None for any other."""
     from busrl.system.imports import remedy_for  # only here: `busrl --help` is to be quick
 
     if COMPILED.search(f"{error.name} {error}"):

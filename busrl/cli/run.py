@@ -38,6 +38,7 @@ from busrl.ledger.controls import Controls
 from busrl.pages import opened
 from busrl.paths import RunPaths
 from busrl.preflight import changeable, explain
+from busrl.preflight.json_schema import json_schema
 from busrl.preflight.load import load, materialise
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
@@ -48,7 +49,7 @@ from busrl.status.reader import holder_of
 from busrl.status.words import printable
 from busrl.system.files import LineFollower, as_map, read_map
 from busrl.system.guardian import halted, stat_of
-from busrl.topology import Topology, reader
+from busrl.topology import Topology
 from busrl.topology.recorded import recorded
 
 
@@ -99,7 +100,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def schema(_: argparse.Namespace) -> int:
-    print(opened(json.dumps(reader.json_schema(), indent=1, allow_nan=False)))
+    print(opened(json.dumps(json_schema(), indent=1, allow_nan=False)))
     return 0
 
 

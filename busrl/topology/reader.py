@@ -1,5 +1,4 @@
-"""From the text of a topology file and its overrides to the tables of `schema`: strictly, and every problem at once;
-and the JSON schema of such a file, which refuses of a single value what the reader refuses.
+"""From the text of a topology file and its overrides to the tables of `schema`: strictly, and every problem at once.
 
 Parses TOML, finds the line of every key, applies `--set a.b=value`, and converts each value by the rule of its key.
 
@@ -17,8 +16,6 @@ import math
 import os
 import re
 import sys
-import types
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +25,7 @@ from busrl.algorithms.catalog import where_set
 from busrl.errors import Problem, TopologyError
 from busrl.states import ENVIRONMENT, TINY
 from busrl.topology import schema
-from busrl.topology.declare import FUNCTION, REQUIRED, Item, Rule, Wrong, convert, items, tables
+from busrl.topology.declare import REQUIRED, Item, Wrong, convert, items, tables
 from busrl.topology.foreign_names import counterpart
 
 if sys.version_info >= (3, 11):
@@ -433,59 +430,3 @@ def _bracket(path: KeyPath) -> str:
 
 def _dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
-
-
-# -- the JSON schema, by which editors complete keys, show their texts and mark wrong values -----
-
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-BOUNDS = {"low": "minimum", "above": "exclusiveMinimum", "high": "maximum", "below": "exclusiveMaximum"}
-Schema = dict[str, Any]
-OF_TABLES: dict[Any, Schema] = {Any: {}, float: {"type": "number", "exclusiveMinimum": 0}, str: {"type": "string"}}
-
-
-def json_schema() -> Schema:
-    sections = {name: _table_schema(kind) for name, kind in SECTIONS.items()}
-    sections["process"] = {"type": "array", "items": _table_schema(schema.Process)}
-    return {"$schema": DIALECT, "title": "busrl topology", "type": "object", "additionalProperties": False,
-            "properties": sections}
-
-
-def _table_schema(cls: type) -> Schema:
-    declared = items(cls)
-    described = {"type": "object", "additionalProperties": False,
-            "properties": {name: _item_schema(item) for name, item in declared.items()}}
-    needed = [name for name, item in declared.items() if item.default is REQUIRED and not item.rule.unless]
-    return {**described, "required": needed} if needed else described
-
-
-def _item_schema(item: Item) -> Schema:
-    if item.table:
-        return _table_schema(item.table)
-    if item.row:
-        return {"type": "array", "items": _table_schema(item.row)}
-    text = " ".join(part for part in (item.rule.doc, item.rule.text()) if part)
-    default = "inf" if item.default == math.inf else item.default  # as a topology has it: JSON has no number for it
-    shown = {} if default in (REQUIRED, None, ()) else {"default": default}
-    return {**value_schema(item.hint, item.rule), **({"description": text} if text else {}), **shown}
-
-
-def value_schema(hint: Any, rule: Rule) -> Schema:
-    """Describe the values that this type and rule allow."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType or hint in (int, float):
-        bounds = {word: getattr(rule, name) for name, word in BOUNDS.items() if getattr(rule, name) is not None}
-        number = {"type": "integer" if int in (hint, *args) else "number", **bounds}
-        return {"anyOf": [number, {"enum": list(rule.words)}]} if rule.words else number
-    if hint is bool:
-        return {"type": "boolean"}
-    if hint is str and rule.choices:
-        choices: Schema = {"enum": list(rule.choices)}
-        function = {"type": "string", "pattern": f"^{FUNCTION.pattern}$"}
-        return {"anyOf": [choices, function]} if rule.function else choices
-    if hint is str:
-        return {"type": "string", **({"minLength": 1} if rule.required else {})}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": OF_TABLES.get(args[1], {"type": "object"})}
-    if args == (float, float):
-        return {"type": "array", "items": value_schema(float, rule), "minItems": 2, "maxItems": 2}
-    return {"type": "array", "items": {"type": "string"}}

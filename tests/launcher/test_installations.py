@@ -66,5 +66,5 @@ def test_two_busrl_on_one_path_are_named(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "busrl").mkdir()
     (tmp_path / "busrl/__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    line = next(line for line in doctor._python() if str(tmp_path) in line.found)
+    line = next(line for line in doctor.LOOKS[0]() if str(tmp_path) in line.found)
     assert "comes before busrl in" in line.found and "PYTHONPATH" in line.remedy

@@ -23,6 +23,7 @@ import busrl
 from busrl.api import toml
 from busrl.errors import NoSuchRun, PeerTimeout, TopologyError, UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 300.0
 WORDS = st.text(max_size=8).filter(lambda text: text.isprintable() or "\x7f" in text or "\n" in text)
 VALUES = st.recursive(
@@ -82,6 +83,21 @@ def test_a_run_that_goes_on_is_found_and_ended_in_order(tmp_path: Path, monkeypa
         assert started.child is not None
         if started.child.poll() is None:
             os.kill(started.child.pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_the_notebook_runs_from_its_first_cell_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "examples/first_run.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "a notebook is kept without outputs"
+            exec("".join(cell["source"]), names)
+    printed = capsys.readouterr().out
+    assert "learner.lr = -1" in printed and "0 finished" in printed and "False 30 steps\n31" in printed
 
 
 def test_a_topology_is_checked_from_a_file_and_from_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 from busrl.cli import main
+from busrl.preflight.json_schema import json_schema as schema
+from busrl.preflight.json_schema import value_schema as value
 from busrl.topology.declare import Item, Wrong, convert, items
-from busrl.topology.reader import json_schema as schema
-from busrl.topology.reader import value_schema as value
 from busrl.topology.schema import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
