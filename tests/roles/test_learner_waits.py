@@ -38,11 +38,14 @@ class Rewards:
         self.now = min(self.now + timeout_s, max(self.now, (seen + 1) * self.every_s))
         return self.transitions(state)
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 @pytest.mark.parametrize("every_s, most", [(0.01, 300), (0.001, 170), (0.0001, 95)])
 def test_a_step_of_2700_rewards_takes_few_looks_at_any_rate(every_s: float, most: int) -> None:
     ring: Any = Rewards(every_s)
-    looks, taken = Looks(ring, lambda: ring.now), 0
+    looks, taken = Looks(ring, lambda: ring.now, ring.sleep), 0
     while (rewards := ring.transitions(0)) < 2700:
         looks.wait(0.02)
         if looks.due():
@@ -56,7 +59,7 @@ def test_a_step_of_2700_rewards_takes_few_looks_at_any_rate(every_s: float, most
 ])
 def test_the_next_look_comes_with_the_reward_that_may_end_a_step(worth: int, cost_s: float, after_s: float) -> None:
     ring: Any = Rewards(0.005)
-    looks = Looks(ring, lambda: ring.now)
+    looks = Looks(ring, lambda: ring.now, ring.sleep)
     assert looks.due()
     looks.within(LOOK_MOST_S, worth, cost_s)
     assert not looks.due()
@@ -67,10 +70,11 @@ def test_the_next_look_comes_with_the_reward_that_may_end_a_step(worth: int, cos
 
 def test_two_looks_lie_apart_however_many_rewards_come() -> None:
     ring: Any = Rewards(0.0001)
-    looks = Looks(ring, lambda: ring.now)
+    looks = Looks(ring, lambda: ring.now, ring.sleep)
     looks.within(LOOK_MOST_S, 1)
     looks.wait(1.0)
     assert ring.now == pytest.approx(LOOK_LEAST_S, abs=1e-4)
+    assert ring.waits <= 1, "a reward that makes no look due woke the learner"
     looks.again()
     assert looks.due()
 

@@ -214,8 +214,10 @@ class Looks:
     after the time of `within`; at once after `again`.
     """
 
-    def __init__(self, ring: Ring, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ring, self._clock = ring, clock
+    def __init__(
+        self, ring: Ring, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._ring, self._clock, self._sleep = ring, clock, sleep
         self._rewards = ring.transitions(State.REWARDED)  # at the last look
         self._worth = 1
         self._soon_s = self._next_s = -math.inf
@@ -240,8 +242,10 @@ class Looks:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a look is due, or the time is over."""
+        end = self._clock() + timeout_s
+        if (pause_s := min(end, self._soon_s) - self._clock()) > 0:
+            self._sleep(pause_s)  # no reward makes a look due before then, so none may wake it: each would cost CPU
         now, rewards = self._clock(), self._ring.transitions(State.REWARDED)
-        end = now + timeout_s
         while (left_s := min(end - now, self._left_s(now, rewards))) > 0:
             rewards, now = self._ring.wait(State.REWARDED, rewards, left_s), self._clock()
 
