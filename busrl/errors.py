@@ -113,6 +113,12 @@ class RunFinished(UserError):
     exit_code = 0
 
 
+class RunFailed(UserError):
+    """A run that was waited for has failed, or its launch was killed; the message holds the directory and why."""
+
+    exit_code = 1
+
+
 class NoSuchRun(UserError):
     """A directory that is not a run directory, or one whose run has ended."""
 

@@ -25,7 +25,7 @@ from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.ring.calls import open_episodes
 from busrl.scheduling.groups import GroupScanner
 from busrl.states import WORKING, HeaderWord, SampleClass, State
-from busrl.status.runfiles import RunFiles, whole_number
+from busrl.status.runfiles import RunFiles, number, whole_number
 from busrl.status.state import VERSIONS, Held, ProcessRecord, RingRecord, RunState
 from busrl.status.waits import reason_of
 from busrl.system.files import as_map, read_map
@@ -47,6 +47,13 @@ def holder_of(paths: RunPaths) -> int | None:
         return OfdLock(str(lock)).holder() if lock.is_file() else None
     except (OSError, RingError):  # such as a lock of another user
         return None
+
+
+def summary_of(paths: RunPaths) -> dict[str, Any]:
+    """How the newest start ended; empty before, or if its launch was killed and left the summary of an earlier one."""
+    summary = read_map(paths.summary)
+    ended, started = number(summary.get("ended")), number(read_map(paths.run_json).get("started"))
+    return {} if ended is not None and started is not None and ended < started else summary
 
 
 def living(ring: Ring) -> list[Process]:
@@ -258,7 +265,7 @@ class RunReader:
         hosts = read_map(self._paths.hosts_now) if run.ring is not None else {}
         run.hosts = {name: as_map(host) for name, host in hosts.items()}
         if run.ring is None:
-            summary = read_map(self._paths.summary)
+            summary = summary_of(self._paths)
             run.ended = f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""
             run.ended_step, run.ended_version = whole_number(summary.get("steps")), whole_number(summary.get("version"))
         elif not had:

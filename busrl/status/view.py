@@ -28,7 +28,7 @@ from busrl.paths import RunPaths
 from busrl.protocol.messages import SEVERITIES
 from busrl.states import RunPhase
 from busrl.status import waits, words
-from busrl.status.reader import RunReader, holder_of, newest_run
+from busrl.status.reader import RunReader, holder_of, newest_run, summary_of
 from busrl.status.runfiles import fates, number
 from busrl.status.state import OVER, ProcessRow, RingRecord, RunState
 from busrl.status.words import alike, duration, printable, short
@@ -65,7 +65,7 @@ class RunStatus:
 
     @classmethod
     def of(cls, paths: RunPaths, run: RunState, now: float, sample: dict[str, Any]) -> RunStatus:
-        holder, summary, state = holder_of(paths), read_map(paths.summary), run.state
+        holder, summary, state = holder_of(paths), summary_of(paths), run.state
         if state in ("ended", "unknown"):
             state = "starting" if holder is not None else str(summary.get("outcome")) if summary else "unfinished"
         return cls(paths, run, now, state, holder, sample, summary)

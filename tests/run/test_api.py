@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,8 +19,9 @@ else:
     import tomli as tomllib
 
 import busrl
+from busrl import api
 from busrl.api import toml
-from busrl.errors import NoSuchRun, PeerTimeout, TopologyError, UserError
+from busrl.errors import NoSuchRun, PeerTimeout, RunFailed, TopologyError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 300.0
@@ -58,31 +58,91 @@ def test_a_value_that_toml_has_not_is_named() -> None:
 @pytest.mark.long
 def test_a_run_of_a_map_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = busrl.launch(scripted(tmp_path, 6), run_dir="runs/book", overrides=["run.max_steps=4"])
+    with pytest.warns(UserWarning, match="nothing is learnt"):
+        run = busrl.launch(scripted(tmp_path, 6), run_dir="runs/book", overrides={"run.max_steps": 4})
     steps = [row["step"] for row in run.metrics(follow=True)]
-    assert steps == [1, 2, 3, 4] and run.wait(WAIT_S) == 0
-    assert run.status()["state"] == "finished" and run.summary["outcome"] == "finished" and not run.live
+    assert steps == [1, 2, 3, 4] and run.wait(WAIT_S)["outcome"] == "finished"
+    assert run.status()["state"] == "finished" and not run.live and repr(run).endswith("runs/book: finished>")
     assert {row["step"] for row in run.samples()} == {1, 2, 3, 4} and run.topology["run"]["name"] == "book"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "trace.jsonl"]
     again = busrl.attach("runs/book")
-    assert [row["step"] for row in again.metrics()] == steps and again.wait(0) == -1
+    assert [row["step"] for row in again.metrics()] == steps and again.wait(0) == again.summary == run.summary
+    with pytest.warns(UserWarning, match="max_steps"):
+        busrl.launch(scripted(tmp_path, 4), run_dir="runs/book")
 
 
 @pytest.mark.long
-def test_a_run_that_goes_on_is_found_and_ended_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_run_is_found_and_ended_in_order_when_a_block_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    started = busrl.launch(scripted(tmp_path, 100_000), run_dir="run")
-    try:
+    with pytest.raises(KeyboardInterrupt), busrl.launch(scripted(tmp_path, 100_000), run_dir="run") as started:
         run = busrl.attach("run")
         assert next(iter(run.metrics(follow=True)))["step"] == 1 and run.live
-        with pytest.raises(PeerTimeout, match="still runs it after 0 s"):
+        with pytest.raises(PeerTimeout, match="still runs after 0 s"):
             run.wait(0)
-        run.stop()
-        assert not run.live and started.wait(WAIT_S) == 128 + signal.SIGTERM
-    finally:
-        assert started.child is not None
-        if started.child.poll() is None:
-            os.kill(started.child.pid, signal.SIGKILL)
+        raise KeyboardInterrupt
+    assert started.child is not None and started.child.wait(WAIT_S) == 128 + signal.SIGTERM
+    assert run.wait(WAIT_S)["outcome"] == "stopped" and not run.live
+    run.stop()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_failed_run_raises_the_name_of_who_is_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    failing = scripted(tmp_path, 4)
+    failing["process"].append({"role": "reward", "command": ["false"]})
+    run = busrl.launch(failing, run_dir="run", overrides=["limits.restart_attempts=1"])
+    with pytest.raises(RunFailed, match="reward"):
+        list(run.metrics(follow=True))
+    with pytest.raises(RunFailed, match="reward"):
+        busrl.attach("run").wait(WAIT_S)
+    assert list(run.metrics()) == [] and run.summary["outcome"] == "failed"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_run_whose_launch_was_killed_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with busrl.launch(scripted(tmp_path, 2), run_dir="run") as run:
+        run.wait(WAIT_S)
+    with busrl.launch(scripted(tmp_path, 100_000), run_dir="run") as run:
+        next(row for row in run.metrics(follow=True) if row["step"] == 3)
+        assert run.child is not None
+        run.child.kill()
+        with pytest.raises(RunFailed, match="its launch was killed"):
+            run.wait(WAIT_S)
+    dead = busrl.attach("run")
+    assert dead.summary == {} and dead.status()["state"] != "finished"
+    with pytest.raises(RunFailed, match="with this run_dir"):
+        dead.wait(0)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_launch_that_gives_no_run_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserWarning, match="nothing is learnt"):
+        busrl.launch(scripted(tmp_path, 100_000), run_dir="run")
+    run = busrl.attach("run")
+    assert not run.live and run.summary["outcome"] == "stopped"
+
+
+def test_an_interrupt_during_a_start_ends_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pids = []
+
+    def interrupted(pid: int) -> None:
+        pids.append(pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "_await_end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        busrl.launch(scripted(tmp_path, 4), run_dir="run")
+    [pid] = pids
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.long
@@ -92,20 +152,24 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
     monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / "examples/first_run.ipynb").read_text())["cells"]
     names: dict[str, Any] = {}
-    for cell in cells:
-        if cell["cell_type"] == "code":
-            assert not cell["outputs"], "a notebook is kept without outputs"
-            exec("".join(cell["source"]), names)
+    try:
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                assert not cell["outputs"], "a notebook is kept without outputs"
+                exec("".join(cell["source"]), names)
+    finally:
+        if "run" in names:
+            names["run"].stop()
     printed = capsys.readouterr().out
-    assert "learner.lr = -1" in printed and "0 finished" in printed and "False 30 steps\n31" in printed
+    assert "learner.lr = -1" in printed and "False 30 steps\n31\nstopped\n" in printed
 
 
 def test_a_topology_is_checked_from_a_file_and_from_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = scripted(tmp_path, 4)
-    checked = busrl.check(settings, overrides=["learner.lr=0.5"])
+    checked = busrl.check(settings, overrides={"learner.lr": 0.5})
     assert checked.settings.learner.lr == 0.5 and checked.settings.run.max_steps == 4
-    assert any("nothing is learnt" in text for text in checked.warnings) and "learner.lr=0.5" in str(checked)
+    assert any("nothing is learnt" in text for text in checked.warnings) and "learner.lr=0.5" in repr(checked)
     (tmp_path / "own.toml").write_text(toml(settings))
     assert busrl.check("own.toml").settings.learner.lr == 1e-5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own.toml", "trace.jsonl"]
@@ -118,7 +182,8 @@ def test_every_problem_of_a_checked_topology_is_an_object(tmp_path: Path, monkey
     with pytest.raises(TopologyError) as refused:
         busrl.check(wrong)
     assert [problem.value for problem in refused.value.problems] == ["groups.size = 0", "learner.lr = -1"]
-    assert all(problem.place and problem.rule and problem.remedy for problem in refused.value.problems)
+    assert all(problem.rule and problem.remedy for problem in refused.value.problems)
+    assert {problem.place for problem in refused.value.problems} == {"topology"}, "not the file that is gone by now"
 
 
 def test_the_package_has_the_three_names_and_loads_nothing_for_them() -> None:
@@ -137,8 +202,11 @@ def test_what_launch_says_against_a_topology_is_raised(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     wrong = scripted(tmp_path, 4)
     wrong["learner"]["lr"] = -1
-    with pytest.raises(UserError, match=r"learner\.lr"):
+    with pytest.raises(UserError, match=r"^topology: learner\.lr = -1: ") as launched:
         busrl.launch(wrong)
+    with pytest.raises(TopologyError) as checked:
+        busrl.check(wrong)
+    assert str(checked.value) == str(launched.value)
     assert not Path("runs").exists() and [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
