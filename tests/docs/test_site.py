@@ -26,6 +26,7 @@ LONGER = {
     "performance.md": "figures of every part, looked up by heading; each is made by a program that the heading names",
 }
 README_LINES = 120
+A_MINUTE = 200  # words that somebody reads in a section before what they look for
 LEAD_WORDS = 80  # before the first command or snippet of a page for users
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.parent.name != "reports")
 # What somebody looks for, as the index calls it, and what the page has that tells it.
@@ -83,6 +84,23 @@ def test_a_task_is_two_clicks_from_the_index(task: str, told: tuple[str, ...]) -
     assert near, f"the index does not say {task!r}"
     pages = [*near, *(page for first in near for page in targets(first.read_text(), first))]
     assert any(all(words in page.read_text() for words in told) for page in pages), [page.name for page in pages]
+
+
+def asked() -> list[tuple[str, list[str], str, str]]:
+    """Rows of the index's first table: what somebody wants, the keys and commands for it, and page and heading."""
+    table = (DOCS / "README.md").read_text().partition("## Often asked\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| \[[^\]]+\]\(([^)#]+)#([^)]+)\) \|$", table, flags=re.M)
+    assert len(rows) == table.count("\n| "), "a row has three columns, the last one a link to a heading"
+    return [(want, re.findall(r"`([^`]+)`", keys), page, anchor) for want, keys, page, anchor in rows]
+
+
+@pytest.mark.parametrize(("want", "keys", "page", "anchor"), asked(), ids=[want for want, *_ in asked()])
+def test_what_is_often_asked_is_one_click_and_a_minute_away(want: str, keys: list[str], page: str, anchor: str) -> None:
+    parts = re.split(r"^#+ (.+)$", (DOCS / page).read_text(), flags=re.M)
+    slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in parts[1::2]]
+    from_there = parts[2 * slugs.index(anchor) + 1 :]
+    near = " ".join(" ".join(from_there).split()[:A_MINUTE])
+    assert keys and not [key for key in keys if key not in near], near
 
 
 @pytest.mark.parametrize(("link", "address"), [
