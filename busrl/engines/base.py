@@ -52,6 +52,7 @@ class Request:
     top_p: float
     seed: int
     stop_ids: tuple[int, ...] = ()
+    weights: str = ""  # folder of an adapter, where the engine has several
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,15 @@ class Adam:
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
 
+    @classmethod
+    def of(cls, params: Any) -> Adam:
+        """From a request's `adam_params`; UserFault for what is not there."""
+        known = [field.name for field in fields(cls)]
+        if not isinstance(params, dict) or (unknown := sorted(params.keys() - set(known))):
+            what = f"{unknown[0]!r} is not read" if isinstance(params, dict) else f"{params!r}"
+            raise UserFault(f"adam_params: {what}; give an object with any of {', '.join(known)}")
+        return cls(**params)
+
     def check(self) -> None:
         for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
@@ -203,11 +212,11 @@ class Tenants:
         self._tenants[name].numbers.drop_gradients()
 
     def _parts(self, data: Sequence[Datum]) -> Iterator[list[int]]:
-        """Numbers of the data of each micro-batch: of similar length, and with as many targets per position."""
-        by_targets: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        """Numbers of the data of each micro-batch: of similar length, with the same inputs and targets per position."""
+        alike: dict[Any, list[int]] = defaultdict(list)
         for number, datum in enumerate(data):
-            by_targets[datum.inputs[TARGETS].shape[1:]].append(number)
-        for numbers in by_targets.values():
+            alike[datum.inputs[TARGETS].shape[1:], frozenset(datum.inputs)].append(number)
+        for numbers in alike.values():
             samples = [_sample(data[number], number) for number in numbers]
             for part in cut(samples, self._budget):
                 yield [numbers[place] for place in part]

@@ -134,6 +134,16 @@ def test_answers_come_in_the_order_and_shape_of_the_targets(base: Path) -> None:
         np.testing.assert_allclose(one["logprobs"], alone, atol=1e-5)
 
 
+def test_data_may_have_weights_a_mask_or_neither(base: Path) -> None:
+    tenants, alone, data = Tenants(base), 0.0, data_of(6, 3)
+    tenants.create("m", ALL)
+    data[1].inputs["mask"] = data[1].inputs.pop("weights")
+    del data[2].inputs["weights"]
+    for datum in data:
+        alone += tenants.forward_backward("m", [datum], "ppo", {}, forward_only=True)[1]["loss:sum"]
+    assert tenants.forward_backward("m", data, "ppo", {}, forward_only=True)[1]["loss:sum"] == pytest.approx(alone)
+
+
 def test_a_loss_that_is_not_finite_is_refused_and_changes_no_weight(base: Path) -> None:
     tenants, data = Tenants(base), data_of(5)
     tenants.create("m", ALL)
@@ -156,6 +166,15 @@ def test_settings_of_a_step_that_cannot_be_are_refused(base: Path, changes: Any,
     tenants.forward_backward("m", data_of(5), "ppo", {})
     with pytest.raises(UserFault, match=words):
         tenants.optim_step("m", Adam(**changes))
+
+
+@pytest.mark.parametrize(("params", "words"), [
+    (None, "None; give an object"), ([1], "give an object"), ({"lr": 1}, "'lr' is not read; give an object"),
+])
+def test_parameters_of_a_step_are_an_object_with_known_keys(params: Any, words: str) -> None:
+    assert Adam.of({"learning_rate": 0.5, "beta2": 0.9}) == Adam(0.5, beta2=0.9)
+    with pytest.raises(UserFault, match=words):
+        Adam.of(params)
 
 
 @pytest.mark.parametrize(("adapter", "words"), [

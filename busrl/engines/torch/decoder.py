@@ -429,6 +429,7 @@ class FastDecoder(Decoder):
         base = _recognise(model)
         attention = base.layers[0].self_attn
         self.cache = RowCache(rows, max_length)
+        self.linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear  # an engine with adapters adds theirs
         self._width = int(attention.head_dim)
         self._kv_heads = attention.k_proj.out_features // self._width
         self._heads = attention.q_proj.out_features // self._width
@@ -441,7 +442,7 @@ class FastDecoder(Decoder):
         self._norm = base.norm.weight
         self._head = model.lm_head.weight
         self._head_bias = model.lm_head.bias
-        self._blocks = [Block(layer) for layer in base.layers]
+        self.blocks = [Block(layer) for layer in base.layers]
         self._cos, self._sin = _rotary_table(base.rotary_emb, max_length, self._embedding)
         self._small = self._embedding.dtype == torch.float32 and self._embedding.device.type == "cpu"
 
@@ -458,10 +459,10 @@ class FastDecoder(Decoder):
     def _read(self, ids: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None) -> None:
         """Keys and values of `ids` [sequences, length] into the cache; `visible` masks attention, None is causal."""
         x = F.embedding(ids, self._embedding)
-        for layer, block in enumerate(self._blocks):
+        for layer, block in enumerate(self.blocks):
             q, k, v = self._project(x, block, cos, sin)
             k, v = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
-            if layer == len(self._blocks) - 1:
+            if layer == len(self.blocks) - 1:
                 return  # of a prompt the keys and values alone are needed
             mixed = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k, v, visible, is_causal=visible is None, scale=self._scale,
@@ -474,12 +475,12 @@ class FastDecoder(Decoder):
         cos, sin = self._cos[positions, None], self._sin[positions, None]
         mask = self._mask(positions, span)
         x = F.embedding(tokens, self._embedding)
-        for layer, block in enumerate(self._blocks):
+        for layer, block in enumerate(self.blocks):
             q, k, v = self._project(x, block, cos, sin)
             keys, values = self.cache.store_step(layer, k, v)
             mixed = self._attend(q, keys, values, mask)
             x = self._finish(x, mixed, block)
-        return F.linear(self._normed(x, self._norm), self._head, self._head_bias)
+        return self.linear(self._normed(x, self._norm), self._head, self._head_bias)
 
     # -- parts of a block -----
 
@@ -488,7 +489,7 @@ class FastDecoder(Decoder):
 
     def _project(self, x: Tensor, block: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys (both rotated) and values, [..., heads, width]."""
-        heads = F.linear(self._normed(x, block.attention_norm), block.qkv, block.qkv_bias)
+        heads = self.linear(self._normed(x, block.attention_norm), block.qkv, block.qkv_bias)
         heads = heads.view(*heads.shape[:-1], -1, self._width)
         rotated, values = heads[..., : -self._kv_heads, :], heads[..., -self._kv_heads :, :]
         if block.q_norm is not None and block.k_norm is not None:
@@ -520,10 +521,10 @@ class FastDecoder(Decoder):
 
     def _finish(self, x: Tensor, mixed: Tensor, block: Block) -> Tensor:
         """The rest of a block: output projection and MLP, each added to the residual stream."""
-        x = x + F.linear(mixed, block.output, block.output_bias)
-        both = F.linear(self._normed(x, block.mlp_norm), block.gate_up, block.gate_up_bias)
+        x = x + self.linear(mixed, block.output, block.output_bias)
+        both = self.linear(self._normed(x, block.mlp_norm), block.gate_up, block.gate_up_bias)
         gated = self._activation(both[..., : self._inner]).mul_(both[..., self._inner :])
-        return x + F.linear(gated, block.down, block.down_bias)
+        return x + self.linear(gated, block.down, block.down_bias)
 
 
 # -- recognising and fusing -----

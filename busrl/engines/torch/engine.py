@@ -125,6 +125,7 @@ class Seats:
         self.temperature = np.zeros(capacity, np.float32)
         self.top_p = np.zeros(capacity, np.float64)
         self._prompts: list[Ids] = [NO_IDS] * capacity  # with the prefix
+        self.weights = [""] * capacity  # the adapter of each: with another one a prompt has other keys and values
         self._stops: dict[int, frozenset[int]] = {}  # seat -> ids that end its answer as the model's own do
         self._eos = eos
         self._streams = Streams()
@@ -138,7 +139,7 @@ class Seats:
         """Give a request a seat; it has no cache row yet."""
         seat, limit = self.free.pop(), request.max_new_tokens
         ids = np.concatenate((request.prompt_ids, request.prefix_ids))
-        self._prompts[seat] = ids
+        self._prompts[seat], self.weights[seat] = ids, request.weights
         self.key[seat] = request.key
         self.last[seat] = ids[-1]
         self.position[seat] = len(ids) - 1
@@ -208,8 +209,7 @@ class Seats:
         finish = Finish.ABORTED if aborted else Finish.EOS if stopped else Finish.LENGTH
         self.free.append(seat)
         logprobs, versions = self._logprobs[seat, span].copy(), self._versions[seat, span].copy()
-        computed = int(self.computed[seat])
-        return Finished(int(self.key[seat]), tokens, logprobs, versions, finish, computed=computed)
+        return Finished(int(self.key[seat]), tokens, logprobs, versions, finish, computed=int(self.computed[seat]))
 
 
 # -- prefill -----
@@ -321,17 +321,17 @@ class Prefill:
         """Tokens of the prompt that are still to be computed."""
         return int(self._seats.position[seat]) - (len(self._begun[seat].ids) if seat in self._begun else 0)
 
-    def _next(self) -> dict[bytes, list[int]]:
-        """The seats at the front of the queue that fit into the budget, by their prompt (as bytes)."""
-        seats_of: dict[bytes, list[int]] = {}
+    def _next(self) -> dict[tuple[str, bytes], list[int]]:
+        """The seats at the front of the queue that fit into the budget, by adapter and prompt (as bytes)."""
+        seats_of: dict[tuple[str, bytes], list[int]] = {}
         left = self._budget
         for seat in self._queue:
-            ids = self._seats.cached(seat).tobytes()
-            if ids not in seats_of:
+            prompt = self._seats.weights[seat], self._seats.cached(seat).tobytes()
+            if prompt not in seats_of:
                 left -= self._left(seat)
                 if left < 0:
                     break
-            seats_of.setdefault(ids, []).append(seat)
+            seats_of.setdefault(prompt, []).append(seat)
         return seats_of
 
     def _source(self, seats: Iterable[int], wanted: int) -> KeptRow | None:
@@ -345,9 +345,9 @@ class Prefill:
             best.waiting += wanted
         return best
 
-    def _join(self, seats_of: dict[bytes, list[int]]) -> None:
+    def _join(self, seats_of: dict[tuple[str, bytes], list[int]]) -> None:
         joining: list[_Joining] = []
-        for ids, seats in seats_of.items():
+        for (_, ids), seats in seats_of.items():
             for _ in seats:
                 self._queue.popleft()
             kept = self._source(seats, 1)
@@ -365,8 +365,9 @@ class Prefill:
 
     def _begin_long(self) -> None:
         """Begin the first prompt of the queue, which alone is over the budget, for all seats that have it."""
-        ids = self._seats.cached(self._queue[0])
-        same = [seat for seat in self._queue if np.array_equal(self._seats.cached(seat), ids)]
+        ids, weights = self._seats.cached(self._queue[0]), self._seats.weights[self._queue[0]]
+        alike = [seat for seat in self._queue if self._seats.weights[seat] == weights]
+        same = [seat for seat in alike if np.array_equal(self._seats.cached(seat), ids)]
         self._queue = deque(seat for seat in self._queue if seat not in set(same))
         kept, copies = self._kept.open(self._source(same, len(same)), len(same), self._free_rows())
         self.copy(copies)
@@ -483,10 +484,9 @@ class TorchEngine(Engine):
         cls, path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu", **settings: Any
     ) -> TorchEngine:
         """An engine for a model folder; nothing is downloaded. `settings` are those of the constructor."""
-        model: Any
         quiet.disable_progress_bar()  # this process has a log, no terminal
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True)
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as problem:
             raise UserError(f"{path}: no causal language model and tokenizer ({problem}); see model.path") from problem
@@ -637,10 +637,8 @@ class TorchEngine(Engine):
         name = f"request {request.key} (uid {shown_uid(request.uid)})"
         if not len(ids):
             raise ValueError(f"{name} has no tokens; a prompt needs at least one")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._vocabulary:
-            wrong = low if low < 0 else high
-            raise ValueError(f"{name} has token id {wrong}; the model knows 0 to {self._vocabulary - 1}")
+        if len(wrong := ids[(ids < 0) | (ids >= self._vocabulary)]):
+            raise ValueError(f"{name} has token id {wrong[0]}; the model knows 0 to {self._vocabulary - 1}")
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
@@ -650,8 +648,7 @@ def _max_length(model: Any, wanted: int) -> int:
     """The smaller of the wanted length and the model's number of positions."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    limits = [int(limit) for limit in (wanted, positions) if limit]
-    return min(limits) if limits else DEFAULT_MAX_LENGTH
+    return min((int(limit) for limit in (wanted, positions) if limit), default=DEFAULT_MAX_LENGTH)
 
 
 def warm(topology: Topology) -> None:

@@ -1,0 +1,387 @@
+"""One torch engine for many adapters: each row of the cache carries the place of its adapter, each layer adds it.
+
+`RowsEngine` is driven as every engine is; a request names the folder of its adapter (`weights`, empty: the base). Talks
+to folders of peft's format whose names are numbers, and to the decoder. Knows nothing of clients, logs or training.
+
+- A and B of the adapters in use are stacked by place, padded with zeros to the largest rank; place 0 is the base, all
+  zeros. A step gathers its rows by place, multiplies twice (`bmm`) and adds the rows back; the base is computed once.
+- An adapter in use keeps its place. A request whose adapter finds none waits, in the order of arrival, and never fails.
+- Sequences of different adapters share no prompt, and no row is kept for a later request.
+- The version of a token is the number of its adapter's folder; 0 is the base.
+- A folder that cannot be used refuses its requests, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from busrl.engines.base import Finished, PartialAnswer, Pause, Request, Statistics
+from busrl.engines.torch import lora
+from busrl.engines.torch.decoder import Decoder, FastDecoder, WholeDecoder
+from busrl.engines.torch.engine import PREFILL_TOKENS, Index, Prefill, Sampling, TorchEngine
+from busrl.engines.torch.prefix import KeptRow
+from busrl.errors import UserError, WeightsRefused
+from busrl.states import Finish
+from busrl.training.batch import numbered
+
+PLACES = 16
+BASE = ""  # the adapter of requests that name none
+
+
+# -- which rows use which place -----
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The places of the rows of one forward, and the cells in which they are multiplied: one line for each place from
+    `first` to before `end`, as long as the longest. `cells`: the row in each cell; `back`: the cell of each row; both
+    None where the rows are in that order already."""
+
+    rows: int
+    first: int
+    end: int
+    cells: Tensor | None
+    back: Tensor | None
+    places: Tensor  # [rows]
+    views: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by stack: what `Stack.between` gave
+
+    @classmethod
+    def of(cls, places: Sequence[int], device: torch.device) -> Spread:
+        of_rows = np.array(places, np.int64)
+        first, end = int(of_rows.min()), int(of_rows.max()) + 1
+        counts = np.bincount(of_rows - first, minlength=end - first)
+        longest, order = int(counts.max()), np.argsort(of_rows, kind="stable")
+        cells, back = np.zeros((end - first) * longest, np.int64), np.empty_like(of_rows)
+        taken = (of_rows[order] - first) * longest + numbered(counts)
+        cells[taken], back[order] = order, taken
+        in_order = np.array_equal(cells, np.arange(len(of_rows)))
+        cells_of, back_of, places_of = (torch.from_numpy(part).to(device) for part in (cells, back, of_rows))
+        return cls(
+            len(of_rows), first, end, None if in_order else cells_of, None if in_order else back_of, places_of
+        )
+
+    @property
+    def plain(self) -> bool:
+        """True if all rows are of the base."""
+        return self.end == 1
+
+
+# -- what is added to a layer -----
+
+
+class Stack:
+    """A and B of every place for one weight of the decoder: [places, in, parts, rank] and [places, parts, rank, out].
+    A decoder may have fused several layers into a weight: each is a part of it. B has the adapter's scale."""
+
+    def __init__(self, weight: Tensor, places: int) -> None:
+        self.outputs, self.inputs = weight.shape
+        self._weight, self._places = weight, places
+        self._parts: list[slice] = []  # rows of the weight, by part
+        self.down = self.up = weight.new_empty(0)
+        self.rank = 0
+
+    def part_of(self, weight: Tensor) -> int | None:
+        """The number of the part whose rows that layer's weight are; None if it lies elsewhere."""
+        row_bytes = self.inputs * weight.element_size()
+        begin, beyond = divmod(weight.data_ptr() - self._weight.data_ptr(), row_bytes)
+        if beyond or not 0 <= begin < self.outputs or weight.shape[1] != self.inputs:
+            return None
+        self._parts.append(slice(begin, begin + len(weight)))
+        return len(self._parts) - 1
+
+    def shape_of(self, part: int) -> tuple[int, int]:
+        rows = self._parts[part]
+        return rows.stop - rows.start, self.inputs
+
+    def put(self, place: int, part: int, low: lora.Low) -> None:
+        rank = len(low.down)
+        if rank > self.rank:
+            self._widen(rank)
+        self.down[place, :, part, :rank] = low.down.T
+        self.up[place, part, :rank, self._parts[part]] = low.up.T.float() * low.scale
+
+    def clear(self, place: int) -> None:
+        if self.rank:
+            self.down[place] = 0
+            self.up[place] = 0
+
+    def between(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """A [places, in, parts x rank] and B [places, parts x rank, out] of these places; views."""
+        return self.down[first:end].flatten(2), self.up[first:end].flatten(1, 2)
+
+    def _widen(self, rank: int) -> None:
+        before, parts = self.rank, len(self._parts)
+        down = self._weight.new_zeros((self._places, self.inputs, parts, rank))
+        up = self._weight.new_zeros((self._places, parts, rank, self.outputs))
+        if before:
+            down[..., :before], up[:, :, :before] = self.down, self.up
+        self.down, self.up, self.rank = down, up, rank
+
+
+class Adapters:
+    """The adapters in places 1 to `places`, stacked, and what they add to the layers of a model under a decoder."""
+
+    def __init__(self, model: Any, decoder: Decoder, places: int) -> None:
+        if isinstance(decoder, WholeDecoder):
+            raise UserError(f"{type(model).__name__}: several adapters need a decoder with a cache; use engine = vllm")
+        self._device: torch.device = next(model.parameters()).device
+        self._places: dict[str, int] = {}  # by folder, the one used longest ago first
+        self._users: dict[int, int] = dict.fromkeys(range(1, places + 1), 0)  # requests that run or wait for a step
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+        multiplied = [layer.weight.detach() for layer in layers.values()]
+        if isinstance(decoder, FastDecoder):
+            decoder.linear = self.linear
+            multiplied = [model.lm_head.weight.detach()]
+            for block in decoder.blocks:
+                multiplied += [block.qkv, block.output.detach(), block.gate_up, block.down.detach()]
+        self._stacks = {weight.data_ptr(): Stack(weight, places + 1) for weight in multiplied}
+        self._layers: dict[str, tuple[Stack, int]] = {}  # stack and part of each layer's weight, by its name
+        for name, layer in layers.items():
+            parts = ((stack, stack.part_of(layer.weight)) for stack in self._stacks.values())
+            for stack, part in parts:
+                if part is not None:
+                    self._layers[f"{name}.weight"] = stack, part
+                    layer.register_forward_hook(partial(self._after, stack))
+                    break
+        self._spread: Spread | None = None
+
+    # -- places -----
+
+    def take(self, folder: str) -> int | None:
+        """The place of an adapter, which is kept until as many calls of `release`; None if all places are in use.
+        WeightsRefused if the folder cannot be used."""
+        if folder == BASE:
+            return 0
+        place = self._places.pop(folder, None)
+        if place is None and (place := self._vacant()) is not None:
+            self._load(Path(folder), place)
+        if place is not None:
+            self._places[folder] = place
+            self._users[place] += 1
+        return place
+
+    def release(self, folder: str) -> None:
+        if folder != BASE:
+            self._users[self._places[folder]] -= 1
+
+    def place_of(self, folder: str) -> int:
+        return self._places[folder] if folder != BASE else 0
+
+    def _vacant(self) -> int | None:
+        """The lowest place that never had an adapter, or that of the one used longest ago, which goes."""
+        if unused := self._users.keys() - set(self._places.values()):
+            return min(unused)
+        folder = next((folder for folder, place in self._places.items() if not self._users[place]), None)
+        return None if folder is None else self._places.pop(folder)
+
+    @torch.inference_mode()
+    def _load(self, folder: Path, place: int) -> None:
+        adapter = lora.read(folder)
+        for name, low in adapter.items():
+            shape = (low.up.shape[0], low.down.shape[1])
+            if name not in self._layers or self._layers[name][0].shape_of(self._layers[name][1]) != shape:
+                raise WeightsRefused(f"{folder}: the adapter changes {name!r} of shape {list(shape)}, which is not a "
+                                     "linear layer of this model")
+        for stack in self._stacks.values():
+            stack.clear(place)
+        for name, low in adapter.items():
+            stack, part = self._layers[name]
+            stack.put(place, part, low)
+
+    # -- layers -----
+
+    @contextlib.contextmanager
+    def using(self, spread: Spread) -> Iterator[None]:
+        """Within it the rows (or the sequences) of a forward use these places."""
+        self._spread = None if spread.plain else spread
+        try:
+            yield
+        finally:
+            self._spread = None
+
+    def spread(self, folders: Iterable[str]) -> Spread:
+        return Spread.of([self.place_of(folder) for folder in folders], self._device)
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output = F.linear(rows, weight, bias)
+        return output if self._spread is None else self._added(self._stacks[weight.data_ptr()], rows, output)
+
+    def _after(self, stack: Stack, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Add to what a layer gave that the model itself has called."""
+        return output if self._spread is None else self._added(stack, inputs[0], output)
+
+    def _added(self, stack: Stack, rows: Tensor, output: Tensor) -> Tensor:
+        """Add in place. rows [rows, in], or [sequences, length, in]."""
+        spread = self._spread
+        assert spread is not None
+        if not stack.rank:
+            return output
+        if rows.ndim == 3 and rows.shape[1] > 1:
+            return output.add_(self._of_sequences(stack, rows, spread))
+        if id(stack) not in spread.views:
+            spread.views[id(stack)] = stack.between(spread.first, spread.end)
+        down, up = spread.views[id(stack)]
+        flat = rows.reshape(spread.rows, stack.inputs)
+        cells = flat if spread.cells is None else flat.index_select(0, spread.cells)
+        change = torch.bmm(torch.bmm(cells.view(spread.end - spread.first, -1, stack.inputs), down), up).flatten(0, 1)
+        if spread.back is not None:
+            change = change.index_select(0, spread.back)
+        return output.add_(change.view(output.shape))
+
+    def _of_sequences(self, stack: Stack, rows: Tensor, spread: Spread) -> Tensor:
+        down, up = stack.between(spread.first, spread.end)
+        if len(down) > 1:
+            which = spread.places - spread.first
+            down, up = down[which], up[which]
+        return torch.matmul(torch.matmul(rows, down), up)
+
+
+class AdaptedDecoder(Decoder):
+    """A decoder whose rows use adapters: `fill` tells those of the next prefill, `seat` those of the next steps."""
+
+    def __init__(self, decoder: Decoder, adapters: Adapters) -> None:
+        self._decoder, self._adapters = decoder, adapters
+        self.cache, self.equal_lengths = decoder.cache, decoder.equal_lengths
+        self._folders: dict[int, str] = {}  # of the rows that were filled last
+        self._seated = adapters.spread([BASE])
+
+    def fill(self, row: int, folder: str) -> None:
+        """The next prefill of that row is for this adapter."""
+        self._folders[row] = folder
+
+    def seat(self, folders: Iterable[str]) -> None:
+        """The rows of the next steps are of these adapters."""
+        self._seated = self._adapters.spread(folders)
+
+    def prefill(self, ids: Tensor, rows: Tensor) -> None:
+        with self._adapters.using(self._filled(rows)):
+            self._decoder.prefill(ids, rows)
+
+    def extend(self, ids: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
+        with self._adapters.using(self._filled(rows)):
+            self._decoder.extend(ids, rows, positions, span)
+
+    def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
+        with self._adapters.using(self._seated):
+            return self._decoder.step(tokens, positions, span)
+
+    def _filled(self, rows: Tensor) -> Spread:
+        return self._adapters.spread(self._folders[row] for row in rows.tolist())
+
+
+class AdaptedPrefill(Prefill):
+    """The queue of sequences without a cache row, of several adapters."""
+
+    def _piece(self, long: Any) -> None:
+        assert isinstance(self._decoder, AdaptedDecoder)
+        self._decoder.fill(long.kept.row, self._seats.weights[long.seats[0]])
+        super()._piece(long)
+
+
+# -- the engine -----
+
+
+class RowsEngine(TorchEngine):
+    """A torch engine whose requests name their adapter; at most `places` adapters are in use at once."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, places: int = PLACES, prefill_tokens: int = PREFILL_TOKENS, **settings: Any
+    ) -> None:
+        super().__init__(model, tokenizer, **{**settings, "prefix_keep_s": 0.0})
+        self.adapters = Adapters(model, self.decoder, places)
+        self._adapted = self.decoder = AdaptedDecoder(self.decoder, self.adapters)
+        self._waiting = AdaptedPrefill(
+            self._seats, self._adapted, self._kept, max(1, prefill_tokens), self._device, self._take_row,
+            self._free_rows,
+        )
+        self._held: dict[int, Request] = {}  # requests whose adapter has no place, by key, oldest first
+        self._folders: dict[int, str] = {}  # adapters of the requests that have one, by key
+
+    # -- the interface -----
+
+    @property
+    def active(self) -> int:
+        return super().active + len(self._held)
+
+    def _begin(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._check(request)
+        self._held |= {request.key: request for request in requests}
+        self._admit()
+
+    def step(self) -> list[Finished]:
+        if self._held and not self.paused:
+            self._admit()
+        return super().step()
+
+    def abort(self, key: int) -> Finished | None:
+        held = self._held.pop(key, None)
+        return super().abort(key) if held is None else PartialAnswer(held).finished(Finish.ABORTED)
+
+    def pause(self, how: Pause) -> list[Finished]:
+        if how == "abort":
+            self._done += [PartialAnswer(request).finished(Finish.ABORTED) for request in self._held.values()]
+            self._held.clear()
+        return super().pause(how)
+
+    def statistics(self) -> Statistics:
+        statistics = super().statistics()
+        return replace(statistics, waiting=statistics.waiting + len(self._held))
+
+    # -- adapters of requests -----
+
+    def _admit(self) -> None:
+        """Let held requests begin whose adapter has a place, or gets one."""
+        starting = []
+        for request in list(self._held.values()):
+            try:
+                place = self.adapters.take(request.weights)
+            except WeightsRefused as problem:
+                del self._held[request.key]
+                self._done.append(PartialAnswer(request).finished(Finish.ABORTED, refused=str(problem)))
+                continue
+            if place is not None:
+                del self._held[request.key]
+                self._folders[request.key] = request.weights
+                starting.append(request)
+        self._start(starting)
+
+    def _start(self, requests: list[Request]) -> None:
+        """Let requests begin that have their places."""
+        super()._begin(requests)
+
+    def _decode(self) -> list[Finished]:
+        return [self._ended(finished) for finished in super()._decode()]
+
+    def _end_now(self, keys: list[int]) -> None:
+        super()._end_now(keys)
+        ended = set(keys)
+        self._done = [self._ended(finished) if finished.key in ended else finished for finished in self._done]
+
+    def _ended(self, finished: Finished) -> Finished:
+        """Give up the place; the tokens get the number of the adapter."""
+        folder = self._folders.pop(finished.key)
+        self.adapters.release(folder)
+        return replace(finished, versions=np.full_like(finished.versions, int(Path(folder).name) if folder else 0))
+
+    # -- rows -----
+
+    def _take_row(self, seat: int, kept: KeptRow | None) -> int:
+        row = super()._take_row(seat, kept)
+        self._adapted.fill(row, self._seats.weights[seat])
+        return row
+
+    def _make_sampling(self, running: Index) -> Sampling:
+        """Called whenever the running rows are others than before."""
+        self._adapted.seat(self._seats.weights[seat] for seat in running.tolist())
+        return super()._make_sampling(running)
