@@ -1,4 +1,4 @@
-"""One torch engine for many adapters: each row of the cache carries the place of its adapter, each layer adds it.
+"""Torch engine for many adapters: each row of the cache carries the place of its adapter, each layer adds it.
 
 `RowsEngine` is driven as every engine is; a request names the folder of its adapter (`weights`, empty: the base). Talks
 to folders of peft's format whose names are numbers, and to the decoder. Knows nothing of clients, logs or training.

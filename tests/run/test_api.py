@@ -73,7 +73,7 @@ def test_a_run_of_a_map_is_followed_to_its_end(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_a_run_is_found_and_ended_in_order_when_a_block_is_left(
+def test_a_run_is_found_and_ended_when_its_block_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
