@@ -50,7 +50,7 @@ def holder_of(paths: RunPaths) -> int | None:
 
 
 def summary_of(paths: RunPaths) -> dict[str, Any]:
-    """Summary of the newest start; empty before its end, or if its launch was killed and left that of an earlier one."""
+    """Summary of the newest start; empty before its end, or if its launch was killed and left an earlier one."""
     summary = read_map(paths.summary)
     ended, started = number(summary.get("ended")), number(read_map(paths.run_json).get("started"))
     return {} if ended is not None and started is not None and ended < started else summary
