@@ -383,12 +383,14 @@ def read_body(kind: type[Kind], body: bytes) -> Kind:
     if len(body) > JSON_BYTES:
         raise TooLarge("", f"{len(body)} bytes of JSON; {JSON_BYTES} at most", "send less")
     try:
+        msgspec.json.decode(body or b"{}")  # of what has no field, too: others will read the whole body
+    except (msgspec.DecodeError, RecursionError, ValueError) as problem:
+        raise BadBody("", f"no JSON: {problem}", "send a JSON object") from None
+    try:
         read = msgspec.json.decode(body or b"{}", type=kind)
         read.check()
     except msgspec.ValidationError as problem:
         raise _refused(str(problem), body, _numbered(kind, body)) from None
-    except (msgspec.DecodeError, RecursionError, ValueError) as problem:
-        raise BadBody("", f"no JSON: {problem}", "send a JSON object") from None
     except BadBody as problem:
         problem.request = _numbered(kind, body)
         raise
