@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm docs wheels release test-pythons
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env tinker-env ray-env slurm docs wheels release test-pythons
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -147,6 +147,18 @@ $(ATROPOS)/.installed: tools/atropos/requirements.txt constraints.txt | $(STAMP)
 	@touch $@
 
 atropos-env: $(ATROPOS)/.installed ## an environment with atroposlib: .venv/atropos/bin/python
+
+# The SDK of Tinker and its cookbook, which drive a service (docs/service.md). busrl is not in it.
+TINKER ?= $(VENV)/tinker
+$(TINKER)/.installed: tools/tinker/requirements.txt constraints.txt | $(STAMP)/system
+	@test -x $(TINKER)/bin/python || $(PYTHON) -m venv $(TINKER)
+	@$(TINKER)/bin/pip install -q --no-deps $(VLLM_TORCH) 2>/dev/null || \
+		$(TINKER)/bin/pip install -q --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
+	$(TINKER)/bin/pip install -q -r tools/tinker/requirements.txt
+	$(TINKER)/bin/pip install -q --no-deps tinker-cookbook==0.6.1
+	@touch $@
+
+tinker-env: $(TINKER)/.installed ## an environment with Tinker's SDK and cookbook: .venv/tinker/bin/python
 
 # A cluster of Ray, and one of Slurm, to start hosts by (docs/hosts.md).
 RAY ?= $(VENV)/ray

@@ -61,6 +61,8 @@ ROLES: Final = {role.name: role for role in (
     Role("agent", "agents.roles.agent:Agent", 1, caller=True),
     Role("serve", "agents.roles.serve:Serve", 1, caller=True),
     Role("atropos", "agents.roles.atropos:Atropos", 1, single=True, caller=True),
+    Role("tinker", "service.role:Tinker", 1, single=True, caller=True),
+    Role("tuner", "service.tuner:Tuner", 4, single=True),
     Role("validator", "roles.validator:Validator", 3, default=True, single=True),
     Role("rank", "ranks.role:Rank", 5, named=False, moves=False),
 )}
@@ -141,66 +143,51 @@ def _with_transport(*names: str) -> dict[str, Callable[[Topology], bool]]:
 
 
 HOST_COMMANDS = (
-    Command(
-        "host", "run the processes that a run on another machine has on this one", "hosts.joining:host_options",
-        "The run's topology names this host in `hosts` of a [[process]]; see docs/hosts.md.",
-    ),
+    Command("host", "run the processes that a run on another machine has on this one", "hosts.joining:host_options",
+        "The run's topology names this host in `hosts` of a [[process]]; see docs/hosts.md."),
 )
 OBSERVE_COMMANDS = (
-    Command(
-        "report", "write what a run did as one HTML page, during or after it", "observe.command:report_options",
-        "It loads nothing: drawings, waste, problems, settings. Several runs are compared.",
-    ),
-    Command(
-        "trace", "write a run's timeline for Perfetto (Chrome trace events)", "observe.command:timeline_options",
-        "Each process is a track. Also prints how much of the generation falls into training.",
-    ),
-    Command(
-        "monitor", "watch a run, a recording that is replayed, or any endpoint, changing nothing",
-        "observe.command:monitor_options", "Keys of the live view: q quit, e errors.",
-    ),
-    Command(
-        "record", "write what passes the bus of a run into a file, changing nothing", "observe.command:record_options",
-        "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows.",
-    ),
-    Command(
-        "replay", "publish a recording again, for a monitor or another listener", "observe.command:replay_options",
-        "It begins when a listener connects. An endpoint is ipc:///path.",
-    ),
+    Command("report", "write what a run did as one HTML page, during or after it", "observe.command:report_options",
+        "It loads nothing: drawings, waste, problems, settings. Several runs are compared."),
+    Command("trace", "write a run's timeline for Perfetto (Chrome trace events)", "observe.command:timeline_options",
+        "Each process is a track. Also prints how much of the generation falls into training."),
+    Command("monitor", "watch a run, a recording that is replayed, or any endpoint, changing nothing",
+        "observe.command:monitor_options", "Keys of the live view: q quit, e errors."),
+    Command("record", "write what passes the bus of a run into a file, changing nothing",
+        "observe.command:record_options",
+        "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows."),
+    Command("replay", "publish a recording again, for a monitor or another listener", "observe.command:replay_options",
+        "It begins when a listener connects. An endpoint is ipc:///path."),
 )
 SIMULATE_COMMANDS = (
-    Command(
-        "simulate", "how a topology would run: throughput, busy shares, ages, waits, on as many actors as you like",
+    Command("simulate", "how a topology would run: throughput, busy shares, ages, waits, on as many actors as you like",
         "simulate.command:simulate_options",
         "Times and lengths are assumptions unless --fit or --trace say better; what was assumed is printed.",
         # Read when NumPy is loaded: the predictors' matrices are small, and a second numeric thread would only spin.
-        {"OPENBLAS_NUM_THREADS": "1"},
-    ),
+        {"OPENBLAS_NUM_THREADS": "1"}),
 )
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("agents", "episodes of agents", plugs={
-        "trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns",
-    }),
+        "trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns"}),
     Capability("hosts", "other hosts and workers from outside", plugs={
         "messages": "hosts.messages:MESSAGES", "refusals": "hosts.messages:REFUSALS",
         "tenders": "hosts.gateway:Gateway", "host_topology": "hosts.membership:of_host",
         "host_rows": "hosts.membership:rows_of", "placement": "hosts.placement:Placement",
-        "manifest": "hosts.clusters:emitted",
-    }, asks={"[[process]] hosts": lambda topology: bool(topology.host_names)}, commands=HOST_COMMANDS),
+        "manifest": "hosts.clusters:emitted"}, commands=HOST_COMMANDS, asks={
+        "[[process]] hosts": lambda topology: bool(topology.host_names)}),
     Capability("ranks", "learners of several ranks", plugs={"team": "ranks.leader:gather"}, asks={
         "[[process]] ranks": lambda topology: topology.ranks > 1}),
     Capability("observe", "monitors, reports and sinks", plugs={
-        "launch_picture": "observe.monitor.screen:launch_picture", "waste": "observe.report.waste:account_of",
-    }, asks={"sinks.to": lambda topology: bool(topology.sinks.to)}, commands=OBSERVE_COMMANDS),
+        "launch_picture": "observe.monitor.screen:launch_picture", "waste": "observe.report.waste:account_of"},
+        asks={"sinks.to": lambda topology: bool(topology.sinks.to)}, commands=OBSERVE_COMMANDS),
     Capability("predict", "predicted lengths and the controller of the batch size", plugs={
         "kept": "predict.kept:PredictorState", "unkept": "predict.kept:unkept",
         "checkpoint_files": "predict.kept:copy_into", "step_observers": "predict.observer:observers",
-        "keyword_problems": "predict.lengths.keywords:problems_of",
-    }, asks={
+        "keyword_problems": "predict.lengths.keywords:problems_of"}, asks={
         "scheduler.policy": lambda topology: topology.scheduler.predicts,
-        "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off",
-    }),
-    Capability("service", "training and sampling as a service"),
+        "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
+    Capability("service", "training and sampling as a service", plugs={
+        "defaults": "service.defaults:complete", "audits": "service.audit:audit"}),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),
     Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
     Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),
@@ -215,8 +202,7 @@ BY_NAME = {capability.name: capability for capability in CAPABILITIES}
 def refuse(topology: Topology) -> None:
     """UserError where the topology asks for a part that is not there: one sentence with the key and the part."""
     for capability in CAPABILITIES:
-        key = "" if capability.here else capability.asked_by(topology)
-        if key:
+        if not capability.here and (key := capability.asked_by(topology)):
             raise capability.missing(key)
 
 

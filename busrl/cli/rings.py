@@ -23,9 +23,8 @@ from busrl.errors import RingError, RunInUse, UserError
 from busrl.launcher.rundir import unlink_segments
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, WORKING, Ring, RingGuard, State
-from busrl.ring.calls import open_episodes
 from busrl.states import shown_uid
-from busrl.status.reader import living, newest_run
+from busrl.status.reader import living, newest_run, open_episodes
 from busrl.status.words import printable
 
 SUFFIX = ".ring"

@@ -198,11 +198,14 @@ def audit(options: argparse.Namespace) -> int:
     train = as_map(read_map(RunPaths.of(options.run_dir).topology).get("data")).get("train")
     report = auditing.audit(options.run_dir, prompts=task_prompts(str(train)))
     more, lines = capabilities.plug("observe", "waste")(options.run_dir) if options.waste else ({}, [])
+    parts = [audited for look in capabilities.plugs("audits") if (audited := look(options.run_dir)) is not None]
+    for audited in parts:
+        more, lines = {**more, **audited._asdict()}, [*lines, *audited.lines()]
     if options.json:
         print(json.dumps({**report.to_json(), **more}, indent=2))
     else:
         print("\n".join(map(printable, "\n".join([auditing.render(report), *lines]).split("\n"))))
-    return report.exit_code
+    return report.exit_code or int(any(audited.errors for audited in parts))
 
 
 def version(_options: argparse.Namespace) -> int:

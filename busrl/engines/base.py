@@ -53,6 +53,7 @@ class Request:
     seed: int
     stop_ids: tuple[int, ...] = ()
     weights: str = ""  # folder of an adapter, where the engine has several
+    extra: dict[str, Any] = field(default_factory=dict)  # of a model call: what only some engines know
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Finished:
     text: str | None = None
     refused: str = ""
     computed: int = 0
+    extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass

@@ -83,6 +83,8 @@ def _load(
     source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
 ) -> Topology:
     """Report all problems at once; `bad` holds the keys that have one already: no rule about them applies."""
+    for complete in capabilities.plugs("defaults"):
+        complete(source.data)
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     capabilities.refuse(draft)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,7 +33,6 @@ from busrl.ring import Process, Ring, owner_of, seq_of
 from busrl.states import POISON_DEATHS, State
 
 Ids = npt.NDArray[np.int32]
-Lines = npt.NDArray[np.void]
 Send = Callable[[m.Message, str], None]
 AFFINITY_S = 0.02
 REFUSAL_BYTES = 1000
@@ -47,6 +46,7 @@ class CallDetails(msgspec.Struct, omit_defaults=True):
     stream: int = 0  # 64 bits: number of the stream of random numbers
     stop: list[int] = msgspec.field(default_factory=list)  # ids that end the answer beside the model's own
     tokens: bool = False  # CALL_TOKENS are wanted
+    extra: dict[str, Any] = {}  # what only some engines know; "gives" names the tensors that come with the answer
 
 
 class Served(NamedTuple):
@@ -79,16 +79,17 @@ class ModelCall:
     engine: int = 0
     affinity_s: float = AFFINITY_S
     streams: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def details(self) -> bytes:
-        return msgspec.msgpack.encode(CallDetails(self.stream, list(self.stop), self.streams))
+        return msgspec.msgpack.encode(CallDetails(self.stream, list(self.stop), self.streams, self.extra))
 
 
 @dataclass(frozen=True)
 class CallAnswer:
     """The tokens that an engine drew: at least one id, each with its log-probability and policy version. `finish` is a
     code of `Finish`; `engine` is the process that answered, whose cache may still have the prefix; `computed` and
-    `step` are those of `Served`."""
+    `step` are those of `Served`, `extra` has the tensors that the call asks for beside."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -99,6 +100,7 @@ class CallAnswer:
     generated_s: float
     computed: int = 0
     step: int = 0
+    extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -135,12 +137,13 @@ def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
 
 def write_answer(
     ring: Ring, slot: int, word: int, ids: Ids, logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.uint32],
-    finish: int, claimed_ns: int, step: int, computed: int = 0,
+    finish: int, claimed_ns: int, step: int, computed: int = 0, extra: dict[str, npt.NDArray[Any]] | None = None,
 ) -> bool:
     """Put an answer into a held call and commit it; False if the slot has moved. `step` is the learner's step of the
     oldest version. Raises SlotTooSmall or NotOwner."""
     served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns(), computed, step), np.uint64)
-    for name, array in (("tokens", ids), ("logprobs", logprobs), ("versions", versions), ("served", served)):
+    answer: dict[str, npt.NDArray[Any]] = {"tokens": ids, "logprobs": logprobs, "versions": versions, "served": served}
+    for name, array in (answer | (extra or {})).items():
         ring.put(slot, word, name, array, 0)
     ring.set(slot, word, finish=finish, response_tokens=len(ids), version=int(versions.min()))
     return bool(ring.commit_segment(slot, word, True))
@@ -153,21 +156,6 @@ def write_refusal(ring: Ring, slot: int, word: int, why: str) -> bool:
         ring.clear_segments(slot, word, 0)
         ring.put(slot, word, "refused", np.frombuffer(why.encode()[:REFUSAL_BYTES] or b"?", np.uint8), 0)
     return bool(ring.commit_segment(slot, word, True))
-
-
-def open_episodes(samples: Lines, calls: Lines, now_ns: int) -> dict[str, tuple[int, float]]:
-    """Count the episodes under way by activity, each with the seconds since its oldest episode began.
-
-    `thinking`: an engine is at work on a call of the episode; `waiting`: its calls wait for an engine; `tool`: it has
-    no call under way. Read from the lines of both rings, for people.
-    """
-    playing, episodes = samples[samples["state"] == State.GENERATING], {}
-    at_work = np.isin(playing["uid"], calls["uid"][np.isin(calls["state"], (State.GENERATING, State.GENERATED))])
-    queued = np.isin(playing["uid"], calls["uid"][calls["state"] == State.QUEUED]) & ~at_work
-    for name, which in (("thinking", at_work), ("waiting", queued), ("tool", ~(at_work | queued))):
-        if count := int(which.sum()):
-            episodes[name] = count, (now_ns - int(playing["changed_ns"][which].min())) / 1e9
-    return episodes
 
 
 # -- the caller ---------------------------------------------
@@ -330,10 +318,11 @@ class Caller:
         with contextlib.suppress(NoSuchTensor, TypeError):
             served = Served(*ring.get(slot, "served", 0).tolist())
         finish = int(ring.line(slot)["finish"])
+        extra = {name: ring.get(slot, name, 0).copy() for name in pending.call.extra.get("gives", ())}
         waited, generated = served.claimed_ns - pending.put_ns, served.done_ns - served.claimed_ns
         return CallAnswer(
             ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9,
-            served.computed, served.step,
+            served.computed, served.step, extra,
         )
 
     def _end(self, pending: PendingCall, error: CallUnanswered | None) -> bool:

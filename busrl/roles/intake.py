@@ -331,7 +331,7 @@ class CallIntake(Intake):
         return Request(
             key=slot, uid=line["uid"], segment=details.stream, prompt_ids=ids, prefix_ids=NO_IDS,
             max_new_tokens=line["max_new_tokens"], temperature=line["temperature"], top_p=line["top_p"],
-            seed=self._seed, stop_ids=tuple(details.stop),
+            seed=self._seed, stop_ids=tuple(details.stop), extra=details.extra,
         )
 
     def _label(self, index: int) -> str:
@@ -342,7 +342,7 @@ class CallIntake(Intake):
         sampled = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         step = self.steps.step_of(int(answer.versions.min()))
         try:
-            write_answer(self.ring, slot, task.word, *sampled, task.claimed_ns, step, answer.computed)
+            write_answer(self.ring, slot, task.word, *sampled, task.claimed_ns, step, answer.computed, answer.extra)
         except SlotTooSmall as problem:
             self._drop(slot, task.word, Fate.MALFORMED, f"the answer does not fit its slot: {problem}")
         return True

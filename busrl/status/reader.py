@@ -22,7 +22,6 @@ from busrl.capabilities import CALLER_ROLES
 from busrl.errors import NoSuchRun, RingError, RingNotFound
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Process, Ring
-from busrl.ring.calls import open_episodes
 from busrl.scheduling.groups import GroupScanner
 from busrl.states import WORKING, HeaderWord, SampleClass, State
 from busrl.status.runfiles import RunFiles, number, whole_number
@@ -240,6 +239,21 @@ def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple
         if before is None or (bool(whose), changed) > (bool(before[0]), before[1]):
             newest[uid] = whose, changed
     return newest
+
+
+def open_episodes(samples: np.ndarray, calls: np.ndarray, now_ns: int) -> dict[str, tuple[int, float]]:
+    """Count the episodes under way by activity, each with the seconds since its oldest episode began.
+
+    `thinking`: an engine is at work on a call of the episode; `waiting`: its calls wait for an engine; `tool`: it has
+    no call under way. Read from the lines of both rings.
+    """
+    playing, episodes = samples[samples["state"] == State.GENERATING], {}
+    at_work = np.isin(playing["uid"], calls["uid"][np.isin(calls["state"], (State.GENERATING, State.GENERATED))])
+    queued = np.isin(playing["uid"], calls["uid"][calls["state"] == State.QUEUED]) & ~at_work
+    for name, which in (("thinking", at_work), ("waiting", queued), ("tool", ~(at_work | queued))):
+        if count := int(which.sum()):
+            episodes[name] = count, (now_ns - int(playing["changed_ns"][which].min())) / 1e9
+    return episodes
 
 
 def is_stopped(process: ProcessRecord) -> bool:

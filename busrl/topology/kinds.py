@@ -60,12 +60,13 @@ class PolicyKind:
 
 ENGINES = {
     "torch": EngineKind("engines.torch.engine", "here"),
+    "adapters": EngineKind("service.engine", "here"),  # of a service alone
     SCRIPTED: EngineKind("engines.scripted", ""),
     "vllm": EngineKind("engines.vllm.engine", "here", recomputes=True, forks=False),
     "openai": EngineKind("engines.openai.engine", "there", recomputes=True),
 }
 TRANSPORTS = {
-    "shm": TransportKind("weights.shm", ("torch", "vllm", SCRIPTED), copies=2.0, changes=1.0),
+    "shm": TransportKind("weights.shm", ("torch", "adapters", "vllm", SCRIPTED), copies=2.0, changes=1.0),
     "broadcast": TransportKind("weights.broadcast", ("torch", "vllm"), together=True, copies=2.0, changes=0.5),
     ONE_COPY: TransportKind("weights.one_copy", ("torch", "vllm"), together=True),
     "lora_hotswap": TransportKind("weights.folders", ("torch", "vllm"), "adapter"),

@@ -335,6 +335,21 @@ class Serve(Table):
                     high=65000)
 
 
+class Tinker(Table):
+    """[tinker]: training and sampling as a service, where a process has the role tinker; see docs/service.md."""
+
+    host: str = key("127.0.0.1", "address that is listened on; any other than this machine's own needs a proxy for TLS")
+    port: int = key(0, "port that is listened on; 0 = any, told in tinker.json", low=0, high=65535)
+    base: str = key("", "name of the model for clients; empty = model.path")
+    tokenizer: str = key("", "what clients load their tokenizer from; empty = the name of the model")
+    context: int = key(2048, "token ids of a sequence, at most", low=16, high=1 << 24)
+    max_rank: int = key(64, "highest rank of an adapter", low=1, high=4096)
+    models: int = key(64, "adapters that may be trained at the same time", low=1, high=1 << 16)
+    samples_in_flight: int = key(2000, "samples that a client may have under way", low=1, high=1 << 20)
+    pending_mb: int = key(256, "MiB of a model's requests that may wait; a client with more must ask again", low=1)
+    state_every_s: float = key(60.0, "seconds of a model's work that a death may cost, about", low=0, high=86400)
+
+
 class Hosts(Table):
     """[hosts]: other hosts, as `hosts` of a [[process]] names them; see docs/hosts.md."""
 
@@ -527,6 +542,7 @@ class Topology(Table):
     lora: Lora = field(default_factory=Lora)
     agents: Agents = field(default_factory=Agents)
     serve: Serve = field(default_factory=Serve)
+    tinker: Tinker = field(default_factory=Tinker)
     hosts: Hosts = field(default_factory=Hosts)
     log: Log = field(default_factory=Log)
     sinks: Sinks = field(default_factory=Sinks)
@@ -614,7 +630,8 @@ class Topology(Table):
     def implied(self) -> tuple[str, ...]:
         """The roles of which this host has a process that no entry names."""
         away = bool(self.here)
-        wanted = {"": True, "home": not away, "away": away, "both": away or bool(self.host_names),
+        served = any(entry.role == "tinker" for entry in self.process)  # programs outside say what is to be done
+        wanted = {"": True, "home": not away and not served, "away": away, "both": away or bool(self.host_names),
                   "sinks": not away and bool(self.sinks.to)}
         return tuple(role for role in IMPLIED_ROLES if wanted[ROLES[role].where])
 

@@ -64,8 +64,8 @@ HEAVY = {"torch", "transformers", "safetensors"}
 WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "training", "weights")  # parts that work on them
 REWARD_MODELS = {f"busrl.{kind.maker.partition(':')[0]}" for kind in REWARD_KINDS.values() if kind.has_model}
 WITH_A_MODEL = {
-    "busrl.roles.learner", "busrl.roles.rollout", "busrl.service.adapters", "busrl.service.rows",
-    "busrl.service.tenants", "busrl.system.device", *REWARD_MODELS,
+    "busrl.roles.learner", "busrl.roles.rollout", "busrl.service.adapters", "busrl.service.engine",
+    "busrl.service.rows", "busrl.service.tenants", "busrl.system.device", *REWARD_MODELS,
 }
 CORE = {name: path for name, path in MODULES.items() if not capability_of(name)}
 

@@ -13,8 +13,9 @@ import pytest
 from busrl.errors import CallUnanswered, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
-from busrl.ring.calls import AsyncCaller, Caller, ModelCall, open_episodes
+from busrl.ring.calls import AsyncCaller, Caller, ModelCall
 from busrl.states import Finish
+from busrl.status.reader import open_episodes
 
 IDS = np.arange(10, 20, dtype=np.int32)
 SEQ = (1 << 36) - 1

@@ -1,0 +1,185 @@
+"""Audit of a service by its files alone: were all requests executed in order, once, and what made each answer?
+
+Used by `busrl audit`. Talks to the files of a run directory. Shares no code with the processes that write them, but
+names: a rule that they break together would not be seen otherwise.
+
+- Numbers of a model: answered from the first on, without a gap, each once.
+- Each answer is of a request that is in the log; the chain of each answer and each state is that of the requests.
+- A sample was drawn with the snapshot that its sampler names; saved weights are there by a request that was done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+HEAD_BYTES, FRAME = 16, struct.Struct("<4sII")
+EXAMPLES = 5
+Record = dict[str, Any]
+Name = tuple[str, int]  # model or sampler, and number
+
+
+class Audited(NamedTuple):
+    """The outcome: counts by name, and what is wrong, a line for each kind."""
+
+    counts: dict[str, int]
+    errors: list[str]
+
+    def lines(self) -> list[str]:
+        counted = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        return [f"service: {counted}", *(f"  error: {error}" for error in self.errors)]
+
+
+class ServiceAudit:
+    """The rules, over the records of one run directory."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._wrong: defaultdict[str, list[str]] = defaultdict(list)
+        # Answers first: a service that runs has the request of each answer by then.
+        self._answers = self._by_name("answers")
+        self._samples = self._by_name("samples")
+        self._requests: dict[Name, Record] = {}
+        self._firsts: dict[str, int] = {}  # the first number of each model
+        self._sessions: dict[str, str] = {}  # of each model
+        self._samplers: dict[str, Name] = {}
+        for record in self._records("requests"):
+            self._add(record)
+
+    def result(self) -> Audited:
+        self._check_numbers()
+        for answers in (self._answers, self._samples):
+            self._check_requests(answers)
+        chains = self._check_chains()
+        self._check_states(chains)
+        self._check_samples()
+        self._check_saved()
+        counts = {
+            "models": len(self._firsts), "requests": len(self._requests),
+            "answers": len(self._answers), "answers to requests for samples": len(self._samples),
+        }
+        errors = [f"{len(places)} {kind}: {', '.join(places[:EXAMPLES])}" for kind, places in self._wrong.items()]
+        return Audited(counts, errors)
+
+    # -- reading -----
+
+    def _records(self, log: str) -> Iterator[Record]:
+        paths = sorted((self._root / log).glob("*.wal"))
+        for path in paths:
+            end, data = HEAD_BYTES, path.read_bytes()
+            while end + FRAME.size <= len(data):
+                _, size, crc = FRAME.unpack_from(data, end)
+                payload = data[end + FRAME.size : end + FRAME.size + size]
+                if len(payload) < size or zlib.crc32(payload, zlib.crc32(data[end + 4 : end + 8])) != crc:
+                    break
+                end += FRAME.size + size
+                yield msgspec.msgpack.decode(payload)
+            if end < len(data) and path != paths[-1]:
+                self._wrong["damaged segments"].append(f"{path} at byte {end}")
+
+    def _by_name(self, log: str) -> dict[Name, Record]:
+        found: dict[Name, Record] = {}
+        for record in self._records(log):
+            name = record["id"], record["seq"]
+            if name in found:
+                self._wrong["requests answered twice"].append(shown(name))
+            found[name] = record
+        return found
+
+    def _add(self, record: Record) -> None:
+        kind, name = record["kind"], (record["id"], record.get("seq", 0))
+        if kind == "model":
+            self._firsts[record["id"]] = record["about"]["first"]
+            self._sessions[record["id"]] = record["about"]["session"]
+        elif kind == "sampler":
+            about = record.get("about", {})
+            self._samplers[record["id"]] = about.get("model", ""), about.get("seq", 0)
+        elif kind in ("training", "refused", "sample"):
+            if name in self._requests:
+                self._wrong["requests logged twice"].append(shown(name))
+            self._requests[name] = record
+            if record["op"] == "save_weights_for_sampler" and kind == "training":
+                body = json.loads(record["body"])
+                if not body.get("path"):
+                    session = self._sessions[name[0]]
+                    self._samplers.setdefault(f"{session}:sample:{body['sampling_session_seq_id']}", name)
+
+    # -- rules -----
+
+    def _check_numbers(self) -> None:
+        numbers = defaultdict(list)
+        for model, seq in self._answers:
+            numbers[model].append(seq)
+        for model, answered in numbers.items():
+            first = self._firsts.get(model)
+            if first is None:
+                self._wrong["models that nobody made"].append(model)
+            elif missing := sorted(set(range(first, max(answered))) - set(answered)):
+                self._wrong["models with gaps in their answers"].append(f"{model} at {missing[0]}")
+
+    def _check_requests(self, answers: dict[Name, Record]) -> None:
+        for name, answer in answers.items():
+            asked = self._requests.get(name)
+            if asked is None:
+                self._wrong["answers without a request"].append(shown(name))
+            elif asked.get("digest", b"") != answer.get("digest", b""):
+                self._wrong["answers to another request"].append(shown(name))
+
+    def _check_chains(self) -> dict[Name, bytes]:
+        """The chain behind each request that was answered."""
+        chains: dict[Name, bytes] = {}
+        for model, first in self._firsts.items():
+            chain, seq = b"", first
+            while (model, seq) in self._answers and (asked := self._requests.get((model, seq))) is not None:
+                link = chain + asked.get("digest", b"") + asked["op"].encode()
+                chain = chains[model, seq] = hashlib.blake2b(link, digest_size=16).digest()
+                if chain != self._answers[model, seq].get("chain", b""):
+                    self._wrong["answers of another chain of requests"].append(shown((model, seq)))
+                seq += 1
+        return chains
+
+    def _check_states(self, chains: dict[Name, bytes]) -> None:
+        models = {model.replace(":", "_"): model for model in self._firsts}
+        for path in (self._root / "states").glob("*/*/about.json"):
+            if not path.parent.name.isdigit():
+                continue  # under way
+            name = models.get(path.parent.parent.name, ""), int(path.parent.name)
+            if chains.get(name, b"").hex() != json.loads(path.read_text())["chain"]:
+                self._wrong["states of another chain of requests"].append(str(path.parent))
+
+    def _check_samples(self) -> None:
+        for name, answer in self._samples.items():
+            if answer["state"] != "done":
+                continue
+            save = self._samplers.get(name[0])
+            made = None if save is None else self._answers.get(save, {}).get("weights", 0) if save[0] else 0
+            if made != answer.get("weights", 0):
+                self._wrong["samples of a snapshot that their sampler has not"].append(shown(name))
+
+    def _check_saved(self) -> None:
+        for path in (self._root / "saved").glob("*/*/*/about.json"):
+            model, _, seq = json.loads(path.read_text())["by"].rpartition(":")
+            if path.parent.suffix in (".part", ".old"):
+                continue
+            if self._answers.get((model, int(seq)), {}).get("state") != "done" and (model, int(seq)) in self._answers:
+                self._wrong["saved weights of a request that failed"].append(str(path.parent))
+            elif (model, int(seq)) not in self._requests:
+                self._wrong["saved weights of no request"].append(str(path.parent))
+
+
+def shown(name: Name) -> str:
+    return f"{name[0]}:{name[1]}"
+
+
+def audit(run_dir: str | Path) -> Audited | None:
+    """The audit of a run directory; None if no service ran there."""
+    root = Path(run_dir) / "service"
+    return ServiceAudit(root).result() if root.is_dir() else None

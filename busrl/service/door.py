@@ -1,0 +1,443 @@
+"""The door of a service: the routes of Tinker's interface, their statuses and waits.
+
+Talks to clients over HTTP, and to the `Desk`, which logs and finds answers. Samples are begun by a function that it
+gets. Knows nothing of engines or tensors.
+
+- A numbered request that can be read is never refused with a status: it would leave a gap that its client waits behind
+  for ever. What is wrong with it is the answer of its future.
+- Never 5xx for what a client sent: the SDK would send it again at once, without a pause.
+- A wait is held `HOLD_S` at most: the SDK gives up after 45 s, and asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from busrl.errors import MachineError
+from busrl.service import bodies, folders
+from busrl.service.bodies import BadBody, read_body
+from busrl.service.desk import Desk
+from busrl.service.folders import ServiceFolders
+from busrl.service.registry import Model, Sampler, saved
+from busrl.service.requests import Request
+from busrl.service.sampling import Samples
+from busrl.service.wire import digest, read_forward_backward, unpack
+from busrl.topology.schema import Tinker
+
+log = logging.getLogger("busrl")
+HOLD_S, HOLD_MANY_S = 20.0, 30.0
+BODY_BYTES = 64 << 20
+INLINE_BYTES = 1 << 20  # larger answers are announced first, where the client allows it
+PROTO = "application/x-protobuf"
+PARTS = ("attn", "mlp", "unembed")
+TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
+BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
+MOST_SESSIONS, MOST_KEY = 1000, 256
+NO_SUCH = "does not exist"
+CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1024,
+    "fwdbwd_max_chunk_bytes_count": 5_000_000, "fwdbwd_dispatch_bytes_semaphore_size": 50 << 20,
+    "proto_write_fwdbwd": True, "fwd_via_fwdbwd": True, "create_model_via_load_weights": True,
+    "sample_use_retrieve_futures": True, "sample_join_sampling_session": True, "custom_loss_server_side": False,
+    "use_pyqwest_transport": True,
+}
+DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 100}
+Kind = TypeVar("Kind", bound=bodies.Fields)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Refusal(Exception):
+    """An answer with a status that the SDK shows to its user, or obeys."""
+
+    def __init__(self, status: int, text: str, retry_after_s: int = 0) -> None:
+        super().__init__(text)
+        self.status, self.retry_after_s = status, retry_after_s
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that all adapters are of: its name for clients, its kind, its ids, whether its head can be adapted."""
+
+    name: str
+    arch: str
+    vocabulary: int
+    tied_head: bool
+
+
+class Service:
+    """The means of all routes: bodies, and the things that a client names. Refusal where there is no such thing."""
+
+    def __init__(self, desk: Desk, where: ServiceFolders, settings: Tinker, base: BaseModel) -> None:
+        self.desk, self.where, self.settings, self.base = desk, where, settings, base
+        self.registry = desk.registry
+
+    async def raw(self, request: web.Request) -> bytes:
+        body = await request.read()
+        encoding = request.headers.get("Content-Encoding", "")
+        if encoding == "zstd":
+            return await asyncio.to_thread(unpack, body, BODY_BYTES)
+        if encoding not in ("", "identity"):
+            raise Refusal(400, f"Content-Encoding: {encoding} is not read here; zstd is, or none")
+        return body
+
+    async def body(self, request: web.Request, kind: type[Kind]) -> Kind:
+        return read_body(kind, await self.raw(request))
+
+    def session(self, id: str | None) -> str:
+        session = self.registry.sessions.get(id or "")
+        if session is None:
+            raise Refusal(404, f"session {id} {NO_SUCH}")
+        if session.ended:
+            raise Refusal(410, f"session {session.id} has ended: {session.ended}")
+        return session.id
+
+    def require_base(self, name: str | None) -> None:
+        if name != self.base.name:
+            raise Refusal(400, f"base_model {name} is not served here; {self.base.name} is")
+
+    def model(self, id: str) -> Model:
+        model = self.registry.models.get(id)
+        if model is None:
+            raise Refusal(404, f"model {id} {NO_SUCH}")
+        return model
+
+    def saved(self, path: str, kind: str) -> dict[str, Any]:
+        """The description of saved weights; Refusal if they do not exist."""
+        found = saved(path)
+        there = folders.about(self.where.saved_as(*found)) if found and found[1] == kind else None
+        if there is None:
+            raise Refusal(404, f"{path} {NO_SUCH}")
+        return there
+
+    def sampler(self, id: str) -> Sampler:
+        sampler = self.registry.samplers.get(id)
+        if sampler is None:
+            raise Refusal(404, f"sampler {id} {NO_SUCH}")
+        return sampler
+
+
+class SessionRoutes:
+    """Routes about the service and its sessions."""
+
+    def __init__(self, at: Service) -> None:
+        self._at = at
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/api/v1/client/config", self._client_config),
+            web.post("/api/v1/client/dynamic_config", self._dynamic_config),
+            web.get("/api/v1/get_server_capabilities", self._capabilities),
+            web.get("/api/v1/healthz", self._health),
+            web.post("/api/v1/telemetry", self._telemetry),
+            web.post("/api/v1/create_session", self._create_session),
+            web.post("/api/v1/session_heartbeat", self._heartbeat),
+            web.post("/api/v1/sessions/{id}/finish", self._finish),
+        ]
+
+    async def _client_config(self, request: web.Request) -> web.Response:
+        inflight = {"sample_max_concurrent_requests": self._at.settings.samples_in_flight}
+        return web.json_response({**CLIENT_CONFIG, **inflight, "proto_compress_fwdbwd": False})
+
+    async def _dynamic_config(self, request: web.Request) -> web.Response:
+        return web.json_response(DYNAMIC_CONFIG)
+
+    async def _capabilities(self, request: web.Request) -> web.Response:
+        model = {"model_name": self._at.base.name, "max_context_length": self._at.settings.context, "trainable": True,
+                 "sampleable": True}
+        return web.json_response({"supported_models": [model]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _telemetry(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "accepted"})
+
+    async def _create_session(self, request: web.Request) -> web.Response:
+        await self._at.body(request, bodies.CreateSession)
+        key = request.headers.get("X-Idempotency-Key", "")[:MOST_KEY] or uuid.uuid4().hex
+        if key not in self._at.registry.by_key:
+            if sum(not session.ended for session in self._at.registry.sessions.values()) >= MOST_SESSIONS:
+                raise Refusal(400, f"{MOST_SESSIONS} sessions are open; close some (ServiceClient.close)")
+            self._at.desk.log(Request("session", uuid.uuid4().hex, about={"key": key}))
+        await self._at.desk.durable()
+        return web.json_response({"type": "create_session", "session_id": self._at.registry.by_key[key]})
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        self._at.session((await self._at.body(request, bodies.SessionHeartbeat)).session_id)
+        return web.json_response({"type": "session_heartbeat"})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        session = self._at.registry.sessions.get(request.match_info["id"])
+        if session is None:
+            raise Refusal(404, f"session {request.match_info['id'][:100]} {NO_SUCH}")
+        body = await self._at.body(request, bodies.FinishSession)
+        if not session.ended:
+            self._at.desk.log(Request("finish", session.id, about={"reason": body.reason.type}))
+            await self._at.desk.durable()
+        return web.Response(status=204)
+
+
+class ModelRoutes:
+    """Routes of models and their numbered requests."""
+
+    def __init__(self, at: Service) -> None:
+        self._at = at
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/api/v1/create_model", self._create_model),
+            web.post("/api/v1/get_info", self._get_info),
+            web.post("/api/v1/weights_info", self._weights_info),
+            *(web.post(f"/api/v1/{op}", self._training) for op in TRAINING),
+        ]
+
+    async def _create_model(self, request: web.Request) -> web.Response:
+        body = await self._at.body(request, bodies.CreateModel)
+        id = f"{self._at.session(body.session_id)}:train:{body.model_seq_id}"
+        self._at.require_base(body.base_model)
+        adapter, most = body.lora_config, self._at.settings.max_rank
+        if adapter.rank > most:
+            raise Refusal(400, f"lora_config.rank {adapter.rank}: 1 to {most} are served (tinker.max_rank)")
+        if adapter.train_unembed and self._at.base.tied_head:
+            raise Refusal(400, f"train_unembed: the head of {self._at.base.name} is its embedding; create the model "
+                          "with train_unembed=False")
+        if id not in self._at.registry.models:
+            parts = {name: getattr(adapter, f"train_{name}") for name in PARTS}
+            self._open_model(id, {"rank": adapter.rank, "seed": adapter.seed or 0, **parts}, first=1)
+        await self._at.desk.durable()
+        return web.json_response({"request_id": f"{id}:0", "model_id": id})
+
+    def _open_model(self, id: str, adapter: dict[str, Any], first: int) -> None:
+        if len(self._at.registry.models) >= self._at.settings.models:
+            raise Refusal(400, f"this service has its {self._at.settings.models} models (tinker.models)")
+        session = id.partition(":")[0]
+        self._at.desk.log(Request("model", id, about={"session": session, "adapter": adapter, "first": first}))
+
+    async def _get_info(self, request: web.Request) -> web.Response:
+        model = self._at.model((await self._at.body(request, bodies.GetInfo)).model_id)
+        about = {"arch": self._at.base.arch, "model_name": self._at.base.name,
+                 "tokenizer_id": self._at.settings.tokenizer or None}
+        return web.json_response({
+            "type": "get_info", "model_id": model.id, "model_name": self._at.base.name, "is_lora": True,
+            "lora_rank": model.adapter.rank, "model_data": about,
+        })
+
+    async def _training(self, request: web.Request) -> web.Response:
+        """Log a numbered request. One that is wrong and has a number is logged as refused: its future fails."""
+        op, raw = request.path.rpartition("/")[2], await self._at.raw(request)
+        try:
+            taken = await asyncio.to_thread(self._read, op, raw) if len(raw) > BESIDE_BYTES else self._read(op, raw)
+        except BadBody as problem:
+            if problem.request is None:
+                raise
+            model, seq = problem.request
+            taken = Request("refused", model, seq, op, digest(op, raw), about={"why": str(problem)})
+        self._take(self._at.model(taken.id), taken)
+        await self._at.desk.durable()
+        return web.json_response({"request_id": f"{taken.id}:{taken.seq}", "model_id": taken.id})
+
+    def _read(self, op: str, raw: bytes) -> Request:
+        """The record of a body of that operation."""
+        if op == "forward_backward":
+            asked = read_forward_backward(raw)
+            return Request("training", asked.model_id, asked.seq_id, op, digest(op, asked), raw)
+        body: Any = read_body(bodies.BODIES[op], raw)
+        if op == "load_weights" and body.model_id is None:
+            return Request("training", self._loaded(body), 0, op, digest(op, body), raw)
+        return Request("training", body.model_id, body.seq_id, op, digest(op, body), raw)
+
+    def _loaded(self, body: bodies.LoadWeights) -> str:
+        """The model that a load makes: the load is its first request."""
+        id = f"{self._at.session(body.session_id)}:train:{body.model_seq_id}"
+        adapter = self._at.saved(body.path, "weights")["adapter"]
+        if id not in self._at.registry.models:
+            self._open_model(id, adapter, first=0)
+        return id
+
+    def _take(self, model: Model, request: Request) -> None:
+        """Log a numbered request, once."""
+        known = model.requests.get(request.seq)
+        if known is not None:
+            if known.digest != request.digest:
+                raise Refusal(400, f"request {request.seq} of {model.id} was another one")
+            return
+        if not model.first <= request.seq < 2**31:
+            raise Refusal(400, f"seq_id {request.seq}: numbers of {model.id} begin at {model.first}")
+        room = self._at.settings.pending_mb << 20
+        # What all others wait for must come in, however much they are.
+        is_next = request.seq == model.first or self._at.desk.found((model.id, request.seq - 1)) is not None
+        if self._at.desk.waiting_bytes[model.id] + len(request.body) > room and not is_next:
+            raise Refusal(429, f"{model.id} has {self._at.settings.pending_mb} MiB of requests that wait", 1)
+        self._at.desk.log(request)
+
+    async def _weights_info(self, request: web.Request) -> web.Response:
+        path = (await self._at.body(request, bodies.WeightsInfo)).tinker_path
+        adapter = self._at.saved(path, "sampler_weights" if "/sampler_weights/" in path else "weights")["adapter"]
+        about = {"base_model": self._at.base.name, "is_lora": True, "lora_rank": adapter["rank"]}
+        return web.json_response({**about, **{f"train_{name}": adapter[name] for name in PARTS}})
+
+
+class SamplerRoutes:
+    """Routes of samplers."""
+
+    def __init__(self, at: Service, samples: Samples) -> None:
+        self._at, self._samples = at, samples
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/api/v1/create_sampling_session", self._create_sampler),
+            web.get("/api/v1/samplers/{id}", self._get_sampler),
+            web.post("/api/v1/join_sampling_session", self._join),
+            web.post("/api/v1/asample", self._asample),
+        ]
+
+    async def _create_sampler(self, request: web.Request) -> web.Response:
+        body = await self._at.body(request, bodies.CreateSamplingSession)
+        id = f"{self._at.session(body.session_id)}:sample:{body.sampling_session_seq_id}"
+        if id not in self._at.registry.samplers:
+            about: dict[str, Any] = {}
+            if body.model_path:
+                model, _, seq = self._at.saved(body.model_path, "sampler_weights")["by"].rpartition(":")
+                about = {"model": model, "seq": int(seq), "path": body.model_path}
+            else:
+                self._at.require_base(body.base_model)
+            self._at.desk.log(Request("sampler", id, about=about))
+        await self._at.desk.durable()
+        return web.json_response({"type": "create_sampling_session", "sampling_session_id": id})
+
+    async def _get_sampler(self, request: web.Request) -> web.Response:
+        sampler = self._at.sampler(request.match_info["id"])
+        about = {"sampler_id": sampler.id, "base_model": self._at.base.name, "model_path": sampler.path or None}
+        return web.json_response(about)
+
+    async def _join(self, request: web.Request) -> web.Response:
+        sampler = self._at.sampler((await self._at.body(request, bodies.JoinSamplingSession)).sampling_session_id)
+        counter = sampler.clones + 1
+        self._at.desk.log(Request("join", sampler.id, counter))
+        await self._at.desk.durable()
+        return web.json_response({"type": "join_sampling_session", "client_counter": counter})
+
+    async def _asample(self, request: web.Request) -> web.Response:
+        raw = await self._at.raw(request)
+        body = read_body(bodies.Sample, raw)
+        body.prompt.ids(self._at.base.vocabulary, self._at.settings.context)
+        sampler, seq = self._at.sampler(body.sampling_session_id), body.seq_id
+        most = self._at.settings.samples_in_flight
+        meaning, known = digest("asample", body), sampler.requests.get(seq)
+        if known is not None and known.digest != meaning:
+            raise Refusal(400, f"request {seq} of {sampler.id} was another one")
+        if known is None and self._samples.under_way >= most:
+            raise Refusal(429, f"{most} requests for samples are under way (tinker.samples_in_flight)", 1)
+        if known is None:
+            self._at.desk.log(Request("sample", sampler.id, seq, "asample", meaning, raw))
+            self._samples.begin(sampler, seq)
+        await self._at.desk.durable()
+        id = f"{sampler.id}:{seq}"
+        named = [f"{id}:{index}" for index in range(body.num_samples)]
+        return web.json_response({"request_id": id, "sample_sequence_ids": named})
+
+
+class FutureRoutes:
+    """Routes by which clients wait for answers."""
+
+    def __init__(self, at: Service, samples: Samples) -> None:
+        self._at, self._samples = at, samples
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/api/v1/retrieve_future", self._retrieve),
+            web.post("/api/v1/retrieve_futures", self._retrieve_many),
+            web.post("/api/v1/cancel_future", self._cancel),
+        ]
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        body = await self._at.body(request, bodies.RetrieveFuture)
+        id, name = body.request_id, self._future(body.request_id)
+        model = self._at.registry.models.get(name[0])
+        if model is not None and name[1] == 0 and model.first == 1:  # the creation, which the log alone answers
+            return web.json_response({"type": "create_model", "model_id": model.id})
+        found = await self._at.desk.answer(name, HOLD_S)
+        if found is None:
+            waits = {"type": "try_again", "request_id": id, "queue_state": "active", "queue_state_reason": None}
+            return web.json_response(waits, status=408)
+        if body.allow_metadata_only and found.size > INLINE_BYTES:
+            return web.json_response({"status": "complete_metadata", "response_payload_size": found.size})
+        kind = PROTO if found.proto else "application/json"
+        return web.Response(body=found.payload(), content_type=kind)
+
+    def _future(self, id: str) -> tuple[str, int]:
+        """Model or sampler and number of a future; Refusal 410 if it is none, which makes the SDK ask anew."""
+        owner, _, seq = id.rpartition(":")
+        if seq.isascii() and seq.isdigit() and len(seq) < 19:
+            name, registry = (owner, int(seq)), self._at.registry
+            known = registry.models.get(owner) or registry.samplers.get(owner)
+            created = isinstance(known, Model) and known.first == 1 and name[1] == 0
+            if known is not None and (created or name[1] in known.requests):
+                return name
+        raise Refusal(410, f"{id[:200]} is unknown here")
+
+    async def _retrieve_many(self, request: web.Request) -> web.Response:
+        body = await self._at.body(request, bodies.RetrieveFutures)
+        sampler = self._at.sampler(body.target.sampling_session_id)
+        clone, cursor = body.target.cloned_sampler_id or 0, body.prev_cursor or 0
+        hold_s = HOLD_MANY_S if body.timeout is None else min(body.timeout, HOLD_MANY_S)
+        new = await self._at.desk.completions(sampler.id, clone, cursor, hold_s)
+        return web.json_response({"cursor": cursor + len(new), "completions": [self._completion(name) for name in new]})
+
+    def _completion(self, name: tuple[str, int]) -> dict[str, Any]:
+        found = self._at.desk.found(name)
+        assert found is not None
+        return {"state": "finished" if found.state == "done" else "failed", "request_id": f"{name[0]}:{name[1]}",
+                "response_payload_uncompressed_size": found.size}
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        name = self._future((await self._at.body(request, bodies.CancelFuture)).request_id)
+        if name[0] in self._at.registry.samplers:
+            self._samples.stop(name)
+        return web.Response(status=204)
+
+
+class Door:
+    """The application of a service. `key` lets a client in; `warn` takes lines for people."""
+
+    def __init__(self, service: Service, samples: Samples, key: str, warn: Callable[[str], None]) -> None:
+        self._key, self._warn = key, warn
+        self._parts = (SessionRoutes(service), ModelRoutes(service), SamplerRoutes(service, samples),
+                       FutureRoutes(service, samples))
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES)
+        for part in self._parts:
+            app.add_routes(part.routes())
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key, and answer refusals in words."""
+        try:
+            key = request.headers.get("X-API-Key", "")
+            if request.path != "/api/v1/healthz" and not hmac.compare_digest(key.encode(), self._key.encode()):
+                raise Refusal(401, "the key is not the one of this service; it is in RUN_DIR/tinker.key")
+            return await handler(request)
+        except Refusal as refusal:
+            after = {"retry-after": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
+            return web.json_response({"detail": str(refusal)}, status=refusal.status, headers=after)
+        except BadBody as problem:
+            return web.json_response({"detail": str(problem)}, status=problem.status)
+        except MachineError as problem:  # nothing was logged
+            return web.json_response({"detail": str(problem)}, status=429, headers={"retry-after": "10"})
+        except web.HTTPException as problem:
+            text = f"{request.method} {request.path}: {problem.reason}"
+            return web.json_response({"detail": text}, status=problem.status)
+        except Exception as problem:  # a fault of ours; with 5xx the SDK would send it again at once, for ever
+            log.exception("%s", request.path)
+            self._warn(f"{request.path}: {type(problem).__name__}: {problem}")
+            return web.json_response({"detail": f"a fault of the service: {problem}"}, status=400)

@@ -1,0 +1,81 @@
+"""Every name of a service in its run directory, and what is saved there under a client's name.
+
+Used by door and tuner. Talks to the file system. Knows nothing of HTTP, bodies or tensors.
+
+- A folder appears whole or not at all: it is written beside its place and renamed.
+- The number of a snapshot is never used again, so a folder of that name is always the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from busrl.system import files
+
+META = "about.json"
+STATES_KEPT = 2
+
+
+class ServiceFolders:
+    def __init__(self, run_dir: Path) -> None:
+        self.root = run_dir / "service"
+        self.requests, self.answers = self.root / "requests", self.root / "answers"
+        self.samples = self.root / "samples"  # answers to requests for samples
+        self.executing = self.root / "executing"  # what the tuner is at, and how many tuners died of it
+        self.states, self.snapshots, self.saved = (self.root / name for name in ("states", "snapshots", "saved"))
+
+    def snapshot(self, number: int) -> Path:
+        return self.snapshots / str(number)
+
+    def saved_as(self, model: str, kind: str, name: str) -> Path:
+        """The folder of a client's saved weights: `kind` is weights or sampler_weights."""
+        return self.saved / on_disk(model) / kind / name
+
+    def states_of(self, model: str) -> list[tuple[int, Path]]:
+        """The whole states of a model, by the number of the last request in it, ascending."""
+        folder = self.states / on_disk(model)
+        present = folder.iterdir() if folder.is_dir() else ()
+        return sorted((int(path.name), path) for path in present if path.name.isdigit())
+
+    def state(self, model: str, number: int) -> Path:
+        return self.states / on_disk(model) / str(number)
+
+    def drop_old_states(self, model: str) -> None:
+        for _, path in self.states_of(model)[:-STATES_KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def on_disk(name: str) -> str:
+    return name.replace(":", "_")
+
+
+def write_folder(path: Path, about: dict[str, Any], fill: Callable[[Path], None]) -> None:
+    """Make a folder with what `fill` puts there and a description, in the place of an older one."""
+    part = path.with_name(f"{path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    fill(part)
+    (part / META).write_text(json.dumps(about))
+    if path.exists():
+        aside = path.with_name(f"{path.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, aside)
+        os.rename(part, path)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        os.rename(part, path)
+    files.sync(path.parent)
+
+
+def about(path: Path) -> dict[str, Any] | None:
+    """The description of a folder; None if there is no such folder."""
+    try:
+        described: dict[str, Any] = json.loads((path / META).read_text())
+    except FileNotFoundError:
+        return None
+    return described

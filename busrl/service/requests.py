@@ -1,0 +1,199 @@
+"""The two logs of a service: what clients asked for, written by the door, and what was answered, written by the tuner.
+
+Talks to the files of one directory each, framed as the write-ahead log is (`busrl.ledger.wal`). Knows nothing of HTTP,
+of bodies or models.
+
+- A log has one writer. A record is there whole or not at all: half a record at the end, which a killed writer leaves,
+  is cut by the next one; nobody was told of it.
+- A reader follows the writer by itself and never needs a message: it reads on from where it was.
+- `write` survives the death of every process; after `sync` also a power cut.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from busrl.errors import FileCorrupt, WriteFailed
+from busrl.ledger.wal import HEAD, MARK, frames
+from busrl.system import files
+
+SEGMENT_BYTES = 64 << 20
+
+
+class Request(msgspec.Struct, omit_defaults=True):
+    """A client's wish. `id` is that of the session, model or sampler concerned, `seq` the number that the
+    client gave it, `op` the operation. `digest` is of its meaning, `body` as it came, unpacked. `about` holds what the
+    door read of the body for a record of another kind than `training` and `sample`."""
+
+    kind: str  # session, finish, model, sampler, join, training, refused, sample
+    id: str
+    seq: int = 0
+    op: str = ""
+    digest: bytes = b""
+    body: bytes = b""
+    about: dict[str, Any] = {}
+
+
+class Answer(msgspec.Struct, omit_defaults=True):
+    """The answer to the request `seq` of the model or sampler `id`. `state`: done, or by whose fault there is none,
+    user or server. `chain` is of all requests of the model up to this one, in their order. `weights` is the number of
+    the snapshot that a save made, or from which a sample was drawn."""
+
+    id: str
+    seq: int
+    digest: bytes
+    state: str
+    proto: bool = False  # the payload is protobuf, else JSON
+    payload: bytes = b""
+    chain: bytes = b""
+    weights: int = 0
+
+
+class Place(NamedTuple):
+    """The place of a record's payload."""
+
+    segment: int
+    begin: int
+    size: int
+
+
+def head_of(payload: bytes) -> bytes:
+    """The bytes that stand before the payload of a record, as in the write-ahead log."""
+    length = struct.pack("<I", len(payload))
+    return MARK + length + struct.pack("<I", zlib.crc32(payload, zlib.crc32(length)))
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    return directory / f"{number:08d}.wal"
+
+
+def segments(directory: Path) -> list[int]:
+    """The numbers of the segments that are there, ascending."""
+    return sorted(int(path.stem) for path in directory.glob("*.wal") if path.stem.isdigit())
+
+
+class LogWriter:
+    """Appends records to the log in `directory`, which is made where it is missing. The caller sees to it that there is
+    no other writer. FileCorrupt if there is damage before the end of the newest segment."""
+
+    def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._directory, self._segment_bytes = directory, segment_bytes
+        self._file = -1
+        self.cut_bytes = 0  # of half a record that a predecessor left
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            files.sync(directory.parent)
+        present = segments(directory)
+        self._number = present[-1] if present else 0
+        self._size = self._whole_bytes() if present else 0
+        if self._size:
+            self._file = os.open(segment_path(directory, self._number), os.O_RDWR | os.O_CLOEXEC)
+            os.ftruncate(self._file, self._size)
+
+    def write(self, record: Request | Answer) -> Place:
+        """Append a record. WriteFailed (DiskFull) leaves the log as it was."""
+        payload = msgspec.msgpack.encode(record)
+        if self._file < 0 or self._size + len(payload) > self._segment_bytes + len(HEAD):
+            self._begin_segment()
+        try:
+            end = files.write_all(self._file, [head_of(payload), payload], self._size)
+        except OSError as problem:
+            os.ftruncate(self._file, self._size)
+            raise files.write_error(segment_path(self._directory, self._number), len(payload), problem) from problem
+        place, self._size = Place(self._number, end - len(payload), len(payload)), end
+        return place
+
+    def sync(self) -> None:
+        """Make all that was written durable."""
+        if self._file >= 0:
+            os.fdatasync(self._file)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    # -- internals -----
+
+    def _begin_segment(self) -> None:
+        path = segment_path(self._directory, self._number + 1)
+        if self._file >= 0:
+            self.sync()
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as problem:
+            raise WriteFailed(f"{path}: {problem.strerror}") from problem
+        try:
+            files.write_all(file, [HEAD], 0)
+        except OSError as problem:
+            os.close(file)
+            path.unlink()
+            raise files.write_error(path, len(HEAD), problem) from problem
+        files.sync(self._directory)
+        self.close()
+        self._file, self._number, self._size = file, self._number + 1, len(HEAD)
+
+    def _whole_bytes(self) -> int:
+        """The size of the newest segment without half a record at its end; 0 if even its head is not whole."""
+        path = segment_path(self._directory, self._number)
+        data = path.read_bytes()
+        if len(data) < len(HEAD):
+            path.unlink()
+            self._number -= 1
+            self.cut_bytes = len(data)
+            return 0
+        if not data.startswith(HEAD):
+            raise FileCorrupt(f"{path}: does not begin as a log of this busrl does; restore it, or begin a new run")
+        end = max((end for _, end in frames(data)), default=len(HEAD))
+        self.cut_bytes = len(data) - end
+        return end
+
+
+class LogReader:
+    """Follows the log in `directory`, which may not be there yet."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._number, self._at = 0, len(HEAD)
+
+    def read(self) -> Iterator[tuple[bytes, Place]]:
+        """The payloads of the whole records that were appended since the last call, each with its place. FileCorrupt
+        where a record before the newest segment is damaged."""
+        while self._number or self._begin():
+            newest = not segment_path(self._directory, self._number + 1).exists()  # asked before the last look
+            data = self._new_bytes()
+            begin = self._at
+            for payload, end in frames(data, 0):
+                self._at = begin + end
+                yield bytes(payload), Place(self._number, self._at - len(payload), len(payload))
+            if newest:
+                return
+            if self._at < begin + len(data):
+                path = segment_path(self._directory, self._number)
+                raise FileCorrupt(f"{path}: the record at byte {self._at} is damaged; restore the file")
+            self._number, self._at = self._number + 1, len(HEAD)
+
+    def payload(self, place: Place) -> bytes:
+        with open(segment_path(self._directory, place.segment), "rb") as file:
+            return os.pread(file.fileno(), place.size, place.begin)
+
+    # -- internals -----
+
+    def _begin(self) -> bool:
+        self._number = next(iter(segments(self._directory)), 0)
+        return self._number > 0
+
+    def _new_bytes(self) -> bytes:
+        path = segment_path(self._directory, self._number)
+        if path.stat().st_size <= self._at:
+            return b""
+        with open(path, "rb") as file:
+            file.seek(self._at)
+            return file.read()

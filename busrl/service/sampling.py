@@ -1,0 +1,221 @@
+"""Requests for samples, from their body to the answer in the log: each sample is a call in the ring of model calls.
+
+Talks to engines through `busrl.ring.calls`, to the desk for requests and answers. Knows nothing of HTTP or tensors.
+
+- A sample is drawn by the request's seed, or by the name of its future, and its index: asked for again after a death it
+  is the same one, if engine and weights are.
+- An engine that dies costs time alone: its call waits for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.data.chat import LightTokenizer
+from busrl.errors import CallUnanswered, RingError
+from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall
+from busrl.service.bodies import BadBody, Sample, SamplingParams, read_body
+from busrl.service.desk import Desk
+from busrl.service.folders import ServiceFolders
+from busrl.service.registry import Sampler
+from busrl.service.requests import Answer
+from busrl.service.wire import SampledSequence, write_sample_result
+from busrl.states import Finish
+
+AGAIN = ("late", "lost", "cancelled", "malformed")  # ends of a call after which it is asked again
+HOLD_S = 3600.0
+MOST_TOP, NO_TOKEN = 20, -99999.0  # likeliest tokens of a place; the log-probability of an empty cell
+# Tensors that a call may ask for, of its prompt's places but the first; those of the likeliest tokens are (n - 1, k).
+SCORES = ("prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs")
+Array = npt.NDArray[Any]
+Top = tuple[Array, Array]  # ids and log-probabilities, (places, k) each
+
+
+class Source(NamedTuple):
+    """The number of the snapshot that a request draws with, 0 for the base, and the request's place in the queue."""
+
+    weights: int
+    order: int
+
+
+class SampleFault(Exception):
+    """A fault of a request for samples, with which its future fails."""
+
+
+class Samples:
+    """The requests for samples under way. `text` is the tokenizer, for stops that are texts; `context` the most ids of
+    prompt and answer, `longest` those of an answer. `failed` gets an exception that is a fault of busrl's code."""
+
+    def __init__(self, desk: Desk, where: ServiceFolders, caller: AsyncCaller, text: LightTokenizer | None,
+                 context: int, longest: int, patience_s: float, failed: Callable[[BaseException], None]) -> None:
+        self._desk, self._where, self._caller, self._text = desk, where, caller, text
+        self._context, self._longest, self._patience_s, self._failed = context, longest, patience_s, failed
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._begun = 0
+
+    @property
+    def under_way(self) -> int:
+        return len(self._tasks)
+
+    def begin(self, sampler: Sampler, seq: int) -> None:
+        """Begin to answer a logged request."""
+        self._begun += 1
+        task = asyncio.ensure_future(self._answer(sampler, seq, self._begun))
+        self._tasks[sampler.id, seq] = task
+        task.add_done_callback(lambda done: self._ended((sampler.id, seq), done))
+
+    def stop(self, name: tuple[str, int]) -> None:
+        """Give a request up: its client does not want the answer any more."""
+        if name in self._tasks:
+            self._tasks[name].cancel()
+            self._log(name, "user", failure("cancelled by its client", "user"))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- internals -----
+
+    def _ended(self, name: tuple[str, int], task: asyncio.Task[None]) -> None:
+        self._tasks.pop(name, None)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            self._failed(problem)
+
+    def _log(self, name: tuple[str, int], state: str, payload: bytes, weights: int = 0) -> None:
+        numbered = self._desk.registry.samplers[name[0]].requests[name[1]]
+        self._desk.answered(Answer(*name, numbered.digest, state, state == "done", payload, weights=weights))
+
+    async def _answer(self, sampler: Sampler, seq: int, order: int) -> None:
+        name = sampler.id, seq
+        try:
+            asked = read_body(Sample, self._desk.request(sampler.requests[seq]).body)
+            require_served(asked)
+            source = Source(await self._weights(sampler), order)
+            drawn = await asyncio.gather(
+                *(self._draw(asked, f"{sampler.id}:{seq}", index, source) for index in range(asked.num_samples)))
+            scores = await self._prompt_scores(asked, source)
+        except (SampleFault, BadBody) as problem:
+            self._log(name, "user", failure(str(problem), "user"))
+        except (CallUnanswered, RingError) as problem:
+            self._log(name, "server", failure(str(problem), "server"))
+        else:
+            self._log(name, "done", write_sample_result(drawn, *scores), source.weights)
+
+    def _stops(self, asked: SamplingParams) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Stops that are ids, and those that are texts."""
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        ids = tuple(stop for stop in stops if isinstance(stop, int))
+        texts = tuple(stop for stop in stops if isinstance(stop, str))
+        if texts and self._text is None:
+            raise SampleFault("sampling_params.stop: this model has no tokenizer.json; give token ids")
+        return ids, texts
+
+    async def _weights(self, sampler: Sampler) -> int:
+        """The number of the snapshot that a sampler draws with; 0 for the base."""
+        if not sampler.model:
+            return 0
+        saved = None
+        while saved is None:
+            saved = await self._desk.answer((sampler.model, sampler.seq), HOLD_S)
+        if saved.state != "done" or not self._where.snapshot(saved.weights).is_dir():
+            raise SampleFault(f"{sampler.path or sampler.id}: its weights are gone; save them again")
+        return saved.weights
+
+    async def _draw(self, asked: Sample, future: str, index: int, source: Source) -> SampledSequence:
+        params, ids = asked.sampling_params, ids_of(asked)
+        drawn_by = future if params.seed is None else f"seed {params.seed}"
+        stream = int.from_bytes(hashlib.blake2b(f"{drawn_by} {index}".encode(), digest_size=8).digest(), "little") >> 1
+        most = min(self._context - len(ids), self._longest)
+        stop_ids, stop_texts = self._stops(params)
+        answer = await self._answered(ModelCall(
+            ids, min(params.max_tokens or most, most), stream=stream, temperature=params.temperature,
+            top_p=params.top_p, stop=stop_ids, admission=source.order, extra={"weights": self._folder(source)},
+        ))
+        cut = self._text_stop(answer.ids, stop_texts)
+        count = cut or len(answer.ids)
+        top = await self._sample_top(asked, answer.ids[:count], source) if asked.topk_sample_logprobs else None
+        stopped = cut > 0 or answer.finish == Finish.EOS
+        return SampledSequence(stopped, answer.ids[:count], answer.logprobs[:count], top)
+
+    def _folder(self, source: Source) -> str:
+        return str(self._where.snapshot(source.weights)) if source.weights else ""
+
+    async def _prompt_scores(self, asked: Sample, source: Source) -> tuple[Array | None, Top | None]:
+        """Log-probabilities of the prompt, NaN where none, and the likeliest tokens of its places; None where not
+        asked for."""
+        if not asked.prompt_logprobs and not asked.topk_prompt_logprobs:
+            return None, None
+        ids, k = ids_of(asked), asked.topk_prompt_logprobs or 0
+        scores = await self._scores(ids, k, source) if len(ids) > 1 else {}
+        kept = min(asked.prompt_logprobs_last_n or len(ids), len(ids) - 1)
+        logprobs = np.full(len(ids), np.nan, np.float32)
+        top = np.zeros((len(ids), k), np.int32), np.full((len(ids), k), NO_TOKEN, np.float32)
+        if kept:
+            logprobs[-kept:] = scores[SCORES[0]][-kept:]
+            for cells, name in zip(top if k else (), SCORES[1:]):
+                cells[-kept:] = scores[name][-kept:]
+        return (logprobs if asked.prompt_logprobs else None), (top if k else None)
+
+    async def _sample_top(self, asked: Sample, ids: Array, source: Source) -> Top:
+        """The likeliest tokens at the places of a sample, from a look at prompt and sample together."""
+        scores = await self._scores(np.concatenate([ids_of(asked), ids]), asked.topk_sample_logprobs or 0, source)
+        top_ids, top_logprobs = (scores[name][-len(ids) :] for name in SCORES[1:])
+        return top_ids, top_logprobs
+
+    async def _scores(self, ids: Array, top: int, source: Source) -> dict[str, Array]:
+        extra = {"weights": self._folder(source), "score": top, "gives": SCORES if top else SCORES[:1]}
+        call = ModelCall(ids, 1, admission=source.order, temperature=0.0, extra=extra)
+        return (await self._answered(call)).extra
+
+    async def _answered(self, call: ModelCall) -> CallAnswer:
+        while True:
+            try:
+                return await self._caller.ask(call, self._patience_s)
+            except CallUnanswered as problem:
+                if problem.code not in AGAIN:
+                    raise
+
+    def _text_stop(self, ids: Array, texts: Sequence[str]) -> int:
+        """The number of ids after which the text first has one of the stops; 0 if it never has."""
+        tokenizer = self._text
+        if not texts or tokenizer is None:
+            return 0
+
+        def has(count: int) -> bool:
+            text = tokenizer.decode(ids[:count].tolist())
+            return any(stop in text for stop in texts)
+
+        if not has(len(ids)):
+            return 0
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has(middle) else (middle + 1, high)
+        return low
+
+
+def ids_of(asked: Sample) -> Array:
+    return np.array([token for chunk in asked.prompt.chunks for token in chunk.tokens], np.int32)
+
+
+def require_served(asked: Sample) -> None:
+    """SampleFault for what the interface has and this service does not draw yet."""
+    if asked.target_prompt_logprobs is not None:
+        raise SampleFault("target_prompt_logprobs are not served yet; prompt_logprobs and topk_prompt_logprobs are")
+    if asked.sampling_params.top_k > 0:
+        raise SampleFault("sampling_params.top_k is not served yet; send -1, or top_p")
+    if max(asked.topk_prompt_logprobs or 0, asked.topk_sample_logprobs or 0) > MOST_TOP:
+        raise SampleFault(f"at most {MOST_TOP} likeliest tokens of a place are given")
+
+
+def failure(text: str, category: str) -> bytes:
+    return msgspec.json.encode({"error": text, "category": category})

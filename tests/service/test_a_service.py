@@ -1,0 +1,202 @@
+"""A whole service: real processes, a client over HTTP, and kills of each process while it trains and samples."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import ROOT, Run, running
+from service_messages import datum, read_forward_backward_result, read_sample_result, request
+
+CONFIG = ROOT / "configs" / "tinker.toml"
+LORA = {"rank": 4, "seed": 7, "train_unembed": False}
+PROMPT = [5, 6, 7, 8]
+PATIENCE_S = 120.0
+
+
+class Client:
+    """A client of one session, as patient as the SDK is with a door that is away."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._key = (run.directory / "tinker.key").read_text()
+        self.session = self.ask("create_session")["session_id"]
+        self._numbers: dict[str, int] = {}
+
+    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Send a body until some door answers."""
+        headers = {"X-API-Key": self._key, "X-Idempotency-Key": "a call"}
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                url = f"{self._run.told('tinker')['base_url']}/api/v1/{path}"
+                with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+                    return answer.status, answer.read()
+            except urllib.error.HTTPError as problem:
+                return problem.code, problem.read()
+            except (OSError, http.client.HTTPException):
+                assert time.monotonic() < end, f"no door answered within {PATIENCE_S:g} s\n{self._run.tail()}"
+                self._run.until("a door", lambda: self._run.pid("tinker"))
+
+    def ask(self, path: str, **body: Any) -> Any:
+        status, answer = self.post(path, json.dumps(body).encode())
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def result(self, future: Any) -> bytes:
+        """Wait for the answer of a future."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            asked = json.dumps({"request_id": future["request_id"]}).encode()
+            status, answer = self.post("retrieve_future", asked)
+            if status == 200:
+                return answer
+            assert status == 408, answer
+        raise AssertionError(f"no answer to {future} within {PATIENCE_S:g} s\n{self._run.tail()}")
+
+    # -- what the SDK offers -----
+
+    def model(self, number: int = 0) -> str:
+        base = self.ask_get("get_server_capabilities")["supported_models"][0]["model_name"]
+        made = self.ask("create_model", session_id=self.session, model_seq_id=number, base_model=base, lora_config=LORA)
+        self._numbers[made["model_id"]] = 0
+        return str(made["model_id"])
+
+    def ask_get(self, path: str) -> Any:
+        url = f"{self._run.told('tinker')['base_url']}/api/v1/{path}"
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"X-API-Key": self._key})) as answer:
+            return json.load(answer)
+
+    def _next(self, model: str) -> int:
+        self._numbers[model] += 1
+        return self._numbers[model]
+
+    def forward_backward(self, model: str, *data: bytes, loss: str = "cross_entropy", only: bool = False) -> Any:
+        body = request(*data, model=model, seq=self._next(model), loss=loss, forward_only=only)
+        status, answer = self.post("forward_backward", body)
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def step(self, model: str) -> Any:
+        return self.ask("optim_step", model_id=model, seq_id=self._next(model), adam_params={"learning_rate": 0.01})
+
+    def sampler(self, model: str, number: int) -> str:
+        saved = self.ask("save_weights_for_sampler", model_id=model, seq_id=self._next(model),
+                         sampling_session_seq_id=number)
+        return str(json.loads(self.result(saved))["sampling_session_id"])
+
+    def sample(self, sampler: str, seq: int, prompt: Sequence[int] = PROMPT, **more: Any) -> tuple[list[Any], Any]:
+        asked = {"sampling_session_id": sampler, "seq_id": seq, "prompt": {"chunks": [{"tokens": list(prompt)}]},
+                 "sampling_params": {"max_tokens": 6, "seed": seq}, "num_samples": 2, **more}
+        answer = self.result(self.ask("asample", **asked))
+        assert not answer.startswith(b"{"), answer
+        return read_sample_result(answer)
+
+
+def supervised(tokens: Sequence[int]) -> bytes:
+    return datum(np.array(tokens[:-1], np.int32), target_tokens=np.array(tokens[1:], np.int64),
+                 weights=np.ones(len(tokens) - 1, np.float32))
+
+
+def train(client: Client, steps: int) -> list[Any]:
+    """What a client sees of a small training: losses, norms, samples and their log-probabilities."""
+    seen: list[Any] = []
+    model = client.model()
+    for step in range(steps):
+        sampler = client.sampler(model, step)
+        sequences, _ = client.sample(sampler, step)
+        # What is batched with a sample changes the last digits of its log-probabilities.
+        seen += [(sequence.tokens, [round(value, 4) for value in sequence.logprobs]) for sequence in sequences]
+        first = client.forward_backward(model, *(supervised(PROMPT + sequence.tokens) for sequence in sequences))
+        second = client.forward_backward(model, supervised([5, 6, 7, 9, 8]))
+        stepped = client.step(model)
+        seen += [read_forward_backward_result(client.result(future))[1] for future in (first, second)]
+        seen.append(json.loads(client.result(stepped))["metrics"])
+    return seen
+
+
+@contextmanager
+def service(directory: Path, *settings: str) -> Iterator[tuple[Run, Client]]:
+    run = Run(directory, "tinker.port=0", "model.device=cpu", *settings, config=CONFIG)
+    with running(run):
+        run.told("tinker")
+        yield run, Client(run)
+
+
+@pytest.mark.long
+def test_a_client_trains_and_samples_what_it_trained(tmp_path: Path, quickstart: None) -> None:
+    with service(tmp_path / "run") as (_, client):
+        model, data = client.model(), [supervised([5, 6, 7, 8, 9])] * 4
+        losses = []
+        for _ in range(8):
+            future = client.forward_backward(model, *data)
+            client.result(client.step(model))
+            losses.append(read_forward_backward_result(client.result(future))[1]["loss:sum"])
+        assert losses[-1] < 0.5 * losses[0]
+        sampler = client.sampler(model, 0)
+        sequences, scores = client.sample(
+            sampler, 0, [5, 6, 7, 8, 9], prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3)
+        outputs, _ = read_forward_backward_result(client.result(client.forward_backward(model, data[0], only=True)))
+        assert np.isnan(scores["logprobs"][0])
+        np.testing.assert_allclose(scores["logprobs"][1:], outputs[0]["logprobs"], atol=1e-4)
+        assert scores["topk"][0].shape == (5, 2)
+        assert all(sequence.topk[0].shape == (len(sequence.tokens), 3) for sequence in sequences)
+
+
+@pytest.mark.long
+def test_a_sampler_keeps_its_weights_while_training_goes_on(tmp_path: Path, quickstart: None) -> None:
+    with service(tmp_path / "run") as (_, client):
+        model = client.model()
+        old = client.sampler(model, 0)
+        before = client.sample(old, 0, prompt_logprobs=True)[1]["logprobs"]
+        client.forward_backward(model, supervised([5, 6, 7, 8, 9]))
+        client.result(client.step(model))
+        new = client.sampler(model, 1)
+        assert not np.allclose(client.sample(new, 0, prompt_logprobs=True)[1]["logprobs"][1:], before[1:])
+        np.testing.assert_array_equal(client.sample(old, 1, prompt_logprobs=True)[1]["logprobs"], before)
+
+
+@pytest.mark.long
+def test_kills_of_every_process_change_nothing_that_a_client_sees(tmp_path: Path, quickstart: None) -> None:
+    steps = 6
+    with service(tmp_path / "calm") as (_, client):
+        calm = train(client, steps)
+    with service(tmp_path / "rough", "tinker.state_every_s=0", "limits.crash_attempts=100",
+                 "limits.restart_attempts=100") as (run, client):
+        names, result = itertools.cycle(["tinker", "tuner", "rollout/0", "bus"]), client.result
+
+        def killing(future: Any) -> bytes:
+            name = next(names)
+            pid = run.until(f"{name} was there", lambda: run.pid(name))
+            os.kill(pid, signal.SIGKILL)
+            return result(future)
+
+        client.result = killing  # type: ignore[method-assign]
+        rough = train(client, steps)
+    assert rough == calm
+
+
+@pytest.mark.long
+def test_a_service_that_was_stopped_continues(tmp_path: Path, quickstart: None) -> None:
+    with service(tmp_path / "run") as (run, client):
+        model = client.model()
+        client.result(client.forward_backward(model, supervised([5, 6, 7, 8, 9])))
+        assert run.child is not None
+        run.child.send_signal(signal.SIGTERM)
+        run.wait()
+        run.start()
+        run.until("a door", lambda: run.pid("tinker"))
+        metrics = json.loads(client.result(client.step(model)))["metrics"]
+        assert metrics["unclipped_grad_l2:mean"] > 0
