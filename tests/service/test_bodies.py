@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from service_messages import Recorded, recorded
 
-from busrl.service.bodies import BODIES, JSON_BYTES, BadBody, Prompt, TooLarge, read_body
+from busrl.service.bodies import BODIES, JSON_BYTES, BadBody, Prompt, Sample, SamplingParams, TooLarge, read_body
 
+PAGE = (Path(__file__).parents[2] / "docs/service-wire.md").read_text()
 JSON = [entry for entry in recorded() if entry.route in BODIES]
 ADAM = {"model_id": "s:train:0", "seq_id": 5, "adam_params": {"learning_rate": 0.01}}
 MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
@@ -43,6 +45,19 @@ def test_a_body_of_the_sdk_is_read_field_by_field(entry: Recorded) -> None:
 
 def test_bodies_of_all_routes_were_recorded_but_those_of_cancelling() -> None:
     assert {entry.route for entry in JSON} == set(BODIES) - {"cancel_future"}
+
+
+@pytest.mark.parametrize("route", [route for route in BODIES if route != "asample"])
+def test_the_page_of_routes_names_every_field(route: str) -> None:
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{route}` |"))
+    fields = set(BODIES[route].__struct_fields__)
+    assert fields <= set(re.findall(r"`([a-z_]+)`", row.split("|")[2])), fields
+
+
+def test_the_page_of_routes_names_every_field_of_a_sample() -> None:
+    section = PAGE.split("\n## asample\n")[1].split("\n## ")[0] + "`sampling_session_id` `seq_id`"
+    for kind in (Sample, SamplingParams):
+        assert set(kind.__struct_fields__) <= set(re.findall(r"`([a-z_]+)`", section))
 
 
 def test_fields_that_the_interface_does_not_name_are_ignored() -> None:

@@ -56,7 +56,7 @@ class Client:
         service = Service(self.desk, self.where, self._settings, self._base)
         app = Door(service, self.samples, "tml-right", self.warned.append).app()  # type: ignore[arg-type]
         self._server = TestServer(app, skip_url_asserts=True)
-        await self._server.start_server()
+        await self._server.start_server(auto_decompress=False)  # as the role serves
         self._http = ClientSession()
 
     async def close(self) -> None:
