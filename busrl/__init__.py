@@ -9,9 +9,10 @@ Python (docs/python.md).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers know it by its name; to import typing takes ten times as long as this module
 if TYPE_CHECKING:
+    from typing import Any
+
     from busrl.api import Checked, Run, attach, check, launch
 
 __all__ = ["Checked", "Run", "__version__", "attach", "check", "launch"]
