@@ -374,7 +374,7 @@ class FutureRoutes:
         return web.Response(body=found.payload(), content_type=kind)
 
     def _future(self, id: str) -> tuple[str, int]:
-        """Model or sampler and number of a future; Refusal 410 if it is none, which makes the SDK ask anew."""
+        """Model or sampler and number of a future; Refusal 410 if it is none: the SDK then asks again."""
         owner, _, seq = id.rpartition(":")
         if seq.isascii() and seq.isdigit() and len(seq) < 19:
             name, registry = (owner, int(seq)), self._at.registry

@@ -18,10 +18,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from busrl.errors import DiskFull
 from busrl.service import folders
 from busrl.service.adapters import Adapter
 from busrl.service.bodies import BadBody, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler, read_body
@@ -31,6 +33,7 @@ from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
 from busrl.service.sums import UserFault
 from busrl.service.tenants import Adam, Tenants
 from busrl.service.wire import read_forward_backward, write_forward_backward_result
+from busrl.training.checkpoint import whole_directory
 
 DEATHS = 2  # of processes, in a row, after which a request is not run again
 NO_STATE = -1
@@ -50,7 +53,7 @@ class Line:
     whole: bool = True  # there are no gradients since the last step
     state_at: int = NO_STATE  # the number of its newest state
     state_due: float = 0.0
-    served_s: float = 0.0
+    served_s: float = 0.0  # its turns: the model with the least is next
 
     @property
     def next_place(self) -> Place | None:
@@ -76,6 +79,7 @@ class Driver:
         self._answers, self._log = LogWriter(where.answers), LogReader(where.requests)
         self._answered: dict[tuple[str, int], Answer] = {}  # of a predecessor, without their payloads
         self._snapshots = 0  # the highest number
+        self._turn_s = 0.0  # `served_s` at which the newest turn began
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
         self._suspect, self._deaths = ("", 0), 0
         self._read_answers()
@@ -105,6 +109,8 @@ class Driver:
         """Execute the next request of the model that was served least; False if none can be."""
         if (line := self.next_line) is None:
             return False
+        # A model that comes new, or comes back, begins where the others are: it owns no time that they were served.
+        self._turn_s = line.served_s = max(line.served_s, self._turn_s)
         begun = time.monotonic()
         self._execute(line)
         line.served_s += time.monotonic() - begun
@@ -209,6 +215,9 @@ class Driver:
             fault = failure("user", str(problem))
         except MemoryError as problem:
             fault = failure("server", f"out of memory: {problem}")
+        except DiskFull as problem:
+            self._warn(f"{request.id}: request {request.seq} ({request.op}) failed: {problem}")
+            fault = failure("server", str(problem))
         except RuntimeError as problem:  # torch: a device without memory, a shape that nobody foresaw
             self._warn(f"{request.id}: request {request.seq} ({request.op}) failed: {problem}")
             fault = failure("server", f"{type(problem).__name__}: {problem}")
@@ -238,8 +247,12 @@ class Driver:
             return
         model = line.model.id
         described = {"applied": line.applied, "chain": line.chain.hex()}
-        folders.write_folder(self._where.state(model, line.applied), described,
-                             lambda folder: self._tenants.save_state(model, folder))
+        try:
+            write_folder(self._where.state(model, line.applied), described,
+                         lambda folder: self._tenants.save_state(model, folder))
+        except DiskFull as problem:  # a death costs more time until there is room again
+            self._warn(f"{model}: no state after request {line.applied}: {problem}")
+            return
         line.state_at = line.applied
         self._where.drop_old_states(model)
 
@@ -281,8 +294,8 @@ class Driver:
         earlier = self._earlier(request)
         number = earlier.weights if earlier is not None else self._snapshots + 1
         if number and not (earlier and self._where.snapshot(number).exists()):
-            folders.write_folder(self._where.snapshot(number), {"by": by(request)},
-                                 lambda folder: self._tenants.snapshot(request.id, folder))
+            write_folder(self._where.snapshot(number), {"by": by(request)},
+                         lambda folder: self._tenants.snapshot(request.id, folder))
         self._snapshots = max(self._snapshots, number)
         if asked.path:
             return self._saved(line, request, asked.path, asked.overwrite, number, lambda folder: None)
@@ -302,7 +315,7 @@ class Driver:
             raise UserFault(f"{path} exists, and overwrite was not asked for")
         if earlier is None or there is None:  # else the folder may be of a later request
             adapter = msgspec.structs.asdict(line.model.adapter)
-            folders.write_folder(folder, {"by": by(request), "weights": number, "adapter": adapter}, fill)
+            write_folder(folder, {"by": by(request), "weights": number, "adapter": adapter}, fill)
         return Result("done", msgspec.json.encode({"path": path, "type": request.op}), weights=number)
 
     def _load_weights(self, line: Line, request: Request) -> Result:
@@ -316,6 +329,13 @@ class Driver:
         line.whole, line.broken = True, ""
         told = {"path": asked.path, "model_id": request.id, "type": request.op}
         return Result("done", msgspec.json.encode(told))
+
+
+def write_folder(path: Path, about: dict[str, Any], fill: Callable[[Path], None]) -> None:
+    """Make a folder with what `fill` puts there and a description, in the place of an older one. DiskFull."""
+    with whole_directory(path) as folder:
+        fill(folder)
+        (folder / folders.META).write_text(json.dumps(about))
 
 
 def by(request: Request) -> str:

@@ -2,20 +2,16 @@
 
 Used by door and tuner. Talks to the file system. Knows nothing of HTTP, bodies or tensors.
 
-- A folder appears whole or not at all: it is written beside its place and renamed.
+- A folder appears whole or not at all: the tuner writes it with `whole_directory` of checkpoints.
 - The number of a snapshot is never used again, so a folder of that name is always the same weights.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from busrl.system import files
 
 META = "about.json"
 STATES_KEPT = 2
@@ -52,24 +48,6 @@ class ServiceFolders:
 
 def on_disk(name: str) -> str:
     return name.replace(":", "_")
-
-
-def write_folder(path: Path, about: dict[str, Any], fill: Callable[[Path], None]) -> None:
-    """Make a folder with what `fill` puts there and a description, in the place of an older one."""
-    part = path.with_name(f"{path.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    fill(part)
-    (part / META).write_text(json.dumps(about))
-    if path.exists():
-        aside = path.with_name(f"{path.name}.old")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-        os.rename(part, path)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        os.rename(part, path)
-    files.sync(path.parent)
 
 
 def about(path: Path) -> dict[str, Any] | None:

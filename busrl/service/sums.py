@@ -5,7 +5,7 @@ tensors that it is given and imports no torch. Knows nothing of models, adapters
 
 - Nothing is divided: a client that wants a mean divides its weights or advantages. (`gspo` takes the mean that is its
   ratio; no other loss has one.)
-- What a loss does not read is refused: with a typing error in a name it would train without that input.
+- An input that a loss does not read is refused: its name may be mistyped, and the loss would train without it.
 - A key of the configuration whose default is not known in public must be given.
 """
 

@@ -92,7 +92,7 @@ class Reader:
         return text
 
     def run(self, command: str) -> str:
-        """What the command prints. AssertionError with its output unless it ends with 0."""
+        """Output of the command. AssertionError with its output unless it ends with 0."""
         done = subprocess.run(
             self.words(command), cwd=self.folder, env=self.environment(command), capture_output=True, text=True,
             timeout=LIMIT_S, stdin=subprocess.DEVNULL,
@@ -116,7 +116,7 @@ class Reader:
                 child.wait(0.1)
 
     def end(self, command: str, how: str) -> None:
-        """What was started last by this command ends: by "itself" with 0, "interrupted" here, or "stopped" already."""
+        """End the newest process of this command: by "itself" with 0, "interrupted" here, or "stopped" already."""
         child = next(child for text, child in reversed(self.beside) if text == command)
         if how == "interrupted":
             assert child.poll() is None, f"{command} has ended already\n{self.printed()}"

@@ -35,7 +35,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Step:
-    """What a block needs: commands before it, those that go on beside others, and keys beside its scene's."""
+    """Needs of a block: commands before it, those that go on beside others, and keys beside its scene's."""
 
     before: tuple[str, ...] = ()
     beside: Mapping[str, Beside] = field(default_factory=dict)

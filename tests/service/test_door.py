@@ -16,7 +16,8 @@ from aiohttp.test_utils import TestServer
 from busrl.service import door as doors
 from busrl.service.desk import Desk
 from busrl.service.door import BaseModel, Door, Service
-from busrl.service.folders import ServiceFolders, write_folder
+from busrl.service.driver import write_folder
+from busrl.service.folders import ServiceFolders
 from busrl.service.registry import Sampler
 from busrl.service.requests import Answer, LogReader, LogWriter, Request
 from busrl.topology.schema import Tinker

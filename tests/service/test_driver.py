@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -288,3 +289,41 @@ def test_a_path_that_is_not_there_fails_its_future(service: Service) -> None:
     service.run()
     assert service.said() == [(1, "user")]
     assert "does not exist" in service.answers()[0].payload.decode()
+
+
+def test_a_new_model_does_not_take_the_turns_of_an_older_one(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def clock() -> float:  # each request takes a second
+        nonlocal now
+        now += 0.5
+        return now
+
+    monkeypatch.setattr(driver.time, "monotonic", clock)
+    for seq in range(1, 21):
+        service.forward(seq, 1)
+    service.run()
+    service.model("n")
+    for seq in range(1, 11):
+        service.forward(seq, 2, "n")
+        service.forward(20 + seq, 1)
+    service.models.calls.clear()
+    service.run()
+    assert service.models.calls[:10].count("forward 1") == 5, "the older model waited until the new one had its time"
+
+
+def test_a_full_disk_costs_a_state_and_no_answer(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    service.restart(state_every_s=0)
+    monkeypatch.setattr(service.models, "save_state", full)
+    service.forward(1, 1)
+    service.step(2)
+    service.ask(3, "save_weights", path="mine")
+    service.forward(4, 1)
+    service.run()
+    assert [answer.state for answer in service.answers()] == ["done", "done", "server", "done"]
+    assert not service.where.states_of("m") and any("no state after request 2" in line for line in service.warned)
