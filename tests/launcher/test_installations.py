@@ -24,7 +24,10 @@ def python(*arguments: str, path: Path, cwd: Path) -> subprocess.CompletedProces
 
 
 def _removed(package: Path) -> None:
-    pass
+    # An editable installation finds the parts of the clone for any `busrl` that lacks its own.
+    (package.parent / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path = [finder for finder in sys.meta_path if 'editable' not in finder.__module__]\n"
+    )
 
 
 def _of_another_platform(package: Path) -> None:
