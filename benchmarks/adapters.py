@@ -79,8 +79,8 @@ def seconds_per_token(engine: Any, adapters: list[str], work: dict[str, Any]) ->
 
     none, tokens, left = np.empty(0, np.int32), 0, len(work["lengths"])
     waiting = (
-        Request(k, k, 0, np.array(prompt, np.int32), none, length, 1.0, 1.0, 0, weights=adapters[k % len(adapters)])
-        for k, (prompt, length) in enumerate(zip(work["prompts"], work["lengths"]))
+        Request(k, k, 0, np.array(prompt, np.int32), none, length, 1.0, 1.0, 0, extra={"weights": adapter})
+        for k, (prompt, length, adapter) in enumerate(zip(work["prompts"], work["lengths"], itertools.cycle(adapters)))
     )
     begun = time.process_time()
     while left:

@@ -52,8 +52,7 @@ class Request:
     top_p: float
     seed: int
     stop_ids: tuple[int, ...] = ()
-    weights: str = ""  # folder of an adapter, where the engine has several
-    extra: dict[str, Any] = field(default_factory=dict)  # of a model call: what only some engines know
+    extra: dict[str, Any] = field(default_factory=dict)  # of a model call: what only some engines know, as `weights`
 
 
 @dataclass(frozen=True)

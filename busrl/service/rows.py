@@ -38,6 +38,11 @@ PLACES = 16
 BASE = ""  # the adapter of requests that name none
 
 
+def weights_of(request: Request) -> str:
+    """The folder of the adapter that a request names."""
+    return str(request.extra.get("weights", BASE))
+
+
 # -- which rows use which place -----
 
 
@@ -99,6 +104,9 @@ class Stack:
         self._parts.append(slice(begin, begin + len(weight)))
         return len(self._parts) - 1
 
+    def rows_of(self, part: int) -> slice:
+        return self._parts[part]
+
     def shape_of(self, part: int) -> tuple[int, int]:
         rows = self._parts[part]
         return rows.stop - rows.start, self.inputs
@@ -151,7 +159,7 @@ class Adapters:
             for stack, part in parts:
                 if part is not None:
                     self._layers[f"{name}.weight"] = stack, part
-                    layer.register_forward_hook(partial(self._after, stack))
+                    layer.register_forward_hook(partial(self._after, stack, stack.rows_of(part)))
                     break
         self._spread: Spread | None = None
 
@@ -213,21 +221,22 @@ class Adapters:
         return Spread.of([self.place_of(folder) for folder in folders], self._device)
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        output = F.linear(rows, weight, bias)
-        return output if self._spread is None else self._added(self._stacks[weight.data_ptr()], rows, output)
+        """Product of a layer, in the place of `F.linear`, with what the adapters add."""
+        output, spread, stack = F.linear(rows, weight, bias), self._spread, self._stacks[weight.data_ptr()]
+        return output if spread is None or not stack.rank else output.add_(self._change(stack, rows, spread))
 
-    def _after(self, stack: Stack, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Add to what a layer gave that the model itself has called."""
-        return output if self._spread is None else self._added(stack, inputs[0], output)
-
-    def _added(self, stack: Stack, rows: Tensor, output: Tensor) -> Tensor:
-        """Add in place. rows [rows, in], or [sequences, length, in]."""
-        spread = self._spread
-        assert spread is not None
-        if not stack.rank:
+    def _after(
+        self, stack: Stack, part: slice, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
+        """Add to what a layer gave, a part of the stack's weight, where the model itself has called it."""
+        if self._spread is None or not stack.rank:
             return output
+        return output.add_(self._change(stack, inputs[0], self._spread)[..., part])
+
+    def _change(self, stack: Stack, rows: Tensor, spread: Spread) -> Tensor:
+        """The sum to add for rows [rows, in], or [sequences, length, in]; all outputs of the stack's weight."""
         if rows.ndim == 3 and rows.shape[1] > 1:
-            return output.add_(self._of_sequences(stack, rows, spread))
+            return self._of_sequences(stack, rows, spread)
         if id(stack) not in spread.views:
             spread.views[id(stack)] = stack.between(spread.first, spread.end)
         down, up = spread.views[id(stack)]
@@ -236,7 +245,7 @@ class Adapters:
         change = torch.bmm(torch.bmm(cells.view(spread.end - spread.first, -1, stack.inputs), down), up).flatten(0, 1)
         if spread.back is not None:
             change = change.index_select(0, spread.back)
-        return output.add_(change.view(output.shape))
+        return change.view(*rows.shape[:-1], -1)
 
     def _of_sequences(self, stack: Stack, rows: Tensor, spread: Spread) -> Tensor:
         down, up = stack.between(spread.first, spread.end)
@@ -345,14 +354,14 @@ class RowsEngine(TorchEngine):
         starting = []
         for request in list(self._held.values()):
             try:
-                place = self.adapters.take(request.weights)
+                place = self.adapters.take(weights_of(request))
             except WeightsRefused as problem:
                 del self._held[request.key]
                 self._done.append(PartialAnswer(request).finished(Finish.ABORTED, refused=str(problem)))
                 continue
             if place is not None:
                 del self._held[request.key]
-                self._folders[request.key] = request.weights
+                self._folders[request.key] = weights_of(request)
                 starting.append(request)
         self._start(starting)
 

@@ -55,15 +55,6 @@ class Adam:
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
 
-    @classmethod
-    def of(cls, params: Any) -> Adam:
-        """From a request's `adam_params`; UserFault for what is not there."""
-        known = [field.name for field in fields(cls)]
-        if not isinstance(params, dict) or (unknown := sorted(params.keys() - set(known))):
-            what = f"{unknown[0]!r} is not read" if isinstance(params, dict) else f"{params!r}"
-            raise UserFault(f"adam_params: {what}; give an object with any of {', '.join(known)}")
-        return cls(**params)
-
     def check(self) -> None:
         for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:

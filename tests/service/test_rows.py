@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bases import TOKENS, train, write_base
 
 from busrl.engines.base import Engine, Finished, Request
 from busrl.engines.torch.engine import TorchEngine
+from busrl.engines.torch.lora import WeightLoader
+from busrl.service.engine import AdapterEngine
 from busrl.service.rows import RowsEngine
 from busrl.service.tenants import Adapter, Tenants
 from busrl.states import Finish
@@ -44,7 +48,7 @@ def request(key: int, weights: str, length: int = 0, **changes: Any) -> Request:
     random = np.random.default_rng(key // 5)  # five requests with each prompt
     prompt = random.integers(2, TOKENS, length or int(random.integers(1, 9))).astype(np.int32)
     fields: dict[str, Any] = {"max_new_tokens": 6 + key % 7, "temperature": 1.0, "top_p": 1.0, "seed": 5, **changes}
-    return Request(key, 1000 + key, 0, prompt, np.empty(0, np.int32), weights=weights, **fields)
+    return Request(key, 1000 + key, 0, prompt, np.empty(0, np.int32), extra={"weights": weights}, **fields)
 
 
 def crowd(folders: Sequence[str], count: int = 20, **changes: Any) -> list[Request]:
@@ -78,7 +82,7 @@ def test_rows_of_many_adapters_equal_the_run_of_each_alone(
     requests = crowd(folders)
     together = answers(RowsEngine.load(base, **settings), requests)
     for folder in folders:
-        own = [request for request in requests if request.weights == folder]
+        own = [request for request in requests if request.extra["weights"] == folder]
         merged = TorchEngine.load(base, **settings)
         if folder:
             merged.update_weights(OneAdapter(Path(folder)))  # type: ignore[arg-type]
@@ -164,3 +168,21 @@ def test_a_prompt_over_the_budget_is_computed_in_pieces_for_its_adapter(base: Pa
     pieces = answers(RowsEngine.load(base, capacity=8, max_length=64, prefill_tokens=7), requests)
     for key, finished in whole.items():
         same(finished, pieces[key], 1e-5)
+
+
+def test_scores_of_a_prompt_are_those_of_its_adapter(base: Path, folders: list[str]) -> None:
+    engine = AdapterEngine.load(base, capacity=4, max_length=64, fast=True)
+    requests = [request(key, folders[key], length=9) for key in range(3)]
+    asked = [replace(one, extra={**one.extra, "score": 3}) for one in requests]
+    scored = answers(engine, asked)
+    for one in requests:
+        merged = AutoModelForCausalLM.from_pretrained(base)
+        if one.extra["weights"]:
+            WeightLoader(merged).swap(Path(one.extra["weights"]))
+        ids = torch.from_numpy(one.prompt_ids).long()
+        with torch.no_grad():
+            wanted = merged(ids[None]).logits[0, :-1, :TOKENS].log_softmax(-1)
+        extra = scored[one.key].extra
+        np.testing.assert_allclose(extra["prompt_logprobs"], wanted.gather(1, ids[1:, None])[:, 0], atol=1e-4)
+        np.testing.assert_allclose(extra["prompt_top_logprobs"], wanted.topk(3).values, atol=1e-4)
+        assert scored[one.key].token_ids.tolist()

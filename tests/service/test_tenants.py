@@ -168,15 +168,6 @@ def test_settings_of_a_step_that_cannot_be_are_refused(base: Path, changes: Any,
         tenants.optim_step("m", Adam(**changes))
 
 
-@pytest.mark.parametrize(("params", "words"), [
-    (None, "None; give an object"), ([1], "give an object"), ({"lr": 1}, "'lr' is not read; give an object"),
-])
-def test_parameters_of_a_step_are_an_object_with_known_keys(params: Any, words: str) -> None:
-    assert Adam.of({"learning_rate": 0.5, "beta2": 0.9}) == Adam(0.5, beta2=0.9)
-    with pytest.raises(UserFault, match=words):
-        Adam.of(params)
-
-
 @pytest.mark.parametrize(("adapter", "words"), [
     (Adapter(0), "rank = 0; 1 to 64"), (Adapter(-1), "rank = -1"), (Adapter(10**6), "rank = 1000000"),
     (Adapter(4, 0, False, False, False), "trains nothing"),

@@ -139,7 +139,7 @@ class Seats:
         """Give a request a seat; it has no cache row yet."""
         seat, limit = self.free.pop(), request.max_new_tokens
         ids = np.concatenate((request.prompt_ids, request.prefix_ids))
-        self._prompts[seat], self.weights[seat] = ids, request.weights
+        self._prompts[seat], self.weights[seat] = ids, request.extra.get("weights", "")
         self.key[seat] = request.key
         self.last[seat] = ids[-1]
         self.position[seat] = len(ids) - 1
