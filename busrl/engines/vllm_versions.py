@@ -44,11 +44,11 @@ def vllm_objection(package: str, version: str) -> tuple[str, str]:
     """The reason why that vLLM cannot be used, and the remedy; ("", "") if it can."""
     allowed = "{}.{} up to, but not, {}.{}".format(*OLDEST, *BEFORE)
     if not package:
-        remedy = f"install one, {allowed}: pip install 'busrl[vllm]' (docs/engines.md), or engine = \"torch\""
+        remedy = f"install one, {allowed}: pip install 'busrl[vllm]' (docs/vllm.md), or engine = \"torch\""
         return "this Python has no vLLM", remedy
     if not OLDEST <= numbers_of(version) < BEFORE:
         rule = f"{package} {version} is not one that busrl knows ({allowed})"
-        return rule, "install one of these, see docs/engines.md"
+        return rule, "install one of these, see docs/vllm.md"
     return "", ""
 
 

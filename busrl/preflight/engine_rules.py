@@ -1,7 +1,7 @@
 """Rules about what generates, and how it gets weights: transports, adapters, endpoints, vLLM, devices of a broadcast.
 
 A new transport adds a function to CHECKS, or rows to the tables. Reads the metadata of installed packages and never
-imports vLLM, which takes seconds. docs/weights.md and docs/engines.md have the tables for readers.
+imports vLLM, which takes seconds. docs/weights.md and docs/vllm.md have the tables for readers.
 
 - A combination that cannot work is refused here, before anything starts; a transport or an engine may rely on it.
 - `engines.vllm_versions` has the versions of vLLM that busrl was tried with; others are refused.

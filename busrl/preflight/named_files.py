@@ -215,4 +215,4 @@ def _look_for_vllm(t: Topology, report: Report) -> None:
         report.add(f"process.{used[0]}.engine", why, remedy)
     elif (at := engine_rules.lacks_ascend(t)) is not None:
         rule = f"vLLM works on an NPU with the package {vllm_versions.ASCEND} alone, which this Python lacks"
-        report.add(f"process.{at}.engine", rule, "pip install 'busrl[ascend]': see docs/engines.md")
+        report.add(f"process.{at}.engine", rule, "pip install 'busrl[ascend]': see docs/vllm.md")

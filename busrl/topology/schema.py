@@ -228,7 +228,7 @@ class Limits(Table):
 
 
 class Openai(Table):
-    """[openai]: the endpoint of engine = "openai", any server that speaks this protocol; see docs/engines.md."""
+    """[openai]: the endpoint of engine = "openai", any server that speaks this protocol; see docs/endpoint.md."""
 
     base_url: str = key("", "address of the API, for example http://127.0.0.1:8000/v1")
     model: str = key("", "the model's name there; empty = the only one that it has")
@@ -276,7 +276,7 @@ class Process(Table):
 
 
 class Vllm(Table):
-    """[vllm]: rollout processes with engine = "vllm"; see docs/engines.md."""
+    """[vllm]: rollout processes with engine = "vllm"; see docs/vllm.md."""
 
     tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
     gpu_memory_utilization: float = key(0.85, "accelerator: share of its memory for weights and cache", above=0, high=1)

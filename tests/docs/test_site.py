@@ -22,8 +22,6 @@ CONFIG = (ROOT / "mkdocs.yml").read_text()
 MOST_WORDS = 2500
 LONGER = {
     "messages.md": "a table of every message, made by tools/reference/protocol_page: looked things up in, not read",
-    "engines.md": "one choice among engines, with what each can and costs side by side; to be split by engine",
-    "performance.md": "figures of every part, looked up by heading; each is made by a program that the heading names",
 }
 README_LINES = 120
 A_MINUTE = 200  # words that somebody reads in a section before what they look for

@@ -1,1 +1,1 @@
-"""The engine behind an OpenAI-compatible endpoint (`engine = "openai"`); see docs/engines.md."""
+"""The engine behind an OpenAI-compatible endpoint (`engine = "openai"`); see docs/endpoint.md."""

@@ -1,1 +1,1 @@
-"""The engine that drives vLLM in separate processes (`engine = "vllm"`); see docs/engines.md."""
+"""The engine that drives vLLM in separate processes (`engine = "vllm"`); see docs/vllm.md."""

@@ -100,9 +100,9 @@ def abilities_of(engine: Any, version: str) -> Abilities:
     """Look at the engine itself. UserError names a method that it lacks and nothing replaces."""
     for name in CALLED:
         if not callable(getattr(engine, name, None)):
-            raise UserError(f'engine = "vllm": vLLM {version} has no AsyncLLM.{name}; see docs/engines.md')
+            raise UserError(f'engine = "vllm": vLLM {version} has no AsyncLLM.{name}; see docs/vllm.md')
     if "clear_cache" not in inspect.signature(engine.pause_generation).parameters:
-        raise UserError(f'engine = "vllm": pause_generation of vLLM {version} has no clear_cache; see docs/engines.md')
+        raise UserError(f'engine = "vllm": pause_generation of vLLM {version} has no clear_cache; see docs/vllm.md')
     bare = getattr(engine.engine_core, "pause_scheduler_async", None)
     return Abilities(
         weight_version=callable(getattr(engine, "update_weight_version", None)),
@@ -130,7 +130,7 @@ def make(start: Start, record: Callable[[float], None]) -> Any:
     parameters = inspect.signature(AsyncEngineArgs).parameters
     if unknown := sorted(arguments.keys() - parameters.keys()):
         where = "vllm.extra" if unknown[0] in start.settings.extra else 'engine = "vllm"'
-        raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/engines.md")
+        raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/vllm.md")
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger(record)])
 
 
