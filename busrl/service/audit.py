@@ -169,7 +169,8 @@ class ServiceAudit:
             model, _, seq = json.loads(path.read_text())["by"].rpartition(":")
             if path.parent.suffix in (".part", ".old"):
                 continue
-            if self._answers.get((model, int(seq)), {}).get("state") != "done" and (model, int(seq)) in self._answers:
+            # One that killed the tuner twice is answered "server", and may have saved before.
+            if self._answers.get((model, int(seq)), {}).get("state") == "user":
                 self._wrong["saved weights of a request that failed"].append(str(path.parent))
             elif (model, int(seq)) not in self._requests:
                 self._wrong["saved weights of no request"].append(str(path.parent))

@@ -192,8 +192,11 @@ class LogReader:
 
     def _new_bytes(self) -> bytes:
         path = segment_path(self._directory, self._number)
-        if path.stat().st_size <= self._at:
+        try:
+            if path.stat().st_size <= self._at:
+                return b""
+            with open(path, "rb") as file:
+                file.seek(self._at)
+                return file.read()
+        except FileNotFoundError:  # its writer died before it had a head; the next one makes it again
             return b""
-        with open(path, "rb") as file:
-            file.seek(self._at)
-            return file.read()
