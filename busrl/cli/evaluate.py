@@ -7,6 +7,7 @@ and reward children. `validate` requests a round from the validator of a running
 - Nothing changes but the file of rows, that request, and the exported folder.
 - A sample is a function of seed, uid and weights: the checkpoint of step N, drawn as the run's own round N, gives the
   numbers of that round (where the engine draws by the sample, see docs/engines.md).
+- A checkpoint that its run removes meanwhile is read to the end.
 - Every sample has one row: its reward, or why it has none. The mean is over those that have one.
 """
 
@@ -18,6 +19,7 @@ import dataclasses
 import json
 import os
 import select
+import shutil
 import sys
 import tempfile
 import threading
@@ -70,17 +72,16 @@ def evaluate(options: argparse.Namespace) -> int:
             f"{options.target}: its rewards are what episodes return, and `busrl evaluate` draws single answers; "
             "`busrl validate RUN_DIR` has the agents of a running run play the validation prompts"
         )
-    topology = materialise(with_model(described, folder))
-    prompts = _prompts(topology, options)
-    others = sum(entry.answers for entry in topology.sets if entry.name != prompts.name)
-    measured = MeasuredRound(prompts, others + prompts.answers, step)
-    out = options.out or out
+    measured_model, out = with_model(described, folder).model.path, options.out or out
     with _writing(out):  # before anything is computed; the rows of an earlier evaluation stay until there are new ones
         out.parent.mkdir(parents=True, exist_ok=True)
         open(out, "ab").close()
     begun = time.monotonic()
     with as_a_model(folder, out.parent) as model:
-        evaluation = Evaluation(with_model(topology, model) if model != folder else topology, measured)
+        topology = materialise(with_model(described, model))
+        prompts = _prompts(topology, options)
+        others = sum(entry.answers for entry in topology.sets if entry.name != prompts.name)
+        evaluation = Evaluation(topology, MeasuredRound(prompts, others + prompts.answers, step))
         heading = f"{folder}: {prompts.answers} answers to {prompts.prompts} prompts of {prompts.data}"
         with progress_shown(heading, evaluation.progress):
             rows = evaluation.run()
@@ -88,9 +89,9 @@ def evaluate(options: argparse.Namespace) -> int:
         write_rows(out, rows)
     figures = evaluation.figures()
     if options.json:
-        print(json.dumps({"model": topology.model.path, **dataclasses.asdict(figures), "rows": str(out)}))
+        print(json.dumps({"model": measured_model, **dataclasses.asdict(figures), "rows": str(out)}))
     else:
-        print(escaped("\n".join(_lines(topology, prompts, figures, rows, time.monotonic() - begun, out))))
+        print(escaped("\n".join(_lines(measured_model, prompts, figures, rows, time.monotonic() - begun, out))))
     return 0 if figures.samples else 1
 
 
@@ -208,9 +209,9 @@ def _set_without_name(topology: Topology, warn: bool) -> AskedSet:
 
 
 def _lines(
-    topology: Topology, prompts: AskedSet, figures: EvaluationFigures, rows: list[Row], seconds: float, out: Path
+    model: str, prompts: AskedSet, figures: EvaluationFigures, rows: list[Row], seconds: float, out: Path
 ) -> list[str]:
-    lines = [topology.model.path]
+    lines = [model]
     if figures.mean is None:
         lines.append(f"  {nothing(prompts.answers)}, of {prompts.data}")
     else:
@@ -278,13 +279,14 @@ def export(options: argparse.Namespace) -> int:
     step, folder = _of_run(paths, recorded(paths.topology), str(options.step or ""), "--step")
     if not step:
         raise UserError(f"{paths.checkpoints}: no checkpoint yet; learner.checkpoint_every says when there is one")
-    if fault := fault_of(Path(folder)):
-        raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --step")
     if os.path.lexists(out):
         raise UserError(f"--out {options.out}: it is there, and nothing is overwritten; name a new folder")
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {options.out}: {out.parent} is no folder that can be written; make it, or name another")
-    export_checkpoint(Path(folder), out, options.dtype or "")
+    with held(Path(folder)) as checkpoint:
+        if fault := fault_of(checkpoint):
+            raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --step")
+        export_checkpoint(checkpoint, out, options.dtype or "")
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out}: the model of step {step}, {size / 1e6:.1f} MB")
     return 0
@@ -332,17 +334,41 @@ def _folder(checkpoint: str) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def as_a_model(folder: str, near: Path) -> Iterator[str]:
-    """The folder; of a checkpoint in shards a model folder, which is removed at the end."""
-    if not (Path(folder) / "shards").is_dir():
+    """The folder; of a checkpoint one that stays although its run removes it, made to a model if it is in shards."""
+    if not is_checkpoint(Path(folder)):
         yield folder
         return
-    from busrl.training.checkpoint import export_checkpoint, fault_of
+    with held(Path(folder)) as checkpoint:
+        if not (checkpoint / "shards").is_dir():
+            yield str(checkpoint)
+            return
+        from busrl.training.checkpoint import export_checkpoint, fault_of
 
-    if fault := fault_of(Path(folder)):
-        raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --checkpoint")
-    with tempfile.TemporaryDirectory(prefix=".model-", dir=near) as scratch:
-        export_checkpoint(Path(folder), Path(scratch) / "model")
-        yield str(Path(scratch) / "model")
+        if fault := fault_of(checkpoint):
+            raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --checkpoint")
+        with tempfile.TemporaryDirectory(prefix=".model-", dir=near) as scratch:
+            export_checkpoint(checkpoint, Path(scratch) / "model")
+            yield str(Path(scratch) / "model")
+
+
+@contextlib.contextmanager
+def held(checkpoint: Path) -> Iterator[Path]:
+    """Hard links to the files of a checkpoint, in a folder beside it that goes at the end; the checkpoint itself where
+    none can be made, and a UserError if it is removed meanwhile."""
+    with contextlib.ExitStack() as stack:
+        twin = checkpoint
+        with contextlib.suppress(OSError):
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".held-", dir=checkpoint.parent))
+            twin = shutil.copytree(checkpoint, Path(scratch) / checkpoint.name, copy_function=os.link)
+        try:
+            yield twin
+        except Exception as problem:
+            if twin != checkpoint or checkpoint.is_dir():
+                raise
+            raise UserError(
+                f"{checkpoint}: its run has removed it while it was read (learner.keep_last says how many it keeps); "
+                "the same command without a step takes the newest one"
+            ) from problem
 
 
 def with_model(topology: Topology, folder: str) -> Topology:

@@ -45,7 +45,7 @@ from busrl.protocol.codec import topic
 from busrl.ring import OfdLock, Ring
 from busrl.states import HeaderWord, RunPhase
 from busrl.status import view
-from busrl.status.reader import holder_of
+from busrl.status.reader import holder_of, summary_of
 from busrl.status.words import printable
 from busrl.system.files import LineFollower, as_map, read_map
 from busrl.system.guardian import halted, stat_of
@@ -229,7 +229,7 @@ def control(options: argparse.Namespace) -> int:
     """Send the request, wait for the answer and print it; UserError if it was refused."""
     paths, verb = RunPaths.of(options.run_dir), options.control
     if launch_pid(paths) is None:
-        how = read_map(paths.summary).get("outcome") or "not over"
+        how = summary_of(paths).get("outcome") or "not over"
         raise NoSuchRun(f"{paths.root}: no process runs it (the run is {how}), so there is nobody to {verb} it; a "
                         "value for its next start is given with `busrl launch --set`")
     answer = ask(paths, verb, getattr(options, "key", ""), getattr(options, "value", ""), options.wait)

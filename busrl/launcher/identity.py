@@ -28,9 +28,10 @@ from busrl.errors import MachineError, RunFinished, UserError
 from busrl.ledger.trained import checkpoints_of
 from busrl.paths import RunPaths
 from busrl.states import TINY
+from busrl.status.reader import summary_of
 from busrl.status.runfiles import RunFiles
 from busrl.status.state import RunState
-from busrl.system.files import LineFile, as_map, json_lines, read_map
+from busrl.system.files import LineFile, as_map, json_lines
 from busrl.topology import Topology
 
 IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
@@ -163,7 +164,7 @@ def _mixture(topology: dict[str, Any]) -> str:
 
 def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
     """UserError or RunFinished if the goal was reached before. Only the learner counts towards a goal of groups."""
-    goal, summary = topology.run.max_steps, read_map(paths.summary)
+    goal, summary = topology.run.max_steps, summary_of(paths)
     if topology.run.max_groups or done < goal:
         return
     remedy = (

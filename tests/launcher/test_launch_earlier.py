@@ -215,6 +215,14 @@ def test_a_goal_behind_the_progress_is_refused_and_a_reached_one_reported(place:
     assert place.start("run.max_steps=61").step == 60
 
 
+def test_a_finished_start_says_nothing_of_the_killed_one_after_it(place: Place) -> None:
+    place.start()
+    place.stepped(60)
+    place.paths.summary.write_text(json.dumps({"outcome": "finished", "ended": 5.0}))
+    place.paths.run_json.write_text(json.dumps({"started": 9.0}))
+    assert any("continues after step 60 of 60" in note for note in place.start().notes)
+
+
 def test_a_run_that_is_not_to_be_resumed_is_refused(place: Place) -> None:
     assert place.start(resume=False).notes == []
     with pytest.raises(UserError, match="holds a run already"):

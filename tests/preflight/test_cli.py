@@ -102,6 +102,16 @@ def test_verbs_about_a_run_say_so_if_there_is_none(tmp_path: Path, capfd: pytest
     assert "no run" in told(busrl("status", cwd=tmp_path))
 
 
+def test_a_request_to_a_killed_run_does_not_name_an_earlier_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths.of(tmp_path)
+    paths.summary.write_text(json.dumps({"outcome": "finished", "ended": 5.0}))
+    for started, told in ((3.0, "the run is finished"), (9.0, "the run is not over")):
+        paths.run_json.write_text(json.dumps({"started": started}))
+        assert main(["set", str(tmp_path), "learner.lr", "1"]) != 0 and told in capfd.readouterr().err
+
+
 def test_version_names_what_it_stands_on() -> None:
     done = busrl("version")
     assert done.returncode == 0 and done.stdout.startswith("busrl 0.") and "pyzmq" in done.stdout

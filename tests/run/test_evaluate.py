@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,11 @@ from harness import ROOT, Run, running
 
 from busrl.cli.command import main
 from busrl.cli.evaluate import Evaluation, MeasuredRound
-from busrl.engines import Finished, Request
+from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.errors import UserError
 from busrl.preflight.load import load, materialise
 from busrl.states import Finish
+from busrl.topology import Topology
 
 pytestmark = pytest.mark.long
 
@@ -139,6 +143,42 @@ def test_what_can_not_be_measured_is_said(
 ) -> None:
     assert main(["evaluate", *(part.format(run=done.directory) for part in arguments)]) == 2
     assert rule in capsys.readouterr().err
+
+
+@pytest.fixture
+def removed_meanwhile(done: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run, whose newest checkpoint goes before an engine is made."""
+    run = tmp_path / "run"
+    shutil.copytree(done.directory, run, ignore=shutil.ignore_patterns("*.lock", "evaluated"))
+
+    def make_engine_too_late(topology: Topology, process: str) -> Engine:
+        shutil.rmtree(run / "checkpoints" / f"global_step_{STEPS}")
+        return make_engine(topology, process)
+
+    monkeypatch.setattr("busrl.cli.evaluate.make_engine", make_engine_too_late)
+    return run
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_measured(
+    done: Run, removed_meanwhile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = evaluated(capsys, removed_meanwhile)
+    assert figures["mean"] == pytest.approx(rounds(done)[STEPS]["val/reward"], abs=1e-9)
+    assert figures["model"] == str(removed_meanwhile / "checkpoints" / f"global_step_{STEPS}" / "model")
+    assert [path.name for path in (removed_meanwhile / "checkpoints").iterdir()] == [f"global_step_{STEPS - 1}"]
+
+
+def test_without_hard_links_a_removed_checkpoint_is_said_to_be_gone(
+    removed_meanwhile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(source: str, target: str) -> None:
+        raise PermissionError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    assert main(["evaluate", str(removed_meanwhile)]) == 2
+    said = capsys.readouterr().err
+    assert "its run has removed it while it was read" in said and "takes the newest one" in said
+    assert not list((removed_meanwhile / "checkpoints").glob(".*"))
 
 
 def test_rows_that_can_not_be_written_are_said_before_anything_is_computed(

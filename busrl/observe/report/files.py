@@ -28,7 +28,7 @@ from busrl.ledger.controls import ControlLine
 from busrl.ledger.trained import of_step
 from busrl.paths import RunPaths
 from busrl.states import Fate
-from busrl.status.reader import holder_of
+from busrl.status.reader import holder_of, summary_of
 from busrl.status.runfiles import number
 from busrl.status.state import RoundRecord, RunState
 from busrl.system.files import as_map, dropped, read_map, whole_file
@@ -103,7 +103,7 @@ class RunRecord:
         """The state of the run: "running" while a launch has its directory, else the outcome of its summary."""
         if holder_of(self.paths) is not None:
             return "running"
-        return str(self.summary.get("outcome") or "not ended in order: no summary.json")
+        return str(self.summary.get("outcome") or "not ended in order: it has no summary")
 
     def column(self, name: str) -> Floats:
         return column_of(self.steps, name)
@@ -205,6 +205,7 @@ def read(run_dir: str | Path) -> RunRecord:
         setattr(record, name, content)
         if not content and path.exists():
             record.faults.append(f"{path.name}: cannot be read, or holds no map")
+    record.summary = summary_of(paths)
     for row in record._lines(paths.metrics, dict[str, Any]):
         if of_step(row) and isinstance(row.get("step"), int):
             while record.steps and record.steps[-1]["step"] >= row["step"]:

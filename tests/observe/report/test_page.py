@@ -123,6 +123,17 @@ def test_the_page_says_what_was_asked_of_the_run_while_it_ran(tmp_path: Path) ->
     assert "&lt;me&gt;" in text and "refused: &lt;no&gt;" in text and "step 7" in text
 
 
+def test_a_start_that_was_killed_is_not_shown_with_the_end_of_an_earlier_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    earlier = {"outcome": "finished", "why": "its goal", "ended": 5.0, "processes": {"reward/7": {"busy_share": 0.5}}}
+    (run / "summary.json").write_text(json.dumps(earlier))
+    assert "finished, its goal" in page([read(run)]) and "reward/7" in page([read(run)])
+    (run / "run.json").write_text(json.dumps({"run_id": "made", "started": 9.0}))
+    text = page([read(run)])
+    checked(text)
+    assert "not ended in order" in text and "its goal" not in text and "reward/7" not in text
+
+
 def test_page_and_timeline_are_written_beside_what_they_are_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
