@@ -38,7 +38,8 @@ from busrl.system.files import size_of
 from busrl.topology import ProcessName, Topology
 
 NO_PROOF = "refused: its proof is not made with the control.key of this start of the run"
-TAKE_UP = {"pause": ("scheduler", "rollout"), "resume": ("scheduler", "rollout"), "checkpoint": ("learner",)}
+PAUSE = ("scheduler", "rollout", "tuner")
+TAKE_UP = {"pause": PAUSE, "resume": PAUSE, "checkpoint": ("learner",)}
 
 
 class Children(Protocol):
