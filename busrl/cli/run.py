@@ -197,10 +197,14 @@ def launch_pid(paths: RunPaths) -> int | None:
 def audit(options: argparse.Namespace) -> int:
     train = as_map(read_map(RunPaths.of(options.run_dir).topology).get("data")).get("train")
     report = auditing.audit(options.run_dir, prompts=task_prompts(str(train)))
-    more, lines = capabilities.plug("observe", "waste")(options.run_dir) if options.waste else ({}, [])
-    parts = [audited for look in capabilities.plugs("audits") if (audited := look(options.run_dir)) is not None]
+    looks = capabilities.plugs("audits")
+    parts = [audited for look in looks if (audited := look(options.run_dir, options.waste)) is not None]
+    # A run that such a part is all of has no groups, and no steps of its own.
+    counted = options.waste and not parts
+    more, lines = capabilities.plug("observe", "waste")(options.run_dir) if counted else ({}, [])
     for audited in parts:
-        more, lines = {**more, **audited._asdict()}, [*lines, *audited.lines()]
+        found = {key: value for key, value in audited._asdict().items() if value is not None}
+        more, lines = {**more, **found}, [*lines, *audited.lines()]
     if options.json:
         print(json.dumps({**report.to_json(), **more}, indent=2))
     else:

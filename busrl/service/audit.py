@@ -1,7 +1,7 @@
 """Audit of a service by its files alone: were all requests executed in order, once, and what made each answer?
 
-Used by `busrl audit`. Talks to the files of a run directory. Shares no code with the processes that write them, but
-names: a rule that they break together would not be seen otherwise.
+Used by `busrl audit`; `waste` counts what became of sampled tokens. Talks to the files of a run directory. Shares no
+code with the processes that write them, but names: a rule that they break together would not be seen otherwise.
 
 - Numbers of a model: answered from the first on, without a gap, each once.
 - Each answer is of a request that is in the log; the chain of each answer and each state is that of the requests.
@@ -14,12 +14,14 @@ import hashlib
 import json
 import struct
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+
+from busrl.service import waste
 
 HEAD_BYTES, FRAME = 16, struct.Struct("<4sII")
 EXAMPLES = 5
@@ -32,10 +34,12 @@ class Audited(NamedTuple):
 
     counts: dict[str, int]
     errors: list[str]
+    waste: dict[str, Any] | None = None  # the account of sampled tokens, where it was asked for
 
     def lines(self) -> list[str]:
         counted = ", ".join(f"{count} {name}" for name, count in self.counts.items())
-        return [f"service: {counted}", *(f"  error: {error}" for error in self.errors)]
+        accounted = waste.lines_of(self.waste) if self.waste else ()
+        return [f"service: {counted}", *(f"  error: {error}" for error in self.errors), *accounted]
 
 
 class ServiceAudit:
@@ -54,7 +58,7 @@ class ServiceAudit:
         for record in self._records("requests"):
             self._add(record)
 
-    def result(self) -> Audited:
+    def result(self, with_waste: bool = False) -> Audited:
         self._check_numbers()
         for answers in (self._answers, self._samples):
             self._check_requests(answers)
@@ -67,7 +71,7 @@ class ServiceAudit:
             "answers": len(self._answers), "answers to requests for samples": len(self._samples),
         }
         errors = [f"{len(places)} {kind}: {', '.join(places[:EXAMPLES])}" for kind, places in self._wrong.items()]
-        return Audited(counts, errors)
+        return Audited(counts, errors, self._waste() if with_waste else None)
 
     # -- reading -----
 
@@ -91,6 +95,7 @@ class ServiceAudit:
             name = record["id"], record["seq"]
             if name in found:
                 self._wrong["requests answered twice"].append(shown(name))
+            record["payload"] = len(record.get("payload", b""))  # gigabytes, all of them together
             found[name] = record
         return found
 
@@ -111,6 +116,7 @@ class ServiceAudit:
                 if not body.get("path"):
                     session = self._sessions[name[0]]
                     self._samplers.setdefault(f"{session}:sample:{body['sampling_session_seq_id']}", name)
+            record["body"] = len(record.get("body", b""))
 
     # -- rules -----
 
@@ -176,11 +182,45 @@ class ServiceAudit:
                 self._wrong["saved weights of no request"].append(str(path.parent))
 
 
+    # -- waste -----
+
+    def _waste(self) -> dict[str, Any]:
+        """The account of sampled tokens, from a second look at the logs."""
+        kept_no_longer: Counter[str] = Counter()
+        account = waste.account_of(self._sampled(kept_no_longer), self._trained(kept_no_longer))
+        return {**account, "kept_no_longer": dict(kept_no_longer)}
+
+    def _sampled(self, kept_no_longer: Counter[str]) -> Iterator[tuple[Record, Record, str]]:
+        asked = {(record["id"], record.get("seq", 0)): record for record in self._asked("sample")}
+        for answer in self._records("samples"):
+            request = asked.get((answer["id"], answer["seq"]))
+            if answer["state"] != "done" or request is None:
+                continue
+            if request.get("body") and answer.get("payload"):
+                yield request, answer, self._samplers.get(answer["id"], ("", 0))[0]
+            else:
+                kept_no_longer["samples"] += 1
+
+    def _trained(self, kept_no_longer: Counter[str]) -> Iterator[bytes]:
+        for record in self._asked("training"):
+            name = record["id"], record.get("seq", 0)
+            if record["op"] != "forward_backward" or self._answers.get(name, {}).get("state") != "done":
+                continue
+            if record.get("body"):
+                yield record["body"]
+            else:
+                kept_no_longer["gradients"] += 1
+
+    def _asked(self, kind: str) -> Iterator[Record]:
+        return (record for record in self._records("requests") if record["kind"] == kind)
+
+
 def shown(name: Name) -> str:
     return f"{name[0]}:{name[1]}"
 
 
-def audit(run_dir: str | Path) -> Audited | None:
-    """The audit of a run directory; None if no service ran there."""
+def audit(run_dir: str | Path, with_waste: bool = False) -> Audited | None:
+    """The audit of a run directory, with the account of sampled tokens if that is asked for; None if no service ran
+    there."""
     root = Path(run_dir) / "service"
-    return ServiceAudit(root).result() if root.is_dir() else None
+    return ServiceAudit(root).result(with_waste) if root.is_dir() else None
