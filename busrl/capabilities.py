@@ -187,7 +187,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "scheduler.policy": lambda topology: topology.scheduler.predicts,
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
     Capability("service", "training and sampling as a service", plugs={
-        "defaults": "service.defaults:complete", "audits": "service.audit:audit"}),
+        "defaults": "service.defaults:complete", "audits": "service.audit:audit",
+        "overviews": "service.overview:overview"}),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),
     Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
     Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),

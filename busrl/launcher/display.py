@@ -28,7 +28,8 @@ from busrl import capabilities
 from busrl.launcher.summary import Progress
 from busrl.pages import opened
 from busrl.status.state import ProcessRow, RunState
-from busrl.status.words import duration, line, printable
+from busrl.status.view import overviews
+from busrl.status.words import duration, joined, line, printable
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
@@ -160,7 +161,8 @@ class Display:
         if now < self._next or step == self._shown_step or self._outlet.stalled:
             return
         self._next, self._shown_step = now + PLAIN_EVERY_S, step
-        self.say(f"{line(progress.run, now)} · {duration(now - progress.started)}")
+        parts = (part.lines[0].partition(part.name)[2].strip() for part in overviews(progress.run.facts.run_dir))
+        self.say(joined(line(progress.run, now), *parts, duration(now - progress.started)))
 
     def settle(self) -> None:
         """Draw no more pictures: lines follow."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from busrl.service.figures import Census
 from busrl.service.folders import ServiceFolders
 from busrl.service.registry import Numbered, Registry
 from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
@@ -38,7 +39,7 @@ class Found(msgspec.Struct, frozen=True):
 
 class Desk:
     def __init__(self, where: ServiceFolders, sync: bool) -> None:
-        self.registry = Registry()
+        self.registry, self.census = Registry(), Census(where)
         self._requests, self._samples = LogWriter(where.requests), LogWriter(where.samples)
         self._request_log, self._sync = LogReader(where.requests), sync
         self._answer_logs = [LogReader(where.answers), LogReader(where.samples)]
@@ -84,6 +85,7 @@ class Desk:
 
     def _add(self, request: Request, place: Place) -> None:
         self.registry.add(request, place)
+        self.census.logged(request)
         if request.kind == "training" and (request.id, request.seq) not in self._answers:
             self.waiting_bytes[request.id] += len(request.body)
 
@@ -103,6 +105,7 @@ class Desk:
                     self.completed[answer.id, answer.seq // CLONE].append(name)
                 elif (model := self.registry.models.get(answer.id)) and (numbered := model.requests.get(answer.seq)):
                     self.waiting_bytes[answer.id] -= min(numbered.place.size, self.waiting_bytes[answer.id])
+                self.census.answered(answer)
                 self._wake(name)
                 self._wake((answer.id, -1 - answer.seq // CLONE))
 

@@ -42,6 +42,7 @@ TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_
 BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
 MOST_SESSIONS, MOST_KEY = 1000, 256
 NO_SUCH = "does not exist"
+PAUSED = "the service is paused by whoever runs it"
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000, "fwdbwd_dispatch_bytes_semaphore_size": 50 << 20,
@@ -73,10 +74,13 @@ class BaseModel:
 
 
 class Service:
-    """The means of all routes: bodies, and the things that a client names. Refusal where there is no such thing."""
+    """The means of all routes: bodies, and the things that a client names. Refusal where there is no such thing.
+    `paused`: whether the run is, so that nothing is executed."""
 
-    def __init__(self, desk: Desk, where: ServiceFolders, settings: Tinker, base: BaseModel) -> None:
+    def __init__(self, desk: Desk, where: ServiceFolders, settings: Tinker, base: BaseModel,
+                 paused: Callable[[], bool] = lambda: False) -> None:
         self.desk, self.where, self.settings, self.base = desk, where, settings, base
+        self.paused = paused
         self.registry = desk.registry
 
     async def raw(self, request: web.Request) -> bytes:
@@ -97,6 +101,7 @@ class Service:
             raise Refusal(404, f"session {id} {NO_SUCH}")
         if session.ended:
             raise Refusal(410, f"session {session.id} has ended: {session.ended}")
+        self.desk.census.heard(session.id)
         return session.id
 
     def require_base(self, name: str | None) -> None:
@@ -366,7 +371,8 @@ class FutureRoutes:
             return web.json_response({"type": "create_model", "model_id": model.id})
         found = await self._at.desk.answer(name, HOLD_S)
         if found is None:
-            waits = {"type": "try_again", "request_id": id, "queue_state": "active", "queue_state_reason": None}
+            state, reason = ("paused_capacity", PAUSED) if self._at.paused() else ("active", None)
+            waits = {"type": "try_again", "request_id": id, "queue_state": state, "queue_state_reason": reason}
             return web.json_response(waits, status=408)
         if body.allow_metadata_only and found.size > INLINE_BYTES:
             return web.json_response({"status": "complete_metadata", "response_payload_size": found.size})

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from busrl.errors import DiskFull
 from busrl.service import folders
 from busrl.service.adapters import Adapter
 from busrl.service.bodies import BadBody, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler, read_body
+from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
 from busrl.service.registry import Model, Registry, saved
 from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
@@ -66,16 +67,18 @@ class Result:
     payload: bytes
     proto: bool = False
     weights: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)  # for the model's course
 
 
 class Driver:
-    """`advance` executes one request. `warn` takes lines for people."""
+    """`advance` executes one request. `course` is told of each; `warn` takes lines for people."""
 
-    def __init__(self, tenants: Tenants, where: ServiceFolders, warn: Callable[[str], None], sync: bool = True,
-                 state_every_s: float = 60.0) -> None:
-        self._tenants, self._where, self._warn, self._sync = tenants, where, warn, sync
+    def __init__(self, tenants: Tenants, where: ServiceFolders, course: Course, warn: Callable[[str], None],
+                 sync: bool = True, state_every_s: float = 60.0) -> None:
+        self._tenants, self._where, self._course = tenants, where, course
+        self._warn, self._sync = warn, sync
         self._state_every_s = state_every_s
-        self._registry, self._lines = Registry(), dict[str, Line]()
+        self._registry, self.lines = Registry(), dict[str, Line]()
         self._answers, self._log = LogWriter(where.answers), LogReader(where.requests)
         self._answered: dict[tuple[str, int], Answer] = {}  # of a predecessor, without their payloads
         self._snapshots = 0  # the highest number
@@ -94,15 +97,15 @@ class Driver:
             request = self._decode_request(payload)
             self._registry.add(request, place)
             if request.kind == "model":
-                self._lines[request.id] = self._line(self._registry.models[request.id])
-            elif request.kind in ("training", "refused") and request.seq > self._lines[request.id].applied:
-                self._lines[request.id].waiting[request.seq] = place
+                self.lines[request.id] = self._line(self._registry.models[request.id])
+            elif request.kind in ("training", "refused") and request.seq > self.lines[request.id].applied:
+                self.lines[request.id].waiting[request.seq] = place
         return news
 
     @property
     def next_line(self) -> Line | None:
         """The model that was served least of those with a request that can be executed; None if there is none."""
-        ready = (line for line in self._lines.values() if line.next_place is not None)
+        ready = (line for line in self.lines.values() if line.next_place is not None)
         return min(ready, key=lambda line: line.served_s, default=None)
 
     def advance(self) -> bool:
@@ -119,12 +122,12 @@ class Driver:
     @property
     def replays(self) -> int:
         """Requests that were answered before and still are to be run again."""
-        waiting = ((line.model.id, number) for line in self._lines.values() for number in line.waiting)
+        waiting = ((line.model.id, number) for line in self.lines.values() for number in line.waiting)
         return sum(name in self._answered for name in waiting)
 
     def write_states(self) -> None:
         """Write the state of each model that has changed and whose gradients are used up."""
-        for line in self._lines.values():
+        for line in self.lines.values():
             self._write_state(line)
 
     def close(self) -> None:
@@ -170,6 +173,7 @@ class Driver:
         number, place = line.applied + 1, line.next_place
         assert place is not None
         request = self._decode_request(self._log.payload(place))
+        begun = time.monotonic()
         earlier = self._answered.get((request.id, number))
         if (earlier is not None and earlier.state == "server") or self._killed_twice(request):
             result = self._given_up(line, request)
@@ -177,6 +181,8 @@ class Driver:
             result = self._tried(line, request)
         line.chain = hashlib.blake2b(line.chain + request.digest + request.op.encode(), digest_size=16).digest()
         self._write(request, result, line.chain, earlier)
+        self._course.took(request.id, time.monotonic() - begun)
+        self._course.executed(request, result.state == "done", result.figures)
         os.ftruncate(self._executing, 0)
         line.applied = number
         del line.waiting[number]
@@ -189,7 +195,7 @@ class Driver:
         """Note that this request is begun; True if so many processes died of it that it must not be."""
         deaths = self._deaths if self._suspect == (request.id, request.seq) else 0
         if deaths < DEATHS:
-            text = json.dumps({"id": request.id, "seq": request.seq, "deaths": deaths}).encode()
+            text = json.dumps({"id": request.id, "seq": request.seq, "op": request.op, "deaths": deaths}).encode()
             os.pwrite(self._executing, text, 0)
             os.ftruncate(self._executing, len(text))
         return deaths >= DEATHS
@@ -268,7 +274,9 @@ class Driver:
         line.whole = line.whole and asked.forward_only
         outputs, metrics = self._tenants.forward_backward(
             request.id, asked.data, asked.loss_fn, asked.config, asked.forward_only)
-        return Result("done", write_forward_backward_result(outputs, metrics), proto=True)
+        tokens = sum(len(output["logprobs"]) for output in outputs)
+        figures = {} if asked.forward_only else {**metrics, "tokens": tokens}
+        return Result("done", write_forward_backward_result(outputs, metrics), proto=True, figures=figures)
 
     def _optim_step(self, line: Line, request: Request) -> Result:
         line.whole = True
@@ -280,7 +288,7 @@ class Driver:
         asked = read_body(OptimStep, request.body).adam_params
         assert asked is not None  # the door looked
         metrics = self._tenants.optim_step(request.id, Adam(**msgspec.structs.asdict(asked)))
-        return Result("done", msgspec.json.encode({"metrics": metrics, "type": "optim_step"}))
+        return Result("done", msgspec.json.encode({"metrics": metrics, "type": "optim_step"}), figures=metrics)
 
     def _save_weights(self, line: Line, request: Request) -> Result:
         def fill(folder: Any) -> None:

@@ -23,6 +23,7 @@ class ServiceFolders:
         self.requests, self.answers = self.root / "requests", self.root / "answers"
         self.samples = self.root / "samples"  # answers to requests for samples
         self.executing = self.root / "executing"  # what the tuner is at, and how many tuners died of it
+        self.models_shown, self.clients_shown = self.root / "models.json", self.root / "clients.json"  # for people
         self.states, self.snapshots, self.saved = (self.root / name for name in ("states", "snapshots", "saved"))
 
     def snapshot(self, number: int) -> Path:

@@ -73,7 +73,8 @@ class Tinker(Actor):
             samples = Samples(
                 self.desk, self.where, caller, LightTokenizer.of(folder), settings.context,
                 self.topology.generation.max_new_tokens, self.topology.limits.work_s, self._fail)
-            service = Service(self.desk, self.where, settings, base_of(folder, settings.base))
+            service = Service(
+                self.desk, self.where, settings, base_of(folder, settings.base), lambda: self.paused)
             door = Door(service, samples, self.key, partial(self.warn, self.role))
             for sampler, seq in list(self.desk.open_samples()):
                 samples.begin(self.desk.registry.samplers[sampler], seq)
@@ -88,6 +89,8 @@ class Tinker(Actor):
             self.look_around()
             if self.failed is not None:
                 raise self.failed
+            if self.desk.census.due:
+                self.desk.census.show(self.desk.registry)
             await asyncio.sleep(self.tick_s)
 
     async def _follow_answers(self) -> None:

@@ -18,6 +18,7 @@ from busrl.data.pretrained import import_classes
 from busrl.protocol import messages as m
 from busrl.roles.actor import Actor
 from busrl.service.driver import Driver
+from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
 from busrl.service.tenants import Tenants
 from busrl.states import PAUSE_STARTING, HeaderWord
@@ -46,7 +47,9 @@ class Tuner(Actor):
             tenants = Tenants(Path(topology.model.path), dtype=topology.model.dtype,
                               device=device.choose(topology.device_of(self.role)), context=topology.tinker.context,
                               max_rank=topology.tinker.max_rank)
-            self.driver = Driver(tenants, where, partial(self.warn, self.role), topology.learner.wal == "sync",
+            warn = partial(self.warn, self.role)
+            self.course = Course(self.paths.metrics, where, warn, topology.log.keep)
+            self.driver = Driver(tenants, where, self.course, warn, topology.learner.wal == "sync",
                                  topology.tinker.state_every_s)
             self.driver.follow()
         if replays := self.driver.replays:
@@ -56,6 +59,8 @@ class Tuner(Actor):
 
     def work(self) -> bool:
         news = self.driver.follow()
+        if self.course.due:
+            self._show()
         if self.paused or self.driver.next_line is None:
             return news
         with self.activity("request", self.topology.limits.work_s):
@@ -64,4 +69,9 @@ class Tuner(Actor):
     def teardown(self) -> None:
         with self.activity("states", self.topology.limits.work_s):
             self.driver.write_states()
+        self._show()
         self.driver.close()
+        self.course.close()
+
+    def _show(self) -> None:
+        self.course.show({name: line.loaded for name, line in self.driver.lines.items()}, self.driver.replays)

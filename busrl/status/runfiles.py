@@ -83,6 +83,8 @@ class RunFiles:
         listed = topology.get("process")
         entries = [as_map(entry) for entry in listed] if isinstance(listed, list) else []
         values["agent_function"] = next((entry["function"] for entry in entries if entry.get("function")), None)
+        learners = [entry for entry in entries if entry.get("role") == "learner"]
+        values["learns"] = not learners or any(entry.get("count") != 0 for entry in learners)
         facts: dict[str, Any] = {}
         for name, value in values.items():
             with suppress(msgspec.ValidationError):

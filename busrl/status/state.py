@@ -55,6 +55,7 @@ class Facts(msgspec.Struct, frozen=True):
     agent_function: str = ""
     stall_steps: float = 0.0
     stall_s: float = 0.0
+    learns: bool = True  # it has a learner, and so steps, versions and groups
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):

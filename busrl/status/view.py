@@ -128,7 +128,15 @@ def _of_files(paths: RunPaths) -> dict[str, Any]:
         "paused": paused, "changed": {key: line.new for key, line in controls.settings.items()},
         "samples": fates(paths.fates), "left_out": _left_out(paths), "problems": problems(paths.errors),
         "errors_from_outside": list(_from_outside(paths)), "refusals": list(_refusals(paths)),
+        **{part.name: part.data for part in overviews(paths.root)},
     }
+
+
+def overviews(run_dir: str | os.PathLike[str]) -> list[Any]:
+    """Views of optional parts that the run uses, each with `name`, `data` for JSON and `lines`; none without a
+    directory."""
+    looks = capabilities.plugs("overviews") if run_dir else ()
+    return [part for look in looks if (part := look(run_dir)) is not None]
 
 
 def _more(look: RunStatus) -> dict[str, Any]:
@@ -220,6 +228,7 @@ def _lines(look: RunStatus, paths: RunPaths) -> Iterator[str]:
                f"{short(counts['resting'])} of {short(counts['prompts'])} prompts rest")
     if run.ring is not None and run.ring.reaps:
         yield f"  {short(run.ring.reaps)} slots taken back from dead processes"
+    yield from (line for part in overviews(paths.root) for line in part.lines)
     rows = look.processes if look.state in LIVING else []
     yield from map(words.process_line, rows)
     yield from _restarts(look, {row.name for row in rows})

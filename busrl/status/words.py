@@ -107,10 +107,12 @@ ORDER = ("queued", "generating", "generated", "rewarding", "rewarded", "training
 
 
 def progress(run: RunState, now: float) -> str:
-    return joined(step(run), f"version {run.version}", judged(run), left(run, now))
+    return joined(step(run), f"version {run.version}" if run.facts.learns else "", judged(run), left(run, now))
 
 
 def step(run: RunState) -> str:
+    if not run.facts.learns:
+        return ""
     return f"step {run.at_step}{f'/{run.facts.max_steps}' if run.facts.max_steps else ''}"
 
 
@@ -264,13 +266,13 @@ CHART_WIDTH: Final = 40
 
 def facts(run: RunState, now: float) -> list[str]:
     """Lines of all plain views: progress, speed, rewards and lengths, and the states of samples."""
-    out = [f"  progress  {progress(run, now)}"]
-    if run.state not in OVER:
+    out = [f"  progress  {words}"] if (words := progress(run, now)) else []
+    if run.state not in OVER and run.facts.learns:
         out.append(f"  speed     {speed(run.speed(now))}")
     if len(run.steps):
         out.append(_chart("reward", run.steps.course(lambda record: record.reward), ".3f"))
         out.append(_chart("length", run.steps.course(lambda record: record.length), ".1f"))
-    if run.state != "ended":
+    if run.state != "ended" and run.facts.learns:
         states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
         out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
     out += [f"  {name:<9} {words}" for name, words in labelled(run, now).items()]
@@ -307,14 +309,15 @@ def host_lines(run: RunState, name: str) -> list[str]:
 
 def labelled(run: RunState, now: float) -> dict[str, str]:
     """Phrases of every full view on the next step, the policy and the samples, by its label."""
+    learns = run.facts.learns
     words = {
-        "trigger": trigger(run, now) if run.state not in OVER else "",
+        "trigger": trigger(run, now) if run.state not in OVER and learns else "",
         "waits": safe(sentence_of(chain(run, now)), 4 * LIMIT),
         "control": controller(run),
         "episodes": episodes(run) if run.state not in OVER else "",
         "asked": safe(run.changed),
         "policy": policy(run), "sources": sources(run), "left out": left_out(run), "idle": idle(run),
-        "sample": safe(run.sample), "staleness": staleness(run),
+        "sample": safe(run.sample), "staleness": staleness(run) if learns else "",
     }
     return {name: text for name, text in words.items() if text}
 

@@ -14,6 +14,7 @@ import pytest
 
 from busrl.service import driver
 from busrl.service.driver import Driver
+from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
 from busrl.service.requests import Answer, LogReader, LogWriter, Request
 from busrl.service.sums import UserFault
@@ -88,7 +89,9 @@ class Service:
 
     def restart(self, state_every_s: float = 1e9) -> None:
         self.models = Models()
-        self.driver = Driver(self.models, self.where, self.warned.append, False, state_every_s)  # type: ignore[arg-type]
+        self.course = Course(self.where.root.parent / "metrics.jsonl", self.where, self.warned.append)
+        self.driver = Driver(
+            self.models, self.where, self.course, self.warned.append, False, state_every_s)  # type: ignore[arg-type]
 
     def ask(self, seq: int, op: str, model: str = "m", **body: Any) -> None:
         value = body.pop("value", 0.0)

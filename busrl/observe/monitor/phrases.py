@@ -9,6 +9,7 @@ import time
 
 from busrl.errors import first_line
 from busrl.status.state import ErrorRecord, RunState
+from busrl.status.view import overviews
 from busrl.status.words import duration, facts, joined, process_line, safe, short
 
 
@@ -50,6 +51,11 @@ def error_line(error: ErrorRecord, wall: float) -> str:
     return f"{ago} ago · {safe(error.severity)} · {safe(error.process)}: {safe(first_line(error.text))}"
 
 
+def of_parts(run: RunState) -> list[str]:
+    """Lines of the optional parts that the run uses; none of a replay, whose files may be another run's by now."""
+    return [line for part in overviews("" if run.replay else run.facts.run_dir) for line in part.lines]
+
+
 def lines(run: RunState, now: float, wall: float) -> list[str]:
     """The plain view: everything in some twenty lines without colours."""
     out = [headline(run, wall)]
@@ -57,7 +63,7 @@ def lines(run: RunState, now: float, wall: float) -> list[str]:
         out.append(f"  damaged   {safe(run.damage)}")
     elif run.ended and run.ring is None:
         out.append(f"  ended     {run.ended}")
-    out += [*facts(run, now), f"  bus       {bus(run, now)}"]
+    out += [*facts(run, now), *of_parts(run), f"  bus       {bus(run, now)}"]
     flows = sorted(run.traffic.by_name.items(), key=lambda item: -item[1].count)
     out += [f"    {name:<22}{flow.count:>9,}  {flow.rate.per_s():>8.1f}/s" for name, flow in flows]
     out += [process_line(row) for row in run.rows(now)]

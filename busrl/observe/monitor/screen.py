@@ -29,7 +29,7 @@ from busrl.observe.monitor import phrases
 from busrl.observe.monitor.sources import NICE, RENDER_S, RENDER_SHARE, WAKE_S, Watcher, catch_up, give_way
 from busrl.status import words
 from busrl.status.state import ProcessRow, RunState
-from busrl.status.words import chart, safe, short
+from busrl.status.words import chart, printable, safe, short
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
@@ -131,14 +131,14 @@ def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width:
     curve = Text(chart(course, 24, 1)[0].rstrip(), "cyan") if course else Text(waits, LABELS)
     if course and recent is not None:
         curve.append(f" {course[0] if run.first_reward is None else run.first_reward:.3f} → {recent:.3f}", "bold")
-    lines: list[RenderableType] = [
-        _head(run, now, wall, width),
+    of_steps = [
         _labelled("reward", curve),
         _labelled("policy", Text(words.policy(run) or "no step yet")),
         _labelled("speed", Text(words.speed(run.speed(now)))),
         _labelled("slots", bar),
         _labelled("", legend),
     ]
+    lines: list[RenderableType] = [_head(run, now, wall, width), *(of_steps if run.facts.learns else []), *_parts(run)]
     room = height - len(lines) - 2  # the head has two lines, the table of processes one
     return Group(*lines, _processes(rows, room)) if room > 0 else Group(*lines[: max(0, height - 1)])
 
@@ -260,19 +260,23 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
     bar, legend = _slots(run, width - 13)
     bad = run.traffic.missed or run.traffic.lag_s > 1.0
     return [
-        _labelled("slots", bar),
-        _labelled("", legend),
+        *([_labelled("slots", bar), _labelled("", legend)] if run.facts.learns else []),
+        *_parts(run),
         *(
             _labelled(name if not at else "", Text(part))
             for name, phrase in words.labelled(run, now).items()
-            for at, part in enumerate(_parts(phrase, width - 13) if name == "waits" else [phrase])
+            for at, part in enumerate(_in_two(phrase, width - 13) if name == "waits" else [phrase])
         ),
         *(_labelled("host", Text(line)) for line in words.hosts(run)),
         _labelled("bus", Text(phrases.bus(run, now), "yellow" if bad else "")),
     ]
 
 
-def _parts(phrase: str, width: int) -> list[str]:
+def _parts(run: RunState) -> list[Text]:
+    return [Text(printable(line[1:]), no_wrap=True, overflow="ellipsis") for line in phrases.of_parts(run)]
+
+
+def _in_two(phrase: str, width: int) -> list[str]:
     """A phrase in two lines if one is too short; the second line has its end, which says most."""
     first = phrase[: phrase.rfind(" ", 0, width + 1)] if len(phrase) > width else phrase
     return [first, phrase[max(len(first), len(phrase) - width) :].strip()] if len(phrase) > len(first) else [phrase]
