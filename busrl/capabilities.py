@@ -43,6 +43,7 @@ class Role(NamedTuple):
     caller: bool = False  # its samples are episodes of model calls
     moves: bool = True  # maps the ring and moves samples
     awaited: bool = True  # the run cannot go on, or end, without it
+    listens: str = ""  # the table of the topology with the host and port at which launch listens for it
     where: str = ""  # of a role that no entry names, if only some have it: "home", other hosts ("away"), both of a run
     # that has other hosts ("both"; docs/hosts.md), or home with [sinks] ("sinks")
 
@@ -61,7 +62,7 @@ ROLES: Final = {role.name: role for role in (
     Role("agent", "agents.roles.agent:Agent", 1, caller=True),
     Role("serve", "agents.roles.serve:Serve", 1, caller=True),
     Role("atropos", "agents.roles.atropos:Atropos", 1, single=True, caller=True),
-    Role("tinker", "service.role:Tinker", 1, single=True, caller=True),
+    Role("tinker", "service.role:Tinker", 1, single=True, caller=True, listens="tinker"),
     Role("tuner", "service.tuner:Tuner", 4, single=True),
     Role("validator", "roles.validator:Validator", 3, default=True, single=True),
     Role("rank", "ranks.role:Rank", 5, named=False, moves=False),
@@ -166,6 +167,10 @@ SIMULATE_COMMANDS = (
         # Read when NumPy is loaded: the predictors' matrices are small, and a second numeric thread would only spin.
         {"OPENBLAS_NUM_THREADS": "1"}),
 )
+SERVICE_COMMANDS = (
+    Command("tinker-key", "make a key for clients of a service, and print what its topology needs",
+        "service.keys:key_options", "See docs/service.md."),
+)
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("agents", "episodes of agents", plugs={
         "trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns"}),
@@ -188,7 +193,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
     Capability("service", "training and sampling as a service", plugs={
         "defaults": "service.defaults:complete", "audits": "service.audit:audit",
-        "overviews": "service.overview:overview"}),
+        "overviews": "service.overview:overview", "export": "service.export:export_saved",
+        "messages": "service.messages:MESSAGES"}, commands=SERVICE_COMMANDS),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),
     Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
     Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),

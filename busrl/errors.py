@@ -312,6 +312,7 @@ NOT_IMPORTED = 6  # a module is missing or broken: the next start would import i
 # A process of a run writes its exit code to the descriptor in this variable just before it ends. Any other code may
 # come from user code or from a library, and is no verdict on the run.
 VERDICT = "BUSRL_VERDICT"
+SOCKET = "BUSRL_SOCKET"  # the descriptor of the socket at which a process listens in all its lives
 LONGEST_VERDICT = 4000  # bytes of the code and the cause: a pipe takes them at once
 
 

@@ -425,6 +425,9 @@ def _add_export(verbs: Verbs) -> None:
     more = "With LoRA base and adapter are merged. Nothing is overwritten, and the run may be running."
     add = _verb(verbs, "export", "cli.evaluate:export", text, more)
     add("run_dir", type=Path, metavar="RUN_DIR")
+    text = "what a client of a service saved, tinker://MODEL/KIND/NAME, in place of a checkpoint"
+    add("saved", metavar="SAVED", nargs="?", default="", help=text)
+    add("--adapter", action="store_true", help="of SAVED the adapter alone, as a folder in peft's format")
     add("--step", type=_count, metavar="N", help="the checkpoint of this step (default: the newest)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
     text = "number type of the weights (default: as in the checkpoint)"

@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl import capabilities
 from busrl.cli.run import launch_pid
 from busrl.data import JsonlStream, prompt_of
 from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tags_of
@@ -271,25 +272,39 @@ def progress_text(rows: Collection[Row], answers: int, mean: float | None) -> st
 
 def export(options: argparse.Namespace) -> int:
     """Write the model folder and print its size; UserError where the checkpoint is missing or damaged."""
-    from busrl.training.checkpoint import export_checkpoint, fault_of
-
     paths, out = RunPaths.of(options.run_dir), options.out.absolute()
     if not paths.topology.is_file():
         raise UserError(f"{options.run_dir}: no topology.json in it; give the directory of a run")
-    step, folder = _of_run(paths, recorded(paths.topology), str(options.step or ""), "--step")
-    if not step:
-        raise UserError(f"{paths.checkpoints}: no checkpoint yet; learner.checkpoint_every says when there is one")
     if os.path.lexists(out):
         raise UserError(f"--out {options.out}: it is there, and nothing is overwritten; name a new folder")
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {options.out}: {out.parent} is no folder that can be written; make it, or name another")
+    topology = recorded(paths.topology)
+    if options.saved:
+        write = capabilities.plug("service", "export")
+        write(paths.root, topology, options.saved, out, options.dtype or "", options.adapter)
+        what = options.saved
+    else:
+        what = f"the model of step {_export_step(options, paths, topology, out)}"
+    size = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{out}: {what}, {size / 1e6:.1f} MB")
+    return 0
+
+
+def _export_step(options: argparse.Namespace, paths: RunPaths, topology: Topology, out: Path) -> int:
+    """Write the model of a checkpoint of the run; its step."""
+    from busrl.training.checkpoint import export_checkpoint, fault_of
+
+    if options.adapter:
+        raise UserError("--adapter: it is for what clients of a service saved; name it (tinker://MODEL/KIND/NAME)")
+    step, folder = _of_run(paths, topology, str(options.step or ""), "--step")
+    if not step:
+        raise UserError(f"{paths.checkpoints}: no checkpoint yet; learner.checkpoint_every says when there is one")
     with held(Path(folder)) as checkpoint:
         if fault := fault_of(checkpoint):
             raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --step")
         export_checkpoint(checkpoint, out, options.dtype or "")
-    size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: the model of step {step}, {size / 1e6:.1f} MB")
-    return 0
+    return step
 
 
 def find(target: Path, checkpoint: str, overrides: list[str]) -> tuple[Topology, int, str, Path]:

@@ -15,11 +15,12 @@ import math
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 
 from busrl.capabilities import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
-from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, FateRefused
+from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, SOCKET, FateRefused
 from busrl.faults import CrashWatch, crash_environment
 from busrl.launcher.children import RunningChild, common_environment, last_lines, last_words, start
 from busrl.launcher.fates import FateWatch
@@ -36,11 +37,13 @@ from busrl.ring import Process, Ring
 from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord
 from busrl.system import device
+from busrl.system.files import read_map
 from busrl.system.guardian import Guardian, halted, mark
 from busrl.topology import ProcessName, Topology
 from busrl.topology.schema import AGENT
 
 DYING_S = 10.0  # after SIGKILL
+WAITING_CLIENTS = 1024  # that a socket keeps while its process starts again
 
 
 def failed(paths: RunPaths, fault: str, before: str = "") -> RunOutcome:
@@ -140,6 +143,37 @@ class Deaths:
         return None
 
 
+class Sockets:
+    """Listening sockets that outlive the processes they are for: a client that comes while one starts again waits."""
+
+    def __init__(self, paths: RunPaths, topology: Topology) -> None:
+        self._paths, self._topology = paths, topology
+        self._bound: dict[str, socket.socket] = {}
+
+    def of(self, process: ProcessName) -> tuple[int, ...]:
+        """The descriptor of the process's socket; none where it has none, or it could not be bound: the process tries
+        itself then, and says what is wrong."""
+        table = ROLES[process.role].listens
+        if not table or process.spec.command:
+            return ()
+        if process.name not in self._bound:
+            settings = getattr(self._topology, table)
+            told = read_map(self._paths.root / f"{table}.json").get("port", 0)
+            for port in (settings.port,) if settings.port else (told, 0):  # a port that clients know comes first
+                with contextlib.suppress(OSError):
+                    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+                    bound = socket.create_server((settings.host, port), family=family, backlog=WAITING_CLIENTS)
+                    self._bound[process.name] = bound
+                    break
+        bound_socket = self._bound.get(process.name)
+        return () if bound_socket is None else (bound_socket.fileno(),)
+
+    def close(self) -> None:
+        """Let go of all: a client that comes when the process has ended is refused."""
+        while self._bound:
+            self._bound.popitem()[1].close()
+
+
 class Processes:
     """All children of one launch. `names` has each process of the topology in force by its name, `children` their
     lives. Both change in place when the number of processes changes."""
@@ -159,6 +193,7 @@ class Processes:
         self._foreign = ForeignProcesses(singles, run.topology.limits)
         environment = common_environment(1, run.paths, (run.topology.serve.host,))
         self._forks = Forks(run.paths, run.topology, environment, selector, journal)
+        self._sockets = Sockets(run.paths, run.topology)
         self._mark = mark(run.paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
 
@@ -215,8 +250,10 @@ class Processes:
         devices = device.environment(topology.device_of(child.name), process.devices, variables)
         cores = machine.cores_of(topology, process.spec, machine.cores())
         sign = f"{self._mark}{child.name}/{child.restarts}/"
+        sockets = self._sockets.of(process)
+        own = {**devices, **crash, **({SOCKET: str(sockets[0])} if sockets else {})}
         running = start(
-            process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, cores, sign, (topology.serve.host,),
+            process, self._paths, (self._run.lock.fileno(), *sockets), own, cores, sign, (topology.serve.host,),
             self._forks,
         )
         running.on_end = self._guardian.let_go
@@ -354,6 +391,7 @@ class Processes:
     def stop(self) -> None:
         """Start no child again from here on."""
         self._forks.close()
+        self._sockets.close()
         for child in self.children:
             child.stop()
 
@@ -383,4 +421,5 @@ class Processes:
             running.close()
         self.running.clear()
         self._forks.close()
+        self._sockets.close()
         self._guardian.close()

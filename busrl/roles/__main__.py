@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from busrl import capabilities
 from busrl.capabilities import ROLES
-from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, VERDICT, BusrlError, cause, process_code
+from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, SOCKET, VERDICT, BusrlError, cause, process_code
 from busrl.paths import RunPaths
 from busrl.system.imports import uncollected
 
@@ -101,12 +101,14 @@ def warm(run_dir: str, names: Sequence[str]) -> None:
 
 
 def forked(descriptors: Sequence[int], run_dir: str, name: str) -> int:
-    """Be that process; its exit code. `descriptors`: for the verdict, then the run's lock, which children inherit."""
+    """Be that process; its exit code. `descriptors`: for the verdict, then the run's lock, which children inherit, and
+    the socket at which it listens, if any."""
     sys.modules["__main__"] = sys.modules[__name__]
-    listener, *locks = descriptors
+    listener, lock, *sockets = descriptors
     os.set_inheritable(listener, False)
-    for lock in locks:
-        os.set_inheritable(lock, True)
+    os.set_inheritable(lock, True)
+    if sockets:
+        os.environ[SOCKET] = str(sockets[0])
     sys.argv[1:] = [run_dir, name]
     return whole(listener)
 

@@ -223,15 +223,20 @@ class Wearer:
 
 def write_folder(folder: Path, numbers: Numbers, dtype: torch.dtype, base: str) -> None:
     """Write the adapter in that type as peft, vLLM and the torch engine load it. `base`: the model's name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_peft(folder, numbers.named(numbers.vector), numbers.adapter.rank, dtype, base)
+
+
+def write_peft(folder: Path, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype, base: str) -> None:
+    """Write the tensors of an adapter, by their names in peft's file, and their description."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": numbers.adapter.rank, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+        "r": rank, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
         "use_rslora": False, "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
-        "target_modules": sorted({site.name.rpartition(".")[2] for site in numbers.sites}),
+        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors}),
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1))
-    tensors = {name: part.to("cpu", dtype).contiguous() for name, part in numbers.named(numbers.vector).items()}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    kept = {name: part.to("cpu", dtype).contiguous() for name, part in tensors.items()}
+    save_file(kept, folder / ADAPTER_WEIGHTS, {"format": "pt"})

@@ -6,6 +6,7 @@ code with the processes that write them, but names: a rule that they break toget
 - Numbers of a model: answered from the first on, without a gap, each once.
 - Each answer is of a request that is in the log; the chain of each answer and each state is that of the requests.
 - A sample was drawn with the snapshot that its sampler names; saved weights are there by a request that was done.
+- What a request saved under a name is there, or was deleted by a request, or its time is over.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -25,6 +27,8 @@ from busrl.service import waste
 
 HEAD_BYTES, FRAME = 16, struct.Struct("<4sII")
 EXAMPLES = 5
+KINDS = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights",
+         "save_weights_external": "external_weights"}
 Record = dict[str, Any]
 Name = tuple[str, int]  # model or sampler, and number
 
@@ -55,6 +59,8 @@ class ServiceAudit:
         self._firsts: dict[str, int] = {}  # the first number of each model
         self._sessions: dict[str, str] = {}  # of each model
         self._samplers: dict[str, Name] = {}
+        self._saves: dict[Name, str] = {}  # the kind and name of what a request saves
+        self._ends: dict[Name, float] = {}  # when it may go, in Unix seconds; 0: never
         for record in self._records("requests"):
             self._add(record)
 
@@ -66,6 +72,7 @@ class ServiceAudit:
         self._check_states(chains)
         self._check_samples()
         self._check_saved()
+        self._check_kept()
         counts = {
             "models": len(self._firsts), "requests": len(self._requests),
             "answers": len(self._answers), "answers to requests for samples": len(self._samples),
@@ -111,12 +118,21 @@ class ServiceAudit:
             if name in self._requests:
                 self._wrong["requests logged twice"].append(shown(name))
             self._requests[name] = record
-            if record["op"] == "save_weights_for_sampler" and kind == "training":
-                body = json.loads(record["body"])
-                if not body.get("path"):
-                    session = self._sessions[name[0]]
-                    self._samplers.setdefault(f"{session}:sample:{body['sampling_session_seq_id']}", name)
+            if kind == "training" and record["op"] in KINDS:
+                self._add_save(name, record, json.loads(record["body"]))
             record["body"] = len(record.get("body", b""))
+        elif kind == "delete":
+            self._ends[name] = record["at"]
+        elif kind == "ttl":
+            self._ends[name] = record["about"]["expires"]
+
+    def _add_save(self, name: Name, record: Record, body: Record) -> None:
+        if body.get("path"):
+            self._saves[name] = f"{KINDS[record['op']]}/{body['path']}"
+            self._ends[name] = record.get("at", 0) + body["ttl_seconds"] if body.get("ttl_seconds") else 0
+        else:
+            session = self._sessions[name[0]]
+            self._samplers.setdefault(f"{session}:sample:{body['sampling_session_seq_id']}", name)
 
     # -- rules -----
 
@@ -181,6 +197,15 @@ class ServiceAudit:
             elif (model, int(seq)) not in self._requests:
                 self._wrong["saved weights of no request"].append(str(path.parent))
 
+    def _check_kept(self) -> None:
+        newest: dict[tuple[str, str], int] = {}
+        for (model, seq), save in self._saves.items():
+            if self._answers.get((model, seq), {}).get("state") == "done":
+                newest[model, save] = max(seq, newest.get((model, save), seq))
+        for (model, save), seq in newest.items():
+            ends, folder = self._ends[model, seq], self._root / "saved" / model.replace(":", "_") / save
+            if not (0 < ends <= time.time()) and not (folder / "about.json").is_file():
+                self._wrong["saved weights that are gone"].append(f"tinker://{model}/{save}")
 
     # -- waste -----
 

@@ -22,7 +22,8 @@ from msgspec import Meta
 
 IDENTIFIER = re.compile(r"[A-Za-z0-9._:-]{1,300}")
 NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
-SAVED = re.compile(r"tinker://([A-Za-z0-9._:-]{1,300})/(weights|sampler_weights)/((?!\.+$)[A-Za-z0-9._-]{1,128})")
+SAVED = re.compile(
+    r"tinker://([A-Za-z0-9._:-]{1,300})/(weights|sampler_weights|external_weights)/((?!\.+$)[A-Za-z0-9._-]{1,128})")
 LAST_NUMBER: Final = 2**31 - 1
 JSON_BYTES, METADATA_BYTES, SHOWN_BYTES = 8 << 20, 16 << 10, 1 << 20  # the last: a larger body's value is not shown
 MOST_SAMPLES, MOST_STOPS, MOST_TOP, MOST_RETRIEVED = 128, 64, 128, 1 << 16
@@ -35,6 +36,7 @@ Number = Annotated[int, Meta(ge=1, le=LAST_NUMBER)]  # of a request of a model
 SampleNumber = Annotated[int, Meta(ge=0, lt=2**53)]  # a clone's begin at its own multiple of 10^9
 Token = Annotated[int, Meta(ge=0, le=LAST_NUMBER)]
 Top = Annotated[int, Meta(ge=0, le=MOST_TOP)]
+Ttl = Annotated[int, Meta(ge=1, le=10 * 366 * 86_400)]  # seconds
 Metadata = dict[str, Any] | None
 
 
@@ -168,7 +170,7 @@ class SaveWeights(Fields, frozen=True):
     model_id: Id
     seq_id: Number
     path: Path
-    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    ttl_seconds: Ttl | None = None
     overwrite: bool = False
     user_metadata: Metadata = None
 
@@ -183,7 +185,7 @@ class SaveWeightsForSampler(Fields, frozen=True):
     path: Path | None = None
     sampling_session_seq_id: Place | None = None
     kind: Annotated[str, Meta(pattern=r"^(snapshot|inflight)\Z")] = "snapshot"
-    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    ttl_seconds: Ttl | None = None
     overwrite: bool = False
     user_metadata: Metadata = None
 
@@ -193,6 +195,20 @@ class SaveWeightsForSampler(Fields, frozen=True):
         elif self.sampling_session_seq_id is None:
             raise BadBody("path", "neither path nor sampling_session_seq_id", "give one of them")
         _bounded("user_metadata", self.user_metadata)
+
+
+class SaveWeightsExternal(Fields, frozen=True):
+    model_id: Id
+    seq_id: Number
+    path: Path
+    ttl_seconds: Ttl | None = None
+    age_encryption_recipients: list[str] | None = None
+
+    def check(self) -> None:
+        _check_name(self.path)
+        if self.age_encryption_recipients:
+            raise BadBody("age_encryption_recipients", "files are not encrypted here",
+                          "save external weights without recipients, and download those")
 
 
 class LoadWeights(Fields, frozen=True):
@@ -222,6 +238,10 @@ class LoadWeights(Fields, frozen=True):
 
 class WeightsInfo(Fields, frozen=True):
     tinker_path: Path
+
+
+class SetTtl(Fields, frozen=True):
+    ttl_seconds: Ttl | None = None  # from now on; None: for ever
 
 
 # -- samplers -----
@@ -360,11 +380,13 @@ BODIES: Final[dict[str, type[Fields]]] = {
     "client/config": ClientConfig, "client/dynamic_config": ClientConfig, "create_session": CreateSession,
     "session_heartbeat": SessionHeartbeat, "sessions/S/finish": FinishSession, "create_model": CreateModel,
     "get_info": GetInfo, "optim_step": OptimStep, "save_weights": SaveWeights,
-    "save_weights_for_sampler": SaveWeightsForSampler, "load_weights": LoadWeights, "weights_info": WeightsInfo,
+    "save_weights_for_sampler": SaveWeightsForSampler, "save_weights_external": SaveWeightsExternal,
+    "load_weights": LoadWeights, "weights_info": WeightsInfo, "training_runs/M/checkpoints/C/ttl": SetTtl,
     "create_sampling_session": CreateSamplingSession, "join_sampling_session": JoinSamplingSession, "asample": Sample,
     "retrieve_future": RetrieveFuture, "retrieve_futures": RetrieveFutures, "cancel_future": CancelFuture,
 }
-IN_LINE: Final = (OptimStep, SaveWeights, SaveWeightsForSampler, LoadWeights)  # numbered requests of a model
+# Numbered requests of a model.
+IN_LINE: Final = (OptimStep, SaveWeights, SaveWeightsForSampler, SaveWeightsExternal, LoadWeights)
 
 Kind = TypeVar("Kind", bound=Fields)
 _PLACE = re.compile(r" - at `([^`]*)`$")

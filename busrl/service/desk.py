@@ -5,13 +5,16 @@ Talks to the three logs of a service. Knows nothing of HTTP or bodies.
 - A request is in the log, and durable where the run says so, before its client hears of it.
 - An answer is in a log before a client can get it: a door that dies finds all of them again.
 - A sampler's completions are listed in the order of the log, so a place in that list stays valid.
+- An answer is forgotten some time after a client had it, and later where no client asked. The answer to a save stays:
+  samplers find their weights by it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterator
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -21,6 +24,9 @@ from busrl.service.registry import Numbered, Registry
 from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
 
 CLONE = 10**9  # numbers of a sampler's clone begin at its own multiple of this
+KEEP_S, KEEP_FETCHED_S = 86_400.0, 600.0  # answers that no client had, and those that one had
+DAY_S = 86_400
+Name = tuple[str, int]  # model or sampler, and number
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -38,15 +44,25 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Desk:
-    def __init__(self, where: ServiceFolders, sync: bool) -> None:
+    """`ring` is called when a request was logged that the tuner is to execute."""
+
+    def __init__(self, where: ServiceFolders, sync: bool, keep_s: float = KEEP_S,
+                 ring: Callable[[], None] = lambda: None) -> None:
         self.registry, self.census = Registry(), Census(where)
+        self._keep_s, self._ring = keep_s, ring
         self._requests, self._samples = LogWriter(where.requests), LogWriter(where.samples)
         self._request_log, self._sync = LogReader(where.requests), sync
         self._answer_logs = [LogReader(where.answers), LogReader(where.samples)]
-        self._answers: dict[tuple[str, int], Found] = {}
-        self._waiters: defaultdict[tuple[str, int], list[asyncio.Event]] = defaultdict(list)
-        self.completed: defaultdict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)  # by sampler and clone
+        self._answers: dict[Name, Found] = {}
+        self._kept: deque[tuple[float, Name]] = deque()  # answers by the time at which they were taken over
+        self._fetched: dict[Name, float] = {}  # when a client first had an answer
+        self._forgotten: dict[str, int] = {}  # the highest number of a model whose answer was forgotten
+        self._waiters: defaultdict[Name, list[asyncio.Event]] = defaultdict(list)
+        self.completed: defaultdict[Name, list[Name]] = defaultdict(list)  # by sampler and clone
         self.waiting_bytes: defaultdict[str, int] = defaultdict(int)  # of requests without an answer, by model
+        self._drawing: dict[Name, int] = {}  # samples of each request that is under way
+        self.samples_of: Counter[str] = Counter()  # under way, by owner
+        self._tokens: Counter[tuple[str, int]] = Counter()  # by owner, and day since 1970
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
         self._decode_answer = msgspec.msgpack.Decoder(Answer).decode
         self._syncing: asyncio.Future[None] | None = None
@@ -58,7 +74,12 @@ class Desk:
 
     def log(self, request: Request) -> None:
         """Append a request. DiskFull, WriteFailed: nothing was logged."""
+        request.at = round(time.time(), 3)
         self._add(request, self._requests.write(request))
+        if request.kind in ("training", "refused"):
+            self._ring()
+        elif request.kind == "session":
+            self.census.heard(request.id)
 
     async def durable(self) -> None:
         """Wait until all that was logged is durable; calls at the same time share one look at the disk."""
@@ -78,16 +99,34 @@ class Desk:
         """The whole record of a request."""
         return self._decode_request(self._request_log.payload(numbered.place))
 
-    def open_samples(self) -> Iterator[tuple[str, int]]:
+    def open_samples(self) -> Iterator[Name]:
         """Sampler and number of each request for samples without an answer."""
-        for sampler in self.registry.samplers.values():
-            yield from ((sampler.id, seq) for seq in sampler.requests if (sampler.id, seq) not in self._answers)
+        return iter(list(self._drawing))
+
+    def tokens_today(self, owner: str) -> int:
+        """Tokens that an owner has sent and drawn since midnight UTC."""
+        return self._tokens[owner, int(time.time() // DAY_S)]
+
+    def open_sessions(self, owner: str, within_s: float) -> int:
+        """How many sessions of an owner go on, and were heard of within that time."""
+        since = time.time() - within_s
+        return sum(session.owner == owner and not session.ended and self.census.last_heard(session.id) > since
+                   for session in self.registry.sessions.values())
 
     def _add(self, request: Request, place: Place) -> None:
         self.registry.add(request, place)
         self.census.logged(request)
-        if request.kind == "training" and (request.id, request.seq) not in self._answers:
+        name = request.id, request.seq
+        if request.kind == "training":
             self.waiting_bytes[request.id] += len(request.body)
+        elif request.kind == "sample":
+            self._drawing[name] = request.about.get("samples", 1)
+            self.samples_of[self._owner(request.id)] += self._drawing[name]
+        if request.tokens:
+            self._tokens[self._owner(request.id), int(request.at // DAY_S)] += request.tokens
+
+    def _owner(self, id: str) -> str:
+        return (self.registry.models.get(id) or self.registry.samplers[id]).owner
 
     # -- answers -----
 
@@ -96,41 +135,83 @@ class Desk:
         for log in self._answer_logs:
             for payload, place in log.read():
                 answer = self._decode_answer(payload)
-                name = answer.id, answer.seq
-                if name in self._answers:
-                    continue
-                self._answers[name] = Found(
-                    answer.state, answer.proto, len(answer.payload), answer.weights, log, place)
-                if answer.id in self.registry.samplers:
-                    self.completed[answer.id, answer.seq // CLONE].append(name)
-                elif (model := self.registry.models.get(answer.id)) and (numbered := model.requests.get(answer.seq)):
-                    self.waiting_bytes[answer.id] -= min(numbered.place.size, self.waiting_bytes[answer.id])
-                self.census.answered(answer)
-                self._wake(name)
-                self._wake((answer.id, -1 - answer.seq // CLONE))
+                if (answer.id, answer.seq) not in self._answers:
+                    self._take(answer, Found(
+                        answer.state, answer.proto, len(answer.payload), answer.weights, log, place))
+
+    def _take(self, answer: Answer, found: Found) -> None:
+        name = answer.id, answer.seq
+        self._answers[name] = found
+        self._kept.append((time.monotonic(), name))
+        if (sampler := self.registry.samplers.get(answer.id)) is not None:
+            self.completed[answer.id, answer.seq // CLONE].append(name)
+            self.samples_of[sampler.owner] -= self._drawing.pop(name, 0)
+            if answer.tokens:
+                self._tokens[sampler.owner, int(answer.at // DAY_S)] += answer.tokens
+        elif (model := self.registry.models.get(answer.id)) and (numbered := model.requests.get(answer.seq)):
+            self.waiting_bytes[answer.id] -= min(numbered.place.size, self.waiting_bytes[answer.id])
+        self.census.answered(answer)
+        self._wake(name)
+        self._wake((answer.id, -1 - answer.seq // CLONE))
 
     def answered(self, sampled: Answer) -> None:
         """Log the answer to a request for samples."""
+        sampled.at = round(time.time(), 3)
         self._samples.write(sampled)
         self.follow()
 
-    def found(self, name: tuple[str, int]) -> Found | None:
+    def fetched(self, name: Name) -> None:
+        """Note that a client had the answer: it is kept a while, since the client may not have read it to its end."""
+        self._fetched.setdefault(name, time.monotonic())
+
+    def expire(self, now: float) -> None:
+        """Forget the answers whose time is over at `now` (monotonic)."""
+        while self._fetched and next(iter(self._fetched.values())) <= now - KEEP_FETCHED_S:
+            name = next(iter(self._fetched))
+            del self._fetched[name]
+            self._forget(name)
+        while self._kept and self._kept[0][0] <= now - self._keep_s:
+            _, name = self._kept.popleft()
+            if name not in self._fetched:
+                self._forget(name)
+
+    def _forget(self, name: Name) -> None:
+        found = self._answers.get(name)
+        if found is None or (found.weights and name[0] in self.registry.models):
+            return
+        del self._answers[name]
+        if name[0] in self.registry.models:
+            self._forgotten[name[0]] = max(self._forgotten.get(name[0], 0), name[1])
+
+    def is_answered(self, name: Name) -> bool:
+        """Tell whether a model's request was ever answered, which happens in the order of their numbers."""
+        return name in self._answers or name[1] <= self._forgotten.get(name[0], -1)
+
+    def is_forgotten(self, name: Name) -> bool:
+        """Tell whether the answer to a request of a model or sampler was there, and is not any more."""
+        if name in self._answers:
+            return False
+        if name[0] in self.registry.models:
+            return name[1] <= self._forgotten.get(name[0], -1)
+        return name not in self._drawing
+
+    def found(self, name: Name) -> Found | None:
         return self._answers.get(name)
 
-    async def answer(self, name: tuple[str, int], hold_s: float) -> Found | None:
+    async def answer(self, name: Name, hold_s: float) -> Found | None:
         """The answer to a request of a model or sampler; None if there is none within the time."""
         if name not in self._answers:
             await self._news(name, hold_s)
         return self._answers.get(name)
 
-    async def completions(self, sampler: str, clone: int, cursor: int, hold_s: float) -> list[tuple[str, int]]:
+    async def completions(self, sampler: str, clone: int, cursor: int, hold_s: float) -> list[Name]:
         """The requests of a sampler's clone that were answered beyond the first `cursor`, waiting for one."""
         completed = self.completed[sampler, clone]
         if len(completed) <= cursor:
             await self._news((sampler, -1 - clone), hold_s)
         return completed[cursor:]
 
-    async def _news(self, name: tuple[str, int], hold_s: float) -> None:
+    async def _news(self, name: Name, hold_s: float) -> None:
         waiter = asyncio.Event()
         self._waiters[name].append(waiter)
         try:
@@ -143,7 +224,7 @@ class Desk:
             if not waiters:
                 del self._waiters[name]
 
-    def _wake(self, name: tuple[str, int]) -> None:
+    def _wake(self, name: Name) -> None:
         for waiter in self._waiters.get(name, ()):
             waiter.set()
 

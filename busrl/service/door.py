@@ -12,36 +12,35 @@ gets. Knows nothing of engines or tensors.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from busrl.errors import MachineError
-from busrl.service import bodies, folders
+from busrl.service import bodies
 from busrl.service.bodies import BadBody, read_body
-from busrl.service.desk import Desk
-from busrl.service.folders import ServiceFolders
-from busrl.service.registry import Model, Sampler, saved
+from busrl.service.desk import Found
+from busrl.service.keys import Keys
+from busrl.service.registry import Model
 from busrl.service.requests import Request
+from busrl.service.routes import ACCOUNT, BODY_BYTES, Refusal, Service, Things
+from busrl.service.runs import FILES, CheckpointRoutes, ListRoutes
 from busrl.service.sampling import Samples
-from busrl.service.wire import digest, read_forward_backward, unpack
-from busrl.topology.schema import Tinker
+from busrl.service.wire import digest, read_forward_backward
 
 log = logging.getLogger("busrl")
 HOLD_S, HOLD_MANY_S = 20.0, 30.0
-BODY_BYTES = 64 << 20
 INLINE_BYTES = 1 << 20  # larger answers are announced first, where the client allows it
 PROTO = "application/x-protobuf"
 PARTS = ("attn", "mlp", "unembed")
-TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
+TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external",
+            "load_weights")
 BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
 MOST_SESSIONS, MOST_KEY = 1000, 256
-NO_SUCH = "does not exist"
 PAUSED = "the service is paused by whoever runs it"
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1024,
@@ -51,82 +50,12 @@ CLIENT_CONFIG = {
     "use_pyqwest_transport": True,
 }
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 100}
-Kind = TypeVar("Kind", bound=bodies.Fields)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Refusal(Exception):
-    """An answer with a status that the SDK shows to its user, or obeys."""
-
-    def __init__(self, status: int, text: str, retry_after_s: int = 0) -> None:
-        super().__init__(text)
-        self.status, self.retry_after_s = status, retry_after_s
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The model that all adapters are of: its name for clients, its kind, its ids, whether its head can be adapted."""
-
-    name: str
-    arch: str
-    vocabulary: int
-    tied_head: bool
-
-
-class Service:
-    """The means of all routes: bodies, and the things that a client names. Refusal where there is no such thing.
-    `paused`: whether the run is, so that nothing is executed."""
-
-    def __init__(self, desk: Desk, where: ServiceFolders, settings: Tinker, base: BaseModel,
-                 paused: Callable[[], bool] = lambda: False) -> None:
-        self.desk, self.where, self.settings, self.base = desk, where, settings, base
-        self.paused = paused
-        self.registry = desk.registry
-
-    async def raw(self, request: web.Request) -> bytes:
-        body = await request.read()
-        encoding = request.headers.get("Content-Encoding", "")
-        if encoding == "zstd":
-            return await asyncio.to_thread(unpack, body, BODY_BYTES)
-        if encoding not in ("", "identity"):
-            raise Refusal(400, f"Content-Encoding: {encoding} is not read here; zstd is, or none")
-        return body
-
-    async def body(self, request: web.Request, kind: type[Kind]) -> Kind:
-        return read_body(kind, await self.raw(request))
-
-    def session(self, id: str | None) -> str:
-        session = self.registry.sessions.get(id or "")
-        if session is None:
-            raise Refusal(404, f"session {id} {NO_SUCH}")
-        if session.ended:
-            raise Refusal(410, f"session {session.id} has ended: {session.ended}")
-        self.desk.census.heard(session.id)
-        return session.id
-
-    def require_base(self, name: str | None) -> None:
-        if name != self.base.name:
-            raise Refusal(400, f"base_model {name} is not served here; {self.base.name} is")
-
-    def model(self, id: str) -> Model:
-        model = self.registry.models.get(id)
-        if model is None:
-            raise Refusal(404, f"model {id} {NO_SUCH}")
-        return model
-
-    def saved(self, path: str, kind: str) -> dict[str, Any]:
-        """The description of saved weights; Refusal if they do not exist."""
-        found = saved(path)
-        there = folders.about(self.where.saved_as(*found)) if found and found[1] == kind else None
-        if there is None:
-            raise Refusal(404, f"{path} {NO_SUCH}")
-        return there
-
-    def sampler(self, id: str) -> Sampler:
-        sampler = self.registry.samplers.get(id)
-        if sampler is None:
-            raise Refusal(404, f"sampler {id} {NO_SUCH}")
-        return sampler
+def written(metadata: bodies.Metadata) -> bytes:
+    """A client's own words for the log, which knows fewer numbers than JSON does."""
+    return msgspec.json.encode(metadata) if metadata else b""
 
 
 class SessionRoutes:
@@ -148,7 +77,7 @@ class SessionRoutes:
         ]
 
     async def _client_config(self, request: web.Request) -> web.Response:
-        inflight = {"sample_max_concurrent_requests": self._at.settings.samples_in_flight}
+        inflight = {"sample_max_concurrent_requests": self._at.things().account.samples_in_flight}
         return web.json_response({**CLIENT_CONFIG, **inflight, "proto_compress_fwdbwd": False})
 
     async def _dynamic_config(self, request: web.Request) -> web.Response:
@@ -166,23 +95,25 @@ class SessionRoutes:
         return web.json_response({"status": "accepted"})
 
     async def _create_session(self, request: web.Request) -> web.Response:
-        await self._at.body(request, bodies.CreateSession)
+        body, owner = await self._at.body(request, bodies.CreateSession), self._at.things().account.name
         key = request.headers.get("X-Idempotency-Key", "")[:MOST_KEY] or uuid.uuid4().hex
-        if key not in self._at.registry.by_key:
-            if sum(not session.ended for session in self._at.registry.sessions.values()) >= MOST_SESSIONS:
+        if (owner, key) not in self._at.registry.by_key:
+            if self._at.desk.open_sessions(owner, self._at.settings.session_s) >= MOST_SESSIONS:
                 raise Refusal(400, f"{MOST_SESSIONS} sessions are open; close some (ServiceClient.close)")
-            self._at.desk.log(Request("session", uuid.uuid4().hex, about={"key": key}))
+            about = {"key": key, "owner": owner, "name": body.display_name or "",
+                     "metadata": written(body.user_metadata)}
+            self._at.desk.log(Request("session", uuid.uuid4().hex, about=about))
         await self._at.desk.durable()
-        return web.json_response({"type": "create_session", "session_id": self._at.registry.by_key[key]})
+        made = {"type": "create_session", "session_id": self._at.registry.by_key[owner, key]}
+        return web.json_response(made)
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
-        self._at.session((await self._at.body(request, bodies.SessionHeartbeat)).session_id)
+        body = await self._at.body(request, bodies.SessionHeartbeat)
+        self._at.things().open_session(body.session_id)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, request: web.Request) -> web.Response:
-        session = self._at.registry.sessions.get(request.match_info["id"])
-        if session is None:
-            raise Refusal(404, f"session {request.match_info['id'][:100]} {NO_SUCH}")
+        session = self._at.things().session(request.match_info["id"])
         body = await self._at.body(request, bodies.FinishSession)
         if not session.ended:
             self._at.desk.log(Request("finish", session.id, about={"reason": body.reason.type}))
@@ -205,8 +136,8 @@ class ModelRoutes:
         ]
 
     async def _create_model(self, request: web.Request) -> web.Response:
-        body = await self._at.body(request, bodies.CreateModel)
-        id = f"{self._at.session(body.session_id)}:train:{body.model_seq_id}"
+        body, things = await self._at.body(request, bodies.CreateModel), self._at.things()
+        id = f"{things.open_session(body.session_id).id}:train:{body.model_seq_id}"
         self._at.require_base(body.base_model)
         adapter, most = body.lora_config, self._at.settings.max_rank
         if adapter.rank > most:
@@ -216,18 +147,26 @@ class ModelRoutes:
                           "with train_unembed=False")
         if id not in self._at.registry.models:
             parts = {name: getattr(adapter, f"train_{name}") for name in PARTS}
-            self._open_model(id, {"rank": adapter.rank, "seed": adapter.seed or 0, **parts}, first=1)
+            adapted = {"rank": adapter.rank, "seed": adapter.seed or 0, **parts}
+            self._open_model(things, id, adapted, 1, body.user_metadata)
         await self._at.desk.durable()
         return web.json_response({"request_id": f"{id}:0", "model_id": id})
 
-    def _open_model(self, id: str, adapter: dict[str, Any], first: int) -> None:
+    def _open_model(
+        self, things: Things, id: str, adapter: dict[str, Any], first: int, metadata: bodies.Metadata
+    ) -> None:
         if len(self._at.registry.models) >= self._at.settings.models:
             raise Refusal(400, f"this service has its {self._at.settings.models} models (tinker.models)")
-        session = id.partition(":")[0]
-        self._at.desk.log(Request("model", id, about={"session": session, "adapter": adapter, "first": first}))
+        owner, most = things.account.name, things.account.models
+        if sum(1 for _ in things.models()) >= most:
+            raise Refusal(400, f"{owner} has its {most} models (models of its [[tinker.key]])")
+        about = {"session": id.partition(":")[0], "adapter": adapter, "first": first, "owner": owner,
+                 "metadata": written(metadata)}
+        self._at.desk.log(Request("model", id, about=about))
 
     async def _get_info(self, request: web.Request) -> web.Response:
-        model = self._at.model((await self._at.body(request, bodies.GetInfo)).model_id)
+        body = await self._at.body(request, bodies.GetInfo)
+        model = self._at.things().model(body.model_id)
         about = {"arch": self._at.base.arch, "model_name": self._at.base.name,
                  "tokenizer_id": self._at.settings.tokenizer or None}
         return web.json_response({
@@ -237,38 +176,55 @@ class ModelRoutes:
 
     async def _training(self, request: web.Request) -> web.Response:
         """Log a numbered request. One that is wrong and has a number is logged as refused: its future fails."""
-        op, raw = request.path.rpartition("/")[2], await self._at.raw(request)
+        op, raw, things = request.path.rpartition("/")[2], await self._at.raw(request), self._at.things()
         try:
-            taken = await asyncio.to_thread(self._read, op, raw) if len(raw) > BESIDE_BYTES else self._read(op, raw)
+            if len(raw) > BESIDE_BYTES:
+                taken = await asyncio.to_thread(self._read, things, op, raw)
+            else:
+                taken = self._read(things, op, raw)
         except BadBody as problem:
             if problem.request is None:
                 raise
             model, seq = problem.request
             taken = Request("refused", model, seq, op, digest(op, raw), about={"why": str(problem)})
-        self._take(self._at.model(taken.id), taken)
+        self._take(things, taken)
         await self._at.desk.durable()
         return web.json_response({"request_id": f"{taken.id}:{taken.seq}", "model_id": taken.id})
 
-    def _read(self, op: str, raw: bytes) -> Request:
+    def _read(self, things: Things, op: str, raw: bytes) -> Request:
         """The record of a body of that operation."""
         if op == "forward_backward":
             asked = read_forward_backward(raw)
-            return Request("training", asked.model_id, asked.seq_id, op, digest(op, asked), raw)
+            tokens = sum(len(datum.tokens) for datum in asked.data)
+            return Request("training", asked.model_id, asked.seq_id, op, digest(op, asked), raw, tokens=tokens)
         body: Any = read_body(bodies.BODIES[op], raw)
-        if op == "load_weights" and body.model_id is None:
-            return Request("training", self._loaded(body), 0, op, digest(op, body), raw)
+        if op == "load_weights":
+            return self._load(things, body, raw)
         return Request("training", body.model_id, body.seq_id, op, digest(op, body), raw)
 
-    def _loaded(self, body: bodies.LoadWeights) -> str:
-        """The model that a load makes: the load is its first request."""
-        id = f"{self._at.session(body.session_id)}:train:{body.model_seq_id}"
-        adapter = self._at.saved(body.path, "weights")["adapter"]
+    def _load(self, things: Things, body: bodies.LoadWeights, raw: bytes) -> Request:
+        """The record of a load, which may be the first request of the model that it makes."""
+        meaning = digest("load_weights", body)
+        if body.model_id is None or body.seq_id is None:
+            return Request("training", self._loaded(things, body), 0, "load_weights", meaning, raw)
+        try:  # whether the path is there is known when its turn comes: a save may wait before it
+            things.require_not_anothers(body.path)
+        except Refusal:
+            why = {"why": f"{body.path} does not exist"}
+            return Request("refused", body.model_id, body.seq_id, "load_weights", meaning, about=why)
+        return Request("training", body.model_id, body.seq_id, "load_weights", meaning, raw)
+
+    def _loaded(self, things: Things, body: bodies.LoadWeights) -> str:
+        """The model that a load makes."""
+        id = f"{things.open_session(body.session_id).id}:train:{body.model_seq_id}"
+        adapter = things.saved(body.path, "weights")["adapter"]
         if id not in self._at.registry.models:
-            self._open_model(id, adapter, first=0)
+            self._open_model(things, id, adapter, 0, body.user_metadata)
         return id
 
-    def _take(self, model: Model, request: Request) -> None:
+    def _take(self, things: Things, request: Request) -> None:
         """Log a numbered request, once."""
+        model = things.model(request.id)
         known = model.requests.get(request.seq)
         if known is not None:
             if known.digest != request.digest:
@@ -276,16 +232,18 @@ class ModelRoutes:
             return
         if not model.first <= request.seq < 2**31:
             raise Refusal(400, f"seq_id {request.seq}: numbers of {model.id} begin at {model.first}")
+        things.require_tokens()
         room = self._at.settings.pending_mb << 20
         # What all others wait for must come in, however much they are.
-        is_next = request.seq == model.first or self._at.desk.found((model.id, request.seq - 1)) is not None
+        is_next = request.seq == model.first or self._at.desk.is_answered((model.id, request.seq - 1))
         if self._at.desk.waiting_bytes[model.id] + len(request.body) > room and not is_next:
             raise Refusal(429, f"{model.id} has {self._at.settings.pending_mb} MiB of requests that wait", 1)
         self._at.desk.log(request)
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         path = (await self._at.body(request, bodies.WeightsInfo)).tinker_path
-        adapter = self._at.saved(path, "sampler_weights" if "/sampler_weights/" in path else "weights")["adapter"]
+        kind = path.removeprefix("tinker://").partition("/")[2].partition("/")[0]
+        adapter = self._at.things().saved(path, kind)["adapter"]
         about = {"base_model": self._at.base.name, "is_lora": True, "lora_rank": adapter["rank"]}
         return web.json_response({**about, **{f"train_{name}": adapter[name] for name in PARTS}})
 
@@ -305,13 +263,13 @@ class SamplerRoutes:
         ]
 
     async def _create_sampler(self, request: web.Request) -> web.Response:
-        body = await self._at.body(request, bodies.CreateSamplingSession)
-        id = f"{self._at.session(body.session_id)}:sample:{body.sampling_session_seq_id}"
+        body, things = await self._at.body(request, bodies.CreateSamplingSession), self._at.things()
+        id = f"{things.open_session(body.session_id).id}:sample:{body.sampling_session_seq_id}"
         if id not in self._at.registry.samplers:
-            about: dict[str, Any] = {}
+            about: dict[str, Any] = {"owner": things.account.name}
             if body.model_path:
-                model, _, seq = self._at.saved(body.model_path, "sampler_weights")["by"].rpartition(":")
-                about = {"model": model, "seq": int(seq), "path": body.model_path}
+                model, _, seq = things.saved(body.model_path, "sampler_weights")["by"].rpartition(":")
+                about |= {"model": model, "seq": int(seq), "path": body.model_path}
             else:
                 self._at.require_base(body.base_model)
             self._at.desk.log(Request("sampler", id, about=about))
@@ -319,35 +277,42 @@ class SamplerRoutes:
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": id})
 
     async def _get_sampler(self, request: web.Request) -> web.Response:
-        sampler = self._at.sampler(request.match_info["id"])
+        sampler = self._at.things().sampler(request.match_info["id"])
         about = {"sampler_id": sampler.id, "base_model": self._at.base.name, "model_path": sampler.path or None}
         return web.json_response(about)
 
     async def _join(self, request: web.Request) -> web.Response:
-        sampler = self._at.sampler((await self._at.body(request, bodies.JoinSamplingSession)).sampling_session_id)
+        body = await self._at.body(request, bodies.JoinSamplingSession)
+        sampler = self._at.things().sampler(body.sampling_session_id)
         counter = sampler.clones + 1
         self._at.desk.log(Request("join", sampler.id, counter))
         await self._at.desk.durable()
         return web.json_response({"type": "join_sampling_session", "client_counter": counter})
 
     async def _asample(self, request: web.Request) -> web.Response:
-        raw = await self._at.raw(request)
+        raw, things = await self._at.raw(request), self._at.things()
         body = read_body(bodies.Sample, raw)
-        body.prompt.ids(self._at.base.vocabulary, self._at.settings.context)
-        sampler, seq = self._at.sampler(body.sampling_session_id), body.seq_id
-        most = self._at.settings.samples_in_flight
+        tokens = body.prompt.ids(self._at.base.vocabulary, self._at.settings.context).size
+        sampler, seq = things.sampler(body.sampling_session_id), body.seq_id
         meaning, known = digest("asample", body), sampler.requests.get(seq)
         if known is not None and known.digest != meaning:
             raise Refusal(400, f"request {seq} of {sampler.id} was another one")
-        if known is None and self._samples.under_way >= most:
-            raise Refusal(429, f"{most} requests for samples are under way (tinker.samples_in_flight)", 1)
         if known is None:
-            self._at.desk.log(Request("sample", sampler.id, seq, "asample", meaning, raw))
+            self._require_room(things, body.num_samples)
+            about = {"samples": body.num_samples}
+            self._at.desk.log(Request("sample", sampler.id, seq, "asample", meaning, raw, about, tokens=tokens))
             self._samples.begin(sampler, seq)
         await self._at.desk.durable()
         id = f"{sampler.id}:{seq}"
         named = [f"{id}:{index}" for index in range(body.num_samples)]
         return web.json_response({"request_id": id, "sample_sequence_ids": named})
+
+    def _require_room(self, things: Things, samples: int) -> None:
+        things.require_tokens()
+        owner, most = things.account.name, things.account.samples_in_flight
+        under_way = self._at.desk.samples_of[owner]
+        if under_way and under_way + samples > most:  # one request alone goes on, however many its samples are
+            raise Refusal(429, f"{under_way} samples of {owner} are under way, {most} may be (samples_in_flight)", 1)
 
 
 class FutureRoutes:
@@ -365,7 +330,7 @@ class FutureRoutes:
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         body = await self._at.body(request, bodies.RetrieveFuture)
-        id, name = body.request_id, self._future(body.request_id)
+        id, name = body.request_id, self._future(self._at.things(), body.request_id)
         model = self._at.registry.models.get(name[0])
         if model is not None and name[1] == 0 and model.first == 1:  # the creation, which the log alone answers
             return web.json_response({"type": "create_model", "model_id": model.id})
@@ -376,48 +341,49 @@ class FutureRoutes:
             return web.json_response(waits, status=408)
         if body.allow_metadata_only and found.size > INLINE_BYTES:
             return web.json_response({"status": "complete_metadata", "response_payload_size": found.size})
+        self._at.desk.fetched(name)
         kind = PROTO if found.proto else "application/json"
         return web.Response(body=found.payload(), content_type=kind)
 
-    def _future(self, id: str) -> tuple[str, int]:
-        """Model or sampler and number of a future; Refusal 410 if it is none: the SDK then asks again."""
-        owner, _, seq = id.rpartition(":")
-        if seq.isascii() and seq.isdigit() and len(seq) < 19:
-            name, registry = (owner, int(seq)), self._at.registry
-            known = registry.models.get(owner) or registry.samplers.get(owner)
+    def _future(self, things: Things, id: str) -> tuple[str, int]:
+        """Model or sampler and number of a future; Refusal 410 if it is none or too old: the SDK then asks again."""
+        owner, _, digits = id.rpartition(":")
+        known = things.numbered(owner)
+        if known is not None and digits.isascii() and digits.isdigit() and len(digits) < 19:
+            name = owner, int(digits)
             created = isinstance(known, Model) and known.first == 1 and name[1] == 0
-            if known is not None and (created or name[1] in known.requests):
+            if created or (name[1] in known.requests and not self._at.desk.is_forgotten(name)):
                 return name
-        raise Refusal(410, f"{id[:200]} is unknown here")
+        raise Refusal(410, f"{id[:200]} is unknown here, or its answer was not fetched in time")
 
     async def _retrieve_many(self, request: web.Request) -> web.Response:
         body = await self._at.body(request, bodies.RetrieveFutures)
-        sampler = self._at.sampler(body.target.sampling_session_id)
+        sampler = self._at.things().sampler(body.target.sampling_session_id)
         clone, cursor = body.target.cloned_sampler_id or 0, body.prev_cursor or 0
         hold_s = HOLD_MANY_S if body.timeout is None else min(body.timeout, HOLD_MANY_S)
         new = await self._at.desk.completions(sampler.id, clone, cursor, hold_s)
-        return web.json_response({"cursor": cursor + len(new), "completions": [self._completion(name) for name in new]})
+        told = [self._completion(name, found) for name in new if (found := self._at.desk.found(name)) is not None]
+        return web.json_response({"cursor": cursor + len(new), "completions": told})
 
-    def _completion(self, name: tuple[str, int]) -> dict[str, Any]:
-        found = self._at.desk.found(name)
-        assert found is not None
+    def _completion(self, name: tuple[str, int], found: Found) -> dict[str, Any]:
         return {"state": "finished" if found.state == "done" else "failed", "request_id": f"{name[0]}:{name[1]}",
                 "response_payload_uncompressed_size": found.size}
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        name = self._future((await self._at.body(request, bodies.CancelFuture)).request_id)
+        body = await self._at.body(request, bodies.CancelFuture)
+        name = self._future(self._at.things(), body.request_id)
         if name[0] in self._at.registry.samplers:
             self._samples.stop(name)
         return web.Response(status=204)
 
 
 class Door:
-    """The application of a service. `key` lets a client in; `warn` takes lines for people."""
+    """The application of a service. `keys` let clients in; `warn` takes lines for people."""
 
-    def __init__(self, service: Service, samples: Samples, key: str, warn: Callable[[str], None]) -> None:
-        self._key, self._warn = key, warn
+    def __init__(self, service: Service, samples: Samples, keys: Keys, warn: Callable[[str], None]) -> None:
+        self._keys, self._warn = keys, warn
         self._parts = (SessionRoutes(service), ModelRoutes(service), SamplerRoutes(service, samples),
-                       FutureRoutes(service, samples))
+                       FutureRoutes(service, samples), ListRoutes(service), CheckpointRoutes(service, keys.secret))
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES)
@@ -429,9 +395,11 @@ class Door:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, and answer refusals in words."""
         try:
-            key = request.headers.get("X-API-Key", "")
-            if request.path != "/api/v1/healthz" and not hmac.compare_digest(key.encode(), self._key.encode()):
-                raise Refusal(401, "the key is not the one of this service; it is in RUN_DIR/tinker.key")
+            account = self._keys.account(request.headers.get("X-API-Key", ""))
+            if account is None and request.path != "/api/v1/healthz" and not request.path.startswith(FILES):
+                raise Refusal(401, "the key is none of this service; the run's own is in RUN_DIR/tinker.key")
+            if account is not None:
+                ACCOUNT.set(account)
             return await handler(request)
         except Refusal as refusal:
             after = {"retry-after": str(refusal.retry_after_s)} if refusal.retry_after_s else {}

@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 
 from busrl.errors import DiskFull
-from busrl.service import folders
+from busrl.service import bodies, folders
 from busrl.service.adapters import Adapter
 from busrl.service.bodies import BadBody, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler, read_body
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
-from busrl.service.registry import Model, Registry, saved
+from busrl.service.registry import SAVES, Model, Registry, saved
 from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
 from busrl.service.sums import UserFault
 from busrl.service.tenants import Adam, Tenants
@@ -38,7 +38,6 @@ from busrl.training.checkpoint import whole_directory
 
 DEATHS = 2  # of processes, in a row, after which a request is not run again
 NO_STATE = -1
-SAVES = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights"}
 
 
 @dataclass
@@ -311,6 +310,11 @@ class Driver:
         sampler = f"{line.model.session}:sample:{asked.sampling_session_seq_id}"
         told = {"path": path, "sampling_session_id": sampler, "type": request.op}
         return Result("done", msgspec.json.encode(told), weights=number)
+
+    def _save_weights_external(self, line: Line, request: Request) -> Result:
+        asked = read_body(bodies.SaveWeightsExternal, request.body)
+        return self._saved(line, request, asked.path, False, 0,
+                           lambda folder: self._tenants.snapshot(request.id, folder))
 
     def _saved(self, line: Line, request: Request, name: str, overwrite: bool, number: int,
                fill: Callable[[Any], None]) -> Result:

@@ -177,6 +177,10 @@ class Census:
         self._heard[session] = time.time()
         self._shown.change()
 
+    def last_heard(self, session: str) -> float:
+        """When a client of the session was there, in Unix seconds; 0 if that is long ago."""
+        return self._heard.get(session, 0.0)
+
     def logged(self, request: Request) -> None:
         if request.kind not in ("training", "refused", "sample"):
             return
@@ -200,7 +204,8 @@ class Census:
         newest = sorted(open_sessions, key=lambda name: self._heard.get(name, 0.0))[-LISTED:]
         self._shown.show({
             "sessions": {name: {"heard": self._heard.get(name, 0.0)} for name in newest},
-            "models": {name: self._row(name, waits[False]) for name in list(registry.models)[-LISTED:]},
+            "models": {name: self._row(name, waits[False]) | {"owner": registry.models[name].owner}
+                       for name in list(registry.models)[-LISTED:]},
             "samplers": {name: self._row(name, waits[True]) | {"path": registry.samplers[name].path,
                          "weights": self._weights.get(name, 0)} for name in list(registry.samplers)[-LISTED:]},
             "counts": {"sessions": len(open_sessions), "models": len(registry.models),

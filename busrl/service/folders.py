@@ -24,13 +24,14 @@ class ServiceFolders:
         self.samples = self.root / "samples"  # answers to requests for samples
         self.executing = self.root / "executing"  # what the tuner is at, and how many tuners died of it
         self.models_shown, self.clients_shown = self.root / "models.json", self.root / "clients.json"  # for people
+        self.trash = self.root / "trash"  # saved weights on their way out
         self.states, self.snapshots, self.saved = (self.root / name for name in ("states", "snapshots", "saved"))
 
     def snapshot(self, number: int) -> Path:
         return self.snapshots / str(number)
 
     def saved_as(self, model: str, kind: str, name: str) -> Path:
-        """The folder of a client's saved weights: `kind` is weights or sampler_weights."""
+        """The folder of a client's saved weights: `kind` is weights, sampler_weights or external_weights."""
         return self.saved / on_disk(model) / kind / name
 
     def states_of(self, model: str) -> list[tuple[int, Path]]:

@@ -16,6 +16,11 @@ import msgspec
 from busrl.service.bodies import SAVED
 from busrl.service.requests import Place, Request
 
+RUN = "run"  # the name of the run's own key
+SAVES = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights",
+         "save_weights_external": "external_weights"}  # kinds of what these operations save
+Metadata = dict[str, Any] | None
+
 
 class AdapterOf(msgspec.Struct, frozen=True):
     """The adapter of a model: its rank, the seed of its first weights, and the parts of the base that it changes."""
@@ -37,12 +42,35 @@ class Numbered(NamedTuple):
 
 
 @dataclass
+class Save:
+    """What a request is to save under a name: kind and name, `weights/one` say. `at`: when it was logged, `expires`:
+    when it may go, in Unix seconds; 0: never."""
+
+    name: str
+    at: float
+    expires: float = 0.0
+    metadata: Metadata = None
+    deleted: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    def is_over(self, now: float) -> bool:
+        return self.deleted or 0 < self.expires <= now
+
+
+@dataclass
 class Model:
     id: str
     session: str
     adapter: AdapterOf
     first: int  # the number of its first request
+    owner: str = RUN  # the name of the key under which it was made
+    metadata: Metadata = None
+    newest_at: float = 0.0  # when its newest request was logged
     requests: dict[int, Numbered] = field(default_factory=dict)
+    saves: dict[int, Save] = field(default_factory=dict)  # by the number of the request
 
 
 @dataclass
@@ -53,6 +81,7 @@ class Sampler:
     model: str = ""
     seq: int = 0
     path: str = ""
+    owner: str = RUN
     clones: int = 0
     requests: dict[int, Numbered] = field(default_factory=dict)
 
@@ -60,13 +89,16 @@ class Sampler:
 @dataclass
 class Session:
     id: str
+    owner: str = RUN
+    metadata: Metadata = None
+    name: str = ""
     ended: str = ""
 
 
 class Registry:
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
-        self.by_key: dict[str, str] = {}  # session by the key of the call that made it
+        self.by_key: dict[tuple[str, str], str] = {}  # session by its owner, and the key of the call that made it
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self._decode = msgspec.json.Decoder().decode
@@ -75,19 +107,27 @@ class Registry:
         """Take over the next record of the log."""
         getattr(self, f"_add_{request.kind}")(request, place)
 
+    def _metadata(self, about: dict[str, Any]) -> Metadata:
+        """A client's own words about what it makes, which stand in the log as JSON."""
+        text = about.get("metadata")
+        return self._decode(text) if text else None
+
     # -- kinds of records -----
 
     def _add_session(self, request: Request, place: Place) -> None:
-        self.sessions[request.id] = Session(request.id)
-        self.by_key[request.about["key"]] = request.id
+        about = request.about
+        session = Session(request.id, about.get("owner", RUN), self._metadata(about), about.get("name", ""))
+        self.sessions[request.id] = session
+        self.by_key[session.owner, about["key"]] = request.id
 
     def _add_finish(self, request: Request, place: Place) -> None:
         self.sessions[request.id].ended = request.about["reason"]
 
     def _add_model(self, request: Request, place: Place) -> None:
         about = request.about
-        adapter = msgspec.convert(about["adapter"], AdapterOf)
-        self.models[request.id] = Model(request.id, about["session"], adapter, about["first"])
+        self.models[request.id] = Model(
+            request.id, about["session"], msgspec.convert(about["adapter"], AdapterOf), about["first"],
+            about.get("owner", RUN), self._metadata(about), request.at)
 
     def _add_sampler(self, request: Request, place: Place) -> None:
         self.samplers[request.id] = Sampler(request.id, **request.about)
@@ -98,12 +138,27 @@ class Registry:
     def _add_training(self, request: Request, place: Place) -> None:
         model = self.models[request.id]
         model.requests[request.seq] = Numbered(request.kind, request.op, request.digest, place)
-        if request.op == "save_weights_for_sampler":
-            body: dict[str, Any] = self._decode(request.body)
-            if not body.get("path"):
-                sampler = f"{model.session}:sample:{body['sampling_session_seq_id']}"
-                path = f"tinker://{model.id}/sampler_weights/ephemeral-{request.seq}"
-                self.samplers.setdefault(sampler, Sampler(sampler, model.id, request.seq, path))
+        model.newest_at = request.at
+        if request.op in SAVES:
+            self._add_save(model, request, self._decode(request.body))
+
+    def _add_save(self, model: Model, request: Request, body: dict[str, Any]) -> None:
+        """Note what is saved under a name, or the sampler that is made of a model as it is."""
+        kind = SAVES[request.op]
+        if body.get("path"):
+            expires = request.at + body["ttl_seconds"] if body.get("ttl_seconds") else 0.0
+            save = Save(f"{kind}/{body['path']}", request.at, expires, body.get("user_metadata"))
+            model.saves[request.seq] = save
+            return
+        sampler = f"{model.session}:sample:{body['sampling_session_seq_id']}"
+        path = f"tinker://{model.id}/{kind}/ephemeral-{request.seq}"
+        self.samplers.setdefault(sampler, Sampler(sampler, model.id, request.seq, path, model.owner))
+
+    def _add_delete(self, request: Request, place: Place) -> None:
+        self.models[request.id].saves[request.seq].deleted = True
+
+    def _add_ttl(self, request: Request, place: Place) -> None:
+        self.models[request.id].saves[request.seq].expires = request.about["expires"]
 
     def _add_refused(self, request: Request, place: Place) -> None:
         self.models[request.id].requests[request.seq] = Numbered(request.kind, request.op, request.digest, place)

@@ -30,21 +30,24 @@ SEGMENT_BYTES = 64 << 20
 class Request(msgspec.Struct, omit_defaults=True):
     """A client's wish. `id` is that of the session, model or sampler concerned, `seq` the number that the
     client gave it, `op` the operation. `digest` is of its meaning, `body` as it came, unpacked. `about` holds what the
-    door read of the body for a record of another kind than `training` and `sample`."""
+    door read of the body, for records of other kinds than `training`. `at`: when it was logged, in Unix seconds;
+    `tokens`: of its data or its prompt."""
 
-    kind: str  # session, finish, model, sampler, join, training, refused, sample
+    kind: str  # session, finish, model, sampler, join, training, refused, sample, delete, ttl
     id: str
     seq: int = 0
     op: str = ""
     digest: bytes = b""
     body: bytes = b""
     about: dict[str, Any] = {}
+    at: float = 0.0
+    tokens: int = 0
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
     """The answer to the request `seq` of the model or sampler `id`. `state`: done, or by whose fault there is none,
     user or server. `chain` is of all requests of the model up to this one, in their order. `weights` is the number of
-    the snapshot that a save made, or from which a sample was drawn."""
+    the snapshot that a save made, or from which a sample was drawn; `tokens` were drawn, until `at` (Unix seconds)."""
 
     id: str
     seq: int
@@ -54,6 +57,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
     payload: bytes = b""
     chain: bytes = b""
     weights: int = 0
+    at: float = 0.0
+    tokens: int = 0
 
 
 class Place(NamedTuple):

@@ -3,7 +3,7 @@
 Talks to clients through `door`, to engines through the ring of model calls, to the tuner through the two logs. Knows
 nothing of tensors.
 
-- Its port stays the same over all its lives, so a client finds the next one.
+- Launch gives it a socket that outlives it: a client that comes while it starts again waits, and is not refused.
 - A request for samples that its predecessor left without an answer is begun again.
 """
 
@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
+import socket
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -22,19 +23,25 @@ from aiohttp import web
 
 from busrl.data.chat import LightTokenizer
 from busrl.data.vocabulary import token_rows
-from busrl.errors import UserError
+from busrl.errors import SOCKET, UserError
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring
 from busrl.ring.calls import AsyncCaller
 from busrl.roles.actor import Actor
 from busrl.service.desk import Desk
-from busrl.service.door import BaseModel, Door, Service
+from busrl.service.door import Door
 from busrl.service.folders import ServiceFolders
+from busrl.service.keys import Keys, key_of
+from busrl.service.messages import AnswersLogged, RequestsLogged
+from busrl.service.routes import BaseModel, Service
+from busrl.service.runs import Checkpoints
 from busrl.service.sampling import Samples
 from busrl.system.files import replace
 
-FOLLOW_S = 0.005  # between two looks at the answers
+FOLLOW_S = 0.1  # between two looks at the answers without a message
+WAITING_CLIENTS = 1024
+EXPIRE_S = 10.0  # between two looks for what is over
 
 
 class Tinker(Actor):
@@ -47,12 +54,18 @@ class Tinker(Actor):
         self.where.root.mkdir(exist_ok=True)
         self.calls = Ring.attach(self.paths.calls_name, calls=True)
         self.calls.register(self.role, self.name)
-        self.desk = Desk(self.where, self.topology.learner.wal == "sync")
-        self.key = key_of(self.paths.root / "tinker.key")
-        self.loop = asyncio.new_event_loop()
+        settings = self.topology.tinker
+        self.keys = Keys(key_of(self.paths.root / "tinker.key"), settings)
+        self.desk = Desk(self.where, self.topology.learner.wal == "sync", settings.keep_answers_s,
+                         lambda: self.bus.send(RequestsLogged()))
+        self.loop, self.answers_logged = asyncio.new_event_loop(), asyncio.Event()
 
     def subscriptions(self) -> list[str]:
-        return [*super().subscriptions(), topic(m.CallTokens, self.worker_id)]
+        return [*super().subscriptions(), topic(AnswersLogged)]
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, AnswersLogged):
+            self.answers_logged.set()
 
     def work(self) -> bool:
         return False
@@ -75,30 +88,47 @@ class Tinker(Actor):
                 self.topology.generation.max_new_tokens, self.topology.limits.work_s, self._fail)
             service = Service(
                 self.desk, self.where, settings, base_of(folder, settings.base), lambda: self.paused)
-            door = Door(service, samples, self.key, partial(self.warn, self.role))
-            for sampler, seq in list(self.desk.open_samples()):
+            door = Door(service, samples, self.keys, partial(self.warn, self.role))
+            for sampler, seq in self.desk.open_samples():
                 samples.begin(self.desk.registry.samplers[sampler], seq)
-            async with self._listening(door):
-                follow = asyncio.ensure_future(self._follow_answers())
+            async with self._listening(door), self._following():
                 await self._passes()
-                follow.cancel()
             await samples.close()
 
     async def _passes(self) -> None:
+        checkpoints, expire_at = Checkpoints(self.desk, self.where), 0.0
         while not self.stopping:
             self.look_around()
+            if (now := time.monotonic()) >= expire_at:
+                self.desk.expire(now)
+                await asyncio.to_thread(checkpoints.remove, checkpoints.over())
+                expire_at = now + EXPIRE_S
             if self.failed is not None:
                 raise self.failed
             if self.desk.census.due:
                 self.desk.census.show(self.desk.registry)
             await asyncio.sleep(self.tick_s)
 
+    @contextlib.asynccontextmanager
+    async def _following(self) -> AsyncIterator[None]:
+        """Take over what the tuner answers, as it comes, while it lasts."""
+        self.loop.add_reader(self.bus.fileno(), self._receive_all)
+        follow = asyncio.ensure_future(self._follow_answers())
+        yield
+        follow.cancel()
+        self.loop.remove_reader(self.bus.fileno())
+
+    def _receive_all(self) -> None:
+        for message in self.bus.drain():
+            self.receive(message)
+
     async def _follow_answers(self) -> None:
-        """Take over what the tuner answers, as it comes."""
         try:
             while True:
+                self.answers_logged.clear()
                 self.desk.follow()
-                await asyncio.sleep(FOLLOW_S)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.answers_logged.wait(), FOLLOW_S)
         except Exception as problem:
             self._fail(problem)
 
@@ -107,43 +137,39 @@ class Tinker(Actor):
 
     @contextlib.asynccontextmanager
     async def _listening(self, door: Door) -> AsyncIterator[None]:
-        """Serve, at the port of the topology or any, and tell where in RUN_DIR/tinker.json while it lasts."""
-        host, told = self.topology.tinker.host, self.paths.root / "tinker.json"
+        """Serve, and tell where in RUN_DIR/tinker.json."""
+        settings = self.topology.tinker
         # aiohttp would unpack bodies by itself, without a limit.
         runner = web.AppRunner(door.app(), access_log=None, auto_decompress=False, shutdown_timeout=1.0)
         await runner.setup()
-        port = self.topology.tinker.port or port_before(told)
         try:
-            site = web.TCPSite(runner, host, port, reuse_address=True)
-            try:
-                await site.start()
-            except OSError as problem:
-                raise UserError(f"tinker.host = {host!r}, tinker.port = {port}: cannot listen there: {problem}; take "
-                                "another, or port = 0 for any") from None
+            bound = handed_socket() or own_socket(settings.host, settings.port)
+            await web.SockSite(runner, bound, backlog=WAITING_CLIENTS).start()
             port = runner.addresses[0][1]
-            about = {"base_url": f"http://{host}:{port}", "port": port, "key": str(self.paths.root / "tinker.key"),
-                     "pid": os.getpid()}
-            replace(told, json.dumps(about).encode())
+            about = {"base_url": f"http://{settings.host}:{port}", "port": port,
+                     "key": str(self.paths.root / "tinker.key"), "pid": os.getpid()}
+            replace(self.paths.root / "tinker.json", json.dumps(about).encode())
             yield
         finally:
             await runner.cleanup()
 
 
-def key_of(path: Path) -> str:
-    """The key of the run, which its first process that needs it writes, readable by its owner alone."""
-    with contextlib.suppress(FileExistsError):
-        file_no = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(file_no, "w") as file:
-            file.write(f"tml-{secrets.token_hex(16)}")
-    return path.read_text().strip()
+def handed_socket() -> socket.socket | None:
+    """The socket that launch holds for all lives of this process; None where it gave none."""
+    number = os.environ.pop(SOCKET, "")
+    if not number:
+        return None
+    os.set_inheritable(int(number), False)
+    return socket.socket(fileno=int(number))
 
 
-def port_before(told: Path) -> int:
-    """The port of this process's last life; 0 if there was none."""
+def own_socket(host: str, port: int) -> socket.socket:
+    """A socket of this process alone. UserError: it cannot be bound there."""
     try:
-        return int(json.loads(told.read_bytes())["port"])
-    except (FileNotFoundError, ValueError, KeyError):
-        return 0
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as problem:
+        raise UserError(f"tinker.host = {host!r}, tinker.port = {port}: cannot listen there: {problem}; take "
+                        "another, or port = 0 for any") from None
 
 
 def base_of(folder: Path, name: str) -> BaseModel:

@@ -90,9 +90,10 @@ class Samples:
         if not task.cancelled() and (problem := task.exception()) is not None:
             self._failed(problem)
 
-    def _log(self, name: tuple[str, int], state: str, payload: bytes, weights: int = 0) -> None:
-        numbered = self._desk.registry.samplers[name[0]].requests[name[1]]
-        self._desk.answered(Answer(*name, numbered.digest, state, state == "done", payload, weights=weights))
+    def _log(self, name: tuple[str, int], state: str, payload: bytes, weights: int = 0, tokens: int = 0) -> None:
+        digest = self._desk.registry.samplers[name[0]].requests[name[1]].digest
+        self._desk.answered(
+            Answer(*name, digest, state, state == "done", payload, weights=weights, tokens=tokens))
 
     async def _answer(self, sampler: Sampler, seq: int, order: int) -> None:
         name = sampler.id, seq
@@ -108,7 +109,8 @@ class Samples:
         except (CallUnanswered, RingError) as problem:
             self._log(name, "server", failure(str(problem), "server"))
         else:
-            self._log(name, "done", write_sample_result(drawn, *scores), source.weights)
+            tokens = sum(len(sequence.tokens) for sequence in drawn)
+            self._log(name, "done", write_sample_result(drawn, *scores), source.weights, tokens)
 
     def _stops(self, asked: SamplingParams) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Stops that are ids, and those that are texts."""

@@ -20,6 +20,7 @@ from busrl.roles.actor import Actor
 from busrl.service.driver import Driver
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
+from busrl.service.messages import AnswersLogged, RequestsLogged
 from busrl.service.tenants import Tenants
 from busrl.states import PAUSE_STARTING, HeaderWord
 from busrl.system import device
@@ -36,8 +37,8 @@ class Tuner(Actor):
     role = "tuner"
     warm = staticmethod(import_all)
     singleton = True
-    tick_s = 0.005
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
+    tick_s = 0.1  # without a message
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (RequestsLogged,)
 
     def setup(self) -> None:
         topology = self.topology
@@ -64,7 +65,10 @@ class Tuner(Actor):
         if self.paused or self.driver.next_line is None:
             return news
         with self.activity("request", self.topology.limits.work_s):
-            return self.driver.advance()
+            advanced = self.driver.advance()
+        if advanced:
+            self.bus.send(AnswersLogged())
+        return advanced
 
     def teardown(self) -> None:
         with self.activity("states", self.topology.limits.work_s):

@@ -275,12 +275,19 @@ def export(
 
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str = "") -> None:
-    """Write the model of a checkpoint as a new Hugging Face folder, complete or not at all; nothing is overwritten.
+    """Write the model of a checkpoint as a new Hugging Face folder.
     `dtype`: torch's name of the type of the weights; empty: the type in which the run published them."""
+    with new_folder(out) as folder:
+        (_put_together if is_sharded(checkpoint) else _copied)(checkpoint, folder, dtype)
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `out`, complete or not at all; nothing is overwritten."""
     temporary = out.parent / f".{out.name}-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
-        (_put_together if is_sharded(checkpoint) else _copied)(checkpoint, temporary, dtype)
+        yield temporary
         sync_tree(temporary)
         os.rename(temporary, out)
         sync(out.parent)

@@ -31,7 +31,7 @@ ASKING: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights/one_copy": ("", ("weights.transport=cuda_ipc",)),
     "weights/folders": ("", ("weights.transport=checkpoint_restart",)),
 }
-COMMANDS = {"observe": ("monitor",), "simulate": ("simulate", "quickstart.toml")}
+COMMANDS = {"observe": ("monitor",), "simulate": ("simulate", "quickstart.toml"), "service": ("tinker-key", "ann")}
 
 
 def copy_without(folder: Path, *parts: str) -> Path:

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 from harness import ROOT, Run, running
 from service_messages import datum, read_forward_backward_result, read_sample_result, request
+
+from busrl.service.keys import digest_of
 
 CONFIG = ROOT / "configs" / "tinker.toml"
 LORA = {"rank": 4, "seed": 7, "train_unembed": False}
@@ -29,9 +32,9 @@ PATIENCE_S = 120.0
 class Client:
     """A client of one session, as patient as the SDK is with a door that is away."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, key: str = "") -> None:
         self._run = run
-        self._key = (run.directory / "tinker.key").read_text()
+        self._key = key or (run.directory / "tinker.key").read_text()
         self.session = self.ask("create_session")["session_id"]
         self._numbers: dict[str, int] = {}
 
@@ -128,8 +131,8 @@ def train(client: Client, steps: int) -> list[Any]:
 
 
 @contextmanager
-def service(directory: Path, *settings: str) -> Iterator[tuple[Run, Client]]:
-    run = Run(directory, "tinker.port=0", "model.device=cpu", *settings, config=CONFIG)
+def service(directory: Path, *settings: str, config: Path = CONFIG) -> Iterator[tuple[Run, Client]]:
+    run = Run(directory, "tinker.port=0", "model.device=cpu", *settings, config=config)
     with running(run):
         run.told("tinker")
         yield run, Client(run)
@@ -200,3 +203,34 @@ def test_a_service_that_was_stopped_continues(tmp_path: Path, quickstart: None) 
         run.until("a door", lambda: run.pid("tinker"))
         metrics = json.loads(client.result(client.step(model)))["metrics"]
         assert metrics["unclipped_grad_l2:mean"] > 0
+
+
+@pytest.mark.long
+def test_a_client_that_comes_while_the_door_is_away_waits(tmp_path: Path, quickstart: None) -> None:
+    with service(tmp_path / "run") as (run, _):
+        url = run.told("tinker")["base_url"]
+        for _ in range(3):
+            door = Path(f"/proc/{run.until('the door was there', lambda: run.pid('tinker'))}")
+            os.kill(int(door.name), signal.SIGKILL)
+            run.until("it was gone", partial(is_gone, door))
+            with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=PATIENCE_S) as answer:
+                assert json.load(answer) == {"status": "ok"}
+
+
+def is_gone(process: Path) -> bool:
+    return not process.exists()
+
+
+@pytest.mark.long
+def test_another_key_trains_beside_and_sees_nothing(tmp_path: Path, quickstart: None) -> None:
+    config = tmp_path / "two.toml"
+    lines = f'[[tinker.key]]\nname = "ann"\ndigest = "{digest_of("tml-ann")}"\nmodels = 1\n'
+    config.write_text(f"{CONFIG.read_text()}\n{lines}")
+    with service(tmp_path / "run", config=config) as (run, client):
+        other = Client(run, "tml-ann")
+        models = client.model(), other.model()
+        for owner, model in zip((client, other), models):
+            owner.result(owner.forward_backward(model, supervised([5, 6, 7, 8, 9])))
+        asked = json.dumps({"model_id": models[0]}).encode()
+        assert (client.post("get_info", asked)[0], other.post("get_info", asked)[0]) == (200, 404)
+        assert client.session != other.session

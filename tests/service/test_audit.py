@@ -14,7 +14,7 @@ from test_driver import Service, service  # noqa: F401  (a fixture)
 from busrl.service.audit import Audited, audit
 from busrl.service.requests import Answer, LogReader, LogWriter, Request
 
-Change = Callable[[list[Request], list[Answer]], None]
+Change = Callable[[list[Request], list[Answer]], object]
 
 
 @pytest.fixture
@@ -89,6 +89,16 @@ def test_a_state_of_another_history_is_found(played: Service) -> None:
     _, state = played.where.states_of("m")[-1]
     (state / "about.json").write_text(json.dumps({"applied": 2, "chain": "00"}))
     assert "states of another chain" in audited(played).errors[0]
+
+
+def test_saved_weights_that_nobody_deleted_are_missed(played: Service) -> None:
+    shutil.rmtree(played.where.saved_as("m", "weights", "one"))
+    assert audited(played).errors == ["1 saved weights that are gone: tinker://m/weights/one"]
+    played.log.write(Request("ttl", "m", 4, about={"expires": 1.0}))
+    assert audited(played).errors == []
+    played.log.write(Request("ttl", "m", 4, about={"expires": 0.0}))
+    played.log.write(Request("delete", "m", 4, at=1.0))
+    assert audited(played).errors == []
 
 
 def test_a_run_without_a_service_has_no_such_audit(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_bodies_of_all_routes_were_recorded_but_those_of_cancelling() -> None:
 
 @pytest.mark.parametrize("route", [route for route in BODIES if route != "asample"])
 def test_the_page_of_routes_names_every_field(route: str) -> None:
-    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{route}` |"))
+    row = next(line for line in PAGE.splitlines() if line.replace("PUT ", "").startswith(f"| `{route}` |"))
     fields = set(BODIES[route].__struct_fields__)
     assert fields <= set(re.findall(r"`([a-z_]+)`", row.split("|")[2])), fields
 

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
+from service_messages import datum, request
 
+from busrl.service import desk as desks
 from busrl.service import door as doors
 from busrl.service.desk import Desk
-from busrl.service.door import BaseModel, Door, Service
+from busrl.service.door import Door
 from busrl.service.driver import write_folder
 from busrl.service.folders import ServiceFolders
+from busrl.service.keys import Keys, digest_of
 from busrl.service.registry import Sampler
 from busrl.service.requests import Answer, LogReader, LogWriter, Request
-from busrl.topology.schema import Tinker
+from busrl.service.routes import BaseModel, Service
+from busrl.topology.schema import Tinker, TinkerKey
 
 BASE = BaseModel("tiny", "qwen2", 100, tied_head=False)
 LORA = {"rank": 4, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": True}
 PARTS = {"rank": 4, "seed": 1, "attn": True, "mlp": True, "unembed": True}
+OTHER = "tml-other"
 
 
 class NoEngine:
@@ -34,10 +41,6 @@ class NoEngine:
         self.begun: list[tuple[str, int]] = []
         self.stopped: list[tuple[str, int]] = []
 
-    @property
-    def under_way(self) -> int:
-        return len(self.begun)
-
     def begin(self, sampler: Sampler, seq: int) -> None:
         self.begun.append((sampler.id, seq))
 
@@ -46,19 +49,23 @@ class NoEngine:
 
 
 class Client:
-    """A client over HTTP. `lives` counts the doors so far."""
+    """A client over HTTP, with the run's key unless another one is named."""
 
     def __init__(self, root: Path, base: BaseModel, **settings: Any) -> None:
         self.where, self._base, self._settings = ServiceFolders(root), base, Tinker(**settings)
-        self.samples, self.warned = NoEngine(), list[str]()
+        self.samples, self.warned, self.rung = NoEngine(), list[str](), 0
 
     async def open(self) -> None:
-        self.desk = Desk(self.where, sync=True)
+        self.desk = Desk(self.where, True, self._settings.keep_answers_s, self._ring)
         service = Service(self.desk, self.where, self._settings, self._base)
-        app = Door(service, self.samples, "tml-right", self.warned.append).app()  # type: ignore[arg-type]
+        keys = Keys("tml-right", self._settings)
+        app = Door(service, self.samples, keys, self.warned.append).app()  # type: ignore[arg-type]
         self._server = TestServer(app, skip_url_asserts=True)
         await self._server.start_server(auto_decompress=False)  # as the role serves
         self._http = ClientSession()
+
+    def _ring(self) -> None:
+        self.rung += 1
 
     async def close(self) -> None:
         await self._http.close()
@@ -71,18 +78,45 @@ class Client:
         await self.open()
 
     async def post(self, path: str, body: Any = None, key: str = "tml-right", **headers: str) -> tuple[int, Any]:
+        return await self.ask("POST", path, body, key, **headers)
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, key: str = "tml-right", **headers: str
+    ) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
         url = self._server.make_url(f"/api/v1/{path}")
-        async with self._http.post(url, data=data, headers={"X-API-Key": key, **headers}) as response:
+        async with self._http.request(method, url, data=data, headers={"X-API-Key": key, **headers}) as response:
             raw = await response.read()
             return response.status, json.loads(raw) if raw and response.content_type == "application/json" else raw
 
-    async def session(self) -> str:
-        return str((await self.post("create_session"))[1]["session_id"])
+    async def redirected(self, path: str) -> tuple[int, str]:
+        """Status and address of a redirection."""
+        url = self._server.make_url(f"/api/v1/{path}")
+        headers = {"X-API-Key": "tml-right"}
+        async with self._http.get(url, headers=headers, allow_redirects=False) as response:
+            return response.status, response.headers["Location"]
 
-    async def model(self) -> str:
-        asked = {"session_id": await self.session(), "model_seq_id": 0, "base_model": "tiny", "lora_config": LORA}
-        return str((await self.post("create_model", asked))[1]["model_id"])
+    async def fetch(self, url: str) -> tuple[int, bytes]:
+        """A download without a key."""
+        async with self._http.get(url) as response:
+            return response.status, await response.read()
+
+    async def session(self, key: str = "tml-right") -> str:
+        return str((await self.post("create_session", key=key))[1]["session_id"])
+
+    async def model(self, key: str = "tml-right") -> str:
+        asked = {"session_id": await self.session(key), "model_seq_id": 0, "base_model": "tiny", "lora_config": LORA}
+        return str((await self.post("create_model", asked, key))[1]["model_id"])
+
+    async def sampler(self, key: str = "tml-right") -> str:
+        asked = {"session_id": await self.session(key), "sampling_session_seq_id": 0, "base_model": "tiny"}
+        return str((await self.post("create_sampling_session", asked, key))[1]["sampling_session_id"])
+
+    def save(self, model: str, seq: int, kind: str, name: str) -> str:
+        """Save as the tuner saves; the path."""
+        folder = self.where.saved_as(model, kind, name)
+        write_folder(folder, {"by": f"{model}:{seq}", "weights": 0, "adapter": PARTS}, lambda folder: None)
+        return f"tinker://{model}/{kind}/{name}"
 
     def answer(self, id: str, seq: int, payload: bytes = b"{}", state: str = "done", weights: int = 0) -> None:
         """As the tuner answers."""
@@ -116,6 +150,16 @@ def short_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def step(model: str, seq: int, rate: float = 0.1) -> dict[str, Any]:
     return {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": rate}}
+
+
+def wish(sampler: str, seq: int, samples: int = 1, prompt: int = 1) -> dict[str, Any]:
+    """A request for samples, with a prompt of so many tokens."""
+    return {"sampling_session_id": sampler, "seq_id": seq, "num_samples": samples,
+            "prompt": {"chunks": [{"tokens": [1] * prompt}]}}
+
+
+def with_other(**limits: int) -> tuple[TinkerKey, ...]:
+    return (TinkerKey(**{"name": "other", "digest": digest_of(OTHER), "models": 16, **limits}),)
 
 
 def test_a_request_that_comes_again_is_logged_once(tmp_path: Path) -> None:
@@ -268,12 +312,9 @@ def test_an_ephemeral_save_makes_a_sampler(tmp_path: Path) -> None:
 
 def test_completions_keep_their_places_over_a_restart(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
-        session = await client.session()
-        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-        sampler = (await client.post("create_sampling_session", asked))[1]["sampling_session_id"]
-        prompt = {"chunks": [{"tokens": [1]}]}
+        sampler = await client.sampler()
         for seq in range(3):
-            await client.post("asample", {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt})
+            await client.post("asample", wish(sampler, seq))
         for seq in (2, 0):
             client.desk.answered(Answer(sampler, seq, b"", "done", proto=True, payload=b"p"))
         wanted = {"target": {"sampling_session_id": sampler}, "prev_cursor": 0}
@@ -289,11 +330,10 @@ def test_completions_keep_their_places_over_a_restart(tmp_path: Path) -> None:
 
 def test_clones_of_a_sampler_get_numbers_that_are_never_given_again(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
-        asked = {"session_id": await client.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
-        sampler = await client.post("create_sampling_session", asked)
-        numbers = [(await client.post("join_sampling_session", sampler[1]))[1]["client_counter"]]
+        asked = {"sampling_session_id": await client.sampler()}
+        numbers = [(await client.post("join_sampling_session", asked))[1]["client_counter"]]
         await client.again()
-        numbers.append((await client.post("join_sampling_session", sampler[1]))[1]["client_counter"])
+        numbers.append((await client.post("join_sampling_session", asked))[1]["client_counter"])
         assert numbers == [1, 2]
 
     served(tmp_path, play)
@@ -302,10 +342,9 @@ def test_clones_of_a_sampler_get_numbers_that_are_never_given_again(tmp_path: Pa
 def test_a_load_that_makes_a_model_is_its_first_request(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         model = await client.model()
-        write_folder(client.where.saved_as(model, "weights", "one"), {"by": f"{model}:1", "adapter": PARTS},
-                     lambda folder: None)
+        path = client.save(model, 1, "weights", "one")
         asked = {"session_id": model.partition(":")[0], "model_seq_id": 5, "optimizer": True}
-        status, told = await client.post("load_weights", {**asked, "path": f"tinker://{model}/weights/one"})
+        status, told = await client.post("load_weights", {**asked, "path": path})
         assert (status, told["request_id"].split(":")[1:]) == (200, ["train", "5", "0"])
         assert client.desk.registry.models[told["model_id"]].first == 0
         assert (await client.post("load_weights", {**asked, "path": f"tinker://{model}/weights/two"}))[0] == 404
@@ -327,7 +366,153 @@ def test_a_fault_of_the_service_is_no_5xx(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_unknown_route_is_404_in_words(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
-        status, told = await client.post("training_runs")
-        assert status == 404 and "training_runs" in told["detail"]
+        status, told = await client.post("nowhere")
+        assert status == 404 and "nowhere" in told["detail"]
+
+    served(tmp_path, play)
+
+
+def test_what_another_key_made_does_not_exist(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model, sampler = await client.model(), await client.sampler()
+        session, path = model.partition(":")[0], client.save(model, 1, "weights", "one")
+        await client.post("optim_step", step(model, 1))
+        saved = {"path": path, "optimizer": True}
+        asked = {
+            "session_heartbeat": {"session_id": session}, f"sessions/{session}/finish": {},
+            "create_model": {"session_id": session, "model_seq_id": 1, "base_model": "tiny", "lora_config": LORA},
+            "get_info": {"model_id": model}, "optim_step": step(model, 2), "weights_info": {"tinker_path": path},
+            "load_weights": {**saved, "session_id": await client.session(OTHER), "model_seq_id": 0},
+            "join_sampling_session": {"sampling_session_id": sampler}, "asample": wish(sampler, 0),
+            "retrieve_futures": {"target": {"sampling_session_id": sampler}},
+        }
+        for route, body in asked.items():
+            assert (await client.post(route, body, OTHER))[0] == 404, route
+        assert (await client.post("retrieve_future", {"request_id": f"{model}:1"}, OTHER))[0] == 410
+        assert (await client.ask("GET", f"samplers/{sampler}", key=OTHER))[0] == 404
+        assert (await client.ask("GET", f"samplers/{sampler}"))[0] == 200
+
+    served(tmp_path, play, key=with_other())
+
+
+def test_a_load_of_what_is_anothers_fails_as_one_of_nothing(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model, path = await client.model(OTHER), client.save(await client.model(), 1, "weights", "one")
+        asked = {"model_id": model, "seq_id": 1, "path": path, "optimizer": True}
+        assert (await client.post("load_weights", asked, OTHER))[0] == 200  # its number is taken
+        refused = client.logged()[-1]
+        assert (refused.kind, refused.about["why"]) == ("refused", f"{path} does not exist")
+
+    served(tmp_path, play, key=with_other())
+
+
+def test_the_keys_of_a_call_are_told_apart_by_their_owner(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        call = {"X-Idempotency-Key": "a call"}
+        made = [await client.post("create_session", key=key, **call) for key in ("tml-right", OTHER)]
+        assert made[0][0] == made[1][0] == 200 and made[0][1] != made[1][1]
+
+    served(tmp_path, play, key=with_other())
+
+
+def test_a_key_has_its_own_limits(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        sampler, model = await client.sampler(OTHER), await client.model(OTHER)
+        asked = {"session_id": model.partition(":")[0], "model_seq_id": 1, "base_model": "tiny", "lora_config": LORA}
+        status, told = await client.post("create_model", asked, OTHER)
+        assert status == 400 and "other has its 1 models" in told["detail"]
+        await client.model()
+        statuses = [(await client.post("asample", wish(sampler, seq, 3), OTHER))[0] for seq in range(2)]
+        assert statuses == [200, 429]
+        client.desk.answered(Answer(sampler, 0, b"", "done", proto=True, payload=b"p"))
+        assert (await client.post("asample", wish(sampler, 1, 5), OTHER))[0] == 200  # alone, however many
+        assert (await client.post("client/config", key=OTHER))[1]["sample_max_concurrent_requests"] == 4
+
+    served(tmp_path, play, key=with_other(models=1, samples_in_flight=4))
+
+
+def test_tokens_of_a_day_are_counted_over_a_restart(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        sampler, model = await client.sampler(OTHER), await client.model(OTHER)
+        await client.post("asample", wish(sampler, 0, prompt=5), OTHER)
+        client.desk.answered(Answer(sampler, 0, b"", "done", proto=True, payload=b"p", tokens=7))
+        assert client.desk.tokens_today("other") == 12
+        await client.again()
+        assert client.desk.tokens_today("other") == 12
+        body = request(datum([1, 2, 3], target_tokens=np.array([2, 3, 4])), model=model, seq=1)
+        assert (await client.post("forward_backward", body, OTHER))[0] == 200
+        assert client.desk.tokens_today("other") == 15
+        assert (await client.post("asample", wish(sampler, 1), OTHER))[0] == 429
+        assert (await client.post("asample", wish(sampler, 0, prompt=5), OTHER))[0] == 200  # which is known
+        assert (await client.post("optim_step", step(model, 2), OTHER))[0] == 429
+
+    served(tmp_path, play, key=with_other(tokens_per_day=15))
+
+
+def test_an_answer_is_forgotten_after_it_was_fetched(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model, now = await client.model(), time.monotonic()
+        for seq in (1, 2):
+            await client.post("optim_step", step(model, seq))
+            client.answer(model, seq)
+        futures = [{"request_id": f"{model}:{seq}"} for seq in (1, 2)]
+        assert (await client.post("retrieve_future", futures[0]))[0] == 200
+        client.desk.expire(now + desks.KEEP_FETCHED_S - 1)
+        assert (await client.post("retrieve_future", futures[0]))[0] == 200
+        client.desk.expire(now + desks.KEEP_FETCHED_S + 60)
+        assert [(await client.post("retrieve_future", future))[0] for future in futures] == [410, 200]
+        assert (await client.post("optim_step", step(model, 1)))[0] == 200  # it is known all the same
+
+    served(tmp_path, play)
+
+
+def test_an_answer_that_nobody_fetches_is_forgotten(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model, sampler, now = await client.model(), await client.sampler(), time.monotonic()
+        await client.post("optim_step", step(model, 1))
+        client.answer(model, 1)
+        await client.post("asample", wish(sampler, 0))
+        client.desk.answered(Answer(sampler, 0, b"", "done", proto=True, payload=b"p"))
+        client.desk.expire(now + 160)
+        for future in (f"{model}:1", f"{sampler}:0"):
+            assert (await client.post("retrieve_future", {"request_id": future}))[0] == 410
+        told = (await client.post("retrieve_futures", {"target": {"sampling_session_id": sampler}}))[1]
+        assert told == {"cursor": 1, "completions": []}
+
+    served(tmp_path, play, keep_answers_s=100.0)
+
+
+def test_a_sampler_outlives_the_answer_of_its_save(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = await client.model()
+        await client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 3})
+        client.answer(model, 1, weights=1)
+        client.desk.expire(time.monotonic() + 1000)
+        assert client.desk.found((model, 1)) is not None
+
+    served(tmp_path, play, keep_answers_s=100.0)
+
+
+@pytest.mark.parametrize(("session_s", "status"), [(1800.0, 400), (1e-9, 200)])
+def test_a_session_that_fell_silent_makes_room_for_another(
+    session_s: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(client: Client) -> None:
+        first = await client.session()
+        assert (await client.post("create_session"))[0] == status
+        assert (await client.post("session_heartbeat", {"session_id": first}))[0] == 200
+
+    monkeypatch.setattr(doors, "MOST_SESSIONS", 1)
+    served(tmp_path, play, session_s=session_s)
+
+
+def test_the_tuner_is_woken_for_what_it_executes_alone(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model, sampler = await client.model(), await client.sampler()
+        await client.post("asample", wish(sampler, 0))
+        assert client.rung == 0
+        await client.post("optim_step", step(model, 1))
+        await client.post("optim_step", step(model, 1))
+        assert client.rung == 1
 
     served(tmp_path, play)

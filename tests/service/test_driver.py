@@ -259,6 +259,16 @@ def test_a_snapshot_keeps_its_number_when_it_is_made_again(service: Service) -> 
     assert told["sampling_session_id"] == "s:sample:0"
 
 
+def test_external_weights_are_the_adapter_in_a_folder_of_their_own(service: Service) -> None:
+    service.forward(1, 3)
+    service.step(2)
+    service.ask(3, "save_weights_external", path="out")
+    service.run()
+    told = json.loads(service.answers()[-1].payload)
+    assert told["path"] == "tinker://m/external_weights/out"
+    assert (service.where.saved_as("m", "external_weights", "out") / "value").read_text() == "3.0"
+
+
 def test_a_name_is_overwritten_only_when_asked(service: Service) -> None:
     service.ask(1, "save_weights", path="one")
     service.ask(2, "save_weights", path="one")

@@ -36,6 +36,8 @@ async def prepared(client: Client) -> tuple[str, str]:
     session = model.partition(":")[0]
     sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
     assert (await client.post("create_sampling_session", sampler))[0] == 200
+    assert (await client.post("save_weights", {"model_id": model, "seq_id": 2000, "path": "one"}))[0] == 200
+    client.save(model, 2000, "weights", "one")
     return model, session
 
 
@@ -62,11 +64,12 @@ def numbered(bodies: list[bytes], rng: random.Random) -> Iterator[bytes]:
 def test_a_spoilt_body_is_answered_and_others_are_served(route: str, count: int, tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         model, session = await prepared(client)
-        path, bodies = route.replace("/S/", f"/{session}/"), bodies_of(route, session)
+        path = route.replace("/S/", f"/{session}/").replace("/M/", f"/{model}/").replace("/C/", "/weights/one/")
+        method, bodies = "PUT" if path.endswith("/ttl") else "POST", bodies_of(route, session)
         fresh = numbered(bodies, rng) if route in BODIES else None
         for _ in range(min(count, A_LIFE)):
             body = spoilt_text(rng, [next(fresh)]) if fresh else spoilt_bytes(rng, bodies)
-            status, told = await client.post(path, body)
+            status, told = await client.ask(method, path, body)
             assert status in TAKEN, (status, told, body)
             assert status < 400 or status == 408 or told["detail"], (status, body)
         assert client.warned == [], "a fault of the service's own"

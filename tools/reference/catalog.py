@@ -23,6 +23,7 @@ from busrl.hosts import messages as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import ALL, topic
 from busrl.protocol.messages import Message, name_of
+from busrl.service import messages as s
 
 
 class Reach(enum.Enum):
@@ -77,6 +78,8 @@ ROUTES: Final[dict[type[Message], Route]] = {
     g.GatewayTasks: Route("keeper", "the sender of REMOTE_CLAIM", Reach.ONE),
     g.GatewayAnswer: Route("keeper", "the sender of the request", Reach.ONE),
     g.GatewaySettled: Route("keeper", "the sender of REMOTE_BATCH", Reach.ONE),
+    s.RequestsLogged: Route("tinker", "tuner"),
+    s.AnswersLogged: Route("tuner", "tinker"),
 }
 
 # Version of the protocol -> message or record -> the fields that it brought. The first number is `v` of the envelope;
@@ -154,6 +157,8 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.9": {
         "VALIDATION_DONE": "dropped",
         "VALIDATION_SET_DONE": "dropped",
+        "REQUESTS_LOGGED": "",
+        "ANSWERS_LOGGED": "",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

@@ -42,6 +42,7 @@ MIDDLE = """\
 EXAMPLES = {
     "validation.set.name": "math", "validation.set.data": "math.jsonl",
     "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4, "process.role": "rollout",
+    "tinker.key.name": "ann", "tinker.key.digest": "0" * 64,
     "reward.part.kind": "math", "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
 }
 PROCESS = """\

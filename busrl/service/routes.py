@@ -1,0 +1,150 @@
+"""Means of all routes of a service: bodies, what belongs to a key, and refusals in words.
+
+Used by the door and the routes of runs. Talks to the `Desk` for what exists. Knows nothing of which routes there are.
+
+- What belongs to another key does not exist for a client: the refusal is the same, so nobody learns of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from busrl.service import bodies, folders
+from busrl.service.bodies import read_body
+from busrl.service.desk import Desk
+from busrl.service.folders import ServiceFolders
+from busrl.service.keys import Account
+from busrl.service.registry import Model, Sampler, Session, saved
+from busrl.service.wire import unpack
+from busrl.topology.schema import Tinker
+
+BODY_BYTES = 64 << 20
+NO_SUCH = "does not exist"
+ACCOUNT: ContextVar[Account] = ContextVar("account")  # whose request is handled, in the task that handles it
+Kind = TypeVar("Kind", bound=bodies.Fields)
+
+
+class Refusal(Exception):
+    """An answer with a status that the SDK shows to its user, or obeys."""
+
+    def __init__(self, status: int, text: str, retry_after_s: int = 0) -> None:
+        super().__init__(text)
+        self.status, self.retry_after_s = status, retry_after_s
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that all adapters are of: its name for clients, its kind, its ids, whether its head can be adapted."""
+
+    name: str
+    arch: str
+    vocabulary: int
+    tied_head: bool
+
+
+class Things:
+    """What belongs to one account. Refusal 404 for what does not exist, or is another's."""
+
+    def __init__(self, account: Account, desk: Desk, where: ServiceFolders) -> None:
+        self.account, self._desk, self._where = account, desk, where
+        self._registry = desk.registry
+
+    def session(self, id: str) -> Session:
+        session = self._registry.sessions.get(id)
+        if session is None or session.owner != self.account.name:
+            raise Refusal(404, f"session {id[:100]} {NO_SUCH}")
+        return session
+
+    def open_session(self, id: str | None) -> Session:
+        """A session that goes on; Refusal 410 if it has ended."""
+        session = self.session(id or "")
+        if session.ended:
+            raise Refusal(410, f"session {session.id} has ended: {session.ended}")
+        self._desk.census.heard(session.id)
+        return session
+
+    def model(self, id: str) -> Model:
+        model = self._registry.models.get(id)
+        if model is None or model.owner != self.account.name:
+            raise Refusal(404, f"model {id[:100]} {NO_SUCH}")
+        return model
+
+    def sampler(self, id: str) -> Sampler:
+        sampler = self._registry.samplers.get(id)
+        if sampler is None or sampler.owner != self.account.name:
+            raise Refusal(404, f"sampler {id[:100]} {NO_SUCH}")
+        return sampler
+
+    def numbered(self, id: str) -> Model | Sampler | None:
+        """A model or sampler, whose requests have numbers; None where there is none."""
+        known = self._registry.models.get(id) or self._registry.samplers.get(id)
+        return known if known is not None and known.owner == self.account.name else None
+
+    def sessions(self) -> list[Session]:
+        return [session for session in self._registry.sessions.values() if session.owner == self.account.name]
+
+    def models(self) -> Iterator[Model]:
+        return (model for model in self._registry.models.values() if model.owner == self.account.name)
+
+    def require_not_anothers(self, path: str) -> None:
+        """Refusal if this path is one of another account's model, whether something is saved there or not."""
+        found = saved(path)
+        if found is None or found[0] not in self._registry.models:
+            return
+        self.model(found[0])
+
+    def saved(self, path: str, kind: str) -> dict[str, Any]:
+        """The description of saved weights."""
+        found = saved(path)
+        if found is not None and found[1] == kind:
+            described = folders.about(self._where.saved_as(*found))
+            if described is not None:
+                save = self.model(found[0]).saves.get(int(described["by"].rpartition(":")[2]))
+                if save is None or not save.is_over(time.time()):
+                    return described
+        raise Refusal(404, f"{path} {NO_SUCH}")
+
+    def require_tokens(self) -> None:
+        """Refusal 429 if the day's tokens are used up."""
+        most = self.account.tokens_per_day
+        if most and self._desk.tokens_today(self.account.name) >= most:
+            raise Refusal(429, f"{self.account.name} has used its {most} tokens of this day (tokens_per_day); the next "
+                          "one begins at midnight UTC", 60)
+
+
+class Service:
+    """The means of all routes: bodies, and the things that a client names. `paused`: whether the run is, so that
+    nothing is executed."""
+
+    def __init__(self, desk: Desk, where: ServiceFolders, settings: Tinker, base: BaseModel,
+                 paused: Callable[[], bool] = lambda: False) -> None:
+        self.desk, self.where, self.settings, self.base = desk, where, settings, base
+        self.paused = paused
+        self.registry = desk.registry
+
+    async def raw(self, request: web.Request) -> bytes:
+        body = await request.read()
+        encoding = request.headers.get("Content-Encoding", "")
+        if encoding == "zstd":
+            return await asyncio.to_thread(unpack, body, BODY_BYTES)
+        if encoding not in ("", "identity"):
+            raise Refusal(400, f"Content-Encoding: {encoding} is not read here; zstd is, or none")
+        return body
+
+    async def body(self, request: web.Request, kind: type[Kind]) -> Kind:
+        return read_body(kind, await self.raw(request))
+
+    def things(self) -> Things:
+        """What belongs to the key of the request that is handled."""
+        return Things(ACCOUNT.get(), self.desk, self.where)
+
+    def require_base(self, name: str | None) -> None:
+        if name != self.base.name:
+            raise Refusal(400, f"base_model {name} is not served here; {self.base.name} is")
