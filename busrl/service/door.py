@@ -25,7 +25,7 @@ from busrl.service import bodies
 from busrl.service.bodies import BadBody, read_body
 from busrl.service.desk import Found
 from busrl.service.keys import Keys
-from busrl.service.registry import Model
+from busrl.service.registry import Model, Sampler
 from busrl.service.requests import Request
 from busrl.service.routes import ACCOUNT, BODY_BYTES, Refusal, Service, Things
 from busrl.service.runs import FILES, CheckpointRoutes, ListRoutes
@@ -50,7 +50,10 @@ CLIENT_CONFIG = {
     "use_pyqwest_transport": True,
 }
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 100}
+STRANGER = 401  # the status of what has no key
+TESTED = ("0.24.1", "0.38.0")  # versions of the SDK
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
 def written(metadata: bodies.Metadata) -> bytes:
@@ -105,6 +108,9 @@ class SessionRoutes:
             self._at.desk.log(Request("session", uuid.uuid4().hex, about=about))
         await self._at.desk.durable()
         made = {"type": "create_session", "session_id": self._at.registry.by_key[owner, key]}
+        if body.sdk_version and body.sdk_version not in TESTED:
+            made["warning_message"] = (f"busrl was tested with the SDK's versions {' and '.join(TESTED)}, not with "
+                                       f"{body.sdk_version[:40]}")
         return web.json_response(made)
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
@@ -178,7 +184,7 @@ class ModelRoutes:
         """Log a numbered request. One that is wrong and has a number is logged as refused: its future fails."""
         op, raw, things = request.path.rpartition("/")[2], await self._at.raw(request), self._at.things()
         try:
-            if len(raw) > BESIDE_BYTES:
+            if len(raw) > BESIDE_BYTES and op == "forward_backward":  # others may log what they make
                 taken = await asyncio.to_thread(self._read, things, op, raw)
             else:
                 taken = self._read(things, op, raw)
@@ -298,6 +304,7 @@ class SamplerRoutes:
         if known is not None and known.digest != meaning:
             raise Refusal(400, f"request {seq} of {sampler.id} was another one")
         if known is None:
+            self._require_weights(sampler)
             self._require_room(things, body.num_samples)
             about = {"samples": body.num_samples}
             self._at.desk.log(Request("sample", sampler.id, seq, "asample", meaning, raw, about, tokens=tokens))
@@ -306,6 +313,13 @@ class SamplerRoutes:
         id = f"{sampler.id}:{seq}"
         named = [f"{id}:{index}" for index in range(body.num_samples)]
         return web.json_response({"request_id": id, "sample_sequence_ids": named})
+
+    def _require_weights(self, sampler: Sampler) -> None:
+        """Refusal if the weights that the sampler was made from were there, and are not any more."""
+        save = self._at.desk.found((sampler.model, sampler.seq))
+        if save is not None and save.weights and not self._at.where.snapshot(save.weights).is_dir():
+            raise Refusal(404, f"the weights of {sampler.path or sampler.id} are gone; save them again, or make the "
+                          "sampler from others")
 
     def _require_room(self, things: Things, samples: int) -> None:
         things.require_tokens()
@@ -385,8 +399,8 @@ class Door:
         self._parts = (SessionRoutes(service), ModelRoutes(service), SamplerRoutes(service, samples),
                        FutureRoutes(service, samples), ListRoutes(service), CheckpointRoutes(service, keys.secret))
 
-    def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES)
+    def app(self, *around: Middleware) -> web.Application:
+        app = web.Application(middlewares=[*around, self._guard], client_max_size=BODY_BYTES)
         for part in self._parts:
             app.add_routes(part.routes())
         return app
@@ -397,7 +411,7 @@ class Door:
         try:
             account = self._keys.account(request.headers.get("X-API-Key", ""))
             if account is None and request.path != "/api/v1/healthz" and not request.path.startswith(FILES):
-                raise Refusal(401, "the key is none of this service; the run's own is in RUN_DIR/tinker.key")
+                raise Refusal(STRANGER, "the key is none of this service; the run's own is in RUN_DIR/tinker.key")
             if account is not None:
                 ACCOUNT.set(account)
             return await handler(request)

@@ -30,7 +30,7 @@ from busrl.ring import Ring
 from busrl.ring.calls import AsyncCaller
 from busrl.roles.actor import Actor
 from busrl.service.desk import Desk
-from busrl.service.door import Door
+from busrl.service.door import STRANGER, Door, Handler, Middleware
 from busrl.service.folders import ServiceFolders
 from busrl.service.keys import Keys, key_of
 from busrl.service.messages import AnswersLogged, RequestsLogged
@@ -38,9 +38,9 @@ from busrl.service.routes import BaseModel, Service
 from busrl.service.runs import Checkpoints
 from busrl.service.sampling import Samples
 from busrl.system.files import replace
+from busrl.system.listener import Listener, room
 
 FOLLOW_S = 0.1  # between two looks at the answers without a message
-WAITING_CLIENTS = 1024
 EXPIRE_S = 10.0  # between two looks for what is over
 
 
@@ -139,19 +139,36 @@ class Tinker(Actor):
     async def _listening(self, door: Door) -> AsyncIterator[None]:
         """Serve, and tell where in RUN_DIR/tinker.json."""
         settings = self.topology.tinker
+        bound = handed_socket() or own_socket(settings.host, settings.port)
+        listener = Listener(bound, room(), partial(self.warn, self.role, kind="strangers"))
         # aiohttp would unpack bodies by itself, without a limit.
-        runner = web.AppRunner(door.app(), access_log=None, auto_decompress=False, shutdown_timeout=1.0)
+        runner = web.AppRunner(door.app(ends_strangers(listener)), access_log=None, auto_decompress=False,
+                               shutdown_timeout=1.0)
         await runner.setup()
+        await listener.open(runner.server)
         try:
-            bound = handed_socket() or own_socket(settings.host, settings.port)
-            await web.SockSite(runner, bound, backlog=WAITING_CLIENTS).start()
-            port = runner.addresses[0][1]
-            about = {"base_url": f"http://{settings.host}:{port}", "port": port,
-                     "key": str(self.paths.root / "tinker.key"), "pid": os.getpid()}
+            port, host = bound.getsockname()[1], f"[{settings.host}]" if ":" in settings.host else settings.host
+            about = {"base_url": f"http://{host}:{port}", "port": port, "key": str(self.paths.root / "tinker.key"),
+                     "pid": os.getpid()}
             replace(self.paths.root / "tinker.json", json.dumps(about).encode())
             yield
         finally:
+            listener.close()
             await runner.cleanup()
+
+
+def ends_strangers(listener: Listener) -> Middleware:
+    """Tell the listener who has asked for something; the connection of a client without a key ends with its answer."""
+    @web.middleware
+    async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
+        listener.heard(request.protocol)
+        response = await handler(request)
+        if response.status == STRANGER:
+            response.force_close()
+            listener.answered(request.protocol)
+        return response
+
+    return note
 
 
 def handed_socket() -> socket.socket | None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -34,13 +35,13 @@ class Client:
 
     def __init__(self, run: Run, key: str = "") -> None:
         self._run = run
-        self._key = key or (run.directory / "tinker.key").read_text()
+        self.key = key or (run.directory / "tinker.key").read_text()
         self.session = self.ask("create_session")["session_id"]
         self._numbers: dict[str, int] = {}
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Send a body until some door answers."""
-        headers = {"X-API-Key": self._key, "X-Idempotency-Key": "a call"}
+        headers = {"X-API-Key": self.key, "X-Idempotency-Key": "a call"}
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -79,7 +80,7 @@ class Client:
 
     def ask_get(self, path: str) -> Any:
         url = f"{self._run.told('tinker')['base_url']}/api/v1/{path}"
-        with urllib.request.urlopen(urllib.request.Request(url, headers={"X-API-Key": self._key})) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"X-API-Key": self.key})) as answer:
             return json.load(answer)
 
     def _next(self, model: str) -> int:
@@ -234,3 +235,23 @@ def test_another_key_trains_beside_and_sees_nothing(tmp_path: Path, quickstart: 
         asked = json.dumps({"model_id": models[0]}).encode()
         assert (client.post("get_info", asked)[0], other.post("get_info", asked)[0]) == (200, 404)
         assert client.session != other.session
+
+
+@pytest.mark.long
+def test_strangers_hold_no_connection_and_nobody_up(tmp_path: Path, quickstart: None) -> None:
+    with service(tmp_path / "run") as (run, client):
+        told = run.told("tinker")
+        silent = [socket.create_connection(("127.0.0.1", told["port"])) for _ in range(400)]
+        for key, kept in (("tml-wrong", False), (client.key, True)):
+            connection = http.client.HTTPConnection("127.0.0.1", told["port"], timeout=PATIENCE_S)
+            statuses = []
+            for _ in range(2):
+                connection.request("GET", "/api/v1/get_server_capabilities", headers={"X-API-Key": key})
+                answer = connection.getresponse()
+                statuses.append(answer.status)
+                answer.read()
+                assert (connection.sock is not None) == kept
+            assert statuses == [200 if kept else 401] * 2
+            connection.close()
+        for stranger in silent:
+            stranger.close()

@@ -516,3 +516,29 @@ def test_the_tuner_is_woken_for_what_it_executes_alone(tmp_path: Path) -> None:
         assert client.rung == 1
 
     served(tmp_path, play)
+
+
+def test_a_sampler_whose_weights_are_gone_says_so_at_once(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = await client.model()
+        save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 3}
+        await client.post("save_weights_for_sampler", save)
+        sampler = f"{model.partition(':')[0]}:sample:3"
+        client.where.snapshot(1).mkdir(parents=True)
+        client.answer(model, 1, weights=1)
+        assert (await client.post("asample", wish(sampler, 0)))[0] == 200
+        client.where.snapshot(1).rmdir()
+        status, told = await client.post("asample", wish(sampler, 1))
+        assert status == 404 and "ephemeral-1 are gone" in told["detail"]
+        assert (await client.post("asample", wish(sampler, 0)))[0] == 200  # which was taken before
+
+    served(tmp_path, play)
+
+
+@pytest.mark.parametrize(("version", "warned"), [("0.38.0", False), ("", False), ("0.99.0", True)])
+def test_a_version_of_the_sdk_that_nobody_tried_is_named(version: str, warned: bool, tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        status, told = await client.post("create_session", {"sdk_version": version})
+        assert status == 200 and ("0.99.0" in told.get("warning_message", "")) == warned
+
+    served(tmp_path, play)

@@ -49,6 +49,14 @@ def test_every_call_of_the_sdk_is_answered(tmp_path: Path, hub: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_sdk_lists_deletes_and_downloads_what_it_saved(tmp_path: Path, hub: Path) -> None:
+    with service(tmp_path / "run", hub) as (url, environment):
+        done = subprocess.run([PYTHON, SDK / "lists.py", url, NAME, tmp_path], cwd=hub, env=environment,
+                              capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
 def test_both_recipes_run_to_their_end_side_by_side(tmp_path: Path, hub: Path) -> None:
     with service(tmp_path / "run", hub) as (url, environment):
         children = {
