@@ -7,6 +7,7 @@ code with the processes that write them, but names: a rule that they break toget
 - Each answer is of a request that is in the log; the chain of each answer and each state is that of the requests.
 - A sample was drawn with the snapshot that its sampler names; saved weights are there by a request that was done.
 - What a request saved under a name is there, or was deleted by a request, or its time is over.
+- Nothing was loaded or drawn from weights that belong to another key.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class ServiceAudit:
         self._sessions: dict[str, str] = {}  # of each model
         self._samplers: dict[str, Name] = {}
         self._saves: dict[Name, str] = {}  # the kind and name of what a request saves
+        self._owners: dict[str, str] = {}  # of each model and sampler, the name of its key
+        self._loads: dict[Name, str] = {}  # the model whose weights a request loads
         self._ends: dict[Name, float] = {}  # when it may go, in Unix seconds; 0: never
         for record in self._records("requests"):
             self._add(record)
@@ -73,6 +76,7 @@ class ServiceAudit:
         self._check_samples()
         self._check_saved()
         self._check_kept()
+        self._check_owners()
         counts = {
             "models": len(self._firsts), "requests": len(self._requests),
             "answers": len(self._answers), "answers to requests for samples": len(self._samples),
@@ -111,15 +115,19 @@ class ServiceAudit:
         if kind == "model":
             self._firsts[record["id"]] = record["about"]["first"]
             self._sessions[record["id"]] = record["about"]["session"]
+            self._owners[record["id"]] = record["about"].get("owner", "")
         elif kind == "sampler":
             about = record.get("about", {})
             self._samplers[record["id"]] = about.get("model", ""), about.get("seq", 0)
+            self._owners[record["id"]] = about.get("owner", "")
         elif kind in ("training", "refused", "sample"):
             if name in self._requests:
                 self._wrong["requests logged twice"].append(shown(name))
             self._requests[name] = record
             if kind == "training" and record["op"] in KINDS:
                 self._add_save(name, record, json.loads(record["body"]))
+            elif kind == "training" and record["op"] == "load_weights":
+                self._loads[name] = json.loads(record["body"])["path"].split("/")[2]
             record["body"] = len(record.get("body", b""))
         elif kind == "delete":
             self._ends[name] = record["at"]
@@ -206,6 +214,15 @@ class ServiceAudit:
             ends, folder = self._ends[model, seq], self._root / "saved" / model.replace(":", "_") / save
             if not (0 < ends <= time.time()) and not (folder / "about.json").is_file():
                 self._wrong["saved weights that are gone"].append(f"tinker://{model}/{save}")
+
+    def _check_owners(self) -> None:
+        for sampler, (model, _) in self._samplers.items():
+            if model and self._owners.get(sampler, self._owners.get(model)) != self._owners.get(model):
+                self._wrong["samplers of another key's weights"].append(sampler)
+        for name, model in self._loads.items():
+            done = self._answers.get(name, {}).get("state") == "done"
+            if done and self._owners.get(name[0]) != self._owners.get(model):
+                self._wrong["loads of another key's weights"].append(shown(name))
 
     # -- waste -----
 

@@ -202,13 +202,10 @@ class SaveWeightsExternal(Fields, frozen=True):
     seq_id: Number
     path: Path
     ttl_seconds: Ttl | None = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=10)] | None = None
 
     def check(self) -> None:
         _check_name(self.path)
-        if self.age_encryption_recipients:
-            raise BadBody("age_encryption_recipients", "files are not encrypted here",
-                          "save external weights without recipients, and download those")
 
 
 class LoadWeights(Fields, frozen=True):

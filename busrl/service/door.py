@@ -15,7 +15,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -30,7 +30,11 @@ from busrl.service.requests import Request
 from busrl.service.routes import ACCOUNT, BODY_BYTES, Refusal, Service, Things
 from busrl.service.runs import FILES, CheckpointRoutes, ListRoutes
 from busrl.service.sampling import Samples
+from busrl.service.sealing import require_recipients
 from busrl.service.wire import digest, read_forward_backward
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
 
 log = logging.getLogger("busrl")
 HOLD_S, HOLD_MANY_S = 20.0, 30.0
@@ -53,7 +57,6 @@ DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "s
 STRANGER = 401  # the status of what has no key
 TESTED = ("0.24.1", "0.38.0")  # versions of the SDK
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
 def written(metadata: bodies.Metadata) -> bytes:
@@ -206,7 +209,16 @@ class ModelRoutes:
         body: Any = read_body(bodies.BODIES[op], raw)
         if op == "load_weights":
             return self._load(things, body, raw)
+        if op == "save_weights_external":
+            self._require_recipients(body)
         return Request("training", body.model_id, body.seq_id, op, digest(op, body), raw)
+
+    def _require_recipients(self, body: bodies.SaveWeightsExternal) -> None:
+        try:
+            require_recipients(body.age_encryption_recipients or ())
+        except BadBody as problem:
+            problem.request = body.model_id, body.seq_id
+            raise
 
     def _load(self, things: Things, body: bodies.LoadWeights, raw: bytes) -> Request:
         """The record of a load, which may be the first request of the model that it makes."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from busrl.service.folders import ServiceFolders
+from busrl.service.registry import RUN
 from busrl.status.words import duration, joined, printable, short
 from busrl.system import files
 
@@ -86,9 +87,11 @@ def _waiting(row: Mapping[str, Any], what: str, now: float) -> str:
 def _model(name: str, row: Mapping[str, Any], at: Mapping[str, Any] | None, now: float) -> str:
     busy = at is not None and at["id"] == name
     waits = f"waits {_age(row['since'], now)} for the tuner" if row.get("waiting") and not busy else ""
+    owner = row.get("owner", RUN)
+    whose = "" if owner == RUN else f" of {printable(str(owner))}"
     figures = [f"{key} {row[key]:.4g}" for key in ("loss", "norm") if row.get(key) is not None]
     return "    model     " + joined(
-        f"{short_name(name)}  step {row.get('steps', 0)}", f"{short(row.get('tokens', 0))} tokens", *figures,
+        f"{short_name(name)}{whose}  step {row.get('steps', 0)}", f"{short(row.get('tokens', 0))} tokens", *figures,
         f"applied {row.get('applied', 0)} of {row.get('logged', 0)}", "parked" if row.get("parked") else "", waits)
 
 

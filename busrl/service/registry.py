@@ -8,6 +8,7 @@ Door and tuner each build it from the log, and follow it. Knows nothing of HTTP,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ class Save:
     at: float
     expires: float = 0.0
     metadata: Metadata = None
+    recipients: Sequence[str] = ()  # for whom its files are encrypted when they are downloaded
     deleted: bool = False
 
     @property
@@ -147,8 +149,9 @@ class Registry:
         kind = SAVES[request.op]
         if body.get("path"):
             expires = request.at + body["ttl_seconds"] if body.get("ttl_seconds") else 0.0
-            save = Save(f"{kind}/{body['path']}", request.at, expires, body.get("user_metadata"))
-            model.saves[request.seq] = save
+            model.saves[request.seq] = Save(
+                f"{kind}/{body['path']}", request.at, expires, body.get("user_metadata"),
+                body.get("age_encryption_recipients") or ())
             return
         sampler = f"{model.session}:sample:{body['sampling_session_seq_id']}"
         path = f"tinker://{model.id}/{kind}/ephemeral-{request.seq}"

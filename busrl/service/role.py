@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -30,7 +32,7 @@ from busrl.ring import Ring
 from busrl.ring.calls import AsyncCaller
 from busrl.roles.actor import Actor
 from busrl.service.desk import Desk
-from busrl.service.door import STRANGER, Door, Handler, Middleware
+from busrl.service.door import STRANGER, Door, Handler
 from busrl.service.folders import ServiceFolders
 from busrl.service.keys import Keys, key_of
 from busrl.service.messages import AnswersLogged, RequestsLogged
@@ -39,6 +41,9 @@ from busrl.service.runs import Checkpoints
 from busrl.service.sampling import Samples
 from busrl.system.files import replace
 from busrl.system.listener import Listener, room
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
 
 FOLLOW_S = 0.1  # between two looks at the answers without a message
 EXPIRE_S = 10.0  # between two looks for what is over
@@ -52,6 +57,7 @@ class Tinker(Actor):
     def setup(self) -> None:
         self.where = ServiceFolders(self.paths.root)
         self.where.root.mkdir(exist_ok=True)
+        shutil.rmtree(self.where.trash, ignore_errors=True)  # of a predecessor that died
         self.calls = Ring.attach(self.paths.calls_name, calls=True)
         self.calls.register(self.role, self.name)
         settings = self.topology.tinker

@@ -32,10 +32,12 @@ from busrl.service.folders import META, ServiceFolders
 from busrl.service.registry import Model, Save
 from busrl.service.requests import Request
 from busrl.service.routes import NO_SUCH, Refusal, Service
+from busrl.service.sealing import SUFFIX, seal
 
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 RUN, CHECKPOINT = "/api/v1/training_runs/{run}", "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 FILES = "/api/v1/files/"
+ARCHIVE = "archive.tar"
 URL_S, MOST_LISTED, CHUNK_BYTES = 900.0, 1000, 1 << 20
 Item = TypeVar("Item")
 
@@ -211,18 +213,19 @@ class CheckpointRoutes:
     async def _urls(self, request: web.Request) -> web.Response:
         checkpoint = self._checkpoint(*self._named(request))
         expires = time.time() + URL_S
-        urls = {path.name: self._signed(request, checkpoint, path.name, expires)
-                for path in checkpoint.files(self._at.where)}
+        ending = SUFFIX if checkpoint.save.recipients else ""
+        names = [path.name + ending for path in checkpoint.files(self._at.where)]
+        urls = {name: self._signed(request, checkpoint, name, expires) for name in names}
         return web.json_response({"urls": urls, "expires": iso(expires)})
 
     async def _archive(self, request: web.Request) -> web.Response:
         """Send the client on to the archive: older versions of the SDK want a status 302 with the address."""
         checkpoint = self._checkpoint(*self._named(request))
-        if checkpoint.save.kind == "weights":
-            raise Refusal(400, f"{checkpoint.save.name} is the state of a training; archives are of sampler_weights, "
-                          "which save_weights_for_sampler makes")
+        if checkpoint.save.kind != "sampler_weights":
+            raise Refusal(400, f"{checkpoint.save.name}: archives are of sampler_weights, which "
+                          "save_weights_for_sampler makes; external_weights have an address for each file")
         expires = time.time() + URL_S
-        headers = {"Location": self._signed(request, checkpoint, "archive.tar", expires),
+        headers = {"Location": self._signed(request, checkpoint, ARCHIVE, expires),
                    "Expires": format_datetime(datetime.fromtimestamp(expires, timezone.utc), usegmt=True)}
         return web.Response(status=302, headers=headers)
 
@@ -233,14 +236,27 @@ class CheckpointRoutes:
         signed = hmac.compare_digest(signature.encode(), request.query.get("signature", "").encode())
         if not signed or float(expires) < time.time():
             raise Refusal(401, "the address of this file is not signed, or too old; ask for another one")
-        model = self._at.registry.models[request.match_info["run"]]
-        files = self._checkpoint(model, self._name(request)).files(self._at.where)
-        if file == "archive.tar":
+        checkpoint = self._checkpoint(self._at.registry.models[request.match_info["run"]], self._name(request))
+        files, recipients = checkpoint.files(self._at.where), checkpoint.save.recipients
+        if file == ARCHIVE:
             return await sent_as_tar(request, files)
         for path in files:
-            if path.name == file:
+            if path.name == file and not recipients:
                 return web.FileResponse(path)
+            if path.name + SUFFIX == file and recipients:
+                return await self._sent_sealed(request, path, recipients)
         raise Refusal(404, f"{file} {NO_SUCH}")
+
+    async def _sent_sealed(self, request: web.Request, path: Path, recipients: Sequence[str]) -> web.StreamResponse:
+        sealed = self._at.where.trash / uuid.uuid4().hex
+        sealed.parent.mkdir(exist_ok=True)
+        try:
+            await asyncio.to_thread(seal, path, recipients, sealed)
+            response = web.FileResponse(sealed)
+            await response.prepare(request)
+            return response
+        finally:
+            sealed.unlink(missing_ok=True)
 
     def _signed(self, request: web.Request, checkpoint: Checkpoint, file: str, expires: float) -> str:
         run, name, until = checkpoint.model.id, checkpoint.save.name, f"{expires:.0f}"

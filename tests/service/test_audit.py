@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_driver import Service, service  # noqa: F401  (a fixture)
+from test_driver import ADAPTER, Service, service  # noqa: F401  (a fixture)
 
 from busrl.service.audit import Audited, audit
 from busrl.service.requests import Answer, LogReader, LogWriter, Request
@@ -99,6 +99,17 @@ def test_saved_weights_that_nobody_deleted_are_missed(played: Service) -> None:
     played.log.write(Request("ttl", "m", 4, about={"expires": 0.0}))
     played.log.write(Request("delete", "m", 4, at=1.0))
     assert audited(played).errors == []
+
+
+def test_weights_that_were_taken_from_another_key_are_found(played: Service) -> None:
+    about = {"session": "s", "adapter": ADAPTER, "first": 0, "owner": "ann"}
+    played.log.write(Request("model", "anns", about=about))
+    played.log.write(Request("sampler", "t:sample:0", about={"model": "m", "seq": 3, "owner": "ann"}))
+    load = {"session_id": "t", "model_seq_id": 0, "path": "tinker://m/weights/one", "optimizer": True}
+    played.log.write(Request("training", "anns", 0, "load_weights", b"d", json.dumps(load).encode()))
+    played.run()
+    assert audited(played).errors == [
+        "1 samplers of another key's weights: t:sample:0", "1 loads of another key's weights: anns:0"]
 
 
 def test_a_run_without_a_service_has_no_such_audit(tmp_path: Path) -> None:

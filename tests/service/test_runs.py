@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -165,6 +167,57 @@ def test_each_file_of_external_weights_has_an_address(tmp_path: Path, monkeypatc
         urls = (await client.ask("GET", route))[1]["urls"]
         assert (await client.fetch(urls["adapter_config.json"]))[0] == 401
 
+    served(tmp_path, play)
+
+
+class Pyrage(ModuleType):
+    """As much of pyrage as is used: a cipher that turns bytes around."""
+
+    class x25519:
+        class Recipient:
+            @staticmethod
+            def from_str(text: str) -> str:
+                if len(text) < 10:
+                    raise ValueError("too short")
+                return text
+
+    @staticmethod
+    def encrypt_file(path: str, out: str, recipients: list[str]) -> None:
+        Path(out).write_bytes(Path(path).read_bytes()[::-1] + recipients[0].encode())
+
+
+def test_files_are_encrypted_for_the_recipients_that_a_save_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(client: Client) -> None:
+        model = await client.model()
+        asked = {"age_encryption_recipients": ["age1recipient"]}
+        await saved(client, model, 1, "save_weights_external", "out", **asked)
+        (client.where.saved_as(model, "external_weights", "out") / "adapter_config.json").write_text("abc")
+        route = f"training_runs/{model}/checkpoints/external_weights/out/external_weights_urls"
+        urls = (await client.ask("GET", route))[1]["urls"]
+        assert list(urls) == ["adapter_config.json.age"]
+        assert await client.fetch(urls["adapter_config.json.age"]) == (200, b"cbaage1recipient")
+        await client.again()  # whose end waits for that of each request
+        assert not list(client.where.trash.iterdir())
+        await client.post("save_weights_external",
+                          {"model_id": model, "seq_id": 2, "path": "x", "age_encryption_recipients": ["age1"]})
+        assert "'age1' is no recipient: too short" in client.logged()[-1].about["why"]
+
+    monkeypatch.setitem(sys.modules, "pyrage", Pyrage("pyrage"))
+    served(tmp_path, play)
+
+
+def test_a_save_for_recipients_fails_where_nothing_can_encrypt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(client: Client) -> None:
+        asked = {"model_id": await client.model(), "seq_id": 1, "path": "x", "age_encryption_recipients": ["age1a"]}
+        assert (await client.post("save_weights_external", asked))[0] == 200  # its number is taken
+        refused = client.logged()[-1]
+        assert refused.kind == "refused" and "pyrage" in refused.about["why"]
+
+    monkeypatch.setitem(sys.modules, "pyrage", None)
     served(tmp_path, play)
 
 
