@@ -259,11 +259,9 @@ class ModelRoutes:
         self._at.desk.log(request)
 
     async def _weights_info(self, request: web.Request) -> web.Response:
-        path = (await self._at.body(request, bodies.WeightsInfo)).tinker_path
-        kind = path.removeprefix("tinker://").partition("/")[2].partition("/")[0]
-        adapter = self._at.things().saved(path, kind)["adapter"]
-        about = {"base_model": self._at.base.name, "is_lora": True, "lora_rank": adapter["rank"]}
-        return web.json_response({**about, **{f"train_{name}": adapter[name] for name in PARTS}})
+        adapter = self._at.things().adapter((await self._at.body(request, bodies.WeightsInfo)).tinker_path)
+        about = {"base_model": self._at.base.name, "is_lora": True, "lora_rank": adapter.rank}
+        return web.json_response({**about, **{f"train_{name}": getattr(adapter, name) for name in PARTS}})
 
 
 class SamplerRoutes:

@@ -203,7 +203,8 @@ class Census:
         open_sessions = [name for name, session in registry.sessions.items() if not session.ended]
         newest = sorted(open_sessions, key=lambda name: self._heard.get(name, 0.0))[-LISTED:]
         self._shown.show({
-            "sessions": {name: {"heard": self._heard.get(name, 0.0)} for name in newest},
+            "sessions": {name: {"heard": self._heard.get(name, 0.0), "owner": registry.sessions[name].owner}
+                         for name in newest},
             "models": {name: self._row(name, waits[False]) | {"owner": registry.models[name].owner}
                        for name in list(registry.models)[-LISTED:]},
             "samplers": {name: self._row(name, waits[True]) | {"path": registry.samplers[name].path,

@@ -65,7 +65,8 @@ def lines_of(data: Mapping[str, Any], now: float) -> Iterator[str]:
     yield from (_sampler(name, row, now) for name, row in waiting[-SAMPLERS:])
     sessions = sorted(data["sessions"].items(), key=lambda item: -item[1].get("heard", 0))
     for name, row in sessions[:SESSIONS]:
-        yield f"    session   {short_name(name)}  last heard {_age(row.get('heard'), now)} ago"
+        heard = f"last heard {_age(row.get('heard'), now)} ago"
+        yield f"    session   {joined(short_name(name) + _owner(row), heard)}"
     yield from _more(len(sessions) - SESSIONS, "sessions")
 
 
@@ -87,17 +88,21 @@ def _waiting(row: Mapping[str, Any], what: str, now: float) -> str:
 def _model(name: str, row: Mapping[str, Any], at: Mapping[str, Any] | None, now: float) -> str:
     busy = at is not None and at["id"] == name
     waits = f"waits {_age(row['since'], now)} for the tuner" if row.get("waiting") and not busy else ""
-    owner = row.get("owner", RUN)
-    whose = "" if owner == RUN else f" of {printable(str(owner))}"
+    done = f"step {row.get('steps', 0)}", f"{short(row.get('tokens', 0))} tokens"
     figures = [f"{key} {row[key]:.4g}" for key in ("loss", "norm") if row.get(key) is not None]
     return "    model     " + joined(
-        f"{short_name(name)}{whose}  step {row.get('steps', 0)}", f"{short(row.get('tokens', 0))} tokens", *figures,
+        short_name(name) + _owner(row), *done, *figures,
         f"applied {row.get('applied', 0)} of {row.get('logged', 0)}", "parked" if row.get("parked") else "", waits)
+
+
+def _owner(row: Mapping[str, Any]) -> str:
+    """The name of the key that it belongs to, unless that is the run's own."""
+    return f" of {printable(row['owner'])}" if row.get("owner", RUN) != RUN else ""
 
 
 def _sampler(name: str, row: Mapping[str, Any], now: float) -> str:
     drawn = f"snapshot {row['weights']}" if row.get("weights") else "the base"
-    return "    sampler   " + joined(f"{short_name(name)}  {drawn}", _waiting(row, "request", now))
+    return "    sampler   " + joined(short_name(name), drawn, _waiting(row, "request", now))
 
 
 def _more(count: int, what: str) -> Iterator[str]:

@@ -21,11 +21,12 @@ from busrl.service.bodies import read_body
 from busrl.service.desk import Desk
 from busrl.service.folders import ServiceFolders
 from busrl.service.keys import Account
-from busrl.service.registry import Model, Sampler, Session, saved
+from busrl.service.registry import AdapterOf, Model, Sampler, Session, saved
 from busrl.service.wire import unpack
 from busrl.topology.schema import Tinker
 
 BODY_BYTES = 64 << 20
+EPHEMERAL = "ephemeral-"  # begins the names of weights that were saved for a sampler alone
 NO_SUCH = "does not exist"
 ACCOUNT: ContextVar[Account] = ContextVar("account")  # whose request is handled, in the task that handles it
 Kind = TypeVar("Kind", bound=bodies.Fields)
@@ -110,6 +111,17 @@ class Things:
                 if save is None or not save.is_over(time.time()):
                     return described
         raise Refusal(404, f"{path} {NO_SUCH}")
+
+    def adapter(self, path: str) -> AdapterOf:
+        """The adapter of saved weights, or of those that a sampler without a name draws with."""
+        named = saved(path)
+        if named is None:
+            raise Refusal(404, f"{path} {NO_SUCH}")
+        model, number = self.model(named[0]), named[2].removeprefix(EPHEMERAL)
+        made = model.requests.get(int(number)) if number.isascii() and number.isdigit() else None
+        if number == named[2] or made is None or made.op != "save_weights_for_sampler":
+            self.saved(path, named[1])
+        return model.adapter
 
     def require_tokens(self) -> None:
         """Refusal 429 if the day's tokens are used up."""

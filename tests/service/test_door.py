@@ -352,6 +352,23 @@ def test_a_load_that_makes_a_model_is_its_first_request(tmp_path: Path) -> None:
     served(tmp_path, play)
 
 
+def test_weights_info_tells_of_saved_weights_and_of_a_samplers_own(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = await client.model()
+        saved = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 4}
+        assert (await client.post("save_weights_for_sampler", saved))[0] == 200
+        sampler = f"{model.partition(':')[0]}:sample:4"
+        own = (await client.ask("GET", f"samplers/{sampler}"))[1]["model_path"]
+        named = client.save(model, 2, "weights", "one")
+        for path in (own, named):
+            status, told = await client.post("weights_info", {"tinker_path": path})
+            assert (status, told["base_model"], told["lora_rank"], told["train_mlp"]) == (200, "tiny", 4, True)
+        for path in (f"{own}1", f"tinker://{model}/sampler_weights/two", "tinker://nobody/weights/one", "one"):
+            assert (await client.post("weights_info", {"tinker_path": path}))[0] == 404, path
+
+    served(tmp_path, play)
+
+
 def test_a_fault_of_the_service_is_no_5xx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(client: Client) -> None:
         async def broken(*_: object) -> web.Response:

@@ -129,8 +129,8 @@ def shown(where: ServiceFolders) -> Registry:
     """What a door and a tuner show of a client with a model that is trained, and a sampler."""
     registry, census, course = Registry(), Census(where), course_of(where)
     asked = [
-        Request("session", SESSION, about={"key": "k"}),
-        Request("model", MODEL, about={"session": SESSION, "adapter": ADAPTER, "first": 1}),
+        Request("session", SESSION, about={"key": "k", "owner": "ann"}),
+        Request("model", MODEL, about={"session": SESSION, "adapter": ADAPTER, "first": 1, "owner": "ann"}),
         Request("sampler", SAMPLER), request(0, "asample", "sample", SAMPLER), request(1, "asample", "sample", SAMPLER),
         *(request(seq, "optim_step", size=1 << 20) for seq in (1, 2, 3, 4)),
     ]
@@ -170,8 +170,9 @@ def test_lines_of_status_name_who_waits_and_what_is_executed(where: ServiceFolde
     text = "\n".join(found.lines)
     assert "1 session · 1 model · 1 sampler · 1 request waiting, 1.0 MB, the first for 0s ·" in text
     assert "executing other:train:1:9 (forward_backward)" in text
-    assert "01234567:train:0  step 1 · 4 tokens · loss 3 · norm 0.5 · applied 3 of 4 · waits 0s for the tuner" in text
-    assert "01234567:sample:0  snapshot 7 · 1 request waiting" in text and "01234567  last heard 0s ago" in text
+    assert "01234567:train:0 of ann · step 1 · 4 tokens · loss 3 · norm 0.5 · applied 3 of 4 · waits 0s for the" in text
+    assert "01234567:sample:0 · snapshot 7 · 1 request waiting" in text
+    assert "01234567 of ann · last heard 0s ago" in text
 
 
 def test_a_door_that_begins_again_knows_when_clients_were_heard(where: ServiceFolders) -> None:

@@ -189,7 +189,7 @@ def test_status_and_monitor_tell_of_a_service(
         for command in (["status"], ["monitor", "--once", "--plain"]):
             assert main([*command, str(run.directory)]) == 0
             text = capsys.readouterr().out
-            assert "1 session · 1 model · 1 sampler" in text and f"{model[:8]}:train:0  step 1 · 8 tokens" in text
+            assert "1 session · 1 model · 1 sampler" in text and f"{model[:8]}:train:0 · step 1 · 8 tokens" in text
             assert "groups ready" not in text, "a service has no groups"
     assert main(["audit", str(run.directory), "--waste"]) == 0
     assert "never came back in a forward_backward" in capsys.readouterr().out
