@@ -171,6 +171,9 @@ class ControlDesk:
         return "it goes on" if before else "it is not paused"
 
     def _checkpoint(self, step: int) -> str:
+        if not any(process.role == "learner" for process in self._processes.values()):
+            raise UserError("no process of this run writes checkpoints; a service writes the state of each model by "
+                            "itself (tinker.state_every_s), and what is asked behind that is in its log")
         if not step:
             raise UserError("no step is done yet: the run is as its model was")
         return f"of step {step} or a later one"

@@ -228,6 +228,11 @@ def test_before_the_first_step_there_is_nothing_to_keep(tmp_path: Path) -> None:
     assert "no step is done yet" in desk.ask("checkpoint").text
 
 
+def test_a_service_is_asked_for_no_checkpoint(tmp_path: Path) -> None:
+    answer = Desk(tmp_path, load(ROOT / "configs" / "tinker.toml")).ask("checkpoint")
+    assert not answer.ok and "tinker.state_every_s" in answer.text
+
+
 def test_a_full_disk_refuses_it_and_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from busrl.errors import DiskFull
 

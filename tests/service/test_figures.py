@@ -11,6 +11,7 @@ import pytest
 from test_driver import Service, service  # noqa: F401  (a fixture)
 
 from busrl.errors import DiskFull
+from busrl.observe.monitor import phrases
 from busrl.paths import RunPaths
 from busrl.service.figures import KIND, Census, Course
 from busrl.service.folders import ServiceFolders
@@ -18,7 +19,7 @@ from busrl.service.overview import overview
 from busrl.service.registry import Registry
 from busrl.service.requests import Answer, Place, Request
 from busrl.status.runfiles import RunFiles
-from busrl.status.state import RunState
+from busrl.status.state import Facts, RunState
 from busrl.status.words import printable
 from busrl.system import files
 
@@ -173,6 +174,16 @@ def test_lines_of_status_name_who_waits_and_what_is_executed(where: ServiceFolde
     assert "01234567:train:0 of ann · step 1 · 4 tokens · loss 3 · norm 0.5 · applied 3 of 4 · waits 0s for the" in text
     assert "01234567:sample:0 · snapshot 7 · 1 request waiting" in text
     assert "01234567 of ann · last heard 0s ago" in text
+
+
+def test_monitors_have_the_lines_of_status(where: ServiceFolders) -> None:
+    shown(where)
+    run = RunState(facts=Facts(run_dir=str(where.root.parent)))
+    said = phrases.said_of_parts(run)
+    assert list(said) == ["service", "model", "sampler", "session"] and "step 1" in said["model"]
+    assert [line.split()[0] for line in phrases.lines(run, 0.0, 0.0) if "01234567" in line] == [*said][1:]
+    run.replayed(run.facts, 1.0, False)
+    assert not phrases.said_of_parts(run), "the files of a replayed run may be another's"
 
 
 def test_a_door_that_begins_again_knows_when_clients_were_heard(where: ServiceFolders) -> None:

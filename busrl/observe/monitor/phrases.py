@@ -56,6 +56,15 @@ def of_parts(run: RunState) -> list[str]:
     return [line for part in overviews("" if run.replay else run.facts.run_dir) for line in part.lines]
 
 
+def said_of_parts(run: RunState) -> dict[str, str]:
+    """The same lines by their labels; what stands under a label again has a number behind it."""
+    said: dict[str, str] = {}
+    for line in of_parts(run):
+        label, text = line.split(maxsplit=1)
+        said[label if label not in said else f"{label} {len(said)}"] = text
+    return said
+
+
 def lines(run: RunState, now: float, wall: float) -> list[str]:
     """The plain view: everything in some twenty lines without colours."""
     out = [headline(run, wall)]

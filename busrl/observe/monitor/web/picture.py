@@ -121,7 +121,8 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
     stall = data.get("waits") if data.get("stalled_s") else None
     return {**data, "web": {
         "headline": phrases.headline(run, wall), "progress": words.progress(run, now), "over": over, "ended": run.ended,
-        "words": {name: phrase for name, phrase in words.labelled(run, now).items() if name != "sample"},
+        "words": {name: phrase for name, phrase in words.labelled(run, now).items() if name != "sample"}
+        | phrases.said_of_parts(run),
         "bus": phrases.bus(run, now), "speed": words.speed(run.speed(now)),
         "damage": run.damage, "rows": [_row(row) for row in rows],
         "blocked": {} if over else blocked(rows, run.ring.occupancy if run.ring else {}, stall or ()),
