@@ -232,16 +232,17 @@ class ServiceAudit:
         account = waste.account_of(self._sampled(kept_no_longer), self._trained(kept_no_longer))
         return {**account, "kept_no_longer": dict(kept_no_longer)}
 
-    def _sampled(self, kept_no_longer: Counter[str]) -> Iterator[tuple[Record, Record, str]]:
-        asked = {(record["id"], record.get("seq", 0)): record for record in self._asked("sample")}
+    def _sampled(self, kept_no_longer: Counter[str]) -> Iterator[tuple[waste.Prompt, bytes, str]]:
+        asked = (record for record in self._asked("sample") if record.get("body"))
+        prompts = {(record["id"], record.get("seq", 0)): waste.prompt_of(record["body"]) for record in asked}
         for answer in self._records("samples"):
-            request = asked.get((answer["id"], answer["seq"]))
-            if answer["state"] != "done" or request is None:
+            name = answer["id"], answer["seq"]
+            if answer["state"] != "done":
                 continue
-            if request.get("body") and answer.get("payload"):
-                yield request, answer, self._samplers.get(answer["id"], ("", 0))[0]
-            else:
+            if name not in prompts or not answer.get("payload"):
                 kept_no_longer["samples"] += 1
+            elif (prompt := prompts[name]) is not None:
+                yield prompt, answer["payload"], self._samplers.get(name[0], ("", 0))[0]
 
     def _trained(self, kept_no_longer: Counter[str]) -> Iterator[bytes]:
         for record in self._asked("training"):

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.uint64]
-Record = Mapping[str, Any]
 ODD, SPREAD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 INT32, FORWARD_ONLY, MOST_LINES = 3, 6, 8
 
@@ -38,6 +37,13 @@ class Amount:
         return f"{self.tokens:,} tokens of {self.samples:,} samples"
 
 
+class Prompt(NamedTuple):
+    """A prompt: its number and the count of its tokens."""
+
+    number: int
+    tokens: int
+
+
 class Sampled(NamedTuple):
     """A sample: the number of prompt and tokens, the count of its tokens, the model that it was drawn with."""
 
@@ -46,17 +52,26 @@ class Sampled(NamedTuple):
     model: str
 
 
-def account_of(answered: Iterable[tuple[Record, Record, str]], bodies: Iterable[bytes]) -> dict[str, Any]:
+def prompt_of(body: bytes) -> Prompt | None:
+    """The prompt of a request for samples; None of one that only scores it."""
+    asked = json.loads(body)
+    if asked.get("prompt_logprobs") and asked["sampling_params"].get("max_tokens") == 1:
+        return None
+    tokens = np.array([token for chunk in asked["prompt"]["chunks"] for token in chunk["tokens"]], np.int32)
+    return Prompt(int(prefixes(tokens)[-1]) if len(tokens) else 0, len(tokens))
+
+
+def account_of(answered: Iterable[tuple[Prompt, bytes, str]], bodies: Iterable[bytes]) -> dict[str, Any]:
     """Tokens and samples: all, those that came back, those that did not, and these by model.
 
-    `answered`: requests for samples, each with its answer and its sampler's model, "" for the base; `bodies`: those of
-    the `forward_backward` that were executed.
+    `answered`: of requests for samples the prompt, the answer, and the model of the sampler, "" for the base; `bodies`:
+    those of the `forward_backward` that were executed.
     """
-    samples = [sample for asked, answer, model in answered for sample in samples_of(asked, answer, model)]
+    samples = [sample for prompt, answer, model in answered for sample in samples_of(prompt, answer, model)]
     known, back = np.unique(np.array([sample.number for sample in samples], np.uint64)), set[int]()
     for body in bodies:
         for tokens in data_of(body):
-            back.update(np.intersect1d(prefixes(tokens), known).tolist())
+            back.update(those_of(known, prefixes(tokens)))
     amounts, lost = defaultdict[str, Amount](Amount), defaultdict[str, Amount](Amount)
     for sample in samples:
         amounts["sampled"].add(sample.tokens)
@@ -67,14 +82,11 @@ def account_of(answered: Iterable[tuple[Record, Record, str]], bodies: Iterable[
     return {**whole, "lost_by_model": {model: asdict(amount) for model, amount in lost.items()}}
 
 
-def samples_of(asked: Record, answer: Record, model: str) -> Iterator[Sampled]:
-    body = json.loads(asked["body"])
-    if body.get("prompt_logprobs") and body["sampling_params"].get("max_tokens") == 1:
-        return
-    prompt = np.array([token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]], np.int32)
-    for tokens in sequences_of(answer["payload"]):
+def samples_of(prompt: Prompt, answer: bytes, model: str) -> Iterator[Sampled]:
+    for tokens in sequences_of(answer):
         if len(tokens):
-            yield Sampled(int(prefixes(np.concatenate([prompt, tokens]))[-1]), len(tokens), model)
+            number = prompt.number + int(prefixes(tokens, prompt.tokens)[-1])
+            yield Sampled(number % 2**64, len(tokens), model)
 
 
 def lines_of(account: Mapping[str, Any]) -> Iterator[str]:
@@ -91,11 +103,22 @@ def lines_of(account: Mapping[str, Any]) -> Iterator[str]:
         yield f"    and {len(by_model) - MOST_LINES} more models"
 
 
-def prefixes(tokens: NDArray[np.int32]) -> Numbers:
-    """A number for each beginning of a sequence: of its first token, of its first two, ..."""
+def prefixes(tokens: NDArray[np.int32], before: int = 0) -> Numbers:
+    """A number for each beginning of a sequence: of its first token, of its first two, ... `before`: the count of
+    tokens before these, whose own number is to be added."""
     values = (tokens.astype(np.uint64) + ODD) * SPREAD
     values ^= values >> np.uint64(29)
-    return np.cumsum(values * np.cumprod(np.full(len(tokens), ODD)), dtype=np.uint64)
+    powers = np.cumprod(np.full(len(tokens), ODD)) * np.uint64(pow(int(ODD), before, 2**64))
+    return np.cumsum(values * powers, dtype=np.uint64)
+
+
+def those_of(known: Numbers, numbers: Numbers) -> list[int]:
+    """The numbers that are known. `known`: in ascending order, and many."""
+    if not len(known):
+        return []
+    nearest = known[np.searchsorted(known, numbers).clip(max=len(known) - 1)]
+    some: list[int] = numbers[nearest == numbers].tolist()
+    return some
 
 
 # -- bodies -----
