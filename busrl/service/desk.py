@@ -108,7 +108,7 @@ class Desk:
         return self._tokens[owner, int(time.time() // DAY_S)]
 
     def open_sessions(self, owner: str, within_s: float) -> int:
-        """How many sessions of an owner go on, and were heard of within that time."""
+        """Count the sessions of an owner that go on and were heard of within that time."""
         since = time.time() - within_s
         return sum(session.owner == owner and not session.ended and self.census.last_heard(session.id) > since
                    for session in self.registry.sessions.values())

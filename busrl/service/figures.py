@@ -178,7 +178,7 @@ class Census:
         self._shown.change()
 
     def last_heard(self, session: str) -> float:
-        """When a client of the session was there, in Unix seconds; 0 if that is long ago."""
+        """The time at which a client of the session was there, in Unix seconds; 0 if that is long ago."""
         return self._heard.get(session, 0.0)
 
     def logged(self, request: Request) -> None:

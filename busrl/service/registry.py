@@ -44,8 +44,8 @@ class Numbered(NamedTuple):
 
 @dataclass
 class Save:
-    """What a request is to save under a name: kind and name, `weights/one` say. `at`: when it was logged, `expires`:
-    when it may go, in Unix seconds; 0: never."""
+    """Weights that a request is to save under a name, which begins with their kind: `weights/one`. `at`: when it was
+    logged, `expires`: when they may go, in Unix seconds; 0: never."""
 
     name: str
     at: float

@@ -51,7 +51,7 @@ class BaseModel:
 
 
 class Things:
-    """What belongs to one account. Refusal 404 for what does not exist, or is another's."""
+    """All that belongs to one account. Refusal 404 for what does not exist, or is another's."""
 
     def __init__(self, account: Account, desk: Desk, where: ServiceFolders) -> None:
         self.account, self._desk, self._where = account, desk, where
@@ -154,7 +154,7 @@ class Service:
         return read_body(kind, await self.raw(request))
 
     def things(self) -> Things:
-        """What belongs to the key of the request that is handled."""
+        """The things of the account whose request is handled."""
         return Things(ACCOUNT.get(), self.desk, self.where)
 
     def require_base(self, name: str | None) -> None:

@@ -74,7 +74,7 @@ class Checkpoints:
         self._desk, self._where = desk, where
 
     def of(self, model: Model) -> list[Checkpoint]:
-        """Those of a model that a client may see, newest first."""
+        """List those of a model that a client may see, newest first."""
         now, present = time.time(), list[Checkpoint]()
         for seq, save in model.saves.items():
             if not save.is_over(now) and (there := self._there(model, seq, save)) is not None:
@@ -90,7 +90,7 @@ class Checkpoints:
         return Checkpoint(model, seq, save, folder, described)
 
     def over(self) -> list[Checkpoint]:
-        """Those that are deleted or whose time is over, and whose folder is there."""
+        """List those that are deleted or whose time is over, and whose folder is there."""
         now = time.time()
         listed = ((model, seq, save) for model in self._desk.registry.models.values()
                   for seq, save in model.saves.items() if save.is_over(now))

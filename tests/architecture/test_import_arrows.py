@@ -65,7 +65,7 @@ WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "training", "wei
 REWARD_MODELS = {f"busrl.{kind.maker.partition(':')[0]}" for kind in REWARD_KINDS.values() if kind.has_model}
 WITH_A_MODEL = {
     "busrl.roles.learner", "busrl.roles.rollout", "busrl.service.adapters", "busrl.service.engine",
-    "busrl.service.rows", "busrl.service.tenants", "busrl.system.device", *REWARD_MODELS,
+    "busrl.service.export", "busrl.service.rows", "busrl.service.tenants", "busrl.system.device", *REWARD_MODELS,
 }
 CORE = {name: path for name, path in MODULES.items() if not capability_of(name)}
 
