@@ -5,8 +5,8 @@ Knows nothing of losses, optimisers, requests or clients.
 
 - A layer with an adapter computes x W + (alpha / rank) (x A) B, A and B in the type of x. A [rank, in] is drawn from a
   seed in the order of the layers, B [out, rank] is zero at first: an adapter begins as nothing.
-- The numbers of an adapter are one float32 vector, its gradients another: a step, a norm, a move to another memory are
-  each one operation. The pairs of the layers are views.
+- The numbers of an adapter are one float32 vector, its gradients another: a step and a norm are each one operation. The
+  pairs of the layers are views.
 - Alpha is the same for every rank, so that a learning rate does not depend on the rank.
 """
 
@@ -98,7 +98,7 @@ class Numbers:
         }
 
     def _lay_out(self) -> None:
-        """Make the leaves again, after the vectors have changed their place."""
+        """Make the leaves, with their gradients if there are any."""
         gradients = {} if self.gradients is None else self.views(self.gradients)
         self.pairs = {}
         for name, pair in self.views(self.vector).items():
@@ -107,18 +107,11 @@ class Numbers:
                 down.grad, up.grad = gradients[name]
             self.pairs[name] = Low(down, up, self.scale)
 
-    def ready(self, device: torch.device) -> None:
-        """Bring everything to that device, with room for gradients."""
-        if self.gradients is None or self.vector.device != device:
-            self.vector = self.vector.to(device)
-            self.gradients = torch.zeros_like(self.vector) if self.gradients is None else self.gradients.to(device)
+    def ready(self) -> None:
+        """Make room for gradients."""
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.vector)
             self._lay_out()
-
-    def park(self) -> None:
-        """Leave the device; gradients stay only if a request has added to them."""
-        self.vector = self.vector.cpu()
-        self.gradients = self.gradients.cpu() if self.gradients is not None and self.summed else None
-        self._lay_out()
 
     def add(self, losses: Tensor) -> None:
         """Add the gradient of the sum of the losses."""
@@ -129,10 +122,6 @@ class Numbers:
         self.summed = False
         if self.gradients is not None:
             self.gradients.zero_()
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.vector, self.gradients) if part is not None)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """The parts of a vector of this adapter's length by their names in peft's file."""

@@ -5,6 +5,7 @@ code with the processes that write them, but names: a rule that they break toget
 
 - Numbers of a model: answered from the first on, without a gap, each once.
 - Each answer is of a request that is in the log; the chain of each answer and each state is that of the requests.
+- Contents that are kept no longer are counted: there the digests of requests and the chains of answers speak alone.
 - A sample was drawn with the snapshot that its sampler names; saved weights are there by a request that was done.
 - What a request saved under a name is there, or was deleted by a request, or its time is over.
 - Nothing was loaded or drawn from weights that belong to another key.
@@ -30,6 +31,7 @@ HEAD_BYTES, FRAME = 16, struct.Struct("<4sII")
 EXAMPLES = 5
 KINDS = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights",
          "save_weights_external": "external_weights"}
+LARGE = ("forward_backward", "asample")  # operations whose data is dropped once it is in all states of a model
 Record = dict[str, Any]
 Name = tuple[str, int]  # model or sampler, and number
 
@@ -81,6 +83,7 @@ class ServiceAudit:
             "models": len(self._firsts), "requests": len(self._requests),
             "answers": len(self._answers), "answers to requests for samples": len(self._samples),
         }
+        counts |= {name: count for name, count in self._dropped().items() if count}
         errors = [f"{len(places)} {kind}: {', '.join(places[:EXAMPLES])}" for kind, places in self._wrong.items()]
         return Audited(counts, errors, self._waste() if with_waste else None)
 
@@ -142,6 +145,13 @@ class ServiceAudit:
             session = self._sessions[name[0]]
             self._samplers.setdefault(f"{session}:sample:{body['sampling_session_seq_id']}", name)
 
+    def _dropped(self) -> dict[str, int]:
+        """Contents that could not be looked at."""
+        bodies = (asked for asked in self._requests.values() if asked["op"] in LARGE and asked["kind"] != "refused")
+        answers = (*self._answers.values(), *self._samples.values())
+        return {"requests whose data is kept no longer": sum(not asked.get("body") for asked in bodies),
+                "answers that are kept no longer": sum(not answer.get("payload") for answer in answers)}
+
     # -- rules -----
 
     def _check_numbers(self) -> None:
@@ -182,7 +192,12 @@ class ServiceAudit:
             if not path.parent.name.isdigit():
                 continue  # under way
             name = models.get(path.parent.parent.name, ""), int(path.parent.name)
-            if chains.get(name, b"").hex() != json.loads(path.read_text())["chain"]:
+            try:
+                chain = json.loads(path.read_text())["chain"]
+            except (ValueError, KeyError):
+                self._wrong["states that cannot be read"].append(str(path.parent))
+                continue
+            if chains.get(name, b"").hex() != chain:
                 self._wrong["states of another chain of requests"].append(str(path.parent))
 
     def _check_samples(self) -> None:

@@ -40,7 +40,9 @@ class Found(msgspec.Struct, frozen=True):
     place: Place
 
     def payload(self) -> bytes:
-        return msgspec.msgpack.decode(self.log.payload(self.place), type=Answer).payload
+        """The answer itself; b"" if it is older than answers are kept."""
+        record = self.log.payload(self.place)
+        return msgspec.msgpack.decode(record, type=Answer).payload if record else b""
 
 
 class Desk:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +32,7 @@ from busrl.service.routes import ACCOUNT, BODY_BYTES, Refusal, Service, Things
 from busrl.service.runs import FILES, CheckpointRoutes, ListRoutes
 from busrl.service.sampling import Samples
 from busrl.service.sealing import require_recipients
+from busrl.service.sums import UserFault, check
 from busrl.service.wire import digest, read_forward_backward
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_
 BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
 MOST_SESSIONS, MOST_KEY = 1000, 256
 PAUSED = "the service is paused by whoever runs it"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000, "fwdbwd_dispatch_bytes_semaphore_size": 50 << 20,
@@ -84,7 +87,11 @@ class SessionRoutes:
 
     async def _client_config(self, request: web.Request) -> web.Response:
         inflight = {"sample_max_concurrent_requests": self._at.things().account.samples_in_flight}
-        return web.json_response({**CLIENT_CONFIG, **inflight, "proto_compress_fwdbwd": False})
+        return web.json_response({**CLIENT_CONFIG, **inflight, "proto_compress_fwdbwd": self._compresses()})
+
+    def _compresses(self) -> bool:
+        """True if clients had better compress large bodies: they come over a network, and can be read."""
+        return self._at.settings.host not in LOOPBACK and find_spec("zstandard") is not None
 
     async def _dynamic_config(self, request: web.Request) -> web.Response:
         return web.json_response(DYNAMIC_CONFIG)
@@ -204,8 +211,13 @@ class ModelRoutes:
         """The record of a body of that operation."""
         if op == "forward_backward":
             asked = read_forward_backward(raw)
-            tokens = sum(len(datum.tokens) for datum in asked.data)
-            return Request("training", asked.model_id, asked.seq_id, op, digest(op, asked), raw, tokens=tokens)
+            name, tokens = (asked.model_id, asked.seq_id), sum(len(datum.tokens) for datum in asked.data)
+            meaning = digest(op, asked)
+            try:
+                check(asked.data, asked.loss_fn, asked.config, self._at.settings.context, self._at.base.vocabulary)
+            except UserFault as problem:
+                return Request("refused", *name, op, meaning, about={"why": str(problem)})
+            return Request("training", *name, op, meaning, raw, tokens=tokens)
         body: Any = read_body(bodies.BODIES[op], raw)
         if op == "load_weights":
             return self._load(things, body, raw)
@@ -365,9 +377,11 @@ class FutureRoutes:
             return web.json_response(waits, status=408)
         if body.allow_metadata_only and found.size > INLINE_BYTES:
             return web.json_response({"status": "complete_metadata", "response_payload_size": found.size})
+        payload, kind = found.payload(), PROTO if found.proto else "application/json"
+        if not payload:
+            raise Refusal(410, f"{id[:200]}: its answer is kept no longer (tinker.keep_answers_s)")
         self._at.desk.fetched(name)
-        kind = PROTO if found.proto else "application/json"
-        return web.Response(body=found.payload(), content_type=kind)
+        return web.Response(body=payload, content_type=kind)
 
     def _future(self, things: Things, id: str) -> tuple[str, int]:
         """Model or sampler and number of a future; Refusal 410 if it is none or too old: the SDK then asks again."""

@@ -1,13 +1,16 @@
 """Executes the numbered requests of all models, each model's in their order, and answers each once.
 
-Talks to the request log, the answer log, saved folders, and the models as `Tenants`. Knows nothing of HTTP, of the bus
-or of engines.
+Talks to the request log, the answer log, and to models and folders through `Operations`. Knows nothing of HTTP, of the
+bus or of engines.
 
-- A model's state is its newest whole folder and the requests behind that, run again in order.
-- An answer is written once: one that a predecessor has written stays, whatever running the request again gives.
+- A model's state is its newest whole folder and the requests behind that, run again in order. So a model whose memory
+  is wanted for others, or that nobody asks anything, is parked: its state is written, and it begins from there.
+- An answer is written once: one that was written stays, whatever running the request again gives. It is written before
+  any state that holds its request.
 - A state is written after a step or a load alone, so never with half of the gradients.
-- A step behind a part that failed is refused, and the other parts are dropped: half a gradient is never applied.
 - A request that two processes died of in a row is answered as a fault of the server, and not run again.
+- A turn is a request, or a micro-batch of one. It goes to the owner that was served least, and to that one's model that
+  was served least.
 """
 
 from __future__ import annotations
@@ -16,77 +19,155 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from busrl.errors import DiskFull
-from busrl.service import bodies, folders
-from busrl.service.adapters import Adapter
-from busrl.service.bodies import BadBody, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler, read_body
+from busrl.service import folders
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
-from busrl.service.registry import SAVES, Model, Registry, saved
+from busrl.service.operations import Operations, Progress, Result, failure, named
+from busrl.service.registry import Model, Registry
 from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
-from busrl.service.sums import UserFault
-from busrl.service.tenants import Adam, Tenants
-from busrl.service.wire import read_forward_backward, write_forward_backward_result
-from busrl.training.checkpoint import whole_directory
+from busrl.service.tenants import Tenants
+from busrl.service.upkeep import Upkeep, is_stripped
 
 DEATHS = 2  # of processes, in a row, after which a request is not run again
-NO_STATE = -1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`sync`: an answer is durable before it is read; `resident_bytes`: of models in memory, but for a single one."""
+
+    sync: bool = True
+    state_every_s: float = 60.0
+    session_s: float = 1800.0
+    resident_bytes: int = 1 << 62
+    keep_answers_s: float = 86400.0
+    snapshot_bytes: int = 1 << 62
 
 
 @dataclass
 class Line:
-    """The requests of a model. `applied` is the last one executed; `waiting` are the numbers beyond it."""
+    """The requests of a model. `applied` is the last one executed in memory or in the newest state, `answered` the last
+    one with an answer; `waiting` are the numbers beyond `applied`, `answers` those since the older state."""
 
     model: Model
     applied: int
-    chain: bytes = b""
+    answered: int
+    answers: dict[int, Answer]  # without their payloads
+    state_at: int  # the number of its newest state; the one before its first request if there is none
     waiting: dict[int, Place] = field(default_factory=dict)
-    loaded: bool = False
-    broken: str = ""  # why the next step is refused
-    whole: bool = True  # there are no gradients since the last step
-    state_at: int = NO_STATE  # the number of its newest state
+    chain: bytes = b""
+    at: Progress = field(default_factory=Progress)
+    request: Request | None = None  # of which a part was executed
+    fresh: bool = True  # nothing was answered since it came into memory
+    lost: str = ""  # why it cannot go on
+    memory_bytes: int = 0
+    used_at: float = 0.0
     state_due: float = 0.0
-    served_s: float = 0.0  # its turns: the model with the least is next
 
     @property
-    def next_place(self) -> Place | None:
-        return self.waiting.get(self.applied + 1)
+    def ready(self) -> bool:
+        """True if something that was not answered can be executed, after what is to be run again."""
+        return self.answered + 1 in self.waiting and self.applied + 1 in self.waiting
+
+    def go_back(self, number: int) -> None:
+        """Continue behind that request: what was executed since waits to be run again."""
+        requests = self.model.requests
+        self.waiting |= {seq: requests[seq].place for seq in range(number + 1, self.applied + 1)}
+        self.applied, self.state_at, self.request, self.fresh = number, number, None, True
+        self.chain = self._chain_of(number)
+
+    def forget_before(self, number: int) -> None:
+        """Forget the answers of requests that are never run again."""
+        self.answers = {seq: answer for seq, answer in self.answers.items() if seq >= number}
+
+    def give_up(self, why: str) -> None:
+        """Answer nothing any more but why."""
+        for seq in range(self.applied + 1, self.answered + 1):
+            self.waiting.pop(seq, None)
+        self.applied = self.state_at = self.answered
+        self.chain, self.lost = self._chain_of(self.answered), why
+
+    def _chain_of(self, number: int) -> bytes:
+        return self.answers[number].chain if number >= self.model.first else b""
 
 
-@dataclass(frozen=True)
-class Result:
-    state: str
-    payload: bytes
-    proto: bool = False
-    weights: int = 0
-    figures: Mapping[str, float] = field(default_factory=dict)  # for the model's course
+class Turns:
+    """The time for which owners were served, and each owner's models. Who comes new, or comes back, begins where the
+    others are: it owns no time that they were served."""
+
+    def __init__(self) -> None:
+        self._served: dict[tuple[str, str], float] = {}
+        self._newest: defaultdict[str, float] = defaultdict(float)  # of a group: `served` as its newest turn began
+
+    def place(self, owner: str, model: str) -> tuple[float, float]:
+        """The place in the order of turns: the least is next."""
+        return self._at("", owner), self._at(owner, model)
+
+    def took(self, owner: str, model: str, seconds: float) -> None:
+        for group, name in (("", owner), (owner, model)):
+            begin = self._newest[group] = self._at(group, name)
+            self._served[group, name] = begin + seconds
+
+    def _at(self, group: str, name: str) -> float:
+        return max(self._served.get((group, name), 0.0), self._newest[group])
+
+
+class Suspects:
+    """The file that names the request that is executed, and how many processes in a row died of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._suspect, self._deaths = ("", 0), 0
+        try:
+            told = json.loads(path.read_bytes() or b"{}")
+        except (FileNotFoundError, ValueError):
+            told = {}
+        if told:
+            self._suspect, self._deaths = (told["id"], told["seq"]), told["deaths"] + 1
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def begin(self, request: Request) -> bool:
+        """Note that a request is executed; False if so many processes died of it that it must not be."""
+        deaths = self._deaths if self._suspect == (request.id, request.seq) else 0
+        if deaths < DEATHS:
+            text = json.dumps({"id": request.id, "seq": request.seq, "op": request.op, "deaths": deaths}).encode()
+            os.pwrite(self._file, text, 0)
+            os.ftruncate(self._file, len(text))
+        return deaths < DEATHS
+
+    def end(self) -> None:
+        os.ftruncate(self._file, 0)
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 class Driver:
-    """`advance` executes one request. `course` is told of each; `warn` takes lines for people."""
+    """`advance` executes a turn. `course` is told of each request; `warn` takes lines for people."""
 
-    def __init__(self, tenants: Tenants, where: ServiceFolders, course: Course, warn: Callable[[str], None],
-                 sync: bool = True, state_every_s: float = 60.0) -> None:
-        self._tenants, self._where, self._course = tenants, where, course
-        self._warn, self._sync = warn, sync
-        self._state_every_s = state_every_s
-        self._registry, self.lines = Registry(), dict[str, Line]()
+    def __init__(
+        self, tenants: Tenants, where: ServiceFolders, course: Course, warn: Callable[[str], None],
+        limits: Limits = Limits(),
+    ) -> None:
+        self._where, self._course, self._warn, self._limits = where, course, warn, limits
+        self.lines: dict[str, Line] = {}
+        self._registry, self._turns = Registry(), Turns()
+        self._asked: dict[str, Line] = {}  # models with a request that was not answered
+        self._loaded: dict[str, Line] = {}
+        self._read: defaultdict[str, dict[int, Answer]] = defaultdict(dict)  # answers of models without a line so far
+        self._unwritten: Answer | None = None
+        self._upkeep = Upkeep(where, self._registry, limits.keep_answers_s, limits.snapshot_bytes)
+        snapshots = self._read_answers()
+        self._operations = Operations(tenants, where, warn, snapshots)
         self._answers, self._log = LogWriter(where.answers), LogReader(where.requests)
-        self._answered: dict[tuple[str, int], Answer] = {}  # of a predecessor, without their payloads
-        self._snapshots = 0  # the highest number
-        self._turn_s = 0.0  # `served_s` at which the newest turn began
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
-        self._suspect, self._deaths = ("", 0), 0
-        self._read_answers()
-        self._read_executing()
-        self._executing = os.open(where.executing, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._suspects = Suspects(where.executing)
 
     def follow(self) -> bool:
         """Take over what was logged since the last call; True if something was."""
@@ -95,264 +176,226 @@ class Driver:
             news = True
             request = self._decode_request(payload)
             self._registry.add(request, place)
+            self._upkeep.note(request, place)
             if request.kind == "model":
                 self.lines[request.id] = self._line(self._registry.models[request.id])
             elif request.kind in ("training", "refused") and request.seq > self.lines[request.id].applied:
-                self.lines[request.id].waiting[request.seq] = place
+                line = self._asked[request.id] = self.lines[request.id]
+                line.waiting[request.seq] = place
         return news
 
     @property
-    def next_line(self) -> Line | None:
-        """The model that was served least of those with a request that can be executed; None if there is none."""
-        ready = (line for line in self.lines.values() if line.next_place is not None)
-        return min(ready, key=lambda line: line.served_s, default=None)
+    def ready(self) -> list[Line]:
+        """Models that `advance` can go on with."""
+        return [line for line in self._asked.values() if line.ready]
 
     def advance(self) -> bool:
-        """Execute the next request of the model that was served least; False if none can be."""
-        if (line := self.next_line) is None:
+        """Execute a turn; False if nothing can be executed. DiskFull: the newest answer is not written yet."""
+        self.flush()
+        if (line := self._next()) is None:
             return False
-        # A model that comes new, or comes back, begins where the others are: it owns no time that they were served.
-        self._turn_s = line.served_s = max(line.served_s, self._turn_s)
         begun = time.monotonic()
-        self._execute(line)
-        line.served_s += time.monotonic() - begun
+        self._turn(line)
+        line.used_at = time.monotonic()
+        self._turns.took(line.model.owner, line.model.id, line.used_at - begun)
         return True
+
+    def flush(self) -> None:
+        """Write the newest answer, if it is not in the log yet. DiskFull: try again."""
+        if self._unwritten is not None:
+            self._upkeep.note_answer(self._answers.write(self._unwritten))
+            self._unwritten = None
+            if self._limits.sync:
+                self._answers.sync()
+
+    def tend(self) -> None:
+        """Park models that nobody asked anything for long, and drop what nobody needs. Cheap where nothing is due."""
+        now = time.monotonic()
+        for line in list(self._loaded.values()):
+            ended = self._registry.sessions[line.model.session].ended
+            if not line.ready and (ended or now - line.used_at > self._limits.session_s):
+                self._park(line)
+        self._upkeep.run()
+
+    @property
+    def in_memory(self) -> dict[str, bool]:
+        """Tell of each model whether it is in memory, or parked."""
+        return {name: name in self._loaded for name in self.lines}
 
     @property
     def replays(self) -> int:
-        """Requests that were answered before and still are to be run again."""
-        waiting = ((line.model.id, number) for line in self.lines.values() for number in line.waiting)
-        return sum(name in self._answered for name in waiting)
+        """Requests that were answered before and are run again as soon as there is time."""
+        return sum(line.answered - line.applied for line in self.ready)
 
     def write_states(self) -> None:
         """Write the state of each model that has changed and whose gradients are used up."""
-        for line in self.lines.values():
+        for line in self._loaded.values():
             self._write_state(line)
 
     def close(self) -> None:
         self._answers.close()
-        os.close(self._executing)
+        self._suspects.close()
 
     # -- a start -----
 
-    def _read_answers(self) -> None:
-        decode = msgspec.msgpack.Decoder(Answer).decode
-        for payload, _ in LogReader(self._where.answers).read():
-            answer = decode(payload)
-            self._answered[answer.id, answer.seq] = msgspec.structs.replace(answer, payload=b"")
-            self._snapshots = max(self._snapshots, answer.weights)
+    def _read_answers(self) -> int:
+        """Read what was answered so far; returns the highest number of a snapshot."""
+        snapshots = 0
+        for answer, place in self._answers_so_far():
+            if answer.payload:
+                self._upkeep.note_answer(place)
+            self._read[answer.id][answer.seq] = msgspec.structs.replace(answer, payload=b"")
+            snapshots = max(snapshots, answer.weights)
+        return snapshots
 
-    def _read_executing(self) -> None:
-        """Note what a predecessor was at when it died: it may have died of it."""
-        try:
-            found = json.loads(self._where.executing.read_bytes() or b"{}")
-        except (FileNotFoundError, ValueError):
-            return
-        if found:
-            self._suspect, self._deaths = (found["id"], found["seq"]), found["deaths"] + 1
+    def _answers_so_far(self) -> Iterator[tuple[Answer, Place]]:
+        decode = msgspec.msgpack.Decoder(Answer).decode
+        return ((decode(payload), place) for payload, place in LogReader(self._where.answers).read())
 
     def _line(self, model: Model) -> Line:
-        """The line of a model from its newest whole state on."""
+        """The line of a model from its newest state on."""
+        answers, first = self._read.pop(model.id, {}), model.first - 1
+        answered = max(answers, default=first)
         states = self._where.states_of(model.id)
-        number, path = states[-1] if states else (model.first - 1, None)
-        described = folders.about(path) if path else None
-        chain = bytes.fromhex(described["chain"]) if described else b""
-        return Line(model, number, chain, state_at=number if described else NO_STATE)
+        while states and states[-1][0] > answered:
+            aside = folders.set_aside(states.pop()[1])
+            self._warn(f"{model.id}: a power cut took answers that a state holds; it lies in {aside} now")
+        line = Line(model, first, answered, answers, state_at=first)
+        if states:
+            line.applied = states[-1][0]
+            line.go_back(line.applied)
+            line.forget_before(states[0][0])
+        return line
 
-    def _load(self, line: Line) -> None:
-        """Make the model, and bring it into its newest state."""
-        self._tenants.create(line.model.id, Adapter(**msgspec.structs.asdict(line.model.adapter)))
-        if line.state_at != NO_STATE:
-            self._tenants.load_state(line.model.id, self._where.state(line.model.id, line.state_at), True)
-        line.loaded, line.state_due = True, time.monotonic() + self._state_every_s
+    # -- memory -----
+
+    def _next(self) -> Line | None:
+        """The model whose turn it is; one that is not in memory has room there."""
+        order = sorted(self.ready, key=lambda line: self._turns.place(line.model.owner, line.model.id))
+        return next((line for line in order if self._has_room(line)), None)
+
+    def _has_room(self, line: Line) -> bool:
+        """Make room for a model; False if those in memory have to answer something first, so that all get on."""
+        if line.model.id in self._loaded:
+            return True
+        line.memory_bytes = line.memory_bytes or self._operations.bytes_of(line.model)
+        room = self._limits.resident_bytes - line.memory_bytes
+        while self._loaded and sum(other.memory_bytes for other in self._loaded.values()) > room:
+            idle = [other for other in self._loaded.values() if not other.ready or not (other.fresh or other.request)]
+            if not idle:
+                return False
+            self._park(min(idle, key=lambda other: (other.ready, not other.at.whole, other.used_at)))
+        return True
+
+    def _park(self, line: Line) -> None:
+        """Write a model's state and give up its memory; what is in no state is run again when it is wanted."""
+        self._write_state(line)
+        self._operations.forget(line.model)
+        if not line.lost:
+            line.go_back(line.state_at)
+        del self._loaded[line.model.id]
+
+    def _choose_state(self, line: Line) -> None:
+        """Begin a model from its newest whole state; damaged ones are set aside."""
+        self._loaded[line.model.id] = line
+        if line.lost:
+            return
+        model, damaged = line.model, False
+        states = self._where.states_of(model.id)
+        while states and (fault := folders.fault_of(states[-1][1])):
+            last, folder = states.pop()
+            aside, damaged = folders.set_aside(folder), True
+            self._warn(f"{model.id}: its state after request {last} is damaged ({fault}), and lies in {aside} now; "
+                       "it begins from the one before")
+        if damaged:
+            every = (answer for answer, _ in self._answers_so_far() if answer.id == model.id)
+            line.answers = {answer.seq: msgspec.structs.replace(answer, payload=b"") for answer in every}
+        line.go_back(states[-1][0] if states else model.first - 1)
+        line.at = Progress(states[-1][1] if states else None)
+        line.state_due = time.monotonic() + self._limits.state_every_s
+
+    def _write_state(self, line: Line) -> None:
+        line.state_due = time.monotonic() + self._limits.state_every_s
+        unfinished = not line.at.whole or line.at.broken
+        if unfinished or line.applied <= line.state_at or not self._operations.has(line.model):
+            return
+        try:
+            self.flush()  # the answers that a state holds are in the log before it
+            self._operations.write_state(line.model, line.applied, line.chain)
+        except DiskFull as problem:  # a death costs more time until there is room again
+            self._warn(f"{line.model.id}: no state after request {line.applied}: {problem}")
+            return
+        line.state_at = line.applied
+        line.forget_before(self._where.states_of(line.model.id)[0][0])
 
     # -- one request -----
 
-    def _execute(self, line: Line) -> None:
-        number, place = line.applied + 1, line.next_place
-        assert place is not None
-        request = self._decode_request(self._log.payload(place))
-        begun = time.monotonic()
-        earlier = self._answered.get((request.id, number))
-        if (earlier is not None and earlier.state == "server") or self._killed_twice(request):
-            result = self._given_up(line, request)
-        else:
-            result = self._tried(line, request)
-        line.chain = hashlib.blake2b(line.chain + request.digest + request.op.encode(), digest_size=16).digest()
-        self._write(request, result, line.chain, earlier)
-        self._course.took(request.id, time.monotonic() - begun)
-        self._course.executed(request, result.state == "done", result.figures)
-        os.ftruncate(self._executing, 0)
-        line.applied = number
-        del line.waiting[number]
-        # A path that was loaded from may be another's soon: that request must not be run again.
-        due = time.monotonic() >= line.state_due or request.op == "load_weights"
-        if due and line.whole and request.op in ("optim_step", "load_weights"):
+    def _turn(self, line: Line) -> None:
+        if line.model.id not in self._loaded:
+            self._choose_state(line)
+        request = line.request or self._next_request(line)
+        earlier = line.answers.get(request.seq)
+        if named(request) and request.seq > line.answered:
             self._write_state(line)
+        begun = time.monotonic()
+        result = self._result(line, request, earlier)
+        self._course.took(request.id, time.monotonic() - begun)
+        self._suspects.end()
+        line.request = request if result is None else None
+        if result is not None:
+            self._end(line, request, result, earlier)
 
-    def _killed_twice(self, request: Request) -> bool:
-        """Note that this request is begun; True if so many processes died of it that it must not be."""
-        deaths = self._deaths if self._suspect == (request.id, request.seq) else 0
-        if deaths < DEATHS:
-            text = json.dumps({"id": request.id, "seq": request.seq, "op": request.op, "deaths": deaths}).encode()
-            os.pwrite(self._executing, text, 0)
-            os.ftruncate(self._executing, len(text))
-        return deaths >= DEATHS
+    def _next_request(self, line: Line) -> Request:
+        record = self._log.payload(line.waiting[line.applied + 1])
+        if not record or is_stripped(self._decode_request(record)):
+            line.give_up(f"{line.model.id} cannot go on: its states are damaged, and the data of requests before them "
+                         "was dropped; load saved weights into a new model")
+            self._warn(line.lost)
+            self._operations.forget(line.model)
+            record = self._log.payload(line.waiting[line.applied + 1])
+        return self._decode_request(record)
 
-    def _given_up(self, line: Line, request: Request) -> Result:
-        text = f"request {request.seq} ({request.op}) killed the process that trains, twice"
-        self._warn(f"{request.id}: {text}; it is not run again, and the gradients of its step are dropped")
-        self._break(line, text)
-        if line.loaded:
-            self._tenants.drop_gradients(request.id)
+    def _result(self, line: Line, request: Request, earlier: Answer | None) -> Result | None:
+        """Execute a request, or a part of it; None if there is more of it."""
+        if line.lost:
+            return failure("server", line.lost)
+        if earlier is not None and earlier.state == "server":
+            return self._not_again(line, request, "failed before by a fault of the server")
+        if not self._suspects.begin(request):
+            why = "killed the process that trains, twice"
+            self._warn(f"{request.id}: request {request.seq} ({request.op}) {why}; it is not run again, and the "
+                       "gradients of its step are dropped")
+            return self._not_again(line, request, why)
+        done = earlier if earlier is not None and earlier.state == "done" else None
+        return self._operations.run(line.model, line.at, request, done)
+
+    def _not_again(self, line: Line, request: Request, why: str) -> Result:
+        text = f"request {request.seq} ({request.op}) {why}"
+        self._operations.failed(line.model, line.at, request, text)
         return failure("server", text)
 
-    def _tried(self, line: Line, request: Request) -> Result:
-        """Run a request; no exception of one model ends the process."""
-        try:
-            if not line.loaded:
-                self._load(line)
-            if request.kind == "refused":
-                raise UserFault(request.about["why"])
-            result: Result = getattr(self, f"_{request.op}")(line, request)
-            return result
-        except (UserFault, BadBody) as problem:
-            fault = failure("user", str(problem))
-        except MemoryError as problem:
-            fault = failure("server", f"out of memory: {problem}")
-        except DiskFull as problem:
-            self._warn(f"{request.id}: request {request.seq} ({request.op}) failed: {problem}")
-            fault = failure("server", str(problem))
-        except RuntimeError as problem:  # torch: a device without memory, a shape that nobody foresaw
-            self._warn(f"{request.id}: request {request.seq} ({request.op}) failed: {problem}")
-            fault = failure("server", f"{type(problem).__name__}: {problem}")
-        if request.op == "forward_backward":
-            self._break(line, f"request {request.seq} of this step failed: {json.loads(fault.payload)['error']}")
-        return fault
+    def _end(self, line: Line, request: Request, result: Result, earlier: Answer | None) -> None:
+        """Take over the result of a whole request: as its answer, unless it has one."""
+        line.chain = hashlib.blake2b(line.chain + request.digest + request.op.encode(), digest_size=16).digest()
+        line.applied = request.seq
+        del line.waiting[request.seq]
+        self._course.executed(request, result.state == "done", result.figures)  # before a state has it
+        if result.weights:
+            self._upkeep.note_snapshot(result.weights)
+        if request.seq > line.answered:
+            self._answer(line, request, result)
+        elif earlier is not None and (earlier.chain != line.chain or earlier.state != result.state):
+            self._warn(f"{request.id}: request {request.seq} ({request.op}), run again, is {result.state}; the answer "
+                       f"that clients have says {earlier.state}")
+        # A path that was loaded from may be another's soon: that request must not be run again.
+        if request.op == "load_weights" or (request.op == "optim_step" and time.monotonic() >= line.state_due):
+            self._write_state(line)
 
-    def _break(self, line: Line, why: str) -> None:
-        line.broken = line.broken or why
-
-    def _write(self, request: Request, result: Result, chain: bytes, earlier: Answer | None) -> None:
-        """Append the answer, unless a predecessor did."""
-        if earlier is not None:
-            del self._answered[request.id, request.seq]
-            if earlier.chain != chain or earlier.state != result.state:
-                self._warn(f"{request.id}: request {request.seq} ({request.op}), run again, is {result.state}; the "
-                           f"answer that clients have says {earlier.state}")
-            return
-        self._answers.write(Answer(request.id, request.seq, request.digest, result.state, result.proto, result.payload,
-                                   chain, result.weights))
-        if self._sync:
-            self._answers.sync()
-
-    def _write_state(self, line: Line) -> None:
-        line.state_due = time.monotonic() + self._state_every_s
-        if not line.loaded or not line.whole or line.broken or line.applied <= line.state_at:
-            return
-        model = line.model.id
-        described = {"applied": line.applied, "chain": line.chain.hex()}
-        try:
-            write_folder(self._where.state(model, line.applied), described,
-                         lambda folder: self._tenants.save_state(model, folder))
-        except DiskFull as problem:  # a death costs more time until there is room again
-            self._warn(f"{model}: no state after request {line.applied}: {problem}")
-            return
-        line.state_at = line.applied
-        self._where.drop_old_states(model)
-
-    def _earlier(self, request: Request) -> Answer | None:
-        """The answer that a predecessor has written to this request, if it was done."""
-        answer = self._answered.get((request.id, request.seq))
-        return answer if answer is not None and answer.state == "done" else None
-
-    # -- operations -----
-
-    def _forward_backward(self, line: Line, request: Request) -> Result:
-        asked = read_forward_backward(request.body)
-        line.whole = line.whole and asked.forward_only
-        outputs, metrics = self._tenants.forward_backward(
-            request.id, asked.data, asked.loss_fn, asked.config, asked.forward_only)
-        tokens = sum(len(output["logprobs"]) for output in outputs)
-        figures = {} if asked.forward_only else {**metrics, "tokens": tokens}
-        return Result("done", write_forward_backward_result(outputs, metrics), proto=True, figures=figures)
-
-    def _optim_step(self, line: Line, request: Request) -> Result:
-        line.whole = True
-        if line.broken:
-            why, line.broken = line.broken, ""
-            if line.loaded:
-                self._tenants.drop_gradients(request.id)
-            raise UserFault(f"{why}; its gradients were dropped, nothing was changed")
-        asked = read_body(OptimStep, request.body).adam_params
-        assert asked is not None  # the door looked
-        metrics = self._tenants.optim_step(request.id, Adam(**msgspec.structs.asdict(asked)))
-        return Result("done", msgspec.json.encode({"metrics": metrics, "type": "optim_step"}), figures=metrics)
-
-    def _save_weights(self, line: Line, request: Request) -> Result:
-        def fill(folder: Any) -> None:
-            self._tenants.save_state(request.id, folder)
-
-        asked = read_body(SaveWeights, request.body)
-        return self._saved(line, request, asked.path, asked.overwrite, 0, fill)
-
-    def _save_weights_for_sampler(self, line: Line, request: Request) -> Result:
-        asked = read_body(SaveWeightsForSampler, request.body)
-        earlier = self._earlier(request)
-        number = earlier.weights if earlier is not None else self._snapshots + 1
-        if number and not (earlier and self._where.snapshot(number).exists()):
-            write_folder(self._where.snapshot(number), {"by": by(request)},
-                         lambda folder: self._tenants.snapshot(request.id, folder))
-        self._snapshots = max(self._snapshots, number)
-        if asked.path:
-            return self._saved(line, request, asked.path, asked.overwrite, number, lambda folder: None)
-        path = f"tinker://{request.id}/sampler_weights/ephemeral-{request.seq}"
-        sampler = f"{line.model.session}:sample:{asked.sampling_session_seq_id}"
-        told = {"path": path, "sampling_session_id": sampler, "type": request.op}
-        return Result("done", msgspec.json.encode(told), weights=number)
-
-    def _save_weights_external(self, line: Line, request: Request) -> Result:
-        asked = read_body(bodies.SaveWeightsExternal, request.body)
-        return self._saved(line, request, asked.path, False, 0,
-                           lambda folder: self._tenants.snapshot(request.id, folder))
-
-    def _saved(self, line: Line, request: Request, name: str, overwrite: bool, number: int,
-               fill: Callable[[Any], None]) -> Result:
-        """Save under a client's name; the same request run again finds its own."""
-        path = f"tinker://{request.id}/{SAVES[request.op]}/{name}"
-        folder, earlier = self._where.saved_as(request.id, SAVES[request.op], name), self._earlier(request)
-        there = folders.about(folder)
-        taken = earlier is None and there is not None and there["by"] != by(request)
-        if taken and not overwrite:
-            raise UserFault(f"{path} exists, and overwrite was not asked for")
-        if earlier is None or there is None:  # else the folder may be of a later request
-            adapter = msgspec.structs.asdict(line.model.adapter)
-            write_folder(folder, {"by": by(request), "weights": number, "adapter": adapter}, fill)
-        return Result("done", msgspec.json.encode({"path": path, "type": request.op}), weights=number)
-
-    def _load_weights(self, line: Line, request: Request) -> Result:
-        asked = read_body(LoadWeights, request.body)
-        found = saved(asked.path)
-        there = folders.about(self._where.saved_as(*found)) if found and found[1] == "weights" else None
-        if there is None or found is None:
-            raise UserFault(f"{asked.path} does not exist")
-        self._tenants.drop_gradients(request.id)
-        self._tenants.load_state(request.id, self._where.saved_as(*found), asked.optimizer)
-        line.whole, line.broken = True, ""
-        told = {"path": asked.path, "model_id": request.id, "type": request.op}
-        return Result("done", msgspec.json.encode(told))
-
-
-def write_folder(path: Path, about: dict[str, Any], fill: Callable[[Path], None]) -> None:
-    """Make a folder with what `fill` puts there and a description, in the place of an older one. DiskFull."""
-    with whole_directory(path) as folder:
-        fill(folder)
-        (folder / folders.META).write_text(json.dumps(about))
-
-
-def by(request: Request) -> str:
-    return f"{request.id}:{request.seq}"
-
-
-def failure(state: str, text: str) -> Result:
-    return Result(state, msgspec.json.encode({"error": text, "category": state}))
+    def _answer(self, line: Line, request: Request, result: Result) -> None:
+        answer = Answer(request.id, request.seq, request.digest, result.state, result.proto, result.payload, line.chain,
+                        result.weights)
+        line.answers[request.seq] = msgspec.structs.replace(answer, payload=b"")
+        line.answered, line.fresh = request.seq, False
+        self._unwritten = answer
+        if request.seq + 1 not in line.waiting:
+            self._asked.pop(request.id, None)

@@ -4,6 +4,8 @@ Used by door and tuner. Talks to the file system. Knows nothing of HTTP, bodies 
 
 - A folder appears whole or not at all: the tuner writes it with `whole_directory` of checkpoints.
 - The number of a snapshot is never used again, so a folder of that name is always the same weights.
+- A folder's description lists its files with their sizes and checksums. A state that differs from it is set aside, for
+  people to look at, and never read again.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from busrl.system.files import fault_in
+
 META = "about.json"
 STATES_KEPT = 2
+DAMAGED = "damaged-"  # begins the name of a state that was set aside
 
 
 class ServiceFolders:
@@ -47,15 +52,38 @@ class ServiceFolders:
         for _, path in self.states_of(model)[:-STATES_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
+    def numbers_of_snapshots(self) -> list[int]:
+        present = self.snapshots.iterdir() if self.snapshots.is_dir() else ()
+        return sorted(int(path.name) for path in present if path.name.isdigit())
+
 
 def on_disk(name: str) -> str:
     return name.replace(":", "_")
 
 
 def about(path: Path) -> dict[str, Any] | None:
-    """The description of a folder; None if there is no such folder."""
+    """The description of a folder; None if there is no such folder, or its description cannot be read."""
     try:
         described: dict[str, Any] = json.loads((path / META).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
     return described
+
+
+def fault_of(path: Path) -> str:
+    """Say what is wrong with a folder; "" if it is as it was written."""
+    described = about(path)
+    if described is None:
+        return f"{META} cannot be read"
+    return fault_in(path, described.get("files", {})) or ""
+
+
+def set_aside(path: Path) -> Path:
+    """Give a damaged folder another name, under which nobody looks for it."""
+    aside = path.with_name(f"{DAMAGED}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
+def bytes_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -6,6 +6,8 @@ of bodies or models.
 - A log has one writer. A record is there whole or not at all: half a record at the end, which a killed writer leaves,
   is cut by the next one; nobody was told of it.
 - A reader follows the writer by itself and never needs a message: it reads on from where it was.
+- A segment that has a successor may be replaced by one whose records have no body or payload. All else of a record
+  stays for good, so that the order, the digests and the chains of a run can always be audited.
 - `write` survives the death of every process; after `sync` also a power cut.
 """
 
@@ -14,9 +16,9 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,6 +27,8 @@ from busrl.ledger.wal import HEAD, MARK, frames
 from busrl.system import files
 
 SEGMENT_BYTES = 64 << 20
+FRAME_BYTES = 12  # before the payload of a record
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Request(msgspec.Struct, omit_defaults=True):
@@ -82,6 +86,14 @@ def segment_path(directory: Path, number: int) -> Path:
 def segments(directory: Path) -> list[int]:
     """The numbers of the segments that are there, ascending."""
     return sorted(int(path.stem) for path in directory.glob("*.wal") if path.stem.isdigit())
+
+
+def strip(directory: Path, number: int, kind: type[Record], bare: Callable[[Record], Record]) -> None:
+    """Replace a segment that has a successor: each of its records by what `bare` leaves of it. DiskFull, WriteFailed:
+    the segment is as it was."""
+    decode, path = msgspec.msgpack.Decoder(kind).decode, segment_path(directory, number)
+    kept = [msgspec.msgpack.encode(bare(decode(payload))) for payload, _ in frames(path.read_bytes())]
+    files.replace(path, [HEAD, *(head_of(payload) + payload for payload in kept)])
 
 
 class LogWriter:
@@ -186,8 +198,11 @@ class LogReader:
             self._number, self._at = self._number + 1, len(HEAD)
 
     def payload(self, place: Place) -> bytes:
+        """The payload of a record; b"" if its segment was replaced since it was read."""
         with open(segment_path(self._directory, place.segment), "rb") as file:
-            return os.pread(file.fileno(), place.size, place.begin)
+            payload = os.pread(file.fileno(), place.size, place.begin)
+            head = os.pread(file.fileno(), FRAME_BYTES, place.begin - FRAME_BYTES)
+        return payload if len(payload) == place.size and head == head_of(payload) else b""
 
     # -- internals -----
 

@@ -9,15 +9,14 @@ folders of states and snapshots. Knows nothing of clients, logs, numbers of requ
 - The same calls give the same numbers, to the bit on a CPU with one thread; other models on the base change nothing.
 - A state is adapter, moments and steps, never gradients. Its folder is filled file by file: whoever calls gives one
   that is renamed when it is whole. Nothing is a pickle.
-- A parked model lies in host memory: its adapter and two moments, and gradients only within an unfinished step.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ STATE, STATE_TENSORS = "model_state.json", "model_state.safetensors"
 CLIP_EPS = 1e-6  # that torch's clipping adds to the norm
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names of torch
 MICRO_BATCH_TOKENS = 8192
+FLOAT32_BYTES = 4
 MAX_RANK, LONGEST = 64, 1 << 20
 Outputs = list[dict[str, NDArray[np.float32]]]
 
@@ -73,14 +73,6 @@ class Tenant:
         self.numbers = numbers
         self.moments: list[Tensor] = []
         self.steps = 0
-
-    def ready(self, device: torch.device) -> None:
-        self.numbers.ready(device)
-        self.moments = [moment.to(device) for moment in self.moments]
-
-    def park(self) -> None:
-        self.numbers.park()
-        self.moments = [moment.cpu() for moment in self.moments]
 
     @torch.no_grad()
     def step(self, adam: Adam) -> float:
@@ -120,6 +112,34 @@ class Tenant:
             part.copy_(saved[name])
 
 
+class Pass:
+    """A forward_backward under way. `outputs` and `metrics` are whole once `advance` has returned False."""
+
+    def __init__(
+        self, parts: Iterable[list[int]], compute: Callable[[list[int]], tuple[float, list[NDArray[np.float32]]]],
+        forward_only: bool,
+    ) -> None:
+        self._left, self._compute, self.forward_only = deque(parts), compute, forward_only
+        self._logprobs: dict[int, NDArray[np.float32]] = {}
+        self._total = 0.0
+
+    def advance(self) -> bool:
+        """Compute a micro-batch; True if there is another one. UserFault for a loss that is not finite."""
+        numbers = self._left.popleft()
+        total, logprobs = self._compute(numbers)
+        self._total += total
+        self._logprobs |= zip(numbers, logprobs)
+        return bool(self._left)
+
+    @property
+    def outputs(self) -> Outputs:
+        return [{"logprobs": self._logprobs[number]} for number in range(len(self._logprobs))]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"loss:sum": self._total}
+
+
 class Tenants:
     """The models over the base of a folder. `context`: the most tokens of a datum; 0: the base's own limit. `again`:
     compute layers again in backward instead of keeping what they gave."""
@@ -150,6 +170,9 @@ class Tenants:
     def tenant(self, name: str) -> Tenant:
         return self._tenants[name]
 
+    def has(self, name: str) -> bool:
+        return name in self._tenants
+
     def names(self) -> list[str]:
         return list(self._tenants)
 
@@ -157,14 +180,12 @@ class Tenants:
         """Remove a model, its gradients and moments."""
         del self._tenants[name]
 
-    def park(self, name: str) -> None:
-        """Give up the model's place on the device until its next request."""
-        self._tenants[name].park()
-
-    def held_bytes(self, name: str) -> int:
-        """Bytes of numbers, moments and gradients of a model, wherever they lie."""
-        tenant = self._tenants[name]
-        return tenant.numbers.held_bytes + sum(moment.nbytes for moment in tenant.moments)
+    def bytes_of(self, adapter: Adapter) -> int:
+        """Bytes that a model of this shape takes at most: its numbers, their gradients and moments. UserFault as
+        `create`."""
+        adapter.check(self._max_rank)
+        numbers = sum(adapter.rank * (site.inputs + site.outputs) for site in self._wearer.sites(adapter))
+        return (2 + len(MOMENTS)) * FLOAT32_BYTES * numbers
 
     # -- training -----
 
@@ -173,22 +194,37 @@ class Tenants:
     ) -> tuple[Outputs, dict[str, float]]:
         """Per datum `logprobs` in the shape of its targets, and the summed loss as `loss:sum`; adds gradients unless
         `forward_only`."""
-        tenant = self._tenants[name]
+        under_way = self.begin(name, data, loss_fn, config, forward_only)
+        while under_way.advance():
+            pass
+        return under_way.outputs, under_way.metrics
+
+    def begin(
+        self, name: str, data: Sequence[Datum], loss_fn: str, config: Config, forward_only: bool = False,
+    ) -> Pass:
+        """A `forward_backward` of which nothing is computed yet; other models may be trained while it is under way.
+        UserFault for data that cannot be trained."""
         check(data, loss_fn, config, self._context, self._vocabulary)
-        tenant.ready(self._device)
-        logprobs: dict[int, NDArray[np.float32]] = {}
-        total = 0.0
+        tenant = self._tenants[name]
+
+        def compute(numbers: list[int]) -> tuple[float, list[NDArray[np.float32]]]:
+            return self._micro_batch(tenant, numbers, [data[number] for number in numbers], loss_fn, config,
+                                     forward_only)
+
+        return Pass(self._parts(data), compute, forward_only)
+
+    def _micro_batch(
+        self, tenant: Tenant, numbers: list[int], data: list[Datum], loss_fn: str, config: Config, forward_only: bool,
+    ) -> tuple[float, list[NDArray[np.float32]]]:
+        """The summed loss and the log-probabilities of data with these numbers in their request."""
+        tenant.numbers.ready()
         with self._wearer.wearing(tenant.numbers), torch.set_grad_enabled(not forward_only):
-            for part in self._parts(data):
-                some = [data[number] for number in part]
-                scores, losses = self._losses(some, loss_fn, config)
-                _refuse_infinite(losses, part, some)
-                total += float(losses.detach().double().sum())
-                if not forward_only:
-                    tenant.numbers.add(losses)
-                rows = torch.split(scores.detach().float().cpu(), [len(datum.tokens) for datum in some])
-                logprobs |= zip(part, (row.numpy() for row in rows))
-        return [{"logprobs": logprobs[number]} for number in range(len(data))], {"loss:sum": total}
+            scores, losses = self._losses(data, loss_fn, config)
+            _refuse_infinite(losses, numbers, data)
+            if not forward_only:
+                tenant.numbers.add(losses)
+        rows = torch.split(scores.detach().float().cpu(), [len(datum.tokens) for datum in data])
+        return float(losses.detach().double().sum()), [row.numpy() for row in rows]
 
     def optim_step(self, name: str, adam: Adam) -> dict[str, float]:
         """Step with the gradients since the last one, and use them up; UserFault if there are none."""
@@ -196,7 +232,6 @@ class Tenants:
         tenant = self._tenants[name]
         if not tenant.numbers.summed:
             raise UserFault("optim_step: there are no gradients since the last step; call forward_backward before it")
-        tenant.ready(self._device)
         return {"unclipped_grad_l2:mean": tenant.step(adam)}
 
     def drop_gradients(self, name: str) -> None:

@@ -5,11 +5,13 @@ of rewards.
 
 - Whatever kills it costs time alone: its next life runs the requests again that are in no state (`driver`).
 - A pause of the run holds execution; requests are still logged.
+- A full disk holds it too, from the answer on that finds no room.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +19,7 @@ from typing import ClassVar
 from busrl.data.pretrained import import_classes
 from busrl.protocol import messages as m
 from busrl.roles.actor import Actor
-from busrl.service.driver import Driver
+from busrl.service.driver import Driver, Limits
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
 from busrl.service.messages import AnswersLogged, RequestsLogged
@@ -27,6 +29,7 @@ from busrl.system import device
 from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
+TEND_S = 5.0
 
 
 def import_all(topology: Topology, name: str) -> None:
@@ -39,6 +42,7 @@ class Tuner(Actor):
     singleton = True
     tick_s = 0.1  # without a message
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (RequestsLogged,)
+    next_tend: float = 0.0
 
     def setup(self) -> None:
         topology = self.topology
@@ -47,11 +51,10 @@ class Tuner(Actor):
             where.root.mkdir(exist_ok=True)
             tenants = Tenants(Path(topology.model.path), dtype=topology.model.dtype,
                               device=device.choose(topology.device_of(self.role)), context=topology.tinker.context,
-                              max_rank=topology.tinker.max_rank)
+                              max_rank=topology.tinker.max_rank, micro_batch_tokens=topology.tinker.turn_tokens)
             warn = partial(self.warn, self.role)
             self.course = Course(self.paths.metrics, where, warn, topology.log.keep)
-            self.driver = Driver(tenants, where, self.course, warn, topology.learner.wal == "sync",
-                                 topology.tinker.state_every_s)
+            self.driver = Driver(tenants, where, self.course, warn, limits_of(topology))
             self.driver.follow()
         if replays := self.driver.replays:
             log.info("%d requests that were answered are run again", replays)
@@ -62,10 +65,15 @@ class Tuner(Actor):
         news = self.driver.follow()
         if self.course.due:
             self._show()
-        if self.paused or self.driver.next_line is None:
+        if (now := time.monotonic()) >= self.next_tend:
+            self.next_tend = now + TEND_S
+            with self.activity("upkeep", self.topology.limits.work_s):
+                self.driver.tend()
+        if self.paused or not self.driver.ready:
             return news
         with self.activity("request", self.topology.limits.work_s):
             advanced = self.driver.advance()
+        self.write_or_wait("answers", self.driver.flush)
         if advanced:
             self.bus.send(AnswersLogged())
         return advanced
@@ -78,4 +86,12 @@ class Tuner(Actor):
         self.course.close()
 
     def _show(self) -> None:
-        self.course.show({name: line.loaded for name, line in self.driver.lines.items()}, self.driver.replays)
+        self.course.show(self.driver.in_memory, self.driver.replays)
+
+
+def limits_of(topology: Topology) -> Limits:
+    settings = topology.tinker
+    return Limits(
+        topology.learner.wal == "sync", settings.state_every_s, settings.session_s, settings.resident_mb << 20,
+        settings.keep_answers_s, settings.snapshot_mb << 20,
+    )

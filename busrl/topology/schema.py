@@ -331,8 +331,7 @@ class Serve(Table):
     """[serve]: where processes of the roles serve and atropos listen; see docs/serve.md, docs/environments.md."""
 
     host: str = key("127.0.0.1", "address that is listened on; any other than this machine's own needs a proxy for TLS")
-    port: int = key(0, "port of the first of them, the others have the next ones; 0 = any, told in serve-0.json", low=0,
-                    high=65000)
+    port: int = key(0, "port of the first, others have the next ones; 0 = any, told in serve-0.json", low=0, high=65000)
 
 
 class TinkerKey(Table):
@@ -358,7 +357,10 @@ class Tinker(Table):
     samples_in_flight: int = key(2000, "samples that a key may have under way", low=1, high=1 << 20)
     pending_mb: int = key(256, "MiB of a model's requests that may wait; a client with more must ask again", low=1)
     state_every_s: float = key(60.0, "seconds of a model's work that a death may cost, about", low=0, high=86400)
-    session_s: float = key(1800.0, "a session without a sign of life for this long counts as silent", above=0)
+    turn_tokens: int = key(8192, "tokens that are trained at a time, before the turn of another model", low=1)
+    resident_mb: int = key(8192, "MiB of models in memory; above it those used longest ago wait on the disk", low=0)
+    session_s: float = key(1800.0, "silence after which a session counts as left, and a model is parked", above=0)
+    snapshot_mb: int = key(16384, "MiB of snapshots without a name; above it the ones sampled longest ago go", low=0)
     keep_answers_s: float = key(86400.0, "an answer that no client fetches is kept for this long", low=60)
     key: tuple[TinkerKey, ...] = ()
 

@@ -25,7 +25,7 @@ def played(service: Service) -> Service:  # noqa: F811
     service.step(2)
     service.ask(3, "save_weights_for_sampler", sampling_session_seq_id=0)
     service.ask(4, "save_weights", path="one")
-    service.log.write(Request("sample", "s:sample:0", 0, "asample", b"q"))
+    service.log.write(Request("sample", "s:sample:0", 0, "asample", b"q", b"asked"))
     service.run()
     samples = LogWriter(service.where.samples)
     samples.write(Answer("s:sample:0", 0, b"q", "done", True, b"tokens", weights=1))

@@ -16,16 +16,18 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from service_messages import datum, request
 
+from busrl.ledger.wal import HEAD
 from busrl.service import desk as desks
 from busrl.service import door as doors
 from busrl.service.desk import Desk
 from busrl.service.door import Door
-from busrl.service.driver import write_folder
 from busrl.service.folders import ServiceFolders
 from busrl.service.keys import Keys, digest_of
+from busrl.service.operations import write_folder
 from busrl.service.registry import Sampler
-from busrl.service.requests import Answer, LogReader, LogWriter, Request
+from busrl.service.requests import Answer, LogReader, LogWriter, Request, segment_path, strip
 from busrl.service.routes import BaseModel, Service
+from busrl.service.upkeep import without_payload
 from busrl.topology.schema import Tinker, TinkerKey
 
 BASE = BaseModel("tiny", "qwen2", 100, tied_head=False)
@@ -456,7 +458,8 @@ def test_tokens_of_a_day_are_counted_over_a_restart(tmp_path: Path) -> None:
         assert client.desk.tokens_today("other") == 12
         await client.again()
         assert client.desk.tokens_today("other") == 12
-        body = request(datum([1, 2, 3], target_tokens=np.array([2, 3, 4])), model=model, seq=1)
+        data = datum([1, 2, 3], target_tokens=np.array([2, 3, 4]), weights=np.ones(3, np.float32))
+        body = request(data, model=model, seq=1, loss="cross_entropy")
         assert (await client.post("forward_backward", body, OTHER))[0] == 200
         assert client.desk.tokens_today("other") == 15
         assert (await client.post("asample", wish(sampler, 1), OTHER))[0] == 429
@@ -559,3 +562,44 @@ def test_a_version_of_the_sdk_that_nobody_tried_is_named(version: str, warned: b
         assert status == 200 and ("0.99.0" in told.get("warning_message", "")) == warned
 
     served(tmp_path, play)
+
+
+def test_data_that_no_loss_reads_fails_its_future_at_the_door(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = await client.model()
+        wrong = datum(np.array([5, 6], np.int32), target_tokens=np.array([6, 700]), weights=np.ones(2, np.float32))
+        body = request(wrong, model=model, loss="cross_entropy")
+        for _ in range(2):
+            assert (await client.post("forward_backward", body))[1]["request_id"] == f"{model}:1"
+        refused = client.logged()[-1]
+        assert (refused.kind, refused.seq, refused.body) == ("refused", 1, b"")
+        assert "token 700 in target_tokens" in refused.about["why"]
+        status, _ = await client.post("forward_backward", request(wrong, model=model, seq=2, loss="guess"))
+        assert status == 200 and "loss 'guess' is not served" in client.logged()[-1].about["why"]
+
+    served(tmp_path, play)
+
+
+def test_an_answer_that_is_kept_no_longer_is_gone(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = await client.model()
+        await client.post("optim_step", step(model, 1))
+        client.answer(model, 1)
+        segment_path(client.where.answers, 2).write_bytes(HEAD)
+        strip(client.where.answers, 1, Answer, without_payload)
+        for _ in range(2):
+            status, told = await client.post("retrieve_future", {"request_id": f"{model}:1"})
+            assert status == 410 and "tinker.keep_answers_s" in told["detail"]
+            await client.again()
+
+    served(tmp_path, play)
+
+
+@pytest.mark.parametrize(("host", "compresses"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_clients_on_other_machines_compress_large_bodies(tmp_path: Path, host: str, compresses: bool) -> None:
+    pytest.importorskip("zstandard")
+
+    async def play(client: Client) -> None:
+        assert (await client.post("client/config"))[1]["proto_compress_fwdbwd"] is compresses
+
+    served(tmp_path, play, host=host)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,28 @@ import msgspec
 import numpy as np
 import pytest
 
-from busrl.service import driver
-from busrl.service.driver import Driver
+from busrl.errors import DiskFull
+from busrl.service import driver, operations
+from busrl.service.driver import Driver, Limits
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
-from busrl.service.requests import Answer, LogReader, LogWriter, Request
+from busrl.service.requests import SEGMENT_BYTES, Answer, LogReader, LogWriter, Request
 from busrl.service.sums import UserFault
+from busrl.service.tenants import Pass
 
 ADAPTER = {"rank": 4, "seed": 0, "attn": True, "mlp": True, "unembed": False}
 
 
+BYTES = 100  # that a model takes
+
+
 class Asked:
-    """What a body stands for here: the sum that it adds to the gradients."""
+    """What a body stands for here: the sums that it adds to the gradients, a micro-batch each."""
 
     loss_fn, config, forward_only = "cross_entropy", {}, False
 
-    def __init__(self, value: float) -> None:
-        self.data = [value]
+    def __init__(self, body: bytes) -> None:
+        self.data = [float(value) for value in body.split()]
 
 
 class Models:
@@ -38,20 +45,35 @@ class Models:
         self.values: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
         self.calls: list[str] = []
+        self.most = 0  # models that were in memory at the same time
+
+    def bytes_of(self, adapter: object) -> int:
+        return BYTES
 
     def create(self, name: str, adapter: object) -> None:
         self.values[name] = self.gradients[name] = 0.0
+        self.most = max(self.most, len(self.values))
 
-    def forward_backward(
+    def has(self, name: str) -> bool:
+        return name in self.values
+
+    def forget(self, name: str) -> None:
+        del self.values[name], self.gradients[name]
+
+    def begin(
         self, name: str, data: Sequence[float], loss_fn: str, config: Mapping[str, Any], forward_only: bool
-    ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-        self.calls.append(f"forward {data[0]:g}")
-        if data[0] < 0:
+    ) -> Pass:
+        return Pass([[number] for number in range(len(data))], partial(self._compute, name, data), forward_only)
+
+    def _compute(self, name: str, data: Sequence[float], numbers: list[int]) -> tuple[float, list[np.ndarray]]:
+        value = data[numbers[0]]
+        self.calls.append(f"forward {value:g}")
+        if value < 0:
             raise UserFault("a negative value")
-        if data[0] == 13:
+        if value == 13:
             raise KeyboardInterrupt  # as a kill would
-        self.gradients[name] += data[0]
-        return [], {"loss:sum": data[0]}
+        self.gradients[name] += value
+        return value, [np.zeros(0, np.float32)]
 
     def optim_step(self, name: str, adam: object) -> dict[str, float]:
         self.calls.append("step")
@@ -73,33 +95,56 @@ class Models:
         self.save_state(name, folder)
 
 
+class Clock:
+    """A clock by which every turn takes about the same time."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += 0.5
+        return self._now
+
+
 class Service:
     """A door's log, and one life of a driver after the other."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.where = ServiceFolders(root)
-        self.log = LogWriter(self.where.requests)
+        self.log = LogWriter(self.where.requests, segment_bytes)
         self.warned: list[str] = []
         self.log.write(Request("session", "s", about={"key": "k"}))
         self.model("m")
         self.restart()
 
-    def model(self, name: str, first: int = 1) -> None:
-        self.log.write(Request("model", name, about={"session": "s", "adapter": ADAPTER, "first": first}))
+    def model(self, name: str, first: int = 1, owner: str = "run") -> None:
+        about = {"session": "s", "adapter": ADAPTER, "first": first, "owner": owner}
+        self.log.write(Request("model", name, about=about))
 
-    def restart(self, state_every_s: float = 1e9) -> None:
+    def restart(self, state_every_s: float = 1e9, **limits: Any) -> None:
         self.models = Models()
         self.course = Course(self.where.root.parent / "metrics.jsonl", self.where, self.warned.append)
+        settings = Limits(sync=False, state_every_s=state_every_s, **limits)
         self.driver = Driver(
-            self.models, self.where, self.course, self.warned.append, False, state_every_s)  # type: ignore[arg-type]
+            self.models, self.where, self.course, self.warned.append, settings)  # type: ignore[arg-type]
 
     def ask(self, seq: int, op: str, model: str = "m", **body: Any) -> None:
-        value = body.pop("value", 0.0)
-        raw = json.dumps({"model_id": model, "seq_id": seq, **body}) if op != "forward_backward" else f"{value:g}"
-        self.log.write(Request("training", model, seq, op, f"{op} {seq} {value}".encode(), raw.encode()))
+        raw = body.pop("raw", "") or json.dumps({"model_id": model, "seq_id": seq, **body})
+        meaning = hashlib.blake2b(f"{op} {seq} {raw}".encode(), digest_size=8).digest()
+        self.log.write(Request("training", model, seq, op, meaning, raw.encode()))
 
-    def forward(self, seq: int, value: float, model: str = "m") -> None:
-        self.ask(seq, "forward_backward", model, value=value)
+    def forward(self, seq: int, *values: float, model: str = "m") -> None:
+        self.ask(seq, "forward_backward", model, raw=" ".join(map(str, values)))
+
+    def train(self, seq: int, value: float, model: str = "m") -> None:
+        """A step of two requests."""
+        self.forward(seq, value, model=model)
+        self.step(seq + 1, model)
+
+    def damage(self, number: int) -> None:
+        """Change a byte of a state of the model m."""
+        file = self.where.state("m", number) / "value"
+        file.write_text(file.read_text()[:-1] + "7")
 
     def step(self, seq: int, model: str = "m") -> None:
         self.ask(seq, "optim_step", model, adam_params={})
@@ -118,10 +163,16 @@ class Service:
         return [(answer.seq, answer.state) for answer in self.answers()]
 
 
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let bodies and answers of forward_backward be numbers."""
+    monkeypatch.setattr(operations, "read_forward_backward", Asked)
+    monkeypatch.setattr(
+        operations, "write_forward_backward_result", lambda outputs, metrics: json.dumps(metrics).encode())
+
+
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Service:
-    monkeypatch.setattr(driver, "read_forward_backward", lambda body: Asked(float(body)))
-    monkeypatch.setattr(driver, "write_forward_backward_result", lambda outputs, metrics: json.dumps(metrics).encode())
+    stub(monkeypatch)
     return Service(tmp_path)
 
 
@@ -144,9 +195,11 @@ def test_a_new_life_runs_again_without_answering_again(service: Service) -> None
     service.run()
     answers = service.answers()
     service.restart()
+    service.run()
+    assert not service.models.calls, "a model is run again when somebody asks for it"
+    service.step(4)
     service.driver.follow()
     assert service.driver.replays == 3
-    service.step(4)
     service.run()
     assert service.answers()[:3] == answers
     assert service.models.values["m"] == 6.0
@@ -214,7 +267,7 @@ def test_a_request_that_killed_twice_is_given_up(service: Service) -> None:
     service.forward(1, 7)
     service.forward(2, 13)
     service.step(3)
-    service.forward(1, 1, "other")
+    service.forward(1, 1, model="other")
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             service.run()
@@ -224,8 +277,9 @@ def test_a_request_that_killed_twice_is_given_up(service: Service) -> None:
     assert [answer.state for answer in service.answers("other")] == ["done"]
     assert "killed the process that trains, twice" in service.answers()[1].payload.decode()
     service.restart()
+    service.train(4, 2)
     service.run()
-    assert service.models.values["m"] == 0.0
+    assert service.models.values["m"] == 2.0
 
 
 def test_a_death_elsewhere_does_not_count(service: Service) -> None:
@@ -276,6 +330,7 @@ def test_a_name_is_overwritten_only_when_asked(service: Service) -> None:
     service.run()
     assert service.said() == [(1, "done"), (2, "user"), (3, "done")]
     service.restart()
+    service.step(4)
     service.run()
     assert not service.warned
 
@@ -288,13 +343,14 @@ def test_a_model_begins_with_what_another_saved(service: Service) -> None:
     service.model("copy", first=0)
     raw = {"session_id": "s", "model_seq_id": 1, "path": "tinker://m/weights/four", "optimizer": True}
     service.log.write(Request("training", "copy", 0, "load_weights", b"d", json.dumps(raw).encode()))
-    service.forward(1, 1, "copy")
+    service.forward(1, 1, model="copy")
     service.step(2, "copy")
     service.run()
     assert service.models.values == {"m": 4.0, "copy": 5.0}
     service.restart()
+    service.train(3, 1, "copy")
     service.run()
-    assert service.models.values["copy"] == 5.0
+    assert service.models.values["copy"] == 6.0
 
 
 def test_a_path_that_is_not_there_fails_its_future(service: Service) -> None:
@@ -307,20 +363,13 @@ def test_a_path_that_is_not_there_fails_its_future(service: Service) -> None:
 def test_a_new_model_does_not_take_the_turns_of_an_older_one(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-
-    def clock() -> float:  # each request takes a second
-        nonlocal now
-        now += 0.5
-        return now
-
-    monkeypatch.setattr(driver.time, "monotonic", clock)
+    monkeypatch.setattr(driver.time, "monotonic", Clock())
     for seq in range(1, 21):
         service.forward(seq, 1)
     service.run()
     service.model("n")
     for seq in range(1, 11):
-        service.forward(seq, 2, "n")
+        service.forward(seq, 2, model="n")
         service.forward(20 + seq, 1)
     service.models.calls.clear()
     service.run()
@@ -340,3 +389,193 @@ def test_a_full_disk_costs_a_state_and_no_answer(service: Service, monkeypatch: 
     service.run()
     assert [answer.state for answer in service.answers()] == ["done", "done", "server", "done"]
     assert not service.where.states_of("m") and any("no state after request 2" in line for line in service.warned)
+
+
+def test_a_full_disk_at_an_answer_executes_nothing_twice(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(log: LogWriter, record: Answer) -> None:
+        raise DiskFull("no space")
+
+    service.train(1, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(LogWriter, "write", full)
+        for _ in range(3):
+            with pytest.raises(DiskFull):
+                service.run()
+    assert service.said() == []
+    service.run()
+    assert service.said() == [(1, "done"), (2, "done")]
+    assert service.models.values["m"] == 4.0
+
+
+def test_a_state_is_written_before_a_named_save_is_answered(service: Service) -> None:
+    service.train(1, 1)
+    service.ask(3, "save_weights_for_sampler", sampling_session_seq_id=0)
+    service.run()
+    assert not service.where.states_of("m")
+    service.ask(4, "save_weights", path="mine")
+    service.run()
+    assert [number for number, _ in service.where.states_of("m")] == [3]
+
+
+# -- damage -----
+
+
+def test_a_damaged_newest_state_gives_way_to_the_older_one(service: Service) -> None:
+    service.restart(state_every_s=0)
+    for seq, value in ((1, 1), (3, 2), (5, 4)):
+        service.train(seq, value)
+    service.run()
+    service.damage(6)
+    service.restart()
+    service.train(7, 8)
+    service.run()
+    assert service.models.calls == ["forward 4", "step", "forward 8", "step"]
+    assert service.models.values["m"] == 15.0
+    assert service.said() == [(seq, "done") for seq in range(1, 9)]
+    assert len(service.warned) == 1 and "state after request 6 is damaged" in service.warned[0]
+    service.restart()
+    service.step(9)
+    service.run()
+    assert len(service.warned) == 1, "it was said before"
+
+
+def test_a_model_without_a_whole_state_runs_all_again(service: Service) -> None:
+    service.restart(state_every_s=0)
+    service.train(1, 1)
+    service.train(3, 2)
+    service.run()
+    for number in (2, 4):
+        service.damage(number)
+    service.restart()
+    service.train(5, 4)
+    service.run()
+    assert service.models.values["m"] == 7.0
+
+
+def test_a_model_that_cannot_be_run_again_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch)
+    service = Service(tmp_path, segment_bytes=200)
+    service.restart(state_every_s=0)
+    for seq in range(1, 20, 2):
+        service.train(seq, 1)
+    service.run()
+    for _ in range(20):
+        service.driver.tend()
+    for number in (18, 20):
+        service.damage(number)
+    service.restart()
+    service.train(21, 1)
+    service.run()
+    assert service.said()[20:] == [(21, "server"), (22, "server")]
+    assert "its states are damaged" in service.answers()[-1].payload.decode()
+    service.restart()
+    service.step(23)
+    service.run()
+    assert service.said()[22:] == [(23, "server")]
+
+
+# -- parking -----
+
+
+def test_many_models_are_trained_in_the_memory_of_two(service: Service) -> None:
+    names = [f"m{number}" for number in range(20)]
+    for name in names:
+        service.model(name)
+    service.restart(resident_bytes=2 * BYTES)
+    for seq in (1, 3, 5):
+        for number, name in enumerate(names):
+            service.train(seq, 2 * number, name)
+        service.run()
+    assert service.models.most == 2
+    for number, name in enumerate(names):
+        last = json.loads(service.answers(name)[-1].payload)
+        assert last["metrics"] == {"value:mean": 6.0 * number}
+    assert not service.warned
+
+
+def test_models_within_a_step_are_parked_and_lose_nothing(service: Service) -> None:
+    service.model("n")
+    service.restart(resident_bytes=BYTES)
+    for seq in (1, 2, 3):
+        for number, name in enumerate(("m", "n")):
+            service.forward(seq, 10**number, 10**number, model=name)
+            service.run()
+    for name in ("m", "n"):
+        service.step(4, name)
+    service.run()
+    assert service.models.most == 1
+    for number, name in enumerate(("m", "n")):
+        assert [answer.seq for answer in service.answers(name)] == [1, 2, 3, 4]
+        assert json.loads(service.answers(name)[-1].payload)["metrics"] == {"value:mean": 6.0 * 10**number}
+
+
+def test_models_that_all_have_work_get_on_in_the_memory_of_one(service: Service) -> None:
+    names = [f"m{number}" for number in range(5)]
+    for name in names:
+        service.model(name)
+        service.forward(1, 1, 2, 3, model=name)
+        service.forward(2, 4, model=name)
+        service.step(3, name)
+    service.restart(resident_bytes=BYTES)
+    service.run()
+    assert service.models.most == 1
+    assert all(b'"value:mean":10.0' in service.answers(name)[-1].payload for name in names)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_models_of_silent_or_ended_sessions_give_their_memory_back(service: Service, ended: bool) -> None:
+    service.restart(session_s=1e9 if ended else 0.0)
+    service.train(1, 5)
+    service.run()
+    if ended:
+        service.driver.tend()
+        assert service.models.values == {"m": 5.0}
+        service.log.write(Request("finish", "s", about={"reason": "success"}))
+        service.driver.follow()
+    service.driver.tend()
+    assert service.models.values == {}
+    service.train(3, 5)
+    service.run()
+    assert service.models.values == {"m": 10.0}
+
+
+# -- turns -----
+
+
+def test_a_request_of_much_work_lets_another_owner_in(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.time, "monotonic", Clock())
+    service.model("n", owner="ann")
+    service.forward(1, *range(20, 30))
+    service.driver.follow()
+    service.driver.advance()
+    service.train(1, 1, "n")
+    service.driver.follow()
+    for _ in range(6):
+        service.driver.advance()
+    assert "step" in service.models.calls, service.models.calls
+    assert service.said() == []
+    service.run()
+    assert service.said() == [(1, "done")]
+    assert service.models.gradients["m"] == sum(range(20, 30))
+
+
+def test_owners_get_the_same_time_however_many_models_they_have(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver.time, "monotonic", Clock())
+    service.model("n", owner="ann")
+    for name in ("m2", "m3", "m4"):
+        service.model(name)
+    names = ["m", "m2", "m3", "m4"]
+    for name in (*names, "n"):
+        service.forward(1, 0, model=name)
+    service.run()
+    for name in (*names, "n"):
+        for seq in range(2, 12):
+            service.forward(seq, 2 if name == "n" else 1, model=name)
+    service.driver.follow()
+    for _ in range(16):
+        service.driver.advance()
+    assert 7 <= service.models.calls.count("forward 2") <= 9
+    served = [service.models.gradients[name] for name in names]
+    assert max(served) - min(served) <= 1

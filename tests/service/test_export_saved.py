@@ -14,9 +14,9 @@ from bases import data_of, supervised, train, write_base
 
 from busrl.errors import UserError
 from busrl.service.adapters import Adapter
-from busrl.service.driver import write_folder
 from busrl.service.export import export_saved
 from busrl.service.folders import ServiceFolders
+from busrl.service.operations import write_folder
 from busrl.service.tenants import Tenants
 from busrl.topology.schema import Model
 

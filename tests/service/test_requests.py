@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from busrl.errors import FileCorrupt
-from busrl.service.requests import LogReader, LogWriter, Request, segment_path
+from busrl.service.requests import LogReader, LogWriter, Request, segment_path, strip
 
 decode = msgspec.msgpack.Decoder(Request).decode
 
@@ -49,6 +49,18 @@ def test_a_place_finds_its_record_again(tmp_path: Path) -> None:
     reader = LogReader(tmp_path)
     assert [decode(reader.payload(place)).seq for place in places] == list(range(5))
     assert [place for _, place in reader.read()] == places
+
+
+def test_a_stripped_segment_keeps_its_records_and_none_of_their_data(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path, segment_bytes=500)
+    reader = LogReader(tmp_path)
+    places = [writer.write(request(number, 200)) for number in range(5)]
+    assert numbers(reader) == list(range(5))
+    strip(tmp_path, 1, Request, lambda request: msgspec.structs.replace(request, body=b""))
+    assert [bool(reader.payload(place)) for place in places] == [place.segment > 1 for place in places]
+    assert numbers(LogReader(tmp_path)) == list(range(5))
+    writer.write(request(5))
+    assert numbers(reader) == [5]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 11, 30])

@@ -14,7 +14,7 @@ from test_door import OTHER, Client, served, with_other
 from yarl import URL
 
 from busrl.service import runs
-from busrl.service.driver import write_folder
+from busrl.service.operations import write_folder
 from busrl.service.runs import Checkpoints
 
 

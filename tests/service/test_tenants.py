@@ -134,6 +134,32 @@ def test_answers_come_in_the_order_and_shape_of_the_targets(base: Path) -> None:
         np.testing.assert_allclose(one["logprobs"], alone, atol=1e-5)
 
 
+def test_models_between_whose_micro_batches_others_train_stay_apart(base: Path) -> None:
+    alone, between = Tenants(base, micro_batch_tokens=12), Tenants(base, micro_batch_tokens=12)
+    for name in ("m", "other"):
+        alone.create(name, ALL)
+        between.create(name, ALL)
+        alone.forward_backward(name, data_of(len(name)), "ppo", {})
+    passes = [between.begin(name, data_of(len(name)), "ppo", {}) for name in ("m", "other")]
+    under_way, rounds = passes, 0
+    while under_way:
+        under_way, rounds = [part for part in under_way if part.advance()], rounds + 1
+    assert rounds > 1
+    for name, part in zip(("m", "other"), passes, strict=True):
+        assert torch.equal(between.tenant(name).numbers.gradients, alone.tenant(name).numbers.gradients)
+        assert len(part.outputs) == 5
+
+
+def test_the_bytes_of_a_model_are_known_before_it_is_made(base: Path) -> None:
+    tenants = Tenants(base)
+    expected = tenants.bytes_of(ALL)
+    tenants.create("m", ALL)
+    train(tenants, "m", 1)
+    assert expected == 4 * vector(tenants, "m").nbytes
+    with pytest.raises(UserFault, match="rank = 0"):
+        tenants.bytes_of(Adapter(0))
+
+
 def test_data_may_have_weights_a_mask_or_neither(base: Path) -> None:
     tenants, alone, data = Tenants(base), 0.0, data_of(6, 3)
     tenants.create("m", ALL)
@@ -239,7 +265,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(base: Path, tm
     assert torch.equal(vector(tenants, "other"), before)
 
 
-# -- parking and snapshots -----
+# -- snapshots -----
 
 
 class OneAdapter:
@@ -252,24 +278,6 @@ class OneAdapter:
 
     def take(self) -> tuple[int, int, Path]:
         return 1, 1, self.folder
-
-
-def test_a_parked_model_takes_three_times_its_adapter_and_goes_on(base: Path) -> None:
-    tenants = Tenants(base)
-    for name in ("m", "parked"):
-        tenants.create(name, ALL)
-        tenants.forward_backward(name, data_of(1), "ppo", {})
-        if name == "parked":
-            tenants.park(name)  # within a step: its gradients stay
-        tenants.optim_step(name, STEP)
-        if name == "parked":
-            tenants.park(name)
-    numbers = vector(tenants, "m").nbytes
-    assert tenants.held_bytes("parked") == 3 * numbers < tenants.held_bytes("m")
-    for name in ("m", "parked"):
-        tenants.forward_backward(name, data_of(2), "ppo", {})
-        tenants.optim_step(name, STEP)
-    assert torch.equal(vector(tenants, "m"), vector(tenants, "parked"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

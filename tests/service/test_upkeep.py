@@ -1,0 +1,152 @@
+"""What a service drops from its run directory, and that nothing is missed afterwards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from test_driver import Service, stub
+
+from busrl.service.audit import Audited, audit
+from busrl.service.requests import Answer, LogWriter, Request, segment_path, segments
+
+SEGMENT_BYTES = 400
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Service:
+    stub(monkeypatch)
+    made = Service(tmp_path, SEGMENT_BYTES)
+    made.restart(state_every_s=0)
+    return made
+
+
+def audited(service: Service) -> Audited:
+    result = audit(service.where.root.parent)
+    assert result is not None
+    return result
+
+
+def sizes(directory: Path) -> list[int]:
+    return [segment_path(directory, number).stat().st_size for number in segments(directory)]
+
+
+def trained(service: Service, first: int, count: int) -> None:
+    """Some steps with data of some size."""
+    for seq in range(first, first + 2 * count, 2):
+        service.forward(seq, *[1.0] * 50)
+        service.step(seq + 1)
+    service.run()
+
+
+def tended(service: Service) -> None:
+    for _ in range(40):
+        service.driver.tend()
+
+
+def test_data_of_requests_that_are_in_both_states_is_dropped(service: Service) -> None:
+    trained(service, 1, 10)
+    before = sizes(service.where.requests)
+    tended(service)
+    assert sum(sizes(service.where.requests)) < sum(before) - 8 * 190
+    result = audited(service)
+    assert result.errors == []
+    assert result.counts["requests whose data is kept no longer"] in (8, 9)
+    service.restart()
+    service.train(21, 1)
+    service.run()
+    assert service.models.values["m"] == 501.0
+    assert audited(service).errors == []
+
+
+def test_data_that_a_state_still_needs_stays(service: Service) -> None:
+    service.model("n")
+    service.forward(1, 7, model="n")
+    trained(service, 1, 10)
+    tended(service)
+    service.restart()
+    service.step(2, "n")
+    service.run()
+    assert b'"value:mean":7.0' in service.answers("n")[-1].payload
+
+
+def test_data_of_samples_stays_until_they_are_drawn(service: Service) -> None:
+    service.ask(1, "save_weights_for_sampler", sampling_session_seq_id=0)
+    for seq in range(4):
+        service.log.write(Request("sample", "s:sample:0", seq, "asample", b"q", b"x" * 200))
+    service.run()
+    before = sizes(service.where.requests)
+    for _ in range(5):
+        service.driver.tend()
+    assert sizes(service.where.requests) == before
+    samples = LogWriter(service.where.samples)
+    for seq in range(4):
+        samples.write(Answer("s:sample:0", seq, b"q", "done", True, b"tokens", weights=1))
+    samples.close()
+    for _ in range(5):
+        service.driver.tend()
+    assert sum(sizes(service.where.requests)) < sum(before) - 400
+    assert audited(service).errors == []
+
+
+def test_answers_are_dropped_when_clients_had_their_time(service: Service) -> None:
+    service.restart(keep_answers_s=3600)
+    samples = LogWriter(service.where.samples, SEGMENT_BYTES)
+    service.log.write(Request("sampler", "s:sample:0"))
+    for seq in range(6):
+        service.log.write(Request("sample", "s:sample:0", seq, "asample", b"q", b"x" * 200))
+        samples.write(Answer("s:sample:0", seq, b"q", "done", True, b"t" * 200))
+    service.run()
+    before = sizes(service.where.samples)
+    service.driver.tend()
+    assert sizes(service.where.samples) == before
+    for number in segments(service.where.samples)[:3]:
+        os.utime(segment_path(service.where.samples, number), (0, 0))
+    for _ in range(10):
+        service.driver.tend()
+    after = sizes(service.where.samples)
+    assert max(after[:3]) < 200 and after[3:] == before[3:]
+    result = audited(service)
+    assert result.errors == [] and result.counts["answers that are kept no longer"] == 3
+
+
+def snapshots_of(service: Service) -> list[int]:
+    return service.where.numbers_of_snapshots()
+
+
+def test_snapshots_without_a_name_go_with_their_session(service: Service) -> None:
+    service.ask(1, "save_weights_for_sampler", sampling_session_seq_id=0)
+    service.ask(2, "save_weights_for_sampler", path="named")
+    service.run()
+    service.driver.tend()
+    assert snapshots_of(service) == [1, 2]
+    service.log.write(Request("finish", "s", about={"reason": "success"}))
+    service.restart()
+    service.driver.follow()
+    service.driver.tend()
+    assert snapshots_of(service) == [2]
+    assert audited(service).errors == []
+
+
+def test_the_snapshot_sampled_longest_ago_goes_first(service: Service) -> None:
+    service.restart()
+    for seq in range(1, 5):
+        service.ask(seq, "save_weights_for_sampler", sampling_session_seq_id=seq)
+    service.run()
+    size = sum(file.stat().st_size for file in service.where.snapshot(1).iterdir())
+    service.log.write(Request("sample", "s:sample:1", 0, "asample", b"q"))
+    service.restart(snapshot_bytes=2 * size + 20)
+    service.driver.follow()
+    service.driver.tend()
+    assert snapshots_of(service) == [1, 4], "one that was sampled, and the newest"
+
+
+def test_a_snapshot_that_is_being_sampled_stays(service: Service) -> None:
+    for seq in range(1, 4):
+        service.ask(seq, "save_weights_for_sampler", sampling_session_seq_id=seq)
+    service.log.write(Request("sample", "s:sample:1", 0, "asample", b"q", b"body"))
+    service.restart(snapshot_bytes=0)
+    service.run()
+    service.driver.tend()
+    assert snapshots_of(service) == [1, 3]
