@@ -33,7 +33,7 @@ Label = Annotated[str, Meta(max_length=300)]
 Path = Annotated[str, Meta(max_length=600)]
 Place = Annotated[int, Meta(ge=0, le=LAST_NUMBER)]  # number of a model or sampler in its session
 Number = Annotated[int, Meta(ge=1, le=LAST_NUMBER)]  # of a request of a model
-SampleNumber = Annotated[int, Meta(ge=0, lt=2**53)]  # a clone's begin at its own multiple of 10^9
+SampleNumber = Annotated[int, Meta(ge=0, lt=2 * 10**18)]  # a clone's begin at a multiple of 10^9, up to 10^9 times it
 Token = Annotated[int, Meta(ge=0, le=LAST_NUMBER)]
 Top = Annotated[int, Meta(ge=0, le=MOST_TOP)]
 Ttl = Annotated[int, Meta(ge=1, le=10 * 366 * 86_400)]  # seconds
@@ -359,7 +359,7 @@ class RetrieveFuture(Fields, frozen=True):
 
 class Target(Fields, frozen=True):
     sampling_session_id: Id
-    cloned_sampler_id: Annotated[int, Meta(ge=0, lt=2**23)] | None = None
+    cloned_sampler_id: Annotated[int, Meta(ge=0, le=10**9)] | None = None
 
 
 class RetrieveFutures(Fields, frozen=True):

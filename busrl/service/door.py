@@ -387,7 +387,7 @@ class FutureRoutes:
         """Model or sampler and number of a future; Refusal 410 if it is none or too old: the SDK then asks again."""
         owner, _, digits = id.rpartition(":")
         known = things.numbered(owner)
-        if known is not None and digits.isascii() and digits.isdigit() and len(digits) < 19:
+        if known is not None and digits.isascii() and digits.isdigit() and len(digits) < 20:
             name = owner, int(digits)
             created = isinstance(known, Model) and known.first == 1 and name[1] == 0
             if created or (name[1] in known.requests and not self._at.desk.is_forgotten(name)):

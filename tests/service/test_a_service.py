@@ -174,17 +174,21 @@ def test_a_sampler_keeps_its_weights_while_training_goes_on(tmp_path: Path, quic
 
 @pytest.mark.long
 def test_kills_of_every_process_change_nothing_that_a_client_sees(tmp_path: Path, quickstart: None) -> None:
-    steps = 6
+    steps = 4
     with service(tmp_path / "calm") as (_, client):
         calm = train(client, steps)
     with service(tmp_path / "rough", "tinker.state_every_s=0", "limits.crash_attempts=100",
                  "limits.restart_attempts=100") as (run, client):
-        names, result = itertools.cycle(["tinker", "tuner", "rollout/0", "bus"]), client.result
+        names, result = itertools.cycle(["tinker", "tuner", "rollout/0", "bus", "launch"]), client.result
 
         def killing(future: Any) -> bytes:
             name = next(names)
-            pid = run.until(f"{name} was there", lambda: run.pid(name))
-            os.kill(pid, signal.SIGKILL)
+            if name == "launch":
+                run.kill_launch()
+                run.start()
+            else:
+                pid = run.until(f"{name} was there", lambda: run.pid(name))
+                os.kill(pid, signal.SIGKILL)
             return result(future)
 
         client.result = killing  # type: ignore[method-assign]

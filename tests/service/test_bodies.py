@@ -14,7 +14,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from service_messages import Recorded, recorded
 
-from busrl.service.bodies import BODIES, JSON_BYTES, BadBody, Prompt, Sample, SamplingParams, TooLarge, read_body
+from busrl.service.bodies import (
+    BODIES,
+    JSON_BYTES,
+    BadBody,
+    Prompt,
+    RetrieveFutures,
+    Sample,
+    SamplingParams,
+    TooLarge,
+    read_body,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs/service-wire.md").read_text()
 JSON = [entry for entry in recorded() if entry.route in BODIES]
@@ -177,3 +187,11 @@ def test_a_prompt_without_room_or_with_unknown_tokens_is_refused(tokens: list[in
     with pytest.raises(BadBody) as raised:
         prompt.prompt.ids(vocabulary=8, context=4)
     assert words in str(raised.value)
+
+
+def test_numbers_of_clones_from_older_sdks_are_read() -> None:
+    """Up to 0.34 a clone draws a number of up to 10^9 by itself."""
+    number = 10**9 * 10**9 + 5
+    assert read_body(Sample, json.dumps({**SAMPLE, "seq_id": number}).encode()).seq_id == number
+    asked = {"target": {"sampling_session_id": "s:sample:0", "cloned_sampler_id": 10**9}}
+    assert read_body(RetrieveFutures, json.dumps(asked).encode()).target.cloned_sampler_id == 10**9
