@@ -12,9 +12,11 @@ gets. Knows nothing of engines or tensors.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,7 @@ PARTS = ("attn", "mlp", "unembed")
 TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external",
             "load_weights")
 BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
+MOST_READ_BYTES = 1 << 29  # of larger bodies of a key that are in memory at a time
 MOST_SESSIONS, MOST_KEY = 1000, 256
 PAUSED = "the service is paused by whoever runs it"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -420,6 +423,7 @@ class Door:
 
     def __init__(self, service: Service, samples: Samples, keys: Keys, warn: Callable[[str], None]) -> None:
         self._keys, self._warn = keys, warn
+        self._read_bytes: Counter[str] = Counter()  # by owner
         self._parts = (SessionRoutes(service), ModelRoutes(service), SamplerRoutes(service, samples),
                        FutureRoutes(service, samples), ListRoutes(service), CheckpointRoutes(service, keys.secret))
 
@@ -429,6 +433,21 @@ class Door:
             app.add_routes(part.routes())
         return app
 
+    @contextlib.contextmanager
+    def _reading(self, owner: str, request: web.Request) -> Iterator[None]:
+        """Count a large body while it is in memory. Refusal where those of its key are too many already."""
+        unknown = BODY_BYTES if request.body_exists else 0
+        size = unknown if request.content_length is None else request.content_length
+        size = size if size > BESIDE_BYTES else 0
+        if size and self._read_bytes[owner] and self._read_bytes[owner] + size > MOST_READ_BYTES:
+            raise Refusal(429, f"{self._read_bytes[owner] >> 20} MiB of bodies of {owner} are being read, and "
+                          f"{MOST_READ_BYTES >> 20} may be", 1)
+        self._read_bytes[owner] += size
+        try:
+            yield
+        finally:
+            self._read_bytes[owner] -= size
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, and answer refusals in words."""
@@ -436,9 +455,11 @@ class Door:
             account = self._keys.account(request.headers.get("X-API-Key", ""))
             if account is None and request.path != "/api/v1/healthz" and not request.path.startswith(FILES):
                 raise Refusal(STRANGER, "the key is none of this service; the run's own is in RUN_DIR/tinker.key")
-            if account is not None:
-                ACCOUNT.set(account)
-            return await handler(request)
+            if account is None:
+                return await handler(request)
+            ACCOUNT.set(account)
+            with self._reading(account.name, request):
+                return await handler(request)
         except Refusal as refusal:
             after = {"retry-after": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
             return web.json_response({"detail": str(refusal)}, status=refusal.status, headers=after)

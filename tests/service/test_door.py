@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Client:
     async def ask(
         self, method: str, path: str, body: Any = None, key: str = "tml-right", **headers: str
     ) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        data = body if isinstance(body, bytes | AsyncIterator) else json.dumps(body or {}).encode()
         url = self._server.make_url(f"/api/v1/{path}")
         async with self._http.request(method, url, data=data, headers={"X-API-Key": key, **headers}) as response:
             raw = await response.read()
@@ -603,3 +603,32 @@ def test_clients_on_other_machines_compress_large_bodies(tmp_path: Path, host: s
         assert (await client.post("client/config"))[1]["proto_compress_fwdbwd"] is compresses
 
     served(tmp_path, play, host=host)
+
+
+def test_large_bodies_of_a_key_are_bounded_and_hold_nobody_else_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(client: Client) -> None:
+        large = b"{}".ljust(doors.BESIDE_BYTES + 2)
+
+        async def slowly(rest: asyncio.Event) -> AsyncIterator[bytes]:
+            yield large
+            await rest.wait()
+
+        status = 0
+        while status != 429:  # until the door has seen the slow one first
+            rest = asyncio.Event()
+            under_way = asyncio.ensure_future(client.post("create_session", slowly(rest)))
+            await asyncio.sleep(0)
+            status, _ = await client.post("create_session", large)
+            if status != 429:
+                rest.set()
+                await under_way
+        assert (await client.post("create_session"))[0] == 200
+        assert (await client.post("create_session", large, OTHER))[0] == 200
+        rest.set()
+        assert (await under_way)[0] == 200
+        assert (await client.post("create_session", large))[0] == 200
+
+    monkeypatch.setattr(doors, "MOST_READ_BYTES", doors.BESIDE_BYTES + 10)
+    served(tmp_path, play, key=with_other())
