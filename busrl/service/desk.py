@@ -109,11 +109,10 @@ class Desk:
         """Tokens that an owner has sent and drawn since midnight UTC."""
         return self._tokens[owner, int(time.time() // DAY_S)]
 
-    def open_sessions(self, owner: str, within_s: float) -> int:
-        """Count the sessions of an owner that go on and were heard of within that time."""
-        since = time.time() - within_s
-        return sum(session.owner == owner and not session.ended and self.census.last_heard(session.id) > since
-                   for session in self.registry.sessions.values())
+    def goes_on(self, session: str, within_s: float) -> bool:
+        """Tell whether a session has not ended, and was heard of within that time."""
+        heard = self.census.last_heard(session)
+        return heard > time.time() - within_s and not self.registry.sessions[session].ended
 
     def _add(self, request: Request, place: Place) -> None:
         self.registry.add(request, place)

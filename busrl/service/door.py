@@ -50,6 +50,7 @@ TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_
 BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
 MOST_READ_BYTES = 1 << 29  # of larger bodies of a key that are in memory at a time
 MOST_SESSIONS, MOST_KEY = 1000, 256
+MODELS = "end a session that is not needed any more: those that go on have the {} models"
 PAUSED = "the service is paused by whoever runs it"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLIENT_CONFIG = {
@@ -114,7 +115,7 @@ class SessionRoutes:
         body, owner = await self._at.body(request, bodies.CreateSession), self._at.things().account.name
         key = request.headers.get("X-Idempotency-Key", "")[:MOST_KEY] or uuid.uuid4().hex
         if (owner, key) not in self._at.registry.by_key:
-            if self._at.desk.open_sessions(owner, self._at.settings.session_s) >= MOST_SESSIONS:
+            if sum(map(self._at.goes_on, self._at.things().sessions())) >= MOST_SESSIONS:
                 raise Refusal(400, f"{MOST_SESSIONS} sessions are open; close some (ServiceClient.close)")
             about = {"key": key, "owner": owner, "name": body.display_name or "",
                      "metadata": written(body.user_metadata)}
@@ -174,11 +175,13 @@ class ModelRoutes:
     def _open_model(
         self, things: Things, id: str, adapter: dict[str, Any], first: int, metadata: bodies.Metadata
     ) -> None:
-        if len(self._at.registry.models) >= self._at.settings.models:
-            raise Refusal(400, f"this service has its {self._at.settings.models} models (tinker.models)")
-        owner, most = things.account.name, things.account.models
-        if sum(1 for _ in things.models()) >= most:
-            raise Refusal(400, f"{owner} has its {most} models (models of its [[tinker.key]])")
+        owner, registry = things.account.name, self._at.registry
+        owners = [model.owner for model in registry.models.values()
+                  if self._at.goes_on(registry.sessions[model.session])]
+        if len(owners) >= self._at.settings.models:
+            raise Refusal(400, f"{MODELS.format(self._at.settings.models)} of this service (tinker.models)")
+        if owners.count(owner) >= things.account.models:
+            raise Refusal(400, f"{MODELS.format(things.account.models)} of {owner} (models of its [[tinker.key]])")
         about = {"session": id.partition(":")[0], "adapter": adapter, "first": first, "owner": owner,
                  "metadata": written(metadata)}
         self._at.desk.log(Request("model", id, about=about))

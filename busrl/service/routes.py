@@ -157,6 +157,9 @@ class Service:
         """The things of the account whose request is handled."""
         return Things(ACCOUNT.get(), self.desk, self.where)
 
+    def goes_on(self, session: Session) -> bool:
+        return self.desk.goes_on(session.id, self.settings.session_s)
+
     def require_base(self, name: str | None) -> None:
         if name != self.base.name:
             raise Refusal(400, f"base_model {name} is not served here; {self.base.name} is")

@@ -339,7 +339,7 @@ class TinkerKey(Table):
 
     name: str = key(REQUIRED, "whose it is; sessions, models, samplers and saved weights belong to this name")
     digest: str = key(REQUIRED, "SHA-256 of the key, in hexadecimal digits")
-    models: int = key(16, "adapters that it may have", low=1, high=1 << 16)
+    models: int = key(16, "adapters of its sessions that go on, at most", low=1, high=1 << 16)
     samples_in_flight: int = key(0, "samples that it may have under way; 0 = tinker.samples_in_flight", low=0)
     tokens_per_day: int = key(0, "tokens that it may train on and draw in a day of UTC; 0 = any number", low=0)
 
@@ -353,7 +353,7 @@ class Tinker(Table):
     tokenizer: str = key("", "what clients load their tokenizer from; empty = the name of the model")
     context: int = key(2048, "token ids of a sequence, at most", low=16, high=1 << 24)
     max_rank: int = key(64, "highest rank of an adapter", low=1, high=4096)
-    models: int = key(64, "adapters that may be trained at the same time", low=1, high=1 << 16)
+    models: int = key(64, "adapters of sessions that go on, at most", low=1, high=1 << 16)
     samples_in_flight: int = key(2000, "samples that a key may have under way", low=1, high=1 << 20)
     pending_mb: int = key(256, "MiB of a model's requests that may wait; a client with more must ask again", low=1)
     state_every_s: float = key(60.0, "seconds of a model's work that a death may cost, about", low=0, high=86400)

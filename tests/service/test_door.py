@@ -439,7 +439,7 @@ def test_a_key_has_its_own_limits(tmp_path: Path) -> None:
         sampler, model = await client.sampler(OTHER), await client.model(OTHER)
         asked = {"session_id": model.partition(":")[0], "model_seq_id": 1, "base_model": "tiny", "lora_config": LORA}
         status, told = await client.post("create_model", asked, OTHER)
-        assert status == 400 and "other has its 1 models" in told["detail"]
+        assert status == 400 and "the 1 models of other" in told["detail"]
         await client.model()
         statuses = [(await client.post("asample", wish(sampler, seq, 3), OTHER))[0] for seq in range(2)]
         assert statuses == [200, 429]
@@ -448,6 +448,18 @@ def test_a_key_has_its_own_limits(tmp_path: Path) -> None:
         assert (await client.post("client/config", key=OTHER))[1]["sample_max_concurrent_requests"] == 4
 
     served(tmp_path, play, key=with_other(models=1, samples_in_flight=4))
+
+
+def test_models_of_a_session_that_has_ended_make_room(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = await client.model()
+        asked = {"session_id": await client.session(), "model_seq_id": 0, "base_model": "tiny", "lora_config": LORA}
+        assert (await client.post("create_model", asked))[0] == 400
+        await client.post(f"sessions/{model.partition(':')[0]}/finish")
+        assert (await client.post("create_model", asked))[0] == 200
+        assert (await client.post("get_info", {"model_id": model}))[0] == 200  # it is there all the same
+
+    served(tmp_path, play, models=1)
 
 
 def test_tokens_of_a_day_are_counted_over_a_restart(tmp_path: Path) -> None:
