@@ -236,9 +236,8 @@ class Pool:
         self._waiting: dict[int, WaitingGroup] = {}
         self._present = WaitingDraws()
         self._added: list[int] = []  # draws below `_reached` that came since the last `near`
-        # Heaps with stale entries: one counts only while its draw waits, within the horizon.
-        self._near: list[tuple[float, int]] = []
-        self._best: list[tuple[float, int]] = []
+        # A draw in them counts only while it waits, within the horizon.
+        self._near, self._best = KeyedDraws(), KeyedDraws()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -255,9 +254,14 @@ class Pool:
         if draw in self._waiting:
             return
         self._waiting[draw] = WaitingGroup(candidate, predicted)
-        self._present.set(draw)
+        self._present.set(draw, predicted)
         if draw < self._reached:
             self._added.append(draw)
+
+    def predict(self, entry: WaitingGroup, predicted: float) -> None:
+        """Another prediction for an entry; its keys are those of the old one until `rekey`."""
+        entry.predicted = predicted
+        self._present.set(entry.candidate.draw, predicted)
 
     def near(self) -> bool:
         """Let exactly the draws below the limit be within the horizon. False if nothing waits."""
@@ -299,13 +303,11 @@ class Pool:
     def rekey(self, per_token: float, per_draw: float) -> None:
         """Order by another key, and by the predictions as they are now. O(n log n) of the groups within the horizon."""
         self._per_token, self._per_draw = per_token, per_draw
-        below = map(self._waiting.__getitem__, self._present.between(0, self._reached))
-        near = [entry for entry in below if entry.since != BEYOND]
-        draws = np.fromiter((entry.candidate.draw for entry in near), np.int64, len(near))
-        predicted = np.fromiter((entry.predicted for entry in near), np.float64, len(near))
-        self.near_sum, self.near_count = float(predicted.sum()), len(near)
-        self._near = _sorted(per_token * predicted + per_draw * draws, draws)
-        self._best = _sorted(self._way * predicted, draws)
+        self.near()
+        draws, predicted = self._present.below(self._reached)
+        self.near_sum, self.near_count = float(predicted.sum()), len(draws)
+        self._near.sort(per_token * predicted + per_draw * draws, draws)
+        self._best.sort(self._way * predicted, draws)
 
     def _approach(self, entry: WaitingGroup) -> None:
         """A waiting group comes within the horizon."""
@@ -313,8 +315,8 @@ class Pool:
             return
         draw, predicted, entry.since = entry.candidate.draw, entry.predicted, self.opened
         self.near_sum, self.near_count = self.near_sum + predicted, self.near_count + 1
-        heapq.heappush(self._near, (self._per_token * predicted + self._per_draw * draw, draw))
-        heapq.heappush(self._best, (self._way * predicted, draw))
+        self._near.push(self._per_token * predicted + self._per_draw * draw, draw)
+        self._best.push(self._way * predicted, draw)
 
     def _leave(self, entry: WaitingGroup) -> None:
         self.near_count -= 1
@@ -327,35 +329,68 @@ class Pool:
                 self._leave(entry)
                 entry.since = BEYOND
 
-    def _peek(self, heap: list[tuple[float, int]]) -> WaitingGroup | None:
-        while heap:
-            entry = self._waiting.get(heap[0][1])
+    def _peek(self, order: KeyedDraws) -> WaitingGroup | None:
+        while (draw := order.first()) is not None:
+            entry = self._waiting.get(draw)
             if entry is not None and entry.since != BEYOND:
                 return entry
-            heapq.heappop(heap)
+            order.pop()
         return None
 
 
-def _sorted(keys: npt.NDArray[np.float64], draws: Ints) -> list[tuple[float, int]]:
-    """Pairs in order, which is a heap."""
-    order = np.lexsort((draws, keys))
-    return list(zip(keys[order].tolist(), draws[order].tolist()))
+class KeyedDraws:
+    """Draws by their keys, the smallest first, equal keys by draw: a run that was sorted at once, and a heap of what
+    was pushed since. The run is plain numbers: pairs of a whole pool would be looked through for cycles."""
+
+    def __init__(self) -> None:
+        self._keys: list[float] = []  # of the run, which ends with the first draw
+        self._draws: list[int] = []
+        self._pushed: list[tuple[float, int]] = []
+
+    def sort(self, keys: npt.NDArray[np.float64], draws: Ints) -> None:
+        """Hold these draws, which ascend, and no others."""
+        order = np.argsort(keys, kind="stable")[::-1]
+        self._keys, self._draws, self._pushed = keys[order].tolist(), draws[order].tolist(), []
+
+    def push(self, key: float, draw: int) -> None:
+        heapq.heappush(self._pushed, (key, draw))
+
+    def first(self) -> int | None:
+        if self._is_pushed():
+            return self._pushed[0][1]
+        return self._draws[-1] if self._draws else None
+
+    def pop(self) -> None:
+        """Remove the first draw."""
+        if self._is_pushed():
+            heapq.heappop(self._pushed)
+        else:
+            self._keys.pop()
+            self._draws.pop()
+
+    def _is_pushed(self) -> bool:
+        """Whether the first draw is one that was pushed."""
+        pushed, draws = self._pushed, self._draws
+        return bool(pushed) and (not draws or pushed[0] < (self._keys[-1], draws[-1]))
 
 
 class WaitingDraws:
-    """The draws that wait, as a string of flags, so that a hundred thousand draws can be asked for at once.
+    """The draws that wait, as a string of flags, so that a hundred thousand draws can be asked for at once, and a
+    prediction beside each flag.
 
     The first flag and the last are never set: they stand for all draws that lie beyond. None before `_first` is set.
     """
 
     def __init__(self) -> None:
         self._base, self._flags, self._first = -1, bytearray(SPARE), 0
+        self._predicted = np.zeros(SPARE)
 
-    def set(self, draw: int) -> None:
+    def set(self, draw: int, predicted: float = 0.0) -> None:
         if not 0 < draw - self._base < len(self._flags) - 1:
             self._make_room(draw)
-        self._flags[draw - self._base] = 1
-        self._first = min(self._first, draw - self._base)
+        place = draw - self._base
+        self._flags[place], self._predicted[place] = 1, predicted
+        self._first = min(self._first, place)
 
     def clear(self, draw: int) -> None:
         self._flags[draw - self._base] = 0
@@ -374,6 +409,11 @@ class WaitingDraws:
             yield self._base + place
             place = self._flags.find(1, place + 1, end)
 
+    def below(self, high: int) -> tuple[Ints, npt.NDArray[np.float64]]:
+        """The waiting draws below `high`, in order, and their predictions."""
+        places = np.flatnonzero(np.frombuffer(self._flags, np.bool_)[: max(0, high - self._base)])
+        return self._base + places, self._predicted[places]
+
     def missing(self, draws: Iterable[int]) -> list[int]:
         draws = draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
         waits = np.frombuffer(self._flags, np.bool_).take(draws - self._base, mode="clip")
@@ -382,10 +422,10 @@ class WaitingDraws:
 
     def _make_room(self, draw: int) -> None:
         """Let the flags reach from the oldest draw that waits to `draw`, with room for as many again."""
-        here = self._base + np.flatnonzero(np.frombuffer(self._flags, np.uint8))
+        here, predicted = self.below(self._base + len(self._flags))
         low, high = (min(draw, int(here[0])), max(draw, int(here[-1]))) if len(here) else (draw, draw)
-        flags = np.zeros(2 * (high + 1 - low) + SPARE, np.uint8)
-        flags[here + 1 - low] = 1
+        flags, self._predicted = (np.zeros(2 * (high + 1 - low) + SPARE, kind) for kind in (np.uint8, np.float64))
+        flags[here + 1 - low], self._predicted[here + 1 - low] = 1, predicted
         self._base, self._flags, self._first = low - 1, bytearray(flags), 1
 
 
@@ -542,7 +582,7 @@ class Ordered(Policy):
         self._observed = 0
         entries = list(self.pool)
         for entry, (_, predicted) in zip(entries, self._predicted([entry.candidate for entry in entries])):
-            entry.predicted = predicted
+            self.pool.predict(entry, predicted)
         if entries:
             self._rekey()
 

@@ -208,7 +208,8 @@ class GroupScanner:
         """Let high lie behind all fates, with `look` draws without any after it."""
         looked = self._high
         while looked < self._high + look:
-            used = np.flatnonzero(_any_byte(self._fates_of(looked, self._high + look)))
+            ahead = self._fates_of(looked, self._high + look)
+            used = np.flatnonzero(_any_byte(ahead)) if ahead.max() else ()
             looked, self._high = self._high + look, looked + int(used[-1]) + 1 if len(used) else self._high
 
     def _fates_of(self, low: int, high: int) -> Bytes:

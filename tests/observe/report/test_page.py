@@ -123,7 +123,7 @@ def test_the_page_says_what_was_asked_of_the_run_while_it_ran(tmp_path: Path) ->
     assert "&lt;me&gt;" in text and "refused: &lt;no&gt;" in text and "step 7" in text
 
 
-def test_a_start_that_was_killed_is_not_shown_with_the_end_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_killed_start_is_not_shown_with_an_earlier_one_s_end(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     earlier = {"outcome": "finished", "why": "its goal", "ended": 5.0, "processes": {"reward/7": {"busy_share": 0.5}}}
     (run / "summary.json").write_text(json.dumps(earlier))
