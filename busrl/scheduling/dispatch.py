@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -204,17 +205,7 @@ def priority_by_length(window: int, direction: int, admission: int, estimate: fl
 
 # -- the groups that wait ------------------------------------------------------------------------------------
 
-BEYOND = -1
 SPARE = 1024
-
-
-@dataclass(slots=True, eq=False)
-class WaitingGroup:
-    """A waiting group. `since`: groups opened when it came within the horizon, BEYOND until then."""
-
-    candidate: Candidate
-    predicted: float
-    since: int = BEYOND
 
 
 class Pool:
@@ -230,10 +221,10 @@ class Pool:
         self._limit, self._way = limit, way
         self._per_token = self._per_draw = 0.0
         self.opened = 0  # groups taken so far
-        self.near_sum = 0.0  # of the predictions of the groups within the horizon
-        self.near_count = 0
+        self._near_sum = 0.0  # of the predictions of the groups within the horizon
         self._reached = 0  # the limit at the last `near`
-        self._waiting: dict[int, WaitingGroup] = {}
+        self._waiting: dict[int, Candidate] = {}
+        self._since: dict[int, int] = {}  # draws within the horizon: groups opened when each came there
         self._present = WaitingDraws()
         self._added: list[int] = []  # draws below `_reached` that came since the last `near`
         # A draw in them counts only while it waits, within the horizon.
@@ -242,7 +233,10 @@ class Pool:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[WaitingGroup]:
+    def __contains__(self, draw: int) -> bool:
+        return draw in self._waiting
+
+    def __iter__(self) -> Iterator[Candidate]:
         return iter(self._waiting.values())
 
     def missing(self, draws: Iterable[int]) -> list[int]:
@@ -253,15 +247,23 @@ class Pool:
         draw = candidate.draw
         if draw in self._waiting:
             return
-        self._waiting[draw] = WaitingGroup(candidate, predicted)
+        self._waiting[draw] = candidate
         self._present.set(draw, predicted)
         if draw < self._reached:
             self._added.append(draw)
 
-    def predict(self, entry: WaitingGroup, predicted: float) -> None:
-        """Another prediction for an entry; its keys are those of the old one until `rekey`."""
-        entry.predicted = predicted
-        self._present.set(entry.candidate.draw, predicted)
+    @property
+    def mean(self) -> float:
+        """Mean prediction of the groups within the horizon."""
+        return self._near_sum / max(1, len(self._since))
+
+    def predicted(self, draw: int) -> float:
+        return self._present.predicted(draw)
+
+    def predict(self, predictions: Iterable[tuple[Candidate, float]]) -> None:
+        """Other predictions for waiting groups; their keys are those of the old ones until `rekey`."""
+        for candidate, predicted in predictions:
+            self._present.set(candidate.draw, predicted)
 
     def near(self) -> bool:
         """Let exactly the draws below the limit be within the horizon. False if nothing waits."""
@@ -275,67 +277,61 @@ class Pool:
             self._withdraw(limit)
         for draw in (*sorted(self._added), *self._present.between(reached, limit)):
             if draw < limit:
-                self._approach(self._waiting[draw])
+                self._approach(draw)
         self._reached = limit
         self._added.clear()
         return True
 
-    def first(self) -> WaitingGroup | None:
-        """The entry with the smallest key within the horizon, as it was at the last `near`."""
+    def is_near(self, draw: int) -> bool:
+        """Whether this draw was within the horizon at the last `near`."""
+        return draw in self._since
+
+    def first(self) -> int | None:
+        """The draw with the smallest key within the horizon, as it was at the last `near`."""
         return self._peek(self._near)
 
-    def best(self) -> WaitingGroup | None:
-        """The entry within the horizon that would be taken by length alone."""
+    def best(self) -> int | None:
+        """The draw within the horizon that would be taken by length alone."""
         return self._peek(self._best)
 
-    def entry(self, draw: int) -> WaitingGroup | None:
-        return self._waiting.get(draw)
-
-    def take(self, entry: WaitingGroup) -> int:
-        """Remove an entry; the number of groups that were opened since it came within the horizon."""
-        draw = entry.candidate.draw
-        del self._waiting[draw]
+    def take(self, draw: int) -> tuple[Candidate, int]:
+        """Remove a draw; its group, and the number of groups that were opened since it came within the horizon."""
+        wait = self.opened - self._leave(draw)
         self._present.clear(draw)
-        self._leave(entry)
         self.opened += 1
-        return self.opened - 1 - entry.since
+        return self._waiting.pop(draw), wait
 
     def rekey(self, per_token: float, per_draw: float) -> None:
         """Order by another key, and by the predictions as they are now. O(n log n) of the groups within the horizon."""
         self._per_token, self._per_draw = per_token, per_draw
         self.near()
         draws, predicted = self._present.below(self._reached)
-        self.near_sum, self.near_count = float(predicted.sum()), len(draws)
+        self._near_sum = float(predicted.sum())
         self._near.sort(per_token * predicted + per_draw * draws, draws)
         self._best.sort(self._way * predicted, draws)
 
-    def _approach(self, entry: WaitingGroup) -> None:
+    def _approach(self, draw: int) -> None:
         """A waiting group comes within the horizon."""
-        if entry.since != BEYOND:
-            return
-        draw, predicted, entry.since = entry.candidate.draw, entry.predicted, self.opened
-        self.near_sum, self.near_count = self.near_sum + predicted, self.near_count + 1
+        predicted, self._since[draw] = self.predicted(draw), self.opened
+        self._near_sum += predicted
         self._near.push(self._per_token * predicted + self._per_draw * draw, draw)
         self._best.push(self._way * predicted, draw)
 
-    def _leave(self, entry: WaitingGroup) -> None:
-        self.near_count -= 1
-        self.near_sum = self.near_sum - entry.predicted if self.near_count else 0.0
+    def _leave(self, draw: int) -> int:
+        """A group is no more within the horizon; the groups opened when it came there."""
+        since = self._since.pop(draw)
+        self._near_sum = self._near_sum - self.predicted(draw) if self._since else 0.0
+        return since
 
     def _withdraw(self, limit: int) -> None:
         """Let what is not below the limit any more wait beyond the horizon again."""
-        for draw, entry in self._waiting.items():
-            if draw >= limit and entry.since != BEYOND:
-                self._leave(entry)
-                entry.since = BEYOND
+        for draw in [draw for draw in self._since if draw >= limit]:
+            self._leave(draw)
 
-    def _peek(self, order: KeyedDraws) -> WaitingGroup | None:
-        while (draw := order.first()) is not None:
-            entry = self._waiting.get(draw)
-            if entry is not None and entry.since != BEYOND:
-                return entry
+    def _peek(self, order: KeyedDraws) -> int | None:
+        while (draw := order.first()) is not None and draw not in self._since:
             order.pop()
-        return None
+        return draw
 
 
 class KeyedDraws:
@@ -383,7 +379,7 @@ class WaitingDraws:
 
     def __init__(self) -> None:
         self._base, self._flags, self._first = -1, bytearray(SPARE), 0
-        self._predicted = np.zeros(SPARE)
+        self._predicted = array("d", bytes(8 * SPARE))
 
     def set(self, draw: int, predicted: float = 0.0) -> None:
         if not 0 < draw - self._base < len(self._flags) - 1:
@@ -394,6 +390,9 @@ class WaitingDraws:
 
     def clear(self, draw: int) -> None:
         self._flags[draw - self._base] = 0
+
+    def predicted(self, draw: int) -> float:
+        return self._predicted[draw - self._base]
 
     def oldest(self) -> int | None:
         """The first draw that waits."""
@@ -412,7 +411,7 @@ class WaitingDraws:
     def below(self, high: int) -> tuple[Ints, npt.NDArray[np.float64]]:
         """The waiting draws below `high`, in order, and their predictions."""
         places = np.flatnonzero(np.frombuffer(self._flags, np.bool_)[: max(0, high - self._base)])
-        return self._base + places, self._predicted[places]
+        return self._base + places, np.frombuffer(self._predicted)[places]
 
     def missing(self, draws: Iterable[int]) -> list[int]:
         draws = draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
@@ -424,9 +423,10 @@ class WaitingDraws:
         """Let the flags reach from the oldest draw that waits to `draw`, with room for as many again."""
         here, predicted = self.below(self._base + len(self._flags))
         low, high = (min(draw, int(here[0])), max(draw, int(here[-1]))) if len(here) else (draw, draw)
-        flags, self._predicted = (np.zeros(2 * (high + 1 - low) + SPARE, kind) for kind in (np.uint8, np.float64))
-        flags[here + 1 - low], self._predicted[here + 1 - low] = 1, predicted
+        flags, numbers = (np.zeros(2 * (high + 1 - low) + SPARE, kind) for kind in (np.uint8, np.float64))
+        flags[here + 1 - low], numbers[here + 1 - low] = 1, predicted
         self._base, self._flags, self._first = low - 1, bytearray(flags), 1
+        self._predicted = array("d", numbers.tobytes())
 
 
 # -- by predicted length -------------------------------------------------------------------------------------
@@ -481,17 +481,16 @@ class Ordered(Policy):
     def next(self) -> Candidate | None:
         if not self.pool.near():
             return None
-        mean = self.pool.near_sum / max(1, self.pool.near_count)
-        if abs(mean - self._mean) > DRIFT * self._mean:
+        if abs(self.pool.mean - self._mean) > DRIFT * self._mean:
             self._rekey()
-        entry = self._choose()
-        best = self.pool.best()
-        jumped = best is not None and self.way * entry.predicted > self.way * best.predicted
+        draw, best = self._choose(), self.pool.best()
+        predicted = self.pool.predicted(draw)
+        jumped = best is not None and self.way * predicted > self.way * self.pool.predicted(best)
         self.promoted = RECENT * self.promoted + (1 - RECENT) * jumped
-        wait = self.pool.take(entry)
+        candidate, wait = self.pool.take(draw)
         self._waits.append(wait)
-        self._opened(OpenGroup(entry.candidate, entry.predicted, wait, running=self.group_size))
-        return entry.candidate
+        self._opened(OpenGroup(candidate, predicted, wait, running=self.group_size))
+        return candidate
 
     def feedback(self, entropy: float) -> None:
         if self.strength.feed(entropy):
@@ -561,16 +560,16 @@ class Ordered(Policy):
     def _limit(self, oldest: int) -> int:
         return oldest + self.horizon
 
-    def _choose(self) -> WaitingGroup:
-        entry = self.pool.first()
-        assert entry is not None, "within the horizon there is always the oldest draw"
-        return entry
+    def _choose(self) -> int:
+        draw = self.pool.first()
+        assert draw is not None, "within the horizon there is always the oldest draw"
+        return draw
 
     def _is_tail(self, predicted: float) -> bool:
         return False
 
     def _rekey(self) -> None:
-        self._mean = max(1e-9, self.pool.near_sum / max(1, self.pool.near_count))
+        self._mean = max(1e-9, self.pool.mean)
         self.pool.rekey(*self._scale())
 
     def _scale(self) -> tuple[float, float]:
@@ -580,10 +579,8 @@ class Ordered(Policy):
     def _refresh(self) -> None:
         """Predict the waiting groups again, after the predictor has seen what others came to."""
         self._observed = 0
-        entries = list(self.pool)
-        for entry, (_, predicted) in zip(entries, self._predicted([entry.candidate for entry in entries])):
-            self.pool.predict(entry, predicted)
-        if entries:
+        self.pool.predict(self._predicted(list(self.pool)))
+        if len(self.pool):
             self._rekey()
 
 
@@ -619,7 +616,7 @@ class Adaptive(Ordered):
     def offer(self, candidates: Sequence[Candidate]) -> None:
         super().offer(candidates)
         if self.tail_share and not self.round_groups:
-            self._learn_tail([entry for c in candidates if (entry := self.pool.entry(c.draw)) is not None])
+            self._learn_tail([candidate.draw for candidate in candidates])
 
     def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
         super().look(draws, running, rows)
@@ -640,35 +637,34 @@ class Adaptive(Ordered):
         # The order inside a round changes when it ends, not what is learned from it: no aging, always full strength.
         return (-1.0, 0.0) if self.round_groups else super()._scale()
 
-    def _choose(self) -> WaitingGroup:
+    def _choose(self) -> int:
         if self.tail_rows + self.group_size <= self.tail_share * self.rows:
-            entry = self._oldest_long()
-            if entry is not None:
-                return entry
+            draw = self._oldest_long()
+            if draw is not None:
+                return draw
         return super()._choose()
 
-    def _oldest_long(self) -> WaitingGroup | None:
-        while self._tail:
-            entry = self.pool.entry(self._tail[0])
-            if entry is not None:
-                return entry if entry.since != BEYOND else None
+    def _oldest_long(self) -> int | None:
+        while self._tail and self._tail[0] not in self.pool:
             heapq.heappop(self._tail)
-        return None
+        return self._tail[0] if self._tail and self.pool.is_near(self._tail[0]) else None
 
     def _is_tail(self, predicted: float) -> bool:
         return predicted > self._long
 
-    def _learn_tail(self, entries: Sequence[WaitingGroup]) -> None:
-        """Take predictions into the quantile, and the draws of the long ones into the heap."""
-        self._offered.extend(entry.predicted for entry in entries)
-        self._fresh += len(entries)
+    def _learn_tail(self, draws: Sequence[int]) -> None:
+        """Take the predictions of these waiting groups into the quantile, and the draws of the long ones into the
+        heap."""
+        predicted = [self.pool.predicted(draw) for draw in draws]
+        self._offered.extend(predicted)
+        self._fresh += len(draws)
         if self._fresh and (self._fresh >= QUANTILE_EVERY or len(self._offered) < QUANTILE_EVERY):
             self._fresh = 0
             offered, above = np.fromiter(self._offered, np.float64), int(TAIL * (len(self._offered) - 1))
             self._long = float(np.partition(offered, above)[above])
-        for entry in entries:
-            if self._is_tail(entry.predicted):
-                heapq.heappush(self._tail, entry.candidate.draw)
+        for draw, tokens in zip(draws, predicted):
+            if self._is_tail(tokens):
+                heapq.heappush(self._tail, draw)
 
 
 def make_policy(

@@ -209,8 +209,8 @@ class GroupScanner:
         looked = self._high
         while looked < self._high + look:
             ahead = self._fates_of(looked, self._high + look)
-            used = np.flatnonzero(_any_byte(ahead)) if ahead.max() else ()
-            looked, self._high = self._high + look, looked + int(used[-1]) + 1 if len(used) else self._high
+            high = looked + int(np.flatnonzero(_any_byte(ahead))[-1]) + 1 if ahead.max() else self._high
+            looked, self._high = self._high + look, high
 
     def _fates_of(self, low: int, high: int) -> Bytes:
         """The fates of these draws as they are now, [draw, sample]: not a copy, but where some lie beyond the table."""

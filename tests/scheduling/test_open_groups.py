@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from busrl.predict.lengths import RulesPredictor
 from busrl.scheduling.admission import Rows
-from busrl.scheduling.dispatch import Pool, WaitingDraws, WaitingGroup, make_policy, priority_by_length
+from busrl.scheduling.dispatch import KeyedDraws, Pool, WaitingDraws, make_policy, priority_by_length
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, slot_priority
 from busrl.scheduling.predictor import Candidate
 from busrl.states import uid_of
@@ -186,15 +186,33 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_in_any_history(
             near = [d for d in model if d < min(model) + horizon]
             assert pool.near()
             best, first = pool.best(), pool.first()
-            assert best is not None and first is not None
-            assert best.candidate.draw == min(near, key=lambda d: (-lengths[d], d))
-            assert first.candidate.draw == min(near, key=lambda d: (lengths[d], d))
-            assert pool.near_count == len(near) and pool.near_sum == pytest.approx(sum(lengths[d] for d in near))
-            assert pool.take(first) >= 0
-            model.discard(first.candidate.draw)
+            assert best == min(near, key=lambda d: (-lengths[d], d))
+            assert first == min(near, key=lambda d: (lengths[d], d))
+            assert [d for d in range(41) if pool.is_near(d)] == sorted(near)
+            assert pool.mean == pytest.approx(sum(lengths[d] for d in near) / len(near))
+            candidate, wait = pool.take(first)
+            assert candidate.draw == first and wait >= 0
+            model.discard(first)
         if not rekey:
             pool.rekey(1.0, 0.0)
-    assert len(pool) == len(model) and all(isinstance(entry, WaitingGroup) for entry in pool)
+    assert {candidate.draw for candidate in pool} == model
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=60))
+def test_draws_come_by_key_whether_sorted_or_pushed(steps: list[tuple[int, int]]) -> None:
+    order, model = KeyedDraws(), list[tuple[float, int]]()
+    for draw, (what, key) in enumerate(steps):
+        assert order.first() == (min(model)[1] if model else None)
+        if what == 0 and model:
+            order.pop()
+            model.remove(min(model))
+        elif what == 1:
+            model = [(float((key + d) % 3), d) for d in range(draw)]
+            order.sort(np.array([k for k, _ in model]), np.array([d for _, d in model], np.int64))
+        else:
+            order.push(float(key), draw)
+            model.append((float(key), draw))
 
 
 def test_a_group_enters_two_heaps_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +222,7 @@ def test_a_group_enters_two_heaps_while_it_waits(monkeypatch: pytest.MonkeyPatch
     for draw in range(40):
         pool.add(prompt(draw), 1.0)
     for draw in range(40):
-        assert pool.near()
-        entry = pool.entry(draw)
-        assert entry is not None and pool.take(entry) >= 0
+        assert pool.near() and pool.take(draw)[1] >= 0
     assert len(pushes) == 2 * 40
 
 
