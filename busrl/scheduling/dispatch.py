@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -227,8 +227,7 @@ class Pool:
         self._since: dict[int, int] = {}  # draws within the horizon: groups opened when each came there
         self._present = WaitingDraws()
         self._added: list[int] = []  # draws below `_reached` that came since the last `near`
-        # A draw in them counts only while it waits, within the horizon.
-        self._near, self._best = KeyedDraws(), KeyedDraws()
+        self._near, self._best = KeyedDraws(), KeyedDraws()  # draws that left the horizon among them
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -273,8 +272,9 @@ class Pool:
         limit, reached = self._limit(oldest), self._reached
         if limit == reached and not self._added:
             return True
-        if limit < reached:  # an older draw came back
-            self._withdraw(limit)
+        if limit < reached:  # an older draw came back: what lies behind waits beyond the horizon again
+            for draw in [draw for draw in self._since if draw >= limit]:
+                self._leave(draw)
         for draw in (*sorted(self._added), *self._present.between(reached, limit)):
             if draw < limit:
                 self._approach(draw)
@@ -288,11 +288,11 @@ class Pool:
 
     def first(self) -> int | None:
         """The draw with the smallest key within the horizon, as it was at the last `near`."""
-        return self._peek(self._near)
+        return self._near.first(self._since)
 
     def best(self) -> int | None:
         """The draw within the horizon that would be taken by length alone."""
-        return self._peek(self._best)
+        return self._best.first(self._since)
 
     def take(self, draw: int) -> tuple[Candidate, int]:
         """Remove a draw; its group, and the number of groups that were opened since it came within the horizon."""
@@ -323,16 +323,6 @@ class Pool:
         self._near_sum = self._near_sum - self.predicted(draw) if self._since else 0.0
         return since
 
-    def _withdraw(self, limit: int) -> None:
-        """Let what is not below the limit any more wait beyond the horizon again."""
-        for draw in [draw for draw in self._since if draw >= limit]:
-            self._leave(draw)
-
-    def _peek(self, order: KeyedDraws) -> int | None:
-        while (draw := order.first()) is not None and draw not in self._since:
-            order.pop()
-        return draw
-
 
 class KeyedDraws:
     """Draws by their keys, the smallest first, equal keys by draw: a run that was sorted at once, and a heap of what
@@ -351,23 +341,19 @@ class KeyedDraws:
     def push(self, key: float, draw: int) -> None:
         heapq.heappush(self._pushed, (key, draw))
 
-    def first(self) -> int | None:
-        if self._is_pushed():
-            return self._pushed[0][1]
-        return self._draws[-1] if self._draws else None
-
-    def pop(self) -> None:
-        """Remove the first draw."""
-        if self._is_pushed():
-            heapq.heappop(self._pushed)
-        else:
-            self._keys.pop()
-            self._draws.pop()
-
-    def _is_pushed(self) -> bool:
-        """Whether the first draw is one that was pushed."""
-        pushed, draws = self._pushed, self._draws
-        return bool(pushed) and (not draws or pushed[0] < (self._keys[-1], draws[-1]))
+    def first(self, near: Container[int]) -> int | None:
+        """The first draw of those that are near; what lies before it goes. None if there is none."""
+        keys, draws, pushed = self._keys, self._draws, self._pushed
+        while pushed or draws:
+            if pushed and (not draws or pushed[0] < (keys[-1], draws[-1])):
+                if pushed[0][1] in near:
+                    return pushed[0][1]
+                heapq.heappop(pushed)
+            elif draws[-1] in near:
+                return draws[-1]
+            else:
+                del keys[-1], draws[-1]
+        return None
 
 
 class WaitingDraws:

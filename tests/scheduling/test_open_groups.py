@@ -201,18 +201,18 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_in_any_history(
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=60))
 def test_draws_come_by_key_whether_sorted_or_pushed(steps: list[tuple[int, int]]) -> None:
-    order, model = KeyedDraws(), list[tuple[float, int]]()
+    order, model = KeyedDraws(), dict[int, float]()
     for draw, (what, key) in enumerate(steps):
-        assert order.first() == (min(model)[1] if model else None)
-        if what == 0 and model:
-            order.pop()
-            model.remove(min(model))
+        first = min(model, key=lambda d: (model[d], d), default=None)
+        assert order.first(model) == first
+        if what == 0 and first is not None:
+            del model[first]
         elif what == 1:
-            model = [(float((key + d) % 3), d) for d in range(draw)]
-            order.sort(np.array([k for k, _ in model]), np.array([d for _, d in model], np.int64))
+            model = {d: float((key + d) % 3) for d in range(draw)}
+            order.sort(np.array(list(model.values())), np.array(list(model), np.int64))
         else:
             order.push(float(key), draw)
-            model.append((float(key), draw))
+            model[draw] = float(key)
 
 
 def test_a_group_enters_two_heaps_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
