@@ -23,7 +23,7 @@ __all__ = ["Engine", "Finished", "Request", "Statistics", "engine_of", "make_eng
 
 def warm_engine(topology: Topology, process: str) -> None:
     """Import what the engine of that process needs: its module, and what the module's `warm` imports, if it has one."""
-    module = import_module(f"busrl.{ENGINES[engine_of(topology, process)].module}")
+    module = import_module(module_of(topology, process))
     if warm := getattr(module, "warm", None):
         warm(topology)
 
@@ -31,9 +31,15 @@ def warm_engine(topology: Topology, process: str) -> None:
 def make_engine(topology: Topology, process: str = "") -> Engine:
     """Make the engine of that rollout process. A process that the topology does not list gets the first one's kind."""
     with uncollected():
-        module = import_module(f"busrl.{ENGINES[engine_of(topology, process)].module}")
+        module = import_module(module_of(topology, process))
     engine: Engine = module.make(topology, process)
     return engine
+
+
+def module_of(topology: Topology, process: str) -> str:
+    """The module of that process's engine."""
+    kind = ENGINES[engine_of(topology, process)]
+    return f"busrl.{(topology.is_service and kind.of_service) or kind.module}"
 
 
 def engine_of(topology: Topology, process: str) -> str:

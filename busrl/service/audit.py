@@ -66,6 +66,7 @@ class ServiceAudit:
         self._owners: dict[str, str] = {}  # of each model and sampler, the name of its key
         self._loads: dict[Name, str] = {}  # the model whose weights a request loads
         self._ends: dict[Name, float] = {}  # when it may go, in Unix seconds; 0: never
+        self._published: defaultdict[str, list[int]] = defaultdict(list)  # by model, saves for samplers in flight
         for record in self._records("requests"):
             self._add(record)
 
@@ -144,6 +145,8 @@ class ServiceAudit:
         else:
             session = self._sessions[name[0]]
             self._samplers.setdefault(f"{session}:sample:{body['sampling_session_seq_id']}", name)
+            if body.get("kind") == "inflight":
+                self._published[name[0]].append(name[1])
 
     def _dropped(self) -> dict[str, int]:
         """Contents that could not be looked at."""
@@ -204,10 +207,19 @@ class ServiceAudit:
         for name, answer in self._samples.items():
             if answer["state"] != "done":
                 continue
-            save = self._samplers.get(name[0])
-            made = None if save is None else self._answers.get(save, {}).get("weights", 0) if save[0] else 0
-            if made != answer.get("weights", 0):
+            if answer.get("weights", 0) not in self._snapshots(name[0]):
                 self._wrong["samples of a snapshot that their sampler has not"].append(shown(name))
+
+    def _snapshots(self, sampler: str) -> set[int]:
+        """The snapshots that a sampler may have drawn with: its own, or in flight those published later too."""
+        if (save := self._samplers.get(sampler)) is None:
+            return set()
+        model, seq = save
+        if not model:
+            return {0}
+        published = self._published[model] if seq in self._published[model] else []
+        saves = {seq, *(later for later in published if later > seq)}
+        return {self._answers.get((model, save), {}).get("weights", 0) for save in saves}
 
     def _check_saved(self) -> None:
         for path in (self._root / "saved").glob("*/*/*/about.json"):

@@ -316,9 +316,21 @@ class TargetTokens(Fields, frozen=True):
     def check(self) -> None:
         if self.sparse_crow_indices is not None:
             raise BadBody("target_prompt_logprobs", "sparse tensors are not served here", "send a dense one")
-        if math.prod(self.shape) != len(self.data) or self.shape[1] > MOST_TOP:
+        if math.prod(self.shape) != len(self.data) or not 1 <= self.shape[1] <= MOST_TOP:
             raise BadBody("target_prompt_logprobs.shape", f"{self.shape} for {len(self.data)} ids",
-                          f"send the tensor's own, at most {MOST_TOP} wide")
+                          f"send the tensor's own, 1 to {MOST_TOP} wide")
+
+    def ids(self) -> npt.NDArray[np.int32]:
+        """The ids, int32 of the shape."""
+        return np.array(self.data, np.int32).reshape(self.shape)
+
+    def require(self, places: int, vocabulary: int) -> None:
+        """BadBody: not so many rows, or an id outside of the vocabulary."""
+        if self.shape[0] != places:
+            raise BadBody("target_prompt_logprobs.shape", f"{self.shape[0]} rows", f"send {places}, one less than ids")
+        if max(self.data, default=-1) >= vocabulary:
+            raise BadBody("target_prompt_logprobs", f"token {max(self.data)}; the model has 0 to {vocabulary - 1}",
+                          "use its tokenizer")
 
 
 class Sample(Fields, frozen=True):

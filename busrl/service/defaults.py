@@ -37,10 +37,7 @@ def complete(tables: dict[str, Any]) -> None:
         present = tables.setdefault(table, {})
         if isinstance(present, dict):
             tables[table] = {**keys, **present}
-    for entry in processes:
-        if entry.get("role") == "rollout":
-            entry.setdefault("engine", "adapters")
     processes.append({"role": "learner", "count": 0})  # the tuner is in its place
     for role in ("tuner", "rollout"):
         if not any(entry.get("role") == role for entry in processes):
-            processes.append({"role": role, **({"engine": "adapters"} if role == "rollout" else {})})
+            processes.append({"role": role})

@@ -74,8 +74,8 @@ def written(metadata: bodies.Metadata) -> bytes:
 class SessionRoutes:
     """Routes about the service and its sessions."""
 
-    def __init__(self, at: Service) -> None:
-        self._at = at
+    def __init__(self, at: Service, samples: Samples) -> None:
+        self._at, self._samples = at, samples
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -138,6 +138,7 @@ class SessionRoutes:
         if not session.ended:
             self._at.desk.log(Request("finish", session.id, about={"reason": body.reason.type}))
             await self._at.desk.durable()
+            self._samples.stop_session(session.id)
         return web.Response(status=204)
 
 
@@ -327,6 +328,8 @@ class SamplerRoutes:
         raw, things = await self._at.raw(request), self._at.things()
         body = read_body(bodies.Sample, raw)
         tokens = body.prompt.ids(self._at.base.vocabulary, self._at.settings.context).size
+        if body.target_prompt_logprobs is not None:
+            body.target_prompt_logprobs.require(tokens - 1, self._at.base.vocabulary)
         sampler, seq = things.sampler(body.sampling_session_id), body.seq_id
         meaning, known = digest("asample", body), sampler.requests.get(seq)
         if known is not None and known.digest != meaning:
@@ -427,7 +430,7 @@ class Door:
     def __init__(self, service: Service, samples: Samples, keys: Keys, warn: Callable[[str], None]) -> None:
         self._keys, self._warn = keys, warn
         self._read_bytes: Counter[str] = Counter()  # by owner
-        self._parts = (SessionRoutes(service), ModelRoutes(service), SamplerRoutes(service, samples),
+        self._parts = (SessionRoutes(service, samples), ModelRoutes(service), SamplerRoutes(service, samples),
                        FutureRoutes(service, samples), ListRoutes(service), CheckpointRoutes(service, keys.secret))
 
     def app(self, *around: Middleware) -> web.Application:

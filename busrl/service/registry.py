@@ -71,19 +71,22 @@ class Model:
     owner: str = RUN  # the name of the key under which it was made
     metadata: Metadata = None
     newest_at: float = 0.0  # when its newest request was logged
+    published: list[int] = field(default_factory=list)  # numbers of the saves for samplers in flight
     requests: dict[int, Numbered] = field(default_factory=dict)
     saves: dict[int, Save] = field(default_factory=dict)  # by the number of the request
 
 
 @dataclass
 class Sampler:
-    """Draws with the base, or with what the request `seq` of `model` saved. `path` is what it was made from."""
+    """Draws with the base, or with what the request `seq` of `model` saved; in flight, with what a later one published.
+    `path` is what it was made from."""
 
     id: str
     model: str = ""
     seq: int = 0
     path: str = ""
     owner: str = RUN
+    inflight: bool = False
     clones: int = 0
     requests: dict[int, Numbered] = field(default_factory=dict)
 
@@ -155,7 +158,9 @@ class Registry:
             return
         sampler = f"{model.session}:sample:{body['sampling_session_seq_id']}"
         path = f"tinker://{model.id}/{kind}/ephemeral-{request.seq}"
-        self.samplers.setdefault(sampler, Sampler(sampler, model.id, request.seq, path, model.owner))
+        inflight = body.get("kind") == "inflight"
+        self.samplers.setdefault(sampler, Sampler(sampler, model.id, request.seq, path, model.owner, inflight))
+        model.published += [request.seq] if inflight else []
 
     def _add_delete(self, request: Request, place: Place) -> None:
         self.models[request.id].saves[request.seq].deleted = True

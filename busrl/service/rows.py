@@ -31,10 +31,10 @@ from busrl.engines.torch.decoder import Decoder, FastDecoder, WholeDecoder
 from busrl.engines.torch.engine import PREFILL_TOKENS, Index, Prefill, Sampling, TorchEngine
 from busrl.engines.torch.prefix import KeptRow
 from busrl.errors import UserError, WeightsRefused
+from busrl.service.sampling import PLACES
 from busrl.states import Finish
 from busrl.training.batch import numbered
 
-PLACES = 16
 BASE = ""  # the adapter of requests that name none
 
 

@@ -5,13 +5,15 @@ Talks to engines through `busrl.ring.calls`, to the desk for requests and answer
 - A sample is drawn by the request's seed, or by the name of its future, and its index: asked for again after a death it
   is the same one, if engine and weights are.
 - An engine that dies costs time alone: its call waits for the next one.
+- A sampler that is in flight draws with the newest weights that its model has published so at the time of the request.
+- A request that nobody waits for any more ends its calls, and engines give their rows to others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,12 +30,15 @@ from busrl.service.registry import Sampler
 from busrl.service.requests import Answer
 from busrl.service.wire import SampledSequence, write_sample_result
 from busrl.states import Finish
+from busrl.topology.sizes import PER_TOKEN
 
 AGAIN = ("late", "lost", "cancelled", "malformed")  # ends of a call after which it is asked again
 HOLD_S = 3600.0
-MOST_TOP, NO_TOKEN = 20, -99999.0  # likeliest tokens of a place; the log-probability of an empty cell
-# Tensors that a call may ask for, of its prompt's places but the first; those of the likeliest tokens are (n - 1, k).
-SCORES = ("prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs")
+PLACES = 16  # adapters that an engine has in use at once
+MORE_IDS = 4  # beyond the bytes of a text: so many ids of an answer's end are looked at for it
+NO_TOKEN = -99999.0  # the log-probability of an empty cell
+# Tensors of the places that a call asks for: (n,), twice (n, likeliest tokens), (n, targets).
+SCORES = ("prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs", "prompt_target_logprobs")
 Array = npt.NDArray[Any]
 Top = tuple[Array, Array]  # ids and log-probabilities, (places, k) each
 
@@ -43,6 +48,33 @@ class Source(NamedTuple):
 
     weights: int
     order: int
+
+
+class Places(msgspec.Struct, frozen=True):
+    """What a call asks of its prompt's places from `first`, at least 1, to before `end`: the log-probability of each id
+    there, the `top` likeliest tokens, and the log-probabilities of `targets`, int32 of (end - first, k) as bytes, in
+    which -1 asks for nothing."""
+
+    first: int
+    end: int
+    top: int = 0
+    targets: bytes = b""
+
+    def target_ids(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.targets, np.int32).reshape(self.end - self.first, -1)
+
+    def extra(self) -> dict[str, Any]:
+        gives = (SCORES[0], *(SCORES[1:3] if self.top else ()), *(SCORES[3:] if self.targets else ()))
+        return {"score": msgspec.to_builtins(self, builtin_types=(bytes,)), "gives": gives}
+
+
+class Scores(NamedTuple):
+    """Of a prompt of n tokens what was asked for, None where not: log-probabilities (n,), NaN where none, the likeliest
+    tokens of its places, log-probabilities of targets (n - 1, k)."""
+
+    logprobs: Array | None = None
+    top: Top | None = None
+    targets: Array | None = None
 
 
 class SampleFault(Exception):
@@ -77,6 +109,11 @@ class Samples:
             self._tasks[name].cancel()
             self._log(name, "user", failure("cancelled by its client", "user"))
 
+    def stop_session(self, id: str) -> None:
+        """Give up all requests of a session that has ended."""
+        for name in [name for name in self._tasks if name[0].startswith(f"{id}:")]:
+            self.stop(name)
+
     async def close(self) -> None:
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -99,7 +136,6 @@ class Samples:
         name = sampler.id, seq
         try:
             asked = read_body(Sample, self._desk.request(sampler.requests[seq]).body)
-            require_served(asked)
             source = Source(await self._weights(sampler), order)
             drawn = await asyncio.gather(
                 *(self._draw(asked, f"{sampler.id}:{seq}", index, source) for index in range(asked.num_samples)))
@@ -128,6 +164,9 @@ class Samples:
         saved = None
         while saved is None:
             saved = await self._desk.answer((sampler.model, sampler.seq), HOLD_S)
+        for seq in sorted(self._desk.registry.models[sampler.model].published) if sampler.inflight else ():
+            newer = self._desk.found((sampler.model, seq))
+            saved = newer if seq > sampler.seq and newer is not None and newer.state == "done" else saved
         if saved.state != "done" or not self._where.snapshot(saved.weights).is_dir():
             raise SampleFault(f"{sampler.path or sampler.id}: its weights are gone; save them again")
         return saved.weights
@@ -140,43 +179,63 @@ class Samples:
         stop_ids, stop_texts = self._stops(params)
         answer = await self._answered(ModelCall(
             ids, min(params.max_tokens or most, most), stream=stream, temperature=params.temperature,
-            top_p=params.top_p, stop=stop_ids, admission=source.order, extra={"weights": self._folder(source)},
+            top_p=params.top_p, stop=stop_ids, admission=source.order,
+            extra={"weights": self._folder(source), **drawing(params, stop_texts)},
         ))
         cut = self._text_stop(answer.ids, stop_texts)
         count = cut or len(answer.ids)
-        top = await self._sample_top(asked, answer.ids[:count], source) if asked.topk_sample_logprobs else None
+        drawn = answer.ids[:count]
+        top = await self._sample_top(ids, drawn, asked.topk_sample_logprobs, source)
         stopped = cut > 0 or answer.finish == Finish.EOS
-        return SampledSequence(stopped, answer.ids[:count], answer.logprobs[:count], top)
+        return SampledSequence(stopped, drawn, answer.logprobs[:count], top)
 
     def _folder(self, source: Source) -> str:
         return str(self._where.snapshot(source.weights)) if source.weights else ""
 
-    async def _prompt_scores(self, asked: Sample, source: Source) -> tuple[Array | None, Top | None]:
-        """Log-probabilities of the prompt, NaN where none, and the likeliest tokens of its places; None where not
-        asked for."""
-        if not asked.prompt_logprobs and not asked.topk_prompt_logprobs:
-            return None, None
+    async def _prompt_scores(self, asked: Sample, source: Source) -> Scores:
         ids, k = ids_of(asked), asked.topk_prompt_logprobs or 0
-        scores = await self._scores(ids, k, source) if len(ids) > 1 else {}
-        kept = min(asked.prompt_logprobs_last_n or len(ids), len(ids) - 1)
+        targets = None if asked.target_prompt_logprobs is None else asked.target_prompt_logprobs.ids()
+        scored = asked.prompt_logprobs or k > 0
+        places = len(ids) - 1
+        kept = min(asked.prompt_logprobs_last_n or places, places) if scored else 0
+        needed = places if targets is not None else kept
+        scores = await self._scores(ids, Places(len(ids) - needed, len(ids), k), targets, source) if needed else {}
         logprobs = np.full(len(ids), np.nan, np.float32)
         top = np.zeros((len(ids), k), np.int32), np.full((len(ids), k), NO_TOKEN, np.float32)
         if kept:
             logprobs[-kept:] = scores[SCORES[0]][-kept:]
             for cells, name in zip(top if k else (), SCORES[1:]):
-                cells[-kept:] = scores[name][-kept:]
-        return (logprobs if asked.prompt_logprobs else None), (top if k else None)
+                likeliest = scores[name][-kept:]
+                cells[-kept:, : likeliest.shape[1]] = likeliest
+        if targets is not None and needed:
+            targets = np.where(targets < 0, np.float32(0), scores[SCORES[3]])
+        return Scores(logprobs if asked.prompt_logprobs else None, top if k else None, targets)
 
-    async def _sample_top(self, asked: Sample, ids: Array, source: Source) -> Top:
+    async def _sample_top(self, prompt: Array, drawn: Array, k: int | None, source: Source) -> Top | None:
         """The likeliest tokens at the places of a sample, from a look at prompt and sample together."""
-        scores = await self._scores(np.concatenate([ids_of(asked), ids]), asked.topk_sample_logprobs or 0, source)
-        top_ids, top_logprobs = (scores[name][-len(ids) :] for name in SCORES[1:])
-        return top_ids, top_logprobs
+        if not k:
+            return None
+        ids = np.concatenate([prompt, drawn])
+        scores = await self._scores(ids, Places(len(prompt), len(ids), k), None, source)
+        return scores[SCORES[1]], scores[SCORES[2]]
 
-    async def _scores(self, ids: Array, top: int, source: Source) -> dict[str, Array]:
-        extra = {"weights": self._folder(source), "score": top, "gives": SCORES if top else SCORES[:1]}
-        call = ModelCall(ids, 1, admission=source.order, temperature=0.0, extra=extra)
-        return (await self._answered(call)).extra
+    async def _scores(self, ids: Array, asked: Places, targets: Array | None, source: Source) -> dict[str, Array]:
+        """The tensors of all these places, by as many calls as their slots need. `targets`: of all places of `ids`."""
+        weights = {"weights": self._folder(source)}
+        answers = await asyncio.gather(*(
+            self._answered(ModelCall(ids, 1, admission=source.order, temperature=0.0, extra=weights | part.extra()))
+            for part in self._in_slots(asked, targets)
+        ))
+        return {name: np.concatenate([answer.extra[name] for answer in answers]) for name in answers[0].extra}
+
+    def _in_slots(self, asked: Places, targets: Array | None) -> Iterator[Places]:
+        """Parts of these places whose tensors have room in a slot, which was made for the longest answer."""
+        width = 4 + 8 * asked.top + (8 * targets.shape[1] if targets is not None else 0)
+        count = max(1, PER_TOKEN * self._longest // width)
+        for first in range(asked.first, asked.end, count):
+            end = min(first + count, asked.end)
+            wanted = b"" if targets is None else targets[first - 1 : end - 1].tobytes()
+            yield Places(first, end, asked.top, wanted)
 
     async def _answered(self, call: ModelCall) -> CallAnswer:
         while True:
@@ -209,14 +268,24 @@ def ids_of(asked: Sample) -> Array:
     return np.array([token for chunk in asked.prompt.chunks for token in chunk.tokens], np.int32)
 
 
-def require_served(asked: Sample) -> None:
-    """SampleFault for what the interface has and this service does not draw yet."""
-    if asked.target_prompt_logprobs is not None:
-        raise SampleFault("target_prompt_logprobs are not served yet; prompt_logprobs and topk_prompt_logprobs are")
-    if asked.sampling_params.top_k > 0:
-        raise SampleFault("sampling_params.top_k is not served yet; send -1, or top_p")
-    if max(asked.topk_prompt_logprobs or 0, asked.topk_sample_logprobs or 0) > MOST_TOP:
-        raise SampleFault(f"at most {MOST_TOP} likeliest tokens of a place are given")
+def drawing(asked: SamplingParams, stop_texts: Sequence[str]) -> dict[str, Any]:
+    """What a call says beside its own fields of how its answer is drawn, and what ends it."""
+    extra: dict[str, Any] = {}
+    if asked.top_k > 0:
+        extra["top_k"] = asked.top_k
+    if stop_texts:
+        extra["stop_texts"] = list(stop_texts)
+    if asked.stop == []:
+        extra["ends"] = False
+    return extra
+
+
+def has_a_stop(texts: Sequence[str], count: int, sampled: Callable[[int], Array],
+               decode: Callable[[Array, bool], str]) -> bool:
+    """Tell whether an answer of `count` ids, `sampled` from a number on, now has one of the texts: its end reads so,
+    and the whole too, because the ids of an end alone may read otherwise."""
+    last = count - max(len(text.encode()) for text in texts) - MORE_IDS
+    return all(any(text in decode(sampled(begin), False) for text in texts) for begin in (max(0, last), 0))
 
 
 def failure(text: str, category: str) -> bytes:

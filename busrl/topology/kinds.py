@@ -23,12 +23,14 @@ class EngineKind:
     """An inference engine: its module below `busrl`, and where its model runs: "here", in its rollout process or a
     child; "there", at an endpoint; "": nowhere. `recomputes`: left to itself, it computes the keys and values of
     running sequences again after new weights. `forks`: its process may be forked from one that has imported what it
-    needs, since nothing that it imports starts threads or processes."""
+    needs, since nothing that it imports starts threads or processes. `of_service`: its module in a service, where one
+    engine has many adapters."""
 
     module: str
     model: Literal["here", "there", ""]
     recomputes: bool = False
     forks: bool = True
+    of_service: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,13 @@ class PolicyKind:
 
 
 ENGINES = {
-    "torch": EngineKind("engines.torch.engine", "here"),
-    "adapters": EngineKind("service.engine", "here"),  # of a service alone
+    "torch": EngineKind("engines.torch.engine", "here", of_service="service.engine"),
     SCRIPTED: EngineKind("engines.scripted", ""),
-    "vllm": EngineKind("engines.vllm.engine", "here", recomputes=True, forks=False),
+    "vllm": EngineKind("engines.vllm.engine", "here", recomputes=True, forks=False, of_service="service.vllm"),
     "openai": EngineKind("engines.openai.engine", "there", recomputes=True),
 }
 TRANSPORTS = {
-    "shm": TransportKind("weights.shm", ("torch", "adapters", "vllm", SCRIPTED), copies=2.0, changes=1.0),
+    "shm": TransportKind("weights.shm", ("torch", "vllm", SCRIPTED), copies=2.0, changes=1.0),
     "broadcast": TransportKind("weights.broadcast", ("torch", "vllm"), together=True, copies=2.0, changes=0.5),
     ONE_COPY: TransportKind("weights.one_copy", ("torch", "vllm"), together=True),
     "lora_hotswap": TransportKind("weights.folders", ("torch", "vllm"), "adapter"),

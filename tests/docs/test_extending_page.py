@@ -164,7 +164,7 @@ def test_an_engine_is_a_module_and_its_names_in_one_table(copy: Path) -> None:
     )
     kinds = copy / "busrl" / "topology" / "kinds.py"
     add(kinds, '    "torch": EngineKind(', '    "echo": EngineKind("engines.echo", "here"),\n')
-    add(kinds, '"torch", "adapters", "vllm", SCRIPTED)', '"echo", ')
+    add(kinds, '"torch", "vllm", SCRIPTED)', '"echo", ')
     code = (
         "from busrl.preflight.load import load\n"
         "from busrl.topology.schema import has_model\n"

@@ -49,6 +49,9 @@ class NoEngine:
     def stop(self, name: tuple[str, int]) -> None:
         self.stopped.append(name)
 
+    def stop_session(self, id: str) -> None:
+        self.ended = id
+
 
 class Client:
     """A client over HTTP, with the run's key unless another one is named."""

@@ -99,7 +99,7 @@ def _truncate(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     beyond = (before >= top_p) & (top_p < 1.0)
     beyond[:, 0] = False
     truncated = logprobs.masked_fill(torch.zeros_like(beyond).scatter_(-1, order, beyond), -torch.inf)
-    return torch.log_softmax(truncated, dim=-1)
+    return torch.where(top_p < 1.0, torch.log_softmax(truncated, dim=-1), logprobs)
 
 
 # -- sequences -----
@@ -127,6 +127,7 @@ class Seats:
         self._prompts: list[Ids] = [NO_IDS] * capacity  # with the prefix
         self.weights = [""] * capacity  # the adapter of each: with another one a prompt has other keys and values
         self._stops: dict[int, frozenset[int]] = {}  # seat -> ids that end its answer as the model's own do
+        self._ends = np.ones(capacity, np.bool_)  # False: the model's own do not end it
         self._eos = eos
         self._streams = Streams()
         # Untouched pages cost nothing, so the longest case may be allowed for.
@@ -140,6 +141,7 @@ class Seats:
         seat, limit = self.free.pop(), request.max_new_tokens
         ids = np.concatenate((request.prompt_ids, request.prefix_ids))
         self._prompts[seat], self.weights[seat] = ids, request.extra.get("weights", "")
+        self._ends[seat] = request.extra.get("ends", True)
         self.key[seat] = request.key
         self.last[seat] = ids[-1]
         self.position[seat] = len(ids) - 1
@@ -189,7 +191,8 @@ class Seats:
         self.produced[seats] = produced + 1
         self.position[seats] += 1
         self.last[seats] = tokens
-        ended: npt.NDArray[np.bool_] = self._eos[tokens] | (produced + 1 >= self.limit[seats]) | np.isnan(logprobs)
+        ended: npt.NDArray[np.bool_] = self._eos[tokens] & self._ends[seats]
+        ended |= (produced + 1 >= self.limit[seats]) | np.isnan(logprobs)
         if self._stops:
             for place, seat in enumerate(seats.tolist()):
                 if seat in self._stops:
@@ -205,7 +208,7 @@ class Seats:
         span = slice(0, int(self.produced[seat]))
         tokens = self._tokens[seat, span].copy()
         stops = self._stops.pop(seat, frozenset())
-        stopped = not aborted and (self._eos[tokens[-1]] or int(tokens[-1]) in stops)
+        stopped = not aborted and ((self._eos[tokens[-1]] and self._ends[seat]) or int(tokens[-1]) in stops)
         finish = Finish.ABORTED if aborted else Finish.EOS if stopped else Finish.LENGTH
         self.free.append(seat)
         logprobs, versions = self._logprobs[seat, span].copy(), self._versions[seat, span].copy()
@@ -454,6 +457,8 @@ class Prefill:
 class TorchEngine(Engine):
     """`capacity` rows of one model on one device. `load` makes an engine for a model folder."""
 
+    draw = staticmethod(sample_tokens)
+
     def __init__(
         self, model: Any, tokenizer: Any, *, capacity: int, max_length: int = 0, fast: bool = True, chat: bool = False,
         on_update: OnUpdate = "keep", prefill_tokens: int = PREFILL_TOKENS, prefix_keep_s: float = 0.0,
@@ -601,7 +606,7 @@ class TorchEngine(Engine):
             self._sampling = self._make_sampling(running)
         logits = self.decoder.step(self._to_device(seats.last[running]), self._to_device(positions), span)
         uniforms = self._to_device(seats.uniforms(running))
-        tokens, logprobs = sample_tokens(self._known.mask(logits), uniforms, self._sampling)
+        tokens, logprobs = self.draw(self._known.mask(logits), uniforms, self._sampling)
         sampled, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
         ended = seats.record(running, sampled, measured, self.version)
         self._counts.steps += 1

@@ -133,7 +133,7 @@ class VllmEngine(Engine):
     def _begin(self, requests: list[Request]) -> None:
         self.check()
         self._moved_at = time.monotonic()
-        starting = [Running(request, adapter=self._updates.adapter) for request in requests]
+        starting = [self._running_of(request) for request in requests]
         for running in starting:
             self._running[running.request.key] = running
             running.computed = len(running.known_ids)
@@ -184,6 +184,9 @@ class VllmEngine(Engine):
     def close(self) -> None:
         self._updates.close()
         self.core.close()
+
+    def _running_of(self, request: Request) -> Running:
+        return Running(request, adapter=self._updates.adapter)
 
     # -- called by the updates -----
 
@@ -245,7 +248,6 @@ class VllmEngine(Engine):
             running.take(output, self.version)
         return running.known_ids, running.logprobs, prompt_length
 
-
     # -- in the loop -----
 
     def _start_core(self) -> Core:
@@ -267,6 +269,7 @@ class VllmEngine(Engine):
         """Follow a request from its start to its end."""
         core = self.core
         try:
+            await self._ready(running)
             prompt = {"prompt_token_ids": running.known_ids, "cache_salt": str(self.version)}
             settings = running.sampling(self._stops, self.settings.seeded)
             more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
@@ -282,6 +285,9 @@ class VllmEngine(Engine):
             if not core.over and not await core.dies(DEATH_S) and not core.over:
                 self._failure = f"vLLM failed request {running.id}: {type(problem).__name__}: {problem}"
                 self._wake.set()
+
+    async def _ready(self, running: Running) -> None:
+        """Make ready what the request needs beside the model."""
 
     def _take(self, running: Running, output: Any) -> None:
         with self._lock:

@@ -1,0 +1,149 @@
+"""vLLM as the engine of a service: each request names its adapter, or asks for the scores of its prompt.
+
+Driven by the rollout role like every engine, and made of `busrl.engines.vllm`. Knows nothing of models that are
+trained, of clients or logs; imports vLLM inside functions only.
+
+- An adapter is loaded before the first request that names it begins: a folder that cannot be used refuses its requests,
+  and nothing else. vLLM drops those used longest ago from its memory and loads them from their folders again.
+- A request whose adapter finds no place waits in vLLM's queue.
+- Log-probabilities are of the full softmax at temperature 1; the version of a token is the number of its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.engines.base import Finished, Request
+from busrl.engines.vllm.engine import Running, VllmEngine
+from busrl.engines.vllm.process import Start
+from busrl.engines.vllm.weights import LoadedAdapter
+from busrl.engines.vllm_versions import lora_rank
+from busrl.service.bodies import MOST_TOP
+from busrl.service.sampling import PLACES, SCORES, Places, has_a_stop
+from busrl.states import Finish
+
+if TYPE_CHECKING:
+    from busrl.topology import Topology
+    from busrl.topology.schema import Vllm
+    from busrl.weights.base import Receiver
+    from busrl.weights.factory import TransportSettings
+
+NO_TARGETS = "target_prompt_logprobs are not given by vLLM; ask for topk_prompt_logprobs, or use engine = \"torch\""
+NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint32)
+
+
+@dataclass
+class ServedRequest(Running):
+    """A request of a service inside vLLM. `asked`: what it wants to know of its prompt."""
+
+    asked: Places | None = None
+    refused: str = ""
+    scores: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def take(self, output: Any, version: int) -> None:
+        super().take(output, version)
+        if self.asked is not None and output.prompt_logprobs:
+            self.scores = scores_of(output.prompt_logprobs[self.asked.first :], self.known_ids[self.asked.first :],
+                                    self.asked.top)
+
+    def sampling(self, stops: list[int], seeded: bool) -> Any:
+        settings = super().sampling(stops if self.request.extra.get("ends", True) else [], seeded)
+        settings.top_k = self.request.extra.get("top_k", 0)
+        settings.prompt_logprobs = None if self.asked is None else self.asked.top
+        return settings
+
+    def finished(self, finish: int, text: str | None = None, refused: str = "") -> Finished:
+        """As of the base, but a greedy answer has the log-probabilities of the full softmax as others have."""
+        if self.refused:
+            return Finished(self.request.key, *NO_TOKENS, Finish.ABORTED, refused=self.refused)
+        plain = super().finished(finish, text, refused)
+        logprobs = np.minimum(np.array(self.logprobs, np.float32), np.float32(0.0))
+        return replace(plain, logprobs=logprobs, extra=self.scores)
+
+
+def scores_of(places: list[Any], ids: list[int], top: int) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a prompt's places, from what vLLM says of each: log-probabilities and ranks by id."""
+    scores = {SCORES[0]: np.array([place[token].logprob for place, token in zip(places, ids)], np.float32)}
+    if top:
+        likeliest = [sorted(place.items(), key=lambda entry: entry[1].rank)[:top] for place in places]
+        scores[SCORES[1]] = np.array([[token for token, _ in best] for best in likeliest], np.int32)
+        scores[SCORES[2]] = np.array([[entry.logprob for _, entry in best] for best in likeliest], np.float32)
+    return scores
+
+
+class AdaptersInVllm(VllmEngine):
+    def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
+        """No weights are published in a service: the ordinary receiver has nothing to give."""
+        return None
+
+    def _running_of(self, request: Request) -> ServedRequest:
+        asked = msgspec.convert(request.extra["score"], Places) if "score" in request.extra else None
+        if asked is not None:  # what lies behind the last place is not needed
+            request = replace(request, prompt_ids=request.prompt_ids[: asked.end])
+        return ServedRequest(request, adapter=adapter_of(str(request.extra.get("weights", ""))), asked=asked)
+
+    async def _ready(self, running: Running) -> None:
+        assert isinstance(running, ServedRequest) and running.adapter is not None
+        if running.asked is not None and running.asked.targets:
+            raise self._refused(running, NO_TARGETS)
+        if running.adapter.request is None:
+            return
+        try:
+            await self.core.engine.add_lora(running.adapter.request)
+        except Exception as problem:  # whatever its readers raise
+            if self.core.over or await self.core.dies(0.0):
+                raise
+            raise self._refused(running, f"{running.adapter.request.lora_path}: {problem}") from problem
+
+    def _refused(self, running: ServedRequest, why: str) -> asyncio.CancelledError:
+        """End a request that vLLM will never get; returns what ends its task."""
+        with self._lock:
+            running.refused, running.finish = why, Finish.ABORTED
+            self._ended.append(running)
+        self._wake.set()
+        return asyncio.CancelledError()
+
+    def _take(self, running: Running, output: Any) -> None:
+        super()._take(running, output)
+        texts = running.request.extra.get("stop_texts")
+        if texts and running.finish is None and self._has(running, texts):
+            with self._lock:
+                running.finish = Finish.EOS
+                self._ended.append(running)
+            self._wake.set()
+            task = asyncio.ensure_future(self.core.engine.abort(running.id))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _has(self, running: Running, texts: list[str]) -> bool:
+        ids = np.array(running.token_ids, np.int32)
+        return has_a_stop(texts, len(ids), lambda begin: ids[begin:], self.decode)
+
+
+def adapter_of(folder: str) -> LoadedAdapter:
+    """The adapter in a folder whose name is its number; the base without one."""
+    if not folder:
+        return LoadedAdapter(0, None)
+    from vllm.lora.request import LoRARequest
+
+    number = int(Path(folder).name)
+    return LoadedAdapter(number, LoRARequest(f"s{number}", number, folder))
+
+
+def settings_of(settings: Vllm, places: int = PLACES) -> Vllm:
+    """The settings of an engine of a service; what a topology says itself in `vllm.extra` stays."""
+    implied = {"logprobs_mode": "raw_logprobs", "max_logprobs": str(MOST_TOP), "max_cpu_loras": str(2 * places)}
+    return replace(settings, extra=implied | settings.extra)
+
+
+def make(topology: Topology, process: str) -> AdaptersInVllm:
+    start = replace(Start.of(topology), settings=settings_of(topology.vllm),
+                    lora_rank=lora_rank(topology.tinker.max_rank), adapters=PLACES)
+    return AdaptersInVllm(start, temperature=topology.generation.temperature)

@@ -1,0 +1,152 @@
+"""vLLM as the engine of a service: many adapters at once, scores of prompts, and a run of real processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "service"))
+from bases import train
+from test_a_service import service, supervised
+from vllm_scene import START_S, VOCABULARY, config_of, model_of, request, save
+
+from busrl.engines.base import Finished, Request
+from busrl.engines.vllm.process import Start
+from busrl.service.engine import AdapterEngine
+from busrl.service.sampling import SCORES, Places
+from busrl.service.tenants import Adapter, Tenants
+from busrl.service.vllm import AdaptersInVllm, settings_of
+from busrl.states import Finish
+from busrl.topology.schema import Vllm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+SHAPES = [Adapter(1, 1, unembed=False), Adapter(4, 2, unembed=False), Adapter(8, 3, mlp=False, unembed=False)]
+PROMPT = [2, 5, 9, 3, 12, 7]
+CLOSE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("base"), model_of(config_of(False), 0))
+
+
+@pytest.fixture(scope="module")
+def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The base, and adapters of different ranks and parts in folders named by numbers."""
+    tenants, root = Tenants(base), tmp_path_factory.mktemp("snapshots")
+    for number, shape in enumerate(SHAPES, 11):
+        tenants.create(str(number), shape)
+        train(tenants, str(number), 4)
+        tenants.snapshot(str(number), root / str(number))
+    return ["", *(str(root / str(number)) for number in range(11, 11 + len(SHAPES)))]
+
+
+@pytest.fixture(scope="module")
+def engine(base: Path) -> Iterator[AdaptersInVllm]:
+    settings = settings_of(Vllm(kv_cache_mb=16, start_s=START_S, rpc_s=60.0, silent_s=120.0), places=2)
+    engine = AdaptersInVllm(
+        Start(str(base), "float32", capacity=8, max_length=96, settings=settings, lora_rank=8, adapters=2))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(base: Path) -> AdapterEngine:
+    engine = AdapterEngine.load(base, capacity=8, max_length=96)
+    assert isinstance(engine, AdapterEngine)
+    return engine
+
+
+def asked(key: int, folder: str, ids: Any = PROMPT, tokens: int = 12, **extra: Any) -> Request:
+    return replace(request(key, list(ids), tokens), extra={"weights": folder, **extra})
+
+
+def answers(engine: Any, *requests: Request) -> dict[int, Finished]:
+    assert len(requests) <= engine.capacity
+    found: dict[int, Finished] = {}
+    engine.submit(requests)
+    while len(found) < len(requests):
+        found |= {finished.key: finished for finished in engine.step()}
+    return found
+
+
+def scored(engine: Any, folder: str, ids: Any, places: Places) -> dict[str, Any]:
+    return answers(engine, asked(99, folder, ids, 1, **places.extra()))[99].extra
+
+
+def test_more_adapters_than_places_draw_at_once_each_with_its_own(
+    engine: AdaptersInVllm, plain: AdapterEngine, folders: list[str]
+) -> None:
+    requests = [replace(asked(key, folders[key % 4]), temperature=0.7) for key in range(8)]
+    found = answers(engine, *requests)
+    for one in requests:
+        finished, folder = found[one.key], one.extra["weights"]
+        assert set(finished.versions.tolist()) == {int(Path(folder).name) if folder else 0}
+        ids = [*PROMPT, *finished.token_ids.tolist()]
+        wanted = scored(plain, folder, ids, Places(len(PROMPT), len(ids)))[SCORES[0]]
+        np.testing.assert_allclose(finished.logprobs, wanted, atol=CLOSE)
+
+
+def test_scores_of_a_prompt_are_those_of_the_torch_engine(
+    engine: AdaptersInVllm, plain: AdapterEngine, folders: list[str]
+) -> None:
+    ids = np.random.default_rng(3).integers(2, len(VOCABULARY), 40)
+    asked_of = Places(1, 40, 3), Places(7, 40), Places(1, 20, len(VOCABULARY)), Places(1, 40, 1)
+    for folder, places in zip(folders, asked_of, strict=True):
+        mine, wanted = (scored(side, folder, ids, places) for side in (engine, plain))
+        assert mine.keys() == wanted.keys()
+        for name in set(mine) - {SCORES[1]}:
+            np.testing.assert_allclose(mine[name], wanted[name], atol=CLOSE)
+
+
+def test_an_adapter_that_cannot_be_used_refuses_its_requests_alone(
+    engine: AdaptersInVllm, folders: list[str], tmp_path: Path
+) -> None:
+    found = answers(engine, asked(1, folders[1]), asked(2, str(tmp_path / "77")), asked(3, folders[2]))
+    assert "77" in found[2].refused and not found[1].refused and not found[3].refused
+    assert len(answers(engine, asked(4, folders[3]))[4].token_ids)
+
+
+def test_answers_end_as_their_requests_say(engine: AdaptersInVllm, folders: list[str]) -> None:
+    whole = answers(engine, asked(1, folders[1], ends=False))[1]
+    assert (whole.finish, len(whole.token_ids)) == (Finish.LENGTH, 12)
+    text = engine.decode(whole.token_ids[3:5], False)
+    cut = answers(engine, asked(1, folders[1], ends=False, stop_texts=[text]))[1]
+    assert cut.finish == Finish.EOS and 1 < len(cut.token_ids) <= 12
+    assert text in engine.decode(cut.token_ids, False)
+    greedy = answers(engine, replace(asked(1, folders[1]), temperature=0.0))[1]
+    first = answers(engine, asked(1, folders[1], top_k=1))[1]
+    assert first.token_ids.tolist() == greedy.token_ids.tolist()
+    assert greedy.logprobs.max() < 0
+    np.testing.assert_allclose(first.logprobs, greedy.logprobs, atol=CLOSE)
+
+
+def test_targets_of_a_prompt_are_refused_in_words(engine: AdaptersInVllm, folders: list[str]) -> None:
+    targets = np.zeros((1, 1), np.int32).tobytes()
+    found = answers(engine, asked(1, folders[1], PROMPT[:2], 1, **Places(1, 2, 0, targets).extra()))
+    assert "target_prompt_logprobs" in found[1].refused
+
+
+def test_a_service_trains_and_samples_with_vllm(tmp_path: Path) -> None:
+    from busrl.quickstart import ensure
+
+    ensure("tiny:sort")
+    with service(tmp_path / "run", "process.rollout.engine=vllm", "limits.ready_s=420", "limits.progress_s=120",
+                 "vllm.start_s=400", "vllm.rpc_s=60", "generation.max_batch=16") as (_, client):
+        model, data = client.model(), [supervised([5, 6, 7, 8, 9])] * 4
+        before = client.sampler(model, 0)
+        for _ in range(3):
+            client.forward_backward(model, *data)
+            client.result(client.step(model))
+        after = client.sampler(model, 1)
+        ids = [5, 6, 7, 8, 9]
+        scores = [client.sample(sampler, 0, ids, prompt_logprobs=True)[1]["logprobs"] for sampler in (before, after)]
+        assert scores[1][1:].sum() > scores[0][1:].sum()
+        sequences, _ = client.sample(before, 1, topk_sample_logprobs=2)
+        assert all(sequence.topk[0].shape == (len(sequence.tokens), 2) for sequence in sequences)
