@@ -7,6 +7,9 @@ to folders of peft's format whose names are numbers, and to the decoder. Knows n
   zeros. A step gathers its rows by place, multiplies twice (`bmm`) and adds the rows back; the base is computed once.
 - An adapter in use keeps its place. A request whose adapter finds none waits, in the order of arrival, and never fails.
 - Sequences of different adapters share no prompt, and no row is kept for a later request.
+- On a CPU, in float32 and with the fast decoder, an answer and its log-probabilities are the same to the bit, whatever
+  is drawn beside it: a step has as many rows at least as the products of this machine need for that (`steady_rows`),
+  prompts are padded to whole vectors. It costs larger batches nothing.
 - The version of a token is the number of its adapter's folder; 0 is the base.
 - A folder that cannot be used refuses its requests, and nothing else.
 """
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 
 from busrl.engines.base import Finished, PartialAnswer, Pause, Request, Statistics
 from busrl.engines.torch import lora
-from busrl.engines.torch.decoder import Decoder, FastDecoder, WholeDecoder
+from busrl.engines.torch.decoder import Decoder, FastDecoder, RowCache, WholeDecoder
 from busrl.engines.torch.engine import PREFILL_TOKENS, Index, Prefill, Sampling, TorchEngine
 from busrl.engines.torch.prefix import KeptRow
 from busrl.errors import UserError, WeightsRefused
@@ -36,11 +39,42 @@ from busrl.states import Finish
 from busrl.training.batch import numbered
 
 BASE = ""  # the adapter of requests that name none
+VECTOR = 16  # attention sums a prompt in vectors of so many positions at most: its padding begins with a whole one
+LEAST_SPAN = 64  # positions that a step looks at: of fewer torch may take the products in a loop of its own,
+LEAST_RANK = 8  # that A and B are padded to: products with few columns sum in another order
+SMALL = 400  # which it does where so few numbers are multiplied
+LOOKED_AT = 4096  # outputs of a weight: its products are tried at the start
+MOST_STEADY = 32  # rows that a step may be padded to
 
 
 def weights_of(request: Request) -> str:
     """The folder of the adapter that a request names."""
     return str(request.extra.get("weights", BASE))
+
+
+# -- products that do not depend on what is beside a row -----
+
+
+@torch.inference_mode()
+def steady_rows(weights: Iterable[Tensor], most: int = MOST_STEADY) -> int:
+    """The least number of rows from which on each row's product with each of these weights [out, in] is the same to the
+    bit, whatever the other rows are and however many. 0 if that is so for no number, or was not looked at: on devices
+    whose libraries choose their kernels by more than the shape."""
+    shapes = {(weight.shape, weight.dtype): weight for weight in weights}.values()
+    if any(weight.device.type != "cpu" or weight.dtype != torch.float32 for weight in shapes):
+        return 0
+    needed = max(_steady_from(weight[:LOOKED_AT], most) for weight in shapes)
+    return needed if needed <= most else 0
+
+
+def _steady_from(weight: Tensor, most: int) -> int:
+    rows = torch.randn((2 * most, weight.shape[1]), generator=torch.Generator().manual_seed(0))
+    whole = F.linear(rows, weight)
+    for count in range(most, 0, -1):
+        front, back = F.linear(rows[:count], weight), F.linear(rows[-count:], weight)
+        if not (torch.equal(front, whole[:count]) and torch.equal(back, whole[-count:])):
+            return count + 1
+    return 1
 
 
 # -- which rows use which place -----
@@ -49,8 +83,8 @@ def weights_of(request: Request) -> str:
 @dataclass(frozen=True)
 class Spread:
     """The places of the rows of one forward, and the cells in which they are multiplied: one line for each place from
-    `first` to before `end`, as long as the longest. `cells`: the row in each cell; `back`: the cell of each row; both
-    None where the rows are in that order already."""
+    `first` to before `end`, as long as the longest, and as `least`: a product of few rows sums in another order.
+    `cells`: the row in each cell; `back`: the cell of each row; both None where the rows are in that order already."""
 
     rows: int
     first: int
@@ -61,11 +95,11 @@ class Spread:
     views: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by stack: what `Stack.between` gave
 
     @classmethod
-    def of(cls, places: Sequence[int], device: torch.device) -> Spread:
+    def of(cls, places: Sequence[int], device: torch.device, least: int) -> Spread:
         of_rows = np.array(places, np.int64)
         first, end = int(of_rows.min()), int(of_rows.max()) + 1
         counts = np.bincount(of_rows - first, minlength=end - first)
-        longest, order = int(counts.max()), np.argsort(of_rows, kind="stable")
+        longest, order = max(least, int(counts.max())), np.argsort(of_rows, kind="stable")
         cells, back = np.zeros((end - first) * longest, np.int64), np.empty_like(of_rows)
         taken = (of_rows[order] - first) * longest + numbered(counts)
         cells[taken], back[order] = order, taken
@@ -90,7 +124,7 @@ class Stack:
 
     def __init__(self, weight: Tensor, places: int) -> None:
         self.outputs, self.inputs = weight.shape
-        self._weight, self._places = weight, places
+        self.weight, self._places = weight, places
         self._parts: list[slice] = []  # rows of the weight, by part
         self.down = self.up = weight.new_empty(0)
         self.rank = 0
@@ -98,7 +132,7 @@ class Stack:
     def part_of(self, weight: Tensor) -> int | None:
         """The number of the part whose rows that layer's weight are; None if it lies elsewhere."""
         row_bytes = self.inputs * weight.element_size()
-        begin, beyond = divmod(weight.data_ptr() - self._weight.data_ptr(), row_bytes)
+        begin, beyond = divmod(weight.data_ptr() - self.weight.data_ptr(), row_bytes)
         if beyond or not 0 <= begin < self.outputs or weight.shape[1] != self.inputs:
             return None
         self._parts.append(slice(begin, begin + len(weight)))
@@ -114,7 +148,7 @@ class Stack:
     def put(self, place: int, part: int, low: lora.Low) -> None:
         rank = len(low.down)
         if rank > self.rank:
-            self._widen(rank)
+            self._widen(max(rank, LEAST_RANK))
         self.down[place, :, part, :rank] = low.down.T
         self.up[place, part, :rank, self._parts[part]] = low.up.T.float() * low.scale
 
@@ -129,15 +163,16 @@ class Stack:
 
     def _widen(self, rank: int) -> None:
         before, parts = self.rank, len(self._parts)
-        down = self._weight.new_zeros((self._places, self.inputs, parts, rank))
-        up = self._weight.new_zeros((self._places, parts, rank, self.outputs))
+        down = self.weight.new_zeros((self._places, self.inputs, parts, rank))
+        up = self.weight.new_zeros((self._places, parts, rank, self.outputs))
         if before:
             down[..., :before], up[:, :, :before] = self.down, self.up
         self.down, self.up, self.rank = down, up, rank
 
 
 class Adapters:
-    """The adapters in places 1 to `places`, stacked, and what they add to the layers of a model under a decoder."""
+    """The adapters in places 1 to `places`, stacked, and what they add to the layers of a model under a decoder.
+    `steady`: the least number of rows from which on a row's products are the same to the bit; 0 if they never are."""
 
     def __init__(self, model: Any, decoder: Decoder, places: int) -> None:
         if isinstance(decoder, WholeDecoder):
@@ -161,6 +196,9 @@ class Adapters:
                     self._layers[f"{name}.weight"] = stack, part
                     layer.register_forward_hook(partial(self._after, stack, stack.rows_of(part)))
                     break
+        self.steady = steady_rows(multiplied) if isinstance(decoder, FastDecoder) else 0
+        narrowest = min(min(weight.shape) for weight in multiplied)
+        self._least = max(2, -(-SMALL // narrowest)) if self.steady else 1  # rows of a place
         self._spread: Spread | None = None
 
     # -- places -----
@@ -218,7 +256,7 @@ class Adapters:
             self._spread = None
 
     def spread(self, folders: Iterable[str]) -> Spread:
-        return Spread.of([self.place_of(folder) for folder in folders], self._device)
+        return Spread.of([self.place_of(folder) for folder in folders], self._device, self._least)
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Product of a layer, in the place of `F.linear`, with what the adapters add."""
@@ -252,15 +290,23 @@ class Adapters:
         if len(down) > 1:
             which = spread.places - spread.first
             down, up = down[which], up[which]
-        return torch.matmul(torch.matmul(rows, down), up)
+        count = len(rows)
+        return torch.bmm(torch.bmm(rows, down.expand(count, -1, -1)), up.expand(count, -1, -1))
 
 
 class AdaptedDecoder(Decoder):
-    """A decoder whose rows use adapters: `fill` tells those of the next prefill, `seat` those of the next steps."""
+    """A decoder whose rows use adapters: `fill` tells those of the next prefill, `seat` those of the next steps.
+    Rows that pad a step write to the last position of the cache, where no sequence has a token: its last one enters no
+    step."""
+
+    cache: RowCache
 
     def __init__(self, decoder: Decoder, adapters: Adapters) -> None:
+        assert isinstance(decoder.cache, RowCache)
         self._decoder, self._adapters = decoder, adapters
         self.cache, self.equal_lengths = decoder.cache, decoder.equal_lengths
+        self._least = adapters.steady
+        self.cache.rows = max(self.cache.rows, self._least)
         self._folders: dict[int, str] = {}  # of the rows that were filled last
         self._seated = adapters.spread([BASE])
 
@@ -270,19 +316,36 @@ class AdaptedDecoder(Decoder):
 
     def seat(self, folders: Iterable[str]) -> None:
         """The rows of the next steps are of these adapters."""
-        self._seated = self._adapters.spread(folders)
+        seated = list(folders)
+        self._seated = self._adapters.spread([*seated, *seated[-1:] * (self._least - len(seated))])
 
     def prefill(self, ids: Tensor, rows: Tensor) -> None:
+        if self._least:
+            whole = max(VECTOR, self._least)
+            padded = min(-(-ids.shape[1] // whole) * whole, self.cache.max_length)
+            ids = F.pad(ids, (0, padded - ids.shape[1]))
+            self._reserve(padded)
         with self._adapters.using(self._filled(rows)):
             self._decoder.prefill(ids, rows)
 
     def extend(self, ids: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
+        self._reserve(span)
         with self._adapters.using(self._filled(rows)):
             self._decoder.extend(ids, rows, positions, span)
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
+        count, more = len(tokens), max(0, self._least - len(tokens))
+        if self._least:
+            span = min(max(LEAST_SPAN, -(-span // VECTOR) * VECTOR), self.cache.max_length)
+            self._reserve(span)
+            tokens = F.pad(tokens, (0, more))
+            positions = F.pad(positions, (0, more), value=self.cache.room - 1)
         with self._adapters.using(self._seated):
-            return self._decoder.step(tokens, positions, span)
+            return self._decoder.step(tokens, positions, span)[:count]
+
+    def _reserve(self, span: int) -> None:
+        """Keep a position behind all that sequences have."""
+        self.cache.reserve(min(span + 1, self.cache.max_length))
 
     def _filled(self, rows: Tensor) -> Spread:
         return self._adapters.spread(self._folders[row] for row in rows.tolist())

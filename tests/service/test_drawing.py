@@ -13,9 +13,10 @@ from bases import TOKENS, train, write_base
 from test_rows import answers, request
 
 from busrl.engines.base import Finished, Request
+from busrl.service.adapters import Adapter
 from busrl.service.engine import AdapterEngine
 from busrl.service.sampling import SCORES, Places
-from busrl.service.tenants import Adapter, Tenants
+from busrl.service.tenants import Tenants
 from busrl.states import Finish
 
 torch.set_num_threads(1)

@@ -21,6 +21,7 @@ from busrl.engines.torch.engine import TorchEngine
 from busrl.engines.torch.lora import WeightLoader
 from busrl.service.engine import AdapterEngine
 from busrl.service.rows import RowsEngine
+from busrl.service.sampling import Places
 from busrl.service.tenants import Adapter, Tenants
 from busrl.states import Finish
 
@@ -93,6 +94,23 @@ def test_rows_of_many_adapters_equal_the_run_of_each_alone(
             assert set(together[key].versions.tolist()) == {int(Path(folder).name) if folder else 0}
     drawn = {tuple(together[key].token_ids.tolist()) for key in range(5)}
     assert len(drawn) > 1  # one prompt, five adapters
+
+
+@pytest.mark.parametrize("prefill_tokens", [2048, 7])
+def test_an_answer_is_the_same_to_the_bit_whatever_is_drawn_beside_it(
+    base: Path, folders: list[str], prefill_tokens: int
+) -> None:
+    settings: dict[str, Any] = {"capacity": 24, "max_length": 64, "prefill_tokens": prefill_tokens}
+    requests = [request(key, folders[key % len(folders)], length=1 + 7 * key % 39, max_new_tokens=3 + 5 * key % 11,
+                        temperature=0.5 + key % 3 / 2, top_p=1 - key % 2 / 4) for key in range(24)]
+    crowded, alone = (AdapterEngine.load(base, **settings) for _ in range(2))
+    together = answers(crowded, requests)
+    few = answers(crowded, requests[:3])
+    for one in requests:
+        wanted = answers(alone, [one])[one.key]
+        for finished in [results[one.key] for results in (together, few) if one.key in results]:
+            assert finished.token_ids.tolist() == wanted.token_ids.tolist()
+            np.testing.assert_array_equal(finished.logprobs, wanted.logprobs)
 
 
 class OneAdapter:
@@ -173,7 +191,7 @@ def test_a_prompt_over_the_budget_is_computed_in_pieces_for_its_adapter(base: Pa
 def test_scores_of_a_prompt_are_those_of_its_adapter(base: Path, folders: list[str]) -> None:
     engine = AdapterEngine.load(base, capacity=4, max_length=64, fast=True)
     requests = [request(key, folders[key], length=9) for key in range(3)]
-    asked = [replace(one, extra={**one.extra, "score": 3}) for one in requests]
+    asked = [replace(one, extra={**one.extra, **Places(1, 9, 3).extra()}) for one in requests]
     scored = answers(engine, asked)
     for one in requests:
         merged = AutoModelForCausalLM.from_pretrained(base)

@@ -18,9 +18,10 @@ from vllm_scene import START_S, VOCABULARY, config_of, model_of, request, save
 
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.process import Start
+from busrl.service.adapters import Adapter
 from busrl.service.engine import AdapterEngine
 from busrl.service.sampling import SCORES, Places
-from busrl.service.tenants import Adapter, Tenants
+from busrl.service.tenants import Tenants
 from busrl.service.vllm import AdaptersInVllm, settings_of
 from busrl.states import Finish
 from busrl.topology.schema import Vllm

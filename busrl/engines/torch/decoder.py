@@ -65,17 +65,17 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 
     def plan_prefill(self, rows: Tensor, end: int) -> None:
         """The next forward computes the first `end` positions of new sequences, one for each of `rows`."""
-        self._reserve(end)
+        self.reserve(end)
         self._filled, self._begun, self._span = rows, None, end
 
     def plan_extend(self, rows: Tensor, positions: Tensor, span: int) -> None:
         """The next forward continues `rows` at `positions` [rows, length]; `span` covers them all."""
-        self._reserve(span)
+        self.reserve(span)
         self._filled, self._begun, self._span = rows, positions, span
 
     def plan_step(self, positions: Tensor, span: int) -> None:
         """The next forward computes one token for each of the first rows, at `positions`; `span` covers them all."""
-        self._reserve(span)
+        self.reserve(span)
         self._filled = None
         self._positions, self._active, self._span = positions, len(positions), span
         self._flat.clear()
@@ -150,7 +150,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
             shape = (self.rows, like.shape[1], self.room, like.shape[-1])
             stores.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
 
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
         if length <= self.room:
             return
         if length > self.max_length:
