@@ -198,7 +198,7 @@ class Adapters:
                     break
         self.steady = steady_rows(multiplied) if isinstance(decoder, FastDecoder) else 0
         narrowest = min(min(weight.shape) for weight in multiplied)
-        self._least = max(2, -(-SMALL // narrowest)) if self.steady else 1  # rows of a place
+        self._least = max(2, -(-SMALL // (narrowest * LEAST_RANK))) if self.steady else 1  # rows of a place
         self._spread: Spread | None = None
 
     # -- places -----

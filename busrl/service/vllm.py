@@ -53,11 +53,11 @@ class ServedRequest(Running):
             self.scores = scores_of(output.prompt_logprobs[self.asked.first :], self.known_ids[self.asked.first :],
                                     self.asked.top)
 
-    def sampling(self, stops: list[int], seeded: bool) -> Any:
-        settings = super().sampling(stops if self.request.extra.get("ends", True) else [], seeded)
-        settings.top_k = self.request.extra.get("top_k", 0)
-        settings.prompt_logprobs = None if self.asked is None else self.asked.top
-        return settings
+    def sampling(self, stops: list[int], seeded: bool, **more: Any) -> Any:
+        extra = self.request.extra
+        more |= {"top_k": extra["top_k"]} if "top_k" in extra else {}
+        more |= {"prompt_logprobs": self.asked.top} if self.asked is not None else {}
+        return super().sampling(stops if extra.get("ends", True) else [], seeded, **more)
 
     def finished(self, finish: int, text: str | None = None, refused: str = "") -> Finished:
         """As of the base, but a greedy answer has the log-probabilities of the full softmax as others have."""

@@ -85,6 +85,20 @@ def test_a_sample_of_another_snapshot_is_found(played: Service) -> None:
     assert "samples of a snapshot" in audited(played).errors[0]
 
 
+@pytest.mark.parametrize("kind, clean", [("inflight", True), ("snapshot", False)])
+def test_a_sampler_in_flight_may_draw_with_what_was_published_later(
+    service: Service, kind: str, clean: bool  # noqa: F811
+) -> None:
+    for seq in (1, 2):
+        service.ask(seq, "save_weights_for_sampler", sampling_session_seq_id=seq, kind=kind)
+    service.log.write(Request("sample", "s:sample:1", 0, "asample", b"q"))
+    service.run()
+    samples = LogWriter(service.where.samples)
+    samples.write(Answer("s:sample:1", 0, b"q", "done", True, b"tokens", weights=2))
+    samples.close()
+    assert (not audited(service).errors) == clean
+
+
 def test_a_state_of_another_history_is_found(played: Service) -> None:
     _, state = played.where.states_of("m")[-1]
     (state / "about.json").write_text(json.dumps({"applied": 2, "chain": "00"}))

@@ -10,18 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "service"))
-from bases import train
 from test_a_service import service, supervised
 from vllm_scene import START_S, VOCABULARY, config_of, model_of, request, save
 
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.process import Start
-from busrl.service.adapters import Adapter
+from busrl.service.adapters import Adapter, Numbers, Wearer, write_folder
 from busrl.service.engine import AdapterEngine
 from busrl.service.sampling import SCORES, Places
-from busrl.service.tenants import Tenants
 from busrl.service.vllm import AdaptersInVllm, settings_of
 from busrl.states import Finish
 from busrl.topology.schema import Vllm
@@ -40,11 +39,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The base, and adapters of different ranks and parts in folders named by numbers."""
-    tenants, root = Tenants(base), tmp_path_factory.mktemp("snapshots")
+    root, wearer = tmp_path_factory.mktemp("snapshots"), Wearer(model_of(config_of(False), 0))
     for number, shape in enumerate(SHAPES, 11):
-        tenants.create(str(number), shape)
-        train(tenants, str(number), 4)
-        tenants.snapshot(str(number), root / str(number))
+        numbers = Numbers(shape, wearer.sites(shape), torch.device("cpu"))
+        torch.nn.init.normal_(numbers.vector, std=0.1)
+        write_folder(root / str(number), numbers, torch.float32, "base")
     return ["", *(str(root / str(number)) for number in range(11, 11 + len(SHAPES)))]
 
 

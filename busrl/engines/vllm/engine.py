@@ -77,8 +77,8 @@ class Running(PartialAnswer):
                 at = slice(span.start, span.end)
                 self.versions[at] = [int(span.version)] * len(self.versions[at])
 
-    def sampling(self, stops: list[int], seeded: bool) -> Any:
-        """vLLM's sampling settings for the request."""
+    def sampling(self, stops: list[int], seeded: bool, **more: Any) -> Any:
+        """vLLM's sampling settings for the request, `more` among them."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -93,6 +93,7 @@ class Running(PartialAnswer):
             logprobs=0,  # of the drawn token alone
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            **more,
         )
 
 
