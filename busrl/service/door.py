@@ -347,7 +347,7 @@ class SamplerRoutes:
 
     def _require_weights(self, sampler: Sampler) -> None:
         """Refusal if the weights that the sampler was made from were there, and are not any more."""
-        save = self._at.desk.found((sampler.model, sampler.seq))
+        save = None if sampler.inflight else self._at.desk.found((sampler.model, sampler.seq))
         if save is not None and save.weights and not self._at.where.snapshot(save.weights).is_dir():
             raise Refusal(404, f"the weights of {sampler.path or sampler.id} are gone; save them again, or make the "
                           "sampler from others")

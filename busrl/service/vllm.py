@@ -3,9 +3,11 @@
 Driven by the rollout role like every engine, and made of `busrl.engines.vllm`. Knows nothing of models that are
 trained, of clients or logs; imports vLLM inside functions only.
 
-- An adapter is loaded before the first request that names it begins: a folder that cannot be used refuses its requests,
-  and nothing else. vLLM drops those used longest ago from its memory and loads them from their folders again.
+- A folder is read before the first request that names it begins: one that cannot be used refuses its requests, and
+  nothing else. vLLM loads it when it draws with it: a load between two steps would move adapters from their places.
 - A request whose adapter finds no place waits in vLLM's queue.
+- vLLM does not know which adapter of the head belongs to the places of a prompt: from the first such adapter on no
+  prompt is scored.
 - Log-probabilities are of the full softmax at temperature 1; the version of a token is the number of its folder.
 """
 
@@ -21,10 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.engines.base import Finished, Request
+from busrl.engines.torch import lora
 from busrl.engines.vllm.engine import Running, VllmEngine
 from busrl.engines.vllm.process import Start
 from busrl.engines.vllm.weights import LoadedAdapter
 from busrl.engines.vllm_versions import lora_rank
+from busrl.errors import WeightsRefused
 from busrl.service.bodies import MOST_TOP
 from busrl.service.sampling import PLACES, SCORES, Places, has_a_stop
 from busrl.states import Finish
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 
+NO_SCORES = ("prompts are not scored by vLLM beside adapters of the head, and there was one; create models with "
+             "train_unembed=False, or use engine = \"torch\"")
 NO_TARGETS = "target_prompt_logprobs are not given by vLLM; ask for topk_prompt_logprobs, or use engine = \"torch\""
 NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint32)
 
@@ -79,6 +85,11 @@ def scores_of(places: list[Any], ids: list[int], top: int) -> dict[str, npt.NDAr
 
 
 class AdaptersInVllm(VllmEngine):
+    def __init__(self, start: Start, **settings: Any) -> None:
+        super().__init__(start, **settings)
+        self._read: set[str] = set()  # folders that can be used
+        self._has_heads = False  # one of them adapts the head
+
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """No weights are published in a service: the ordinary receiver has nothing to give."""
         return None
@@ -91,16 +102,27 @@ class AdaptersInVllm(VllmEngine):
 
     async def _ready(self, running: Running) -> None:
         assert isinstance(running, ServedRequest) and running.adapter is not None
+        if running.adapter.request is not None:
+            await self._look(running, running.adapter.request.lora_path)
         if running.asked is not None and running.asked.targets:
             raise self._refused(running, NO_TARGETS)
-        if running.adapter.request is None:
+        if running.asked is not None and self._has_heads:
+            raise self._refused(running, NO_SCORES)
+
+    async def _look(self, running: ServedRequest, folder: str) -> None:
+        """Read a folder that was not read before. The first adapter of the head waits for prompts that are scored."""
+        if folder in self._read:
             return
         try:
-            await self.core.engine.add_lora(running.adapter.request)
-        except Exception as problem:  # whatever its readers raise
-            if self.core.over or await self.core.dies(0.0):
-                raise
-            raise self._refused(running, f"{running.adapter.request.lora_path}: {problem}") from problem
+            adapter = await asyncio.to_thread(lora.read, Path(folder))
+        except WeightsRefused as problem:
+            raise self._refused(running, str(problem)) from problem
+        if any(name.rpartition(".")[0].endswith("lm_head") for name in adapter):
+            self._has_heads = True
+            scoring = [other.task for other in self.running if isinstance(other, ServedRequest) and other.asked]
+            if others := [task for task in scoring if task is not None and task is not running.task]:
+                await asyncio.wait(others, timeout=self.settings.rpc_s)
+        self._read.add(folder)
 
     def _refused(self, running: ServedRequest, why: str) -> asyncio.CancelledError:
         """End a request that vLLM will never get; returns what ends its task."""

@@ -36,22 +36,34 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("base"), model_of(config_of(False), 0))
 
 
-@pytest.fixture(scope="module")
-def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The base, and adapters of different ranks and parts in folders named by numbers."""
-    root, wearer = tmp_path_factory.mktemp("snapshots"), Wearer(model_of(config_of(False), 0))
-    for number, shape in enumerate(SHAPES, 11):
+def write(root: Path, *shapes: Adapter) -> list[str]:
+    """Random adapters in folders named by numbers."""
+    wearer, paths = Wearer(model_of(config_of(False), 0)), []
+    for number, shape in enumerate(shapes, 10 + len(shapes)):
         numbers = Numbers(shape, wearer.sites(shape), torch.device("cpu"))
         torch.nn.init.normal_(numbers.vector, std=0.1)
         write_folder(root / str(number), numbers, torch.float32, "base")
-    return ["", *(str(root / str(number)) for number in range(11, 11 + len(SHAPES)))]
+        paths.append(str(root / str(number)))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The base, and adapters of different ranks and parts."""
+    return ["", *write(tmp_path_factory.mktemp("snapshots"), *SHAPES)]
+
+
+@pytest.fixture(scope="module")
+def head(base: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An adapter of the head too."""
+    return write(tmp_path_factory.mktemp("head"), Adapter(2, 9))[0]
 
 
 @pytest.fixture(scope="module")
 def engine(base: Path) -> Iterator[AdaptersInVllm]:
     settings = settings_of(Vllm(kv_cache_mb=16, start_s=START_S, rpc_s=60.0, silent_s=120.0), places=2)
     engine = AdaptersInVllm(
-        Start(str(base), "float32", capacity=8, max_length=96, settings=settings, lora_rank=8, adapters=2))
+        Start(str(base), "float32", capacity=9, max_length=96, settings=settings, lora_rank=8, adapters=2))
     yield engine
     engine.close()
 
@@ -131,6 +143,19 @@ def test_targets_of_a_prompt_are_refused_in_words(engine: AdaptersInVllm, folder
     targets = np.zeros((1, 1), np.int32).tobytes()
     found = answers(engine, asked(1, folders[1], PROMPT[:2], 1, **Places(1, 2, 0, targets).extra()))
     assert "target_prompt_logprobs" in found[1].refused
+
+
+def test_no_prompt_is_scored_beside_an_adapter_of_the_head(
+    engine: AdaptersInVllm, plain: AdapterEngine, folders: list[str], head: str
+) -> None:
+    requests = [asked(key, [*folders[:3], head][key % 4]) for key in range(8)]
+    found = answers(engine, *requests, asked(9, folders[0], PROMPT, 1, **Places(1, 4).extra()))
+    for one in requests:
+        ids = [*PROMPT, *found[one.key].token_ids.tolist()]
+        wanted = scored(plain, one.extra["weights"], ids, Places(len(PROMPT), len(ids)))[SCORES[0]]
+        np.testing.assert_allclose(found[one.key].logprobs, wanted, atol=CLOSE)
+    refused = answers(engine, asked(1, folders[1], PROMPT, 1, **Places(1, 4).extra()))[1].refused
+    assert "train_unembed=False" in refused
 
 
 def test_a_service_trains_and_samples_with_vllm(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ import torch
 
 
 def apply() -> None:
-    """Apply three work-arounds, on a CPU only.
+    """Apply four work-arounds, on a CPU only.
 
     - A random stream is set back by its state after a step that took only a part of a prompt (`rewind_streams`).
     - Linear layers do not pack their weight. A packed copy would not get new weights; for a tied output head nothing
       would show it. Turned off are the packing of oneDNN, and that of processors with AMX for weights of 16 bits.
     - Heads smaller than any that its attention kernels support are padded with zeros, which changes no result
       (`pad_heads`).
+    - Rows without an adapter get nothing of any (`spare_base_rows`).
     """
     from vllm import _custom_ops as operations
     from vllm.platforms import current_platform
@@ -35,6 +36,10 @@ def apply() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     rewind_streams(GPUModelRunner)
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    spare_base_rows(lora_ops, punica_cpu)
     from vllm.model_executor.layers.attention import Attention
 
     try:
@@ -101,6 +106,26 @@ def rewind_streams(runner: Any) -> None:
             self.input_batch.generators = streams
 
     runner._sample, runner._bookkeeping_sync = _sample, _bookkeeping_sync
+
+
+def spare_base_rows(operations: Any, *callers: Any) -> None:
+    """Make a row without an adapter, whose place is -1, get nothing: vLLM takes the last place's adapter for it. Where
+    rows are scored whose places are not told (those of a prompt, at the head), none gets anything."""
+    shrink, expand = operations.bgmv_shrink, operations.bgmv_expand
+
+    def bgmv_shrink(rows: Any, weights: Any, output: Any, places: Any, *args: Any, **more: Any) -> None:
+        if len(places) != len(rows):
+            output.zero_()
+            return
+        shrink(rows, weights, output, places, *args, **more)
+        output[places < 0] = 0
+
+    def bgmv_expand(rows: Any, weights: Any, output: Any, places: Any, *args: Any, **more: Any) -> None:
+        if len(places) == len(rows):
+            expand(rows, weights, output, places, *args, **more)
+
+    for module in (operations, *callers):
+        module.bgmv_shrink, module.bgmv_expand = bgmv_shrink, bgmv_expand
 
 
 def pad_heads(attention: Any, sizes: list[int]) -> None:
