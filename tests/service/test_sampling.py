@@ -21,9 +21,9 @@ from busrl.engines.tokens import NO_IDS
 from busrl.ring.calls import CallAnswer, CallDetails, ModelCall
 from busrl.service.adapters import Adapter
 from busrl.service.desk import Desk
-from busrl.service.driver import write_folder
 from busrl.service.engine import AdapterEngine
 from busrl.service.folders import ServiceFolders
+from busrl.service.operations import write_folder
 from busrl.service.registry import Sampler
 from busrl.service.requests import Answer, LogWriter, Request
 from busrl.service.sampling import Samples
