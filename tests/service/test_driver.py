@@ -128,6 +128,11 @@ class Service:
         self.driver = Driver(
             self.models, self.where, self.course, self.warned.append, settings)  # type: ignore[arg-type]
 
+    def close(self) -> None:
+        self.driver.close()
+        self.course.close()
+        self.log.close()
+
     def ask(self, seq: int, op: str, model: str = "m", **body: Any) -> None:
         raw = body.pop("raw", "") or json.dumps({"model_id": model, "seq_id": seq, **body})
         meaning = hashlib.blake2b(f"{op} {seq} {raw}".encode(), digest_size=8).digest()

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from test_driver import Service, stub
+from test_deaths import outlives, quick_disk  # noqa: F401  (a fixture of every test)
+from test_driver import BYTES, Service, stub
 
 from busrl.service.audit import Audited, audit
 from busrl.service.requests import Answer, LogWriter, Request, segment_path, segments
@@ -150,3 +151,58 @@ def test_a_snapshot_that_is_being_sampled_stays(service: Service) -> None:
     service.run()
     service.driver.tend()
     assert snapshots_of(service) == [1, 3]
+
+
+# -- deaths meanwhile -----
+
+
+def test_a_tuner_that_dies_while_it_drops_loses_nothing(tmp_path: Path, service: Service) -> None:
+    at, ended = 0, False
+    while not ended:
+        at += 2
+        other = Service(tmp_path / str(at), SEGMENT_BYTES)
+        other.restart(state_every_s=0)
+        trained(other, 1, 4)
+        other.ask(9, "save_weights_for_sampler", sampling_session_seq_id=0)
+        other.run()
+        other.log.write(Request("finish", "s", about={"reason": "success"}))
+
+        def life(other: Service = other) -> None:
+            other.restart(keep_answers_s=0.0)
+            other.driver.follow()
+            for _ in range(5):
+                other.driver.tend()
+
+        ended = outlives(life, at)
+        assert not ended or snapshots_of(other) == []
+        other.restart()
+        other.train(10, 1)
+        other.run()
+        assert other.models.values["m"] == 201.0 and not other.warned, f"killed at chance {at}"
+        assert audited(other).errors == [], f"killed at chance {at}"
+        other.close()
+    assert at > 40
+
+
+def test_a_tuner_that_dies_while_it_parks_loses_nothing(tmp_path: Path, service: Service) -> None:
+    at, ended = 0, False
+    while not ended:
+        at += 2
+        other = Service(tmp_path / str(at))
+        other.model("n")
+        for name, value in (("m", 1), ("n", 10)):
+            for seq in (1, 4):
+                other.forward(seq, value, value, model=name)
+                other.train(seq + 1, value, name)
+
+        def life(other: Service = other) -> None:
+            other.restart(resident_bytes=BYTES)
+            other.run()
+
+        ended = outlives(life, at)
+        life()
+        for name, value in (("m", 6), ("n", 60)):
+            assert f'"value:mean":{value}.0' in other.answers(name)[-1].payload.decode(), f"killed at chance {at}"
+        assert audited(other).errors == [] and not other.warned, f"killed at chance {at}"
+        other.close()
+    assert at > 40
