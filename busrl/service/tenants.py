@@ -38,7 +38,7 @@ from busrl.training.model import load, vocabulary
 STATE, STATE_TENSORS = "model_state.json", "model_state.safetensors"
 CLIP_EPS = 1e-6  # that torch's clipping adds to the norm
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names of torch
-MICRO_BATCH_TOKENS = 4096
+MICRO_BATCH_TOKENS = 2048
 FLOAT32_BYTES = 4
 MAX_RANK, LONGEST = 64, 1 << 20
 Outputs = list[dict[str, NDArray[np.float32]]]

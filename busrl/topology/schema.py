@@ -357,7 +357,7 @@ class Tinker(Table):
     samples_in_flight: int = key(2000, "samples that a key may have under way", low=1, high=1 << 20)
     pending_mb: int = key(256, "MiB of a model's requests that may wait; a client with more must ask again", low=1)
     state_every_s: float = key(60.0, "seconds of a model's work that a death may cost, about", low=0, high=86400)
-    turn_tokens: int = key(4096, "tokens that are trained at a time, before the turn of another model", low=1)
+    turn_tokens: int = key(2048, "tokens that are trained at a time, before the turn of another model", low=1)
     resident_mb: int = key(8192, "MiB of models in memory; above it those used longest ago wait on the disk", low=0)
     session_s: float = key(1800.0, "silence after which a session counts as left, and a model is parked", above=0)
     snapshot_mb: int = key(16384, "MiB of snapshots without a name; above it the ones sampled longest ago go", low=0)

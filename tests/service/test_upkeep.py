@@ -187,7 +187,7 @@ def test_a_tuner_that_dies_while_it_drops_loses_nothing(tmp_path: Path, service:
 def test_a_tuner_that_dies_while_it_parks_loses_nothing(tmp_path: Path, service: Service) -> None:
     at, ended = 0, False
     while not ended:
-        at += 2
+        at += 3
         other = Service(tmp_path / str(at))
         other.model("n")
         for name, value in (("m", 1), ("n", 10)):
