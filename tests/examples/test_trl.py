@@ -106,9 +106,14 @@ def test_trl_learns_from_rollouts_of_a_run_whose_engines_are_killed(tmp_path: Pa
     with bridged(tmp_path / "run") as (run, server), open(tmp_path / "said", "w+") as said:
         command = [PYTHON, TRAIN, task.model, task.train, tmp_path / "out", "--server", server.url, "--steps", "20"]
         with subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=tmp_path) as training:
-            while training.poll() is None:
-                run.let_pass(2.0)
-                run.kill_if_there("rollout/0")
+            try:
+                while training.poll() is None:
+                    run.let_pass(2.0)
+                    engine = run.processes().get("rollout/0")
+                    if engine is not None and engine.samples:
+                        run.kill_if_there("rollout/0")
+            finally:
+                training.kill()
         text = (tmp_path / "said").read_text()
         rewards = [float(value) for value in re.findall(r"reward (\d\.\d+)", text)]
         assert training.returncode == 0 and len(rewards) == 20, text[-3000:]
