@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -223,30 +223,19 @@ class Pool:
         self.opened = 0  # groups taken so far
         self._near_sum = 0.0  # of the predictions of the groups within the horizon
         self._reached = 0  # the limit at the last `near`
-        self._waiting: dict[int, Candidate] = {}
-        self._since: dict[int, int] = {}  # draws within the horizon: groups opened when each came there
+        self.waiting: dict[int, Candidate] = {}  # by draw
+        self.since: dict[int, int] = {}  # draws within the horizon: groups opened when each came there
         self._present = WaitingDraws()
+        self.missing, self.predicted = self._present.missing, self._present.predicted
         self._added: list[int] = []  # draws below `_reached` that came since the last `near`
         self._near, self._best = KeyedDraws(), KeyedDraws()  # draws that left the horizon among them
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, draw: int) -> bool:
-        return draw in self._waiting
-
-    def __iter__(self) -> Iterator[Candidate]:
-        return iter(self._waiting.values())
-
-    def missing(self, draws: Iterable[int]) -> list[int]:
-        return self._present.missing(draws)
 
     def add(self, candidate: Candidate, predicted: float) -> None:
         """A group begins to wait; one that waits already stays as it is."""
         draw = candidate.draw
-        if draw in self._waiting:
+        if draw in self.waiting:
             return
-        self._waiting[draw] = candidate
+        self.waiting[draw] = candidate
         self._present.set(draw, predicted)
         if draw < self._reached:
             self._added.append(draw)
@@ -254,10 +243,7 @@ class Pool:
     @property
     def mean(self) -> float:
         """Mean prediction of the groups within the horizon."""
-        return self._near_sum / max(1, len(self._since))
-
-    def predicted(self, draw: int) -> float:
-        return self._present.predicted(draw)
+        return self._near_sum / max(1, len(self.since))
 
     def predict(self, predictions: Iterable[tuple[Candidate, float]]) -> None:
         """Other predictions for waiting groups; their keys are those of the old ones until `rekey`."""
@@ -273,54 +259,50 @@ class Pool:
         if limit == reached and not self._added:
             return True
         if limit < reached:  # an older draw came back: what lies behind waits beyond the horizon again
-            for draw in [draw for draw in self._since if draw >= limit]:
+            for draw in [draw for draw in self.since if draw >= limit]:
                 self._leave(draw)
-        for draw in (*sorted(self._added), *self._present.between(reached, limit)):
+        for draw in (*sorted(self._added), *self._present.between(reached, limit)[0].tolist()):
             if draw < limit:
                 self._approach(draw)
         self._reached = limit
         self._added.clear()
         return True
 
-    def is_near(self, draw: int) -> bool:
-        """Whether this draw was within the horizon at the last `near`."""
-        return draw in self._since
-
     def first(self) -> int | None:
         """The draw with the smallest key within the horizon, as it was at the last `near`."""
-        return self._near.first(self._since)
+        return self._near.first(self.since)
 
     def best(self) -> int | None:
         """The draw within the horizon that would be taken by length alone."""
-        return self._best.first(self._since)
+        return self._best.first(self.since)
 
     def take(self, draw: int) -> tuple[Candidate, int]:
         """Remove a draw; its group, and the number of groups that were opened since it came within the horizon."""
         wait = self.opened - self._leave(draw)
         self._present.clear(draw)
         self.opened += 1
-        return self._waiting.pop(draw), wait
+        return self.waiting.pop(draw), wait
 
     def rekey(self, per_token: float, per_draw: float) -> None:
         """Order by another key, and by the predictions as they are now. O(n log n) of the groups within the horizon."""
         self._per_token, self._per_draw = per_token, per_draw
         self.near()
-        draws, predicted = self._present.below(self._reached)
+        draws, predicted = self._present.between(0, self._reached)
         self._near_sum = float(predicted.sum())
         self._near.sort(per_token * predicted + per_draw * draws, draws)
         self._best.sort(self._way * predicted, draws)
 
     def _approach(self, draw: int) -> None:
         """A waiting group comes within the horizon."""
-        predicted, self._since[draw] = self.predicted(draw), self.opened
+        predicted, self.since[draw] = self.predicted(draw), self.opened
         self._near_sum += predicted
         self._near.push(self._per_token * predicted + self._per_draw * draw, draw)
         self._best.push(self._way * predicted, draw)
 
     def _leave(self, draw: int) -> int:
         """A group is no more within the horizon; the groups opened when it came there."""
-        since = self._since.pop(draw)
-        self._near_sum = self._near_sum - self.predicted(draw) if self._since else 0.0
+        since = self.since.pop(draw)
+        self._near_sum = self._near_sum - self.predicted(draw) if self.since else 0.0
         return since
 
 
@@ -386,17 +368,10 @@ class WaitingDraws:
         self._first = place if place >= 0 else len(self._flags)
         return self._base + place if place >= 0 else None
 
-    def between(self, low: int, high: int) -> Iterator[int]:
-        """The waiting draws from `low` to below `high`, in order."""
-        end = max(0, high - self._base)
-        place = self._flags.find(1, max(0, low - self._base), end)
-        while place >= 0:
-            yield self._base + place
-            place = self._flags.find(1, place + 1, end)
-
-    def below(self, high: int) -> tuple[Ints, npt.NDArray[np.float64]]:
-        """The waiting draws below `high`, in order, and their predictions."""
-        places = np.flatnonzero(np.frombuffer(self._flags, np.bool_)[: max(0, high - self._base)])
+    def between(self, low: int, high: int) -> tuple[Ints, npt.NDArray[np.float64]]:
+        """The waiting draws from `low` to below `high`, in order, and their predictions."""
+        begin, end = max(0, low - self._base), max(0, high - self._base)
+        places = begin + np.flatnonzero(np.frombuffer(self._flags, np.bool_)[begin:end])
         return self._base + places, np.frombuffer(self._predicted)[places]
 
     def missing(self, draws: Iterable[int]) -> list[int]:
@@ -407,7 +382,7 @@ class WaitingDraws:
 
     def _make_room(self, draw: int) -> None:
         """Let the flags reach from the oldest draw that waits to `draw`, with room for as many again."""
-        here, predicted = self.below(self._base + len(self._flags))
+        here, predicted = self.between(self._base, self._base + len(self._flags))
         low, high = (min(draw, int(here[0])), max(draw, int(here[-1]))) if len(here) else (draw, draw)
         flags, numbers = (np.zeros(2 * (high + 1 - low) + SPARE, kind) for kind in (np.uint8, np.float64))
         flags[here + 1 - low], numbers[here + 1 - low] = 1, predicted
@@ -510,7 +485,7 @@ class Ordered(Policy):
         if pairs:
             self.predictor.observe(pairs)
             self._observed += len(pairs)
-            if self._observed >= max(REFRESH_AT_LEAST, REFRESH * len(self.pool)):
+            if self._observed >= max(REFRESH_AT_LEAST, REFRESH * len(self.pool.waiting)):
                 self._refresh()
 
     def priority(self, draw: int, admission: int) -> int:
@@ -565,8 +540,8 @@ class Ordered(Policy):
     def _refresh(self) -> None:
         """Predict the waiting groups again, after the predictor has seen what others came to."""
         self._observed = 0
-        self.pool.predict(self._predicted(list(self.pool)))
-        if len(self.pool):
+        self.pool.predict(self._predicted(list(self.pool.waiting.values())))
+        if self.pool.waiting:
             self._rekey()
 
 
@@ -631,16 +606,15 @@ class Adaptive(Ordered):
         return super()._choose()
 
     def _oldest_long(self) -> int | None:
-        while self._tail and self._tail[0] not in self.pool:
+        while self._tail and self._tail[0] not in self.pool.waiting:
             heapq.heappop(self._tail)
-        return self._tail[0] if self._tail and self.pool.is_near(self._tail[0]) else None
+        return self._tail[0] if self._tail and self._tail[0] in self.pool.since else None
 
     def _is_tail(self, predicted: float) -> bool:
         return predicted > self._long
 
     def _learn_tail(self, draws: Sequence[int]) -> None:
-        """Take the predictions of these waiting groups into the quantile, and the draws of the long ones into the
-        heap."""
+        """Take the predictions of these draws into the quantile, and the long ones into the heap."""
         predicted = [self.pool.predicted(draw) for draw in draws]
         self._offered.extend(predicted)
         self._fresh += len(draws)

@@ -154,7 +154,7 @@ def test_the_flags_of_waiting_draws_are_a_set(steps: list[tuple[bool, int]]) -> 
     flags, model = WaitingDraws(), set[int]()
     for add, draw in steps:
         if add and draw not in model:
-            flags.set(draw)
+            flags.set(draw, 7.0 * draw)
             model.add(draw)
         elif draw in model:
             flags.clear(draw)
@@ -162,7 +162,9 @@ def test_the_flags_of_waiting_draws_are_a_set(steps: list[tuple[bool, int]]) -> 
         asked = np.array([draw, draw + 1, 0, 4999, 9999])
         assert flags.missing(asked) == [d for d in asked.tolist() if d not in model]
         assert flags.oldest() == min(model, default=None)
-        assert list(flags.between(draw, 3000)) == sorted(d for d in model if draw <= d < 3000)
+        between, predicted = flags.between(draw, 3000)
+        assert between.tolist() == sorted(d for d in model if draw <= d < 3000)
+        assert predicted.tolist() == [7.0 * d for d in between]
 
 
 @settings(max_examples=60)
@@ -188,14 +190,14 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_in_any_history(
             best, first = pool.best(), pool.first()
             assert best == min(near, key=lambda d: (-lengths[d], d))
             assert first == min(near, key=lambda d: (lengths[d], d))
-            assert [d for d in range(41) if pool.is_near(d)] == sorted(near)
+            assert sorted(pool.since) == sorted(near)
             assert pool.mean == pytest.approx(sum(lengths[d] for d in near) / len(near))
             candidate, wait = pool.take(first)
             assert candidate.draw == first and wait >= 0
             model.discard(first)
         if not rekey:
             pool.rekey(1.0, 0.0)
-    assert {candidate.draw for candidate in pool} == model
+    assert set(pool.waiting) == model
 
 
 @settings(max_examples=60)
