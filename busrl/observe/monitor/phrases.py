@@ -57,7 +57,7 @@ def of_parts(run: RunState) -> list[str]:
 
 
 def said_of_parts(run: RunState) -> dict[str, str]:
-    """The same lines by their labels; what stands under a label again has a number behind it."""
+    """Lines of the optional parts by their labels; a label that is there already has a number behind it."""
     said: dict[str, str] = {}
     for line in of_parts(run):
         label, text = line.split(maxsplit=1)

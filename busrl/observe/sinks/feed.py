@@ -22,12 +22,14 @@ from busrl.errors import cause
 from busrl.observe.sinks import RunCard, Sink
 from busrl.paths import RunPaths
 from busrl.system import files
+from busrl.system.files import as_map
 
 LOOK_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 MOST_BYTES = 1 << 26  # of a file: older lines are left out
 MOST_ROWS = 64  # samples that are passed on at once: the newest
-NO_NUMBERS = ("step", "round", "time", "waits")  # of a line: its place and time, no figures
+NO_NUMBERS = ("step", "round", "time", "waits", "model_step", "number")  # of a line: its place and time, no figures
+MODEL = "model"  # `kind` of a line about the step of one model of a service: each model has steps of its own
 
 
 class Feed(threading.Thread):
@@ -78,7 +80,7 @@ class Feed(threading.Thread):
 
     def _give(self, sink: Sink, steps: files.LineFollower, rounds: files.LineFollower,
               samples: files.LineFollower) -> None:
-        for lines, key, numbers in ((steps, "step", numbers_of), (rounds, "round", figures_of)):
+        for lines, key, numbers in ((steps, "step", of_step), (rounds, "round", figures_of)):
             for series, step, row in self._unseen(lines, key):
                 sink.numbers(step, dict(numbers(row)))
                 self._place.advance(series, step)
@@ -92,13 +94,14 @@ class Feed(threading.Thread):
         before: dict[str, int] = {}
         for line in lines.new():
             try:
-                row = json.loads(line)
-                step = int(row[key])
+                row = as_map(json.loads(line))
+                model = str(row["model"]) if row.get("kind") == MODEL else ""
+                step = int(row["model_step" if model else key])
             except (ValueError, TypeError, KeyError, RecursionError):
                 continue  # damaged
-            if row.get("kind"):
+            if row.get("kind") and not model:
                 continue  # groups that ended without a step
-            series = kind or f"{key}s {row.get('set', '')}".strip()
+            series = kind or f"{key}s {model or row.get('set', '')}".strip()
             if step > before.setdefault(series, self._place.of(series)):
                 yield series, step, row
 
@@ -109,7 +112,7 @@ class Place:
     def __init__(self, file: Path, uuid: str) -> None:
         self._file, self._uuid = file, uuid
         stored = files.read_map(file)
-        steps = files.as_map(stored.get("given")) if stored.get("run") == uuid else {}
+        steps = as_map(stored.get("given")) if stored.get("run") == uuid else {}
         self._newest = {name: step for name, step in steps.items() if isinstance(step, int)}
         self._saved = dict(self._newest)
 
@@ -143,6 +146,12 @@ def numbers_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/{inner}", item) for inner, item in numbers_of(value))
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield from [(name, float(value))] if math.isfinite(value) else []
+
+
+def of_step(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The figures of a step; that of a model has its name and "/" before theirs."""
+    place = f"{row['model']}/" if row.get("kind") == MODEL else ""
+    return ((place + name, value) for name, value in numbers_of(row))
 
 
 def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -77,6 +77,10 @@ class RunOfFiles:
     def sample(self, step: int, text: str) -> None:
         self._add(self.paths.samples, [{"step": step, "uid": 7, "prompt": "34=", "completion": text, "reward": 1.0}])
 
+    def model_steps(self, model: str, *steps: int) -> None:
+        rows = [{"kind": "model", "model": model, "number": 3 * n, "model_step": n, "loss": n / 2} for n in steps]
+        self._add(self.paths.metrics, rows)
+
     @staticmethod
     def _add(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         with open(path, "a") as file:
@@ -136,6 +140,15 @@ def test_idle_group_lines_and_torn_or_damaged_lines_are_no_steps(run: RunOfFiles
         file.write('ard": 0.2}\n')
     run.fed(sink)
     assert sink.steps == [1, 2]
+
+
+def test_each_model_of_a_service_has_a_series_of_its_own(run: RunOfFiles) -> None:
+    sink = Recorder()
+    run.model_steps("a", 1, 2)
+    run.fed(sink)
+    run.model_steps("b", 1)
+    run.fed(sink)
+    assert sink.received == [(1, {"a/loss": 0.5}), (2, {"a/loss": 1.0}), (1, {"b/loss": 0.5})]
 
 
 @pytest.mark.parametrize("problem", [ConnectionError("no such host"), SystemExit("no such host")])
