@@ -7,7 +7,7 @@ nothing of models in memory, of HTTP or of turns.
   states of their model, and of samples that were drawn; answers that are older than clients are promised. What is left
   of each record is enough for the audit and for a start.
 - Snapshots without a name go when their session has ended; above a bound, the one sampled longest ago goes, but never
-  the newest of its model nor one that is being sampled.
+  the newest of its model, the newest that its samplers move on to, nor one that is being sampled.
 """
 
 from __future__ import annotations
@@ -144,13 +144,15 @@ class Upkeep:
     def _droppable(self) -> list[int]:
         """Snapshots that may go, the one used longest ago first."""
         sampling = {sampler for sampler, _ in self._open}
-        newest = {self._model_of(snapshot): number for number, snapshot in sorted(self._snapshots.items())}
+        newest = {self._line_of(snapshot): number for number, snapshot in sorted(self._snapshots.items())}
         free = (number for number, snapshot in self._snapshots.items()
-                if newest[self._model_of(snapshot)] != number and snapshot.sampler not in sampling)
+                if newest[self._line_of(snapshot)] != number and snapshot.sampler not in sampling)
         return sorted(free, key=lambda number: self._used[self._snapshots[number].sampler])
 
-    def _model_of(self, snapshot: Snapshot) -> str:
-        return self._registry.samplers[snapshot.sampler].model
+    def _line_of(self, snapshot: Snapshot) -> tuple[str, bool]:
+        """The model, and whether samplers that were made before move on to this snapshot."""
+        sampler = self._registry.samplers[snapshot.sampler]
+        return sampler.model, sampler.inflight
 
     def _drop_snapshot(self, number: int) -> None:
         shutil.rmtree(self._where.snapshot(number), ignore_errors=True)

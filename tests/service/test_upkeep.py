@@ -153,6 +153,15 @@ def test_a_snapshot_that_is_being_sampled_stays(service: Service) -> None:
     assert snapshots_of(service) == [1, 3]
 
 
+def test_the_snapshot_that_inflight_samplers_move_on_to_stays(service: Service) -> None:
+    for seq, kind in enumerate(("inflight", "inflight", "snapshot", "snapshot"), 1):
+        service.ask(seq, "save_weights_for_sampler", sampling_session_seq_id=seq, kind=kind)
+    service.restart(snapshot_bytes=0)
+    service.run()
+    service.driver.tend()
+    assert snapshots_of(service) == [2, 4]
+
+
 # -- deaths meanwhile -----
 
 
