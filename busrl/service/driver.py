@@ -28,7 +28,7 @@ import msgspec
 
 from busrl.errors import DiskFull
 from busrl.service import folders
-from busrl.service.figures import Course
+from busrl.service.figures import Course, Standing
 from busrl.service.folders import ServiceFolders
 from busrl.service.operations import Operations, Progress, Result, failure, named
 from busrl.service.registry import Model, Registry
@@ -218,9 +218,9 @@ class Driver:
         self._upkeep.run()
 
     @property
-    def in_memory(self) -> dict[str, bool]:
-        """Tell of each model whether it is in memory, or parked."""
-        return {name: name in self._loaded for name in self.lines}
+    def standing(self) -> dict[str, Standing]:
+        """Tell of each model how far it is, and whether it is in memory."""
+        return {name: Standing(line.applied, name in self._loaded) for name, line in self.lines.items()}
 
     @property
     def replays(self) -> int:

@@ -71,6 +71,13 @@ class ModelCourse(msgspec.Struct):
         self.new_tokens, self.new_loss, self.new_seconds = 0, 0.0, 0.0
 
 
+class Standing(NamedTuple):
+    """The last request that a model has applied, and whether the model is in memory, or parked."""
+
+    applied: int
+    in_memory: bool
+
+
 class ModelLine(msgspec.Struct):
     """A line of metrics.jsonl: a step of a model. `number`: of its optim_step; `seconds`: of execution, without
     waits; `tokens_in_all`: of all steps up to this one."""
@@ -122,11 +129,10 @@ class Course:
     def due(self) -> bool:
         return self._shown.due
 
-    def show(self, loaded: Mapping[str, bool], replays: int) -> None:
-        """Show the figures. `loaded`: of each model whether it is in memory; `replays`: answered requests that are
-        still to be run again."""
-        newest = sorted(loaded, key=lambda name: self._models.get(name, ModelCourse()).line)[-LISTED:]
-        models = {name: self._figures(name) | {"parked": not loaded[name]} for name in newest}
+    def show(self, standing: Mapping[str, Standing], replays: int) -> None:
+        """Show the figures. `standing`: of all models; `replays`: answered requests that are still to be run again."""
+        newest = sorted(standing, key=lambda name: self._models.get(name, ModelCourse()).line)[-LISTED:]
+        models = {name: self._figures(name, standing[name]) for name in newest}
         self._shown.show({"replays": replays, "models": models})
 
     def close(self) -> None:
@@ -147,9 +153,10 @@ class Course:
             self._warn(f"{request.id}: no line of its step {line.model_step} in metrics.jsonl: {problem}")
         self._read(line)
 
-    def _figures(self, name: str) -> dict[str, Any]:
+    def _figures(self, name: str, standing: Standing) -> dict[str, Any]:
         model = self._models.get(name, ModelCourse())
-        return {key: getattr(model, key) for key in ("applied", "steps", "tokens", "loss", "norm")}
+        figures = {key: getattr(model, key) for key in ("steps", "tokens", "loss", "norm")}
+        return {"applied": standing.applied, **figures, "parked": standing.applied > 0 and not standing.in_memory}
 
 
 # -- the door: what was asked and answered -----

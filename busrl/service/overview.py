@@ -89,10 +89,10 @@ def _model(name: str, row: Mapping[str, Any], at: Mapping[str, Any] | None, now:
     busy = at is not None and at["id"] == name
     waits = f"waits {_age(row['since'], now)} for the tuner" if row.get("waiting") and not busy else ""
     done = f"step {row.get('steps', 0)}", f"{short(row.get('tokens', 0))} tokens"
+    answered = f"answered {row.get('answered', row.get('applied', 0))} of {row.get('logged', 0)}"
     figures = [f"{key} {row[key]:.4g}" for key in ("loss", "norm") if row.get(key) is not None]
-    return "    model     " + joined(
-        short_name(name) + _owner(row), *done, *figures,
-        f"applied {row.get('applied', 0)} of {row.get('logged', 0)}", "parked" if row.get("parked") else "", waits)
+    parked = "parked" if row.get("parked") else ""
+    return "    model     " + joined(short_name(name) + _owner(row), *done, *figures, answered, parked, waits)
 
 
 def _owner(row: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ class Tuner(Actor):
         self.course.close()
 
     def _show(self) -> None:
-        self.course.show(self.driver.in_memory, self.driver.replays)
+        self.course.show(self.driver.standing, self.driver.replays)
 
 
 def limits_of(topology: Topology) -> Limits:

@@ -13,7 +13,7 @@ from test_driver import Service, service  # noqa: F401  (a fixture)
 from busrl.errors import DiskFull
 from busrl.observe.monitor import phrases
 from busrl.paths import RunPaths
-from busrl.service.figures import KIND, Census, Course
+from busrl.service.figures import KIND, Census, Course, Standing
 from busrl.service.folders import ServiceFolders
 from busrl.service.overview import overview
 from busrl.service.registry import Registry
@@ -144,7 +144,7 @@ def shown(where: ServiceFolders) -> Registry:
         census.answered(Answer(MODEL, seq, b"", "done"))
     census.answered(Answer(SAMPLER, 0, b"", "done", weights=7))
     census.show(registry)
-    course.show({MODEL: True}, 2)
+    course.show({MODEL: Standing(3, False)}, 2)
     return registry
 
 
@@ -155,7 +155,7 @@ def test_status_has_sessions_models_samplers_and_the_queue(where: ServiceFolders
     data = found.data
     model = data["models"][MODEL]
     assert (model["logged"], model["applied"], model["answered"], model["steps"], model["tokens"]) == (4, 3, 3, 1, 4)
-    assert (model["loss"], model["norm"], model["parked"], model["bytes"]) == (3.0, 0.5, False, 1 << 20)
+    assert (model["loss"], model["norm"], model["parked"], model["bytes"]) == (3.0, 0.5, True, 1 << 20)
     sampler = data["samplers"][SAMPLER]
     assert (sampler["logged"], sampler["answered"], sampler["weights"], sampler["waiting"]) == (2, 1, 7, 1)
     assert data["counts"] == {"sessions": 1, "models": 1, "samplers": 1} and data["replays"] == 2
@@ -171,7 +171,7 @@ def test_lines_of_status_name_who_waits_and_what_is_executed(where: ServiceFolde
     text = "\n".join(found.lines)
     assert "1 session · 1 model · 1 sampler · 1 request waiting, 1.0 MB, the first for 0s ·" in text
     assert "executing other:train:1:9 (forward_backward)" in text
-    assert "01234567:train:0 of ann · step 1 · 4 tokens · loss 3 · norm 0.5 · applied 3 of 4 · waits 0s for the" in text
+    assert "01234567:train:0 of ann · step 1 · 4 tokens · loss 3 · norm 0.5 · answered 3 of 4 · parked · waits" in text
     assert "01234567:sample:0 · snapshot 7 · 1 request waiting" in text
     assert "01234567 of ann · last heard 0s ago" in text
 
