@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TARGETS, LOGPROBS, ADVANTAGES, RATIO_MASK = "target_tokens", "logprobs", "advantages", "sequence_ratio_mask"
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 WEIGHTS: Final = ("weights", "mask")  # two names of one factor per position
 LOW, HIGH, BETA = "clip_low_threshold", "clip_high_threshold", "beta"
 Config = Mapping[str, float | str]
@@ -198,8 +199,8 @@ def _wrong_values(datum: Datum, shape: tuple[int, ...], vocabulary: int) -> str:
     for place, ids in (("the input", datum.tokens), (TARGETS, datum.inputs[TARGETS])):
         if ids.dtype.kind not in "iu":
             return f"{place} is {ids.dtype}; token ids are integers"
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocabulary:
+        if ids.view(UNSIGNED[ids.dtype.itemsize]).max() >= vocabulary:  # a negative one is a large one there
+            low, high = int(ids.min()), int(ids.max())
             return f"token {low if low < 0 else high} in {place}; the model knows 0 to {vocabulary - 1}"
     for key, values in datum.inputs.items():
         if values.shape != shape:

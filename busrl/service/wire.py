@@ -80,6 +80,8 @@ class SampledSequence(NamedTuple):
 
 def varint(body: bytes, at: int, end: int) -> tuple[int, int]:
     """The number at `at`, 64 bits without a sign, and the place behind it."""
+    if at + 1 < end and body[at + 1] < 128 <= body[at]:  # two bytes, as most sizes have
+        return (body[at] & 127) | body[at + 1] << 7, at + 2
     value = shift = 0
     while at < end and shift < 70:
         byte = body[at]
@@ -108,7 +110,10 @@ class Message:
                 key, at = varint(body, at - 1, end)
             kind = key & 7
             if kind == SIZED:
-                size, start = varint(body, at, end)
+                size = body[at] if at < end else 128
+                start = at + 1
+                if size > 127:
+                    size, start = varint(body, at, end)
                 at = start + size
             elif kind == VARINT:
                 start, at = varint(body, at, end)
@@ -482,10 +487,14 @@ def digest(operation: str, asked: ForwardBackward | msgspec.Struct | Mapping[str
         hasher.update(asked)
     elif isinstance(asked, ForwardBackward):
         hasher.update(_sorted([asked.loss_fn, asked.config, asked.forward_only, len(asked.data)]))
+        heads: dict[tuple[str, str, tuple[int, ...]], bytes] = {}  # few differ, and each costs more than its array
         for datum in asked.data:
             for name, array in (("", datum.tokens), *sorted(datum.inputs.items())):
-                hasher.update(f"{name} {array.dtype.str} {array.shape}\0".encode())
-                hasher.update(np.ascontiguousarray(array).data)
+                kind = name, array.dtype.char, array.shape
+                if kind not in heads:
+                    heads[kind] = f"{name} {array.dtype.str} {array.shape}\0".encode()
+                hasher.update(heads[kind])
+                hasher.update((array if array.flags.c_contiguous else np.ascontiguousarray(array)).data)
     else:
         meant = asked if isinstance(asked, Mapping) else msgspec.to_builtins(asked)
         hasher.update(_sorted({name: value for name, value in meant.items() if name != UNMEANT}))
