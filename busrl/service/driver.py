@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,8 +36,10 @@ from busrl.service.registry import Model, Registry
 from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
 from busrl.service.tenants import Tenants
 from busrl.service.upkeep import Upkeep, is_stripped
+from busrl.system import files
 
 DEATHS = 2  # of processes, in a row, after which a request is not run again
+NOTE_BYTES = 1024  # of the file that names the request that is executed
 
 
 @dataclass(frozen=True)
@@ -120,32 +123,31 @@ class Turns:
 
 
 class Suspects:
-    """The file that names the request that is executed, and how many processes in a row died of it."""
+    """The file that names the request that is executed, and how many processes in a row died of it. It is always as
+    long: a full disk has room for it."""
 
     def __init__(self, path: Path) -> None:
-        self._suspect, self._deaths = ("", 0), 0
-        try:
-            told = json.loads(path.read_bytes() or b"{}")
-        except (FileNotFoundError, ValueError):
-            told = {}
-        if told:
-            self._suspect, self._deaths = (told["id"], told["seq"]), told["deaths"] + 1
+        told = files.read_map(path)
+        self._suspect = (told["id"], told["seq"]) if told else ("", 0)
+        self._deaths = told["deaths"] + 1 if told else 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._note(told)
 
     def begin(self, request: Request) -> bool:
         """Note that a request is executed; False if so many processes died of it that it must not be."""
         deaths = self._deaths if self._suspect == (request.id, request.seq) else 0
         if deaths < DEATHS:
-            text = json.dumps({"id": request.id, "seq": request.seq, "op": request.op, "deaths": deaths}).encode()
-            os.pwrite(self._file, text, 0)
-            os.ftruncate(self._file, len(text))
+            self._note({"id": request.id, "seq": request.seq, "op": request.op, "deaths": deaths})
         return deaths < DEATHS
 
     def end(self) -> None:
-        os.ftruncate(self._file, 0)
+        self._note({})
 
     def close(self) -> None:
         os.close(self._file)
+
+    def _note(self, executed: dict[str, Any]) -> None:
+        os.pwrite(self._file, json.dumps(executed).encode().ljust(NOTE_BYTES), 0)
 
 
 class Driver:

@@ -412,6 +412,19 @@ def test_a_full_disk_at_an_answer_executes_nothing_twice(service: Service, monke
     assert service.models.values["m"] == 4.0
 
 
+def test_a_full_disk_has_room_for_the_name_of_what_is_executed(service: Service) -> None:
+    size = service.where.executing.stat().st_size
+    service.train(1, 4)
+    service.run()
+    assert service.where.executing.stat().st_size == size > 0
+    assert not service.where.executing.read_bytes().strip(b"{} ")
+    service.forward(3, 13)
+    with pytest.raises(KeyboardInterrupt):
+        service.run()
+    assert json.loads(service.where.executing.read_bytes())["seq"] == 3
+    assert service.where.executing.stat().st_size == size
+
+
 def test_a_state_is_written_before_a_named_save_is_answered(service: Service) -> None:
     service.train(1, 1)
     service.ask(3, "save_weights_for_sampler", sampling_session_seq_id=0)
