@@ -167,10 +167,6 @@ SIMULATE_COMMANDS = (
         # Read when NumPy is loaded: the predictors' matrices are small, and a second numeric thread would only spin.
         {"OPENBLAS_NUM_THREADS": "1"}),
 )
-SERVICE_COMMANDS = (
-    Command("tinker-key", "make a key for clients of a service, and print what its topology needs",
-        "service.keys:key_options", "See docs/service.md."),
-)
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("agents", "episodes of agents", plugs={
         "trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns"}),
@@ -194,7 +190,9 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("service", "training and sampling as a service", plugs={
         "defaults": "service.defaults:complete", "audits": "service.audit:audit",
         "overviews": "service.overview:overview", "export": "service.export:export_saved",
-        "messages": "service.messages:MESSAGES"}, commands=SERVICE_COMMANDS),
+        "messages": "service.messages:MESSAGES"}, commands=(
+        Command("tinker-key", "make a key for clients of a service, and print what its topology needs",
+            "service.keys:key_options", "See docs/service.md."),)),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),
     Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
     Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import select
 import shutil
 import sys
@@ -42,7 +43,7 @@ from busrl.data.prompts import PromptLine, limit_in_words, lines_of, open_lines
 from busrl.data.vocabulary import token_rows
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.tokens import NO_IDS
-from busrl.errors import PeerTimeout, UserError, escaped
+from busrl.errors import DiskFull, PeerTimeout, UserError, escaped
 from busrl.launcher.pythons import require_here
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
 from busrl.paths import RunPaths
@@ -53,7 +54,7 @@ from busrl.rewards.pool import RewardPool
 from busrl.roles import validator
 from busrl.states import TINY, VALIDATE_BIT, Finish
 from busrl.status.words import nothing
-from busrl.system.files import json_lines
+from busrl.system.files import FULL, json_lines, sync
 from busrl.system.imports import of_busrl
 from busrl.topology import Topology
 from busrl.topology.prompts import AskedSet
@@ -279,20 +280,39 @@ def export(options: argparse.Namespace) -> int:
         raise UserError(f"--out {options.out}: it is there, and nothing is overwritten; name a new folder")
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {options.out}: {out.parent} is no folder that can be written; make it, or name another")
-    topology = recorded(paths.topology)
-    if options.saved:
-        write = capabilities.plug("service", "export")
-        write(paths.root, topology, options.saved, out, options.dtype or "", options.adapter)
-        what = options.saved
-    else:
-        what = f"the model of step {_export_step(options, paths, topology, out)}"
+    topology, what = recorded(paths.topology), options.saved
+    with new_folder(out) as folder:
+        if options.saved:
+            write = capabilities.plug("service", "export")
+            write(paths.root, topology, options.saved, folder, options.dtype or "", options.adapter)
+        else:
+            what = f"the model of step {_export_step(options, paths, topology, folder)}"
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out}: {what}, {size / 1e6:.1f} MB")
     return 0
 
 
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `out`, complete or not at all; nothing is overwritten. DiskFull."""
+    from busrl.training.checkpoint import sync_tree
+
+    temporary = out.parent / f".{out.name}-{secrets.token_hex(4)}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        sync_tree(temporary)
+        os.rename(temporary, out)
+        sync(out.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise DiskFull(f"{out}: {error.strerror} while it was written; nothing of it is left; make room") from error
+        raise
+
+
 def _export_step(options: argparse.Namespace, paths: RunPaths, topology: Topology, out: Path) -> int:
-    """Write the model of a checkpoint of the run; its step."""
+    """Write the model of a checkpoint of the run into a folder; its step."""
     from busrl.training.checkpoint import export_checkpoint, fault_of
 
     if options.adapter:
@@ -362,8 +382,10 @@ def as_a_model(folder: str, near: Path) -> Iterator[str]:
         if fault := fault_of(checkpoint):
             raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --checkpoint")
         with tempfile.TemporaryDirectory(prefix=".model-", dir=near) as scratch:
-            export_checkpoint(checkpoint, Path(scratch) / "model")
-            yield str(Path(scratch) / "model")
+            model = Path(scratch) / "model"
+            model.mkdir()
+            export_checkpoint(checkpoint, model)
+            yield str(model)
 
 
 @contextlib.contextmanager

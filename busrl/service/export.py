@@ -20,24 +20,23 @@ from busrl.service.folders import ServiceFolders
 from busrl.service.registry import saved
 from busrl.service.tenants import read_state
 from busrl.topology import Topology
-from busrl.training.checkpoint import export, new_folder
+from busrl.training.checkpoint import export
 from busrl.training.model import load
 
 OF_STATE = "adapter."  # beginning of the adapter's names in a state
 
 
-def export_saved(run_dir: Path, topology: Topology, path: str, out: Path, dtype: str, alone: bool) -> None:
-    """Write the new folder `out`. `alone`: the adapter without its base. `dtype`: torch's name of a type; empty: that
-    of the run's model. UserError: nothing is saved under that path."""
+def export_saved(run_dir: Path, topology: Topology, path: str, folder: Path, dtype: str, alone: bool) -> None:
+    """Fill a folder. `alone`: with the adapter without its base. `dtype`: torch's name of a type; empty: that of the
+    run's model. UserError: nothing is saved under that path."""
     rank, tensors = adapter_of(ServiceFolders(run_dir), path)
     wanted: torch.dtype = getattr(torch, dtype or topology.model.dtype)
-    with new_folder(out) as folder:
-        if alone:
-            write_peft(folder, tensors, rank, wanted, topology.model.path)
-            return
-        model = load(topology.model.path, wanted)
-        merge(model, tensors, ALPHA / rank)
-        export(model, folder, Path(topology.model.path))
+    if alone:
+        write_peft(folder, tensors, rank, wanted, topology.model.path)
+        return
+    model = load(topology.model.path, wanted)
+    merge(model, tensors, ALPHA / rank)
+    export(model, folder, Path(topology.model.path))
 
 
 def adapter_of(where: ServiceFolders, path: str) -> tuple[int, dict[str, Tensor]]:

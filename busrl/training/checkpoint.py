@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -274,28 +273,10 @@ def export(
     _copy_rest(source, folder)
 
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str = "") -> None:
-    """Write the model of a checkpoint as a new Hugging Face folder.
-    `dtype`: torch's name of the type of the weights; empty: the type in which the run published them."""
-    with new_folder(out) as folder:
-        (_put_together if is_sharded(checkpoint) else _copied)(checkpoint, folder, dtype)
-
-
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `out`, complete or not at all; nothing is overwritten."""
-    temporary = out.parent / f".{out.name}-{secrets.token_hex(4)}"
-    temporary.mkdir()
-    try:
-        yield temporary
-        sync_tree(temporary)
-        os.rename(temporary, out)
-        sync(out.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in FULL:
-            raise DiskFull(f"{out}: {error.strerror} while it was written; nothing of it is left; make room") from error
-        raise
+def export_checkpoint(checkpoint: Path, folder: Path, dtype: str = "") -> None:
+    """Write the model of a checkpoint into a folder, as a Hugging Face folder. `dtype`: torch's name of the type of the
+    weights; empty: the type in which the run published them."""
+    (_put_together if is_sharded(checkpoint) else _copied)(checkpoint, folder, dtype)
 
 
 def _copied(checkpoint: Path, folder: Path, dtype: str) -> None:

@@ -60,6 +60,7 @@ def test_an_exported_model_computes_as_the_model_of_its_client(
     kind: str, run: tuple[Path, Tenants], tmp_path: Path
 ) -> None:
     directory, tenants = run
+    (tmp_path / "out").mkdir()
     export_saved(directory, Topology(directory / "base"), f"tinker://s:train:0/{kind}/a",  # type: ignore[arg-type]
                  tmp_path / "out", "", False)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
@@ -73,6 +74,7 @@ def test_an_adapter_of_a_state_is_that_of_its_snapshot(run: tuple[Path, Tenants]
     directory, _ = run
     files = []
     for kind in ("weights", "sampler_weights"):
+        (tmp_path / kind).mkdir()
         export_saved(directory, Topology(directory / "base"), f"tinker://s:train:0/{kind}/a",  # type: ignore[arg-type]
                      tmp_path / kind, "", True)
         files.append((tmp_path / kind / "adapter_model.safetensors").read_bytes())
@@ -88,4 +90,3 @@ def test_what_was_never_saved_is_refused_by_its_name(
 ) -> None:
     with pytest.raises(UserError, match=said):
         export_saved(run[0], Topology(run[0] / "base"), path, tmp_path / "out", "", False)  # type: ignore[arg-type]
-    assert not (tmp_path / "out").exists()

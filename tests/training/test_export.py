@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from busrl.cli import main
+from busrl.cli import evaluate, main
 from busrl.errors import DiskFull
 from busrl.preflight.load import load as load_topology
 from busrl.training import checkpoint
@@ -104,9 +104,9 @@ def test_a_full_disk_leaves_nothing(lab: Any, tmp_path: Path, monkeypatch: pytes
 
     a_checkpoint = tmp_path.parent / f"{tmp_path.name}-saved"
     shutil.copytree(lab.folder("qwen3"), a_checkpoint / "model")
-    monkeypatch.setattr(checkpoint.os, "rename", full)
-    with pytest.raises(DiskFull, match="nothing of it is left"):
-        checkpoint.export_checkpoint(a_checkpoint, tmp_path / "out")
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(DiskFull, match="nothing of it is left"), evaluate.new_folder(tmp_path / "out") as folder:
+        checkpoint.export_checkpoint(a_checkpoint, folder)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -122,6 +122,7 @@ def test_a_checkpoint_in_shards_becomes_the_same_folder(lab: Any, tmp_path: Path
     assert not list(saved.model.glob("*.safetensors")) and (saved.model / "tokenizer.json").exists()
     for dtype in ("", "float32"):
         out = tmp_path / f"out{dtype}"
+        out.mkdir()
         checkpoint.export_checkpoint(saved.path, out, dtype)
         actual, told = AutoModelForCausalLM.from_pretrained(
             str(out), dtype="auto", output_loading_info=True, local_files_only=True)
