@@ -306,7 +306,7 @@ def measure(part: str, hub: Path, options: argparse.Namespace) -> Any:
         return measure_kills(options.tinker_python, hub, options.kill_steps, options.kill_s)
     rows: list[Figures] = []
     if part == "bodies":
-        for wal, data in itertools.product(("sync", "on"), (data_of(1000, 312), data_of(610, 511))):
+        for wal, data in itertools.product(("sync", "async"), (data_of(1000, 312), data_of(610, 511))):
             with runs.run(*settings, f"learner.wal={wal}", config=CONFIG) as run:
                 rows.append({"wal": wal, **asyncio.run(measure_bodies(run, 60, 8, data))})
     if part == "neighbour":
