@@ -317,6 +317,7 @@ def measure(part: str, hub: Path, options: argparse.Namespace) -> Any:
         for seed in SEEDS:
             make_hub(hub, seed)
             rows.append(measure_learn(options.tinker_python, hub, seed, options.learn_steps, settings))
+            print(json.dumps(rows[-1]), flush=True)  # if the next one fails
     return rows
 
 

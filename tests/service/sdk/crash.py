@@ -100,12 +100,12 @@ def train(url, said):
         for prompt, future in zip(prompts, futures):
             for sequence in future.result().sequences:
                 before = len(prompt) - 1
-                said.append(sequence.tokens)
+                said.append([sequence.tokens, sequence.logprobs])
                 data.append(types.Datum(
                     model_input=types.ModelInput.from_ints(prompt + sequence.tokens[:-1]),
                     loss_fn_inputs={
                         "target_tokens": [0] * before + sequence.tokens,
-                        "logprobs": [0.0] * before + [round(value, 3) for value in sequence.logprobs],
+                        "logprobs": [0.0] * before + sequence.logprobs,
                         "advantages": [0.0] * before + [1.0 if sequence.tokens[0] % 2 else -1.0] * len(sequence.tokens),
                     }))
         first, second = (training.forward_backward(half, "importance_sampling") for half in (data[:4], data[4:]))
