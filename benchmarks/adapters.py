@@ -67,7 +67,7 @@ def engines(model: str, adapters: list[str], at_once: int) -> dict[str, tuple[An
     made: dict[str, tuple[Any, list[str]]] = {"merged": (merged, [""])}
     for count in (1, MANY):
         made[f"rows {count}"] = (RowsEngine.load(model, **sizes, places=MANY), adapters[:count])
-    loose = RowsEngine.load(model, **sizes, places=MANY)
+    loose: Any = RowsEngine.load(model, **sizes, places=MANY)
     loose.decoder._least, loose.adapters._least = 0, 1
     made[f"loose {MANY}"] = loose, adapters
     for engine, _ in made.values():

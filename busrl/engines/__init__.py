@@ -9,7 +9,7 @@ process)`, and its lines in the tables of `busrl.topology.kinds`.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from busrl.engines.base import Engine, Finished, Request, Statistics
 from busrl.system.imports import uncollected
@@ -23,23 +23,21 @@ __all__ = ["Engine", "Finished", "Request", "Statistics", "engine_of", "make_eng
 
 def warm_engine(topology: Topology, process: str) -> None:
     """Import what the engine of that process needs: its module, and what the module's `warm` imports, if it has one."""
-    module = import_module(module_of(topology, process))
-    if warm := getattr(module, "warm", None):
+    if warm := getattr(_module_of(topology, process), "warm", None):
         warm(topology)
 
 
 def make_engine(topology: Topology, process: str = "") -> Engine:
     """Make the engine of that rollout process. A process that the topology does not list gets the first one's kind."""
     with uncollected():
-        module = import_module(module_of(topology, process))
+        module = _module_of(topology, process)
     engine: Engine = module.make(topology, process)
     return engine
 
 
-def module_of(topology: Topology, process: str) -> str:
-    """The module of that process's engine."""
-    kind = ENGINES[engine_of(topology, process)]
-    return f"busrl.{(topology.is_service and kind.of_service) or kind.module}"
+def _module_of(topology: Topology, process: str) -> Any:
+    kind, served = ENGINES[engine_of(topology, process)], any(entry.role == "tinker" for entry in topology.process)
+    return import_module(f"busrl.{(served and kind.of_service) or kind.module}")
 
 
 def engine_of(topology: Topology, process: str) -> str:

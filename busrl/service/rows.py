@@ -306,7 +306,7 @@ class AdaptedDecoder(Decoder):
         self._decoder, self._adapters = decoder, adapters
         self.cache, self.equal_lengths = decoder.cache, decoder.equal_lengths
         self._least = adapters.steady
-        self.cache.rows = max(self.cache.rows, self._least)
+        self.cache.reserve(0, self._least)
         self._folders: dict[int, str] = {}  # of the rows that were filled last
         self._seated = adapters.spread([BASE])
 

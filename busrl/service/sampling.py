@@ -51,9 +51,9 @@ class Source(NamedTuple):
 
 
 class Places(msgspec.Struct, frozen=True):
-    """What a call asks of its prompt's places from `first`, at least 1, to before `end`: the log-probability of each id
-    there, the `top` likeliest tokens, and the log-probabilities of `targets`, int32 of (end - first, k) as bytes, in
-    which -1 asks for nothing."""
+    """Places of its prompt that a call asks about, from `first`, at least 1, to before `end`: the log-probability of
+    each id there, the `top` likeliest tokens, and the log-probabilities of `targets`, int32 of (end - first, k) as
+    bytes, in which -1 asks for nothing."""
 
     first: int
     end: int
@@ -69,7 +69,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class Scores(NamedTuple):
-    """Of a prompt of n tokens what was asked for, None where not: log-probabilities (n,), NaN where none, the likeliest
+    """Scores of a prompt of n tokens, None where not asked for: log-probabilities (n,), NaN where none, the likeliest
     tokens of its places, log-probabilities of targets (n - 1, k)."""
 
     logprobs: Array | None = None
@@ -269,7 +269,7 @@ def ids_of(asked: Sample) -> Array:
 
 
 def drawing(asked: SamplingParams, stop_texts: Sequence[str]) -> dict[str, Any]:
-    """What a call says beside its own fields of how its answer is drawn, and what ends it."""
+    """Settings that a call has no fields for: how its answer is drawn, and what ends it."""
     extra: dict[str, Any] = {}
     if asked.top_k > 0:
         extra["top_k"] = asked.top_k

@@ -53,6 +53,16 @@ class ServedRequest(Running):
     refused: str = ""
     scores: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, request: Request, adapter: LoadedAdapter | None) -> ServedRequest:
+        asked = msgspec.convert(request.extra["score"], Places) if "score" in request.extra else None
+        if asked is not None:  # what lies behind the last place is not needed
+            request = replace(request, prompt_ids=request.prompt_ids[: asked.end])
+        return cls(request, adapter=adapter_of(str(request.extra.get("weights", ""))), asked=asked)
+
+    def refuse(self, why: str) -> None:
+        self.refused, self.finish = why, Finish.ABORTED
+
     def take(self, output: Any, version: int) -> None:
         super().take(output, version)
         if self.asked is not None and output.prompt_logprobs:
@@ -66,7 +76,7 @@ class ServedRequest(Running):
         return super().sampling(stops if extra.get("ends", True) else [], seeded, **more)
 
     def finished(self, finish: int, text: str | None = None, refused: str = "") -> Finished:
-        """As of the base, but a greedy answer has the log-probabilities of the full softmax as others have."""
+        """Answer; a greedy one too has the log-probabilities of the full softmax."""
         if self.refused:
             return Finished(self.request.key, *NO_TOKENS, Finish.ABORTED, refused=self.refused)
         plain = super().finished(finish, text, refused)
@@ -85,6 +95,8 @@ def scores_of(places: list[Any], ids: list[int], top: int) -> dict[str, npt.NDAr
 
 
 class AdaptersInVllm(VllmEngine):
+    kind = ServedRequest
+
     def __init__(self, start: Start, **settings: Any) -> None:
         super().__init__(start, **settings)
         self._read: set[str] = set()  # folders that can be used
@@ -94,43 +106,40 @@ class AdaptersInVllm(VllmEngine):
         """No weights are published in a service: the ordinary receiver has nothing to give."""
         return None
 
-    def _running_of(self, request: Request) -> ServedRequest:
-        asked = msgspec.convert(request.extra["score"], Places) if "score" in request.extra else None
-        if asked is not None:  # what lies behind the last place is not needed
-            request = replace(request, prompt_ids=request.prompt_ids[: asked.end])
-        return ServedRequest(request, adapter=adapter_of(str(request.extra.get("weights", ""))), asked=asked)
+    async def _follow(self, running: Running) -> None:
+        assert isinstance(running, ServedRequest)
+        why = await self._objection(running)
+        if not why:
+            await super()._follow(running)
+            return
+        with self._lock:
+            running.refuse(why)
+            self._ended.append(running)
+        self._wake.set()
 
-    async def _ready(self, running: Running) -> None:
-        assert isinstance(running, ServedRequest) and running.adapter is not None
+    async def _objection(self, running: ServedRequest) -> str:
+        """The reason why vLLM cannot answer a request; "" if it can."""
+        assert running.adapter is not None
         if running.adapter.request is not None:
-            await self._look(running, running.adapter.request.lora_path)
-        if running.asked is not None and running.asked.targets:
-            raise self._refused(running, NO_TARGETS)
-        if running.asked is not None and self._has_heads:
-            raise self._refused(running, NO_SCORES)
+            try:
+                await self._look(running, running.adapter.request.lora_path)
+            except WeightsRefused as problem:
+                return str(problem)
+        if running.asked is None:
+            return ""
+        return NO_TARGETS if running.asked.targets else NO_SCORES if self._has_heads else ""
 
     async def _look(self, running: ServedRequest, folder: str) -> None:
         """Read a folder that was not read before. The first adapter of the head waits for prompts that are scored."""
         if folder in self._read:
             return
-        try:
-            adapter = await asyncio.to_thread(lora.read, Path(folder))
-        except WeightsRefused as problem:
-            raise self._refused(running, str(problem)) from problem
+        adapter = await asyncio.to_thread(lora.read, Path(folder))
         if any(name.rpartition(".")[0].endswith("lm_head") for name in adapter):
             self._has_heads = True
             scoring = [other.task for other in self.running if isinstance(other, ServedRequest) and other.asked]
             if others := [task for task in scoring if task is not None and task is not running.task]:
                 await asyncio.wait(others, timeout=self.settings.rpc_s)
         self._read.add(folder)
-
-    def _refused(self, running: ServedRequest, why: str) -> asyncio.CancelledError:
-        """End a request that vLLM will never get; returns what ends its task."""
-        with self._lock:
-            running.refused, running.finish = why, Finish.ABORTED
-            self._ended.append(running)
-        self._wake.set()
-        return asyncio.CancelledError()
 
     def _take(self, running: Running, output: Any) -> None:
         super()._take(running, output)

@@ -23,8 +23,7 @@ class EngineKind:
     """An inference engine: its module below `busrl`, and where its model runs: "here", in its rollout process or a
     child; "there", at an endpoint; "": nowhere. `recomputes`: left to itself, it computes the keys and values of
     running sequences again after new weights. `forks`: its process may be forked from one that has imported what it
-    needs, since nothing that it imports starts threads or processes. `of_service`: its module in a service, where one
-    engine has many adapters."""
+    needs, since nothing that it imports starts threads or processes. `of_service`: its module in a service."""
 
     module: str
     model: Literal["here", "there", ""]

@@ -638,11 +638,6 @@ class Topology(Table):
         return self.validation.mode == "dedicated" and self.validates
 
     @property
-    def is_service(self) -> bool:
-        """Tell whether programs outside say what is to be done."""
-        return any(entry.role == "tinker" for entry in self.process)
-
-    @property
     def host_names(self) -> tuple[str, ...]:
         return tuple(sorted({name for entry in self.process for name in entry.hosts}))
 
@@ -650,8 +645,9 @@ class Topology(Table):
     def implied(self) -> tuple[str, ...]:
         """The roles of which this host has a process that no entry names."""
         away = bool(self.here)
-        wanted = {"": True, "home": not away and not self.is_service, "away": away,
-                  "both": away or bool(self.host_names), "sinks": not away and bool(self.sinks.to)}
+        served = any(entry.role == "tinker" for entry in self.process)  # programs outside say what is to be done
+        wanted = {"": True, "home": not away and not served, "away": away, "both": away or bool(self.host_names),
+                  "sinks": not away and bool(self.sinks.to)}
         return tuple(role for role in IMPLIED_ROLES if wanted[ROLES[role].where])
 
     def processes(self) -> list[ProcessName]:

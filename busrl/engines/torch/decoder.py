@@ -150,7 +150,9 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
             shape = (self.rows, like.shape[1], self.room, like.shape[-1])
             stores.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
 
-    def reserve(self, length: int) -> None:
+    def reserve(self, length: int, rows: int = 0) -> None:
+        """Make room for so many positions; `rows` more than the cache was made with only before its first use."""
+        self.rows = max(self.rows, rows)
         if length <= self.room:
             return
         if length > self.max_length:

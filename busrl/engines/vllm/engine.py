@@ -53,6 +53,11 @@ class Running(PartialAnswer):
     task: Any = None  # follows it in the loop
     adapter: LoadedAdapter | None = None  # draws its tokens
 
+    @classmethod
+    def of(cls, request: Request, adapter: LoadedAdapter | None) -> Running:
+        """`adapter`: of the engine's newest version, where versions are adapters."""
+        return cls(request, adapter=adapter)
+
     @property
     def id(self) -> str:
         return f"{self.request.key}.{self.request.uid}.{self.request.segment}"
@@ -100,6 +105,8 @@ class Running(PartialAnswer):
 class VllmEngine(Engine):
     """vLLM with the arguments of `start`; `make` takes them from a topology."""
 
+    kind = Running
+
     def __init__(
         self, start: Start, *, chat: bool = False, on_update: str = "recompute", temperature: float = 1.0
     ) -> None:
@@ -134,7 +141,7 @@ class VllmEngine(Engine):
     def _begin(self, requests: list[Request]) -> None:
         self.check()
         self._moved_at = time.monotonic()
-        starting = [self._running_of(request) for request in requests]
+        starting = [self.kind.of(request, self._updates.adapter) for request in requests]
         for running in starting:
             self._running[running.request.key] = running
             running.computed = len(running.known_ids)
@@ -185,9 +192,6 @@ class VllmEngine(Engine):
     def close(self) -> None:
         self._updates.close()
         self.core.close()
-
-    def _running_of(self, request: Request) -> Running:
-        return Running(request, adapter=self._updates.adapter)
 
     # -- called by the updates -----
 
@@ -270,7 +274,6 @@ class VllmEngine(Engine):
         """Follow a request from its start to its end."""
         core = self.core
         try:
-            await self._ready(running)
             prompt = {"prompt_token_ids": running.known_ids, "cache_salt": str(self.version)}
             settings = running.sampling(self._stops, self.settings.seeded)
             more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
@@ -286,9 +289,6 @@ class VllmEngine(Engine):
             if not core.over and not await core.dies(DEATH_S) and not core.over:
                 self._failure = f"vLLM failed request {running.id}: {type(problem).__name__}: {problem}"
                 self._wake.set()
-
-    async def _ready(self, running: Running) -> None:
-        """Make ready what the request needs beside the model."""
 
     def _take(self, running: Running, output: Any) -> None:
         with self._lock:
