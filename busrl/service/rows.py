@@ -40,9 +40,8 @@ from busrl.training.batch import numbered
 
 BASE = ""  # the adapter of requests that name none
 VECTOR = 16  # attention sums a prompt in vectors of so many positions at most: its padding begins with a whole one
-LEAST_SPAN = 64  # positions that a step looks at: of fewer torch may take the products in a loop of its own,
 LEAST_RANK = 8  # that A and B are padded to: products with few columns sum in another order
-SMALL = 400  # which it does where so few numbers are multiplied
+SMALL = 400  # numbers: products of fewer torch takes in a loop of its own
 LOOKED_AT = 4096  # outputs of a weight: its products are tried at the start
 MOST_STEADY = 32  # rows that a step may be padded to
 
@@ -199,6 +198,8 @@ class Adapters:
         self.steady = steady_rows(multiplied) if isinstance(decoder, FastDecoder) else 0
         narrowest = min(min(weight.shape) for weight in multiplied)
         self._least = max(2, -(-SMALL // (narrowest * LEAST_RANK))) if self.steady else 1  # rows of a place
+        width = model.base_model.layers[0].self_attn.head_dim if self.steady else SMALL
+        self.least_span = -(-SMALL // width)  # positions that a step looks at
         self._spread: Spread | None = None
 
     # -- places -----
@@ -336,7 +337,8 @@ class AdaptedDecoder(Decoder):
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         count, more = len(tokens), max(0, self._least - len(tokens))
         if self._least:
-            span = min(max(LEAST_SPAN, -(-span // VECTOR) * VECTOR), self.cache.max_length)
+            span = max(span, self._adapters.least_span)
+            span = min(-(-span // VECTOR) * VECTOR, self.cache.max_length)
             self._reserve(span)
             tokens = F.pad(tokens, (0, more))
             positions = F.pad(positions, (0, more), value=self.cache.room - 1)
