@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 MOST_WORDS = 12
-STILL_PRIVATE = 19  # bar: 60
+STILL_PRIVATE = 15  # bar: 60
 
 
 @cache
@@ -45,6 +45,7 @@ def test_tests_use_few_private_attributes() -> None:
     uses = [
         f"{path}:{node.lineno} {ast.unparse(node)}" for path, tree in parsed().items() for node in ast.walk(tree)
         if is_private_of_another(node) and isinstance(node, ast.Attribute)
+        and ast.unparse(node) != "os._exit"  # which its documentation names for a child after a fork
     ]
     assert len(uses) <= STILL_PRIVATE, by_folder(uses, STILL_PRIVATE)
 

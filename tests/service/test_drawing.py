@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,13 +145,14 @@ def test_rows_draw_while_a_long_prompt_is_scored(base: Path, folder: str) -> Non
     assert ended == [6, 5]
 
 
-def test_a_scored_prompt_that_is_given_up_frees_its_adapter(base: Path, folder: str) -> None:
-    engine = engine_of(base, prefill_tokens=4, places=1)
+def test_a_scored_prompt_that_is_given_up_frees_its_adapter(base: Path, folder: str, tmp_path: Path) -> None:
+    engine, other = engine_of(base, prefill_tokens=4, places=1), str(shutil.copytree(folder, tmp_path / "12"))
     asked = scoring(request(5, folder), np.arange(2, TOKENS), Places(1, TOKENS - 2))
     for end in (lambda: engine.abort(5), lambda: next(iter(engine.pause("abort")))):
         engine.submit([asked])
         engine.step()
         finished = end()
         assert finished is not None and finished.finish == Finish.ABORTED
-        assert engine.active == 0 and not any(engine.adapters._users.values())
+        assert engine.active == 0 and engine.adapters.take(other) == 1, "the one place is not free"
+        engine.adapters.release(other)
         engine.resume()

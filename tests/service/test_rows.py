@@ -97,7 +97,7 @@ def test_rows_of_many_adapters_equal_the_run_of_each_alone(
 
 
 @pytest.mark.parametrize("prefill_tokens", [2048, 7])
-def test_an_answer_is_the_same_to_the_bit_whatever_is_drawn_beside_it(
+def test_an_answer_is_equal_to_the_bit_whatever_is_drawn_beside(
     base: Path, folders: list[str], prefill_tokens: int
 ) -> None:
     settings: dict[str, Any] = {"capacity": 24, "max_length": 64, "prefill_tokens": prefill_tokens}
