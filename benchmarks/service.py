@@ -345,7 +345,3 @@ def main() -> None:
         result[part] = {"date": time.strftime("%F %R"), "load_before": load, "figures": figures}
         print(json.dumps({part: result[part]}, indent=1), flush=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

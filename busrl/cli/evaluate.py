@@ -280,9 +280,10 @@ def export(options: argparse.Namespace) -> int:
         raise UserError(f"--out {options.out}: it is there, and nothing is overwritten; name a new folder")
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {options.out}: {out.parent} is no folder that can be written; make it, or name another")
-    topology, what = recorded(paths.topology), options.saved
+    what = options.saved
     with new_folder(out) as folder:
-        if options.saved:
+        topology = recorded(paths.topology)
+        if what:
             write = capabilities.plug("service", "export")
             write(paths.root, topology, options.saved, folder, options.dtype or "", options.adapter)
         else:

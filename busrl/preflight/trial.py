@@ -245,8 +245,10 @@ class Foreign:
         """The next line; None after the time, or when the other side has ended."""
         assert self.child.stdout is not None
         pipe, until = self.child.stdout, time.monotonic() + timeout_s
+        poller = select.poll()  # select(2) knows no descriptor from 1,024 on
+        poller.register(pipe, select.POLLIN)
         while b"\n" not in self._rest:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
+            ready = poller.poll(1000 * max(0.0, until - time.monotonic()))
             data = os.read(pipe.fileno(), 1 << 16) if ready else b""
             if not data:
                 self.ended = bool(ready)

@@ -68,6 +68,7 @@ class Desk:
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
         self._decode_answer = msgspec.msgpack.Decoder(Answer).decode
         self._syncing: asyncio.Future[None] | None = None
+        self._logged = self._durable = 0  # records of this process
         for payload, place in self._request_log.read():
             self._add(self._decode_request(payload), place)
         self.follow()
@@ -78,24 +79,28 @@ class Desk:
         """Append a request. DiskFull, WriteFailed: nothing was logged."""
         request.at = round(time.time(), 3)
         self._add(request, self._requests.write(request))
+        self._logged += 1
         if request.kind in ("training", "refused"):
             self._ring()
         elif request.kind == "session":
             self.census.heard(request.id)
 
     async def durable(self) -> None:
-        """Wait until all that was logged is durable; calls at the same time share one look at the disk."""
-        if not self._sync:
-            return
-        while (running := self._syncing) is not None:  # it may have begun before our record
-            await asyncio.shield(running)
-            if self._syncing is not running and self._syncing is not None:
-                continue
-            break
-        if self._syncing is None:
-            self._syncing = asyncio.ensure_future(asyncio.to_thread(self._requests.sync))
-            self._syncing.add_done_callback(lambda _: setattr(self, "_syncing", None))
-        await asyncio.shield(self._syncing)
+        """Wait until all that was logged is durable: for a look at the disk that began after it, and that all who wait
+        then share."""
+        logged = self._logged
+        while self._sync and self._durable < logged:
+            if self._syncing is None:
+                self._syncing = asyncio.ensure_future(self._sync_once())
+            await asyncio.shield(self._syncing)
+
+    async def _sync_once(self) -> None:
+        logged = self._logged
+        try:
+            await asyncio.to_thread(self._requests.sync)
+            self._durable = logged
+        finally:
+            self._syncing = None
 
     def request(self, numbered: Numbered) -> Request:
         """The whole record of a request."""
