@@ -178,7 +178,8 @@ def test_status_and_monitor_tell_of_a_service(
         client.result(client.step(model))
         sampler = client.sampler(model, 0)
         client.sample(sampler, 0)
-        run.until("the figures were shown", lambda: shown(run)["models"][model].get("answered") == 3
+        run.until("door and tuner have shown their figures", lambda: shown(run)["models"][model].get("answered") == 3
+                  and shown(run)["models"][model].get("applied") == 3
                   and shown(run)["samplers"].get(sampler, {}).get("answered") == 1)
         capsys.readouterr()
         assert main(["status", str(run.directory), "--json"]) == 0
