@@ -80,6 +80,7 @@ class Tinker(Actor):
         self.loop.run_until_complete(self._serve())
 
     def teardown(self) -> None:
+        self.desk.census.show(self.desk.registry)  # what came since it was shown last
         self.desk.close()
         self.loop.close()
         self.calls.close()
