@@ -277,7 +277,7 @@ def measure_learn(python: str, hub: Path, seed: int, steps: int, settings: Seque
 
 
 def sdk(python: str, hub: Path, *command: object) -> str:
-    """What a program of the SDK's environment prints, with the hub's folder as its working directory."""
+    """Run a program in the SDK's environment and the hub's folder; returns what it printed."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(hub / "cache"), "OMP_NUM_THREADS": "1"}
     ended = sides.ran([python, *map(str, command)], cwd=hub, env=environment, timeout_s=SDK_S)
     if ended.code:

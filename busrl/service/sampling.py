@@ -164,9 +164,10 @@ class Samples:
         saved = None
         while saved is None:
             saved = await self._desk.answer((sampler.model, sampler.seq), HOLD_S)
-        for seq in sorted(self._desk.registry.models[sampler.model].published) if sampler.inflight else ():
-            newer = self._desk.found((sampler.model, seq))
-            saved = newer if seq > sampler.seq and newer is not None and newer.state == "done" else saved
+        if sampler.inflight:
+            published = sorted(self._desk.registry.models[sampler.model].published, reverse=True)
+            newer = (self._desk.found((sampler.model, seq)) for seq in published if seq > sampler.seq)
+            saved = next((save for save in newer if save is not None and save.state == "done"), saved)
         if saved.state != "done" or not self._where.snapshot(saved.weights).is_dir():
             raise SampleFault(f"{sampler.path or sampler.id}: its weights are gone; save them again")
         return saved.weights

@@ -115,7 +115,7 @@ def supervised(tokens: Sequence[int]) -> bytes:
 
 
 def train(client: Client, steps: int) -> list[Any]:
-    """What a client sees of a small training: losses, norms, samples and their log-probabilities."""
+    """Losses, norms, samples and their log-probabilities of a small training, as its client gets them."""
     seen: list[Any] = []
     model = client.model()
     for step in range(steps):

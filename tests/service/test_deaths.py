@@ -52,7 +52,7 @@ class Chances:
 
 
 def outlives(work: Callable[[], Any], at: int) -> bool:
-    """Whether a child does the work before it has its `at`-th chance to die."""
+    """Tell whether a child does the work before it has its `at`-th chance to die."""
     child = os.fork()
     if child == 0:
         try:

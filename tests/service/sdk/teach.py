@@ -32,7 +32,7 @@ ENDS = renderer.get_stop_sequences()[:1]
 
 @functools.cache
 def prompt(a, b):
-    """What rl_loop sends for a question."""
+    """The prompt that rl_loop sends for a question."""
     return renderer.build_generation_prompt([
         {"role": "user", "content": "How many r's are in strawberry?" + ASKED},
         {"role": "assistant", "content": SPELLED},
