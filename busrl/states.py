@@ -78,6 +78,7 @@ class Fate(IntEnum):
     ENDED = ord("e"), "run ended"
     LONG = ord("l"), "prompt too long"
     SKIPPED = ord("s"), "left out by pass rate"
+    UNUSED = ord("u"), "seat not used"  # made no call in an episode that ended well; the group goes on without it
     POISON = ord("P"), "poison"
     REWARD_RAISED = ord("R"), "reward raised"
     REWARD_HUNG = ord("H"), "reward hung"
@@ -99,7 +100,7 @@ class Fate(IntEnum):
 
 FATE_NAMES: Final[dict[int, str]] = {fate: fate.words for fate in Fate}
 RULES: Final[frozenset[int]] = frozenset({
-    Fate.FLAT, Fate.OLD, Fate.INCOMPLETE, Fate.ENDED, Fate.LONG, Fate.SKIPPED,
+    Fate.FLAT, Fate.OLD, Fate.INCOMPLETE, Fate.ENDED, Fate.LONG, Fate.SKIPPED, Fate.UNUSED,
 })
 ACCIDENTS: Final[frozenset[int]] = frozenset(
     {Fate.POISON, Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MALFORMED, Fate.UNRENDERED}
@@ -122,9 +123,12 @@ class Finish(IntEnum):
     ABORTED = 3  # the caller ended it: generated again, so neither a slot nor a log holds this code
 
 
-def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:
+# A model has a group for each of its seats in an episode: group = draw x seats + seat. With one seat they are draws.
+
+
+def uid_of(group: int, attempt: int, member: int, group_size: int) -> int:
     """The number of a sample for training; one for validation counts the samples of all rounds, plus VALIDATE_BIT."""
-    return (draw * 2 + attempt) * group_size + member
+    return (group * 2 + attempt) * group_size + member
 
 
 def shown_uid(uid: int) -> str:
@@ -133,9 +137,31 @@ def shown_uid(uid: int) -> str:
 
 
 def place_of(uid: Uids, group_size: int) -> tuple[Uids, Uids, Uids]:
-    """The other way: (draw, attempt, member) of a training sample, or of an array of them."""
-    group, member = uid // group_size, uid % group_size
-    return group // 2, group % 2, member
+    """The other way: (group, attempt, member) of a training sample, or of an array of them."""
+    tried, member = uid // group_size, uid % group_size
+    return tried // 2, tried % 2, member
+
+
+def draw_of(group: Uids, seats: int) -> Uids:
+    """The draw whose prompt a group answers, of a group or of an array of them."""
+    return group // seats
+
+
+def seat_of(group: Uids, seats: int) -> Uids:
+    """The seat that a group belongs to, in the order of the model's seats."""
+    return group % seats
+
+
+def episode_of(uid: Uids, group_size: int, seats: int) -> Uids:
+    """The number of the episode that a sample is a side of: the same for all of them, and with one seat the uid."""
+    group, attempt, member = place_of(uid, group_size)
+    return (draw_of(group, seats) * 2 + attempt) * group_size + member
+
+
+def side_of(episode: Uids, seat: int, group_size: int, seats: int) -> Uids:
+    """The uid of a seat's sample of an episode."""
+    draw, attempt, member = place_of(episode, group_size)
+    return ((draw * seats + seat) * 2 + attempt) * group_size + member
 
 
 class RunPhase(IntEnum):

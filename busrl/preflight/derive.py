@@ -127,7 +127,7 @@ def _limits(topology: Topology) -> tuple[AdmissionLimits, list[Finding]]:
     trigger, (low, high) = topology.learner.trigger, thresholds(topology)
     bounds = derive(
         topology.weights.mode, trigger.n_min, topology.weights.max_staleness, topology.groups.size, low, high,
-        trigger.n_floor, topology.weights.window, topology.segments.waves,
+        trigger.n_floor, topology.weights.window, topology.segments.waves, len(topology.seats),
     )
     window = ("weights.window",) if topology.weights.window else ()
     keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
@@ -207,9 +207,9 @@ def episode_bytes(tokens: int, sampled: int, turns: int, sequences: int, transcr
 
 
 def _published(topology: Topology, bounds: AdmissionLimits) -> Iterator[Finding]:
-    every, most = topology.publish_every, bounds.n_hi
+    every, most = topology.publish_every, bounds.step_room
     if every * most > bounds.B:
-        name = "n_min" if most == bounds.n_min else "n_hi"
+        name = "n_min" if most == bounds.n_min else "n_hi" if most == bounds.n_hi else "a step with its last draw"
         rule = f"credit returns when a step is published: {every} x {name} = {every * most} > B = {bounds.B}"
         keys: tuple[str, ...] = ("learner.publish_every", "learner.trigger.n_min", "weights.mode")
         remedy = f"publish_every <= {bounds.max_publish_every}"

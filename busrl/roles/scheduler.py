@@ -5,6 +5,7 @@
      |- scan -> GroupView       the open groups, from the ring's lines and the fates
      |- SkippedPrompts.look     how the newest groups ended, by groups.jsonl
      |- DispatchFeed.look       what is open and what finished -> Policy.look, Policy.finished
+     |                          (with several seats or models: several.opening.Opening.open in place of the next two)
      |- _finish_open            GroupView.todo -> _put -> Ring.dispatch: members of open groups first
      |- _open_new               _room (Admission.room, not_ahead) groups: DispatchFeed.offer -> SkippedPrompts.take
      |                          (Policy.next) -> _open_group -> _put -> Ring.dispatch, then next_admission + 1
@@ -46,12 +47,13 @@ import numpy as np
 
 from busrl import capabilities
 from busrl.data import JsonlStream, plain_text, trace, training_stream
+from busrl.data.prompts import PromptLine
 from busrl.errors import CannotTrain, DiskFull, MachineError, SharedMemoryFull, UserError
 from busrl.ledger.skips import SkipLine, skip_lines
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
-from busrl.ring import Fates, State, seq_of
+from busrl.ring import Fates, Ring, State, seq_of
 from busrl.roles.actor import NO_SPACE, WAVE_TICK_S, Actor, Doorbell
 from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, not_ahead
 from busrl.scheduling.dispatch import OpenGroup, Policy
@@ -304,13 +306,14 @@ class Scheduler(Actor):
         self.trained = 0  # groups, by the learner's last message
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
-        self.reap_predecessor()
+        self.reap_predecessor(self.ring)
         with self.activity("read what prompts were answered", self.topology.limits.work_s):
             warn = partial(self.warn, "scheduler")
             self.skipped = SkippedPrompts(self.topology, self.paths, self.stream, self.fates, warn)
             self.skipped.look()
         self._unread = False  # draws were left out, and there may be more to open behind them
-        self._repair_next_admission()
+        repair_next_admission(self.ring)
+        self.several = capabilities.plug("several", "opening")(self) if len(self.topology.seats) > 1 else None
 
     def _order(self) -> None:
         """Make the policy of dispatch and its predictor."""
@@ -327,6 +330,8 @@ class Scheduler(Actor):
             self._order()
         self.admission = Admission(self.topology.derived.limits, self.topology.weights.over_age)
         self._signs_seen = ()
+        if self.several is not None:
+            self.several.follow()
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.TaskRequest):
@@ -361,8 +366,11 @@ class Scheduler(Actor):
         self.skipped.look()
         self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
-            self._finish_open(view)
-            self._open_new(view)
+            if self.several is not None:
+                self.room = self.several.open(view, self.arrived)
+            else:
+                self._finish_open(view)
+                self._open_new(view)
         except (DiskFull, SharedMemoryFull) as problem:
             self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
             self.shown.usually(NO_SPACE)
@@ -382,7 +390,8 @@ class Scheduler(Actor):
         ends += (State.GENERATING,) if self.topology.scheduler.ahead else ()
         admitted = self.ring.header(HeaderWord.NEXT_ADMISSION)
         self.arrived = NO_END if self.arrivals is None else self.arrivals.count(now, admitted)  # draws below are there
-        return (*map(self.ring.transitions, (State.FREE, *ends)), self.arrived, *map(self.ring.header, words))
+        signs = (*map(self.ring.transitions, (State.FREE, *ends)), self.arrived, *map(self.ring.header, words))
+        return signs if self.several is None else (*signs, *self.several.signs())
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -411,18 +420,8 @@ class Scheduler(Actor):
 
     def _room(self, view: GroupView) -> Room:
         lines = self.lines
-        validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
-        # The unpublished groups are read after the fates that `scan` read: a group is never missing from both.
-        room = self.admission.room(
-            view,
-            unpublished=self.ring.header(HeaderWord.UNPUBLISHED_GROUPS),
-            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION),
-            step=self.ring.header(HeaderWord.STEP),
-            free=view.free_slots,
-            reserve=max(0, self.topology.derived.val_reserve - validating),
-            wave_over=self.waves is not None and self.waves.over(lines, self.ring.header(HeaderWord.NEXT_ADMISSION)),
-        )
-        return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)
+        wave_over = self.waves is not None and self.waves.over(lines, self.ring.header(HeaderWord.NEXT_ADMISSION))
+        return room_of(self.ring, self.topology, self.admission, view, lines, wave_over=wave_over)
 
     def _open_group(self, candidate: Candidate) -> None:
         """Dispatch all members; the next scan dispatches those that find no slot, before new groups."""
@@ -433,36 +432,18 @@ class Scheduler(Actor):
 
     def fields_of_group(self, draw: int, index: int) -> dict[str, Any]:
         """Fields of a slot's line that the members of a group have in common; `index`: its admission index."""
-        generation, item = self.topology.generation, self.stream.item(draw)
-        return {
-            "group": draw, "admission": index, "group_size": self.group_size, "cls": SampleClass.TRAIN,
-            "task": item.line, "prompt_crc": item.crc, "priority": self.policy.priority(draw, index),
-            "max_new_tokens": generation.max_new_tokens, "temperature": generation.temperature,
-            "top_p": generation.top_p,
-            # The step first: a publication in between makes the sample look too old, never too new.
-            "step": self.ring.header(HeaderWord.VERSION_STEP), "version": self.ring.header(HeaderWord.VERSION),
-        }
+        priority = self.policy.priority(draw, index)
+        return fields_of(self.ring, self.topology, self.stream.item(draw), draw, index, priority)
 
     def _put(self, uid: int, member: int, members: int, fields: dict[str, Any]) -> int:
         """Dispatch `members` of a group, `member` the first of them; how many found a slot."""
-        self.require_fates(uid + members)
+        require_fates(self.fates, self.paths.fates, uid + members, self.group_size)
         self.fates.reserve(uid + members)
         done = self.ring.dispatch(uid=uid, member=member, members=members, **fields)
         if done:
             slot, word = done[0]
             self.bell.add(lambda: m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid), len(done))
         return len(done)
-
-    def require_fates(self, samples: int) -> None:
-        """CannotTrain if the fate table has no place for so many samples."""
-        most = self.fates.capacity
-        if samples > most:
-            prompts = most // (2 * self.group_size)
-            raise CannotTrain(
-                f"{self.paths.fates} is full: a run has at most {most} samples, {prompts} prompts with groups.size = "
-                f"{self.group_size}, as each may be tried twice; continue in a new run directory, with "
-                "learner.start_from = the newest checkpoint"
-            )
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -498,27 +479,75 @@ class Scheduler(Actor):
 
     # -- trouble ------------------------------------------------------------------------------------------------
 
-    def reap_predecessor(self) -> None:
+    def reap_predecessor(self, ring: Ring) -> None:
         """Wait until no slot is RESERVED by an earlier scheduler, whose sample might be dispatched a second time: the
         kernel frees its lock a moment before its death is proven (docs/models.md, `a scheduler does not wait`)."""
         with self.activity("reap the predecessor", self.topology.limits.ready_s):
-            self.ring.reap()
-            while not self.stopping and (left := self._reserved_by_schedulers()):
+            ring.reap()
+            while not self.stopping and (left := self._reserved_by_schedulers(ring)):
                 log.info("waits for the death of process %d, which still holds a RESERVED slot", left[0])
                 self.idle(PREDECESSOR_LOOK_S)
-                self.ring.reap()
+                ring.reap()
 
-    def _reserved_by_schedulers(self) -> list[int]:
+    def _reserved_by_schedulers(self, ring: Ring) -> list[int]:
         """Process ids of other schedulers that own a RESERVED slot."""
-        lines = self.ring.lines()
-        owners = set(lines["owner"][lines["state"] == State.RESERVED].tolist()) - {self.ring.index}
-        schedulers = (process for process in self.ring.processes() if process.role == self.role)
+        lines = ring.lines()
+        owners = set(lines["owner"][lines["state"] == State.RESERVED].tolist()) - {ring.index}
+        schedulers = (process for process in ring.processes() if process.role == self.role)
         return [process.pid for process in schedulers if process.index in owners]
 
-    def _repair_next_admission(self) -> None:
-        """A predecessor may have died between a group's slots and the counter."""
-        lines = self.ring.lines()
-        live = lines[(lines["state"] != State.FREE) & (lines["cls"] == SampleClass.TRAIN)]
-        if len(live):
-            highest = int(live["admission"].max()) + 1
-            self.ring.set_header(HeaderWord.NEXT_ADMISSION, max(self.ring.header(HeaderWord.NEXT_ADMISSION), highest))
+
+# -- one ring ------------------------------------------------------------------------------------------------------
+
+
+def room_of(
+    ring: Ring, topology: Topology, admission: Admission, view: GroupView, lines: Lines, *, wave_over: bool = False
+) -> Room:
+    """The groups that may be opened in a ring now, by its own header words."""
+    validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
+    # The unpublished groups are read after the fates that `scan` read: a group is never missing from both.
+    room = admission.room(
+        view,
+        unpublished=ring.header(HeaderWord.UNPUBLISHED_GROUPS),
+        next_admission=ring.header(HeaderWord.NEXT_ADMISSION),
+        step=ring.header(HeaderWord.STEP),
+        free=view.free_slots,
+        reserve=max(0, topology.derived.val_reserve - validating),
+        wave_over=wave_over,
+    )
+    return not_ahead(room, topology.scheduler.ahead, view.queued, view.group_size, len(topology.seats))
+
+
+def fields_of(
+    ring: Ring, topology: Topology, item: PromptLine, group: int, index: int, priority: int
+) -> dict[str, Any]:
+    """Fields of a slot's line that the members of a group have in common; `item`: the prompt, `index`: the group's
+    admission index."""
+    generation = topology.generation
+    return {
+        "group": group, "admission": index, "group_size": topology.groups.size, "cls": SampleClass.TRAIN,
+        "task": item.line, "prompt_crc": item.crc, "priority": priority, "max_new_tokens": generation.max_new_tokens,
+        "temperature": generation.temperature, "top_p": generation.top_p,
+        # The step first: a publication in between makes the sample look too old, never too new.
+        "step": ring.header(HeaderWord.VERSION_STEP), "version": ring.header(HeaderWord.VERSION),
+    }
+
+
+def require_fates(fates: Fates, path: Path, samples: int, group_size: int, seats: int = 1) -> None:
+    """CannotTrain if a fate table has no place for so many samples."""
+    most = fates.capacity
+    if samples > most:
+        prompts = most // (2 * group_size * seats)
+        raise CannotTrain(
+            f"{path} is full: a run has at most {most} samples, {prompts} prompts with groups.size = {group_size}, as "
+            "each may be tried twice; continue in a new run directory, with learner.start_from = the newest checkpoint"
+        )
+
+
+def repair_next_admission(ring: Ring) -> None:
+    """A predecessor may have died between a group's slots and the counter."""
+    lines = ring.lines()
+    live = lines[(lines["state"] != State.FREE) & (lines["cls"] == SampleClass.TRAIN)]
+    if len(live):
+        highest = int(live["admission"].max()) + 1
+        ring.set_header(HeaderWord.NEXT_ADMISSION, max(ring.header(HeaderWord.NEXT_ADMISSION), highest))

@@ -9,6 +9,8 @@ slots, header words and clock values. Knows nothing of prompts or policies.
 - B and W never change during a run, also when a controller moves the threshold n_min between n_lo and n_hi.
 - Group credit: a group is opened only when the free slots of its class cover the members still due of all open groups
   and one whole group more; a member of an open group may always be dispatched. Else the ring fills with partial ones.
+- A draw of a model with K seats opens K groups at once, so B leaves room for K - 1 more than the largest step: with
+  fewer groups in flight than a step needs, there is room for a whole draw.
 - In flight = unfinished groups + groups trained but not yet published (without these one step more would be reachable);
   at most B of them. A learner counts its groups as unpublished *before* it frees their slots, so they are never missing
   from both counts.
@@ -56,6 +58,12 @@ class AdmissionLimits:
     W: int
     waves: int = 0  # sync in rounds of segments: so many rounds are in flight
     window: int = 0  # the W that was asked for, 0 = derived
+    seats: int = 1  # K, groups of a draw
+
+    @property
+    def step_room(self) -> int:
+        """Groups that must find room so that the largest step can always fill up."""
+        return self.n_hi + (0 if self.sync else self.seats - 1)
 
     @property
     def sync(self) -> bool:
@@ -71,7 +79,7 @@ class AdmissionLimits:
     @property
     def max_publish_every(self) -> int:
         """Steps that may share one publication; with more, unpublished groups alone would stop admission."""
-        return 1 if self.sync else max(1, self.B // max(1, self.n_hi))
+        return 1 if self.sync else max(1, self.B // max(1, self.step_room))
 
     @property
     def train_slots(self) -> int:
@@ -93,6 +101,9 @@ class AdmissionLimits:
         problems = []
         if self.n_min < 1 or self.group_size < 1:
             problems.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1")
+        if self.sync and self.n_min % self.seats:
+            rule = f"n_min = {self.n_min} groups are no whole number of draws of {self.seats} seats"
+            problems.append(f"sync: {rule}; set a multiple of {self.seats}")
         if not self.n_lo <= self.n_min <= self.n_hi <= self.B:
             values = f"{self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}"
             problems.append(f"n_lo <= n_min <= n_hi <= B does not hold: {values}")
@@ -103,7 +114,7 @@ class AdmissionLimits:
                 "derive it"
             )
         elif self.W < 1:
-            need = least_staleness(self.n_lo, self.n_hi)
+            need = least_staleness(self.n_lo, self.step_room)
             problems.append(
                 f"no window is left for thresholds {self.n_lo} to {self.n_hi} with max_staleness = "
                 f"{self.max_staleness}: W = {self.W} must be >= 1; set weights.max_staleness >= {need}"
@@ -115,13 +126,14 @@ class AdmissionLimits:
         if self.max_staleness is None:
             return f"B = {self.B} groups are admitted at most", self.B
         total = (self.max_staleness + 1) * self.n_lo + 1
-        text = f"B + W <= {total} with max_staleness = {self.max_staleness}, B >= W and B >= {self.n_hi} for one step"
-        return text, max(1, min(total // 2, total - self.n_hi))
+        least = self.step_room
+        text = f"B + W <= {total} with max_staleness = {self.max_staleness}, B >= W and B >= {least} for one step"
+        return text, max(1, min(total // 2, total - least))
 
     def warnings(self) -> list[str]:
         warnings = []
         if not self.sync and 1 <= self.W < self.B // 8:
-            bound = f"weights.max_staleness to {least_staleness(self.n_lo, self.n_hi)} or more"
+            bound = f"weights.max_staleness to {least_staleness(self.n_lo, self.step_room)} or more"
             remedy = "weights.window, or set it to 0, so that it is derived" if self.window else bound
             warnings.append(
                 f"W = {self.W} of B = {self.B}: one slow group holds up nearly everything behind it; raise {remedy}"
@@ -133,10 +145,11 @@ class AdmissionLimits:
 
 def derive(
     mode: str, n_min: int, max_staleness: int, group_size: int, n_lo: int | None = None, n_hi: int | None = None,
-    n_floor: int = 0, window: int = 0, waves: int = 0,
+    n_floor: int = 0, window: int = 0, waves: int = 0, seats: int = 1,
 ) -> AdmissionLimits:
     """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act);
-    `window`: W, 0 to derive it; `waves`: segments of an answer where rounds of sync are made of segments.
+    `window`: W, 0 to derive it; `waves`: segments of an answer where rounds of sync are made of segments; `seats`:
+    groups of a draw.
 
     Never raises for numbers that do not fit together: `problems()` lists what is wrong with the result.
     """
@@ -145,22 +158,22 @@ def derive(
         low = high = n_min
         admitted = width = n_min * max(1, waves)
     elif mode == "fully-async":
-        admitted = max(4 * n_min, high)
+        admitted = max(4 * n_min, high + seats - 1)
         width = window or window_of(admitted)
     else:
-        admitted, width = _admitted(low, high, max_staleness, window)
+        admitted, width = _admitted(low, high + seats - 1, max_staleness, window)
     return AdmissionLimits(
         mode=mode, n_min=n_min, n_lo=low, n_hi=high, n_floor=n_floor or min(low, max(4, n_min // 4)),
         max_staleness={"sync": None if waves else 0, "fully-async": None}.get(mode, max_staleness),
         group_size=group_size, g_min=least_survivors(group_size), B=admitted, W=width,
-        waves=waves if mode == "sync" else 0, window=0 if mode == "sync" else window,
+        waves=waves if mode == "sync" else 0, window=0 if mode == "sync" else window, seats=seats,
     )
 
 
-def _admitted(n_lo: int, n_hi: int, staleness: int, window: int) -> tuple[int, int]:
-    """(B, W) under a bound: the window asked for and what is left for B, or 0.3 B; a step of n_hi groups must fit."""
+def _admitted(n_lo: int, least: int, staleness: int, window: int) -> tuple[int, int]:
+    """(B, W) under a bound: the window asked for and what is left for B, or 0.3 B; B has room for `least` groups."""
     total = (staleness + 1) * n_lo + 1
-    admitted = max(n_hi, total - window if window else _largest_admitted(total))
+    admitted = max(least, total - window if window else _largest_admitted(total))
     return admitted, total - admitted
 
 
@@ -253,14 +266,14 @@ class Room:
     whole: bool = False
 
 
-def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
+def not_ahead(room: Room, ahead: int, waiting: int, group_size: int, seats: int = 1) -> Room:
     """Fewer groups where `waiting` samples wait for an engine already and `ahead` of them are enough (0: never enough).
 
     What was dispatched keeps its order. A group opened late is chosen among more, and younger when it is trained.
     """
     if not ahead or room.groups <= 0 or room.whole:
         return room
-    groups = min(room.groups, -(-(ahead - waiting) // group_size))
+    groups = min(room.groups, -(-(ahead - waiting) // (group_size * seats)) * seats)
     return Room(groups) if groups > 0 else Room(0, "ahead")
 
 
@@ -274,7 +287,7 @@ class Admission:
         self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0,
         wave_over: bool = False,
     ) -> Room:
-        """Groups that may be opened now.
+        """Groups that may be opened now, those of whole draws.
 
         `free`: FREE slots; `reserve`: those of them kept for other classes; `next_admission`: the index that the next
         group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published;
@@ -289,12 +302,14 @@ class Admission:
             return Room(0, "in_flight", blocker)  # the step under way would make it too old before it is trained
         settled = wave_over and not unpublished and not due and not bool(view.resolved.any())
         groups, reason = self._by_count(len(view) + unpublished, next_admission, settled)
-        if groups <= 0:
+        seats = self.limits.seats
+        if groups < seats:
             return Room(0, reason, blocker)
         by_slots = (free - reserve - due) // self.limits.group_size
-        if by_slots <= 0:
+        if by_slots < seats:
             return Room(0, "slots", blocker)
-        return Room(min(groups, by_slots), whole=self.limits.waves > 0)
+        groups = min(groups, by_slots)
+        return Room(groups - groups % seats, whole=self.limits.waves > 0)
 
     def _by_count(self, in_flight: int, next_admission: int, settled: bool) -> tuple[int, str]:
         if not self.limits.sync:

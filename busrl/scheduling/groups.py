@@ -1,7 +1,8 @@
 """The open groups and their state: recomputed from the ring's lines and the fate bytes at each scan.
 
-A group is a draw of the loader; its members' uids are `(draw x 2 + try) x G + member`, try 1 being the one re-roll of
-a member that ended by accident. Knows nothing of policies, triggers or how the two arrays came about.
+A group is a draw of the loader, or a seat of one where a model has K of them: `draw x K + seat`, and what is called a
+draw here is this number. Its members' uids are `(draw x 2 + try) x G + member`, try 1 being the one re-roll of a member
+that ended by accident. Knows nothing of policies, triggers or how the two arrays came about.
 
 - Everything is recomputed from ring and fates. A scanner's own numbers (low and high water, admission indices of groups
   whose lines are all gone) are hints: losing them costs time or order, never a sample.
@@ -11,6 +12,7 @@ a member that ended by accident. Knows nothing of policies, triggers or how the 
   policy leaves holes of a hundred thousand draws.
 - A group is resolved when no member is running and none is due; usable with at least g_min survivors and no member
   that was ended by a rule; finished when it is resolved and holds no slot.
+- A member whose seat was not used (fate u) took no part: it closes no group, and g_min is that of the others.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 
 # Plain numbers: NumPy compares an array with a member of an enum five times slower.
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = (state.value for state in State)
-NONE, DISPATCHED = Fate.NONE.value, Fate.DISPATCHED.value
+NONE, DISPATCHED, UNUSED = Fate.NONE.value, Fate.DISPATCHED.value, Fate.UNUSED.value
 FIELDS = ("state", "uid", "admission", "step", "reward")  # of a line, beside its class
 NOT_STARTED = np.iinfo(np.int64).max  # oldest_step of a group of which no member is in the ring
 UNKNOWN = -1  # admission index of a group that holds no slot and was never seen with one
@@ -42,7 +44,7 @@ LOOKAHEAD = 4096  # draws looked at past the last one known, at the start
 _IS_ACCIDENT = np.zeros(256, np.bool_)
 _IS_ACCIDENT[list(ACCIDENTS)] = True
 _CLOSES = np.ones(256, np.bool_)  # trained, or set aside by a rule: the group takes no new member
-_CLOSES[[NONE, DISPATCHED, *ACCIDENTS]] = False
+_CLOSES[[NONE, DISPATCHED, UNUSED, *ACCIDENTS]] = False
 
 
 def least_survivors(group_size: int) -> int:
@@ -79,7 +81,7 @@ class GroupView:
         self.training: Ints = c.training[keep]  # of these, in a learner's hands
         self.oldest_step = c.oldest_step[keep]  # learner step at the oldest admission of a member in the ring
         self.resolved: Bools = c.resolved[keep]
-        self.usable: Bools = (c.resolved & (c.closed_by == NONE) & (c.survivors >= scanner.g_min))[keep]
+        self.usable: Bools = (c.resolved & (c.closed_by == NONE) & (c.survivors >= c.least(scanner.g_min)))[keep]
         self.closed_by = c.closed_by[keep]  # fate of a member that ended the group: trained, set aside by a rule, or 0
         self.free_slots, self.queued, self.generating = (int(counts[state]) for state in (FREE, QUEUED, GENERATING))
         self.unrecorded = c.unrecorded
@@ -169,7 +171,9 @@ class GroupScanner:
         while True:
             rows = self.fates[self._low * self._width : (self._low + LOOKAHEAD) * self._width]
             cells = rows[: len(rows) // self._width * self._width].reshape(-1, self._width)
-            over = _CLOSES[cells[:, : self.group_size]].any(1) & ~(cells == DISPATCHED).any(1)
+            firsts = cells[:, : self.group_size]
+            ended = _CLOSES[firsts].any(1) | (firsts == UNUSED).all(1)
+            over = ended & ~(cells == DISPATCHED).any(1)
             past = len(over) if over.all() else int(np.argmin(over))
             self._low = self._high = self._low + past
             if past < LOOKAHEAD:
@@ -294,6 +298,16 @@ class _Cells:
         """The smallest value over the lines of each group, NOT_STARTED where it has none."""
         least = np.full(self.shape[-1], NOT_STARTED, np.int64)
         np.minimum.at(least, groups, values.astype(np.int64))
+        return least
+
+    def least(self, g_min: int) -> Ints | int:
+        """Survivors that each group needs: `g_min`, fewer where seats were not used, and two of several anyway."""
+        unused = self.fate == UNUSED
+        if not unused.any():
+            return g_min
+        size = self.shape[1]
+        needed = [max(least_survivors(size - absent), min(2, size)) for absent in range(size + 1)]
+        least: Ints = np.array(needed)[unused.sum(0)]
         return least
 
     def flat(self) -> Bools:

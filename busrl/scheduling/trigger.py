@@ -292,7 +292,8 @@ class _Seen:
 def publication_is_due(unpublished: int, step: int, *, n_min: int, admitted: int, publish_every: int) -> bool:
     """Unpublished groups hold credit: `publish_every` may keep it back only while enough for a step is left.
 
-    `unpublished`: groups trained since the last publication; `admitted`: B.
+    `unpublished`: groups trained since the last publication; `n_min`: groups that a step must find room for;
+    `admitted`: B.
     """
     short = unpublished + n_min > admitted
     return bool(unpublished) and (short or step % publish_every == 0)

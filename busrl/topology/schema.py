@@ -26,6 +26,7 @@ from busrl.topology.rewards import Reward
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
 AGENT = "agent"  # the role that plays episodes
 NAMED_ROLES = tuple(role.name for role in ROLES.values() if role.named)  # that an entry of [[process]] may name
+ONLY_SEAT = "policy"  # the seat of a model that has no other name
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
@@ -58,6 +59,7 @@ class Model(Table):
                        path=True)
     dtype: str = key("auto", "number type of the weights; auto = bfloat16 on an accelerator, float32 on a CPU",
                      choices=("auto", "float32", "bfloat16"))
+    seats: tuple[str, ...] = key((), "seats of an episode that this model plays, as in self-play; empty = one")
     device: str = key("auto", "the model's device; auto = best; docs/gpu.md", choices=("auto", "cpu", "cuda", "npu"))
 
 
@@ -579,6 +581,16 @@ class Topology(Table):
         return setting if isinstance(setting, int) else self.derived.prompt_tokens
 
     @property
+    def tag(self) -> str:
+        """The name of the model in a run of several; empty in a run of one."""
+        return ""
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The seats that the model plays in an episode, each with a group of its own for every draw; never empty."""
+        return self.model.seats or (self.tag or ONLY_SEAT,)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence: prompt and answer, or what a call of an agent may come to."""
         answered = self.max_prompt_tokens + self.generation.max_new_tokens
@@ -677,9 +689,12 @@ class Topology(Table):
         return next(by_name, next(entries, "")) or self.model.device
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, infinity as the word "inf"; the limits stand flat among the derived values."""
+        """Plain data, infinity as the word "inf"; the limits stand flat among the derived values, and what only models
+        of several seats have is left out of others."""
         data: dict[str, Any] = plain(dataclasses.asdict(self))
         data["derived"] = {**data["derived"].pop("limits"), **data["derived"]}
+        if not self.model.seats:
+            del data["model"]["seats"], data["derived"]["seats"]
         return data
 
     def to_json(self) -> str:

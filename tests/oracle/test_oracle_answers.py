@@ -113,7 +113,8 @@ def test_a_sample_admitted_during_a_publication_never_looks_younger(before: int)
 
     generation = SimpleNamespace(max_new_tokens=8, temperature=1.0, top_p=1.0)
     scheduler: Any = SimpleNamespace(
-        topology=SimpleNamespace(generation=generation), ring=SimpleNamespace(header=read), group_size=4,
+        topology=SimpleNamespace(generation=generation, groups=SimpleNamespace(size=4)),
+        ring=SimpleNamespace(header=read),
         stream=SimpleNamespace(item=lambda draw: SimpleNamespace(line=b"", crc=0)),
         policy=SimpleNamespace(priority=lambda *of: 0),
     )

@@ -16,7 +16,7 @@ from busrl.protocol import messages as m
 from busrl.ring import Fates
 from busrl.roles import bus as bus_role
 from busrl.roles.keeper import Keeper
-from busrl.roles.scheduler import Scheduler
+from busrl.roles.scheduler import Scheduler, require_fates
 from busrl.scheduling.admission import Rows
 from busrl.topology.sizes import MOST_SAMPLES
 from tools.reference.catalog import ROUTES
@@ -95,10 +95,10 @@ def test_refusals_of_ever_new_names_are_few_kinds_of_lines():
 
 
 def test_a_full_table_of_fates_ends_the_run_with_the_remedy(scheduler):
-    scheduler.group_size = 8
-    scheduler.require_fates(1 << 20)
+    fates, path = scheduler.fates, scheduler.paths.fates
+    require_fates(fates, path, 1 << 20, 8)
     with pytest.raises(CannotTrain, match=r"/fates.bin is full.*65536 prompts.*new run directory") as raised:
-        scheduler.require_fates((1 << 20) + 1)
+        require_fates(fates, path, (1 << 20) + 1, 8)
     assert process_code(raised.value) == RUN_FAILED
 
 

@@ -78,7 +78,7 @@ def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven(tmp_
         tmp_path, "scheduler", parts(SimpleNamespace(limits=SimpleNamespace(ready_s=10.0)), ring)
     )
     role.idle = looks.append
-    role.reap_predecessor()
+    role.reap_predecessor(ring)
     assert left == [] and len(looks) == 2 and [name for name, *_ in role.ring.calls].count("reap") == 3
 
 

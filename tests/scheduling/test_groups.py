@@ -81,6 +81,37 @@ def test_a_group_that_is_ending_takes_no_new_member(ring: Any, fate: str) -> Non
     assert chr(view.closed_by[0]) == fate
 
 
+def test_a_seat_that_was_not_used_closes_no_group_and_is_not_rolled_again(ring: Any) -> None:
+    slots = ring.put_group(0, [1.0, 0.0, 0.5], admission=2)
+    ring.end(ring.put(0, 3), "u")
+    view = ring.view()
+    assert view.resolved[0] and view.usable[0] and not view.todo and view.closed_by[0] == 0
+    assert view.slots_of(0) == slots
+    ring.end(slots[0], "P")
+    assert [todo.uid for todo in ring.view().todo] == [uid_of(0, 1, 0, G)]
+
+
+@pytest.mark.parametrize(("unused", "lost", "usable"), [(1, 0, True), (1, 1, False), (2, 0, True), (3, 0, False)])
+def test_survivors_are_counted_against_the_members_that_took_part(
+    ring: Any, unused: int, lost: int, usable: bool
+) -> None:
+    for member in range(unused):
+        ring.end(ring.put(0, member), "u")
+    for member in range(unused, unused + lost):
+        for attempt in (0, 1):
+            ring.end(ring.put(0, member, attempt=attempt), "R")
+    for member in range(unused + lost, G):
+        ring.put(0, member, state=REWARDED, reward=member)
+    view = ring.view()
+    assert (view.resolved[0], view.usable[0]) == (True, usable)
+
+
+def test_groups_that_no_seat_was_used_in_end_by_themselves(ring: Any) -> None:
+    for member in range(G):
+        ring.end(ring.put(0, member), "u")
+    assert len(ring.view()) == 0 and GroupScanner(ring.fates, G)._low == 1
+
+
 def test_a_finished_group_leaves_the_view_and_lost_ones_keep_their_index(ring: Any) -> None:
     scanner = GroupScanner(ring.fates, G)
     slots = ring.put_group(0, [1.0, 0.0, 0.5, 0.1], admission=4)
