@@ -187,6 +187,9 @@ CAPABILITIES: tuple[Capability, ...] = (
         "keyword_problems": "predict.lengths.keywords:problems_of"}, asks={
         "scheduler.policy": lambda topology: topology.scheduler.predicts,
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
+    Capability("several", "several seats or models", plugs={
+        "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS"}, asks={
+        "model.seats": lambda topology: len(topology.seats) > 1}),
     Capability("service", "training and sampling as a service", plugs={
         "defaults": "service.defaults:complete", "audits": "service.audit:audit",
         "overviews": "service.overview:overview", "export": "service.export:export_saved",

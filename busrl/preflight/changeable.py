@@ -14,7 +14,7 @@ from busrl.capabilities import ROLES
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.preflight.derive import in_flight_limits
 from busrl.preflight.findings import Finding, lookup
-from busrl.preflight.load import CHECKS, replaced
+from busrl.preflight.load import compared, replaced
 from busrl.topology.reader import Reader, of_overrides, show
 from busrl.topology.schema import Topology
 
@@ -115,9 +115,8 @@ def _counted(topology: Topology, role: str, count: int) -> Topology:
 
 def _broken(before: Topology, after: Topology) -> list[Finding]:
     """Findings about the new topology that the one before did not have."""
-    earlier = {str(finding) for check in CHECKS for finding in check(before)}
-    findings = (finding for check in CHECKS for finding in check(after))
-    return [finding for finding in findings if not finding.warning and str(finding) not in earlier]
+    earlier = {str(finding) for finding in compared(before)}
+    return [finding for finding in compared(after) if not finding.warning and str(finding) not in earlier]
 
 
 def with_sizes_of(topology: Topology, before: Topology) -> Topology:

@@ -98,7 +98,7 @@ def _load(
     bad |= {finding.keys[0] for finding in broken}
     draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
-    every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
+    every = [*compared(draft), *_idle(draft, source), *sums]
     applying = [finding for finding in every if not (simulated and any(map(_real, finding.keys)))]
     # One cause is reported once.
     findings = [finding for finding in applying if not _depends((*finding.keys, *finding.depends), bad)]
@@ -109,6 +109,12 @@ def _load(
     warned = (finding for finding in findings if finding.warning and any(_decided(source, key) for key in finding.keys))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in warned)
     return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings))
+
+
+def compared(topology: Topology) -> Iterator[Finding]:
+    """What the rules say, those of optional parts too."""
+    checks = (*CHECKS, *(check for of_part in capabilities.plugs("checks") for check in of_part))
+    return (finding for check in checks for finding in check(topology))
 
 
 def _decided(source: Source, key: str) -> bool:

@@ -367,7 +367,7 @@ class Scheduler(Actor):
         self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
             if self.several is not None:
-                self.room = self.several.open(view, self.arrived)
+                self.room = self.several.open(view, self.lines, self.arrived)
             else:
                 self._finish_open(view)
                 self._open_new(view)

@@ -101,9 +101,6 @@ class AdmissionLimits:
         problems = []
         if self.n_min < 1 or self.group_size < 1:
             problems.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1")
-        if self.sync and self.n_min % self.seats:
-            rule = f"n_min = {self.n_min} groups are no whole number of draws of {self.seats} seats"
-            problems.append(f"sync: {rule}; set a multiple of {self.seats}")
         if not self.n_lo <= self.n_min <= self.n_hi <= self.B:
             values = f"{self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}"
             problems.append(f"n_lo <= n_min <= n_hi <= B does not hold: {values}")

@@ -47,6 +47,11 @@ _CLOSES = np.ones(256, np.bool_)  # trained, or set aside by a rule: the group t
 _CLOSES[[NONE, DISPATCHED, UNUSED, *ACCIDENTS]] = False
 
 
+def closing(codes: Bytes) -> Bools:
+    """Mask of the fates that end a group: it takes no new member."""
+    return _CLOSES[codes]
+
+
 def least_survivors(group_size: int) -> int:
     """g_min: members that must have survived for a group to be trained; at least 2 of several are compared."""
     return min(group_size, max(2, math.ceil(0.75 * group_size)))
@@ -137,6 +142,16 @@ class GroupView:
         if not len(waiting):
             return None
         return int(self.draws[waiting[np.argmin(self.admission[waiting])]])
+
+    @property
+    def end(self) -> int:
+        """No draw from here on was opened."""
+        return self._high
+
+    @property
+    def missing(self) -> Ints:
+        """The draws below `end` that were not opened, ascending."""
+        return self._unopened
 
     def unopened(self, count: int) -> Ints:
         """The next `count` draws of the loader that have no fate yet, in order."""

@@ -43,6 +43,28 @@ def test_the_bound_follows_from_b_and_w_for_every_topology(n_min: int, staleness
     assert f"{limits.B} + {limits.W} = {limits.B + limits.W}" in limits.explain()[0]
 
 
+@given(mode=st.sampled_from(["batch-async", "fully-async"]), n_min=st.integers(1, 60), staleness=st.integers(1, 8),
+       seats=st.integers(1, 8))
+def test_with_fewer_groups_in_flight_than_a_step_needs_a_whole_draw_has_room(
+    mode: str, n_min: int, staleness: int, seats: int
+) -> None:
+    limits = derive(mode, n_min, staleness, G, seats=seats)
+    if not limits.problems():
+        assert limits.B - (n_min - 1) >= seats and limits.W >= 1
+        assert limits.max_publish_every * limits.step_room <= max(limits.B, limits.step_room)
+
+
+def test_only_whole_draws_of_several_seats_are_admitted(table: Any) -> None:
+    ring = table(G, 4 * 10)
+    admission = Admission(derive("batch-async", 4, 2, G, seats=3))  # B = 10
+    assert admission.limits.B == 10 and room(admission, ring).groups == 9
+    for group in range(8):
+        ring.put_group(group, [0.0, 1.0, 0.5, 0.5])
+    assert room(admission, ring) == Room(0, "in_flight", None)
+    assert room(admission, ring, unpublished=1).reason == "in_flight"
+    assert room(Admission(derive("fully-async", 4, 2, G, seats=3)), ring).reason == "slots"
+
+
 def room(admission: Admission, ring: Any, **words: int) -> Room:
     base = {"unpublished": 0, "next_admission": 0, "step": 0, "free": ring.free}
     return admission.room(ring.view(), **{**base, **words})

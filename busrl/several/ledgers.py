@@ -1,0 +1,78 @@
+"""The ledger of a trained model, as a process that works with several sees it: its ring, fates and numbers.
+
+`own` is that of the process itself; `attach` opens one more and enters the process there. Knows nothing of what is done
+in them.
+
+- A process has an entry in every ring that it uses, so that what it held there comes back when it dies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from busrl.paths import RunPaths
+from busrl.ring import Fates, Ring
+from busrl.roles.actor import Actor
+from busrl.scheduling.groups import Bytes
+from busrl.states import HeaderWord, RunPhase, uid_of
+from busrl.topology import Topology
+
+
+@dataclass
+class Ledger:
+    """The ring and the fates of a trained model; `topology` and `paths` are the model's own."""
+
+    topology: Topology
+    paths: RunPaths
+    ring: Ring
+    fates: Fates
+
+    @classmethod
+    def own(cls, actor: Actor) -> Ledger:
+        """That of the process itself."""
+        return cls(actor.topology, actor.paths, actor.ring, actor.fates)
+
+    @classmethod
+    def attach(cls, topology: Topology, paths: RunPaths, role: str, name: str) -> Ledger:
+        """That of another model, with an entry for this process."""
+        ring = Ring.attach(paths.ring_name)
+        ring.register(role, name)
+        fates = Fates(str(paths.fates))
+        ring.bind_fates(fates, Fates(str(paths.validate_fates)))
+        return cls(topology, paths, ring, fates)
+
+    @property
+    def tag(self) -> str:
+        return self.topology.tag
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The seats, in their order."""
+        return self.topology.seats
+
+    @property
+    def seats(self) -> int:
+        return len(self.topology.seats)
+
+    @property
+    def size(self) -> int:
+        """Members of a group."""
+        return self.topology.groups.size
+
+    @property
+    def running(self) -> bool:
+        """False once the model has made its steps, or is asked to stop: nothing is opened or claimed in it then."""
+        return self.ring.header(HeaderWord.RUN_STATE) == RunPhase.RUNNING
+
+    def codes(self, group: int) -> Bytes:
+        """The fates of a group as they are now: of its first tries, by member, then of the second ones."""
+        first, width = uid_of(group, 0, 0, self.size), 2 * self.size
+        stored: Bytes = self.fates.view()[first : first + width]
+        return np.pad(stored, (0, width - len(stored)))  # the table grows with what is dispatched
+
+    def close(self) -> None:
+        """Leave a ring that was attached to."""
+        self.ring.close()
+        self.fates.close()

@@ -1,0 +1,62 @@
+"""What is opened next in which ledger, decided from what each has of the draws."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.scheduling.groups import Bytes
+from busrl.several.draws import Had, Plan, is_closed, last_first, plan_of, stands
+
+
+def had(seats: int, *groups: int) -> Had:
+    """A ledger that has these groups."""
+    end = max(groups, default=-1) + 1
+    return Had(seats, end, np.array([group for group in range(end) if group not in groups], np.int64))
+
+
+def codes(first: str, second: str = "....") -> Bytes:
+    return np.array([0 if letter == "." else ord(letter) for letter in first + second], np.uint8)
+
+
+LEDGER = st.tuples(st.integers(1, 4), st.sets(st.integers(0, 30)))
+
+
+@given(st.lists(LEDGER, min_size=1, max_size=4))
+def test_every_group_that_is_lacking_is_new_everywhere_or_mended_where_it_is(made: list[tuple[int, set[int]]]) -> None:
+    plan = plan_of([had(seats, *groups) for seats, groups in made])
+    for (seats, groups), mends in zip(made, plan.mends):
+        new = {draw * seats + seat for draw in plan.new for seat in range(seats)}
+        assert {*groups} | {*mends} | new == {*range(plan.top * seats)}
+        assert not {*mends} & (groups | new) and not new & groups
+    assert plan.top == 0 or any(group // seats == plan.top - 1 for seats, groups in made for group in groups)
+
+
+def test_a_draw_that_one_ledger_lost_is_mended_there_and_no_new_one() -> None:
+    assert plan_of([had(1, 0, 1, 2), had(2, 0, 1, 4, 5)]) == Plan((), 3, ((), (2, 3)))
+
+
+def test_a_draw_that_all_have_lost_is_new() -> None:
+    plan = plan_of([had(1, 0, 2), had(1, 0, 2)])
+    assert plan == Plan((1,), 3, ((), ()))
+    assert [*plan.draws(3, below=10)] == [1, 3, 4] and [*plan.draws(3, below=4)] == [1, 3]
+
+
+def test_a_draw_of_which_one_seat_was_opened_is_mended() -> None:
+    assert plan_of([had(2, 0, 1, 3)]) == Plan((), 2, ((2,),))
+
+
+def test_seats_are_opened_from_the_last_to_the_first_draw_by_draw() -> None:
+    assert last_first([0, 1, 2, 4, 5], 3) == [2, 1, 0, 5, 4]
+
+
+def test_a_member_stands_once_it_has_a_fate_or_its_group_is_over() -> None:
+    assert stands(codes("D.PD"), 4).tolist() == [True, False, True, True]
+    assert stands(codes("f..."), 4).all() and stands(codes("P...", "T..."), 4).all()
+    assert stands(codes("u.uu"), 4).tolist() == [True, False, True, True]
+
+
+def test_an_unused_seat_and_an_accident_close_no_group() -> None:
+    assert not is_closed(codes("uuDP", "...D"))
+    assert is_closed(codes("uuTP", "...D")) and is_closed(codes("DDDP", "...i"))
