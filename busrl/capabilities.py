@@ -188,7 +188,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "scheduler.policy": lambda topology: topology.scheduler.predicts,
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
     Capability("several", "several seats or models", plugs={
-        "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS"}, asks={
+        "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS",
+        "step_observers": "several.seat_figures:observers"}, asks={
         "model.seats": lambda topology: len(topology.seats) > 1}),
     Capability("service", "training and sampling as a service", plugs={
         "defaults": "service.defaults:complete", "audits": "service.audit:audit",

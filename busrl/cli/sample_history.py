@@ -27,7 +27,18 @@ from busrl.ledger.trained import TrainedSet, checkpoints_of
 from busrl.ledger.wal import Record, SampleRecord, payloads
 from busrl.paths import RunPaths
 from busrl.ring import UID_NONE, Fates, Ring, State
-from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name, place_of
+from busrl.states import (
+    ACCIDENTS,
+    RULES,
+    VALIDATE_BIT,
+    Fate,
+    draw_of,
+    episode_of,
+    fate_name,
+    place_of,
+    seat_of,
+    side_of,
+)
 from busrl.status.words import printable
 from busrl.system.files import json_lines
 from busrl.topology.prompts import AskedSet
@@ -62,7 +73,9 @@ class SampleHistory:
         self.validates = bool(uid & VALIDATE_BIT)
         self.row = uid & ~VALIDATE_BIT
         self.name = f"v{self.row}" if self.validates else str(uid)
-        self.draw, self.again, self.member = place_of(uid, self.topology.groups.size)
+        group, self.again, self.member = place_of(uid, self.topology.groups.size)
+        self.seats = self.topology.seats
+        self.draw, self.seat = draw_of(group, len(self.seats)), seat_of(group, len(self.seats))
         path = paths.validate_fates if self.validates else paths.fates
         self.fates = Fates(str(path), read_only=True).view() if path.exists() else np.empty(0, np.uint8)
         self.fate = int(self.fates[self.row]) if self.row < len(self.fates) else int(Fate.NONE)
@@ -89,7 +102,8 @@ class SampleHistory:
             samples = max(1, self.topology.derived.val_samples)
             return f"validation round {self.row // samples}, sample {self.row % samples}"
         size = self.topology.groups.size
-        return f"draw {self.draw}, try {self.again}, member {self.member} of {size}"
+        seat = f", seat {self.seats[self.seat]}" if len(self.seats) > 1 else ""
+        return f"draw {self.draw}{seat}, try {self.again}, member {self.member} of {size}"
 
     def _prompt(self) -> Iterator[str]:
         try:
@@ -130,6 +144,15 @@ class SampleHistory:
             yield f"  re-roll   uid {other}: {fate_name(fate)}"
         elif self.fate in ACCIDENTS:
             yield f"  re-roll   uid {other} is not dispatched yet"
+        yield from self._sides(size)
+
+    def _sides(self, size: int) -> Iterator[str]:
+        """The samples of the other seats of its episode."""
+        episode = episode_of(self.uid, size, len(self.seats))
+        for seat, name in enumerate(self.seats):
+            if seat != self.seat:
+                other = SampleHistory(self.paths, side_of(episode, seat, size, len(self.seats)))
+                yield f"  side      {name}: uid {other.uid}, {fate_name(other.fate)}"
 
     def _ring(self) -> Iterator[str]:
         try:

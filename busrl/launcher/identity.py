@@ -34,7 +34,7 @@ from busrl.status.state import RunState
 from busrl.system.files import LineFile, as_map, json_lines
 from busrl.topology import Topology
 
-IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
+IDENTITY = ("run.seed", "model.path", "model.seats", "data.train", "data.shuffle", "groups.size")
 NOT_COMPARED = ("derived", "source", "overrides")
 SHOWN = 12  # differences that are printed; starts.jsonl has all
 BLOCK = 1 << 20
@@ -120,7 +120,7 @@ def _check_identity(
         section, _, name = key.partition(".")
         if not isinstance(before.get(section), dict):
             raise UserError(f"{paths.topology}: no section {section!r}; was it edited? Restore it")
-        old, new = before[section].get(name), now[section][name]
+        old, new = before[section].get(name), now[section].get(name)  # seats: left out where there is one
         if old != new and not (key == "data.train" and same):
             raise UserError(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "

@@ -42,6 +42,7 @@ WORDS: Final[dict[int, str]] = {
     Fate.INCOMPLETE: "of groups that lost members",
     Fate.LONG: "with a prompt that is too long",
     Fate.SKIPPED: "draws left out by pass rate",
+    Fate.UNUSED: "of seats that were not used",
     Fate.POISON: "given up after killing their process twice",
     Fate.REWARD_RAISED: "whose reward raised",
     Fate.REWARD_HUNG: "whose reward hung",

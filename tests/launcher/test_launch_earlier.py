@@ -194,7 +194,7 @@ def test_a_run_directory_of_before_there_were_digests_goes_on(place: Place) -> N
     assert place.start().notes == []
 
 
-@pytest.mark.parametrize("key", ["run.seed=7", "groups.size=3", "data.shuffle=false"])
+@pytest.mark.parametrize("key", ["run.seed=7", "groups.size=3", "data.shuffle=false", 'model.seats=["only"]'])
 def test_a_key_that_says_what_a_sample_is_can_not_change(place: Place, key: str) -> None:
     place.start()
     with pytest.raises(UserError, match="it cannot change: choose another run directory"):

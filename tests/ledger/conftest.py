@@ -31,9 +31,10 @@ class FakeRun:
     """A run directory under construction. Every writer can be told to lie."""
 
     def __init__(
-        self, root: Path, *, group_size: int = 4, wal: str = "sync", slots: int = 16, prompts: int = 7
+        self, root: Path, *, group_size: int = 4, wal: str = "sync", slots: int = 16, prompts: int = 7,
+        seats: int = 1,
     ) -> None:
-        self.root, self.size, self.wal_mode, self.slots = root, group_size, wal, slots
+        self.root, self.size, self.wal_mode, self.slots, self.seats = root, group_size, wal, slots, seats
         self.seed, self.uuid = 3, bytes(range(16))
         self.fates: dict[int, str] = {}
         self.validate_fates: dict[int, str] = {}
@@ -45,31 +46,35 @@ class FakeRun:
         self.topology()
 
     def topology(self) -> None:
-        content = {
+        content: dict[str, dict[str, object]] = {
             "run": {"name": "fake", "seed": self.seed},
             "data": {"train": str(self.root / "train_prompts.jsonl"), "shuffle": True},
             "groups": {"size": self.size},
             "learner": {"wal": self.wal_mode},
         }
+        if self.seats > 1:
+            content["model"] = {"seats": [f"seat-{number}" for number in range(self.seats)]}
         (self.root / "topology.json").write_text(json.dumps(content))
         (self.root / "run.json").write_text(json.dumps({"ring": str(self.root / "ring.bin"), "uuid": self.uuid.hex()}))
 
     # ------------------------------------------------------------------------------------------------ who is who
 
     def uid(self, draw: int, member: int, again: int = 0) -> int:
+        """With several seats, of a group."""
         return (draw * 2 + again) * self.size + member
 
     def group(self, draw: int) -> list[int]:
         return [self.uid(draw, member) for member in range(self.size)]
 
     def crc(self, uid: int) -> int:
-        epoch, place = divmod(uid // self.size // 2, len(self.lines))
+        epoch, place = divmod(uid // self.size // 2 // self.seats, len(self.lines))
         order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.lines))
         return zlib.crc32(self.lines[int(order[place])])
 
     def sample(self, uid: int, tokens: int = 3, **lies: object) -> SampleRecord:
+        group, member = uid // self.size // 2, uid % self.size
         fields: dict[str, object] = {
-            "uid": uid, "group": uid // self.size // 2, "admission": 0, "member": uid % self.size, "attempt": 0,
+            "uid": uid, "group": group, "admission": group % self.seats, "member": member, "attempt": 0,
             "prompt_crc": self.crc(uid), "reward": 1.0, "temperature": 1.0, "version": 0, "step": 0, "finish": 1,
             "prompt_ids": np.arange(4, dtype="<i4").tobytes(), "token_ids": np.arange(tokens, dtype="<i4").tobytes(),
             "logprobs": np.full(tokens, -0.5, "<f4").tobytes(), "versions": np.zeros(tokens, "<u4").tobytes(),
@@ -119,9 +124,11 @@ class FakeRun:
         assert self.ring is not None
         index, check = uid & ~VALIDATE, uid >= VALIDATE
         line = {"group": index // self.size // 2, "member": index % self.size, "size": self.size, "claim": seq}
+        line["admission"] = line["group"]
         line.update({"crc": 0 if check else self.crc(uid), "cls": int(check), **lies})
         at = LINE_OFF + slot * 128
         struct.pack_into("<QQQ", self.ring, at, STATES[state] << 58 | owner << 44 | seq, uid, line["group"])
+        struct.pack_into("<Q", self.ring, at + 0x18, line["admission"])
         struct.pack_into("<Q", self.ring, at + 0x28, line["claim"])
         struct.pack_into("<I", self.ring, at + 0x48, line["cls"])
         struct.pack_into("<HH", self.ring, at + 0x50, line["member"], line["size"])

@@ -66,6 +66,18 @@ def test_the_default_warns_after_n_min_groups_and_ends_after_four_times(tmp_path
     assert sum(map(sum, told)) == 10, "each quarter is told once"
 
 
+def test_a_seat_that_is_asked_seldom_is_no_idle_run_but_one_never_asked_is(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    for _ in range(31):
+        idle.look(view(ended=["uu", "ui"]), [])
+    assert (idle.streak, dict(idle.causes)) == (3, {"u": 3})
+    idle.look(view(ended=["uP", "fu"]), [])
+    assert (idle.streak, idle.causes["P"], idle.causes["f"]) == (5, 1, 1)
+    while idle.streak < idle.patience:
+        idle.look(view(ended=["uu"] * 16), [])
+    assert "seat not used" in idle.text(0) and "the function that plays them" in idle.text(0)
+
+
 def test_a_few_consecutive_flat_groups_are_chance_however_small_the_step(tmp_path: Path) -> None:
     assert idling(tmp_path, n_min=1).patience == 32 and idling(tmp_path, n_min=1, idle_groups=3).patience == 3
 

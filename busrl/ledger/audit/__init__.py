@@ -99,5 +99,5 @@ def _counts(
         checkpoint_step=history.saved_step,
         log_records=len(steps),
         oldest=rules.oldest_age(snapshot.log),
-        groups=int(rules.in_runs(rules.draws_of(history.uids, snapshot.terms.group_size))[0].size),
+        groups=int(rules.in_runs(rules.groups_of(history.uids, snapshot.terms.group_size))[0].size),
     )

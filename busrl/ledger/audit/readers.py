@@ -141,6 +141,7 @@ class LoggedSample(msgspec.Struct):
     prompt_crc: int
     token_ids: bytes
     logprobs: bytes
+    admission: int
     versions: bytes  # looked at: each once; half a number at the end, which `bad_payload` names, is left out
     step: int = -1  # that its age counts from
     segments: list[int] = []  # tokens of each, where there are several

@@ -150,7 +150,7 @@ def _has_old_token(step: LoggedStep, group: int, step_of: StepOf, bound: int) ->
 
 
 VALIDATE = np.uint64(1 << 62)
-D, T, V = int(Fate.DISPATCHED), int(Fate.TRAINED), int(Fate.VALIDATED)
+D, T, V, U = int(Fate.DISPATCHED), int(Fate.TRAINED), int(Fate.VALIDATED), int(Fate.UNUSED)
 NO_UIDS: Uids = np.zeros(0, np.uint64)
 
 
@@ -182,7 +182,7 @@ def in_runs(ascending: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], np
     return ascending[starts], np.diff(np.append(starts, ascending.size))
 
 
-def draws_of(uids: Uids, group_size: int) -> npt.NDArray[np.int64]:
+def groups_of(uids: Uids, group_size: int) -> npt.NDArray[np.int64]:
     return np.asarray(uids // np.uint64(2 * group_size)).view(np.int64)
 
 
@@ -286,13 +286,23 @@ def check_payloads(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def check_groups(snapshot: Snapshot, history: History) -> Iterator[Finding]:
-    size = snapshot.terms.group_size
-    draws, counts = in_runs(draws_of(history.uids, size))
-    small = draws[counts < snapshot.terms.g_min]
-    yield error("group_too_small", small, f"groups trained with fewer than g_min = {snapshot.terms.g_min} members")
-    pairs = np.unique(np.stack([draws_of(history.logged, size), history.steps], axis=1), axis=0)
+    size, terms = snapshot.terms.group_size, snapshot.terms
+    trained, counts = in_runs(groups_of(history.uids, size))
+    small = trained[counts < terms.g_min(unused_in(snapshot, trained))]
+    yield error("group_too_small", small, f"groups trained with fewer than g_min = {terms.g_min()} members")
+    pairs = np.unique(np.stack([groups_of(history.logged, size), history.steps], axis=1), axis=0)
     groups, steps = np.unique(pairs[:, 0], return_counts=True)
     yield error("group_split", groups[steps > 1], "groups trained in more than one step")
+
+
+def unused_in(snapshot: Snapshot, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The members of each of these groups whose seat was not used, by the first try or by the second."""
+    width = 2 * snapshot.terms.group_size
+    unused = np.flatnonzero(snapshot.last == U) // width
+    known, counts = in_runs(unused)
+    at = np.searchsorted(known, groups)
+    found = np.append(known, -1)[at] == groups
+    return np.where(found, np.append(counts, 0)[at], 0)
 
 
 def check_rerolls(snapshot: Snapshot) -> Iterator[Finding]:
@@ -319,12 +329,14 @@ def check_codes(snapshot: Snapshot) -> Iterator[Finding]:
 
 @dataclass
 class Claims:
-    """Claims of a file about samples; parallel arrays. `group` and `member` are absent from the train log."""
+    """Claims of a file about samples; parallel arrays. `group` and `member` are absent from the train log, `admission`
+    from all but the ring and the log."""
 
     uid: Uids
     crc: npt.NDArray[np.int64]
     group: npt.NDArray[np.int64] | None = None
     member: npt.NDArray[np.int64] | None = None
+    admission: npt.NDArray[np.int64] | None = None
 
 
 def log_claims(log: list[LoggedStep]) -> Iterator[Claims]:
@@ -334,6 +346,7 @@ def log_claims(log: list[LoggedStep]) -> Iterator[Claims]:
         np.array([sample.prompt_crc for sample in samples], np.int64),
         np.array([sample.group for sample in samples], np.int64),
         np.array([sample.member for sample in samples], np.int64),
+        np.array([sample.admission for sample in samples], np.int64),
     )
 
 
@@ -358,7 +371,7 @@ def slot_claims(slots: Slots) -> Iterator[Claims]:
     lines = lines[(lines["uid"] & VALIDATE) == 0]
     yield Claims(
         np.array(lines["uid"], np.uint64), lines["prompt_crc"].astype(np.int64), lines["group"].astype(np.int64),
-        lines["member"].astype(np.int64),
+        lines["member"].astype(np.int64), lines["admission"].astype(np.int64),
     )
 
 
@@ -376,18 +389,22 @@ def check_claims(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _check_place(snapshot: Snapshot, place: str, claims: Iterator[Claims]) -> Iterator[Finding]:
-    size, prompts = snapshot.terms.group_size, snapshot.prompts
-    wrong, swapped = [NO_UIDS], [NO_UIDS]
+    size, seats, prompts = snapshot.terms.group_size, snapshot.terms.seats, snapshot.prompts
+    wrong, swapped, misplaced = [NO_UIDS], [NO_UIDS], [NO_UIDS]
     for some in claims:
-        draws = draws_of(some.uid, size)
+        groups = groups_of(some.uid, size)
         if some.group is not None and some.member is not None:
             members = (some.uid % np.uint64(size)).astype(np.int64)
-            wrong.append(some.uid[(some.group != draws) | (some.member != members)])
-        if prompts is not None and draws.size:
-            swapped.append(some.uid[some.crc != prompts.crcs(draws)])
+            wrong.append(some.uid[(some.group != groups) | (some.member != members)])
+        if some.admission is not None:
+            misplaced.append(some.uid[some.admission % seats != groups % seats])
+        if prompts is not None and groups.size:
+            swapped.append(some.uid[some.crc != prompts.crcs(groups // seats)])
     strangers, others = np.concatenate(wrong), readers.distinct(np.concatenate(swapped))
     yield error("wrong_group", strangers, f"the {place} gives a group or member that is not the one of the uid")
     yield error("swapped_prompt", others, f"the prompt in the {place} is not the one that the draw selects")
+    text = f"the admission index in the {place} is not one of the seat that the uid is of"
+    yield error("seat_out_of_range", np.concatenate(misplaced), text)
 
 
 # -- the slots -----

@@ -29,7 +29,6 @@ If a ring, its open.bin or the prompts' topology came or went meanwhile, the loo
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import struct
@@ -67,9 +66,9 @@ UID_NONE = (1 << 64) - 1
 SEQ_MASK = np.uint64((1 << 36) - 1)
 LINE = np.dtype(
     {
-        "names": ["word", "uid", "group", "claim_seq", "cls", "member", "group_size", "prompt_crc"],
-        "formats": ["<u8", "<u8", "<u8", "<u8", "<u4", "<u2", "<u2", "<u4"],
-        "offsets": [0x00, 0x08, 0x10, 0x28, 0x48, 0x50, 0x52, 0x70],
+        "names": ["word", "uid", "group", "admission", "claim_seq", "cls", "member", "group_size", "prompt_crc"],
+        "formats": ["<u8", "<u8", "<u8", "<u8", "<u8", "<u4", "<u2", "<u2", "<u4"],
+        "offsets": [0x00, 0x08, 0x10, 0x18, 0x28, 0x48, 0x50, 0x52, 0x70],
         "itemsize": LINE_BYTES,
     }
 )
@@ -282,12 +281,15 @@ class Terms:
     shuffle: bool
     wal: str
     train: str
+    seats: int = 1  # groups of a draw
     sources: tuple[tuple[int, int, int], ...] = ()  # first line, lines and share of 1000 draws of each
     timeline: Timeline = field(default_factory=Timeline)  # what was promised when
 
-    @property
-    def g_min(self) -> int:
-        return min(self.group_size, max(2, math.ceil(0.75 * self.group_size)))
+    def g_min(self, unused: npt.NDArray[np.int64] | int = 0) -> npt.NDArray[np.int64]:
+        """Members that must be trained of a group of which so many seats were not used."""
+        took_part = self.group_size - np.asarray(unused, np.int64)
+        needed = np.minimum(took_part, np.maximum(2, np.ceil(0.75 * took_part).astype(np.int64)))
+        return np.asarray(np.maximum(needed, min(2, self.group_size)))
 
 
 @dataclass
@@ -386,6 +388,7 @@ def read_terms(run_dir: Path) -> Terms:
             seed=int(topology["run"]["seed"]),
             shuffle=bool(data["shuffle"]),
             wal=str(topology["learner"]["wal"]),
+            seats=max(1, len(topology.get("model", {}).get("seats", ()))),
             train=str(data["train"]),
             sources=tuple(
                 (int(source["start"]), int(source["count"]), int(source["share"]))

@@ -205,6 +205,7 @@ FAILED = {fate.letter for fate in (Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MA
 EPISODE = "its episode "  # before the failure, in the error of a dropped sample
 RARE = 32  # usable groups that chance would have brought: a streak that is as long as that is none
 QUARTERS = 4
+SELDOM = 16  # of so many groups that ended because their seat was not used one counts: it is asked seldom, not idle
 BY_RULE = (Fate.FLAT.letter, Fate.OLD.letter, Fate.LONG.letter)  # in the order in which they explain a group
 WHERE = {  # the role that reports a fate
     Fate.REWARD_RAISED.letter: "reward", Fate.REWARD_HUNG.letter: "reward",
@@ -233,6 +234,7 @@ REMEDY = {
     Fate.POISON.letter: "look at the engine's log",
     Fate.MALFORMED.letter: "look at the process that wrote it",
     Fate.INCOMPLETE.letter: "look at errors.jsonl",
+    Fate.UNUSED.letter: "the episodes hardly ever call this seat: look at the function that plays them",
 }
 
 
@@ -286,7 +288,7 @@ class Idling:
         self.paths, self._n_min = paths, n_min
         self._usable = self._ended = 0  # groups in this life; those that ended unused, without the streak
         self._ready: set[int] = set()
-        self._looked = False
+        self._looked, self._unused = False, 0
         self._worst, self._best = np.inf, -np.inf  # rewards of the run
         self._newest: deque[float] = deque(maxlen=NEWEST)  # lowest rewards of flat groups, whatever was trained between
         self._since_look = FlatStreak()  # set aside, and not yet counted
@@ -317,14 +319,20 @@ class Idling:
         if self._looked:
             for fates in view.ended_fates:
                 if not ((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any():
-                    self.streak += 1
-                    self.causes[cause_of(fates)] += 1
+                    self._count(cause_of(fates))
         self._looked, self._since_look = True, FlatStreak()
         ready = {*view.draws[view.usable & ~view.flat].tolist()} - {*asides}
         if new := len(ready - self._ready):
             self._usable += new
             self.end_streak()
         self._ready = ready
+
+    def _count(self, cause: str) -> None:
+        """A group ended untrained."""
+        self._unused += cause == Fate.UNUSED.letter
+        if cause != Fate.UNUSED.letter or not self._unused % SELDOM:
+            self.streak += 1
+            self.causes[cause] += 1
 
     def add_rewards(self, rewards: Sequence[float]) -> None:
         if len(rewards):
@@ -420,11 +428,13 @@ class Idling:
 
 
 def cause_of(fates: npt.NDArray[np.uint8]) -> str:
-    """The fate of a group, from those of its members: the rule that ended it, else its commonest accident."""
+    """The fate of a group, from those of its members: the rule that ended it, else its commonest accident, else that
+    its seat was not used."""
     counts = Counter(chr(int(fate)) for fate in fates if fate)
     accidents = Counter({fate: count for fate, count in counts.items() if ord(fate) in ACCIDENTS})
     rule = next((fate for fate in BY_RULE if counts[fate]), "")
-    return rule or (accidents.most_common(1)[0][0] if accidents else Fate.INCOMPLETE.letter)
+    other = Fate.UNUSED.letter if counts[Fate.UNUSED.letter] else Fate.INCOMPLETE.letter
+    return rule or (accidents.most_common(1)[0][0] if accidents else other)
 
 
 def last_error(paths: RunPaths, where: Sequence[str]) -> str:

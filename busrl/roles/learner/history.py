@@ -41,7 +41,7 @@ from busrl.ledger.trained import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
 from busrl.ring import Fates
-from busrl.states import Fate, place_of
+from busrl.states import Fate, draw_of, place_of
 from busrl.system.files import LineFile, as_map, json_lines, replace
 from busrl.topology import Topology
 
@@ -142,13 +142,13 @@ class History:
     def _mend_train_log(self) -> None:
         """Write missing lines of the train log. Rare, and it reads the whole file: the prompts are opened for it
         alone."""
-        size = self.topology.groups.size
+        size, seats = self.topology.groups.size, len(self.topology.seats)
         records = self.wal.records() if self.wal is not None else ()
         with training_stream(self.topology) as stream:
             self.warnings.append(
                 trained.mend_train_log(
                     self.paths.train_log, self.step, self.trained, records,
-                    lambda uid: stream.item(place_of(uid, size)[0]).crc, self._train_log_bytes,
+                    lambda uid: stream.item(draw_of(place_of(uid, size)[0], seats)).crc, self._train_log_bytes,
                 )
             )
         self.train_log.close()

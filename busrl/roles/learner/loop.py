@@ -342,8 +342,9 @@ class Learner(Actor):
             self._accumulate()
             return True
         due = publication_is_due(
-            self.ring.header(HeaderWord.UNPUBLISHED_GROUPS), self.history.step, n_min=self.plan.trigger.n_min,
-            admitted=self.plan.limits.B, publish_every=self.topology.publish_every,
+            self.ring.header(HeaderWord.UNPUBLISHED_GROUPS), self.history.step,
+            n_min=self.plan.trigger.n_min + self.plan.limits.seats - 1, admitted=self.plan.limits.B,
+            publish_every=self.topology.publish_every,
         )
         if due:
             self._publish()
