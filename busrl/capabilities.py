@@ -143,6 +143,13 @@ def _with_transport(*names: str) -> dict[str, Callable[[Topology], bool]]:
     return {f'weights.transport = "{name}"': asks(name) for name in names}
 
 
+def _with_reward(kind: str) -> dict[str, Callable[[Topology], bool]]:
+    def asks(topology: Topology) -> bool:
+        return any(part.kind == kind for part in topology.reward.part)
+
+    return {f'[[reward.part]] kind = "{kind}"': asks}
+
+
 HOST_COMMANDS = (
     Command("host", "run the processes that a run on another machine has on this one", "hosts.joining:host_options",
         "The run's topology names this host in `hosts` of a [[process]]; see docs/hosts.md."),
@@ -198,6 +205,11 @@ CAPABILITIES: tuple[Capability, ...] = (
         Command("tinker-key", "make a key for clients of a service, and print what its topology needs",
             "service.keys:key_options", "See docs/service.md."),)),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),
+    Capability("rewards/box", "boxes for code that a model wrote", plugs={
+        "check_facts": "rewards.box.checks:facts", "machine_looks": "rewards.box.checks:look"},
+        asks=_with_reward("code")),
+    Capability("rewards/judge", "rewards that ask another model", asks=_with_reward("judge")),
+    Capability("rewards/model", "rewards by a model of this machine", asks=_with_reward("model")),
     Capability("engines/vllm", "rollouts with vLLM", asks=_with_engine("vllm")),
     Capability("engines/openai", "rollouts that ask an endpoint", asks=_with_engine("openai")),
     Capability("weights/broadcast", "weights that are broadcast", asks=_with_transport("broadcast")),

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 import busrl
+from busrl import capabilities
 from busrl.pages import PACKAGE, opened
 from busrl.preflight import machine, memory
 from busrl.system.imports import APART, EXTRAS, is_installed
@@ -200,15 +201,12 @@ def _extras() -> Iterator[Line]:
     yield Line("extras", here + (f"; not here: {others}: pip install 'busrl[NAME]'" if others else ""))
 
 
-def _box() -> Iterator[Line]:
-    from busrl.rewards import box
-
-    refused = box.refusal()
-    remedy = f"{refused}; reward kind \"code\" refuses to run without (docs/rewards.md)" if refused else ""
-    works = 'works: what models write for reward kind "code" runs shut in'
-    yield Line("code box", works if not refused else "this machine does not allow it", remedy)
+def _parts() -> Iterator[Line]:
+    """Tell what the optional parts of busrl look for on a machine."""
+    for look in capabilities.plugs("machine_looks"):
+        yield from look()
 
 
 LOOKS: tuple[Callable[[], Iterator[Line]], ...] = (
-    _python, _machine, _kernel, _shm, _limits, _folder, _bus, _torch, _packages, _extras, _box,
+    _python, _machine, _kernel, _shm, _limits, _folder, _bus, _torch, _packages, _extras, _parts,
 )

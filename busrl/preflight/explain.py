@@ -161,8 +161,7 @@ def _first(t: Topology) -> Iterator[str]:
     reward = t.reward
     if reward.part:
         yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in reward.part)
-    if any(part.kind == "code" for part in reward.part):
-        yield f"boxes for code: {trial.boxes()}"
+    yield from trial.facts_of_parts(t)
     tried = all(REWARD_KINDS[part.kind].is_tried for part in reward.part)
     yield from (t.derived.trial if tried else ()) or trial.try_first(t).lines
     yield from trial.notes_of_parts(t)

@@ -121,13 +121,6 @@ def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
     return Trial((*_prompt(t, place, record, tokenizer), *results), tuple(judged))
 
 
-def boxes() -> str:
-    """Describe the box of this machine for code that a model wrote."""
-    words = [*interpreter(), "busrl.rewards.box"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LOAD_S)
-    return "; ".join(done.stdout.splitlines()) or done.stderr.strip()[-SHOWN_TEXT:]
-
-
 @dataclass(frozen=True)
 class Subject:
     """The trial of a reward: its setup, and how long a call may take."""
@@ -375,6 +368,12 @@ def try_parts(t: Topology) -> Iterator[tuple[str, str]]:
     """(key, fault) of what the optional parts of busrl found by trying what they will play."""
     for attempt in capabilities.plugs("trials"):
         yield from attempt(t)
+
+
+def facts_of_parts(t: Topology) -> Iterator[str]:
+    """Lines on the machine that optional parts put before the trial of a reward."""
+    for facts in capabilities.plugs("check_facts"):
+        yield from facts(t)
 
 
 def notes_of_parts(t: Topology) -> Iterator[str]:

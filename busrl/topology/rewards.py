@@ -64,7 +64,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
                         ("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries",
                          "api_key_env", "answer_key"), "base_url", '"http://127.0.0.1:8000/v1"', timeout_s=60.0,
                         package="aiohttp", extra="busrl[rewards]", one_child=True),
-    "code": RewardKind("rewards.kinds:Code",
+    "code": RewardKind("rewards.box.programs:Code",
                        ("tests", "entry", "share", "extract", "run_s", "total_s", "cpu_s", "run_mb", "at_once",
                         "trust"), timeout_s=60.0, one_child=True, is_tried=True),
 }

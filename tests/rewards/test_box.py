@@ -13,10 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from busrl.rewards import box, box_launcher
-from busrl.rewards.box import BoxRefused, Limits, run
+from busrl.rewards.box import BoxRefused, Limits, boxes, launcher, run
 
-REFUSAL = box.refusal()
+REFUSAL = boxes.refusal()
 needs_box = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
 PATIENT = Limits(wall_s=60.0)
 
@@ -187,10 +186,10 @@ def test_ordinary_programs_run_under_the_filter():
 
 
 def test_a_machine_without_the_filter_is_named(monkeypatch):
-    monkeypatch.setattr(box_launcher.os, "uname", lambda: SimpleNamespace(machine="riscv64"))
-    assert "x86_64 and aarch64; this is riscv64" in box_launcher.parts()["seccomp"]
+    monkeypatch.setattr(launcher.os, "uname", lambda: SimpleNamespace(machine="riscv64"))
+    assert "x86_64 and aarch64; this is riscv64" in launcher.parts()["seccomp"]
     with pytest.raises(OSError, match=r"seccomp: .*riscv64"):
-        box_launcher.hold_calls()
+        launcher.hold_calls()
 
 
 @needs_box
@@ -203,6 +202,6 @@ def test_boxes_run_side_by_side():
 def test_a_launcher_that_says_nothing_is_a_refusal(monkeypatch, tmp_path):
     broken = tmp_path / "launcher.py"
     broken.write_text("raise SystemExit('no')")
-    monkeypatch.setattr(box, "LAUNCHER", broken)
+    monkeypatch.setattr(boxes, "LAUNCHER", broken)
     with pytest.raises(BoxRefused, match="without a word: no"):
         run("print(1)", "", PATIENT)

@@ -7,14 +7,14 @@ import time
 import pytest
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards import box
 from busrl.rewards.base import Item, Setup
-from busrl.rewards.box_calls import pack, unpack
-from busrl.rewards.kinds import Code, UnfitTests, read_tests
+from busrl.rewards.box import boxes
+from busrl.rewards.box.calls import pack, unpack
+from busrl.rewards.box.programs import Code, UnfitTests, read_tests
 from busrl.rewards.pool import RewardPool
 from busrl.topology.rewards import Reward, RewardPart
 
-needs_box = pytest.mark.skipif(bool(box.refusal()), reason="this machine makes no box")
+needs_box = pytest.mark.skipif(bool(boxes.refusal()), reason="this machine makes no box")
 ASSERTS = ["assert f(2) == 4", "assert f([1]) == [1, 1]", "assert f('ab') == 'abab'"]
 RIGHT = "def f(x): return x * 2"
 
@@ -196,7 +196,7 @@ def test_the_last_block_is_the_answer_and_none_is_worth_nothing():
 
 
 def test_a_machine_without_boxes_is_refused_unless_it_is_trusted(monkeypatch):
-    monkeypatch.setattr(box, "refusal", lambda: "this machine makes no box for code: landlock: version 4")
+    monkeypatch.setattr(boxes, "refusal", lambda: "this machine makes no box for code: landlock: version 4")
     with pytest.raises(RewardNotLoaded, match=r"landlock: version 4 .*PID namespace: .*set trust = true"):
         Code(Setup("code", place="reward.part 'code'"))
     part = Code(Setup("code", place="p", trust=True, run_s=60.0, total_s=60.0))
@@ -206,9 +206,9 @@ def test_a_machine_without_boxes_is_refused_unless_it_is_trusted(monkeypatch):
 def test_a_box_that_is_not_made_raises(monkeypatch, tmp_path):
     broken = tmp_path / "launcher.py"
     broken.write_text("raise SystemExit('no')")
-    monkeypatch.setattr(box, "LAUNCHER", broken)
+    monkeypatch.setattr(boxes, "LAUNCHER", broken)
     for tests in (ASSERTS, {"inputs": ["1"], "outputs": ["1"]}):
-        with pytest.raises(box.BoxRefused, match=r"without a word|no word"):
+        with pytest.raises(boxes.BoxRefused, match=r"without a word|no word"):
             worth(RIGHT, tests)
 
 
@@ -233,7 +233,7 @@ def test_a_weighted_part_loses_a_broken_lines_sample_alone():
 @needs_box
 def test_a_coroutine_runs_code_in_boxes_side_by_side():
     async def both():
-        return await asyncio.gather(*(box.run_async(f"print({n})", "", box.Limits(wall_s=60.0)) for n in range(3)))
+        return await asyncio.gather(*(boxes.run_async(f"print({n})", "", boxes.Limits(wall_s=60.0)) for n in range(3)))
 
     assert [result.stdout for result in asyncio.run(both())] == ["0\n", "1\n", "2\n"]
 

@@ -2,8 +2,8 @@
 
 A box is a process tree with namespaces of its own (user, mount, IPC, PID, network without a device), under Landlock
 (reads Python and /usr, writes its own folder in memory) and seccomp (system calls), with resource limits.
-`busrl.rewards.box_launcher` makes it. Calls may come from any number of threads. `python -m busrl.rewards.box` prints
-what this kernel has. Knows nothing of rewards, rings or agents.
+`launcher` makes it, `calls` is the program of tests. Calls may come from any number of threads. Knows nothing of
+rewards, rings or agents.
 
 - Nothing of a box outlives its `run`: it ends with process 1 of its namespace, daemons included.
 - Where the kernel refuses one part of the box, nothing is run: `BoxRefused`.
@@ -30,9 +30,9 @@ from typing import IO, Any
 
 import msgspec
 
-from busrl.rewards.box_launcher import MOUNTED
+from busrl.rewards.box.launcher import MOUNTED
 
-LAUNCHER, CALLS = Path(__file__).with_name("box_launcher.py"), Path(__file__).with_name("box_calls.py")
+LAUNCHER, CALLS = Path(__file__).with_name("launcher.py"), Path(__file__).with_name("calls.py")
 START_S = 20.0  # for making a box, on a busy machine; the time of its code begins afterwards
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
@@ -88,7 +88,7 @@ async def run_async(code: str, stdin: str = "", limits: Limits | None = None, tr
 def run_tests(
     code: str, tests: Mapping[str, Any], limits: Limits | None = None, trust: bool = False
 ) -> tuple[list[dict[str, Any]], Result]:
-    """Run `tests` (in the form of `busrl.rewards.box_calls`) in one box on the functions of `code` in another; returns
+    """Run `tests` (in the form of `busrl.rewards.box.calls`) in one box on the functions of `code` in another; returns
     the lines of the tests' program, and its end.
 
     The code serves calls over a socket and has no other access to the tests: values leave its box as plain data, and
@@ -244,8 +244,3 @@ class Box:
                         ready.unregister(key.fileobj)
             ended = not ready.get_map()
         return bytes(out), bytes(err), ended
-
-
-if __name__ == "__main__":
-    print(parts())
-    print(refusal() or "a first program ran in a box")

@@ -1,7 +1,7 @@
 """The program that makes a box and runs one command in it:
-`python -I -S box_launcher.py FILES_FD STATUS_FD PARENT_PID NAME=VALUE...`
+`python -I -S launcher.py FILES_FD STATUS_FD PARENT_PID NAME=VALUE...`
 
-Started by `busrl.rewards.box` alone, which describes the box. Imports nothing of busrl, and of the standard library
+Started by `boxes` alone, which describes the box. Imports nothing of busrl, and of the standard library
 only modules that load fast: `json` or `signal` would take as long as Python's own start. Three processes: this one
 outside, process 1 of the new namespace, and the command below it. With the single word `parts` it prints which parts of
 a box this kernel grants. Machines: x86-64 and aarch64, little-endian.

@@ -1,9 +1,9 @@
 """The two programs of a test that calls functions of an answer: `box_calls.py answer` and `box_calls.py tests`, each in
 a box of its own, at the two ends of a socket (descriptor 0).
 
-Started by `busrl.rewards.box` alone. Stands alone: the standard library, nothing of busrl. The first loads answer.py
-and serves calls; the second runs the tests of tests.json and prints a line of JSON for each (`{"tests": n}` first,
-`{"passed": bool, "why": text}` after each, or `{"unfit": text}` where the tests themselves are wrong).
+Started by `boxes` alone, under that name. Stands alone: the standard library, nothing of busrl. The first loads
+answer.py and serves calls; the second runs the tests of tests.json and prints a line of JSON for each (`{"tests": n}`
+first, `{"passed": bool, "why": text}` after each, or `{"unfit": text}` where the tests themselves are wrong).
 
 - No object of the answer reaches the tests: values are copied as plain data (JSON, read back as Python's own types), so
   `==` is that of the tests. An object that is no plain data stays on the answer's side, and the tests hold a `Remote`:
