@@ -175,6 +175,8 @@ SIMULATE_COMMANDS = (
         {"OPENBLAS_NUM_THREADS": "1"}),
 )
 CAPABILITIES: tuple[Capability, ...] = (
+    Capability("ledger/audit", "audits", plugs={
+        "run_audit": "ledger.audit:audit", "audit_text": "ledger.audit:render"}),
     Capability("agents", "episodes of agents", plugs={
         "trials": "agents.trials:try_agents", "check_notes": "agents.trials:notes_on_turns"}),
     Capability("hosts", "other hosts and workers from outside", plugs={

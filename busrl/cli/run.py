@@ -33,7 +33,6 @@ from busrl.data.pretrained import task_prompts
 from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, RingError, UserError, escaped
 from busrl.launcher import pythons
 from busrl.launcher.rundir import belongs_to_another
-from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
 from busrl.pages import opened
 from busrl.paths import RunPaths
@@ -195,8 +194,9 @@ def launch_pid(paths: RunPaths) -> int | None:
 
 
 def audit(options: argparse.Namespace) -> int:
+    make, text_of = (capabilities.plug("ledger/audit", place) for place in ("run_audit", "audit_text"))
     train = as_map(read_map(RunPaths.of(options.run_dir).topology).get("data")).get("train")
-    report = auditing.audit(options.run_dir, prompts=task_prompts(str(train)))
+    report = make(options.run_dir, prompts=task_prompts(str(train)))
     looks = capabilities.plugs("audits")
     parts = [audited for look in looks if (audited := look(options.run_dir, options.waste)) is not None]
     # A run that such a part is all of has no groups, and no steps of its own.
@@ -208,7 +208,7 @@ def audit(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**report.to_json(), **more}, indent=2))
     else:
-        print("\n".join(map(printable, "\n".join([auditing.render(report), *lines]).split("\n"))))
+        print("\n".join(map(printable, "\n".join([text_of(report), *lines]).split("\n"))))
     return report.exit_code or int(any(audited.errors for audited in parts))
 
 

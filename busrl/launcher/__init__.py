@@ -16,14 +16,14 @@ from typing import TextIO
 
 import setproctitle
 
+from busrl import capabilities
 from busrl.data.pretrained import task_prompts
 from busrl.errors import BusrlError, MachineError, RunFinished
 from busrl.launcher.children import Interrupted, Signals
 from busrl.launcher.display import Display, open_display
 from busrl.launcher.run import Launch, close_run
 from busrl.launcher.rundir import open_run
-from busrl.launcher.summary import RunOutcome, build, final_lines
-from busrl.ledger.audit import audit
+from busrl.launcher.summary import Audit, RunOutcome, build, final_lines
 from busrl.paths import RunPaths
 from busrl.preflight.load import materialise
 from busrl.system import files
@@ -67,17 +67,19 @@ def _conclude(
     display: Display,
 ) -> int:
     """Audit the run, write its summary and print the last lines. The run directory is released already."""
-    report, unaudited = None, ""
+    report: Audit | None = None
+    unaudited = ""
     try:
         with signals.interrupting():
-            report = audit(root, prompts=task_prompts(topology.data.train))
+            for audit in capabilities.plugs("run_audit"):
+                report = audit(root, prompts=task_prompts(topology.data.train))
     except Interrupted as name:
         unaudited = f"{name} interrupted it; `busrl audit {root}` makes it"
     except (OSError, BusrlError) as problem:  # a run has a summary, also if its files cannot be read
         unaudited = str(problem)
     if unaudited:
         display.say(f"no audit is made: {unaudited}")
-    if outcome.exit_code == 0 and (report is None or report.errors):
+    if outcome.exit_code == 0 and (unaudited or (report and report.errors)):
         why = "the audit found errors" if report else f"no audit is made: {unaudited}"
         outcome = RunOutcome("failed", f"the goal was reached, but {why}", 1)
     summary = build(

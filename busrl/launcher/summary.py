@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ from msgspec.structs import replace
 
 from busrl.errors import first_line
 from busrl.launcher.supervisor import Child, is_titled
-from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -329,8 +328,36 @@ class RunOutcome:
     exit_code: int
 
 
+class AuditCounts(Protocol):
+    """The numbers of an audit that the last lines name."""
+
+    @property
+    def trained(self) -> int: ...
+    @property
+    def lost(self) -> int: ...
+    @property
+    def trained_twice(self) -> int: ...
+
+
+class Audit(Protocol):
+    """The result of the optional part that audits a run, as a summary reads it: samples set aside by rule and by
+    accident, by reason, and the errors that were found, with their kinds."""
+
+    @property
+    def counts(self) -> AuditCounts: ...
+    @property
+    def rules(self) -> Mapping[str, int]: ...
+    @property
+    def accidents(self) -> Mapping[str, int]: ...
+    @property
+    def errors(self) -> Sequence[object]: ...
+    @property
+    def kinds(self) -> Collection[str]: ...
+    def to_json(self) -> dict[str, object]: ...
+
+
 def build(
-    outcome: RunOutcome, progress: Progress, report: AuditReport | None, still_open: int,
+    outcome: RunOutcome, progress: Progress, report: Audit | None, still_open: int,
     usage: dict[str, dict[str, Any]], residence: dict[str, dict[str, float]], crashes_missing: list[str],
 ) -> dict[str, Any]:
     """The content of summary.json. `usage` is the result of `Usage.summary`, "launch" included, `residence` that of
@@ -357,7 +384,7 @@ def build(
     }
 
 
-def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:
+def final_lines(summary: dict[str, Any], report: Audit | None, paths: RunPaths) -> list[str]:
     mark = "✓" if summary["goal_reached"] else "✗"
     why = summary["why"] if len(summary["why"]) <= REPEATED else 'by what "ending:" above says'
     lines = [f"{mark} {summary['name']}: {summary['outcome']}, {why}"]
@@ -390,7 +417,7 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     return lines
 
 
-def _waste(report: AuditReport | None) -> list[str]:
+def _waste(report: Audit | None) -> list[str]:
     """A line about samples that were generated and not trained, by rule; none below one percent."""
     if report is None:
         return []
@@ -399,7 +426,7 @@ def _waste(report: AuditReport | None) -> list[str]:
     return [f"not trained: {', '.join(shares)} of {short(ended)} samples"] if shares else []
 
 
-def _ledger(summary: dict[str, Any], report: AuditReport | None) -> str:
+def _ledger(summary: dict[str, Any], report: Audit | None) -> str:
     if report is None:
         return "audit: not made"
     counts = report.counts

@@ -34,7 +34,10 @@ ASKING: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights/one_copy": ("", ("weights.transport=cuda_ipc",)),
     "weights/folders": ("", ("weights.transport=checkpoint_restart",)),
 }
-COMMANDS = {"observe": ("monitor",), "simulate": ("simulate", "quickstart.toml"), "service": ("tinker-key", "ann")}
+COMMANDS = {
+    "ledger/audit": ("audit", "run"), "observe": ("monitor",), "simulate": ("simulate", "quickstart.toml"),
+    "service": ("tinker-key", "ann"),
+}
 
 
 def copy_without(folder: Path, *parts: str) -> Path:
