@@ -15,6 +15,7 @@
 #include "hint_model.hpp"
 #include "host_model.hpp"
 #include "ledger_model.hpp"
+#include "pair_model.hpp"
 #include "slot_model.hpp"
 
 using namespace model;
@@ -36,6 +37,31 @@ std::function<Verdict(const char*)> with(typename Model::Config config) {
     };
 }
 
+// Model 6: its numbers, then whatever else is to be set.
+using P = PairModel::Config;
+using M = PairMutant;
+std::function<Verdict(const char*)> pairs(uint8_t sides, uint8_t episodes, uint8_t deaths, uint8_t accidents,
+                                          void (*more)(P&) = [](P&) {}) {
+    P config;
+    config.sides = sides, config.episodes = episodes, config.deaths = deaths, config.accidents = accidents;
+    more(config);
+    return with<PairModel>(config);
+}
+void room_in_1(P& p) { p.room[1] = 1; }
+void start(P& p) { p.starts = 1; }
+void starts(P& p) { p.starts = 2; }
+void finishes(P& p) { p.finishes = p.starts = p.room[0] = 1; }
+void two_finish(P& p) { p.finishes = 2; }
+template <uint8_t Closes>
+void halves(P& p) {
+    p.starts = 2, p.closes = Closes, p.holders = 1;
+}
+void halves_of_two(P& p) { halves<3>(p), p.holders = 2; }
+template <PairMutant Mutant>
+void mutant(P& p) {
+    p.mutant = Mutant;
+}
+
 std::vector<Run> protocol() {
     using L = LedgerModel;
     return {
@@ -54,8 +80,33 @@ std::vector<Run> protocol() {
         {"hosts: the same, of one name", nullptr, true, with<HostModel>({1, 1, 1, 3, true})},
         {"hosts: 1 death, 4 messages, of one name", nullptr, false, with<HostModel>({1, 1, 1, 4, true})},
         {"hosts: 2 deaths, 2 messages", nullptr, false, with<HostModel>({1, 1, 2, 2})},
+        {"pairs: no deaths", nullptr, true, pairs(2, 2, 0, 0)},
+        {"pairs: 1 death, 1 accident", nullptr, true, pairs(2, 2, 1, 1)},
+        {"pairs: 2 deaths, 1 accident", nullptr, false, pairs(2, 2, 2, 1)},
+        {"pairs: 3 deaths, 2 accidents, 1 episode", nullptr, true, pairs(2, 1, 3, 2)},
+        {"pairs: the second row, room for one", nullptr, true, pairs(2, 2, 1, 1, room_in_1)},
+        {"pairs: 2 starts, 1 death, 1 accident, 1 episode", nullptr, true, pairs(2, 1, 1, 1, starts)},
+        {"pairs: a start without a ring", nullptr, true, pairs(2, 2, 0, 0, start)},
+        {"pairs: 2 starts, the lead's group in halves", nullptr, true, pairs(2, 2, 0, 0, halves<1>)},
+        {"pairs: the same of the other ledger", nullptr, true, pairs(2, 2, 0, 0, halves<2>)},
+        {"pairs: the same of both", nullptr, true, pairs(2, 2, 0, 0, halves<3>)},
+        {"pairs: the same, 2 holders, 1 death", nullptr, false, pairs(2, 2, 1, 0, halves_of_two)},
+        {"pairs: a ledger finishes, 1 death, 1 start", nullptr, true, pairs(2, 2, 1, 0, finishes)},
+        {"pairs: 3 sides, no deaths", nullptr, true, pairs(3, 2, 0, 0)},
+        {"pairs: 3 sides, 1 death", nullptr, true, pairs(3, 2, 1, 0)},
+        {"pairs: 3 sides, 2 deaths, 1 accident, 1 episode", nullptr, false, pairs(3, 1, 2, 1)},
+        {"pairs: 3 sides, 2 finish, 1 death, 1 episode", nullptr, true, pairs(3, 1, 1, 0, two_finish)},
     };
 }
+
+template <uint8_t Closes>
+void unknown(P& p) {
+    halves<Closes>(p), p.mutant = M::CLOSED_UNKNOWN;
+}
+void across(P& p) { p.mutant = M::BY_ITSELF, p.room[0] = p.room[1] = p.first[1] = 1; }
+void waits_across(P& p) { across(p), p.mutant = M::WAITS; }
+void waits(P& p) { p.mutant = M::WAITS, p.holders = 1, p.room[0] = 2, p.room[1] = 1; }
+void counted(P& p) { finishes(p), p.starts = 0, p.mutant = M::FINISHED_COUNTS; }
 
 std::vector<Run> controls() {
     const auto slot = [](SlotMutant mutant) { return with<SlotModel>({1, 2, 1, true, false, 1, mutant}); };
@@ -103,6 +154,19 @@ std::vector<Run> controls() {
         {"hosts: a new satellite does not read its ring", "doubled", true, host(HostMutant::FORGETS)},
         {"hosts: again before its slot there is free", "doubled", true, host(HostMutant::EARLY)},
         {"hosts: what is late gets no answer", "stuck", true, host(HostMutant::SILENT)},
+        {"pairs: the lead is dispatched first", "an episode is played without", true,
+         pairs(2, 2, 0, 0, mutant<M::LEAD_FIRST>)},
+        {"pairs: orphan = lead not queued", "an episode is played without", true,
+         pairs(2, 2, 0, 0, mutant<M::NOT_QUEUED>)},
+        {"pairs: closed groups of ledger 0 are not known", "stuck", true, pairs(2, 2, 0, 0, unknown<1>)},
+        {"pairs: closed groups of ledger 1 are not known", "stuck", true, pairs(2, 2, 0, 0, unknown<2>)},
+        {"pairs: two schedulers, a holder waits", "stuck", true, pairs(2, 2, 0, 0, waits)},
+        {"pairs: the same in other orders", "stuck", true, pairs(2, 2, 0, 0, waits_across)},
+        {"pairs: the same, and no holder waits", "an episode is played without", true, pairs(2, 2, 0, 0, across)},
+        {"pairs: a side is taken from a living holder", "taken", true, pairs(2, 2, 0, 0, mutant<M::NO_PROOF>)},
+        {"pairs: a reaper swaps without comparing", "an episode is played more often", true,
+         pairs(2, 1, 1, 0, mutant<M::NO_REREAD>)},
+        {"pairs: a finished ledger has to have room", "stuck", true, pairs(2, 2, 0, 0, counted)},
     };
 }
 
