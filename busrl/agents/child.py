@@ -16,8 +16,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +26,8 @@ from typing import Any
 import msgspec
 
 from busrl.agents import adapters
-from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play
+from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play, seated
+from busrl.agents.seats import ONLY, Seat
 from busrl.errors import AgentNotLoaded, cause
 from busrl.system import imports, parent, pipes
 
@@ -48,12 +50,23 @@ class EpisodeSetup(msgspec.Struct, tag="setup"):
 
 
 class Begin(msgspec.Struct, tag="begin"):
-    """Run an episode for a line of the data."""
+    """Run an episode for a line of the data. `seats` and the key of each for clients over HTTP, where there are
+    several."""
 
     key: int
     task: msgspec.Raw
     uid: int = 0
     openai: dict[str, str] = {}
+    seats: list[Seat] = []
+    keys: dict[str, str] = {}
+
+    def llm(self, ask: Callable[[str, Request], Awaitable[Response]]) -> Llm:
+        """The model as the code of the episode sees it; `ask` gets the name of a seat, "" for the only one."""
+        task = msgspec.json.decode(self.task)
+        if not self.seats:
+            return Llm(partial(ask, ""), task, uid=self.uid, openai=self.openai)
+        openai = {name: {**self.openai, "api_key": key} for name, key in self.keys.items()}
+        return seated(ask, task, self.uid, self.seats, openai)
 
 
 class Answered(msgspec.Struct, tag="answered"):
@@ -81,11 +94,12 @@ class Beat(msgspec.Struct, tag="beat"):
 
 
 class Asked(msgspec.Struct, tag="asked"):
-    """A request of an episode; `call` is this process's number for it."""
+    """A request of an episode to the model in a seat; `call` is this process's number for it."""
 
     key: int
     call: int
     request: Request
+    seat: str = ""
 
 
 class Over(msgspec.Struct, tag="over"):
@@ -177,10 +191,10 @@ class Process:
             self._episodes[frame.key].cancel()
 
     async def _run(self, begin: Begin) -> None:
-        async def ask(request: Request) -> Response:
+        async def ask(seat: str, request: Request) -> Response:
             self._calls += 1
             call, future = self._calls, asyncio.get_running_loop().create_future()
-            line = msgspec.json.encode(Asked(begin.key, call, request)) + b"\n"  # raises if no frame can hold it
+            line = msgspec.json.encode(Asked(begin.key, call, request, seat)) + b"\n"  # raises if no frame can hold it
             self._waiting[call] = future
             try:
                 pipes.write(self._fd, line, self._lock)
@@ -189,9 +203,8 @@ class Process:
                 self._waiting.pop(call, None)
 
         try:
-            task = msgspec.json.decode(begin.task)
-            llm = Llm(ask, task, uid=begin.uid, openai=begin.openai)
-            ended = await play(self._function, task, llm, self._threads)
+            llm = begin.llm(ask)
+            ended = await play(self._function, llm.task, llm, self._threads, begin.seats or (ONLY,))
         except asyncio.CancelledError:
             ended = Ended("raised", text="cancelled")
         except BaseException as problem:  # such as that of an exception whose text raises another

@@ -10,6 +10,8 @@ the tree of turns. Knows nothing of slots, pipes or HTTP: a role wires it to the
 - A request that its client marks as a retry joins the first one with the same body. A request whose clients have all
   gone runs on for `linger_s`, for a client that comes back.
 - The episode's own time is the time in which none of its calls waits or generates.
+- An episode of several seats is the `Episode` of the first of them, which has the others. Each seat has a tree, limits
+  and retries of its own; own time and `parallel` are those of all.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import numpy.typing as npt
 from busrl.agents.llm import ChatRequest, Choice, Choices, CompleteRequest, Refusal, Request, Response, RewardRequest
 from busrl.agents.parsers import Draft, MessageMaker
 from busrl.agents.renderer import Renderer
+from busrl.agents.seats import ONLY, Seat
 from busrl.agents.tree import Conversation, Ids, OpenCall, Tree, Turn
 from busrl.data.episodes import EpisodeLimits
 from busrl.errors import CallRefused, CallUnanswered
@@ -81,13 +84,16 @@ OnDraft = Callable[[int, dict[str, str]], None]  # the number of an answer, and 
 
 @dataclass(frozen=True)
 class Settings:
-    """The keys of [agents] and [generation] that bind an episode."""
+    """The keys of [agents] and [generation] that bind an episode, or a seat of it. `salt`: that of its tree."""
 
     max_new_tokens: int
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     parallel: int = 8
     retry_s: float = 600.0
     linger_s: float = 5.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    salt: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,28 +171,76 @@ class Retries:
         self._exchanges.remove(request)
 
 
+class OwnTime:
+    """The time in which none of an episode's calls waits or generates, and a `gate` through which at most `parallel` of
+    them go at once."""
+
+    def __init__(self, parallel: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.gate = clock, asyncio.Semaphore(parallel)
+        self._calls, self._own_s, self._since = 0, 0.0, clock()
+
+    @property
+    def busy(self) -> bool:
+        return self._calls > 0
+
+    def seconds(self) -> float:
+        return self._own_s + (0.0 if self._calls else self.clock() - self._since)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Count the time inside as that of a call."""
+        if not self._calls:
+            self._own_s += self.clock() - self._since
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._since = self.clock()
+
+
 class Episode:
-    """The calls of one episode. `counts`: tool calls that were not parsed (`unparsed`), requests that were `refused`,
-    and those that `joined` an earlier one."""
+    """The calls of one episode, or of a seat of it. `counts`: tool calls that were not parsed (`unparsed`), requests
+    that were `refused`, and those that `joined` an earlier one. `seats`: by name the parts of the episode, of which
+    this is the first; `openai` and `keys` (of the seats, where there are several): how clients over HTTP reach it."""
 
     def __init__(self, uid: int, engine: Engine, renderer: Renderer, maker: MessageMaker, settings: Settings,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self.uid, self.tree, self.counts = uid, Tree(settings.limits), Counter[str]()
-        self._engine, self._renderer, self._maker, self._settings = engine, renderer, maker, settings
-        self._running = asyncio.Semaphore(settings.parallel)
+                 clock: Callable[[], float] = time.monotonic, seat: Seat = ONLY, own: OwnTime | None = None,
+                 others: Sequence[Episode] = ()) -> None:
+        """`others`: the episode's further seats, with the same `own` time."""
+        self.uid, self.tree, self.counts = uid, Tree(settings.limits, settings.salt), Counter[str]()
+        self.seat, self.seats = seat, {seat.name: self, **{other.seat.name: other for other in others}}
+        self.settings, self.renderer = settings, renderer
+        self._engine, self._maker = engine, maker
+        self._own = own or OwnTime(settings.parallel, clock)
         self._freed = asyncio.Event()  # a call has ended: there may be more room
         self._engines: dict[int, int] = {}  # number of a turn -> its engine
         self._retries = Retries(settings.retry_s)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._clock, self._busy, self._own_s, self._since = clock, 0, 0.0, clock()
         self.openai: dict[str, str] = {}  # base_url and api_key, where a door is open to it
+        self.keys: dict[str, str] = {}
         self.closed = False
         self._on_close: Callable[[], None] = lambda: None
         self._on_unanswered: Callable[[CallUnanswered], None] = lambda problem: None
+        for other in others:
+            other.on_unanswered(self.unanswered)
 
-    def reached_by(self, openai: dict[str, str], on_close: Callable[[], None]) -> None:
-        """Set the `base_url` and `api_key` by which clients reach the episode until it is closed."""
-        self.openai, self._on_close = openai, on_close
+    def reached_by(self, openai: dict[str, str], on_close: Callable[[], None],
+                   keys: dict[str, str] | None = None) -> None:
+        """Set the `base_url` and `api_key` by which clients reach the episode until it is closed, and the `keys` of its
+        seats."""
+        self.openai, self._on_close, self.keys = openai, on_close, keys or {}
+
+    @property
+    def places(self) -> list[Seat]:
+        """The seats in their order."""
+        return [one.seat for one in self.seats.values()]
+
+    @property
+    def spoke(self) -> set[str]:
+        """The seats whose calls got an answer that is kept."""
+        return {name for name, one in self.seats.items() if any(turn.kept for turn in one.tree.turns)}
 
     def on_unanswered(self, listener: Callable[[CallUnanswered], None]) -> None:
         """Set the function that is called when engines leave a call unanswered."""
@@ -216,7 +270,7 @@ class Episode:
         """Answer a request of a client over HTTP, which may ask again: with `retried` the same `body` gets the answer
         to the request that it repeats, if there is one, without a draft. A client that goes away cancels this call."""
         key = hashlib.blake2b(body, digest_size=16).digest()
-        exchange = self._retries.again(key, self._clock()) if retried else None
+        exchange = self._retries.again(key, self._own.clock()) if retried else None
         self.counts["joined"] += exchange is not None
         if exchange is None:
             exchange = self._retries.first(key, self._started(self.answer(request, on_draft)))
@@ -229,30 +283,37 @@ class Episode:
             exchange.waiting -= 1
             if not exchange.waiting and not exchange.answer.done():
                 later = asyncio.get_running_loop().call_later
-                exchange.giving_up = later(self._settings.linger_s, self._give_up, exchange)
-        exchange.delivered_at = self._clock()
+                exchange.giving_up = later(self.settings.linger_s, self._give_up, exchange)
+        exchange.delivered_at = self._own.clock()
         return delivery, response
 
     def close(self) -> None:
-        """Cancel the calls under way; the tree keeps the answered ones."""
+        """Cancel the calls under way; the trees keep the answered ones."""
         if not self.closed:
             self.closed = True
             self._on_close()
         for task in list(self._tasks):
             task.cancel()
+        for other in self.seats.values():
+            if other is not self:
+                other.close()
 
     @property
     def busy(self) -> bool:
-        return self._busy > 0
+        return self._own.busy
 
     @property
     def waiting(self) -> int:
         """The number of clients over HTTP that wait for answers."""
-        return self._retries.waiting
+        return sum(one._retries.waiting for one in self.seats.values())
 
     def own_s(self) -> float:
         """Seconds in which none of the episode's calls waited or generated."""
-        return self._own_s + (0.0 if self._busy else self._clock() - self._since)
+        return self._own.seconds()
+
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
+        """Count the time inside as that of a call, not as the episode's own."""
+        return self._own.stopped()
 
     def _give_up(self, exchange: Exchange) -> None:
         if not exchange.answer.done():
@@ -265,29 +326,16 @@ class Episode:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Count the time inside as that of a call, not as the episode's own."""
-        if not self._busy:
-            self._own_s += self._clock() - self._since
-        self._busy += 1
-        try:
-            yield
-        finally:
-            self._busy -= 1
-            if not self._busy:
-                self._since = self._clock()
-
     # -- calls -----
 
     async def _question(self, request: ChatRequest | CompleteRequest) -> Question:
         if isinstance(request, ChatRequest):
             size = sum(map(len, request.messages)) + len(request.tools) + len(request.arguments)
-            require_some_fit(self._settings.limits.context, len(request.messages), size)
+            require_some_fit(self.settings.limits.context, len(request.messages), size)
             return await beside(size, self._chat, request)
         prompt = request.prompt
         parts, size = (len(prompt), 0) if isinstance(prompt, list) else (1, len(prompt))
-        require_some_fit(self._settings.limits.context, parts, size)
+        require_some_fit(self.settings.limits.context, parts, size)
         return await beside(max(parts, size), self._completion, request)
 
     def _chat(self, request: ChatRequest) -> Question:
@@ -298,13 +346,13 @@ class Episode:
             raise CallRefused("invalid", "tools must be a list of objects", "tools")
         if not isinstance(arguments, dict):
             raise CallRefused("invalid", "arguments of the template must be an object", "chat_template_kwargs")
-        prompted = self._renderer.prompt(self.tree, history, tools, arguments)
+        prompted = self.renderer.prompt(self.tree, history, tools, arguments)
         return Question(request, prompted.parent, prompted.new, history, prompted.text, tools)
 
     def _completion(self, request: CompleteRequest) -> Question:
         text_or_ids = request.prompt
-        ids = text_or_ids if isinstance(text_or_ids, list) else self._renderer.encode(text_or_ids)
-        most = self._renderer.vocabulary
+        ids = text_or_ids if isinstance(text_or_ids, list) else self.renderer.encode(text_or_ids)
+        most = self.renderer.vocabulary
         if wrong := next((f"{token}" for token in ids if not 0 <= token < most), ""):
             raise CallRefused("invalid", f"prompt: the token id {wrong} must be from 0 to {most - 1}", "prompt")
         prompt = np.array(ids, np.int32)
@@ -317,7 +365,7 @@ class Episode:
             raise CallRefused("invalid", f"n = {count}: must be 1 to {MOST_ANSWERS}", "n")
         if most < 0:
             raise CallRefused("invalid", f"max_tokens = {most}: must be at least 1", "max_tokens")
-        wanted = min(most or self._settings.max_new_tokens, self._settings.max_new_tokens)
+        wanted = min(most or self.settings.max_new_tokens, self.settings.max_new_tokens)
         if count > 1:  # there is room for all, or none is begun
             await self._room(question, wanted, count)
             wanted = self.tree.room(question.parent, len(question.new), wanted, count)
@@ -335,7 +383,7 @@ class Episode:
 
     async def _call(self, question: Question, wanted: int, on_ids: Callable[[list[int]], None] | None) -> Turn:
         parent = question.parent
-        async with self._running:
+        async with self._own.gate:
             await self._room(question, wanted)
             call = self.tree.ask(parent, question.new, wanted, question.history, question.text,
                                  question.request.trained)
@@ -357,7 +405,7 @@ class Episode:
 
         def listen(more: list[int]) -> None:
             ids.extend(more)
-            if new := draft.more(self._renderer.text_and_end(ids)[0]):
+            if new := draft.more(self.renderer.text_and_end(ids)[0]):
                 on_draft(place, new)
 
         return listen
@@ -365,13 +413,13 @@ class Episode:
     async def _room(self, question: Question, wanted: int, n: int = 1) -> None:
         """Wait while calls under way hold room that this question could use after them."""
         parent, new = question.parent, len(question.new)
-        full = min(wanted, self._settings.limits.context - new - (parent.end if parent else 0))
+        full = min(wanted, self.settings.limits.context - new - (parent.end if parent else 0))
         while self.tree.open and 0 < full > self.tree.room(parent, new, wanted, n):
             await self._freed.wait()
 
     def _settle(self, question: Question, call: OpenCall, answer: EngineAnswer) -> Turn:
         stops = question.request.stop
-        text, end = self._renderer.text_and_end(answer.ids)
+        text, end = self.renderer.text_and_end(answer.ids)
         if stopped := any(stop in text for stop in stops):
             answer, text, end = self._until(answer, stops)
         message, unparsed = {"role": "assistant", "content": text}, 0
@@ -388,7 +436,7 @@ class Episode:
         """The answer up to the id that completes a stop text, the text before that, and no end. The client's rule cuts
         the answer as a limit does: ids behind it are not part of the turn."""
         def text(count: int) -> str:
-            return self._renderer.text_and_end(answer.ids[:count])[0]
+            return self.renderer.text_and_end(answer.ids[:count])[0]
 
         def ended(count: int) -> bool:
             return any(stop in text(count) for stop in stops)

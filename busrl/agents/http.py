@@ -3,7 +3,8 @@
 Talks to clients (aiohttp), to `Episode`s by their keys, and to a `ClaimDesk` where clients may claim samples. The
 bodies are those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
 
-- The key of a request names its episode: a wrong or old key is 401, never another episode.
+- The key of a request names its episode: a wrong or old key is 401, never another episode. Of several seats each has a
+  key too; with that of the episode the field `model` names the seat.
 - An answer is delivered once it is written. A client that goes away before that may ask again.
 - Waiting for an engine is no error: the connection stays open, and a stream sends a comment every few seconds.
 - The context limits the length of a body, and the length limits the time in which it may come. Long bodies are worked
@@ -20,8 +21,8 @@ import itertools
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from busrl.agents import openai
 from busrl.agents.episode import Delivery, Episode, beside, require_some_fit
 from busrl.agents.llm import Refusal, Request
 from busrl.agents.renderer import Renderer
+from busrl.agents.seats import Seat, seat_asked
 from busrl.agents.tree import Tree
 from busrl.errors import CallRefused, CallUnanswered, UserError
 from busrl.system.listener import Listener, room
@@ -44,7 +46,7 @@ TOKEN_BYTES = 64  # of a body, per token of the context: several times the size 
 ROOM_BYTES = 1 << 20  # of a body, besides: for tools, and for parts that a template leaves out
 BODY_S, BODY_BYTES_PER_S = 10.0, 1 << 16  # the time for a body
 KEPT_S = 120.0  # for which the connection of a client with a key may stay open without a request
-STATUS = {"invalid_api_key": 401, "too_slow": 408, "ended": 409, "too_large": 413}  # of refusals; others: 400
+STATUS = {"invalid_api_key": 401, "model_not_found": 404, "too_slow": 408, "ended": 409, "too_large": 413}  # else 400
 WAIT_S = 5.0  # between two signs of life in a stream
 MOST_CLAIMS, LONGEST_WAIT_S = 256, 30.0
 CALLS = {  # path: its body, and the shape of its answer (a method of `openai.Answers`)
@@ -64,11 +66,13 @@ class ClaimBody(msgspec.Struct):
 
 
 class EndBody(msgspec.Struct):
-    """`POST /busrl/v1/episodes/{id}/end`. `turn_rewards`: a map by call number, or a list from call 0 on."""
+    """`POST /busrl/v1/episodes/{id}/end`. `turn_rewards`: a map by call number, or a list from call 0 on; of several
+    seats one by seat. `rewards`: by seat, a number or a map of parts."""
 
     reward: float | None = None
     parts: dict[str, float] = {}
-    turn_rewards: dict[str, float] | list[float] = {}
+    rewards: dict[str, float | dict[str, float]] = {}
+    turn_rewards: dict[str, float | dict[str, float] | list[float]] | list[float] = {}
     failed: bool = False
     again: bool = False
     why: str = ""
@@ -97,24 +101,21 @@ class EpisodeKeys:
 
     def __init__(self, run_key: str = "", desk: ClaimDesk | None = None) -> None:
         self._run_key, self._desk = run_key, desk
-        self._episodes: dict[bytes, Episode] = {}  # by a digest: the time of a look-up reveals no byte of a key
-        self._sampling: dict[Episode, tuple[float, float]] = {}
+        # By a digest: the time of a look-up reveals no byte of a key. With the seat of the key, "" if it is for all.
+        self._episodes: dict[bytes, tuple[Episode, str]] = {}
 
-    def open(self, episode: Episode, base_url: str, temperature: float, top_p: float) -> None:
-        """Let clients reach an episode by a new key (in its `openai`) until it is closed."""
-        key = secrets.token_hex(16)
-        digest = _digest(key)
-        self._episodes[digest], self._sampling[episode] = episode, (temperature, top_p)
+    def open(self, episode: Episode, base_url: str) -> None:
+        """Let clients reach an episode by new keys (its `openai` and `keys`) until it is closed."""
+        seats = ["", *episode.seats] if len(episode.seats) > 1 else [""]
+        keys = {seat: secrets.token_hex(16) for seat in seats}
+        self._episodes |= {_digest(key): (episode, seat) for seat, key in keys.items()}
 
         def close() -> None:
-            self._episodes.pop(digest, None)
-            self._sampling.pop(episode, None)
+            for key in keys.values():
+                self._episodes.pop(_digest(key), None)
 
-        episode.reached_by({"base_url": base_url, "api_key": key}, close)
-
-    def sampling_of(self, episode: Episode) -> tuple[float, float]:
-        """Temperature and top-p of the episode's sample."""
-        return self._sampling.get(episode, (1.0, 1.0))
+        openai = {"base_url": base_url, "api_key": keys[""]}
+        episode.reached_by(openai, close, {seat: key for seat, key in keys.items() if seat})
 
     def key_of(self, request: web.Request) -> str:
         """The key of a request: that of the first of three headers that is there."""
@@ -122,18 +123,19 @@ class EpisodeKeys:
         bearer = key.strip() if kind.lower() == "bearer" else ""
         return request.headers.get("x-busrl-episode", "") or bearer or request.headers.get("x-api-key", "")
 
-    def episode_of(self, request: web.Request) -> Episode:
-        """The episode whose key the request has; renews its lease. CallRefused if there is none."""
-        episode = self._episodes.get(_digest(self.key_of(request)))
-        if episode is None:
+    def episode_of(self, request: web.Request) -> tuple[Episode, str]:
+        """The episode whose key the request has, and the seat that it is the key of, if of one alone; renews the
+        episode's lease. CallRefused if there is none."""
+        found = self._episodes.get(_digest(self.key_of(request)))
+        if found is None:
             raise CallRefused("invalid_api_key", "no episode has this key: it is over, or the key is wrong")
-        self._touch(episode)
-        return episode
+        self._touch(found[0])
+        return found
 
     def touch(self, request: web.Request) -> None:
         """Renew the lease of the request's episode, if it has one."""
-        if (episode := self._episodes.get(_digest(self.key_of(request)))) is not None:
-            self._touch(episode)
+        if (found := self._episodes.get(_digest(self.key_of(request)))) is not None:
+            self._touch(found[0])
 
     def is_the_runs(self, request: web.Request) -> bool:
         return same_key(self.key_of(request), self._run_key)
@@ -142,9 +144,9 @@ class EpisodeKeys:
         """True if the request has a key of this server."""
         return self.is_the_runs(request) or _digest(self.key_of(request)) in self._episodes
 
-    def require_known(self, request: web.Request) -> None:
-        if not self.is_the_runs(request):
-            self.episode_of(request)
+    def seat_of(self, request: web.Request) -> str:
+        """The seat that the key of a request is for, "" if it is for all. CallRefused if nobody has the key."""
+        return "" if self.is_the_runs(request) else self.episode_of(request)[1]
 
     def _touch(self, episode: Episode) -> None:
         if self._desk is not None:
@@ -192,18 +194,29 @@ class BodyReader:
 # -- the server -----
 
 
+@dataclass(frozen=True)
+class Card:
+    """A model that clients may call: its seat, the number of ids of its longest call, and its tokens."""
+
+    seat: Seat
+    context: int
+    renderer: Renderer
+
+
 class EpisodeServer:
     """A listener, and the episodes that clients reach through it. Use `async with`. `context`: the number of ids of the
     longest call; `sampling`: the rule of agents.sampling; `desk`: where clients with the `key` of the run may claim
-    samples; `tell` takes lines about connections of strangers."""
+    samples; `tell` takes lines about connections of strangers; `cards`: the models in several seats."""
 
     def __init__(self, context: int, renderer: Renderer, sampling: str, host: str = "127.0.0.1", port: int = 0,
                  model: str = "policy", desk: ClaimDesk | None = None, key: str = "",
-                 tell: Callable[[str], object] = log.warning, keys: EpisodeKeys | None = None) -> None:
+                 tell: Callable[[str], object] = log.warning, keys: EpisodeKeys | None = None,
+                 cards: Sequence[Card] = ()) -> None:
         self._host, self._port, self._desk, self._tell = host, port, desk, tell
         self.keys = EpisodeKeys(key, desk) if keys is None else keys
-        self.bodies = BodyReader(context, self.keys)
-        self._calls = CallRoutes(context, renderer, sampling, model, self.keys, self.bodies)
+        cards = cards if len(cards) > 1 else (Card(Seat(model), context, renderer),)
+        self.bodies = BodyReader(max(card.context for card in cards), self.keys)
+        self._calls = CallRoutes(cards, sampling, self.keys, self.bodies)
 
     async def __aenter__(self) -> EpisodeServer:
         app = web.Application(middlewares=[self._guard])
@@ -231,9 +244,9 @@ class EpisodeServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
 
-    def open(self, episode: Episode, temperature: float = 1.0, top_p: float = 1.0) -> None:
-        """Let clients reach an episode by a new key (in its `openai`) until it is closed."""
-        self.keys.open(episode, self.base_url, temperature, top_p)
+    def open(self, episode: Episode) -> None:
+        """Let clients reach an episode by new keys (its `openai` and `keys`) until it is closed."""
+        self.keys.open(episode, self.base_url)
 
     def routes(self) -> list[web.RouteDef]:
         claims = [] if self._desk is None else ClaimRoutes(self._desk, self.keys, self.bodies).routes()
@@ -261,12 +274,10 @@ class EpisodeServer:
 
 
 class CallRoutes:
-    """Routes of model calls, and of questions about the model."""
+    """Routes of model calls, and of questions about the models."""
 
-    def __init__(self, context: int, renderer: Renderer, rule: str, model: str, keys: EpisodeKeys,
-                 bodies: BodyReader) -> None:
-        self._context, self._renderer, self._rule, self._model = context, renderer, rule, model
-        self._keys, self._bodies = keys, bodies
+    def __init__(self, cards: Sequence[Card], rule: str, keys: EpisodeKeys, bodies: BodyReader) -> None:
+        self._cards, self._rule, self._keys, self._bodies = cards, rule, keys, bodies
         self._numbers = itertools.count()
 
     def routes(self) -> list[web.RouteDef]:
@@ -280,12 +291,12 @@ class CallRoutes:
 
     async def _call(self, kind: type[Any], shape: str, request: web.Request) -> web.StreamResponse:
         """Answer a body of this `kind` in a `shape` of `openai.Answers`."""
-        episode, raw = self._keys.episode_of(request), await self._bodies.whole(request)
-        sampling = (self._rule, *self._keys.sampling_of(episode))
-        with episode.at_work():
-            body, call, changed = await beside(len(raw), _read_call, raw, kind, shape, sampling)
+        (whole, own), raw = self._keys.episode_of(request), await self._bodies.whole(request)
+        with whole.at_work():
+            body, call, changed, episode = await beside(len(raw), self._read, raw, kind, shape, whole, own)
         episode.counts["overridden"] += changed
-        answers = openai.Answers([], body, self._model, next(self._numbers), self._renderer.decode)
+        model = self._cards[0].seat.name if len(self._cards) == 1 else episode.seat.name
+        answers = openai.Answers([], body, model, next(self._numbers), episode.renderer.decode)
         stream = Stream(request, answers, shape) if body.stream else None
         try:
             delivery = await self._played(request, episode, raw, call, stream)
@@ -329,34 +340,53 @@ class CallRoutes:
     # -- about the model -----
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "busrl", "max_model_len": self._context}
-        return answer_of({"object": "list", "data": [card]})
+        cards = [{"id": card.seat.name, "object": "model", "created": 0, "owned_by": "busrl",
+                  "max_model_len": card.context} for card in self._cards]
+        return answer_of({"object": "list", "data": cards})
 
     async def _health(self, request: web.Request) -> web.Response:
         return answer_of({})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        self._keys.require_known(request)
+        own = self._keys.seat_of(request)
         body: openai.TokenizeBody = await self._bodies.read(request, openai.TokenizeBody)
-        size = sum(map(len, body.messages)) + len(body.prompt) + len(body.tools)
-        require_some_fit(self._context, max(1, len(body.messages)), size)
-        ids = await beside(size, self._ids_of, body)
-        return answer_of({"tokens": ids, "count": len(ids), "max_model_len": self._context})
-
-    def _ids_of(self, body: openai.TokenizeBody) -> list[int]:
-        if not body.messages:
-            return self._renderer.encode(body.prompt)
-        tree = Tree()
-        history = tree.read(body.messages, body.tools)
-        return self._renderer.prompt(tree, history, msgspec.json.decode(body.tools)).new
+        card, size = self._card(own, body.model), sum(map(len, body.messages)) + len(body.prompt) + len(body.tools)
+        require_some_fit(card.context, max(1, len(body.messages)), size)
+        ids = await beside(size, _ids_of, card.renderer, body)
+        return answer_of({"tokens": ids, "count": len(ids), "max_model_len": card.context})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        self._keys.require_known(request)
+        own = self._keys.seat_of(request)
         body: openai.DetokenizeBody = await self._bodies.read(request, openai.DetokenizeBody)
-        require_some_fit(self._context, len(body.tokens), 0)
-        if wrong := [token for token in body.tokens if not 0 <= token < self._renderer.vocabulary]:
+        card = self._card(own, body.model)
+        require_some_fit(card.context, len(body.tokens), 0)
+        if wrong := [token for token in body.tokens if not 0 <= token < card.renderer.vocabulary]:
             raise CallRefused("invalid", f"tokens: {wrong[0]} is no token id", "tokens")
-        return answer_of({"prompt": self._renderer.decode(body.tokens)})
+        return answer_of({"prompt": card.renderer.decode(body.tokens)})
+
+    def _card(self, own: str, model: str | None) -> Card:
+        asked = seat_asked([card.seat for card in self._cards], own, model or "")
+        return next(card for card in self._cards if card.seat.name == asked)
+
+    def _read(self, raw: bytes, kind: type[Any], shape: str, whole: Episode, own: str
+              ) -> tuple[Any, Request, bool, Episode]:
+        """The body of a call, its request, whether sampling parameters were overridden, and the seat that is asked."""
+        body = openai.read(raw, kind)
+        if isinstance(body, openai.GenerateBody):
+            body = body.completion()
+        if body.stream and shape == "native":
+            raise CallRefused("unsupported", "stream: /generate answers whole; /v1/completions streams", "stream")
+        episode = whole.seats[seat_asked(whole.places, own, body.model)]
+        make = openai.chat_request if shape == "chat" else openai.complete_request
+        return (body, *make(body, (self._rule, episode.settings.temperature, episode.settings.top_p)), episode)
+
+
+def _ids_of(renderer: Renderer, body: openai.TokenizeBody) -> list[int]:
+    if not body.messages:
+        return renderer.encode(body.prompt)
+    tree = Tree()
+    history = tree.read(body.messages, body.tools)
+    return renderer.prompt(tree, history, msgspec.json.decode(body.tools)).new
 
 
 class ClaimRoutes:
@@ -452,17 +482,6 @@ class Stream:
             self.begun = True
             await self._response.prepare(self._request)
         await self._response.write(data)
-
-
-def _read_call(raw: bytes, kind: type[Any], shape: str, sampling: openai.Sampling) -> tuple[Any, Request, bool]:
-    """The body of a call, its request, and whether sampling parameters were overridden."""
-    body = openai.read(raw, kind)
-    if isinstance(body, openai.GenerateBody):
-        body = body.completion()
-    if body.stream and shape == "native":
-        raise CallRefused("unsupported", "stream: /generate answers whole; /v1/completions streams", "stream")
-    make = openai.chat_request if shape == "chat" else openai.complete_request
-    return (body, *make(body, sampling))
 
 
 async def _bound(host: str, port: int) -> socket.socket:

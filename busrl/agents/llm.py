@@ -1,14 +1,14 @@
 """The model as the code of an episode sees it, and the ways in which an episode ends.
 
-    async def episode(task: dict, llm: Llm) -> float | dict[str, float]: ...
+    async def episode(task: dict, llm: Llm) -> float | dict[str, float]: ...  # llm["judge"] is another seat
 
 `Llm` turns calls into requests for `busrl.agents.episode`, in this process or in another: requests and replies are
 plain structures that fit through a pipe. Knows nothing of trees, slots or processes.
 
 - A reply is an OpenAI message, ready to be appended to the messages.
 - A call that is not answered raises `CallRefused`, which the episode may handle.
-- An episode ends with a reward as a reward function returns it, by `Failed` or `Again`, used up, or by another
-  exception.
+- An episode ends with a reward as a reward function returns it, or with one for each seat (`busrl.agents.seats`), by
+  `Failed` or `Again`, used up, or by another exception.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
+from busrl.agents.seats import ONLY, Seat, Worth, seat_of, settled
 from busrl.errors import CallRefused, UserError, cause
 from busrl.rewards.base import MalformedReward, settle
 
@@ -32,7 +34,7 @@ TEXT_LIMIT = 2000
 class Failed(Exception):
     """Raised by an episode to end with this reward; it is trained like any other."""
 
-    def __init__(self, reward: float | Mapping[str, float], why: str = "") -> None:
+    def __init__(self, reward: float | Mapping[str, float | Mapping[str, float]], why: str = "") -> None:
         self.reward = reward
         super().__init__(why)
 
@@ -118,13 +120,37 @@ class Reply(dict[str, Any]):
 
 
 class Llm:
-    """The model of the run, for one episode. `task`: the line of the data; `uid`: the number of the sample; `version`:
-    the policy version of the newest answer."""
+    """The model of the run, for one episode; in a run of several, the model in the first seat, and `llm[name]` that in
+    another. `task`: the line of the data; `uid`: the number of the episode; `version`: the policy version of the newest
+    answer."""
 
     def __init__(self, ask: Ask, task: dict[str, Any], trained: bool = True, uid: int = 0,
-                 openai: Mapping[str, str] | None = None) -> None:
+                 openai: Mapping[str, str] | None = None, seat: Seat = ONLY,
+                 others: Mapping[str, Llm] | None = None) -> None:
+        """`others`: the models of all seats by name, where there are several."""
         self._ask, self.task, self._trained, self.uid, self._openai = ask, task, trained, uid, openai or {}
+        self._seat, self._others = seat, others
         self.version, self._newest = 0, -1
+
+    def __getitem__(self, name: str) -> Llm:
+        """The model in the seat of this name, or in the only seat of the tag of this name."""
+        by_name = {self._seat.name: self} if self._others is None else self._others
+        return by_name[seat_of([other._seat for other in by_name.values()], name).name]
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The names of all seats, this run's first one first."""
+        return (self._seat.name,) if self._others is None else tuple(self._others)
+
+    @property
+    def tag(self) -> str:
+        """The tag of the model in this seat; empty in a run of one model."""
+        return self._seat.tag
+
+    @property
+    def trained(self) -> bool:
+        """Tell whether the turns of this model are trained."""
+        return self._trained and self._seat.trained
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, n: int = 1,
                    max_tokens: int = 0, template_arguments: Mapping[str, Any] | None = None,
@@ -158,7 +184,7 @@ class Llm:
 
     def untrained(self) -> Llm:
         """A view of this model for turns that are not trained, such as those of a judge or an opponent."""
-        return Llm(self._ask, self.task, False, self.uid, self._openai)
+        return Llm(self._ask, self.task, False, self.uid, self._openai, self._seat, self._others)
 
     async def _choices(self, request: Request) -> list[Choice]:
         response = await self._ask(request)
@@ -168,6 +194,16 @@ class Llm:
             if choice.turn > self._newest:
                 self._newest, self.version = choice.turn, choice.version
         return response.choices
+
+
+def seated(ask: Callable[[str, Request], Awaitable[Response]], task: dict[str, Any], uid: int, seats: Sequence[Seat],
+           openai: Mapping[str, Mapping[str, str]]) -> Llm:
+    """The model in the first of these seats; by name it gives those in the others. `ask` gets the name of a seat;
+    `openai` is that of each."""
+    by_name: dict[str, Llm] = {}
+    for seat in seats:
+        by_name[seat.name] = Llm(partial(ask, seat.name), task, True, uid, openai.get(seat.name), seat, by_name)
+    return by_name[seats[0].name]
 
 
 def _json(value: Any, param: str) -> msgspec.Raw:
@@ -206,16 +242,18 @@ How = Literal["returned", "failed", "again", "used_up", "raised", "malformed", "
 
 class Ended(msgspec.Struct):
     """The end of an episode. `reward` and its `parts` count where the episode judged itself (returned, failed); `text`:
-    the reason of all other ends. The pool decides on the last two: the episode took too long (hung), or its process
-    died (crashed)."""
+    the reason of all other ends; `seats`: what each seat got, where that is not the same. The pool decides on the last
+    two: the episode took too long (hung), or its process died (crashed)."""
 
     how: How
     reward: float = 0.0
     parts: dict[str, float] = {}
     text: str = ""
+    seats: dict[str, Worth] = {}
 
 
-async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, threads: Executor | None = None) -> Ended:
+async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, threads: Executor | None = None,
+               seats: Sequence[Seat] = (ONLY,)) -> Ended:
     """Run an episode to its end. A function that does not await runs in one of the `threads` (None: the few of the
     loop), with a `Blocking` as its `llm`. Cancelling this call cancels the episode; any other exception, SystemExit
     included, is the episode's end."""
@@ -226,15 +264,15 @@ async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, thr
             result = await loop.run_in_executor(threads, run, function, task, Blocking(llm, loop))
         else:
             result = await function(task, llm)
-        return Ended("returned", *settle(result))
+        return judged("returned", result, seats=seats)
     except Failed as failed:
-        return judged("failed", failed.reward, str(failed))
+        return judged("failed", failed.reward, str(failed), seats)
     except Again as problem:
         return Ended("again", text=str(problem)[:TEXT_LIMIT])
     except CallRefused as refused:
         how: How = "used_up" if refused.code == "context_length_exceeded" else "raised"
         return Ended(how, text=str(refused)[:TEXT_LIMIT])
-    except MalformedReward as problem:
+    except MalformedReward as problem:  # of a turn
         return Ended("malformed", text=str(problem)[:TEXT_LIMIT])
     except asyncio.CancelledError:
         raise
@@ -248,10 +286,11 @@ def blocking(function: Callable[..., Any]) -> bool:
     return not awaits
 
 
-def judged(how: How, reward: Any, why: str = "") -> Ended:
-    """An end with this reward; malformed if it is no reward."""
+def judged(how: How, reward: Any, why: str = "", seats: Sequence[Seat] = (ONLY,)) -> Ended:
+    """An end with this reward, or with one for each of several `seats`; malformed if it is no reward."""
     try:
-        return Ended(how, *settle(reward), why[:TEXT_LIMIT])
+        same, parts, each = settled(reward, seats)
+        return Ended(how, same, parts, why[:TEXT_LIMIT], each)
     except MalformedReward as problem:
         return Ended("malformed", text=str(problem)[:TEXT_LIMIT])
 
@@ -263,8 +302,11 @@ class Blocking:
         self._llm, self._loop = llm, loop
 
     def __getattr__(self, name: str) -> Any:
-        """`task`, `uid`, `version` and `openai`."""
+        """`task`, `uid`, `version`, `seats` and `openai`."""
         return getattr(self._llm, name)
+
+    def __getitem__(self, name: str) -> Blocking:
+        return Blocking(self._llm[name], self._loop)
 
     def chat(self, *arguments: Any, **options: Any) -> Any:
         return self._wait(self._llm.chat(*arguments, **options))

@@ -94,7 +94,8 @@ class GenerateBody(msgspec.Struct):
 
     def completion(self) -> CompletionBody:
         """The body of `/v1/completions` with the same meaning, not streamed."""
-        return msgspec.structs.replace(self.sampling_params, prompt=self.token_ids, stream=None)
+        model = self.model or self.sampling_params.model
+        return msgspec.structs.replace(self.sampling_params, prompt=self.token_ids, stream=None, model=model)
 
 
 class TokenizeBody(msgspec.Struct):
@@ -104,12 +105,14 @@ class TokenizeBody(msgspec.Struct):
     messages: list[msgspec.Raw] = []
     tools: msgspec.Raw = msgspec.Raw(b"null")
     add_generation_prompt: bool = True
+    model: str | None = None
 
 
 class DetokenizeBody(msgspec.Struct):
     """`POST /detokenize`."""
 
     tokens: list[int]
+    model: str | None = None
 
 
 def read(body: bytes, kind: type[Any]) -> Any:

@@ -2,7 +2,8 @@
 
 `Children` runs the user's functions in a few processes (`busrl.agents.child`), and passes their requests to the
 `Episode`. `Programs` starts a program for each episode, any OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY lead it
-to its episode, BUSRL_TASK names a file with the line of the data. Knows nothing of slots, fates, engines or HTTP.
+to its episode (BUSRL_KEYS, as JSON: to each of several seats), BUSRL_TASK names a file with the line of the data. Knows
+nothing of slots, fates, engines or HTTP.
 
 - An episode ends once. Each attempt has its own tree; the tree of the last attempt is trained.
 - When a child dies, each of its episodes gets a new attempt, alone in a new child. An episode that was alone in two
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -34,6 +36,7 @@ import msgspec
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
 from busrl.agents.llm import TEXT_LIMIT, Ended, Refusal, judged
+from busrl.agents.seats import ONLY, Seat
 from busrl.errors import AgentNotLoaded, CallUnanswered, MachineError
 from busrl.system import proxies
 from busrl.system.guardian import MARK, end_marked, halted, own_mark
@@ -150,7 +153,8 @@ class Child:
         over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._episodes[key] = (episode, over)
         episode.on_unanswered(lambda problem: None if over.done() else over.set_exception(problem))
-        self._send(Begin(key, msgspec.Raw(task), episode.uid, episode.openai))
+        places = [] if episode.places == [ONLY] else episode.places
+        self._send(Begin(key, msgspec.Raw(task), episode.uid, episode.openai, places, episode.keys))
         try:
             if await ended_in_time(episode, episode_s, over):
                 return over.result()
@@ -241,7 +245,7 @@ class Child:
         playing, answered = self._episodes.get(frame.key), None
         if playing is not None:
             try:
-                answered = await playing[0].answer(frame.request)
+                answered = await playing[0].seats.get(frame.seat, playing[0]).answer(frame.request)
             except asyncio.CancelledError:  # of its calls
                 pass
             except CallUnanswered as problem:  # the engines failed, not the episode
@@ -363,7 +367,7 @@ except OSError as problem: sys.exit(f"{sys.argv[2]}: {problem}")
 class Verdict(msgspec.Struct):
     """The last line that a program prints."""
 
-    reward: float | dict[str, float] | None = None
+    reward: float | dict[str, float | dict[str, float]] | None = None
     failed: bool = False
     again: bool = False
     why: str = ""
@@ -402,6 +406,8 @@ class Programs:
             file.flush()
             names = {"OPENAI_BASE_URL": episode.openai["base_url"], "OPENAI_API_KEY": episode.openai["api_key"],
                      "BUSRL_TASK": file.name, MARK: mark}
+            if episode.keys:
+                names["BUSRL_KEYS"] = json.dumps(episode.keys)
             errors, write_end = await Tail.of_a_pipe(ERRORS)
             with contextlib.closing(errors):
                 process = await self._process(write_end, names)
@@ -440,10 +446,10 @@ class Programs:
         kill_group(process.pid)  # processes that it left behind may hold its output open
         await output.reading
         await asyncio.wait({errors.reading}, timeout=DRAIN_S)  # a process in another session may hold this open
-        return verdict_of(process.returncode or 0, output.data, errors.cause())
+        return verdict_of(process.returncode or 0, output.data, errors.cause(), episode.places)
 
 
-def verdict_of(status: int, output: bytes, cause: str = "") -> Ended:
+def verdict_of(status: int, output: bytes, cause: str = "", seats: Sequence[Seat] = (ONLY,)) -> Ended:
     """The end of a program by its exit status and the tail of its output; `cause`: the last line of its errors."""
     last = last_line(output)
     shown = last[:TEXT_LIMIT].decode(errors="replace")
@@ -460,7 +466,7 @@ def verdict_of(status: int, output: bytes, cause: str = "") -> Ended:
         return Ended("again", text=why)
     if verdict.reward is None:
         return Ended("used_up" if verdict.failed else "malformed", text=why or f"no reward in its last line: {shown}")
-    return judged("failed" if verdict.failed else "returned", verdict.reward, why)
+    return judged("failed" if verdict.failed else "returned", verdict.reward, why, seats)
 
 
 class Tail:

@@ -7,22 +7,26 @@ code of episodes, of engines or groups.
   included: a process that died is no evidence against an episode.
 - The death of an engine, or new weights, cost an episode nothing but time.
 - The reward of an episode lies in its slot, so if its process dies another one can commit it.
+- Of an episode of several seats all sides end together, each with a commit or drop of its own: the first side last.
+  Nothing is written before the episode has ended. A seat without a call is not used (fate u).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from busrl.agents.episode import Episode
 from busrl.agents.llm import Ended
-from busrl.agents.tree import Trajectory
+from busrl.agents.seats import Worth, worth_of
+from busrl.agents.sides import LINE_FIELDS, ClaimedSample, Sides
+from busrl.agents.tree import Trajectory, Tree
 from busrl.data.episodes import CONTEXT
 from busrl.errors import CallUnanswered, SlotTooSmall
 from busrl.protocol import messages as m
+from busrl.rewards.base import MalformedReward
 from busrl.ring import Ring, State, seq_of
 from busrl.roles.actor import Doorbell
 from busrl.roles.answers import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
@@ -31,25 +35,8 @@ from busrl.states import REWARD_FATES, Fate, shown_uid
 from busrl.topology.schema import Agents
 
 FATES = REWARD_FATES | {"crashed": Fate.POISON}
-LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p", "priority", "admission",
-               "group"]
 REWARDS_AT_ONCE = 256
 UNANSWERED_LIMIT = 3  # a sample is dropped after so many episodes with a call that no engine answered
-
-
-@dataclass
-class ClaimedSample:
-    """A sample of this process: its slot, the state word of the claim, and its line at the claim."""
-
-    slot: int
-    word: int
-    line: dict[str, Any]
-    read: int = 0  # ids that its calls read, in sum
-    computed: int = 0  # those of them that no engine had in its prefix cache
-
-    @property
-    def uid(self) -> int:
-        return int(self.line["uid"])
 
 
 class Warn(Protocol):
@@ -61,32 +48,37 @@ class Warn(Protocol):
 
 class EpisodeSamples:
     """Claims samples, and ends each once. `settings`: the table [agents] as it is now; `write_or_wait` calls a function
-    that writes, again when a full disk has room, and returns False if the run stops before that."""
+    that writes, again when a full disk has room, and returns False if the run stops before that; `sides`: where
+    episodes have several."""
 
     def __init__(self, ring: Ring, settings: Callable[[], Agents], warn: Warn,
-                 write_or_wait: Callable[[str, Callable[[], None]], bool]) -> None:
+                 write_or_wait: Callable[[str, Callable[[], None]], bool], sides: Sides | None = None) -> None:
         self.ring, self._settings, self._warn, self._write_or_wait = ring, settings, warn, write_or_wait
-        self.claims: dict[int, ClaimedSample] = {}  # by slot
+        self._sides = sides
+        self.claims: set[ClaimedSample] = set()  # of each episode the first side
         self.ends: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # of the episodes that were settled
         self.bell, self.reward_bell = Doorbell(), Doorbell()
-        self._unanswered: Counter[int] = Counter()  # by uid
+        self._unanswered: Counter[int] = Counter()  # by number of the episode
 
     # -- claims -----
 
     @property
     def room(self) -> int:
-        """The number of samples that this process may take."""
+        """The number of episodes that this process may take."""
         return self._settings().episodes - len(self.claims)
 
     def take(self, most: int) -> list[ClaimedSample]:
-        """Claim up to `most` queued samples, best first."""
+        """Claim up to `most` queued episodes, best first."""
         if (limit := min(most, self.room)) <= 0:
             return []
-        claimed = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
-        lines = self.ring.lines([slot for slot, _ in claimed])[LINE_FIELDS].tolist() if claimed else []
-        samples = [ClaimedSample(*claim, dict(zip(LINE_FIELDS, line))) for claim, line in zip(claimed, lines)]
-        self.claims.update({sample.slot: sample for sample in samples})
+        if self._sides is not None:
+            samples = self._sides.take(limit)
+        else:
+            claimed = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
+            lines = self.ring.lines([slot for slot, _ in claimed])[LINE_FIELDS].tolist() if claimed else []
+            samples = [ClaimedSample(*claim, dict(zip(LINE_FIELDS, line))) for claim, line in zip(claimed, lines)]
+        self.claims.update(samples)
         return samples
 
     def take_together(self, slots: list[int], lines: Any) -> list[ClaimedSample]:
@@ -99,13 +91,13 @@ class EpisodeSamples:
                 return []
             line = dict(zip(LINE_FIELDS, lines[LINE_FIELDS][slot].tolist()))
             samples.append(ClaimedSample(slot, word, line))
-            self.claims[slot] = samples[-1]
+            self.claims.add(samples[-1])
         return samples
 
     def task_of(self, sample: ClaimedSample) -> bytes | None:
         """The line of the data as JSON; None if it cannot be read, and then the sample is dropped."""
         try:
-            return read_task(self.ring, sample.slot)
+            return read_task(self._ring(sample), sample.slot)
         except UNREADABLE as problem:
             self.drop(sample, Fate.MALFORMED, f"its task cannot be read: {problem}")
             return None
@@ -113,38 +105,72 @@ class EpisodeSamples:
     # -- ends -----
 
     def settle(self, sample: ClaimedSample, ended: Ended, episode: Episode) -> str:
-        """Commit an episode that ended, or drop its sample; returns the reason of a drop, else ""."""
+        """Commit an episode that ended, or drop its samples; returns the reason of a drop, else ""."""
         self.ends[ended.how] += 1
-        self.counts.update(episode.counts)
-        self._unanswered.pop(sample.uid, None)
+        for one in episode.seats.values():
+            self.counts.update(one.counts)
+        self._unanswered.pop(sample.number, None)
         if ended.how in FATES:
             return self.drop(sample, FATES[ended.how], f"its episode {ended.how}: {ended.text}")
-        trajectory = episode.tree.trajectory()
-        if trajectory is None:
+        if not (spoke := episode.spoke):
             return self.drop(sample, Fate.MALFORMED, "its episode ended without a model call")
+        same = Worth(self._settings().failure_reward) if ended.how == "used_up" else Worth(ended.reward, ended.parts)
         try:
-            if not self._write_or_wait("episodes", lambda: self._write(sample, trajectory, ended, episode)):
-                return ""  # the run stops: the sample goes back
+            worth = worth_of(episode.places, same, ended.seats, spoke)
+        except MalformedReward as problem:
+            return self.drop(sample, Fate.MALFORMED, f"its episode malformed: {problem}")
+        if sample.validates:
+            worth = {name: _with_others(name, own, ended.seats) for name, own in worth.items()}
+        return self._settle_sides(sample, worth, episode)
+
+    def _settle_sides(self, sample: ClaimedSample, worth: dict[str, Worth], episode: Episode) -> str:
+        """End each side; those that are left when the run stops go back. Returns why the first one was dropped."""
+        sides = sample.ending()
+        recorded = {side.seat or episode.seat.name for side in sides}
+        others = {name: one.tree for name, one in episode.seats.items() if name not in recorded}
+        fault: str | None = ""
+        for side in sides:
+            one = episode.seats.get(side.seat, episode)
+            fault = self._settle_side(side, worth, one, others if side is sample else {})
+            if fault is None:
+                return ""
+            sample.siblings.pop(side.seat, None)
+        return fault or ""
+
+    def _settle_side(self, side: ClaimedSample, worth: dict[str, Worth], one: Episode, others: dict[str, Tree]
+                     ) -> str | None:
+        """Commit a side or drop it; returns why it was dropped, else "", and None if the run stops before."""
+        trajectory = one.tree.trajectory()
+        if trajectory is None:
+            self.ends["unused"] += 1
+            self._forget(side)
+            self._ring(side).drop(side.slot, side.word, Fate.UNUSED)
+            return ""
+        own = worth[one.seat.name]
+        try:
+            if not self._write_or_wait("episodes", lambda: self._write(side, trajectory, own, one, others)):
+                return None  # the run stops: the sample goes back
         except SlotTooSmall as problem:
-            return self.drop(sample, Fate.MALFORMED, f"its episode does not fit: {problem}")
-        self.commit(sample, trajectory)
+            return self._drop([side], Fate.MALFORMED, f"its episode does not fit: {problem}")
+        self.commit(side, trajectory)
         return ""
 
     def commit(self, sample: ClaimedSample, trajectory: Trajectory) -> None:
         """Commit the trajectory that was written into the slot."""
-        message = commit_episode(self.ring, sample.slot, sample.word, trajectory, trajectory.step)
-        del self.claims[sample.slot]
+        ring = self._ring(sample)
+        message = commit_episode(ring, sample.slot, sample.word, trajectory, trajectory.step)
+        self._forget(sample)
         if message is not None:
             self.bell.add(lambda: message)
-            self.ring.add(samples=1)
+            ring.add(samples=1)
 
     def begin_again(self, sample: ClaimedSample, problem: CallUnanswered) -> None:
         """Give back the sample of an episode with a call that engines left unanswered, so that any process can take
         it; after `UNANSWERED_LIMIT` of them drop it."""
-        self._unanswered[sample.uid] += 1
+        self._unanswered[sample.number] += 1
         if problem.code == "poison":
             self.drop(sample, Fate.POISON, str(problem))
-        elif self._unanswered[sample.uid] >= UNANSWERED_LIMIT:
+        elif self._unanswered[sample.number] >= UNANSWERED_LIMIT:
             self.drop(sample, Fate.REWARD_RAISED, f"its calls got no answer {UNANSWERED_LIMIT} times: {problem}")
         else:
             text = f"episode {shown_uid(sample.uid)} begins again: {problem}"
@@ -152,32 +178,44 @@ class EpisodeSamples:
             self.give_back(sample)
 
     def give_back(self, sample: ClaimedSample) -> None:
-        del self.claims[sample.slot]
-        self.ring.release(sample.slot, sample.word, State.QUEUED)
+        self._forget(sample)
+        for side in sample.ending():
+            self._ring(side).release(side.slot, side.word, State.QUEUED)
 
     def give_back_all(self) -> None:
-        for sample in list(self.claims.values()):
+        for sample in list(self.claims):
             self.give_back(sample)
 
     def drop(self, sample: ClaimedSample, fate: Fate, why: str) -> str:
-        """Drop a sample for this reason; returns the line for people."""
+        """Drop a sample, with all sides of its episode, for this reason; returns the line for people."""
+        self._unanswered.pop(sample.number, None)
+        return self._drop(sample.ending(), fate, why)
+
+    def _drop(self, sides: list[ClaimedSample], fate: Fate, why: str) -> str:
         text, _, traceback = why.partition("\n")
-        del self.claims[sample.slot]
-        self._unanswered.pop(sample.uid, None)
-        text = f"sample {shown_uid(sample.uid)} is dropped: {text}"
-        self._warn(text, kind=f"dropped {fate.letter}", uids=[sample.uid], traceback=traceback)
-        self.ring.drop(sample.slot, sample.word, fate)
+        uids = [side.uid for side in reversed(sides)]
+        text = f"sample {', '.join(map(shown_uid, uids))} {'is' if len(uids) == 1 else 'are'} dropped: {text}"
+        self._warn(text, kind=f"dropped {fate.letter}", uids=uids, traceback=traceback)
+        for side in sides:
+            self._forget(side)
+            self._ring(side).drop(side.slot, side.word, fate)
         return text
 
-    def _write(self, sample: ClaimedSample, trajectory: Trajectory, ended: Ended, episode: Episode) -> None:
-        settings = self._settings()
-        reward = settings.failure_reward if ended.how == "used_up" else ended.reward
-        transcript = episode.tree.transcript(settings.transcript_bytes)
-        counted = {"read": sample.read, "computed": sample.computed, **episode.counts}
+    def _forget(self, sample: ClaimedSample) -> None:
+        self.claims.discard(sample)
+
+    def _ring(self, sample: ClaimedSample) -> Ring:
+        return sample.ring or self.ring
+
+    def _write(self, sample: ClaimedSample, trajectory: Trajectory, worth: Worth, one: Episode,
+               others: dict[str, Tree]) -> None:
+        ring = self._ring(sample)
+        transcript = one.tree.transcript(self._settings().transcript_bytes, others)
+        counted = {"read": sample.read, "computed": sample.computed, **one.counts}
         context = [counted.get(name, 0) for name in CONTEXT]
-        write_episode(self.ring, sample.slot, sample.word, trajectory, trajectory.text, reward, transcript, context)
+        write_episode(ring, sample.slot, sample.word, trajectory, trajectory.text, worth.reward, transcript, context)
         try:
-            write_parts(self.ring, sample.slot, sample.word, ended.parts)
+            write_parts(ring, sample.slot, sample.word, worth.parts)
         except SlotTooSmall as problem:  # the parts are for people: the reward counts without them
             self._warn(f"the parts of rewards are not kept: {problem}", kind="parts")
 
@@ -186,24 +224,33 @@ class EpisodeSamples:
     def commit_rewards(self) -> int:
         """Commit the rewards that lie in slots, whoever played their episodes; returns the number of slots that were
         looked at."""
-        claimed = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=REWARDS_AT_ONCE)
-        judged = [(slot, word, value) for slot, word in claimed if (value := self._returned(slot, word)) is not None]
+        return sum(map(self._commit_rewards, [self.ring] if self._sides is None else self._sides.rings))
+
+    def _commit_rewards(self, ring: Ring) -> int:
+        claimed = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=REWARDS_AT_ONCE)
+        values = [(slot, word, self._returned(ring, slot, word)) for slot, word in claimed]
+        judged = [(slot, word, value) for slot, word, value in values if value is not None]
         for slot, word, value in judged:
-            uid = int(self.ring.line(slot)["uid"])
+            uid = int(ring.line(slot)["uid"])
             self.reward_bell.add(partial(m.RewardComputed, slot_id=slot, seq=seq_of(word), uid=uid, reward=value))
         if judged:
-            self.ring.commit_rewards([(slot, word) for slot, word, _ in judged], [value for *_, value in judged])
+            ring.commit_rewards([(slot, word) for slot, word, _ in judged], [value for *_, value in judged])
         return len(claimed)
 
-    def _returned(self, slot: int, word: int) -> float | None:
+    def _returned(self, ring: Ring, slot: int, word: int) -> float | None:
         """The reward that lies in a slot; None if there is none, and then the sample is dropped."""
-        uid = int(self.ring.line(slot)["uid"])
+        uid = int(ring.line(slot)["uid"])
         try:
-            reward, why = reward_of(self.ring, slot), "its slot holds no reward"
+            reward, why = reward_of(ring, slot), "its slot holds no reward"
         except UNREADABLE as problem:
             reward, why = None, str(problem)
         if reward is None:
             self._warn(f"sample {shown_uid(uid)} is dropped: {why}", kind="no reward", uids=[uid])
-            self.ring.drop(slot, word, Fate.MALFORMED)
+            ring.drop(slot, word, Fate.MALFORMED)
             return None
-        return reward[0] + turn_rewards_of(self.ring, slot)
+        return reward[0] + turn_rewards_of(ring, slot)
+
+
+def _with_others(name: str, own: Worth, each: dict[str, Worth]) -> Worth:
+    """What a seat got, with the rewards of the others among its parts."""
+    return Worth(own.reward, {**own.parts, **{other: worth.reward for other, worth in each.items() if other != name}})

@@ -182,13 +182,13 @@ Handler = Callable[[web.Request, bytes], Awaitable[Any]]
 
 class CallerKeys(EpisodeKeys):
     """Accepts the run's key alone, in a header or in the address: each request with it is a new episode, which belongs
-    to no sample. `sampling`: temperature and top-p of all requests."""
+    to no sample."""
 
-    def __init__(self, run_key: str, trainer: Trainer, sampling: tuple[float, float]) -> None:
+    def __init__(self, run_key: str, trainer: Trainer) -> None:
         super().__init__(run_key)
-        self._address_key, self._trainer, self._of_all = run_key, trainer, sampling
+        self._address_key, self._trainer = run_key, trainer
 
-    def episode_of(self, request: web.Request) -> Episode:
+    def episode_of(self, request: web.Request) -> tuple[Episode, str]:
         if not self.is_the_runs(request):
             raise CallRefused("invalid_api_key", "calls need the run's key: serve.key in its directory")
         episode = self._trainer.unclaimed()
@@ -197,23 +197,20 @@ class CallerKeys(EpisodeKeys):
             raise web.HTTPServiceUnavailable(reason=str(problem).replace("\n", " "))
 
         episode.on_unanswered(unanswered)
-        return episode
+        return episode, ""
 
     def is_known(self, request: web.Request) -> bool:
         return same_key(request.match_info.get("key", ""), self._address_key) or super().is_known(request)
 
-    def sampling_of(self, episode: Episode) -> tuple[float, float]:
-        return self._of_all
-
 
 class AtroposServer(EpisodeServer):
     """A listener with Atropos's contract below `url`, and OpenAI's routes for calls that belong to no sample. Use
-    `async with`. `sampling`: the rule, temperature and top-p of those calls."""
+    `async with`. `sampling`: the rule of agents.sampling for those calls."""
 
-    def __init__(self, trainer: Trainer, rules: Rules, renderer: Renderer, sampling: openai.Sampling, host: str,
+    def __init__(self, trainer: Trainer, rules: Rules, renderer: Renderer, sampling: str, host: str,
                  port: int, name: str, key: str, tell: Callable[[str], object] = log.warning) -> None:
-        super().__init__(rules.limits.context, renderer, sampling[0], host, port, name, tell=tell,
-                         keys=CallerKeys(key, trainer, sampling[1:]))
+        super().__init__(rules.limits.context, renderer, sampling, host, port, name, tell=tell,
+                         keys=CallerKeys(key, trainer))
         group = ROOM_BYTES + TOKEN_BYTES * min(rules.limits.context, rules.limits.tokens) * rules.size
         self._posts = {"scored_data": group, "scored_data_list": max(group, min(LIST_BYTES, MOST_GROUPS * group))}
         self._trainer, self._rules, self._renderer, self._name, self._key = trainer, rules, renderer, name, key

@@ -260,10 +260,11 @@ class Trajectory(EpisodeArrays):
 
 
 class Tree:
-    """The turns of one episode. A call is `ask`ed, then `answer`ed or `cancel`led."""
+    """The turns of one episode. A call is `ask`ed, then `answer`ed or `cancel`led. `salt`: trees of one episode with
+    different ones draw different random numbers, though they read the same ids."""
 
-    def __init__(self, limits: EpisodeLimits | None = None) -> None:
-        self.limits = limits or EpisodeLimits()
+    def __init__(self, limits: EpisodeLimits | None = None, salt: int = 0) -> None:
+        self.limits, self._salt = limits or EpisodeLimits(), bytes([salt]) if salt else b""
         self.turns: list[Turn] = []  # in the order of their answers
         self.roots: list[Turn] = []
         self.open = 0  # calls under way
@@ -385,7 +386,7 @@ class Tree:
 
     def _stream(self, prompt: bytes) -> int:
         self._calls_of[prompt] += 1
-        seed = prompt + self._calls_of[prompt].to_bytes(8, "little")
+        seed = prompt + self._calls_of[prompt].to_bytes(8, "little") + self._salt
         return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
 
     # -- the training sequences -----
@@ -427,19 +428,29 @@ class Tree:
             min((turn.step for turn in turns if turn.call.trained), default=0), self.undelivered,
         )
 
-    def transcript(self, limit: int) -> bytes:
+    def transcript(self, limit: int, others: Mapping[str, Tree] | None = None) -> bytes:
         """JSON for people and reward functions: the messages of each sequence, in at most `limit` bytes. Long texts are
-        cut first; where that is not enough the oldest messages are left out."""
-        transcripts = [transcript_of(leaf) for leaf, _ in self.sequences()]
-        cut = limit
-        while len(data := _as_json(transcripts, cut)) > limit:
-            cut //= 2
-            if cut < 64:
-                longest = max(transcripts, key=len, default=[])
-                if not longest:
-                    return b"[]"
-                del longest[: -(-len(longest) // 2)]
-        return data
+        cut first; where that is not enough the oldest messages are left out. Then follow, as far as there is room, the
+        messages of `others`, each with its seat."""
+        data = within(limit, [transcript_of(leaf) for leaf, _ in self.sequences()])
+        theirs = [[{**message, "seat": seat} for message in transcript_of(leaf)]
+                  for seat, tree in (others or {}).items() for leaf, _ in tree.sequences()]
+        if not theirs or len(more := within(limit - len(data), theirs)) <= len(b"[]"):
+            return data
+        return more if data == b"[]" else data[:-1] + b", " + more[1:]
+
+
+def within(limit: int, transcripts: list[list[Message]]) -> bytes:
+    """JSON of transcripts, shortened to at most so many bytes."""
+    cut = limit
+    while len(data := _as_json(transcripts, cut)) > limit:
+        cut //= 2
+        if cut < 64:
+            longest = max(transcripts, key=len, default=[])
+            if not longest:
+                return b"[]"
+            del longest[: -(-len(longest) // 2)]
+    return data
 
 
 def _as_json(transcripts: list[list[Message]], cut: int) -> bytes:

@@ -73,7 +73,7 @@ def with_door(chat: Renderer, work: Callable[[Post, RoomyTrainer], Any], room: i
     async def run() -> RoomyTrainer:
         trainer = RoomyTrainer(room)
         rules = Rules(SIZE, chat.vocabulary, EpisodeLimits(TOKENS, 16, TOKENS, 3, 4), frozenset({8}))
-        door = AtroposServer(trainer, rules, chat, ("override", 1.0, 1.0), "127.0.0.1", 0, "toy", KEY)
+        door = AtroposServer(trainer, rules, chat, "override", "127.0.0.1", 0, "toy", KEY)
         async with door, aiohttp.ClientSession() as http:
             async def post(body: Any, path: str = "scored_data", method: str = "POST", **head: str) -> tuple[int, Any]:
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()

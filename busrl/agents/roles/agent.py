@@ -18,7 +18,7 @@ from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Episode
 from busrl.agents.pool import Children, Programs
 from busrl.agents.roles.holder import EpisodeHolder
-from busrl.agents.samples import ClaimedSample
+from busrl.agents.sides import ClaimedSample
 from busrl.errors import CallUnanswered
 from busrl.topology.schema import AGENT
 
@@ -53,8 +53,9 @@ class Agent(EpisodeHolder):
             return
         from busrl.agents.http import EpisodeServer  # only here: aiohttp is optional
 
-        sampling = self.topology.agents.sampling
-        async with EpisodeServer(self.limits.context, self.renderer, sampling, tell=self.strangers) as self.server:
+        sampling, cards = self.topology.agents.sampling, self.cards
+        async with EpisodeServer(self.limits.context, self.renderer, sampling, tell=self.strangers,
+                                 cards=cards) as self.server:
             yield
 
     def work(self) -> bool:
@@ -93,5 +94,5 @@ class Agent(EpisodeHolder):
     def _attempt(self, sample: ClaimedSample) -> Episode:
         episode = self.begin(sample)
         if self.server is not None:
-            self.server.open(episode, sample.line["temperature"], sample.line["top_p"])
+            self.server.open(episode)
         return episode

@@ -32,8 +32,9 @@ import numpy.typing as npt
 
 from busrl.agents.episode import Call, EngineAnswer, Episode
 from busrl.agents.roles.holder import EpisodeHolder, run_key
-from busrl.agents.samples import LINE_FIELDS, ClaimedSample, EpisodeSamples, Warn
+from busrl.agents.samples import EpisodeSamples, Warn
 from busrl.agents.scored_groups import AtroposServer, Rules, RunProgress
+from busrl.agents.sides import LINE_FIELDS, ClaimedSample
 from busrl.agents.tree import Ids, Trajectory
 from busrl.data.episodes import BEGIN, END, EpisodeLimits
 from busrl.errors import CallRefused, MachineError, SlotTooSmall
@@ -201,9 +202,8 @@ class Atropos(EpisodeHolder):
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        serve, generation = self.topology.serve, self.topology.generation
+        serve, sampling = self.topology.serve, self.topology.agents.sampling
         rules = Rules(self.size, self.renderer.vocabulary, self.limits, self.renderer.end_ids)
-        sampling = self.topology.agents.sampling, generation.temperature, generation.top_p
         server = AtroposServer(self, rules, self.renderer, sampling, serve.host, serve.port, self.topology.run.name,
                                self.key, self.strangers)
         async with server:

@@ -1,7 +1,8 @@
-"""The base of roles that play samples as episodes: their passes, their tasks, and the way of a model call to an engine.
+"""The base of roles that play samples as episodes: their passes, their tasks, and the calls of an episode by its seats.
 
-Talks to the ring of model calls (`busrl.ring.calls`); samples are those of `busrl.agents.samples`. Knows nothing of the
-code of episodes, of engines, groups or advantages.
+Model calls go through `busrl.agents.players`; samples are those of `busrl.agents.samples`, and their claims, where an
+episode has several sides, those of `busrl.agents.sides`. Knows nothing of the code of episodes, of engines, groups or
+advantages.
 
 - If this process dies its samples go back to QUEUED, and begin again with new trees; the keeper frees its calls.
 - Episodes run as tasks on the loop of the passes. An exception of a task, which is a fault of busrl's code, ends this
@@ -20,25 +21,26 @@ from abc import abstractmethod
 from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from busrl.agents.episode import Call, EngineAnswer, Episode, Settings
-from busrl.agents.parsers import MessageMaker, parser_of
-from busrl.agents.renderer import Renderer, report
-from busrl.agents.samples import ClaimedSample, EpisodeSamples
-from busrl.data.chat import LightTokenizer, template_of
+from busrl.agents.episode import Call, EngineAnswer, Episode, OwnTime
+from busrl.agents.players import Player
+from busrl.agents.samples import EpisodeSamples
+from busrl.agents.seats import Seat
+from busrl.agents.sides import ClaimedSample, Ledger, Sides
 from busrl.data.episodes import EpisodeLimits
-from busrl.data.vocabulary import end_ids
-from busrl.errors import AgentNotLoaded, BugError
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
-from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, RingWatch
+from busrl.ring.calls import RingWatch
 from busrl.roles.actor import Actor, ring_bells
 from busrl.system.files import replace
 from busrl.topology.rewards import RETURNED
+
+if TYPE_CHECKING:
+    from busrl.agents.http import Card
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
@@ -51,42 +53,42 @@ class EpisodeHolder(Actor):
     failed: BaseException | None = None  # the exception of a task
 
     def setup(self) -> None:
-        self._understand(Path(self.topology.model.path))
-        self.calls = Ring.attach(self.paths.calls_name, calls=True)
-        self.calls.register(self.role, self.name)
+        self.player = Player(self.topology, self._attached, partial(self.warn, self.role, kind="fresh turns"))
+        self.renderer, self.limits = self.player.renderer, self.player.limits
+        self.seats = [Seat(name, self.topology.tag) for name in self.topology.seats]
         self.samples = EpisodeSamples(self.ring, lambda: self.topology.agents, partial(self.warn, self.role),
-                                      self.write_or_wait)
+                                      self.write_or_wait, self._sides())
         self.tasks: set[asyncio.Task[None]] = set()
         self._next_request = 0.0
         self._passed = asyncio.Event()  # set at the end of the next pass
         self.loop = asyncio.new_event_loop()
-        self.follow()
+
+    def _attached(self) -> Ring:
+        calls = Ring.attach(self.paths.calls_name, calls=True)
+        calls.register(self.role, self.name)
+        return calls
 
     def follow(self) -> None:
-        self._keeps_prefixes = self.topology.keeps_prefixes
+        self.player.follow(self.topology)
 
-    def _understand(self, folder: Path) -> None:
-        """Load the renderer, the parser of messages, and the limits of an episode."""
-        agents, text = self.topology.agents, LightTokenizer.of(folder)
-        if text is None:
-            raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
-                                 "tokenizers and jinja2")
-        self.renderer = Renderer(text, end_ids(folder), "template" if agents.history == "template" else "extend")
-        source = template_of(folder, True) or ""
-        if source:
-            *kinds, last = report(self.renderer.probes)
-            log.info("turns are continued as the chat template allows:\n%s", "\n".join([*kinds, last]))
-            if any(probe.how == "fresh" for probe in self.renderer.probes):
-                self.warn(self.role, last, kind="fresh turns")
-        self.maker = MessageMaker(parser_of(agents.tools, source, self.topology.base_dir), agents.reasoning)
-        self.limits = EpisodeLimits.of(self.topology)
+    def _sides(self) -> Sides | None:
+        """Where samples are claimed as sides of episodes; None where each is an episode."""
+        if len(self.seats) == 1:
+            return None
+        ledger = Ledger(self.ring, self.fates.view, self.topology.seats, self.topology.groups.size)
+        return Sides([ledger], self._plays_alone)
+
+    def _plays_alone(self, sample: ClaimedSample) -> None:
+        self.samples.counts["alone"] += 1
+        text = f"episode {sample.number} is played without some of its sides: they are over, or were lost"
+        self.warn(self.role, text, kind="alone", uids=[sample.uid])
 
     def subscriptions(self) -> list[str]:
         return [*super().subscriptions(), topic(m.CallTokens, self.worker_id)]
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.CallTokens):
-            self.caller.tokens(message)
+            self.player.caller.tokens(message)
 
     def run_passes(self) -> None:
         self.loop.run_until_complete(self._passes())
@@ -97,7 +99,7 @@ class EpisodeHolder(Actor):
         log.info("episodes by their ends: %s; calls by how they were rendered: %s; requests: %s", dict(samples.ends),
                  dict(self.renderer.counts), dict(samples.counts))
         self.loop.close()
-        self.calls.close()
+        self.player.calls.close()
 
     @abstractmethod
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -119,7 +121,7 @@ class EpisodeHolder(Actor):
     async def _passes(self) -> None:
         self.news = asyncio.Event()
         watches = [RingWatch(self.ring, state, self.news.set) for state in (State.QUEUED, State.GENERATED)]
-        async with AsyncCaller(self.calls, self.bus.send) as self.caller, self.serving():
+        async with self.player.calling(self.bus.send), self.serving():
             for watch in watches:
                 watch.start()
             try:
@@ -160,6 +162,13 @@ class EpisodeHolder(Actor):
         finally:
             file.unlink(missing_ok=True)
 
+    @property
+    def cards(self) -> list[Card]:
+        """The models that clients over HTTP may call."""
+        from busrl.agents.http import Card  # only here: aiohttp is optional
+
+        return [Card(seat, self.limits.context, self.renderer) for seat in self.seats]
+
     def strangers(self, text: str) -> None:
         """Warn of connections without a key."""
         self.warn(self.role, text, kind="strangers")
@@ -185,31 +194,27 @@ class EpisodeHolder(Actor):
 
     def begin(self, sample: ClaimedSample, limits: EpisodeLimits | None = None) -> Episode:
         """The calls of an attempt at this sample."""
-        settings = Settings(int(sample.line["max_new_tokens"]), limits or self.limits, self.topology.agents.parallel)
-        return Episode(sample.uid, lambda call: self._ask(sample, call), self.renderer, self.maker, settings)
+        if len(self.seats) == 1:
+            settings = self.player.settings(sample.line, limits)
+            return self.player.episode(sample.number, partial(self._ask, sample), settings)
+        own, first, sides = OwnTime(self.topology.agents.parallel), self.seats[0], {**sample.siblings}
+        sides[sample.seat] = sample
+        others = [self._seated(sample, seat, salt, sides.get(seat.name), own=own)
+                  for salt, seat in enumerate(self.seats) if seat is not first]
+        return self._seated(sample, first, 0, sides.get(first.name), own=own, others=others)
+
+    def _seated(self, sample: ClaimedSample, seat: Seat, salt: int, side: ClaimedSample | None, **more: Any) -> Episode:
+        """A seat of the episode of this sample; `side`: the sample that records it, if there is one."""
+        line = (side or sample).line
+
+        async def ask(call: Call) -> EngineAnswer:
+            return await self.player.ask(line, call, side)
+
+        settings = self.player.settings(line, salt=salt)
+        return self.player.episode(sample.number, ask, settings, seat=seat, **more)
 
     async def _ask(self, sample: ClaimedSample, call: Call) -> EngineAnswer:
-        line, topology = sample.line, self.topology
-        model_call = ModelCall(
-            call.prompt, call.max_new_tokens, uid=call.uid, stream=call.stream, temperature=line["temperature"],
-            top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
-            engine=max(0, call.near) if self._keeps_prefixes else 0, affinity_s=topology.agents.affinity_ms / 1e3,
-        )
-        answer = await self._answered(model_call, call)
-        sample.read, sample.computed = sample.read + len(call.prompt), sample.computed + answer.computed
-        waited_ms, generated_ms = int(1e3 * answer.waited_s), int(1e3 * answer.generated_s)
-        return EngineAnswer(answer.ids, answer.logprobs, answer.versions, answer.finish, answer.engine, waited_ms,
-                            generated_ms, answer.step)
-
-    async def _answered(self, model_call: ModelCall, call: Call) -> CallAnswer:
-        limit_s = self.topology.limits.work_s
-        if call.on_ids is None:
-            return await self.caller.ask(model_call, limit_s)
-        async for news in self.caller.stream(model_call, limit_s):
-            if isinstance(news, CallAnswer):
-                return news
-            call.on_ids(news)
-        raise BugError("a stream of ids ended without the answer")
+        return await self.player.ask(sample.line, call, sample)
 
 
 def run_key(path: Path) -> str:

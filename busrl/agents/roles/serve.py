@@ -31,7 +31,9 @@ from busrl.agents.http import ClaimBody, EndBody, EpisodeServer
 from busrl.agents.llm import TEXT_LIMIT, Ended, RewardRequest
 from busrl.agents.pool import MAX_AGAIN
 from busrl.agents.roles.holder import EpisodeHolder, run_key
-from busrl.agents.samples import ClaimedSample, EpisodeSamples, Warn
+from busrl.agents.samples import EpisodeSamples, Warn
+from busrl.agents.seats import Worth, settled, shown, worth_of
+from busrl.agents.sides import ClaimedSample
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.rewards.base import MalformedReward, settle
 from busrl.ring import seq_of
@@ -66,7 +68,7 @@ class Leases:
         self.open: dict[str, Lease] = {}
         self._by_episode: dict[Episode, Lease] = {}
         self._answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: the key, and the answer to `/end`
-        self._again: Counter[int] = Counter()  # by uid
+        self._again: Counter[int] = Counter()  # by number of the episode
 
     def expire(self, now: float, deaf_s: float) -> None:
         """Lose the leases that ran out; `deaf_s`: the time in which no request could be read is not counted."""
@@ -96,17 +98,17 @@ class Leases:
         if earlier and earlier["outcome"] != LOST:
             return earlier
         lease = self._opened(name)
-        ended = self._verdict(body)
-        self._reward_turns(lease.episode, body)
+        ended = self._verdict(body, lease.episode)
+        _reward_turns(lease.episode, body)
         counts = self._counted(lease)
-        if ended.how == "again" and self._again[lease.sample.uid] + 1 < MAX_AGAIN:
-            self._again[lease.sample.uid] += 1
+        if ended.how == "again" and self._again[lease.sample.number] + 1 < MAX_AGAIN:
+            self._again[lease.sample.number] += 1
             answer = self._forget(lease, {**counts, "outcome": "given back", "why": ended.text})
             self._samples.give_back(lease.sample)
             return answer
         if ended.how == "again":
             ended = Ended("raised", text=f"it wanted to begin again {MAX_AGAIN} times; {ended.text}")
-        self._again.pop(lease.sample.uid, None)
+        self._again.pop(lease.sample.number, None)
         fault = self._samples.settle(lease.sample, ended, lease.episode)
         return self._forget(lease, {**counts, "outcome": "dropped" if fault else "committed", "why": fault})
 
@@ -147,9 +149,9 @@ class Leases:
         episode.on_unanswered(lambda problem: self._unanswered(lease, problem))
         self.open[name] = self._by_episode[episode] = lease
         return {
-            "episode": name, **episode.openai, "task": msgspec.Raw(task), "uid": sample.uid,
-            "group": int(sample.line["group"]), "class": SampleClass(sample.line["cls"]).name.lower(),
-            "deadline_s": self._lease_s,
+            "episode": name, **episode.openai, **({"keys": episode.keys} if episode.keys else {}),
+            "task": msgspec.Raw(task), "uid": sample.number, "group": int(sample.line["group"]),
+            "class": SampleClass(sample.line["cls"]).name.lower(), "deadline_s": self._lease_s,
         }
 
     def _unanswered(self, lease: Lease, problem: CallUnanswered) -> None:
@@ -177,28 +179,20 @@ class Leases:
             del self._answers[next(iter(self._answers))]
         return answer
 
-    def _reward_turns(self, episode: Episode, body: EndBody) -> None:
-        """Add the rewards of turns; CallRefused if one is not finite, or belongs to no call."""
-        rewards = body.turn_rewards if isinstance(body.turn_rewards, dict) else dict(enumerate(body.turn_rewards))
-        try:
-            by_turn = {int(turn): float(value) for turn, value in rewards.items()}
-        except ValueError:
-            raise CallRefused("invalid", "turn_rewards: its keys are numbers of calls", "turn_rewards") from None
-        numbers = {turn.number for turn in episode.tree.turns}
-        if wrong := [turn for turn, value in by_turn.items() if turn not in numbers or not math.isfinite(value)]:
-            raise CallRefused("invalid", f"turn_rewards: no finite reward of a call, for {wrong[0]}", "turn_rewards")
-        for turn, value in by_turn.items():
-            episode.reward(RewardRequest(turn, value))
-
     def _counted(self, lease: Lease) -> dict[str, Any]:
-        tree = lease.episode.tree
-        return {"turns": len(tree.turns), "sequences": len(tree.sequences()),
-                "tokens": sum(len(turn.ids) for turn in tree.turns)}
+        trees = [one.tree for one in lease.episode.seats.values()]
+        return {"turns": sum(len(tree.turns) for tree in trees),
+                "sequences": sum(len(tree.sequences()) for tree in trees),
+                "tokens": sum(len(turn.ids) for tree in trees for turn in tree.turns)}
 
-    def _verdict(self, body: EndBody) -> Ended:
+    def _verdict(self, body: EndBody, episode: Episode) -> Ended:
         why = body.why[:TEXT_LIMIT]
         if body.again:
             return Ended("again", text=why)
+        if body.rewards and (body.reward is not None or body.parts):
+            raise CallRefused("invalid", "rewards: give these, or one reward for all seats", "rewards")
+        if body.rewards:
+            return Ended("failed" if body.failed else "returned", text=why, seats=_rewards_of(body, episode))
         if body.reward is None and not body.parts:
             if body.failed:
                 return Ended("used_up", text=why)
@@ -210,6 +204,47 @@ class Leases:
             raise CallRefused("invalid", f"reward: {problem}", "reward") from None
         total = reward if body.reward is None else body.reward
         return Ended("failed" if body.failed else "returned", total, parts, why)
+
+
+def _rewards_of(body: EndBody, episode: Episode) -> dict[str, Worth]:
+    """The reward of each seat; CallRefused where one is no number, or a seat that made calls has none."""
+    if len(episode.seats) == 1:
+        raise CallRefused("invalid", "rewards: this run has one seat: give reward, and parts of it", "rewards")
+    try:
+        each = {seat: Worth(*settled(value)[:2]) for seat, value in body.rewards.items()}
+        worth_of(episode.places, Worth(), each, episode.spoke)
+    except MalformedReward as problem:
+        raise CallRefused("invalid", f"rewards: {problem}", "rewards") from None
+    return each
+
+
+def _reward_turns(episode: Episode, body: EndBody) -> None:
+    """Add the rewards of turns; CallRefused if one is not finite, or belongs to no call."""
+    by_seat = body.turn_rewards if isinstance(body.turn_rewards, dict) else {}
+    if not any(isinstance(value, (dict, list)) for value in by_seat.values()):
+        rewarded = [(episode, _by_turn(episode, body.turn_rewards))]
+    elif unknown := next((name for name in by_seat if name not in episode.seats), None):
+        raise CallRefused("invalid", f"turn_rewards: {shown(unknown)} is no seat", "turn_rewards")
+    else:
+        rewarded = [(episode.seats[name], _by_turn(episode.seats[name], value)) for name, value in by_seat.items()]
+    for one, by_turn in rewarded:
+        for turn, value in by_turn.items():
+            one.reward(RewardRequest(turn, value))
+
+
+def _by_turn(episode: Episode, given: Any) -> dict[int, float]:
+    """The rewards of a seat's turns, by the number of the call."""
+    if not isinstance(given, (dict, list)):
+        raise CallRefused("invalid", f"turn_rewards of {episode.seat.name}: must be a map or a list", "turn_rewards")
+    rewards = given if isinstance(given, dict) else dict(enumerate(given))
+    try:
+        by_turn = {int(turn): float(value) for turn, value in rewards.items()}
+    except ValueError:
+        raise CallRefused("invalid", "turn_rewards: its keys are numbers of calls", "turn_rewards") from None
+    numbers = {turn.number for turn in episode.tree.turns}
+    if wrong := [turn for turn, value in by_turn.items() if turn not in numbers or not math.isfinite(value)]:
+        raise CallRefused("invalid", f"turn_rewards: no finite reward of a call, for {wrong[0]}", "turn_rewards")
+    return by_turn
 
 
 class WaitingClients:
@@ -256,7 +291,8 @@ class Serve(EpisodeHolder):
         number = int(self.name.partition("/")[2] or 0)
         port = serve.port + number if serve.port else 0
         async with EpisodeServer(self.limits.context, self.renderer, self.topology.agents.sampling, serve.host, port,
-                                 self.topology.run.name, self.leases, self.key, self.strangers) as self.server:
+                                 self.topology.run.name, self.leases, self.key, self.strangers,
+                                 cards=self.cards) as self.server:
             with self.announced(base_url=self.server.base_url):
                 yield
 
@@ -275,7 +311,7 @@ class Serve(EpisodeHolder):
 
     def _reachable(self, sample: ClaimedSample) -> Episode:
         episode = self.begin(sample)
-        self.server.open(episode, sample.line["temperature"], sample.line["top_p"])
+        self.server.open(episode)
         return episode
 
     def _request_at_once(self) -> None:

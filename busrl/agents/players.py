@@ -1,0 +1,99 @@
+"""The player of a model's seats: how texts become ids for this model, and how its calls come to an engine and back.
+
+Talks to the ring of model calls (`busrl.ring.calls`) and to the model folder. Knows nothing of samples, of the code of
+episodes, of groups or advantages.
+
+- A call is drawn as the sample's line says that it is claimed with; the calls of one that is not recorded, as the
+  topology says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from busrl.agents.episode import Call, Engine, EngineAnswer, Episode, Settings
+from busrl.agents.parsers import MessageMaker, parser_of
+from busrl.agents.renderer import Renderer, report
+from busrl.agents.sides import ClaimedSample
+from busrl.data.chat import LightTokenizer, template_of
+from busrl.data.episodes import EpisodeLimits
+from busrl.data.vocabulary import end_ids
+from busrl.errors import AgentNotLoaded, BugError
+from busrl.ring import Ring
+from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, Send
+from busrl.topology import Topology
+
+log = logging.getLogger("busrl")
+
+
+class Player:
+    """Plays the seats of one model, whose topology this is. `attach` gives the ring of its calls; `warn` takes lines
+    for people. Open `calling` first."""
+
+    caller: AsyncCaller
+
+    def __init__(self, topology: Topology, attach: Callable[[], Ring], warn: Callable[[str], None]) -> None:
+        self.topology = topology
+        self.folder, agents = Path(topology.model.path), topology.agents
+        text = LightTokenizer.of(self.folder)
+        if text is None:
+            raise AgentNotLoaded(f"{self.folder}: no tokenizer.json that can be read; episodes need one, and the "
+                                 "packages tokenizers and jinja2")
+        self.renderer = Renderer(text, end_ids(self.folder), "template" if agents.history == "template" else "extend")
+        source = template_of(self.folder, True) or ""
+        if source:
+            *kinds, last = report(self.renderer.probes)
+            log.info("turns are continued as the chat template allows:\n%s", "\n".join([*kinds, last]))
+            if any(probe.how == "fresh" for probe in self.renderer.probes):
+                warn(last)
+        self.maker = MessageMaker(parser_of(agents.tools, source, topology.base_dir), agents.reasoning)
+        self.limits = EpisodeLimits.of(topology)
+        self.calls = attach()
+        self.follow(topology)
+
+    def follow(self, topology: Topology) -> None:
+        """Go on with this topology, changed in flight."""
+        self.topology, self._keeps_prefixes = topology, topology.keeps_prefixes
+
+    def calling(self, send: Send) -> AsyncCaller:
+        """A context in which calls can be made; `send` sends messages to engines."""
+        self.caller = AsyncCaller(self.calls, send)
+        return self.caller
+
+    def episode(self, number: int, engine: Engine, settings: Settings, **of_seats: Any) -> Episode:
+        """The calls of an episode, or of a seat of it (`seat`, `own`, `others`), that `engine` answers."""
+        return Episode(number, engine, self.renderer, self.maker, settings, **of_seats)
+
+    def settings(self, line: dict[str, Any], limits: EpisodeLimits | None = None, salt: int = 0) -> Settings:
+        """What binds the calls of a sample with this line."""
+        parallel = self.topology.agents.parallel
+        return Settings(int(line["max_new_tokens"]), limits or self.limits, parallel, temperature=line["temperature"],
+                        top_p=line["top_p"], salt=salt)
+
+    async def ask(self, line: dict[str, Any], call: Call, counted: ClaimedSample | None) -> EngineAnswer:
+        """Answer a call of a sample with this line; ids that it read are counted for the sample that records it."""
+        model_call = ModelCall(
+            call.prompt, call.max_new_tokens, uid=call.uid, stream=call.stream, temperature=line["temperature"],
+            top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
+            engine=max(0, call.near) if self._keeps_prefixes else 0,
+            affinity_s=self.topology.agents.affinity_ms / 1e3,
+        )
+        answer = await self._answered(model_call, call)
+        if counted is not None:
+            counted.read, counted.computed = counted.read + len(call.prompt), counted.computed + answer.computed
+        waited_ms, generated_ms = int(1e3 * answer.waited_s), int(1e3 * answer.generated_s)
+        return EngineAnswer(answer.ids, answer.logprobs, answer.versions, answer.finish, answer.engine, waited_ms,
+                            generated_ms, answer.step)
+
+    async def _answered(self, model_call: ModelCall, call: Call) -> CallAnswer:
+        limit_s = self.topology.limits.work_s
+        if call.on_ids is None:
+            return await self.caller.ask(model_call, limit_s)
+        async for news in self.caller.stream(model_call, limit_s):
+            if isinstance(news, CallAnswer):
+                return news
+            call.on_ids(news)
+        raise BugError("a stream of ids ended without the answer")

@@ -1,0 +1,233 @@
+"""The sides of an episode, one sample for each trained seat: which of them a process may claim, and their claims.
+
+Talks to the rings of ledgers. The decisions are pure functions of a copy of a ring's lines and of the fates that are
+read after it. Knows nothing of model calls, rewards or the code of episodes.
+
+- The first side of an episode is its lead. Who claims a lead sample claims each sibling that is QUEUED then, and never
+  waits for one. A sibling that comes later is an orphan once its lead sample is past, and is claimed by itself.
+- A lead sample is past if it has a final fate, if it is GENERATED or later, if it has no fate and its group is closed,
+  or, of a second try, if it has neither fate nor slot. Of a first try that stays so.
+- A ledger that is finished has no sides. Samples of validation have no siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.ring import Ring, State
+from busrl.states import (
+    RULES,
+    TERMINAL,
+    VALIDATE_BIT,
+    Fate,
+    HeaderWord,
+    RunPhase,
+    SampleClass,
+    draw_of,
+    episode_of,
+    place_of,
+    seat_of,
+    side_of,
+)
+
+LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p", "priority", "admission",
+               "group"]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+_TERMINAL, _CLOSES = np.zeros(256, np.bool_), np.zeros(256, np.bool_)
+_TERMINAL[list(TERMINAL)] = True
+_CLOSES[[Fate.TRAINED, *(RULES - {Fate.UNUSED})]] = True
+
+
+@dataclass(eq=False)
+class ClaimedSample:
+    """A sample of this process: its slot, the state word of the claim, and its line at the claim. Of an episode of
+    several seats it is a side: that of `seat`, in `ring`; the first one has those that were claimed with it, by seat,
+    as `siblings`."""
+
+    slot: int
+    word: int
+    line: dict[str, Any]
+    ring: Ring | None = None  # None: the one of the process
+    seat: str = ""  # "": the only one
+    siblings: dict[str, ClaimedSample] = field(default_factory=dict)
+    episode: int = -1  # the number that all sides have; -1: the uid
+    read: int = 0  # ids that its calls read, in sum
+    computed: int = 0  # those of them that no engine had in its prefix cache
+
+    @property
+    def uid(self) -> int:
+        return int(self.line["uid"])
+
+    @property
+    def number(self) -> int:
+        """The number of the episode."""
+        return self.uid if self.episode < 0 else self.episode
+
+    @property
+    def validates(self) -> bool:
+        return bool(self.line["cls"] == SampleClass.VALIDATE)
+
+    def ending(self) -> list[ClaimedSample]:
+        """The sides in the order in which they end: this one last."""
+        return [*reversed(self.siblings.values()), self]
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a trained tag has: a ring, fates (as they are now), the names of its seats, and the size of its groups."""
+
+    ring: Ring
+    fates: Callable[[], Bytes]
+    seats: tuple[str, ...]
+    size: int
+
+    @property
+    def finished(self) -> bool:
+        return self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING
+
+
+class Look:
+    """A copy of a ledger's lines, and what it says of training samples."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.lines = ledger, ledger.ring.lines()
+        state, cls = self.lines["state"], self.lines["cls"]
+        possible = self.lines["uid"] < VALIDATE_BIT
+        live = np.flatnonzero((state >= State.QUEUED) & (cls == SampleClass.TRAIN) & possible)
+        uids = self.lines["uid"][live].astype(np.int64)
+        order = np.argsort(uids, kind="stable")
+        self._slots, self._uids = live[order], uids[order]
+
+    @cached_property
+    def queued(self) -> Ints:
+        """Slots of QUEUED training samples."""
+        slots: Ints = self._slots[self.lines["state"][self._slots] == State.QUEUED]
+        return slots
+
+    def slots_of(self, uids: Ints) -> Ints:
+        """The slot of each of these samples; -1 for one that has none."""
+        if not len(self._uids):
+            return np.full(len(uids), -1)
+        at = np.minimum(np.searchsorted(self._uids, uids), len(self._uids) - 1)
+        return np.where(self._uids[at] == uids, self._slots[at], -1)
+
+    def states_of(self, uids: Ints) -> Bytes:
+        """The state of the slot of each of these samples; FREE for one that has none."""
+        slots = self.slots_of(uids)
+        return np.where(slots >= 0, self.lines["state"][slots], State.FREE).astype(np.uint8)
+
+    def is_queued(self, slot: int) -> bool:
+        return slot >= 0 and bool(self.lines["state"][slot] == State.QUEUED)
+
+
+def past(uids: Ints, states: Bytes, fates: Bytes, size: int) -> Bools:
+    """Which of these lead samples nobody will claim any more, or not with their siblings. `states`: those of their
+    slots; `fates`: the bytes of all samples, read after the slots."""
+    group, attempt, _ = place_of(uids, size)
+    near = np.zeros((len(uids), 2 * size), np.uint8)  # fates of the sample's group
+    at = group[:, None] * 2 * size + np.arange(2 * size)
+    there = at < len(fates)
+    near[there] = fates[at[there]]
+    fate = near[np.arange(len(uids)), uids - group * 2 * size]
+    gone = (fate == Fate.NONE) & (_CLOSES[near].any(1) | ((attempt == 1) & (states == State.FREE)))
+    over: Bools = _TERMINAL[fate] | (states >= State.GENERATED) | gone
+    return over
+
+
+class Sides:
+    """Claims episodes whose sides are in these ledgers, that of the lead first. `alone` gets each claimed sample of an
+    episode that is played without some of its sides."""
+
+    def __init__(self, ledgers: Sequence[Ledger], alone: Callable[[ClaimedSample], object]) -> None:
+        self._ledgers, self._alone = ledgers, alone
+
+    @property
+    def rings(self) -> list[Ring]:
+        return [ledger.ring for ledger in self._ledgers]
+
+    def take(self, most: int) -> list[ClaimedSample]:
+        """Claim up to `most` episodes, best first; of each the sample of the first of its sides, with the others."""
+        looks = {ledger: Look(ledger) for ledger in self._ledgers}
+        playing = [look for ledger, look in looks.items() if not ledger.finished]
+        taken: list[ClaimedSample] = []
+        for look, slot in self._best(looks[self._ledgers[0]], playing):
+            if len(taken) >= most:
+                break
+            if (sample := _claimed(look, slot)) is not None:
+                self._join(sample, look, playing)
+                taken.append(sample)
+        return taken
+
+    def _best(self, home: Look, playing: Sequence[Look]) -> Iterator[tuple[Look, int]]:
+        """The slots that may be claimed, the best first: validation, then in the order of admission."""
+        validation = (home.lines["state"] == State.QUEUED) & (home.lines["cls"] == SampleClass.VALIDATE)
+        yield from ((home, slot) for slot in np.flatnonzero(validation).tolist())
+        ranked = [(rank, look, slot) for look in playing for *rank, slot in claimable(look, playing[0])]
+        yield from ((look, slot) for _, look, slot in sorted(ranked, key=itemgetter(0)))
+
+    def _join(self, sample: ClaimedSample, of: Look, playing: Sequence[Look]) -> None:
+        """Claim the siblings of a lead sample; one that the copy does not show as QUEUED is looked for once more."""
+        if sample.validates:
+            return
+        ledger = of.ledger
+        sample.episode = int(episode_of(sample.uid, ledger.size, len(ledger.seats)))
+        sides = [(look, seat) for look in playing for seat in look.ledger.seats]
+        if (of, sample.seat) == sides[0]:
+            for look, seat in sides[1:]:
+                if (sibling := _sibling(look, seat, sample.episode)) is not None:
+                    sample.siblings[seat] = sibling
+        if len(sample.siblings) < len(sides) - 1:
+            self._alone(sample)
+
+
+def claimable(look: Look, first: Look) -> Iterator[tuple[int, int, int]]:
+    """The admission of the draw, the number of the episode and the slot of each QUEUED sample that may be claimed as
+    the first of its episode: leads, which are in `first`, and orphans."""
+    ledger, slots = look.ledger, look.queued
+    uids, count = look.lines["uid"][slots].astype(np.int64), len(ledger.seats)
+    episodes: Ints = episode_of(uids, ledger.size, count)
+    free = seat_of(place_of(uids, ledger.size)[0], count) == 0 if look is first else np.zeros(len(uids), np.bool_)
+    followers = np.flatnonzero(~free)
+    if len(followers):
+        leads = side_of(episodes[followers], 0, first.ledger.size, len(first.ledger.seats))
+        free[followers] = past(leads, first.states_of(leads), first.ledger.fates(), first.ledger.size)
+    admissions = draw_of(look.lines["admission"][slots].astype(np.int64), count)
+    return zip(admissions[free].tolist(), episodes[free].tolist(), slots[free].tolist())
+
+
+def _sibling(look: Look, seat: str, episode: int) -> ClaimedSample | None:
+    """Claim the sample of a seat of an episode, if it is QUEUED now."""
+    ledger = look.ledger
+    uid = np.array([side_of(episode, ledger.seats.index(seat), ledger.size, len(ledger.seats))])
+    for copy in _now(look):
+        slot = int(copy.slots_of(uid)[0])
+        if copy.is_queued(slot) and (sample := _claimed(copy, slot)) is not None:
+            sample.episode = episode
+            return sample
+    return None
+
+
+def _now(look: Look) -> Iterator[Look]:
+    yield look
+    yield Look(look.ledger)
+
+
+def _claimed(look: Look, slot: int) -> ClaimedSample | None:
+    """Claim a slot as a copy of its line shows it; None if another process was faster."""
+    ring, ledger = look.ledger.ring, look.ledger
+    if not (word := ring.claim(slot, int(look.lines["word"][slot]), State.GENERATING)):
+        return None
+    line = dict(zip(LINE_FIELDS, look.lines[LINE_FIELDS][slot].tolist()))
+    sample = ClaimedSample(slot, word, line, ring, ledger.seats[0])
+    if not sample.validates:
+        sample.seat = ledger.seats[seat_of(place_of(sample.uid, ledger.size)[0], len(ledger.seats))]
+    return sample
