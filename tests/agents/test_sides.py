@@ -1,0 +1,299 @@
+"""Claims of the sides of episodes: which samples go together, which come alone, and what the deaths of holders cost."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.agents.sides import ClaimedSample, Ledger, Look, Sides, past
+from busrl.ring import Fates, Ring, State
+from busrl.states import (
+    ACCIDENTS,
+    RULES,
+    TERMINAL,
+    Fate,
+    HeaderWord,
+    RunPhase,
+    SampleClass,
+    episode_of,
+    side_of,
+    uid_of,
+)
+
+SEATS, SIZE, PATIENCE_S = ("first", "second", "third"), 2, 60.0
+PROGRAM = Path(__file__).with_name("side_holder.py")
+
+
+# -- decisions -----
+
+
+def is_past(lead: int, state: int, fates: list[int], size: int) -> bool:
+    """The rule of the specification, word for word."""
+    fate = fates[lead]
+    begin = lead // (2 * size) * 2 * size
+    closing = {Fate.TRAINED, *RULES} - {Fate.UNUSED}
+    closed = any(one in closing for one in fates[begin : begin + 2 * size])
+    second = lead // size % 2 == 1
+    if fate in TERMINAL or state >= State.GENERATED:
+        return True
+    return fate == Fate.NONE and (closed or (second and state == State.FREE))
+
+
+some_fates = st.sampled_from([0, 0, 0, Fate.DISPATCHED, Fate.TRAINED, Fate.UNUSED, Fate.FLAT, Fate.REWARD_RAISED])
+
+
+@given(fates=st.lists(some_fates, min_size=24, max_size=24), size=st.integers(1, 3),
+       states=st.lists(st.sampled_from([*State]), min_size=24, max_size=24), known=st.integers(0, 24))
+def test_a_lead_sample_is_past_as_the_rule_says(
+    fates: list[int], size: int, states: list[State], known: int
+) -> None:
+    table = np.array(fates[:known], np.uint8)
+    leads = np.arange(24 // (2 * size) * 2 * size)
+    decided = past(leads, np.array(states, np.uint8)[leads], table, size)
+    all_fates = [*fates[:known], *[0] * (24 - known)]
+    assert decided.tolist() == [is_past(lead, states[lead], all_fates, size) for lead in leads.tolist()]
+
+
+# -- claims in a ring -----
+
+
+class Scene:
+    """A ring with its fates, and what scheduler, learner and keeper do there."""
+
+    def __init__(self, folder: Path, slots: int = 64, seats: tuple[str, ...] = SEATS) -> None:
+        self.seats, self.folder = seats, folder
+        self.name = f"busrl.test.{os.getpid()}.sides"
+        self.ring = Ring.create(self.name, slots=slots, slot_bytes=256, processes=64, uuid=b"s" * 16)
+        self.ring.register("scheduler", "test")
+        self.fates = Fates(str(folder / "fates.bin"), create=True)
+        self.ring.bind_fates(self.fates, None)
+        self.alone = list[ClaimedSample]()
+        self.sides = Sides([Ledger(self.ring, self.fates.view, seats, SIZE)], self.alone.append)
+
+    def uid(self, draw: int, seat: str, member: int = 0, attempt: int = 0) -> int:
+        return uid_of(draw * len(self.seats) + self.seats.index(seat), attempt, member, SIZE)
+
+    def queue(self, uid: int) -> bool:
+        group = uid // (2 * SIZE)
+        return bool(self.ring.dispatch(
+            uid=uid, group=group, admission=group, member=uid % SIZE, group_size=SIZE, cls=SampleClass.TRAIN,
+            task=b"{}", prompt_crc=1, priority=-group, max_new_tokens=8, temperature=1.0))
+
+    def open(self, draw: int, *seats: str, attempt: int = 0, members: int = 1) -> None:
+        """Queue samples of a draw, those of the last seat first."""
+        for seat in reversed(seats or self.seats):
+            for member in range(members):
+                assert self.queue(self.uid(draw, seat, member, attempt))
+
+    def taken(self, most: int = 64) -> list[list[str]]:
+        return [[sample.seat, *sample.siblings] for sample in self.sides.take(most)]
+
+    def commit(self, sample: ClaimedSample) -> None:
+        for side in sample.ending():
+            self.ring.commit_segment(side.slot, side.word, True)
+
+    def close(self) -> None:
+        self.ring.close()
+        Ring.unlink(self.name)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+def test_an_episode_is_claimed_with_all_its_sides_the_oldest_first(scene: Scene) -> None:
+    for draw in (2, 0, 1):
+        scene.open(draw, members=2)
+    samples = scene.sides.take(5)
+    assert [sample.number for sample in samples] == [0, 1, 4, 5, 8] and not scene.alone
+    for sample in samples:
+        assert [sample.seat, *sample.siblings] == [*SEATS]
+        assert {side.number for side in sample.ending()} == {sample.number}
+        uids = [side.uid for side in [sample, *sample.siblings.values()]]
+        assert uids == [side_of(sample.number, seat, SIZE, 3) for seat in range(3)]
+        assert sample.ending()[-1] is sample, "the lead ends last"
+
+
+def test_a_sibling_is_no_orphan_while_its_lead_may_come_or_is_played(scene: Scene) -> None:
+    scene.open(0, "second", "third")
+    assert scene.taken() == [], "the lead is yet to come"
+    scene.open(0, "first")
+    (sample,) = scene.sides.take(1)
+    for side in sample.siblings.values():
+        scene.ring.release(side.slot, side.word, State.QUEUED)
+    assert scene.taken() == [], "somebody plays the lead"
+    scene.ring.commit_segment(sample.slot, sample.word, True)
+    assert scene.taken() == [["second"], ["third"]] and len(scene.alone) == 2
+
+
+def test_a_sibling_queued_after_the_copy_of_the_lines_is_found(scene: Scene) -> None:
+    """The lead was dispatched last, so whoever sees it finds the others, however the lines were copied."""
+    scene.open(0, "first")
+    look = Look(scene.sides._ledgers[0])
+    scene.open(0, "second", "third")
+    sample = next(iter([ClaimedSample(slot, scene.ring.claim(slot, int(look.lines["word"][slot]), State.GENERATING),
+                                      {"uid": scene.uid(0, "first"), "cls": 0}, scene.ring, "first")
+                        for slot in look.queued.tolist()]))
+    scene.sides._join(sample, look, [look])
+    assert [*sample.siblings] == ["second", "third"] and not scene.alone
+
+
+@pytest.mark.parametrize("fate", sorted(RULES | ACCIDENTS | {Fate.TRAINED}))
+def test_a_sibling_is_played_alone_once_its_lead_has_a_fate(scene: Scene, fate: Fate) -> None:
+    scene.open(0, "first", "third")
+    (sample,) = scene.sides.take(1)
+    third = sample.siblings["third"]
+    scene.ring.release(third.slot, third.word, State.QUEUED)
+    assert scene.taken() == []
+    scene.ring.drop(sample.slot, sample.word, fate)
+    scene.alone.clear()
+    assert scene.taken() == [["third"]] and len(scene.alone) == 1
+
+
+def test_a_second_try_is_played_alone_where_its_lead_has_none(scene: Scene) -> None:
+    scene.open(0, "second", attempt=1)
+    assert scene.taken() == [["second"]]
+    scene.open(1, attempt=1)
+    assert scene.taken() == [[*SEATS]]
+
+
+def test_siblings_of_a_closed_group_come_alone(scene: Scene) -> None:
+    """The lead's group was set aside in halves: members without a fate are dispatched no more."""
+    scene.fates.reserve(64)
+    scene.fates.store(scene.uid(0, "first", member=1), Fate.DISPATCHED)
+    scene.open(0, "second")
+    assert scene.taken() == []
+    scene.fates.store(scene.uid(0, "first", member=1), Fate.FLAT)
+    assert scene.taken() == [["second"]]
+
+
+def test_a_finished_ledger_gives_samples_of_validation_alone(scene: Scene) -> None:
+    scene.open(0)
+    scene.ring.dispatch(uid=(1 << 62) | 7, group=7, admission=0, member=0, group_size=1, cls=SampleClass.VALIDATE,
+                        task=b"{}", prompt_crc=1, priority=1 << 20, max_new_tokens=8, temperature=1.0)
+    scene.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+    (sample,) = scene.sides.take(9)
+    assert sample.validates and sample.number == sample.uid and not sample.siblings and not scene.alone
+    scene.ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
+    assert scene.taken() == [[*SEATS]]
+
+
+def test_a_sample_that_another_process_took_meanwhile_is_left_to_it(scene: Scene) -> None:
+    scene.open(0, members=2)
+    look = Look(scene.sides._ledgers[0])
+    (other,) = scene.sides.take(1)
+    assert [slot for slot in look.queued.tolist() if slot == other.slot]
+    assert scene.taken() == [[*SEATS]] and scene.taken() == []
+
+
+# -- holders that die -----
+
+
+class Storm(Scene):
+    """The scene with holders in processes, which may be killed at any moment."""
+
+    def __init__(self, folder: Path, draws: int, accidents: float, seed: int) -> None:
+        super().__init__(folder)
+        self.draws, self.accidents, self.chance = draws, accidents, random.Random(seed)
+        self.notes, self.born = folder / "notes", 0
+        self.holders = [self.holder() for _ in range(3)]
+        self.todo = [uid_of(draw * 3 + seat, 0, member, SIZE) for draw in range(draws) for member in range(SIZE)
+                     for seat in (2, 1, 0)]
+        self.kills = 0
+
+    def holder(self) -> subprocess.Popen[bytes]:
+        self.born += 1
+        values = [self.name, self.fates.path, self.notes, f"agent/{self.born}", ",".join(self.seats), SIZE,
+                  self.accidents, self.born]
+        return subprocess.Popen([sys.executable, str(PROGRAM), *map(str, values)])
+
+    def kill(self) -> None:
+        at = self.chance.randrange(len(self.holders))
+        self.holders[at].kill()
+        self.holders[at].wait()
+        self.kills += 1
+        self.holders[at] = self.holder()
+
+    def step(self) -> None:
+        """What scheduler, rewards, learner and keeper do in a pass."""
+        while self.todo and self.queue(self.todo[0]):
+            del self.todo[0]
+        codes = self.fates.view()
+        again = [uid for uid in self.first_tries() if codes[uid] in ACCIDENTS and not codes[uid + SIZE]
+                 and uid + SIZE not in self.todo]
+        self.todo[:0] = sorted(again, key=lambda uid: (episode_of(uid, SIZE, 3), -uid))
+        for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=64):
+            self.ring.release(slot, word, State.REWARDED)
+        for slot, word in self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=64):
+            self.ring.finish(slot, word, Fate.TRAINED)
+        self.ring.reap()
+
+    def first_tries(self) -> list[int]:
+        groups = self.draws * len(self.seats)
+        return [uid_of(group, 0, member, SIZE) for group in range(groups) for member in range(SIZE)]
+
+    def over(self) -> bool:
+        codes = self.fates.view()
+        ended = (int(codes[uid + SIZE if codes[uid] in ACCIDENTS else uid]) in TERMINAL for uid in self.first_tries())
+        return not self.todo and len(codes) > max(self.first_tries()) and all(ended)
+
+    def until_over(self, kills: int) -> None:
+        end, at = time.monotonic() + PATIENCE_S, 0
+        while not self.over():
+            assert time.monotonic() < end, f"{self.ring.stats().occupancy}, {len(self.todo)} to do"
+            self.step()
+            played = len(self.plays())
+            if self.kills < kills and played >= at:
+                at = played + self.chance.randint(1, 2 * self.draws * SIZE // max(1, kills))
+                self.kill()
+
+    def plays(self) -> list[list[str]]:
+        return [line.split() for line in self.notes.read_text().splitlines()] if self.notes.exists() else []
+
+    def close(self) -> None:
+        self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
+        for holder in self.holders:
+            holder.wait(PATIENCE_S)
+        super().close()
+
+
+@pytest.fixture
+def storm(tmp_path: Path, request: Any) -> Iterator[Storm]:
+    made = Storm(tmp_path, **request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("storm", [{"draws": 60, "accidents": 0.0, "seed": 1}], indirect=True)
+def test_without_deaths_each_episode_is_played_once_with_all_its_sides(storm: Storm) -> None:
+    storm.until_over(kills=0)
+    assert sorted(int(number) for number, *_ in storm.plays()) == [
+        (draw * 2) * SIZE + member for draw in range(60) for member in range(SIZE)]
+    assert {seats for _, seats, _ in storm.plays()} == {"first,second,third"}
+    assert {alone for *_, alone in storm.plays()} == {"0"}
+
+
+@pytest.mark.parametrize("storm", [{"draws": 60, "accidents": 0.05, "seed": seed} for seed in (2, 3)], indirect=True)
+def test_killed_holders_cost_plays_alone_and_no_sample(storm: Storm) -> None:
+    storm.until_over(kills=8)
+    codes = Counter(int(code) for code in storm.fates.view() if code)
+    assert not codes[Fate.DISPATCHED] and set(codes) <= {Fate.TRAINED, Fate.UNUSED, Fate.REWARD_RAISED}
+    accidents, plays = codes[Fate.REWARD_RAISED], storm.plays()
+    alone = sum(alone == "1" for *_, alone in plays)
+    assert alone <= 2 * 4 * storm.kills + 2 * accidents, "a holder has at most four episodes"
+    assert len(plays) <= storm.draws * SIZE + 2 * (4 * storm.kills + accidents)
