@@ -24,7 +24,7 @@ from busrl.roles import answers
 from busrl.roles.answers import UNREADABLE
 from busrl.roles.episodes import messages_of
 from busrl.roles.learner.groups import Claimed
-from busrl.states import Finish
+from busrl.states import Finish, episode_of, seat_of, side_of
 from busrl.topology import Topology
 
 EXCERPT = 1 << 15  # characters of a text
@@ -43,7 +43,7 @@ class Excerpts:
     """Makes samples for people: prompt, answer and reward; `log.samples` of them for each step."""
 
     def __init__(self, topology: Topology) -> None:
-        self.data = topology.data
+        self.data, self.seats, self.size = topology.data, topology.seats, topology.groups.size
         self.per_step = topology.log.samples
         self._chat = LightTokenizer(Path(topology.model.path), None, tools_of_chats(topology.openai))
 
@@ -79,6 +79,7 @@ class Excerpts:
         return {
             "uid": record.uid,
             "group": record.group,
+            **self._place(record),
             **self._texts(ring, slot, word),
             "reward": record.reward,
             "tokens": record.tokens,
@@ -90,6 +91,15 @@ class Excerpts:
             **({"reward_parts": parts} if (parts := answers.read_parts(ring, slot)) else {}),
             **(_episode(ring, slot, record) if record.turns else {}),
         }
+
+    def _place(self, record: SampleRecord) -> dict[str, Any]:
+        """The seat of a sample, and the samples of the same episode in the other seats."""
+        if len(self.seats) == 1:
+            return {}
+        episode, own = episode_of(record.uid, self.size, len(self.seats)), seat_of(record.group, len(self.seats))
+        siblings = {name: side_of(episode, seat, self.size, len(self.seats))
+                    for seat, name in enumerate(self.seats) if seat != own}
+        return {"seat": self.seats[own], "siblings": siblings}
 
     def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:
         """The prompt, the other fields of its line (the right answer, say), and the completion."""
