@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -171,8 +170,11 @@ class Sides:
         """The slots that may be claimed, the best first: validation, then in the order of admission."""
         validation = (home.lines["state"] == State.QUEUED) & (home.lines["cls"] == SampleClass.VALIDATE)
         yield from ((home, slot) for slot in np.flatnonzero(validation).tolist())
-        ranked = [(rank, look, slot) for look in playing for *rank, slot in claimable(look, playing[0])]
-        yield from ((look, slot) for _, look, slot in sorted(ranked, key=itemgetter(0)))
+        if playing:
+            found = [claimable(look, playing[0]) for look in playing]
+            admissions, episodes, slots = (np.concatenate(column) for column in zip(*found))
+            looks = np.repeat(np.arange(len(playing)), [len(of_look[0]) for of_look in found])
+            yield from ((playing[looks[at]], int(slots[at])) for at in np.lexsort((episodes, admissions)))
 
     def _join(self, sample: ClaimedSample, of: Look, playing: Sequence[Look]) -> None:
         """Claim the siblings of a lead sample; one that the copy does not show as QUEUED is looked for once more."""
@@ -189,7 +191,7 @@ class Sides:
             self._alone(sample)
 
 
-def claimable(look: Look, first: Look) -> Iterator[tuple[int, int, int]]:
+def claimable(look: Look, first: Look) -> tuple[Ints, Ints, Ints]:
     """The admission of the draw, the number of the episode and the slot of each QUEUED sample that may be claimed as
     the first of its episode: leads, which are in `first`, and orphans."""
     ledger, slots = look.ledger, look.queued
@@ -201,7 +203,7 @@ def claimable(look: Look, first: Look) -> Iterator[tuple[int, int, int]]:
         leads = side_of(episodes[followers], 0, first.ledger.size, len(first.ledger.seats))
         free[followers] = past(leads, first.states_of(leads), first.ledger.fates(), first.ledger.size)
     admissions = draw_of(look.lines["admission"][slots].astype(np.int64), count)
-    return zip(admissions[free].tolist(), episodes[free].tolist(), slots[free].tolist())
+    return admissions[free], episodes[free], slots[free]
 
 
 def _sibling(look: Look, seat: str, episode: int) -> ClaimedSample | None:

@@ -13,18 +13,20 @@ import aiohttp
 import msgspec
 import pytest
 from agent_worlds import Engine
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
+from busrl.agents import openai as bodies
 from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Episode, OwnTime, Settings
 from busrl.agents.http import Card, EndBody, EpisodeServer
 from busrl.agents.llm import ChatRequest, CompleteRequest
 from busrl.agents.parsers import MessageMaker, none
-from busrl.agents.pool import Children, verdict_of
+from busrl.agents.pool import Children
+from busrl.agents.pool import verdict_of as verdict_of_program
 from busrl.agents.renderer import Renderer
-from busrl.agents.roles import serve
+from busrl.agents.roles.serve import reward_turns, verdict_of
 from busrl.agents.seats import Seat, Worth, seat_asked, seat_of, settled, worth_of
 from busrl.errors import CallRefused
 from busrl.rewards.base import MalformedReward
@@ -76,7 +78,7 @@ class Table:
 # -- names and rewards -----
 
 
-def test_a_seat_has_its_name_and_that_of_a_tag_with_one_seat() -> None:
+def test_a_seat_has_its_name_and_that_of_its_tag() -> None:
     assert seat_of(SEATS, "judge") is SEATS[1]
     assert seat_of([Seat("a", "main"), Seat("b", "other")], "other").name == "b"
     with pytest.raises(KeyError, match="'main' plays several seats: first, second"):
@@ -117,7 +119,7 @@ some_seats = st.sets(st.sampled_from(["solver", "judge", "old"]))
 
 
 @given(spoke=some_seats, worth_something=some_seats)
-def test_each_trained_seat_that_spoke_has_a_reward_or_the_episode_is_malformed(
+def test_each_trained_seat_that_spoke_needs_a_reward(
     spoke: set[str], worth_something: set[str]
 ) -> None:
     each = {name: Worth(1.0 + len(name)) for name in worth_something}
@@ -133,8 +135,8 @@ def test_each_trained_seat_that_spoke_has_a_reward_or_the_episode_is_malformed(
 
 def test_a_program_may_give_each_seat_a_reward() -> None:
     line = b'{"reward": {"solver": 1.0, "judge": {"right": 0.5}}}'
-    assert verdict_of(0, line, seats=SEATS).seats == {"solver": Worth(1.0), "judge": Worth(0.5, {"right": 0.5})}
-    assert verdict_of(0, b'{"reward": {"nobody": 1.0}}', seats=SEATS).how == "malformed"
+    assert verdict_of_program(0, line, seats=SEATS).seats == {"solver": Worth(1.0), "judge": Worth(0.5, {"right": 0.5})}
+    assert verdict_of_program(0, b'{"reward": {"nobody": 1.0}}', seats=SEATS).how == "malformed"
 
 
 # -- calls -----
@@ -259,7 +261,7 @@ def test_a_wrong_seat_in_the_code_of_an_episode_is_named(
 
 
 @given(own=st.sampled_from(["", "solver", "judge"]), model=st.text(max_size=8) | st.sampled_from(["judge", "old", ""]))
-def test_a_request_is_for_the_seat_that_it_names_or_whose_key_it_has(own: str, model: str) -> None:
+def test_a_request_is_for_the_seat_of_its_model_or_key(own: str, model: str) -> None:
     names = {seat.name for seat in SEATS}
     try:
         asked = seat_asked(SEATS, own, model)
@@ -322,11 +324,9 @@ def judged(chat: Renderer, body: dict[str, Any]) -> Any:
         for name in ("solver", "judge"):
             delivery, _ = await table.episode.seats[name].answer(CompleteRequest("Q?"))
             delivery.delivered()
-        leases = object.__new__(serve.Leases)
-        leases._judges_itself = lambda: True
         end = msgspec.convert(body, EndBody)
-        ended = leases._verdict(end, table.episode)
-        serve._reward_turns(table.episode, end)
+        ended = verdict_of(end, table.episode, judges_itself=True)
+        reward_turns(table.episode, end)
         return ended, table
 
     return asyncio.run(run())
@@ -358,3 +358,36 @@ def test_a_wrong_end_is_refused_by_its_field_and_rewards_no_turn(
     with pytest.raises(CallRefused, match=text) as refused:
         judged(chat, body)
     assert refused.value.param == param
+
+
+names = st.sampled_from(["solver", "judge", "old", "0", "1", ""]) | st.text(max_size=6)
+scalars = st.none() | st.booleans() | st.integers(-3, 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=6)
+anything = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3))
+fields = st.sampled_from(["reward", "rewards", "turn_rewards", "parts", "failed", "again", "why"])
+ends = st.dictionaries(fields, anything | st.dictionaries(names, anything, max_size=3), max_size=4)
+
+
+@pytest.fixture(scope="module")
+def asked(chat: Renderer) -> Episode:
+    """An episode in which solver and judge made a call."""
+    async def run() -> Episode:
+        table = Table(chat)
+        for name in ("solver", "judge"):
+            delivery, _ = await table.episode.seats[name].answer(CompleteRequest("Q?"))
+            delivery.delivered()
+        return table.episode
+
+    return asyncio.run(run())
+
+
+@settings(max_examples=500)
+@given(body=ends)
+def test_no_body_of_an_end_does_more_than_be_refused(asked: Episode, body: dict[str, Any]) -> None:
+    try:
+        end = bodies.read(json.dumps(body).encode(), EndBody)
+        ended = verdict_of(end, asked, judges_itself=True)
+        reward_turns(asked, end)
+    except CallRefused as refused:
+        assert refused.code == "invalid"
+    else:
+        assert ended.how in ("returned", "failed", "again", "used_up") and set(ended.seats) <= {*asked.seats}

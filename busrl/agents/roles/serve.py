@@ -28,7 +28,7 @@ import msgspec
 
 from busrl.agents.episode import Episode
 from busrl.agents.http import ClaimBody, EndBody, EpisodeServer
-from busrl.agents.llm import TEXT_LIMIT, Ended, RewardRequest
+from busrl.agents.llm import TEXT_LIMIT, Ended, How, RewardRequest
 from busrl.agents.pool import MAX_AGAIN
 from busrl.agents.roles.holder import EpisodeHolder, run_key
 from busrl.agents.samples import EpisodeSamples, Warn
@@ -98,8 +98,8 @@ class Leases:
         if earlier and earlier["outcome"] != LOST:
             return earlier
         lease = self._opened(name)
-        ended = self._verdict(body, lease.episode)
-        _reward_turns(lease.episode, body)
+        ended = verdict_of(body, lease.episode, self._judges_itself())
+        reward_turns(lease.episode, body)
         counts = self._counted(lease)
         if ended.how == "again" and self._again[lease.sample.number] + 1 < MAX_AGAIN:
             self._again[lease.sample.number] += 1
@@ -185,25 +185,30 @@ class Leases:
                 "sequences": sum(len(tree.sequences()) for tree in trees),
                 "tokens": sum(len(turn.ids) for tree in trees for turn in tree.turns)}
 
-    def _verdict(self, body: EndBody, episode: Episode) -> Ended:
-        why = body.why[:TEXT_LIMIT]
-        if body.again:
-            return Ended("again", text=why)
-        if body.rewards and (body.reward is not None or body.parts):
-            raise CallRefused("invalid", "rewards: give these, or one reward for all seats", "rewards")
-        if body.rewards:
-            return Ended("failed" if body.failed else "returned", text=why, seats=_rewards_of(body, episode))
-        if body.reward is None and not body.parts:
-            if body.failed:
-                return Ended("used_up", text=why)
-            if self._judges_itself():
-                raise CallRefused("invalid", "reward: a number is needed, for the episode judges itself", "reward")
-        try:
-            reward, parts = settle(body.parts or body.reward or 0.0)
-        except MalformedReward as problem:
-            raise CallRefused("invalid", f"reward: {problem}", "reward") from None
-        total = reward if body.reward is None else body.reward
-        return Ended("failed" if body.failed else "returned", total, parts, why)
+
+# -- bodies of `/end` -----
+
+
+def verdict_of(body: EndBody, episode: Episode, judges_itself: bool) -> Ended:
+    """The end that a client gives an episode; CallRefused where it is none."""
+    why = body.why[:TEXT_LIMIT]
+    if body.again:
+        return Ended("again", text=why)
+    how: How = "failed" if body.failed else "returned"
+    if body.rewards and (body.reward is not None or body.parts):
+        raise CallRefused("invalid", "rewards: give these, or one reward for all seats", "rewards")
+    if body.rewards:
+        return Ended(how, text=why, seats=_rewards_of(body, episode))
+    if body.reward is None and not body.parts:
+        if body.failed:
+            return Ended("used_up", text=why)
+        if judges_itself:
+            raise CallRefused("invalid", "reward: a number is needed, for the episode judges itself", "reward")
+    try:
+        reward, parts = settle(body.parts or body.reward or 0.0)
+    except MalformedReward as problem:
+        raise CallRefused("invalid", f"reward: {problem}", "reward") from None
+    return Ended(how, reward if body.reward is None else body.reward, parts, why)
 
 
 def _rewards_of(body: EndBody, episode: Episode) -> dict[str, Worth]:
@@ -218,7 +223,7 @@ def _rewards_of(body: EndBody, episode: Episode) -> dict[str, Worth]:
     return each
 
 
-def _reward_turns(episode: Episode, body: EndBody) -> None:
+def reward_turns(episode: Episode, body: EndBody) -> None:
     """Add the rewards of turns; CallRefused if one is not finite, or belongs to no call."""
     by_seat = body.turn_rewards if isinstance(body.turn_rewards, dict) else {}
     if not any(isinstance(value, (dict, list)) for value in by_seat.values()):
