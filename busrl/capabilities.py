@@ -198,7 +198,9 @@ CAPABILITIES: tuple[Capability, ...] = (
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
     Capability("several", "several seats or models", plugs={
         "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS",
-        "step_observers": "several.seat_figures:observers"}, asks={
+        "step_observers": "several.seat_figures:observers", "topology": "several.topologies:topology",
+        "explained": "several.explained:lines"}, asks={
+        "[[model]]": lambda topology: bool(topology.models),
         "model.seats": lambda topology: len(topology.seats) > 1}),
     Capability("service", "training and sampling as a service", plugs={
         "defaults": "service.defaults:complete", "audits": "service.audit:audit",
@@ -249,11 +251,12 @@ def role(name: str) -> Any:
     return _object(ROLES[name].actor)
 
 
-def plug(name: str, place: str) -> Any:
-    """The object that the part `name` puts into that place of the core; UserError if the part is not there."""
+def plug(name: str, place: str, key: str = "") -> Any:
+    """The object that the part `name` puts into that place of the core; UserError, with the key that asks for it, if
+    the part is not there."""
     capability = BY_NAME[name]
     if not capability.here:
-        raise capability.missing()
+        raise capability.missing(key)
     return _object(capability.plugs[place])
 
 

@@ -22,31 +22,33 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PREFIX = (
 
 
 class _Named:
-    """An attribute that is the path of this name in the run directory."""
+    """An attribute that is the path of this name in the run directory; in that of its models too, or in theirs."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, of_run: bool = False) -> None:
+        self.name, self.of_run = name, of_run
 
     def __get__(self, run: RunPaths, owner: type | None = None) -> Path:
-        return run.root / self.name
+        return (run.home if self.of_run else run.root) / self.name
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Names of one run. `root` is the run directory; nothing is created here."""
+    """Names of one run, or of one of its models. `root` is the run directory; nothing is created here."""
 
     root: Path
+    run: Path | None = None  # the run directory, where `root` is that of a model beside the lead
 
     topology = _Named("topology.json")
     topology_file = _Named("topology.toml")  # as the user wrote it
     run_json = _Named("run.json")
     starts = _Named("starts.jsonl")  # a line per start: what differs from the one before, and what its files held
-    logs = _Named("logs")
-    data = _Named("data")  # the prompts, where they were made of sources
-    errors = _Named("errors.jsonl")
+    logs = _Named("logs", of_run=True)
+    data = _Named("data", of_run=True)  # the prompts, where they were made of sources
+    models = _Named("models", of_run=True)  # a folder for each model beside the lead
+    errors = _Named("errors.jsonl", of_run=True)
     summary = _Named("summary.json")
-    supervisor = _Named("supervisor.json")  # what launch counted of its children and of errors from outside
-    gateway = _Named("gateway.json")  # what the keeper's gateway counted
+    supervisor = _Named("supervisor.json", of_run=True)  # launch's counts of its children and of errors from outside
+    gateway = _Named("gateway.json", of_run=True)  # what the keeper's gateway counted
     # the ledger
     fates = _Named("fates.bin")
     validate_fates = _Named("fates.validate.bin")
@@ -72,9 +74,9 @@ class RunPaths:
     predictor = _Named("predictor.npz")  # what the length predictor has learned; losing it never loses a sample
     skips = _Named("skips.jsonl")  # prompts left out by their pass rates: written before the fates that say so
     scheduler_log = _Named("scheduler.jsonl")  # predicted and real lengths, and waits, of the groups that ended
-    control = _Named("control.jsonl")  # what was asked of the run while it ran, and what became of it
-    control_key = _Named("control.key")  # who may read it may ask; for the owner alone
-    serve_key = _Named("serve.key")  # what clients claim episodes with; for the owner alone
+    control = _Named("control.jsonl", of_run=True)  # what was asked of the run while it ran, and what became of it
+    control_key = _Named("control.key", of_run=True)  # who may read it may ask; for the owner alone
+    serve_key = _Named("serve.key", of_run=True)  # what clients claim episodes with; for the owner alone
     atropos_seen = _Named("atropos.seen")  # digests of the groups that environments posted and that were kept
     hosts_now = _Named("hosts.json")  # what home's relay last received from each host
     hosts = _Named("hosts.jsonl")  # when other hosts started, joined, fell silent, came back, were replaced, went
@@ -90,15 +92,24 @@ class RunPaths:
         """Names of the files and folders that busrl makes in a run directory, besides locks."""
         return frozenset(path.name for path in vars(cls).values() if isinstance(path, _Named))
 
+    @property
+    def home(self) -> Path:
+        """The run directory."""
+        return self.run or self.root
+
+    def of_tag(self, tag: str) -> RunPaths:
+        """The paths of a model beside the lead; of "" these."""
+        return RunPaths(self.models / tag, self.home) if tag else self
+
     def lock(self, role: str) -> Path:
-        return self.root / f"{role}.lock"
+        return (self.home if role == "run" else self.root) / f"{role}.lock"
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process.replace('/', '-')}.log"
 
     def served(self, process: str) -> Path:
         """The address at which a server of episodes listens."""
-        return self.root / f"{process}.json"
+        return self.home / f"{process}.json"
 
     # -- beyond the run directory -----
 
@@ -136,7 +147,7 @@ class RunPaths:
     @property
     def runtime_dir(self) -> Path:
         """Directory of the sockets: short, because a socket path may have 107 bytes at most."""
-        return Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"busrl-{os.getuid()}" / self.key
+        return Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"busrl-{os.getuid()}" / RunPaths(self.home).key
 
     @property
     def frontend(self) -> str:

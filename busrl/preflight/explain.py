@@ -39,7 +39,7 @@ NOT_PRINTED = ("simulate", "process", "source", "overrides", "here")  # no proce
 def report(topology: Topology, verbose: bool = True) -> str:
     """The page: what a person decides, and with `verbose` the sums that follow."""
     more = (_bus, _sums, _sizes) if verbose else ()
-    parts = (_head, _warnings, _first, _data, _model, memory.lines, _processes, *more)
+    parts = (_head, _warnings, _first, _data, _model, memory.lines, *capabilities.plugs("explained"), _processes, *more)
     sections = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
     return prompt_sources.named("\n\n".join([*sections, *([] if verbose else [MORE])])) + "\n"
 
@@ -60,14 +60,23 @@ def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
     """Raise UserError for missing cores or memory, DiskFull if run_dir cannot hold the published versions."""
     machine.require_cores(topology, machine.cores())
     machine.require_axes(topology)
-    memory.require(topology)
-    machine.require_disk(topology, model_at(topology.model.path), run_dir)
+    for tag in topology.tags:
+        memory.require(topology.of(tag))
+        machine.require_disk(topology.of(tag), model_at(topology.of(tag).model.path), run_dir)
 
 
 def shared_memory(topology: Topology) -> list[tuple[str, int]]:
-    """Files of the run in /dev/shm and what they take; the weights are left out while unknown. The ring is counted with
-    usual answers: the memory of long ones goes back when they are trained."""
+    """Files of the run in /dev/shm and what they take, of all its models; the weights are left out while unknown. The
+    ring is counted with usual answers: the memory of long ones goes back when they are trained."""
+    sizes = [(f"{name} of {tag}", size) for tag in topology.tags if (beside := topology.of(tag)).beside
+             for name, size in _shared_of_one(beside)] if topology.models else []
+    return [*_shared_of_one(topology), *sizes]
+
+
+def _shared_of_one(topology: Topology) -> list[tuple[str, int]]:
     sizes = [("ring", topology.derived.ring_held)]
+    if topology.frozen:
+        return sizes
     parameters = pretrained.model_facts(model_at(topology.model.path)).parameters
     if _in_shared_memory(topology) and parameters:
         size = parameters * pretrained.BYTES_OF[topology.model.dtype]
@@ -241,7 +250,7 @@ def _sizes(t: Topology) -> Iterator[str]:
     if t.derived.ring_held < t.derived.ring_bytes:
         usual = f"{t.derived.slots} answers of {t.derived.usual_tokens} tokens (ring.expected_tokens)"
         yield f"    that is with {usual}; at most {_mib(t.derived.ring_bytes)}, if all are as long as they may be"
-    if len(shared_memory(t)) == 1 and _in_shared_memory(t):
+    if len(_shared_of_one(t)) == 1 and _in_shared_memory(t):
         yield "  weights: twice the size of the model, known when it is loaded"
     yield from _blocks(t)
     yield from _versions(t)

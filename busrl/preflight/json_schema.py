@@ -26,8 +26,18 @@ def json_schema() -> Schema:
     """Describe every section and key of a topology file."""
     sections = {name: _table_schema(kind) for name, kind in SECTIONS.items()}
     sections["process"] = {"type": "array", "items": _table_schema(schema.Process)}
+    sections["model"] = {"anyOf": [sections["model"], {"type": "array", "items": _tag_schema(sections)}]}
     return {"$schema": DIALECT, "title": "busrl topology", "type": "object", "additionalProperties": False,
             "properties": sections}
+
+
+def _tag_schema(sections: dict[str, Schema]) -> Schema:
+    """Describe a [[model]]: keys of [model], those that make a tag, and tables that it overrides."""
+    own = {name: _item_schema(item) for name, item in items(schema.Tag).items() if item.rule.doc or item.table}
+    tables = {item.name: {key: value for key, value in sections[item.name].items() if key != "required"}
+              for item in items(schema.Own).values() if item.table and item.name in sections and item.name != "model"}
+    properties = {**sections["model"]["properties"], **own, **tables}
+    return {**sections["model"], "properties": properties, "required": ["tag", "path"]}
 
 
 def _table_schema(cls: type) -> Schema:

@@ -68,18 +68,28 @@ PLAYED_OF_PROCESS = ("role", "count")
 def load(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Topology:
     """The checked topology, or a TopologyError with every problem. `run_dir`: a run there may have made the prompts of
     sources already."""
-    return _load(read(shipped(Path(path)), overrides), overrides, run_dir=run_dir)
+    return _of_source(read(shipped(Path(path)), overrides), overrides, run_dir=run_dir)
 
 
 def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Topology, frozenset[str]]:
     """The topology, checked without rules about machine, model and engines and without the files of a real run; and
     the dotted keys that the file or an override sets."""
     source = read(shipped(Path(path)), overrides)
-    topology = _load(source, overrides, simulated=True)
+    topology = _of_source(source, overrides, simulated=True)
     return topology, frozenset(".".join(map(str, key)) for key in (*source.lines, *source.overridden))
 
 
-def _load(
+def _of_source(
+    source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
+) -> Topology:
+    """The topology of one model, or of several where `[[model]]` is written."""
+    several = isinstance(source.data.get("model"), list)
+    make = capabilities.plug("several", "topology", "[[model]]") if several else of_one_model
+    topology: Topology = make(source, overrides, simulated=simulated, run_dir=run_dir)
+    return topology
+
+
+def of_one_model(
     source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
 ) -> Topology:
     """Report all problems at once; `bad` holds the keys that have one already: no rule about them applies."""
@@ -91,10 +101,10 @@ def _load(
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
     if not simulated:
         draft, unmade = prompt_sources.prepare(draft, run_dir, prompt_files.compares(draft), bad)
-        problems.extend(_problem(source, draft, finding) for finding in unmade)
+        problems.extend(problem_of(source, draft, finding) for finding in unmade)
         bad |= set(_unmade_keys(draft, unmade))
     facts, broken = named_files.inspect(draft, bad | REAL_FILES if simulated else bad)
-    problems.extend(_problem(source, draft, finding) for finding in broken)
+    problems.extend(problem_of(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
     draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
@@ -102,12 +112,12 @@ def _load(
     applying = [finding for finding in every if not (simulated and any(map(_real, finding.keys)))]
     # One cause is reported once.
     findings = [finding for finding in applying if not _depends((*finding.keys, *finding.depends), bad)]
-    problems.extend(_problem(source, draft, finding) for finding in findings if not finding.warning)
+    problems.extend(problem_of(source, draft, finding) for finding in findings if not finding.warning)
     problems.extend([] if simulated else _too_long(draft, sums))
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     warned = (finding for finding in findings if finding.warning and any(_decided(source, key) for key in finding.keys))
-    warnings = tuple(str(_problem(source, draft, finding)) for finding in warned)
+    warnings = tuple(str(problem_of(source, draft, finding)) for finding in warned)
     return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings))
 
 
@@ -318,7 +328,7 @@ def _depends(keys: Iterable[str], bad: set[str]) -> bool:
     return not wrong.isdisjoint(keys)
 
 
-def _problem(source: Source, draft: Topology, finding: Finding) -> Problem:
+def problem_of(source: Source, draft: Topology, finding: Finding) -> Problem:
     """The finding with a place: its own, or that of the first of its keys that is written down."""
     rule, remedy = prompt_sources.named(finding.rule), prompt_sources.named(finding.remedy)
     if finding.place:
@@ -363,8 +373,14 @@ def materialise(topology: Topology) -> Topology:
         tuple(_with_path(prompts, "data", "validation") for prompts in sets)
         for sets in (validation.set, topology.derived.sets)
     )
+    models = tuple(
+        dataclasses.replace(row, own=tuple(
+            dataclasses.replace(own, model=_with_path(own.model, "path", "model")) for own in row.own
+        )) for row in topology.models
+    )
     return dataclasses.replace(
-        topology, model=_with_path(topology.model, "path", "model"), data=_with_path(topology.data, "train", "train"),
+        topology, models=models, model=_with_path(topology.model, "path", "model"),
+        data=_with_path(topology.data, "train", "train"),
         validation=dataclasses.replace(validation, set=validation_sets),
         derived=dataclasses.replace(topology.derived, sets=asked_sets),
     )

@@ -53,6 +53,8 @@ def _read_by_agents(name: str) -> EntryClash:
 
 
 OF_ENTRY = (
+    EntryClash((".model",), lambda _, entry: entry.model,
+               "the file has one [model], without tags; write [[model]] for each, or remove it"),
     EntryClash((".python", ".command"), lambda _, entry: entry.python and entry.command,
                "a command says itself what runs it; remove one of them"),
     EntryClash((".command", ".role"), lambda _, entry: entry.command and entry.role not in FOREIGN_ROLES,

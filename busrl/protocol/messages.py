@@ -24,7 +24,7 @@ from __future__ import annotations
 import hmac
 from typing import Annotated, Any, Final
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 VERSION: Final = 1
 MAX_NAME = 64
@@ -42,6 +42,7 @@ Key = Annotated[str, Meta(max_length=MAX_KEY)]
 Counts = Annotated[list[Count], Meta(max_length=MAX_MAP)]
 Names = Annotated[list[Name], Meta(max_length=MAX_MAP)]
 Numbers = Annotated[dict[Key, float], Meta(max_length=MAX_MAP)]
+ModelTag = Name | UnsetType  # of a run of several models, the one that a message is about; the lead is left out
 
 
 class Message(Struct, tag_field="type", kw_only=True, omit_defaults=False):
@@ -91,6 +92,7 @@ class CallCancel(Message, tag="CALL_CANCEL"):
 
     slot_id: Count
     seq: Count
+    model: ModelTag = UNSET
 
 
 # rollout -> caller
@@ -101,6 +103,7 @@ class CallTokens(Message, tag="CALL_TOKENS"):
     seq: Count
     at: Count
     ids: Annotated[list[Count], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+    model: ModelTag = UNSET
 
 
 # rollout -> learner
@@ -117,6 +120,7 @@ class ProbeDrawn(Message, tag="PROBE_DRAWN"):
     logprobs: bytes
     versions: bytes
     temperatures: Annotated[list[float], Meta(max_length=MAX_MAP)]
+    model: ModelTag = UNSET
 
 
 # reward -> learner
@@ -143,6 +147,7 @@ class LearnerStateUpdate(Message, tag="LEARNER_STATE_UPDATE"):
     samples: Count = 0
     age_mean: float = 0.0
     metrics: Numbers = field(default_factory=dict)
+    model: ModelTag = UNSET
 
 
 # learner -> engines
@@ -152,6 +157,7 @@ class WeightsPublished(Message, tag="WEIGHTS_PUBLISHED"):
     version: Count
     step: Count
     transport: Name = "shm"
+    model: ModelTag = UNSET
 
 
 class WeightsGroup(Message, tag="WEIGHTS_GROUP"):
@@ -160,6 +166,7 @@ class WeightsGroup(Message, tag="WEIGHTS_GROUP"):
     epoch: Count
     members: Names = field(default_factory=list)
     why: Text = ""
+    model: ModelTag = UNSET
 
 
 # validator -> everybody
@@ -313,7 +320,8 @@ CORE: tuple[type[Message], ...] = (  # in the order of docs/protocol.md
     WeightsPublished, WeightsGroup, ValidationStarted, ValidationDone, ValidationSetDone, SchedulerState, Hello,
     Heartbeat, Goodbye, Error, Ping, Pong, Stop, Control, ControlDone,
 )
-# Messages that only one process of a run sends. Names are not proved: this stops mistakes, not malice.
+OF_ONE_MODEL = (ProbeDrawn, LearnerStateUpdate, WeightsPublished, WeightsGroup)  # sent to everybody
+# Messages that only one process sends, of a run or of a model. Names are not proved: this stops mistakes, not malice.
 ONLY_FROM: dict[type[Message], str] = {
     LearnerStateUpdate: "learner", SchedulerState: "scheduler", Stop: "launch", ControlDone: "launch",
     **dict.fromkeys((ValidationStarted, ValidationDone, ValidationSetDone), "validator"),
@@ -322,4 +330,20 @@ ONLY_FROM: dict[type[Message], str] = {
 
 def is_from_another(message: Message) -> bool:
     """Tell whether this message came from a process that does not send its kind."""
-    return ONLY_FROM.get(type(message), message.sender) != message.sender
+    only, model = ONLY_FROM.get(type(message), ""), model_of(message)
+    return bool(only) and message.sender != (f"{only}-{model}" if model else only)
+
+
+def model_of(message: Message) -> str:
+    """The model that a message is about; empty for the lead."""
+    return getattr(message, "model", UNSET) or ""
+
+
+def of_model(tag: str) -> ModelTag:
+    """The field `model` of a message; `tag` is empty for the lead."""
+    return tag or UNSET
+
+
+def is_of_another_model(message: Message, tag: str) -> bool:
+    """Tell whether a message to everybody is about another model than that of `tag`, empty for the lead."""
+    return isinstance(message, OF_ONE_MODEL) and model_of(message) != tag

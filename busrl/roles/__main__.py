@@ -97,7 +97,7 @@ def warm(run_dir: str, names: Sequence[str]) -> None:
     topology = recorded(RunPaths.of(run_dir).topology)
     with uncollected():
         for name in names:
-            capabilities.role(name.partition("/")[0]).warm(topology, name)
+            capabilities.role(name.partition("/")[0]).warm(topology.of(topology.tag_of(name)), name)
 
 
 def forked(descriptors: Sequence[int], run_dir: str, name: str) -> int:

@@ -203,6 +203,7 @@ class Actor(ABC):
     role: ClassVar[str] = ""
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     singleton: ClassVar[bool] = False
+    every_tag: ClassVar[bool] = False  # it takes messages about all models of a run, not only about its own
     tick_s: float = 0.05
     # Called with bytes that came as the message of this name and are none; the bus counts and reports them itself.
     unreadable: Callable[[Rejected, str], None] | None = None
@@ -210,9 +211,11 @@ class Actor(ABC):
     def __init__(self, run_dir: str | Path, name: str, parts: Parts | None = None) -> None:
         """With `parts` the role is attached already, and its methods drive it; without, `main` attaches it."""
         self.name, self.worker_id = name, name.replace("/", "-")
-        self.paths = RunPaths.of(run_dir)
-        self.followed, self._next_follow = size_of(self.paths.control), 0.0  # before what it stands for is read
-        self.topology = parts.topology if parts else Topology.from_json(self.paths.topology.read_text())
+        self._run = RunPaths.of(run_dir)
+        self.followed, self._next_follow = size_of(self._run.control), 0.0  # before what it stands for is read
+        whole = parts.topology if parts else Topology.from_json(self._run.topology.read_text())
+        self.topology = whole.of(whole.tag_of(name))
+        self.paths = self._run.of_tag(self.topology.beside)
         self.stopping = ""
         self._next_heartbeat = 0.0
         self._random = random.Random(f"{name}:{os.getpid()}")
@@ -329,9 +332,10 @@ class Actor(ABC):
 
     def _connect(self) -> None:
         self.ring.activity("starting", self.topology.limits.ready_s)
-        self.fates = Fates(str(self.paths.fates))
-        self.validate_fates = Fates(str(self.paths.validate_fates))
-        self.ring.bind_fates(self.fates, self.validate_fates)
+        if not self.topology.frozen:
+            self.fates = Fates(str(self.paths.fates))
+            self.validate_fates = Fates(str(self.paths.validate_fates))
+            self.ring.bind_fates(self.fates, self.validate_fates)
         self.message_faults = message_faults(self.topology.faults, self.role, self.worker_id)
         settings = self.topology.bus
         self.bus = Endpoint(
@@ -387,7 +391,7 @@ class Actor(ABC):
             return
         self._next_follow = now + FOLLOW_EVERY_S
         if (size := size_of(self.paths.control)) != self.followed:
-            self.topology = Topology.from_json(self.paths.topology.read_text())
+            self.topology = Topology.from_json(self._run.topology.read_text()).of(self.topology.tag)
             self.follow()
             self.followed, self._next_heartbeat = size, 0.0
 
@@ -399,7 +403,8 @@ class Actor(ABC):
             text = f"{kind} of {message.sender!r} is ignored: only {m.ONLY_FROM[type(message)]} sends it"
             self.warn("bus", text, kind=kind)
         elif not isinstance(message, m.Stop):
-            self.handle(message)
+            if self.every_tag or not m.is_of_another_model(message, self.topology.beside):
+                self.handle(message)
         elif self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             self.stop(f"STOP: {message.reason}")
         else:

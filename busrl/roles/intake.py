@@ -311,7 +311,7 @@ class CallIntake(Intake):
 
     def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
         super().__init__(ring, topology, name, engine, warn)
-        self._seed = topology.run.seed
+        self._seed, self._model = topology.run.seed, m.of_model(topology.beside)
         self._next_orphans = 0.0
         self._decoder = msgspec.msgpack.Decoder(CallDetails)
 
@@ -378,5 +378,6 @@ class CallIntake(Intake):
         for slot, task in list(self.claimed.items()):
             new: Ids = engine.sampled(slot, task.sent)[: m.MAX_MAP] if task.listener else NO_IDS
             if len(new):
-                yield m.CallTokens(slot_id=slot, seq=seq_of(task.word), at=task.sent, ids=new.tolist()), task.listener
+                ids, seq = new.tolist(), seq_of(task.word)
+                yield m.CallTokens(slot_id=slot, seq=seq, at=task.sent, ids=ids, model=self._model), task.listener
                 task.sent += len(new)

@@ -109,7 +109,7 @@ class Prober:
     """The probes of one rollout process: those that are due, those that run, and their answers."""
 
     def __init__(self, topology: Topology, only_validates: bool) -> None:
-        on = comparable(topology) and not only_validates
+        on = comparable(topology) and not only_validates and not topology.frozen
         self._topology, self._every = topology, topology.learner.parity.every if on else 0
         self._cut = not by_chat(topology)
         # Where keys of old weights may stay, a prompt loses its first token: what is kept on purpose begins otherwise.
@@ -168,7 +168,7 @@ class Prober:
 
     def _message(self, worker: str, done: list[tuple[Request, Finished]]) -> m.ProbeDrawn:
         return m.ProbeDrawn(
-            worker_id=worker, version=self._version,
+            worker_id=worker, version=self._version, model=m.of_model(self._topology.beside),
             lengths=[len(answer.token_ids) for _, answer in done],
             prompt_lengths=[len(request.prompt_ids) for request, _ in done],
             prompt_ids=_bytes("<i4", (request.prompt_ids for request, _ in done)),

@@ -56,6 +56,7 @@ class Facts(msgspec.Struct, frozen=True):
     stall_steps: float = 0.0
     stall_s: float = 0.0
     learns: bool = True  # it has a learner, and so steps, versions and groups
+    beside: str = ""  # the model whose state it is, in a run of several; empty for the lead
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
@@ -532,6 +533,8 @@ class RunState:
 
     def handle(self, message: m.Message, now: float) -> None:
         """Take a message of the bus, in any order, repeated or not; `HEARD` are the kinds that matter here."""
+        if m.is_of_another_model(message, self.facts.beside):
+            return
         match message:
             case m.LearnerStateUpdate():
                 self.step(step_of(message), now)

@@ -233,12 +233,19 @@ def _usual_cause(rows: list[str], number: int, problem: Problem) -> tuple[str, s
         return f"not TOML: {quote[0]} is a typographic quote", 'write a straight one: "'
     if header and header[2] == "process":
         return "processes are an array of tables, and [process] is one table", "write [[process]] every time"
+    if header and header[2].partition(".")[0] == "model" and _both_forms(rows):
+        return "[model] and [[model]] in one file", "write [[model]] for each of several models, and no [model]"
     if header and (first := _first(rows, number, re.escape(row.split("#")[0].strip()) + r"\s*(#.*)?")):
         return f"[{header[2]}] appears twice, first on line {first}", "put the keys of both below one heading"
     key = re.match(r"\s*([A-Za-z0-9_.-]+)\s*=", row)
     if key and "overwrite" in problem.rule and (first := _first(rows, number, rf"{re.escape(key[1])}\s*=.*")):
         return f"{key[1]} appears twice, first on line {first}", "remove one of the two"
     return problem.rule, "strings need quotes, and a key may stand only once"
+
+
+def _both_forms(rows: list[str]) -> bool:
+    heads = {row.split("#")[0].strip() for row in rows}
+    return {"[model]", "[[model]]"} <= heads
 
 
 def _first(rows: list[str], number: int, pattern: str) -> int:
@@ -263,7 +270,11 @@ def _apply(source: Source, override: str) -> list[Problem]:
 
 
 def _targets(source: Source, keys: list[str], override: tuple[str, str]) -> list[KeyPath]:
-    """The paths an override means: process.ROLE.key stands for every [[process]] of that role."""
+    """The paths an override means: process.ROLE.key stands for every [[process]] of that role, model.TAG.key for that
+    [[model]], and model.key for all of them."""
+    if keys[0] == "model" and isinstance(models := source.data.get("model"), list):
+        tagged = [i for i, row in enumerate(models) if isinstance(row, dict) and row.get("tag") == keys[1]]
+        return [("model", i, *keys[2 if tagged else 1 :]) for i in tagged or range(len(models))]
     entries = source.data.setdefault("process", []) if keys[0] == "process" else None
     if not isinstance(entries, list):
         return [tuple(keys)]
@@ -317,7 +328,7 @@ class Reader:
         """Every section and the processes; defaults where a key is left out or has a problem."""
         for name in sorted(set(self.source.data) - set(SECTIONS) - {"process"}):
             self._unknown((name,), [*SECTIONS, "process"])
-        sections = {name: self._table(cls, self.source.data.get(name, {}), (name,)) for name, cls in SECTIONS.items()}
+        sections = {name: self.table(cls, self.source.data.get(name, {}), (name,)) for name, cls in SECTIONS.items()}
         sections["process"] = self._rows(schema.Process, self.source.data.get("process", []), ("process",))
         return sections
 
@@ -327,9 +338,10 @@ class Reader:
             rule = "processes are an array of tables" if name == "process" else "is an array of tables"
             self._add(path, entries, rule, f"write [[{name}]], twice bracketed")
             return ()
-        return tuple(self._table(cls, entry, (*path, index)) for index, entry in enumerate(entries))
+        return tuple(self.table(cls, entry, (*path, index)) for index, entry in enumerate(entries))
 
-    def _table(self, cls: type, data: Any, path: KeyPath) -> Any:
+    def table(self, cls: type, data: Any, path: KeyPath) -> Any:
+        """A table of this kind from plain data."""
         if not isinstance(data, dict):
             self._add(path, data, "is a table, not a value", f"write [{_dotted(path)}] and its keys below it")
             data = {}
@@ -343,7 +355,7 @@ class Reader:
         if item.row:
             return self._rows(item.row, data.get(item.name, []), path)
         if item.table:
-            return self._table(item.table, data.get(item.name, {}), path)
+            return self.table(item.table, data.get(item.name, {}), path)
         if item.name in data:
             return self._value(item, data[item.name], path)
         if item.rule.required and not data.get(item.rule.unless):

@@ -15,18 +15,18 @@ import os
 from dataclasses import field
 from typing import Any
 
-from busrl.capabilities import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
+from busrl.capabilities import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES
 from busrl.scheduling.admission import MODES, AdmissionLimits
 from busrl.topology.declare import REQUIRED, Rule, Table, build, key, plain
 from busrl.topology.kinds import ENGINES, FIFO, POLICIES, RESTARTS, SCRIPTED, TRANSPORTS
 from busrl.topology.learner import Learner, Log, ranks_at
+from busrl.topology.models import SeveralModels
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 from busrl.topology.rewards import Reward
 
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
 AGENT = "agent"  # the role that plays episodes
 NAMED_ROLES = tuple(role.name for role in ROLES.values() if role.named)  # that an entry of [[process]] may name
-ONLY_SEAT = "policy"  # the seat of a model that has no other name
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
@@ -259,6 +259,7 @@ class Process(Table):
     serves: str = key("all", 'rollout: what it answers; "validation" is for validation.mode = "dedicated", and then '
                       "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
+    model: str = key("", "rollout, learner: the tag of its [[model]]; empty = the lead")
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
     program: tuple[str, ...] = key((), "agent: start this for each episode instead of a function, led to its model by "
                                        "OPENAI_BASE_URL and OPENAI_API_KEY; {run_dir} and {here} are filled in")
@@ -512,6 +513,40 @@ class Derived(Table):
     warnings: tuple[str, ...] = ()
 
 
+class Follow(Table):
+    """[model.follow] of a [[model]]: it answers with checkpoints of another tag; see docs/several-models.md."""
+
+    model: str = key("", "the trained tag whose checkpoints it loads; empty = it follows none")
+    every: int = key(50, "those whose step is a multiple of this", low=1)
+    back: int = key(0, "so many of them before the newest; process number i of the tag: i more", low=0, high=1024)
+
+
+class Own(Table):
+    """What the topology of a tag beside the lead has of its own; all else is the run's."""
+
+    model: Model
+    lora: Lora
+    weights: Weights
+    learner: Learner
+    generation: Generation
+    vllm: Vllm
+    process: tuple[Process, ...]
+    derived: Derived
+
+
+class Tag(Table):
+    """[[model]]: one of several models of a run. Its other keys are those of [model], and [model.learner] and the like
+    are keys of that table for this tag alone; see docs/several-models.md."""
+
+    tag: str = key(REQUIRED, "its name, [a-z][a-z0-9-]{0,15}; the first trained one is the lead")
+    trained: bool = key(True, "false: it only serves, as a judge or an opponent")
+    max_steps: int = key(0, "it is frozen after so many optimiser steps; 0 = run.max_steps", low=0)
+    follow: Follow = field(default_factory=Follow)
+    seats: tuple[str, ...] = ()
+    first: int = 0  # number of its first rollout process
+    own: tuple[Own, ...] = ()  # one; of the lead none: it has the tables of the run
+
+
 class ProcessName(Table):
     """A process to start: its name ("rollout/0", "learner"), role, index, and the entry it comes from."""
 
@@ -533,7 +568,7 @@ def has_model(entry: Process) -> bool:
     return not entry.command and (entry.role == "learner" or generates)
 
 
-class Topology(Table):
+class Topology(SeveralModels, Table):
     """A checked topology. `source` is the file it was read from, `overrides` the --set arguments."""
 
     run: Run
@@ -568,6 +603,11 @@ class Topology(Table):
     source: str = ""
     overrides: tuple[str, ...] = ()
     here: str = ""  # the name of the host that these processes are for; empty = the one of the run directory
+    # Of a run of several models; left out of topology.json otherwise. `of` says what these are in a projection.
+    models: tuple[Tag, ...] = ()
+    tag: str = ""  # whose topology this is
+    frozen: bool = False  # it only serves
+    first: int = 0  # number of its first rollout process
 
     @property
     def base_dir(self) -> str:
@@ -579,16 +619,6 @@ class Topology(Table):
         """A prompt with more tokens is set aside: the key, or what "auto" came to."""
         setting = self.generation.max_prompt_tokens
         return setting if isinstance(setting, int) else self.derived.prompt_tokens
-
-    @property
-    def tag(self) -> str:
-        """The name of the model in a run of several; empty in a run of one."""
-        return ""
-
-    @property
-    def seats(self) -> tuple[str, ...]:
-        """The seats that the model plays in an episode, each with a group of its own for every draw; never empty."""
-        return self.model.seats or (self.tag or ONLY_SEAT,)
 
     @property
     def longest(self) -> int:
@@ -664,14 +694,15 @@ class Topology(Table):
 
     def processes(self) -> list[ProcessName]:
         """Every process on this host in starting order; indices of a role go on from entry to entry."""
-        names = [ProcessName(role, role, 0, Process(role)) for role in self.implied]
+        names = [] if self.beside else [ProcessName(role, role, 0, Process(role)) for role in self.implied]
         entries = [entry for entry in self.process if entry.is_at(self.here)]
-        for role in [role for role in ROLES if role != "learner" or not self.here]:
+        for role in [role for role in self.own_roles if role != "learner" or not self.here]:
             specs = [(spec, place) for spec in entries if spec.role == role for place in range(spec.count)]
-            names += [ProcessName(role if role in SINGLE_ROLES else f"{role}/{at}", role, at, spec, place)
-                      for at, (spec, place) in enumerate(specs)]
+            names += [ProcessName(self.named(role, at), role, at, spec, place)
+                      for at, (spec, place) in enumerate(specs, self.first if role == "rollout" else 0)]
         teams = [(entry, ranks_at(entry.ranks, entry.hosts, self.here)) for entry in entries if entry.role == "learner"]
-        return names + [ProcessName(f"{RANK}/{i}", RANK, i, entry, i) for entry, ranks in teams for i in ranks if i]
+        names += [ProcessName(f"{RANK}/{i}", RANK, i, entry, i) for entry, ranks in teams for i in ranks if i]
+        return names + [name for row in self.models if row.own for name in self.of(row.tag).processes()]
 
     @property
     def ranks(self) -> int:  # processes that train the model together
@@ -683,6 +714,8 @@ class Topology(Table):
 
     def device_of(self, name: str) -> str:
         """The device key of a process; one that joins from outside has that of its role's first entry."""
+        if self.models and (tag := self.tag_of(name)) != self.tag:
+            return self.of(tag).device_of(name)
         role = name.partition("/")[0]
         by_name = (process.spec.device for process in self.processes() if process.name == name)
         entries = (entry.device for entry in self.process if entry.role == role)
@@ -695,6 +728,10 @@ class Topology(Table):
         data["derived"] = {**data["derived"].pop("limits"), **data["derived"]}
         if not self.model.seats:
             del data["model"]["seats"], data["derived"]["seats"]
+        for table in (data, *data["process"]):
+            for name in OF_SEVERAL & table.keys():
+                if not table[name]:
+                    del table[name]
         return data
 
     def to_json(self) -> str:
@@ -706,6 +743,7 @@ class Topology(Table):
         return build(Topology, _with_limits(json.loads(text)), "topology.json")
 
 
+OF_SEVERAL = {"models", "tag", "frozen", "first", "model"}  # left out of topology.json where they say nothing
 LIMITS = {item.name for item in dataclasses.fields(AdmissionLimits)}
 
 

@@ -160,6 +160,14 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "REQUESTS_LOGGED": "",
         "ANSWERS_LOGGED": "",
     },
+    "1.10": {
+        "CALL_CANCEL": "model",
+        "CALL_TOKENS": "model",
+        "PROBE_DRAWN": "model",
+        "LEARNER_STATE_UPDATE": "model",
+        "WEIGHTS_PUBLISHED": "model",
+        "WEIGHTS_GROUP": "model",
+    },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
 
@@ -174,6 +182,7 @@ MEANINGS: Final[dict[str, str]] = {
     "worker_id": "Name of the worker, as in topics.",
     "capacity": "How many tasks more it could begin now.",
     "rows": "How many tasks it runs at once when it is full; 0 = unknown.",
+    "model": "In a run of several models, the tag of the one that this is about; left out for the lead.",
     "slot_id": "Index of the slot in the ring.",
     "seq": "`seq` of the slot's control word when this was sent (36 bits).",
     "uid": "The sample. Bit 62 is set for validation.",
@@ -261,7 +270,7 @@ MEANINGS: Final[dict[str, str]] = {
     "max_message_bytes": "Largest message on this bus.",
     "max_prompt_tokens": "A longer prompt is dropped as `too_long`.",
     "seed": "Seed of the run.",
-    "model": "Folder of the model.",
+    "GATEWAY_WELCOME.model": "Folder of the model.",
     "prompt_key": "Key of the prompt in a record.",
     "answer_key": "Key of the reference answer in a record.",
     "template": '`"none"`: the prompt as it stands; `"chat"`: by the model\'s chat template, a text as a user turn, '

@@ -354,6 +354,8 @@ def presence(field: kinds.Field) -> str:
         return "required"
     if field.default_factory is not msgspec.NODEFAULT:
         return f"default `{json.dumps(field.default_factory())}`"
+    if field.default is msgspec.NODEFAULT:
+        return "may be left out"
     return "default nil" if field.default is None else f"default `{json.dumps(field.default)}`"
 
 

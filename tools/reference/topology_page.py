@@ -41,13 +41,19 @@ MIDDLE = """\
 """
 EXAMPLES = {
     "validation.set.name": "math", "validation.set.data": "math.jsonl",
-    "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4, "process.role": "rollout",
+    "model.tag": "judge", "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4,
+    "process.role": "rollout",
     "tinker.key.name": "ann", "tinker.key.digest": "0" * 64,
     "reward.part.kind": "math", "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
 }
 PROCESS = """\
 # A process that is to be more than one, another engine or another program; an entry stands for its role, or for the
 # first of it: two entries of role rollout are two kinds of engines. Bus, keeper and scheduler are one each, always."""
+
+MODELS = """
+# Several models in one run: [[model]] for each in the place of [model], with these keys beside those of [model]; see
+# docs/several-models.md. [model.learner], [model.lora], [model.weights], [model.generation] and [model.vllm] below a
+# [[model]] override keys of these tables for it."""
 
 
 def text() -> str:
@@ -64,6 +70,10 @@ def text() -> str:
         if rest := [*_rest(name, cls, first), *rows]:
             lines += [*rest, ""]
     lines += [PROCESS, "#[[process]]", *(f"#{line}" for _, line in _lines("process", schema.Process))]
+    shown = (f'{item.name} = {_default(item, "")}' for item in items(schema.Follow).values())
+    follow = f"{{ {', '.join(shown)} }}"
+    tag = [line for _, line in _lines("model", schema.Tag)]
+    lines += [MODELS, "#[[model]]", *(f"#{line}" for line in tag), f"#follow = {follow}  # {_title(schema.Follow)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -99,7 +109,7 @@ def _rest(name: str, cls: type, first: tuple[str, ...]) -> Iterator[str]:
 def _lines(table: str, cls: type) -> Iterator[tuple[str, str]]:
     """Dotted key and line of every key of a table; the tables within it have a place of their own."""
     for item in items(cls).values():
-        if not (item.table or item.row):
+        if not (item.table or item.row) and item.rule.doc:  # what has no text is no key
             yield f"{table}.{item.name}", f"{item.name} = {_default(item, table)}  # {_comment(item.rule)}"
 
 

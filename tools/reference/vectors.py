@@ -58,8 +58,9 @@ TYPICAL: Final[dict[str, Any]] = {
     "admitted": 96, "open_groups": 12, "queued": 30, "free": 128, "credit": 4, "age_mean": 1.25,
     "life": 1_700_000_000_000, "req": 3, "task": TASK, "holding": [TASK], "lost": [TASK], "finish": 1, "done": True,
     "drop": "raised", "parts": {"length": 0.5}, "lease_s": 20.0, "max_capacity": 1024, "max_message_bytes": LIMIT,
-    "max_prompt_tokens": 64, "seed": 0, "model": "/models/sort", "prompt_key": "prompt", "answer_key": "answer",
-    "template": "none", "code": "done", "about": "REMOTE_REWARDED", "GATEWAY_ANSWER.text": "", "segment": 0,
+    "max_prompt_tokens": 64, "seed": 0, "GATEWAY_WELCOME.model": "/models/sort", "model": "judge",
+    "prompt_key": "prompt", "answer_key": "answer", "template": "none",
+    "code": "done", "about": "REMOTE_REWARDED", "GATEWAY_ANSWER.text": "", "segment": 0,
     "attempt": 1, "max_new_tokens": 32, "segment_tokens": 16, "temperature": 1.0, "top_p": 1.0,
     "id": ASKED.id, "verb": ASKED.verb, "key": ASKED.key, "value": ASKED.value, "who": ASKED.who,
     "proof": ASKED.proof_with(SECRET), "control": 512, "ok": True, "waits": ["learner"],
@@ -82,13 +83,23 @@ WIDE: Final[dict[str, Any]] = {"seq": (1 << 36) - 1, "uid": (1 << 62) + SAFE + 1
 
 
 def samples() -> Iterator[tuple[str, Message]]:
-    """Every message in three sizes, the envelope filled in with fixed values."""
+    """Every message in three sizes, the envelope filled in with fixed values, and with what may be left out."""
     for kind in ALL:
-        for size, make in (("minimal", _minimal), ("typical", _typical), ("wide", _wide)):
+        absent = [field.name for field in described(kind) if may_be_absent(field)]
+        for size, make in (("minimal", _minimal), ("typical", _typical), ("wide", _wide), ("whole", _typical)):
             fields = _fields(kind, make, required_only=size == "minimal")
+            if size != "whole":
+                fields = {name: value for name, value in fields.items() if name not in absent}
+            elif not absent:
+                continue
             message = msgspec.convert({"type": name_of(kind), **fields}, kind)
             message.sender, message.msg_seq, message.time_ns = SENDER, 1, TIME_NS
             yield f"{name_of(kind)}.{size}", message
+
+
+def may_be_absent(field: kinds.Field) -> bool:
+    """Tell whether a sender leaves the field out of its map, where it has nothing to say."""
+    return not field.required and field.default is field.default_factory is msgspec.NODEFAULT
 
 
 def messages() -> list[dict[str, Any]]:

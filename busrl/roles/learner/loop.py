@@ -408,7 +408,8 @@ class Learner(Actor):
             self.publisher.version, published_s, more,
         )
         self.observers.after(step, row)
-        self.bus.send(m.LearnerStateUpdate(**self.metrics.update(self.observers.state())))
+        update = self.metrics.update(self.observers.state())
+        self.bus.send(m.LearnerStateUpdate(**update, model=m.of_model(self.topology.beside)))
 
     def _now(self) -> float:
         """The time of the trigger: it stands still while the run is paused."""

@@ -78,7 +78,10 @@ class Publisher:
         self.ring.set_header(HeaderWord.VERSION, self.version)
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
         self.actor.bus.send(
-            m.WeightsPublished(version=self.version, step=step, transport=self.actor.topology.weights.transport)
+            m.WeightsPublished(
+                version=self.version, step=step, transport=self.actor.topology.weights.transport,
+                model=m.of_model(self.actor.topology.beside),
+            )
         )
         return time.monotonic() - begun
 
@@ -103,7 +106,10 @@ class Publisher:
         while self._groups:
             change = self._groups.popleft()
             self.actor.bus.send(
-                m.WeightsGroup(epoch=change.epoch, members=list(change.members), why=change.why[: m.MAX_ACTIVITY])
+                m.WeightsGroup(
+                    epoch=change.epoch, members=list(change.members), why=change.why[: m.MAX_ACTIVITY],
+                    model=m.of_model(self.actor.topology.beside),
+                )
             )
 
     def start_fresh(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:

@@ -1,0 +1,94 @@
+"""What is refused of a run of several models, where a rule is about all of them together.
+
+Looks at the whole topology, when that of each model has been checked by itself: `seat_rules` has the rules about the
+seats of one. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from busrl.preflight.findings import Finding
+from busrl.several.seat_rules import MOST_SEATS
+from busrl.topology.kinds import FIFO
+from busrl.topology.rewards import RETURNED
+from busrl.topology.schema import AGENT, ATROPOS, SERVE, Topology
+
+Clash = Callable[[str, str, str], Finding]  # of a key, with the rule and the remedy
+MOST_TAGS = 8
+NAME_RULE = "a small letter, then at most 15 small letters, digits and dashes"
+PLAYERS = f'[[process]] role = "{AGENT}" or "{SERVE}"'
+
+
+def findings_of_run(t: Topology) -> Iterator[Finding]:
+    """Rules about the models of a run together; `t` is the whole topology."""
+    seats = [seat for row in t.models for seat in row.seats]
+    if twice := next((seat for seat in seats if seats.count(seat) > 1), ""):
+        yield _of_models(t, f"the seat {twice!r} is named twice, and a seat is of one model", "name each once")
+    if len(seats) > MOST_SEATS:
+        yield _of_models(t, f"{len(seats)} seats", f"at most {MOST_SEATS} play one episode")
+    trained = sum(len(row.seats) for row in t.models if row.trained)
+    if len(seats) > 1:
+        yield from _together(t, trained, "model")
+    yield from _processes(t)
+    yield from _rounds(t)
+
+
+def _of_models(t: Topology, rule: str, remedy: str, warning: bool = False) -> Finding:
+    return Finding(("model",), rule, remedy, warning, value=f"[[model]] {', '.join(t.tags)}")
+
+
+def _clash(t: Topology, key: str) -> Clash:
+    who = ", ".join(seat for row in t.models for seat in row.seats) or ", ".join(t.seats)
+
+    def clash(other: str, rule: str, remedy: str) -> Finding:
+        return Finding((other, key), rule, remedy, value=f"seats {who}")
+
+    return clash
+
+
+def _together(t: Topology, trained: int, key: str) -> Iterator[Finding]:
+    """Rules about an episode of several seats, so many of them trained; `key` says that it is one."""
+    clash = _clash(t, key)
+    roles = {entry.role for entry in t.process}
+    if not roles & {AGENT, SERVE}:
+        yield clash("process", "several seats play in episodes, and no process plays one", f"add a {PLAYERS}")
+    if ATROPOS in roles:
+        yield clash("process", "environments of Atropos post answers of one seat", f"{PLAYERS} instead")
+    if any(t.of(tag).scripted for tag in t.tags):
+        yield clash("mock", "scripted engines play one seat", 'engine = "torch" or "vllm"')
+    if t.host_names:
+        yield clash("hosts", "several seats play on one host", "remove hosts from each [[process]]")
+    if trained > 1:
+        yield from _trained_together(t, clash)
+
+
+def _trained_together(t: Topology, clash: Clash) -> Iterator[Finding]:
+    if t.reward.kind != RETURNED:
+        yield clash("reward.kind", "the rewards of several trained seats come from the episode", 'kind = "agent"')
+    if t.data.skip.on:
+        yield clash("data.skip", "a prompt that is left out has one pass rate", "remove [data.skip]")
+    if t.scheduler.policy != FIFO:
+        yield clash("scheduler.policy", "an order by length is that of one model", 'policy = "fifo"')
+
+
+def _processes(t: Topology) -> Iterator[Finding]:
+    for row in t.models:
+        projected = t.of(row.tag)
+        entries = [entry for entry in projected.process if entry.role == "rollout"]
+        if not sum(entry.count for entry in entries) and row.own:
+            rule = f"no process serves {row.tag}: workers from outside join the lead alone"
+            yield Finding(("process",), rule, f'a [[process]] role = "rollout", model = "{row.tag}" with count >= 1',
+                          value=f'model = "{row.tag}"')
+        if row.own and projected.ranks > 1:
+            rule = f"only the learner of the lead, {t.tag}, has several ranks"
+            yield Finding(("process",), rule, "ranks = 1", value=f'model = "{row.tag}", ranks = {projected.ranks}')
+
+
+def _rounds(t: Topology) -> Iterator[Finding]:
+    """Warn of rounds of different sizes."""
+    rounds = {tag: t.of(tag).learner.trigger.n_min for tag in t.trained_tags if t.of(tag).weights.mode == "sync"}
+    least = min(rounds.values(), default=1)
+    if any(size % least for size in rounds.values()):
+        sizes = ", ".join(f"{tag} {size}" for tag, size in rounds.items())
+        yield _of_models(t, f"rounds are uneven: {sizes} groups", "make one a multiple of the other", warning=True)

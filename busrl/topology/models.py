@@ -1,0 +1,104 @@
+"""What a topology of several models says of each: its tags, the topology of one of them, its processes and its paths.
+
+The base of `schema.Topology`. The run's own topology is that of the lead; `of` makes that of another tag out of it, an
+ordinary topology of one model. Knows nothing of how `[[model]]` is read (`busrl/several`).
+
+- With a plain [model] there is one tag, the empty one, and every method here answers as if tags did not exist.
+- A projection holds no further models: a process of a tag sees its own model alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, cast
+
+from busrl.capabilities import CALLER_ROLES, ROLES, SINGLE_ROLES
+from busrl.topology.prompts import Validation
+
+if TYPE_CHECKING:
+    from busrl.paths import RunPaths
+    from busrl.topology.schema import Model, Process, Run, Tag, Topology
+
+OF_TAG = ("learner", "rollout")  # the roles whose processes belong to one model
+ONLY_SEAT = "policy"  # the seat of a model that has no other name
+
+
+class SeveralModels:
+    """The part of a topology that is about its models."""
+
+    if TYPE_CHECKING:  # fields of `Topology`
+        run: Run
+        model: Model
+        process: tuple[Process, ...]
+        models: tuple[Tag, ...]
+        tag: str
+        frozen: bool
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The models of the run, in the order of the file; of a plain [model] and of a projection itself alone."""
+        return tuple(row.tag for row in self.models) or (self.tag,)
+
+    @property
+    def lead(self) -> str:
+        """The tag whose run directory and names are those of the run; empty for a plain [model]."""
+        return self.tag if self.models else ""
+
+    @property
+    def trained_tags(self) -> tuple[str, ...]:
+        if self.models:
+            return tuple(row.tag for row in self.models if row.trained)
+        return () if self.frozen else (self.tag,)
+
+    @property
+    def beside(self) -> str:
+        """The tag of a model beside the lead; empty for the lead and for a plain [model]. Messages and paths have it.
+        """
+        return "" if self.models else self.tag
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The seats that the model plays in an episode, each with a group of its own for every draw; never empty."""
+        return self.model.seats or (self.tag or ONLY_SEAT,)
+
+    @property
+    def own_roles(self) -> tuple[str, ...]:
+        """The roles whose processes this topology lists: beside the lead only those that belong to one model."""
+        return OF_TAG if self.beside else tuple(ROLES)
+
+    def of(self, tag: str) -> Topology:
+        """The topology of one model, with its processes and the entries of those that play episodes; of the lead, and
+        of "", this one."""
+        whole: Any = self
+        row = next((row for row in self.models if row.tag == tag), None)
+        if row is None and tag not in ("", self.tag):
+            raise KeyError(f"no model {tag!r}: there are {', '.join(self.tags)}")
+        if row is None or not row.own:
+            return cast("Topology", self)
+        own = dict(vars(row.own[0]))
+        own["process"] += tuple(entry for entry in self.process if entry.role in CALLER_ROLES)
+        run = dataclasses.replace(self.run, max_steps=row.max_steps or self.run.max_steps)
+        return cast("Topology", dataclasses.replace(
+            whole, **own, run=run, validation=Validation(), models=(), tag=tag, frozen=not row.trained, first=row.first,
+        ))
+
+    def tag_of(self, process: str) -> str:
+        """The model to which a process of this name belongs: the lead, unless it generates or learns for another."""
+        role, _, rest = process.partition("/")
+        for row in self.models:
+            rollouts = sum(entry.count for own in row.own for entry in own.process if entry.role == "rollout")
+            if role == "rollout" and rest.isdecimal() and row.first <= int(rest) < row.first + rollouts:
+                return row.tag
+            if role == "learner" and row.own and rest == row.tag:
+                return row.tag
+        return self.tag
+
+    def paths_of(self, tag: str, paths: RunPaths) -> RunPaths:
+        """The paths of a model; `paths`: those of the run, which are the lead's."""
+        return paths if tag in ("", self.tag) else paths.of_tag(tag)
+
+    def named(self, role: str, number: int) -> str:
+        """The name of a process."""
+        if role not in SINGLE_ROLES:
+            return f"{role}/{number}"
+        return f"{role}/{self.beside}" if self.beside else role

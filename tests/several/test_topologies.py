@@ -1,0 +1,257 @@
+"""How `[[model]]` is read: the topology of each tag, what is refused with place and remedy, and that [model] stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from busrl import capabilities
+from busrl.errors import TopologyError, UserError
+from busrl.preflight import explain
+from busrl.preflight.load import load, materialise
+from busrl.topology import Topology
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = """\
+[run]
+max_steps = 9
+[data]
+train = "tiny:sort"
+[groups]
+size = 4
+[learner]
+lr = 1e-4
+[learner.trigger]
+n_min = 4
+[agents]
+context = 96
+"""
+SOLVER = '[[model]]\ntag = "solver"\npath = "tiny:sort"\n'
+JUDGE = '[[model]]\ntag = "judge"\npath = "tiny:sort"\n'
+SERVED = JUDGE + "trained = false\n"
+AGENT = '[[process]]\nrole = "agent"\nfunction = "episode.py:episode"\n'
+Read = Callable[..., Topology]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    (tmp_path / "episode.py").write_text("async def episode(task, llm):\n    return 1.0\n")
+
+    def run(text: str, *overrides: str, head: str = HEAD) -> Topology:
+        (tmp_path / "t.toml").write_text(head + text)
+        return load(tmp_path / "t.toml", overrides)
+
+    return run
+
+
+def refused(read: Read, text: str, *overrides: str, head: str = HEAD) -> list[str]:
+    with pytest.raises(TopologyError) as caught:
+        read(text, *overrides, head=head)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def line_of(text: str, part: str, head: str = HEAD) -> int:
+    return next(number for number, line in enumerate((head + text).splitlines(), 1) if part in line)
+
+
+# -- what a tag's topology is -----
+
+
+def test_the_first_trained_model_is_the_lead_whose_topology_is_the_runs(read: Read) -> None:
+    t = read(SERVED + SOLVER + AGENT)
+    assert t.tags == ("judge", "solver") and t.lead == t.tag == "solver" and t.trained_tags == ("solver",)
+    assert t.of("solver") is t and t.of("") is t and not t.beside
+    judge = t.of("judge")
+    assert judge.frozen and judge.beside == judge.tag == "judge" and not judge.models and not judge.trained_tags
+    with pytest.raises(KeyError, match="no model 'else'"):
+        t.of("else")
+
+
+def test_rows_override_tables_for_their_tag_alone(read: Read) -> None:
+    rows = SOLVER + JUDGE + "max_steps = 5\n[model.learner]\nlr = 5e-4\n[model.learner.trigger]\nn_min = 8\n"
+    t = read(rows + "[model.generation]\nmax_new_tokens = 7\n" + AGENT)
+    judge = t.of("judge")
+    assert (t.learner.lr, t.learner.trigger.n_min, t.generation.max_new_tokens, t.run.max_steps) == (1e-4, 4, 64, 9)
+    assert (judge.learner.lr, judge.learner.trigger.n_min, judge.generation.max_new_tokens) == (5e-4, 8, 7)
+    assert judge.run.max_steps == 5 and judge.groups == t.groups and judge.agents == t.agents
+    assert judge.derived.limits.n_min == 8 and t.derived.limits.n_min == 4
+    assert judge.derived.slots == 4 * judge.derived.limits.B > t.derived.slots
+
+
+def test_processes_are_numbered_through_all_tags_and_known_by_name(read: Read) -> None:
+    entries = '[[process]]\nrole = "rollout"\nmodel = "judge"\ncount = 2\n[[process]]\nrole = "rollout"\ncount = 2\n'
+    t = read(SOLVER + JUDGE + AGENT + entries)
+    names = [process.name for process in t.processes() if process.role in ("rollout", "learner")]
+    assert names == ["learner", "rollout/0", "rollout/1", "learner/judge", "rollout/2", "rollout/3"]
+    assert [t.tag_of(name) for name in names] == ["solver"] * 3 + ["judge"] * 3
+    assert t.tag_of("agent/0") == t.tag_of("scheduler") == "solver"
+    assert [process.name for process in t.of("judge").processes()] == ["learner/judge", "rollout/2", "rollout/3"]
+
+
+def test_a_tag_without_an_entry_has_one_rollout_and_a_trained_one_its_learner(read: Read) -> None:
+    t = read(SOLVER + SERVED + AGENT)
+    assert [process.name for process in t.of("judge").processes()] == ["rollout/1"]
+    assert "learner" in [process.name for process in t.processes()]
+
+
+def test_a_device_of_a_process_is_that_of_its_own_model(read: Read) -> None:
+    entry = '[[process]]\nrole = "rollout"\nmodel = "judge"\n'
+    t = read(SOLVER + 'device = "cpu"\n' + SERVED + 'device = "cuda"\n' + AGENT + entry)
+    assert t.device_of("rollout/0") == t.device_of("learner") == "cpu" and t.device_of("rollout/1") == "cuda"
+
+
+def test_a_model_that_only_serves_has_one_slot_and_a_ring_of_calls(read: Read) -> None:
+    judge = read(SOLVER + SERVED + AGENT + '[data.skip]\nmax_pass_rate = 0.9\n').of("judge")
+    assert judge.derived.slots == 1 and judge.derived.call_slots > 0 and judge.derived.val_samples == 0
+    assert judge.has_callers and judge.longest == 96
+
+
+def test_every_topology_of_several_models_comes_back_from_json(read: Read) -> None:
+    t = materialise(read(SOLVER + JUDGE + 'seats = ["one", "two"]\n' + SERVED.replace("judge", "old") + AGENT))
+    for each in (t, t.of("judge"), t.of("old")):
+        assert Topology.from_json(each.to_json()) == each
+    assert t.of("judge").seats == ("one", "two") and t.of("old").seats == ("old",) and t.seats == ("solver",)
+    assert Path(t.of("old").model.path, "config.json").exists()
+
+
+def test_overrides_reach_one_model_by_its_tag_and_all_without(read: Read) -> None:
+    t = read(SOLVER + JUDGE + AGENT, "model.judge.learner.lr=3e-3", "model.dtype=float32", "learner.lr=2e-3")
+    assert (t.learner.lr, t.of("judge").learner.lr) == (2e-3, 3e-3)
+    assert t.model.dtype == t.of("judge").model.dtype == "float32"
+
+
+def test_one_model_written_as_a_tag_has_the_tables_of_a_plain_one(read: Read) -> None:
+    plain = read(SOLVER.replace("[[model]]\ntag = \"solver\"", "[model]") + AGENT)
+    tagged = read(SOLVER + AGENT)
+    assert tagged.tags == ("solver",)
+    old, new = plain.to_dict(), tagged.to_dict()
+    assert {key for key in new if key not in old or old[key] != new[key]} == {"models", "tag"}
+
+
+@pytest.mark.parametrize("name", ["quickstart", "agents", "scripted"])
+def test_a_plain_model_says_nothing_of_tags_or_seats(name: str) -> None:
+    t = load(ROOT / "configs" / f"{name}.toml", ["model.path=tiny:sort"] if name == "agents" else [])
+    data = json.loads(t.to_json())
+    assert not {"models", "tag", "frozen", "first"} & data.keys() and "seats" not in data["model"]
+    assert not any("model" in entry for entry in data["process"])
+    assert t.tags == ("",) and t.of("") is t and not t.beside and t.seats == ("policy",) and t.trained_tags == ("",)
+
+
+# -- what is refused -----
+
+REFUSED: list[tuple[str, str, str]] = [
+    # rows and processes, the line at which it stands, and the words of the refusal
+    (SOLVER + SOLVER + AGENT, "", "two models of one name"),
+    (SOLVER.replace("solver", "learner") + AGENT, 'tag = "learner"', "this is the name of a role; choose another"),
+    (SOLVER.replace("solver", "policy") + AGENT, 'tag = "policy"', "the seat of a plain [model]"),
+    (SOLVER.replace("solver", "../up") + AGENT, 'tag = "../up"', "a small letter, then at most 15"),
+    (SOLVER.replace("solver", "x" * 17) + AGENT, "tag = ", "a small letter, then at most 15"),
+    (SOLVER.replace("solver", "söl") + AGENT, "tag = ", "a small letter, then at most 15"),
+    ('[[model]]\npath = "tiny:sort"\n' + AGENT, "[[model]]", "model.0.tag is missing"),
+    ('[[model]]\ntag = "a"\n' + AGENT, "[[model]]", "model.path is missing"),
+    (SERVED + AGENT, "[[model]]", "no [[model]] is trained"),
+    ("".join(SOLVER.replace("solver", f"s{n}") for n in range(9)) + AGENT, "[[model]]", "9 models: at most 8"),
+    (SOLVER + SERVED + "[model.learner]\nlr = 1.0\n" + AGENT, "[model.learner]", "only serves has no learner"),
+    (SOLVER + "[model.agents]\ncontext = 9\n" + AGENT, "[model.agents]", "[agents] is the run's"),
+    (SOLVER + 'weird = 1\n' + AGENT, "weird", "unknown key in [model]"),
+    (SOLVER + 'seats = ["a", "a"]\n' + AGENT, "seats", "a seat is named twice"),
+    (SOLVER + JUDGE + 'seats = ["solver"]\n' + AGENT, "[[model]]", "the seat 'solver' is named twice"),
+    (SOLVER + 'seats = ["A"]\n' + AGENT, "seats", '"A" is no name of a seat'),
+    (SOLVER + SERVED, "[[model]]", "no process plays one"),
+    (SOLVER + 'seats = ["one", "two"]\n', "seats", "only an episode has several sides"),
+    (SOLVER + SERVED + '[[process]]\nrole = "atropos"\n', "[[process]]", "answers of one seat"),
+    (SOLVER + JUDGE + AGENT + '[reward]\nkind = "exact_match"\n', "kind = ", "come from the episode"),
+    (SOLVER + JUDGE + AGENT + "[data.skip]\nmax_pass_rate = 0.5\n", "[data.skip]", "has one pass rate"),
+    (SOLVER + JUDGE + AGENT + '[scheduler]\npolicy = "sjf"\n', "policy", "that of one model"),
+    (SOLVER + SERVED + AGENT + '[[process]]\nrole = "rollout"\nmodel = "none"\n', 'model = "none"',
+     "no [[model]] has this tag; there are solver, judge"),
+    (SOLVER + SERVED + AGENT + '[[process]]\nrole = "reward"\nmodel = "judge"\n', 'model = "judge"',
+     "only learner and rollout are of one model"),
+    (SOLVER + SERVED + AGENT + '[[process]]\nrole = "learner"\nmodel = "judge"\n', 'model = "judge"',
+     "only serves has no learner"),
+    (SOLVER + JUDGE + AGENT + '[[process]]\nrole = "rollout"\nmodel = ["solver", "judge"]\n', "model = [",
+     "one model each"),
+    (SOLVER + SERVED + AGENT + '[[process]]\nrole = "rollout"\nmodel = "judge"\ncount = 0\n', "[[process]]",
+     "no process serves judge"),
+    (SOLVER + JUDGE + AGENT + '[[process]]\nrole = "learner"\nmodel = "judge"\nranks = 2\n', "[[process]]",
+     "has several ranks"),
+    (SOLVER + SERVED + 'follow = { model = "judge" }\n' + AGENT, "follow", "a model cannot follow itself"),
+    (SOLVER + SERVED + 'follow = { model = "other" }\n' + AGENT, "follow", "it follows a trained [[model]]"),
+    (SOLVER + 'seats = ["a", "b"]\n' + AGENT + '[weights]\nmode = "sync"\nmax_staleness = 0\n', "n_min", "a multiple"),
+]
+
+
+@pytest.mark.parametrize("text,at,words", REFUSED, ids=[words for _, _, words in REFUSED])
+def test_what_several_models_cannot_be_is_refused_with_its_place(read: Read, text: str, at: str, words: str) -> None:
+    head = HEAD.replace("n_min = 4", "n_min = 5") if words == "a multiple" else HEAD
+    problems = refused(read, text, head=head)
+    right = [problem for problem in problems if words in problem]
+    assert right, problems
+    if at:
+        assert f"t.toml:{line_of(text, at, head)}:" in right[0], right
+
+
+def test_a_wrong_value_is_reported_once_for_all_tags_with_its_line(read: Read) -> None:
+    problems = refused(read, SOLVER + JUDGE + AGENT, head=HEAD.replace("lr = 1e-4", 'lr = "fast"'))
+    assert len(problems) == 1 and f"t.toml:{line_of('', 'lr =')}" in problems[0]
+    text = SOLVER + JUDGE + '[model.learner]\nlr = "fast"\n' + AGENT
+    [problem] = refused(read, text)
+    assert f"t.toml:{len((HEAD + SOLVER + JUDGE).splitlines()) + 2}:" in problem
+
+
+def test_both_forms_of_a_model_in_one_file_are_named(read: Read) -> None:
+    [problem] = refused(read, '[model]\npath = "tiny:sort"\n' + SOLVER)
+    assert "[model] and [[model]] in one file" in problem
+
+
+def test_a_process_of_a_tag_needs_tags(read: Read) -> None:
+    text = '[model]\npath = "tiny:sort"\n' + AGENT + '[[process]]\nrole = "rollout"\nmodel = "judge"\n'
+    assert any("write [[model]] for each" in problem for problem in refused(read, text))
+
+
+def test_rounds_of_other_sizes_are_warned_of(read: Read) -> None:
+    sync = '[weights]\nmode = "sync"\nmax_staleness = 0\n'
+    rows = SOLVER + JUDGE + "[model.learner.trigger]\nn_min = 6\n"
+    assert any("rounds are uneven" in text for text in read(rows + AGENT + sync).derived.warnings)
+    assert not any("uneven" in text for text in read(rows.replace("= 6", "= 8") + AGENT + sync).derived.warnings)
+
+
+def test_without_its_folder_the_missing_part_is_named(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities.Capability, "here", property(lambda part: part.name != "several"))
+    capabilities.plugs.cache_clear()
+    try:
+        for rows in (SOLVER + SERVED, '[model]\npath = "tiny:sort"\nseats = ["a", "b"]\n'):
+            with pytest.raises(UserError, match=r"several seats or models need busrl/several, which is not part"):
+                read(rows + AGENT)
+    finally:
+        capabilities.plugs.cache_clear()
+
+
+# -- what check says -----
+
+
+def test_check_prints_the_sums_of_each_tag_and_adds_up_shared_memory(read: Read) -> None:
+    t = read(SOLVER + JUDGE + SERVED.replace("judge", "old") + AGENT)
+    page = explain.report(t)
+    assert "solver (the lead)" in page and "old (only serves)" in page and "learning rate 0.0001" in page
+    names = [name for name, _ in explain.shared_memory(t)]
+    assert {"ring", "ring of judge", "ring of old"} <= set(names) and "weights of old" not in names
+    explain.require_memory(t)
+
+
+def test_files_of_a_model_lie_in_its_folder_and_those_of_the_run_do_not(tmp_path: Path, read: Read) -> None:
+    from busrl.paths import RunPaths
+
+    t, paths = read(SOLVER + SERVED + AGENT), RunPaths.of(tmp_path)
+    judge: Any = t.paths_of("judge", paths)
+    assert t.paths_of("solver", paths) is paths and judge.root == paths.root / "models" / "judge"
+    assert judge.fates == judge.root / "fates.bin" and judge.lock("learner").parent == judge.root
+    for name in ("errors", "control", "serve_key", "frontend", "backend", "tap", "runtime_dir", "logs", "data"):
+        assert getattr(judge, name) == getattr(paths, name)
+    assert judge.lock("run") == paths.lock("run") and judge.ring_name != paths.ring_name
+    shutil.rmtree(tmp_path / "models", ignore_errors=True)
