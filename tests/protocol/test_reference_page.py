@@ -99,14 +99,14 @@ def test_history_names_no_field_twice_and_none_that_never_was(monkeypatch):
 def test_a_new_message_gets_its_tables_and_vectors_by_itself(monkeypatch):
     module_level(monkeypatch, Brought)
     monkeypatch.setitem(catalog.ROUTES, Brought, catalog.Route("rollout", "keeper"))
-    monkeypatch.setitem(catalog.HISTORY, "1.10", {"BROUGHT": "worker_id tensors remark", "Shape": "name shape data"})
+    monkeypatch.setitem(catalog.HISTORY, "1.11", {"BROUGHT": "worker_id tensors remark", "Shape": "name shape data"})
     for name in ("tensors", "remark", "name", "shape", "data"):
         monkeypatch.setitem(catalog.MEANINGS, name, f"What {name} means.")
     protocol_page.complete()
     page = protocol_page.details()
-    assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.10 |" in page
-    assert "| `remark` | text or nil | default nil | 1.10 |" in page
-    assert "### Record Shape" in page and "| `data` | bytes | required | 1.10 |" in page
+    assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.11 |" in page
+    assert "| `remark` | text or nil | default nil | 1.11 |" in page
+    assert "### Record Shape" in page and "| `data` | bytes | required | 1.11 |" in page
     assert "[`BROUGHT`](messages.md#brought) | rollout | `BROUGHT/`" in protocol_page.overview()
     for name, message in vectors.samples():
         if name.startswith("BROUGHT."):
