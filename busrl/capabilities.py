@@ -199,7 +199,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("several", "several seats or models", plugs={
         "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS",
         "step_observers": "several.seat_figures:observers", "topology": "several.topologies:topology",
-        "explained": "several.explained:lines"}, asks={
+        "explained": "several.explained:lines", "audits": "several.audit:audit"}, asks={
         "[[model]]": lambda topology: bool(topology.models),
         "model.seats": lambda topology: len(topology.seats) > 1}),
     Capability("service", "training and sampling as a service", plugs={

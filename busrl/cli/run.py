@@ -200,7 +200,7 @@ def audit(options: argparse.Namespace) -> int:
     looks = capabilities.plugs("audits")
     parts = [audited for look in looks if (audited := look(options.run_dir, options.waste)) is not None]
     # A run that such a part is all of has no groups, and no steps of its own.
-    counted = options.waste and not parts
+    counted = options.waste and all(audited.beside for audited in parts)
     more, lines = capabilities.plug("observe", "waste")(options.run_dir) if counted else ({}, [])
     for audited in parts:
         found = {key: value for key, value in audited._asdict().items() if value is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 SEATS = 2
@@ -63,6 +64,15 @@ def test_an_admission_index_of_another_seat_is_found_in_log_and_ring(seats: Any)
     report = seats.audit()
     assert kinds(report) == {"seat_out_of_range"}
     assert sum(finding.count for finding in report.errors) == 2
+
+
+def test_a_token_of_a_version_that_was_not_published_is_found(seats: Any) -> None:
+    later = np.array([0, 3, 0], "<u4").tobytes()
+    seats.step(3, seats.group(6), lies={seats.uid(6, 1): {"versions": later}})
+    report = seats.audit()
+    assert "foreign_version" in kinds(report)
+    found = next(finding for finding in report.errors if finding.kind == "foreign_version")
+    assert found.examples == (seats.uid(6, 1),)
 
 
 def test_an_unused_seat_is_not_rolled_again(seats: Any) -> None:

@@ -47,6 +47,7 @@ def report_of(root: Path, snapshot: Snapshot) -> AuditReport:
         *rules.check_trained(snapshot, history, where),
         *rules.check_payloads(snapshot),
         *rules.check_ages(snapshot),
+        *rules.check_versions(snapshot),
         *rules.check_terms(snapshot),
         *rules.check_groups(snapshot, history),
         *rules.check_rerolls(snapshot),

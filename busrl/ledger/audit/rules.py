@@ -90,6 +90,15 @@ def check_ages(snapshot: Snapshot) -> Iterator[Finding]:
     yield note("bound_of_before", groups["before"], "groups trained above a bound that came while they were in flight")
 
 
+def check_versions(snapshot: Snapshot) -> Iterator[Finding]:
+    """No token may be of a version that its model had not published when the record was made."""
+    strangers = [
+        sample.uid for step in snapshot.log for sample in step.samples
+        if sample.versions and int(np.frombuffer(sample.versions, "<u4").max()) > step.version
+    ]
+    yield error("foreign_version", strangers, "has tokens of a version that its model had not published")
+
+
 def check_terms(snapshot: Snapshot) -> Iterator[Finding]:
     """No record may claim a bound that neither a topology nor a person ever gave."""
     bounds = {promise.bound for promise in snapshot.terms.timeline.during(0, sys.maxsize)}

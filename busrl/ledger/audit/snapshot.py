@@ -269,6 +269,7 @@ class Prompts:
 
 LOOKS = 5
 SHARED = Path("/dev/shm")
+MODELS = "models"  # of a run directory: a folder for each model but the lead
 FATES = ("fates.bin", "fates.validate.bin")
 
 
@@ -336,6 +337,12 @@ def ring_file(run_dir: Path) -> Path:
     return SHARED / f"busrl.{os.getuid()}.{key}.ring"
 
 
+def run_of(run_dir: Path) -> Path:
+    """The directory of the run, of which a model beside the lead has a folder of its own."""
+    above = run_dir.parent.parent
+    return above if run_dir.parent.name == MODELS and (above / "topology.json").is_file() else run_dir
+
+
 def _identity(run_dir: Path) -> tuple[tuple[int, ...], ...]:
     """Changes when the ring or open.bin is made, replaced or removed."""
     return tuple((_info(path) or ())[:2] for path in (ring_file(run_dir), run_dir / "open.bin"))
@@ -369,7 +376,7 @@ def _look(run_dir: Path, prompts: Path | None) -> Snapshot:
 
 
 def _state(run_dir: Path, slots: Slots | None, damaged: bool, open_uids: Uids | None) -> str:
-    if readers.is_locked(run_dir / "run.lock"):
+    if readers.is_locked(run_of(run_dir) / "run.lock"):
         return "running"
     if damaged:
         return "damaged"
@@ -422,7 +429,7 @@ def _slots(run_dir: Path, findings: list[Finding]) -> tuple[Slots | None, bool]:
 def _prompts(run_dir: Path, terms: Terms, file: Path | None, findings: list[Finding]) -> Prompts | None:
     path = file or Path(terms.train)
     if terms.sources:  # made for the run, and wherever its directory is now
-        path = run_dir / "data" / path.name
+        path = run_of(run_dir) / "data" / path.name
     try:
         prompts = Prompts(path, terms.seed, terms.shuffle, terms.sources)
     except OSError as exc:
