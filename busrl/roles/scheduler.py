@@ -313,7 +313,8 @@ class Scheduler(Actor):
             self.skipped.look()
         self._unread = False  # draws were left out, and there may be more to open behind them
         repair_next_admission(self.ring)
-        self.several = capabilities.plug("several", "opening")(self) if len(self.topology.seats) > 1 else None
+        several = len(self.topology.seats) > 1 or len(self.topology.trained_tags) > 1
+        self.several = capabilities.plug("several", "opening")(self) if several else None
 
     def _order(self) -> None:
         """Make the policy of dispatch and its predictor."""
@@ -351,7 +352,8 @@ class Scheduler(Actor):
 
     def work(self) -> bool:
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
-        if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING or self.ring.header(HeaderWord.GENERATION_PAUSE):
+        runs = self.ring.header(HeaderWord.RUN_STATE) == RunPhase.RUNNING or (self.several and self.several.running)
+        if not runs or self.ring.header(HeaderWord.GENERATION_PAUSE):
             return False
         now = time.monotonic()
         signs = self._signs(now)
@@ -359,9 +361,7 @@ class Scheduler(Actor):
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
         view = self.scan(self.scanner)
-        if view.unrecorded:  # they look as if they were never dispatched; `launch` ends the run
-            text = f"{view.unrecorded} samples in slots have no fate in {self.paths.fates}: another program changed it"
-            self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")
+        if self.is_damaged(view, self.paths.fates):
             return False
         self.skipped.look()
         self.feed.look(view, self.lines, self.rows.total(view.generating))
@@ -380,6 +380,13 @@ class Scheduler(Actor):
         self.shown.waits(self.room.reason, self.room.group)
         self._announce(view)
         return self._unread
+
+    def is_damaged(self, view: GroupView, fates: Path) -> bool:
+        """Tell whether samples look as if they were never dispatched, and warn of it; `launch` ends the run."""
+        if view.unrecorded:
+            text = f"{view.unrecorded} samples in slots have no fate in {fates}: another program changed it"
+            self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")
+        return view.unrecorded > 0
 
     def _signs(self, now: float) -> tuple[int, ...]:
         """Numbers of which one must change before there is anything to dispatch: a slot came free, the learner made
@@ -466,7 +473,7 @@ class Scheduler(Actor):
         values = self.feed.metrics()
         if values:
             values["rows"] = self.rows.total(view.generating)
-        values |= self.skipped.metrics()
+        values |= self.skipped.metrics() | (self.several.metrics() if self.several is not None else {})
         self.bus.send(m.SchedulerState(
             admitted=self.ring.header(HeaderWord.NEXT_ADMISSION), open_groups=len(view), free=view.free_slots,
             credit=max(0, self.room.groups), waiting=waiting, queued=view.queued, values=values,
@@ -476,6 +483,8 @@ class Scheduler(Actor):
         self.feed.close()
         self.skipped.close()
         self.predictor.close()
+        if self.several is not None:
+            self.several.close()
 
     # -- trouble ------------------------------------------------------------------------------------------------
 

@@ -28,20 +28,21 @@ class Ledger:
     paths: RunPaths
     ring: Ring
     fates: Fates
+    validate_fates: Fates
 
     @classmethod
     def own(cls, actor: Actor) -> Ledger:
         """That of the process itself."""
-        return cls(actor.topology, actor.paths, actor.ring, actor.fates)
+        return cls(actor.topology, actor.paths, actor.ring, actor.fates, actor.validate_fates)
 
     @classmethod
     def attach(cls, topology: Topology, paths: RunPaths, role: str, name: str) -> Ledger:
         """That of another model, with an entry for this process."""
         ring = Ring.attach(paths.ring_name)
         ring.register(role, name)
-        fates = Fates(str(paths.fates))
-        ring.bind_fates(fates, Fates(str(paths.validate_fates)))
-        return cls(topology, paths, ring, fates)
+        fates, validate_fates = Fates(str(paths.fates)), Fates(str(paths.validate_fates))
+        ring.bind_fates(fates, validate_fates)
+        return cls(topology, paths, ring, fates, validate_fates)
 
     @property
     def tag(self) -> str:
@@ -76,3 +77,13 @@ class Ledger:
         """Leave a ring that was attached to."""
         self.ring.close()
         self.fates.close()
+        self.validate_fates.close()
+
+
+def others_of(actor: Actor) -> list[Ledger]:
+    """The ledgers of the trained models beside the one of this process, in the order of the topology."""
+    topology = actor.topology
+    return [
+        Ledger.attach(topology.of(tag), topology.paths_of(tag, actor.paths), actor.role, actor.name)
+        for tag in topology.trained_tags if tag != topology.tag
+    ]

@@ -37,7 +37,7 @@ from busrl.scheduling.groups import (
     slot_priority,
 )
 from busrl.several.draws import Had, Plan, last_first, plan_of, stands
-from busrl.several.ledgers import Ledger
+from busrl.several.ledgers import Ledger, others_of
 from busrl.states import HeaderWord, State, uid_of
 from busrl.topology import Topology
 
@@ -111,21 +111,40 @@ class Book:
 class Opening:
     """Opens what may be opened now in all ledgers."""
 
-    def __init__(self, scheduler: Scheduler, others: Sequence[Ledger] = ()) -> None:
-        """`others`: the ledgers of the models beside the scheduler's own."""
-        self._scheduler, stream = scheduler, scheduler.stream
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, others, stream = scheduler, others_of(scheduler), scheduler.stream
         self._own = Book(Ledger.own(scheduler), scheduler.scanner, stream)
         for ledger in others:
+            scheduler.reap_predecessor(ledger.ring)
             repair_next_admission(ledger.ring)
+            ledger.ring.set_ready()
         self._others = [Book(ledger, scanner_of(ledger), stream) for ledger in others]
 
     def follow(self) -> None:
         """Go by the scheduler's present topology."""
-        self._own.follow(self._scheduler.topology)
+        topology = self._scheduler.topology
+        for book in (self._own, *self._others):
+            book.follow(topology.of(book.ledger.tag))
+
+    @property
+    def running(self) -> bool:
+        """True while a model has steps to make."""
+        return any(book.ledger.running for book in (self._own, *self._others))
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for SCHEDULER_STATE: the room of the models beside the scheduler's own, in draws."""
+        return {f"room/{book.ledger.tag}": float(book.draws) for book in self._others}
+
+    def close(self) -> None:
+        for book in self._others:
+            book.ledger.close()
 
     def signs(self) -> tuple[int, ...]:
         """Numbers of the other ledgers of which one must change before there is anything to dispatch."""
-        words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.UNPUBLISHED_GROUPS, HeaderWord.RUN_STATE)
+        words = (
+            HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.UNPUBLISHED_GROUPS, HeaderWord.RUN_STATE,
+            HeaderWord.GENERATION_PAUSE,
+        )
         rings = (book.ledger.ring for book in self._others)
         return tuple(number for ring in rings for number in (ring.transitions(State.FREE), *map(ring.header, words)))
 
@@ -135,6 +154,9 @@ class Opening:
         `view`, `lines`: of the scheduler's own ledger; `arrived`: draws below are there.
         """
         books = self._look(view, lines)
+        for book in books:
+            if held := self._held(book):
+                return Room(0, f"{held} ({book.ledger.tag})")
         if not books:
             return Room(0, "finished")
         plan = plan_of([book.had for book in books])
@@ -150,6 +172,13 @@ class Opening:
         for book in self._others:
             book.look(*book.scan())
         return [book for book in (self._own, *self._others) if book.ledger.running]
+
+    def _held(self, book: Book) -> str:
+        """Name why nothing may be opened because of a model: its learner is not there yet, and what is dispatched now
+        would look too old; or its table of fates is damaged."""
+        if book.ledger.ring.header(HeaderWord.GENERATION_PAUSE):
+            return "starting"
+        return "fates" if self._scheduler.is_damaged(book.view, book.ledger.paths.fates) else ""
 
     def _finish(self, books: Sequence[Book], book: Book) -> None:
         """Dispatch members of open groups while a slot is free, those of the lead side last."""

@@ -26,7 +26,8 @@ from busrl.capabilities import CALLER_ROLES
 from busrl.states import PAUSE_STARTING, HeaderWord
 from busrl.status.state import RECENT, Held, ProcessRecord, ProcessRow, RunState
 
-WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Shown.waits`)
+# What learner and scheduler declare (`Shown.waits`); a scheduler also of which other model.
+WAITS = re.compile(r"waits: ([a-z_]+(?: \([a-z0-9-]+\))?)(?:, group ([0-9]+))?")
 QUIET_S: Final = 2.0  # time without progress is mentioned if it is longer
 SILENT_S: Final = 5.0  # of a remote worker or a host, whose entry is renewed every second
 CHILD_IN: Final = "in "  # the beginning of what a reward declares during a long call: in WHAT
@@ -45,6 +46,8 @@ SCHEDULERS: Final = {
     "in_flight": "opens no group: as many are in flight as may be",
     "round": "opens no group before the round is trained",
     "staleness": "opens no group before group {draw} is trained: it is too old",
+    "starting": "opens no group before every learner is there",
+    "fates": "opens no group: a table of fates is damaged",
     "ahead": "opens no group: enough samples wait for an engine",
 }
 
@@ -171,7 +174,11 @@ class _Search:
             return _Step("has opened every group that has arrived", row.activity_age_s, root="prompts (data.arrivals)")
         if not reason:
             return self._works(row)
+        reason, _, tag = reason.removesuffix(")").partition(" (")  # of another model
         because = SCHEDULERS.get(reason, f"waits ({reason})").format(draw=draw)
+        if tag:
+            there = f"learner/{tag}" if f"learner/{tag}" in self.names else ""
+            return _Step(f"{because} (of {tag})", row.activity_age_s, there, f"the learner of {tag}")
         holder = self._holders(draw, validates=False)
         if reason == "slots":
             states = sorted((count, name) for name, count in self.ring.occupancy.items() if count and name != "free")

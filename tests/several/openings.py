@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring
@@ -61,7 +62,7 @@ class Model:
 
     @property
     def ledger(self) -> Ledger:
-        return Ledger(self.topology, self.paths, self.ring, self.fates)
+        return Ledger(self.topology, self.paths, self.ring, self.fates, self.fates)
 
     @property
     def scanner(self) -> GroupScanner:
@@ -115,10 +116,13 @@ def opening(*models: Model) -> Opening:
     lead = models[0]
     repair_next_admission(lead.ring)
     scheduler: Any = SimpleNamespace(
-        topology=lead.topology, paths=lead.paths, ring=lead.ring, fates=lead.fates, scanner=lead.scanner,
-        stream=Stream(),
+        topology=lead.topology, paths=lead.paths, ring=lead.ring, fates=lead.fates, validate_fates=lead.fates,
+        scanner=lead.scanner, stream=Stream(), reap_predecessor=lambda ring: ring.reap(),
+        is_damaged=lambda view, fates: view.unrecorded > 0,
     )
-    return Opening(scheduler, [model.ledger for model in models[1:]])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("busrl.several.opening.others_of", lambda _: [model.ledger for model in models[1:]])
+        return Opening(scheduler)
 
 
 def open_once(*models: Model, below: int = 1 << 40) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openings import SIZE, Killed, Model, check_order, open_once, opening, queued
 
-from busrl.states import HeaderWord, RunPhase, State, place_of, uid_of
+from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase, State, place_of, uid_of
 
 Make = Callable[..., Model]
 
@@ -144,6 +144,22 @@ def test_a_finished_model_is_left_out_and_the_next_one_leads(model: Make) -> Non
     models[1].ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
     models[2].ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
     assert open_once(*models).reason == "finished"
+
+
+def test_nothing_is_opened_before_every_learner_is_there(model: Make) -> None:
+    models = [model("solver"), model("judge")]
+    models[1].ring.set_header(HeaderWord.GENERATION_PAUSE, PAUSE_STARTING)
+    told = open_once(*models)
+    assert (told.groups, told.reason) == (0, "starting (judge)") and not models[0].groups()
+    models[1].ring.set_header(HeaderWord.GENERATION_PAUSE, 0)
+    assert open_once(*models).groups > 0 and models[0].groups() == models[1].groups()
+
+
+def test_a_damaged_table_of_one_model_holds_all_back(model: Make) -> None:
+    models = [model("solver"), model("judge")]
+    open_once(*models, below=2)
+    models[1].fates.store(uid_of(1, 0, 0, SIZE), 0)
+    assert open_once(*models, below=4).reason == "fates (judge)" and len(models[0].groups()) == 2
 
 
 def test_a_round_is_of_whole_draws_and_the_next_waits_for_it(model: Make) -> None:

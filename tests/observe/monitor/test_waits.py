@@ -23,7 +23,8 @@ ACTIVITIES = (
     "", "step", "publish", "held by validation", "new weights", "first weights", "waits for its ranks",
     "waiting for disk space", "waits for pid 9", "in the function", "in part style", "waits: weights",
     *(f"waits: {reason}{group}" for group in ("", ", group 7") for reason in (
-        "admission", "groups", "window", "round", "staleness", "slots", "in_flight", "ahead", "arrivals")),
+        "admission", "groups", "window", "round", "staleness", "slots", "in_flight", "ahead", "arrivals",
+        "in_flight (judge)", "starting (judge)")),
 )
 FACTS = Facts(n_min=4, transport="shm", reward_function="my.py:score", agent_function="play.py:go", stall_steps=10.0,
               stall_s=120.0)
@@ -75,6 +76,16 @@ def _run(entries: dict[str, ProcessRecord], where: list[Held], names: set[str], 
     run = RunState(facts=FACTS, restarts=dict.fromkeys(names, 0), launched=True)
     run.look(RingRecord(16, {"free": 1}, words, 0, 0, 3, 1, tuple(entries.values()), held=tuple(where)), 0.0)
     return run
+
+
+def test_a_scheduler_held_back_by_another_model_names_its_learner() -> None:
+    held = process("scheduler", "waits: in_flight (judge), group 7")
+    waiting = process("learner", "waits: admission")
+    assert found(picture(waiting, held)) == (["learner", "scheduler"], "the learner of judge")
+    judge = process("learner/judge", "step")
+    assert found(picture(waiting, held, judge))[0] == ["learner", "scheduler", "learner/judge"]
+    assert chain(picture(waiting, held), 0.0)[1].because == (
+        "opens no group: as many are in flight as may be (of judge)")
 
 
 @given(runs)
