@@ -54,7 +54,7 @@ class Sides(NamedTuple):
         width = 2 * self.size * self.seats
         codes = self.codes[first * width : (first + count) * width]
         whole = np.pad(codes, (0, count * width - codes.size))
-        return whole.reshape(count, self.seats, 2 * self.size).transpose(1, 0, 2)
+        return np.asarray(whole.reshape(count, self.seats, 2 * self.size).transpose(1, 0, 2))
 
 
 def unpaired(ledgers: Sequence[Sides]) -> dict[str, int]:

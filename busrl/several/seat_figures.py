@@ -39,7 +39,7 @@ class UnusedSeats:
         """By seat, how many there are more than at the last call; all groups below `low` have ended."""
         new = self._count(self._low) - self._seen
         self._low, self._seen = low, self._count(low)
-        return new.tolist()
+        return [int(count) for count in new]
 
 
 class SeatFigures(StepObserver):

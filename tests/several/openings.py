@@ -14,7 +14,7 @@ from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring
 from busrl.roles.scheduler import repair_next_admission
 from busrl.scheduling.admission import derive
-from busrl.scheduling.groups import GroupScanner
+from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.several.ledgers import Ledger
 from busrl.several.opening import Opening
 from busrl.states import Fate, State, place_of, uid_of
@@ -86,12 +86,23 @@ class Model:
         slot = int(np.flatnonzero((lines["uid"] == uid) & (lines["state"] == State.QUEUED))[0])
         assert self.ring.drop(slot, int(lines["word"][slot]), fate)
 
+    def reward(self, uid: int, reward: float) -> None:
+        """End a queued sample with a reward, as its holder does."""
+        lines = self.ring.lines()
+        slot = int(np.flatnonzero((lines["uid"] == uid) & (lines["state"] == State.QUEUED))[0])
+        word = self.ring.claim(slot, int(lines["word"][slot]), State.GENERATING)
+        self.ring.set(slot, word, reward=reward)
+        assert self.ring.commit_segment(slot, word, True)
+        for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=1):
+            self.ring.set(slot, word, reward=reward)
+            assert self.ring.release(slot, word, State.REWARDED)
+
     def end_group(self, group: int, fate: str = Fate.FLAT.letter) -> None:
         for line in self.lines():
             if int(line["group"]) == group:
                 self.end(int(line["uid"]), fate)
 
-    def scan(self) -> Any:
+    def scan(self) -> tuple[GroupView, Any]:
         lines = self.ring.lines()
         return self.scanner.scan(lines), lines
 
@@ -127,8 +138,8 @@ def opening(*models: Model) -> Opening:
 
 def open_once(*models: Model, below: int = 1 << 40) -> Any:
     """A pass of a new scheduler."""
-    made = opening(*models)
-    return made.open(*models[0].scan(), below)
+    made, (view, lines) = opening(*models), models[0].scan()
+    return made.open(view, lines, below)
 
 
 def queued(model: Model) -> list[int]:
