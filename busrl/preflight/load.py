@@ -122,7 +122,7 @@ def of_one_model(
 
 
 def compared(topology: Topology) -> Iterator[Finding]:
-    """What the rules say, those of optional parts too."""
+    """The findings of all rules, those of optional parts too."""
     checks = (*CHECKS, *(check for of_part in capabilities.plugs("checks") for check in of_part))
     return (finding for check in checks for finding in check(topology))
 

@@ -1,4 +1,4 @@
-"""Which groups of which draws are opened next, by what each ledger has of them, and what a lead sample waits for.
+"""Choice of the groups that are opened next, by what each ledger has of the draws, and what a lead sample waits for.
 
 A ledger is the ring and the fates of one trained model; a draw has a group in it for each of the model's seats. Pure:
 takes what the views of the ledgers say. Knows nothing of rings, prompts or admission.
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(ledgers: Sequence[Had]) -> Plan:
-    """What is to be opened, in which ledger."""
+    """Choose what is to be opened, in which ledger."""
     top = max(-(-one.end // one.seats) for one in ledgers)
     lacking = [one.lacking(top) for one in ledgers]
     if not any(len(groups) for groups in lacking):

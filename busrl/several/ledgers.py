@@ -32,17 +32,21 @@ class Ledger:
 
     @classmethod
     def own(cls, actor: Actor) -> Ledger:
-        """That of the process itself."""
+        """The ledger of the process itself."""
         return cls(actor.topology, actor.paths, actor.ring, actor.fates, actor.validate_fates)
 
     @classmethod
     def attach(cls, topology: Topology, paths: RunPaths, role: str, name: str) -> Ledger:
-        """That of another model, with an entry for this process."""
+        """The ledger of another model, with an entry for this process."""
         ring = Ring.attach(paths.ring_name)
         ring.register(role, name)
         fates, validate_fates = Fates(str(paths.fates)), Fates(str(paths.validate_fates))
         ring.bind_fates(fates, validate_fates)
         return cls(topology, paths, ring, fates, validate_fates)
+
+    def follow(self, topology: Topology) -> None:
+        """Go by this topology, which was changed in flight."""
+        self.topology = topology
 
     @property
     def tag(self) -> str:

@@ -43,15 +43,20 @@ from busrl.topology import Topology
 
 
 class Book:
-    """What the scheduler knows of one ledger: its view as of this pass, and the room that is left in it."""
+    """The scheduler's knowledge of one ledger: its view as of this pass, and the room that is left in it."""
 
     def __init__(self, ledger: Ledger, scanner: GroupScanner, stream: JsonlStream) -> None:
         self.ledger, self.scanner, self._stream = ledger, scanner, stream
-        self.follow(ledger.topology)
+        self._admit()
         self.look(*self.scan())
 
     def follow(self, topology: Topology) -> None:
-        self.ledger.topology = topology
+        """Go by this topology, which was changed in flight."""
+        self.ledger.follow(topology)
+        self._admit()
+
+    def _admit(self) -> None:
+        topology = self.ledger.topology
         self.admission = Admission(topology.derived.limits, topology.weights.over_age)
 
     def scan(self) -> tuple[GroupView, Lines]:
@@ -119,17 +124,18 @@ class Opening:
             repair_next_admission(ledger.ring)
             ledger.ring.set_ready()
         self._others = [Book(ledger, scanner_of(ledger), stream) for ledger in others]
+        self.books = (self._own, *self._others)
 
     def follow(self) -> None:
         """Go by the scheduler's present topology."""
         topology = self._scheduler.topology
-        for book in (self._own, *self._others):
+        for book in self.books:
             book.follow(topology.of(book.ledger.tag))
 
     @property
     def running(self) -> bool:
         """True while a model has steps to make."""
-        return any(book.ledger.running for book in (self._own, *self._others))
+        return any(book.ledger.running for book in self.books)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for SCHEDULER_STATE: the room of the models beside the scheduler's own, in draws."""
@@ -171,7 +177,7 @@ class Opening:
         self._own.look(view, lines)
         for book in self._others:
             book.look(*book.scan())
-        return [book for book in (self._own, *self._others) if book.ledger.running]
+        return [book for book in self.books if book.ledger.running]
 
     def _held(self, book: Book) -> str:
         """Name why nothing may be opened because of a model: its learner is not there yet, and what is dispatched now
@@ -245,7 +251,7 @@ class Opening:
         return whole
 
     def _ready(self, books: Sequence[Book], first: Todo, members: int) -> int:
-        """How many of these members of the lead side may be queued: those before one of which a side has no fate."""
+        """Count the members of the lead side that may be queued: those before one of which a side has no fate."""
         ready = self._stand(books, first.draw // books[0].ledger.seats)[first.member : first.member + members]
         return members if ready.all() else int(np.argmin(ready))
 

@@ -58,6 +58,7 @@ ARROWS: dict[str, str] = {
 # Optional parts that load another one: why.
 LOADED: dict[str, str] = {
     "busrl.service.vllm": "engines/vllm",  # made of it, and loaded where it is
+    "busrl.several.audit": "ledger/audit",  # reads as it does, and is itself loaded by `busrl audit` alone
     "busrl.hosts.folders": "weights/folders",  # itself loaded by the relay of a run with such folders alone
 }
 

@@ -66,7 +66,7 @@ def test_the_default_warns_after_n_min_groups_and_ends_after_four_times(tmp_path
     assert sum(map(sum, told)) == 10, "each quarter is told once"
 
 
-def test_a_seat_that_is_asked_seldom_is_no_idle_run_but_one_never_asked_is(tmp_path: Path) -> None:
+def test_a_seat_asked_seldom_is_not_idle_but_one_never_asked_is(tmp_path: Path) -> None:
     idle = idling(tmp_path)
     for _ in range(31):
         idle.look(view(ended=["uu", "ui"]), [])

@@ -45,7 +45,7 @@ def test_the_bound_follows_from_b_and_w_for_every_topology(n_min: int, staleness
 
 @given(mode=st.sampled_from(["batch-async", "fully-async"]), n_min=st.integers(1, 60), staleness=st.integers(1, 8),
        seats=st.integers(1, 8))
-def test_with_fewer_groups_in_flight_than_a_step_needs_a_whole_draw_has_room(
+def test_below_a_step_in_flight_a_whole_draw_has_room(
     mode: str, n_min: int, staleness: int, seats: int
 ) -> None:
     limits = derive(mode, n_min, staleness, G, seats=seats)

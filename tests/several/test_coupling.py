@@ -40,7 +40,7 @@ def asked(share: float) -> Callable[[random.Random, int], list[list[float | None
     return rewards
 
 
-def test_each_seat_of_a_zero_sum_game_has_a_baseline_of_its_own(model: Make) -> None:
+def test_each_seat_of_a_zero_sum_game_has_its_own_baseline(model: Make) -> None:
     game = Game([model(seats=2, n_min=8)], zero_sum)
     game.play(12)
     learner = game.learners[0]

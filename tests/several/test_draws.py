@@ -24,7 +24,7 @@ LEDGER = st.tuples(st.integers(1, 4), st.sets(st.integers(0, 30)))
 
 
 @given(st.lists(LEDGER, min_size=1, max_size=4))
-def test_every_group_that_is_lacking_is_new_everywhere_or_mended_where_it_is(made: list[tuple[int, set[int]]]) -> None:
+def test_a_group_that_is_lacking_is_new_everywhere_or_mended_there(made: list[tuple[int, set[int]]]) -> None:
     plan = plan_of([had(seats, *groups) for seats, groups in made])
     for (seats, groups), mends in zip(made, plan.mends):
         new = {draw * seats + seat for draw in plan.new for seat in range(seats)}
@@ -33,7 +33,7 @@ def test_every_group_that_is_lacking_is_new_everywhere_or_mended_where_it_is(mad
     assert plan.top == 0 or any(group // seats == plan.top - 1 for seats, groups in made for group in groups)
 
 
-def test_a_draw_that_one_ledger_lost_is_mended_there_and_no_new_one() -> None:
+def test_a_draw_that_one_ledger_lost_is_mended_and_not_new() -> None:
     assert plan_of([had(1, 0, 1, 2), had(2, 0, 1, 4, 5)]) == Plan((), 3, ((), (2, 3)))
 
 
@@ -51,7 +51,7 @@ def test_seats_are_opened_from_the_last_to_the_first_draw_by_draw() -> None:
     assert last_first([0, 1, 2, 4, 5], 3) == [2, 1, 0, 5, 4]
 
 
-def test_a_member_stands_once_it_has_a_fate_or_its_group_is_over() -> None:
+def test_a_member_stands_with_a_fate_or_once_its_group_is_over() -> None:
     assert stands(codes("D.PD"), 4).tolist() == [True, False, True, True]
     assert stands(codes("f..."), 4).all() and stands(codes("P...", "T..."), 4).all()
     assert stands(codes("u.uu"), 4).tolist() == [True, False, True, True]

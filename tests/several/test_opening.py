@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Iterator[Make]:
         one.close()
 
 
-def test_both_seats_of_a_draw_get_its_prompt_and_an_index_of_their_own(model: Make) -> None:
+def test_both_seats_get_the_prompt_and_an_index_of_their_own(model: Make) -> None:
     one = model(seats=2)
     open_once(one, below=3)
     assert one.groups() == {group: group for group in range(6)}
@@ -54,7 +54,7 @@ class Watched:
 def order_of(*models: Model, below: int) -> list[tuple[str, int]]:
     """Open, and list the groups in the order in which they were dispatched."""
     made, order = opening(*models), list[tuple[str, int]]()
-    for book in (made._own, *made._others):
+    for book in made.books:
         book.ledger.ring = Watched(book.ledger.ring, book.ledger.tag, order)
     made.open(*models[0].scan(), below)
     return order
@@ -90,7 +90,7 @@ def test_a_scheduler_killed_anywhere_is_continued_in_the_same_order(model: Make,
     for dispatches in range(6):
         models = [model(f"a{dispatches}", seats=2, mode=mode), model(f"b{dispatches}", n_min=2, mode=mode)]
         made, left = opening(*models), [dispatches]
-        for book in (made._own, *made._others):
+        for book in made.books:
             book.ledger.ring = Dying(book.ledger.ring, left, members)
         with pytest.raises(Killed):
             made.open(*models[0].scan(), 2)

@@ -70,7 +70,7 @@ def test_each_seat_has_its_own_mean_of_the_groups_that_ended(steps: Steps) -> No
     }
 
 
-def test_a_step_without_a_group_of_a_seat_gives_no_mean_of_it(steps: Steps) -> None:
+def test_a_step_without_groups_of_a_seat_has_no_mean_of_it(steps: Steps) -> None:
     steps.step({0: [1.0]})
     assert steps.step({}) == {
         "seat/first/groups": 0, "seat/first/unused": 0, "seat/second/groups": 0, "seat/second/unused": 0,

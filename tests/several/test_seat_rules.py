@@ -30,7 +30,7 @@ def play(here: Path) -> None:
     (here / "play.py").write_text("async def episode(task, llm):\n    return 0.0\n")
 
 
-def test_a_model_of_two_seats_opens_two_groups_of_a_draw_and_has_room_for_them(loaded: Callable[..., Topology]) -> None:
+def test_a_model_of_two_seats_has_room_for_two_groups_a_draw(loaded: Callable[..., Topology]) -> None:
     plain, two = (loaded(AGENT, *seats, base=BASE) for seats in ((), (SEATS,)))
     assert plain.seats == ("policy",) and two.seats == ("first", "second")
     assert (plain.derived.limits.seats, two.derived.limits.seats) == (1, 2)
@@ -38,7 +38,7 @@ def test_a_model_of_two_seats_opens_two_groups_of_a_draw_and_has_room_for_them(l
     assert Topology.from_json(two.to_json()) == two
 
 
-def test_a_model_of_one_seat_leaves_no_word_of_seats_in_topology_json(loaded: Callable[..., Topology]) -> None:
+def test_topology_json_of_one_seat_has_no_word_of_seats(loaded: Callable[..., Topology]) -> None:
     text = loaded(AGENT, base=BASE).to_json()
     data: dict[str, Any] = json.loads(text)
     assert "seats" not in data["model"] and "seats" not in data["derived"]
