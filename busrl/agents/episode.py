@@ -37,7 +37,7 @@ from busrl.agents.parsers import Draft, MessageMaker
 from busrl.agents.renderer import Renderer
 from busrl.agents.seats import ONLY, Seat
 from busrl.agents.tree import Conversation, Ids, OpenCall, Tree, Turn
-from busrl.data.episodes import EpisodeLimits
+from busrl.data.episodes import EpisodeLimits, fault_of_key
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
@@ -365,6 +365,8 @@ class Episode:
             raise CallRefused("invalid", f"n = {count}: must be 1 to {MOST_ANSWERS}", "n")
         if most < 0:
             raise CallRefused("invalid", f"max_tokens = {most}: must be at least 1", "max_tokens")
+        if fault := fault_of_key(question.request.key):
+            raise CallRefused("invalid", fault, "key")
         wanted = min(most or self.settings.max_new_tokens, self.settings.max_new_tokens)
         if count > 1:  # there is room for all, or none is begun
             await self._room(question, wanted, count)
@@ -386,7 +388,7 @@ class Episode:
         async with self._own.gate:
             await self._room(question, wanted)
             call = self.tree.ask(parent, question.new, wanted, question.history, question.text,
-                                 question.request.trained)
+                                 question.request.trained, question.request.key)
             try:
                 near = self._engines.get(parent.number, -1) if parent else -1
                 answer = await self._engine(Call(self.uid, call.stream, call.prompt, call.room, near, on_ids))

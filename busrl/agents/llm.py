@@ -56,6 +56,7 @@ class ChatRequest(msgspec.Struct, tag="chat"):
     max_tokens: int = 0
     trained: bool = True
     stop: list[str] = []  # texts that end an answer; ids drawn behind one are thrown away
+    key: str = ""  # what the turn is compared by (learner.credit = "turn")
 
 
 class CompleteRequest(msgspec.Struct, tag="complete"):
@@ -66,6 +67,7 @@ class CompleteRequest(msgspec.Struct, tag="complete"):
     max_tokens: int = 0
     trained: bool = True
     stop: list[str] = []
+    key: str = ""
 
 
 class RewardRequest(msgspec.Struct, tag="reward"):
@@ -154,20 +156,22 @@ class Llm:
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, n: int = 1,
                    max_tokens: int = 0, template_arguments: Mapping[str, Any] | None = None,
-                   stop: Sequence[str] = ()) -> Any:
+                   stop: Sequence[str] = (), key: str = "") -> Any:
         """The model's answer to OpenAI's messages, a `Reply`; with `n` above 1 a list of them. A text of `stop` ends
-        the answer, and is left out."""
+        the answer, and is left out. `key`: the turn is compared with those of other episodes that have this key."""
         raw = [_json(message, "messages") for message in messages]
         around = (_json(tools or None, "tools"), _json(template_arguments or None, "template_arguments"))
-        choices = await self._choices(ChatRequest(raw, *around, n, max_tokens, self._trained, list(stop)))
+        how = (n, max_tokens, self._trained, list(stop), _text(key, "key"))
+        choices = await self._choices(ChatRequest(raw, *around, *how))
         replies = [_reply(choice) for choice in choices]
         return replies if n > 1 else replies[0]
 
     async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0,
-                       stop: Sequence[str] = ()) -> Any:
+                       stop: Sequence[str] = (), key: str = "") -> Any:
         """The model's continuation of a text or token ids, a `Choice`; with `n` above 1 a list of them."""
-        text_or_ids = _text(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        choices = await self._choices(CompleteRequest(text_or_ids, n, max_tokens, self._trained, list(stop)))
+        text_or_ids = _text(prompt, "prompt") if isinstance(prompt, str) else [int(token) for token in prompt]
+        how = (n, max_tokens, self._trained, list(stop), _text(key, "key"))
+        choices = await self._choices(CompleteRequest(text_or_ids, *how))
         return choices if n > 1 else choices[0]
 
     async def reward(self, value: float, turn: int | None = None) -> None:
@@ -220,12 +224,14 @@ def _dumped(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no type of JSON")
 
 
-def _text(prompt: str) -> str:
+def _text(text: str, param: str) -> str:
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError as problem:
-        raise CallRefused("invalid", f"prompt holds half of a character: {problem}", "prompt") from None
-    return prompt
+        raise CallRefused("invalid", f"{param} holds half of a character: {problem}", param) from None
+    except AttributeError:
+        raise CallRefused("invalid", f"{param} is a {type(text).__name__}: must be a text", param) from None
+    return text
 
 
 def _reply(choice: Choice) -> Reply:

@@ -53,6 +53,7 @@ class Body(msgspec.Struct):
     structured_outputs: Any = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    busrl_key: str = ""  # of the turn (`busrl.agents.llm.ChatRequest.key`)
 
 
 class ChatBody(Body):
@@ -184,7 +185,7 @@ def _common(body: Body) -> dict[str, Any]:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MOST_STOPS or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
         raise CallRefused("invalid", f"stop: at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop")
-    return {"n": 1 if body.n is None else body.n, "max_tokens": wanted or 0, "stop": stops}
+    return {"n": 1 if body.n is None else body.n, "max_tokens": wanted or 0, "stop": stops, "key": body.busrl_key}
 
 
 def _sampling(body: Body, sampling: Sampling) -> bool:

@@ -23,7 +23,7 @@ from busrl.agents.llm import Ended
 from busrl.agents.seats import Worth, worth_of
 from busrl.agents.sides import LINE_FIELDS, ClaimedSample, Sides
 from busrl.agents.tree import Trajectory, Tree
-from busrl.data.episodes import CONTEXT
+from busrl.data.episodes import CONTEXT, joined_keys
 from busrl.errors import CallUnanswered, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.rewards.base import MalformedReward
@@ -151,7 +151,8 @@ class EpisodeSamples:
             if not self._write_or_wait("episodes", lambda: self._write(side, trajectory, own, one, others)):
                 return None  # the run stops: the sample goes back
         except SlotTooSmall as problem:
-            return self._drop([side], Fate.MALFORMED, f"its episode does not fit: {problem}")
+            room = "; keys of turns take the room of agents.transcript_bytes" if trajectory.keys else ""
+            return self._drop([side], Fate.MALFORMED, f"its episode does not fit: {problem}{room}")
         self.commit(side, trajectory)
         return ""
 
@@ -210,7 +211,8 @@ class EpisodeSamples:
     def _write(self, sample: ClaimedSample, trajectory: Trajectory, worth: Worth, one: Episode,
                others: dict[str, Tree]) -> None:
         ring = self._ring(sample)
-        transcript = one.tree.transcript(self._settings().transcript_bytes, others)
+        keys = -(-len(joined_keys(trajectory.keys)) // 64) * 64  # a tensor begins at a multiple
+        transcript = one.tree.transcript(self._settings().transcript_bytes - keys, others)
         counted = {"read": sample.read, "computed": sample.computed, **one.counts}
         context = [counted.get(name, 0) for name in CONTEXT]
         write_episode(ring, sample.slot, sample.word, trajectory, trajectory.text, worth.reward, transcript, context)

@@ -185,6 +185,7 @@ class OpenCall:
     history: Conversation | None
     text: str | None  # of the new ids, where a template wrote them
     hash: Any
+    key: str = ""  # by which its turn is compared with those of other episodes
 
     @property
     def prompt(self) -> Ids:
@@ -328,7 +329,7 @@ class Tree:
         return CallRefused("context_length_exceeded", why, "messages")
 
     def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: Conversation | None = None,
-            text: str | None = None, trained: bool = True) -> OpenCall:
+            text: str | None = None, trained: bool = True, key: str = "") -> OpenCall:
         """Begin a call that reads the ids `new` (at least one) behind `parent`; CallRefused where it has no room."""
         room, begin = self.room(parent, len(new), wanted), (parent.end if parent else 0) + len(new)
         if not len(new):
@@ -345,7 +346,7 @@ class Tree:
         if parent:
             parent.open, parent.continued = parent.open + 1, True
         stream = self._stream(hashed.digest())
-        return OpenCall(self._calls - 1, parent, read, begin, room, stream, trained, history, text, hashed)
+        return OpenCall(self._calls - 1, parent, read, begin, room, stream, trained, history, text, hashed, key)
 
     def answer(self, call: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
@@ -420,12 +421,14 @@ class Tree:
         rewards = None
         if any(turn.reward is not None for turn in turns):
             rewards = np.array([turn.reward or 0.0 for turn in turns], np.float32)
+        keys = tuple(turn.call.key for turn in turns)
         return Trajectory(
             np.concatenate([leaf.path_ids for leaf, _ in sequences]),
             np.array([leaf.end for leaf, _ in sequences], np.int32), np.array(rows, np.int32),
             np.concatenate([turn.logprobs for turn in turns]), np.concatenate([turn.versions for turn in turns]),
             rewards, max(turns, key=lambda turn: turn.number).text,
             min((turn.step for turn in turns if turn.call.trained), default=0), self.undelivered,
+            keys=keys if any(keys) else (),
         )
 
     def transcript(self, limit: int, others: Mapping[str, Tree] | None = None) -> bytes:

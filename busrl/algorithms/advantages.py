@@ -58,14 +58,17 @@ def reward_alone(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tenso
 
 
 def turn_advantages(
-    rewards: Sequence[Sequence[float]], gamma: float = 1.0, scaled: bool = False
+    rewards: Sequence[Sequence[float]], gamma: float = 1.0, scaled: bool = False,
+    keys: Sequence[Sequence[str]] | None = None,
 ) -> list[list[float]]:
     """A_t = G_t - the mean over the *other* episodes of their G_t, with G_t = sum over k >= t of gamma^(k - t) r_k.
 
     `rewards`: of each episode of a group those of its turns, in order. An episode that has ended by turn t has G_t = 0
     there: the baseline of a turn depends on nothing that its own episode does, and is unbiased. A mean over the
     episodes that reach turn t would be biased where the policy decides when to stop. `scaled`: divide by the standard
-    deviation of the episodes' sums, as `group_std` does.
+    deviation of the episodes' sums, as `group_std` does. `keys`: of each turn, "" for none. Turns with the key of a
+    turn replace it in the mean: of each *other* episode that has some, their mean of G. Where none has one the mean is
+    that of a turn without a key.
     """
     if len(rewards) < 2:
         raise ValueError(f"a group of {len(rewards)} has no advantage: rewards are compared with each other; needs 2")
@@ -77,9 +80,24 @@ def turn_advantages(
     for t in range(longest - 2, -1, -1):
         table[:, t] += gamma * table[:, t + 1]
     values = table - (table.sum(0) - table) / (len(rewards) - 1)
+    for at, baseline in _by_key(table.tolist(), keys or ()).items():
+        values[at] = table[at] - baseline
     if scaled:
         values = values / (totals.std(correction=1) + EPS)
     return [row[: len(turns)].tolist() for row, turns in zip(values, rewards, strict=True)]
+
+
+def _by_key(table: Sequence[Sequence[float]], keys: Sequence[Sequence[str]]) -> dict[tuple[int, int], float]:
+    """Baselines of the turns, by episode and turn, whose key another episode has: its mean over these others."""
+    at_key: dict[str, dict[int, list[float]]] = {}  # by key and episode: G of the turns
+    for i, row in enumerate(keys):
+        for t, key in enumerate(row):
+            at_key.setdefault(key, {}).setdefault(i, []).append(table[i][t])
+    means = {key: {i: sum(own) / len(own) for i, own in found.items()} for key, found in at_key.items() if key}
+    return {
+        (i, t): (sum(means[key].values()) - means[key][i]) / (len(means[key]) - 1)
+        for i, row in enumerate(keys) for t, key in enumerate(row) if len(means.get(key, ())) > 1
+    }
 
 
 # -- of all groups of a step -----------------------------------------------------
@@ -100,12 +118,47 @@ def batch_scale(centred: Sequence[float]) -> float:
     return float(torch.tensor(list(centred), dtype=torch.float64).std(correction=1)) + EPS if len(centred) > 1 else 1.0
 
 
+# -- of earlier groups -----------------------------------------------------------
+
+
+class RunningMeans:
+    """An exponential mean of the rewards of groups for each seat: the baseline of `ema`. A group enters with its mean,
+    by 1 - decay, and counts for later groups alone, so its own advantages have no bias. What groups of a step add is
+    kept by `keep`, once the step is made: other groups of an unmade step were never trained."""
+
+    def __init__(self, seats: int, decay: float = 0.95) -> None:
+        self._seats, self._decay = seats, decay
+        self._kept: dict[int, tuple[float, float]] = {}  # by seat: the sum of weighted means, and that of the weights
+        self._now: dict[int, tuple[float, float]] = {}
+
+    def before(self, group: int, rewards: Sequence[float]) -> float:
+        """The mean of the groups of this one's seat that came before it, 0 for the first; adds this one."""
+        seat = group % self._seats
+        total, weight = self._now.get(seat, (0.0, 0.0))
+        share = 1 - self._decay
+        self._now[seat] = (
+            self._decay * total + share * sum(rewards) / len(rewards), self._decay * weight + share
+        )
+        return total / weight if weight else 0.0
+
+    def keep(self) -> None:
+        self._kept = dict(self._now)
+
+    def state(self) -> list[tuple[int, float, float]]:
+        """What is kept, for a checkpoint."""
+        return [(seat, *both) for seat, both in sorted(self._kept.items())]
+
+    def load(self, state: Sequence[Sequence[float]]) -> None:
+        self._kept = {int(seat): (total, weight) for seat, total, weight in state}
+        self._now = dict(self._kept)
+
+
 # The part that is computed per group: of batch_std before the division, of batch_whiten nothing, of gae before any
-# value.
+# value, of ema before the baseline.
 ADVANTAGES: dict[str, AdvantageEstimator] = {
     "group_std": group_std, "group_mean": group_mean, "leave_one_out": leave_one_out,
     "mean_normalised": mean_normalised, "batch_std": group_mean, "batch_whiten": batch_whiten, "reward": reward_alone,
-    "gae": reward_alone,
+    "gae": reward_alone, "ema": reward_alone,
 }
 
 

@@ -90,10 +90,11 @@ LOSS_FACTS: dict[str, LossFacts] = {
 
 GROUP, SCALE, BATCH = "of its group", "of its group, divided by a number of the step", "of the whole step"
 SAMPLE, TOKEN = "of its sample alone", "of each token, from a value head"
-GAE = "gae"  # the advantage that needs a value head
+EARLIER = "of its sample, and a running mean of earlier groups"
+GAE, EMA = "gae", "ema"  # the advantages that need a value head, and a mean that is kept
 ADVANTAGE_FACTS: dict[str, str] = {  # name -> what an advantage is made of
     "group_std": GROUP, "group_mean": GROUP, "leave_one_out": GROUP, "mean_normalised": GROUP, "batch_std": SCALE,
-    "batch_whiten": BATCH, "reward": SAMPLE, GAE: TOKEN,
+    "batch_whiten": BATCH, "reward": SAMPLE, GAE: TOKEN, EMA: EARLIER,
 }
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean")
 # name -> (low, high) where learner.correction_low and correction_high are 0
@@ -178,7 +179,7 @@ def held_back(learner: Any) -> str:
 
 def trains_flat(learner: Any) -> bool:
     """True if a group of equal rewards is trained: nothing is compared within a group."""
-    return ADVANTAGE_FACTS.get(learner.advantage, GROUP) in (SAMPLE, TOKEN)
+    return ADVANTAGE_FACTS.get(learner.advantage, GROUP) in (SAMPLE, TOKEN, EARLIER)
 
 
 def taught(learner: Any) -> bool:

@@ -9,6 +9,7 @@
 | logprobs     | float32 [M]  | of the sampled ids, turn after turn                                                |
 | versions     | uint32 [M]   | of the weights that sampled them                                                   |
 | turn_rewards | float32 [T]  | optional                                                                           |
+| keys         | uint8        | optional: the key of each turn as UTF-8, "" for none, a newline between two        |
 | reward       | float64 [1+] | optional: what the episode returned, and the parts of it                           |
 | messages     | uint8        | optional, JSON: the messages of each sequence                                      |
 | context      | uint64 [5]   | optional, CONTEXT: ids that its calls read, ids of those that were computed, calls |
@@ -22,7 +23,7 @@ Pure: talks to nothing, and knows nothing of slots, engines, templates or client
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,10 +39,11 @@ CONTEXT = ("read", "computed", "unparsed", "overridden", "refused")
 TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
     "ids": (np.int32, 1), "seqs": (np.int32, 1), "turns": (np.int32, 2), "logprobs": (np.float32, 1),
     "versions": (np.uint32, 1), "turn_rewards": (np.float32, 1), "reward": (np.float64, 1), "messages": (np.uint8, 1),
-    "context": (np.uint64, 1),
+    "context": (np.uint64, 1), "keys": (np.uint8, 1),
 }
 NEEDED = ("ids", "seqs", "turns", "logprobs", "versions")
 UNLIMITED = 1 << 30
+KEY_BYTES = 64  # of a turn's key, at most
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class EpisodeArrays:
-    """N ids of S sequences, T turns and M sampled ids; `turn_rewards` is None where no turn has a reward."""
+    """N ids of S sequences, T turns and M sampled ids; `turn_rewards` is None where no turn has a reward, `keys` empty
+    where none has a key."""
 
     ids: Array
     seqs: Array
@@ -71,6 +74,7 @@ class EpisodeArrays:
     logprobs: Array
     versions: Array
     turn_rewards: Array | None
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
 
     def logged(self) -> dict[str, Any]:
         """The fields of a record of the log (`busrl.ledger.wal.SampleRecord`)."""
@@ -79,7 +83,7 @@ class EpisodeArrays:
         return {
             "prompt_ids": b"", "token_ids": self.ids.tobytes(), "logprobs": self.logprobs.tobytes(),
             "versions": self.versions.tobytes(), "seqs": self.seqs.tolist(), "turns": turns.ravel().tolist(),
-            "turn_rewards": [] if self.turn_rewards is None else self.turn_rewards.tolist(),
+            "turn_rewards": [] if self.turn_rewards is None else self.turn_rewards.tolist(), "keys": list(self.keys),
         }
 
     def trained(self) -> npt.NDArray[np.bool_]:
@@ -115,7 +119,7 @@ def fault_of(episode: EpisodeArrays) -> str:
         return f"{count} sampled ids, {len(episode.logprobs)} log-probs, {len(episode.versions)} versions"
     if not (np.isfinite(episode.logprobs) & (episode.logprobs <= 0)).all():
         return "a log-probability is above 0 or not a finite number"
-    return _fault_of_rest(turns, episode.turn_rewards)
+    return _fault_of_rest(turns, episode.turn_rewards) or _fault_of_keys(episode)
 
 
 def _fault_of_rest(turns: Array, rewards: Array | None) -> str:
@@ -125,6 +129,30 @@ def _fault_of_rest(turns: Array, rewards: Array | None) -> str:
     if rewards is not None and (len(rewards) != len(turns) or not np.isfinite(rewards).all()):
         return f"turn_rewards {listed(rewards)} of {len(turns)} turns: one finite number for each"
     return ""
+
+
+def _fault_of_keys(episode: EpisodeArrays) -> str:
+    if episode.keys and len(episode.keys) != len(episode.turns):
+        return f"{len(episode.keys)} keys of {len(episode.turns)} turns: one for each"
+    return next(filter(None, map(fault_of_key, episode.keys)), "")
+
+
+def fault_of_key(key: str) -> str:
+    """The rule that the key of a turn breaks; "" if none, as for no key."""
+    size = len(key.encode(errors="replace"))
+    if size > KEY_BYTES or not key.isprintable():
+        return f"a turn's key of {size} bytes, {key[:KEY_BYTES]!r}: at most {KEY_BYTES}, of printable text"
+    return ""
+
+
+def joined_keys(keys: tuple[str, ...]) -> Array:
+    """Keys as their tensor has them; empty where no turn has a key."""
+    return np.frombuffer("\n".join(keys).encode(), np.uint8)
+
+
+def split_keys(tensor: Array | None) -> tuple[str, ...]:
+    """The keys that a tensor has; what is no UTF-8 becomes what no key may hold."""
+    return () if tensor is None else tuple(tensor.tobytes().decode(errors="surrogateescape").split("\n"))
 
 
 def listed(values: Array) -> str:

@@ -32,6 +32,7 @@ from busrl.data.episodes import (
     EpisodeLimits,
     fault_of,
     listed,
+    split_keys,
 )
 from busrl.errors import NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
 from busrl.hosts import messages as g
@@ -487,7 +488,8 @@ def received_episode(
     if missing := [name for name in NEEDED if name not in tensors]:
         raise Refused(f"tensor {missing[0]} is missing: an episode has {', '.join(NEEDED)}")
     arrays = {name: read_tensor(tensors[name], name, *TYPES[name]) for name in TYPES if name in tensors}
-    episode = EpisodeArrays(**{name: arrays[name] for name in NEEDED}, turn_rewards=arrays.get("turn_rewards"))
+    needed, keys = {name: arrays[name] for name in NEEDED}, split_keys(arrays.get("keys"))
+    episode = EpisodeArrays(**needed, turn_rewards=arrays.get("turn_rewards"), keys=keys)
     if fault := fault_of(episode) or _beyond_bounds(episode, bounds, newest) or _fault_of_rest(arrays, bounds):
         raise Refused(fault)
     return episode, arrays

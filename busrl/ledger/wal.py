@@ -12,8 +12,8 @@ ring, of tensors or of the optimiser.
   segment, so that what it makes superfluous can go.
 
 A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout, u32 crc32 of those 12 bytes; then records: "WREC",
-u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). A file of another
-layout than `LAYOUT` is refused.
+u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). The layout is 3, or 4
+where a sample has `keys`; a file of another one is refused.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from busrl.errors import FileCorrupt, LedgerError, WriteFailed
 from busrl.system import files
 
 MAGIC = b"BUSRLWAL"
-LAYOUT = 3
+LAYOUT, KEYED = 3, 4
 MARK = b"WREC"
 SEGMENT_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 _FRAME = struct.Struct("<4sII")
 
 
-_START = MAGIC + _LENGTH.pack(LAYOUT)
-HEAD = _START + _LENGTH.pack(zlib.crc32(_START))
+_STARTS = {layout: MAGIC + _LENGTH.pack(layout) for layout in (LAYOUT, KEYED)}
+_HEADS = {layout: start + _LENGTH.pack(zlib.crc32(start)) for layout, start in _STARTS.items()}
+HEAD = _HEADS[LAYOUT]
 TURN = 4  # numbers of a turn in a record
 REMEDY = "Restore it, or remove it: what no checkpoint holds of its steps is lost then, and `busrl audit` names what"
 
@@ -58,7 +59,7 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     begin and end of what was sampled in it, and 2 x the number of the call + 1 where it is trained (+ 0 where not);
     sorted by sequence and begin. Then `prompt_ids` is empty, `token_ids` holds the sequences one after another, and
     log-probabilities and versions have one per sampled id, turn after turn. `reward` includes `turn_rewards`, of which
-    there is one per turn or none.
+    there is one per turn or none; so it is with `keys`, by which turns are compared ("": by their number).
     """
 
     uid: int
@@ -80,6 +81,7 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     seqs: list[int] = []
     turns: list[int] = []
     turn_rewards: list[float] = []
+    keys: list[str] = []
 
     def prompt_array(self) -> npt.NDArray[np.int32]:
         return np.frombuffer(self.prompt_ids, "<i4")
@@ -157,6 +159,7 @@ class _Segment:
     steps: list[int]  # of its records, ascending
     size: int
     file: os.stat_result
+    layout: int = LAYOUT
 
     @property
     def last_step(self) -> int:
@@ -244,8 +247,9 @@ class Wal:
         length = _LENGTH.pack(len(payload))
         head = MARK + length + _LENGTH.pack(zlib.crc32(payload, zlib.crc32(length)))
         full = bool(self._segments) and self._segments[-1].size + len(head) + len(payload) > self.segment_bytes
-        if self._fd < 0 or (full and self._segments[-1].steps):
-            self._begin_segment()
+        layout = KEYED if any(sample.keys for sample in record.samples) else LAYOUT
+        if self._fd < 0 or (full and self._segments[-1].steps) or self._segments[-1].layout < layout:
+            self._begin_segment(layout)
         segment = self._segments[-1]
         segment.size = self._commit(segment, [head, payload])
         segment.steps.append(record.step)
@@ -321,13 +325,13 @@ class Wal:
 
     # -- appending -----
 
-    def _begin_segment(self) -> None:
+    def _begin_segment(self, layout: int) -> None:
         path = self.directory / f"{self._number + 1:08d}.wal"
         fd = -1
         try:
             self.directory.mkdir(exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            files.write_all(fd, [HEAD], 0)
+            files.write_all(fd, [_HEADS[layout]], 0)
             if self.sync:
                 os.fsync(fd)
                 files.sync(self.directory)
@@ -338,7 +342,7 @@ class Wal:
             raise files.write_error(path, len(HEAD), exc) from exc
         self.end_segment()
         self._fd, self._number = fd, self._number + 1
-        self._segments.append(_Segment(path, [], len(HEAD), os.fstat(fd)))
+        self._segments.append(_Segment(path, [], len(HEAD), os.fstat(fd), layout))
 
     def _commit(self, segment: _Segment, parts: list[bytes]) -> int:
         try:
@@ -371,14 +375,15 @@ class Wal:
             path.unlink()
             self.cut_bytes += len(data)
             return
-        if not data.startswith(HEAD):
-            text = f"{path}: does not begin with {MAGIC!r}, layout {LAYOUT}; it is no log of this busrl. {REMEDY}"
+        layout = next((layout for layout, head in _HEADS.items() if data.startswith(head)), 0)
+        if not layout:
+            text = f"{path}: does not begin with {MAGIC!r}, layout 3 or 4; it is no log of this busrl. {REMEDY}"
             if newest:
                 raise FileCorrupt(text)
             self._doubts.append(text)
             self._segments.append(_Segment(path, [], len(data), path.stat()))
             return
-        segment = _Segment(path, [], len(HEAD), path.stat())
+        segment = _Segment(path, [], len(HEAD), path.stat(), layout)
         self._segments.append(segment)
         while True:
             for payload, end in frames(data, segment.size):

@@ -35,7 +35,9 @@ from busrl.data.episodes import (
     Array,
     EpisodeArrays,
     fault_of,
+    joined_keys,
     listed,
+    split_keys,
 )
 from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
 from busrl.protocol import messages as m
@@ -57,6 +59,8 @@ def write_episode(ring: Ring, slot: int, word: int, episode: EpisodeArrays, text
     arrays = {name: np.ascontiguousarray(getattr(episode, name), TYPES[name][0]) for name in NEEDED}
     if episode.turn_rewards is not None:
         arrays["turn_rewards"] = np.asarray(episode.turn_rewards, np.float32)
+    if episode.keys:
+        arrays["keys"] = joined_keys(episode.keys)
     if reward is not None:
         values = list(reward.values()) if isinstance(reward, Mapping) else []
         arrays["reward"] = np.array([sum(values) if isinstance(reward, Mapping) else reward, *values], np.float64)
@@ -105,7 +109,8 @@ def read_episode(ring: Ring, slot: int) -> EpisodeArrays | None:
     if (turns := _optional(ring, slot, "turns")) is None:
         return None
     arrays = {name: turns if name == "turns" else _read(ring, slot, name) for name in NEEDED}
-    episode = EpisodeArrays(**arrays, turn_rewards=_optional(ring, slot, "turn_rewards"))
+    keys = split_keys(_optional(ring, slot, "keys"))
+    episode = EpisodeArrays(**arrays, turn_rewards=_optional(ring, slot, "turn_rewards"), keys=keys)
     if fault := fault_of(episode):
         raise BadTensor(f"slot {slot}: {fault}")
     return episode
@@ -151,8 +156,8 @@ def seen_by_reward(ring: Ring, slot: int) -> dict[str, Any] | None:
     turns = [
         {"call": row[CALL], "sequence": row[SEQUENCE], "prompt_tokens": row[BEGIN], "tokens": row[END] - row[BEGIN],
          "finish": row[FINISH], "waited_ms": row[WAITED], "generated_ms": row[GENERATED],
-         "trained": bool(row[FLAGS] & TRAINED)}
-        for row in episode.turns[order].tolist()
+         "trained": bool(row[FLAGS] & TRAINED), **({"key": episode.keys[at]} if episode.keys else {})}
+        for at, row in zip(order.tolist(), episode.turns[order].tolist(), strict=True)
     ]
     return {
         "turns": turns, "messages": messages_of(ring, slot), "reward": None if returned is None else returned[0],

@@ -310,6 +310,22 @@ def test_a_stop_text_ends_an_answer_at_the_token_that_completes_it(chats: Callab
     ask(chat, work, ["Act: look\nObservation: made up by the model", "Fine."])
 
 
+def test_the_key_of_a_body_is_that_of_its_turn(chats: Callable[[str], Renderer]) -> None:
+    async def run() -> None:
+        episode, _ = of(chats("qwen3"))
+        async with opened(chats("qwen3"), episode):
+            client = client_of(episode)
+            await client.chat.completions.create(**HELLO, extra_body={"busrl_key": "plan"})
+            await client.completions.create(model="policy", prompt=[5, 6])
+            with pytest.raises(BadRequestError, match="a turn's key of 65 bytes") as refused:
+                await client.chat.completions.create(**HELLO, extra_body={"busrl_key": "k" * 65})
+            assert refused.value.param == "key"
+        trajectory = episode.tree.trajectory()
+        assert trajectory is not None and trajectory.keys == ("plan", "")
+
+    asyncio.run(run())
+
+
 def test_a_client_that_gives_up_and_asks_again_gets_the_first_answer(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: EpisodeServer) -> None:
         engine.open.clear()

@@ -65,6 +65,27 @@ def test_an_agent_with_a_tool_is_one_sequence_with_its_reward(chat: Renderer) ->
     asyncio.run(run())
 
 
+def test_the_key_of_a_call_is_kept_with_its_turns(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, _ = of(chat)
+        llm, user = model_of(episode, {}), [{"role": "user", "content": "A?"}]
+        await llm.chat(user, key="plan")
+        await llm.untrained().complete([5, 6], n=2, key="look")
+        await llm.complete([5, 6])
+        trajectory = episode.tree.trajectory()
+        assert trajectory is not None and trajectory.keys == ("plan", "look", "look", "")
+        for key in ("k" * 65, "ü" * 33, "two\nlines"):
+            with pytest.raises(CallRefused, match=r"at most 64, of printable text") as refused:
+                await llm.chat(user, key=key)
+            assert (refused.value.code, refused.value.param) == ("invalid", "key")
+        assert len(episode.tree.turns) == 4
+        for wrong, text in ((7, "key is a int: must be a text"), ("\udc80", "key holds half of a character")):
+            with pytest.raises(CallRefused, match=text):
+                await llm.complete("A?", key=wrong)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+
+
 def test_parallel_calls_are_all_kept_and_at_most_so_many_run(chat: Renderer) -> None:
     async def sub(llm: Llm, number: int) -> None:
         messages = [{"role": "user", "content": f"Part {number % 3}."}]

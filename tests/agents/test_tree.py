@@ -78,7 +78,8 @@ def test_a_message_that_cannot_be_used_is_refused_by_name(message: Any, text: st
 
 
 def called(tree: Tree, parent: Turn | None = None, read: int = 2, drawn: int = 3, wanted: int = 9, **how: Any) -> Turn:
-    call = tree.ask(parent, np.arange(1, read + 1), wanted, trained=how.pop("trained", True))
+    asked = {name: how.pop(name) for name in ("trained", "key") if name in how}
+    call = tree.ask(parent, np.arange(1, read + 1), wanted, **asked)
     turn = tree.answer(call, [*range(drawn)], [-0.5] * drawn, [4] * drawn, Finish.EOS, {"role": "assistant"}, **how)
     turn.delivered = True
     return turn
@@ -101,6 +102,17 @@ def test_the_arrays_of_an_episode_are_those_that_were_read_and_drawn() -> None:
     assert len(trajectory.logprobs) == 8 and trajectory.logprobs.dtype == np.float32
     assert trajectory.versions.tolist() == [4] * 8 and trajectory.versions.dtype == np.uint32
     assert trajectory.turn_rewards is not None and trajectory.turn_rewards.tolist() == [0.5, 0, 0]
+    assert trajectory.keys == ()
+
+
+def test_keys_of_turns_stand_in_the_order_of_the_arrays() -> None:
+    tree = Tree()
+    first = called(tree, key="plan")
+    called(tree, first, read=4, key="look")
+    called(tree, first, read=1)
+    trajectory = tree.trajectory()
+    assert trajectory is not None and trajectory.turns[:, 4].tolist() == [0, 1, 2]
+    assert trajectory.keys == ("plan", "look", "")
 
 
 def test_a_turn_that_nobody_got_is_left_out_and_counted() -> None:

@@ -104,3 +104,76 @@ def test_the_gradient_has_no_bias_where_a_policy_learns_to_stop() -> None:
     error = float((expected(policy, turn_advantages) - wanted).norm() / wanted.norm())
     assert error < 1e-12
     assert float((expected(policy, among_those_that_got_there) - wanted).norm() / wanted.norm()) > 0.1
+
+
+# -- keys: turns that an episode names by what they are for --
+
+KEYS = ("", "plan", "code")
+keyed = st.lists(st.lists(st.tuples(rewards, st.sampled_from(KEYS)), min_size=1, max_size=5), min_size=2, max_size=5)
+
+
+@given(group=keyed, gamma=st.sampled_from([1.0, 0.5]), scaled=st.booleans())
+def test_a_turn_with_a_key_is_compared_with_the_others_turns_of_that_key(
+    group: list[list[tuple[float, str]]], gamma: float, scaled: bool
+) -> None:
+    own = [[reward for reward, _ in row] for row in group]
+    returns = [[sum(r * gamma**k for k, r in enumerate(row[t:])) for t in range(len(row))] for row in own]
+    plain = turn_advantages(own, gamma)
+    credit = turn_advantages(own, gamma, scaled, [[key for _, key in row] for row in group])
+    scale = float(torch.tensor([sum(row) for row in own], dtype=torch.float64).std() + 1e-6) if scaled else 1.0
+    for i, row in enumerate(group):
+        for t, (_, key) in enumerate(row):
+            each = [[returns[j][k] for k, (_, its) in enumerate(other) if its == key] for j, other in enumerate(group)]
+            there = [sum(found) / len(found) for j, found in enumerate(each) if key and j != i and found]
+            wanted = returns[i][t] - sum(there) / len(there) if there else plain[i][t]
+            assert credit[i][t] * scale == pytest.approx(wanted, abs=1e-8)
+
+
+@given(group=groups)
+def test_a_group_without_keys_is_credited_as_if_there_were_none(group: list[list[float]]) -> None:
+    assert turn_advantages(group, keys=[[""] * len(own) for own in group]) == turn_advantages(group)
+    assert turn_advantages(group, keys=[[] for _ in group]) == turn_advantages(group)
+
+
+# A world in which the first act decides the key of the second turn: x or y. The policy is three logits.
+OUTCOMES = ((1.0, 3.0), (0.0, 7.0))  # by the first act, and by the second
+
+
+def choices(policy: Tensor) -> list[tuple[list[float], list[str], list[Tensor]]]:
+    """All that can happen: rewards and keys of the turns, and the log-probability of each act."""
+    found = []
+    for first, second in itertools.product((0, 1), repeat=2):
+        acts = [torch.sigmoid(policy[0]), torch.sigmoid(policy[1 + first])]
+        logs = [torch.log(chance if act else 1 - chance) for act, chance in zip((first, second), acts, strict=True)]
+        found.append(([0.0, OUTCOMES[first][second]], ["", "xy"[first]], logs))
+    return found
+
+
+def estimated(policy: Tensor, credit: Callable[..., Sequence[Sequence[float]]], members: int = 3) -> Tensor:
+    """The expectation of the gradient estimate of groups, exactly: over all that can happen in them."""
+    total = torch.zeros(())
+    for group in itertools.product(choices(policy), repeat=members):
+        probability = math.exp(sum(float(act.detach()) for _, _, acts in group for act in acts))
+        values = credit([own for own, _, _ in group], [keys for _, keys, _ in group])
+        terms = (act * value for (_, _, acts), row in zip(group, values, strict=True) for act, value in zip(acts, row))
+        total = total + probability * sum(terms, start=torch.zeros(())) / members
+    (gradient,) = torch.autograd.grad(total, policy)
+    return gradient
+
+
+def with_itself(rewards: Sequence[Sequence[float]], keys: Sequence[Sequence[str]]) -> list[list[float]]:
+    """The biased variant: the mean over all episodes with the key of a turn, its own among them."""
+    credit = turn_advantages(rewards)
+    for i, own in enumerate(keys):
+        same = [row[1] for row, its in zip(rewards, keys, strict=True) if its[1] == own[1]]
+        credit[i][1] = rewards[i][1] - sum(same) / len(same)
+    return credit
+
+
+def test_a_baseline_by_a_key_that_the_episode_chose_has_no_bias() -> None:
+    policy = torch.logit(torch.tensor([0.35, 0.2, 0.6], dtype=torch.float64)).requires_grad_()
+    mean = sum((torch.stack(acts).sum().exp() * sum(own) for own, _, acts in choices(policy)), start=torch.zeros(()))
+    (wanted,) = torch.autograd.grad(mean, policy)
+    found = estimated(policy, lambda own, keys: turn_advantages(own, keys=keys))
+    assert float((found - wanted).abs().max()) < 1e-9
+    assert float((estimated(policy, with_itself) - wanted).abs().max()) > 0.1

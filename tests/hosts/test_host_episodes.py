@@ -39,7 +39,7 @@ def played() -> Trajectory:
     """A call, one that continues it, an untrained fork, and a reward for a turn."""
     tree = Tree()
     first = tree.answer(tree.ask(None, [5, 6], 4), [7, 8], [-1.0, -2.0], [0, 0], 1, {}, "first", step=3)
-    last = tree.answer(tree.ask(first, [9], 4), [3], [-0.5], [1], 1, {}, "last", step=4)
+    last = tree.answer(tree.ask(first, [9], 4, key="look"), [3], [-0.5], [1], 1, {}, "last", step=4)
     fork = tree.answer(tree.ask(None, [4], 4, None, None, False), [2], [-0.25], [1], 2, {}, "fork", step=4)
     first.delivered = last.delivered = fork.delivered = True
     first.reward = -0.25
@@ -123,7 +123,7 @@ def test_an_episode_is_the_same_at_home_as_on_its_host(
     for uid, slot in at_home.items():
         assert tensors_of(keeper.ring, slot) == there[uid] and len(there[uid]) == len(TYPES)
         episode, line = read_episode(keeper.ring, slot), keeper.ring.line(slot)
-        assert episode is not None and episode.logged()["seqs"] == [6, 2]
+        assert episode is not None and episode.logged()["seqs"] == [6, 2] and episode.keys == ("", "look", "")
         assert (line["reward"], line["version"], line["step"]) == (0.75, 0, 3), "as old as its oldest trained token"
         assert (line["prompt_tokens"], line["response_tokens"], line["finish"]) == (2, 4, 2)
         assert read_parts(keeper.ring, slot) == {"length": 1.5}
@@ -204,6 +204,7 @@ def sound() -> dict[str, np.ndarray[Any, Any]]:
         "ids": episode.ids, "seqs": episode.seqs, "turns": episode.turns, "logprobs": episode.logprobs,
         "versions": episode.versions, "turn_rewards": np.array(episode.turn_rewards), "reward": np.array([1.0, 1.0]),
         "messages": np.frombuffer(MESSAGES, np.uint8), "context": np.arange(5, dtype=np.uint64),
+        "keys": np.frombuffer(b"a\nb\n", np.uint8),
     }
 
 
@@ -233,6 +234,8 @@ HOSTILE = [
     (changed("turns", (0, 4), -1), "call numbers"),
     (changed("turns", (0, 5), -1), "a time below 0"),
     (changed("turn_rewards", 0, np.inf), "turn_rewards"),
+    (changed("keys", 0, 0), "a turn's key of 1 bytes"),
+    (changed("keys", 1, ord("\n")), "4 keys of 3 turns"),
     (changed("reward", 0, np.nan), "the reward is nan"),
     (with_(ids=None), "tensor ids is missing"),
     (with_(more=tensor(np.zeros(1, np.int8))), "tensor 'more'"),

@@ -20,7 +20,9 @@ def episode(**lies: object) -> dict[str, object]:
 def test_an_episode_of_several_turns_and_sequences_is_no_broken_payload(run) -> None:
     lies = {uid: episode(turn_rewards=[0.5, 0.0, 1.0]) for uid in run.group(0)[:2]}
     run.step(1, run.group(0), lies=lies)
+    run.step(2, run.group(1), lies={run.uid(1, 0): episode(keys=["plan", "", "code"])})
     run.open()
+    assert [path.read_bytes()[8] for path in sorted((run.root / "wal").glob("*.wal"))] == [3, 4]
     assert run.audit().errors == ()
 
 
@@ -39,6 +41,7 @@ def test_an_episode_of_several_turns_and_sequences_is_no_broken_payload(run) -> 
         {"logprobs": np.full(6, -1.0, "<f4").tobytes()},
         {"versions": np.ones(4, "<u4").tobytes()},
         {"turn_rewards": [1.0]},
+        {"keys": ["plan", "code"]},
     ],
 )
 def test_turns_that_do_not_lie_in_their_sequences_are_found(run, lie: dict[str, object]) -> None:

@@ -292,12 +292,55 @@ def test_the_bounds_of_segments_are_in_the_log(tmp_path: Path) -> None:
     assert again == cut and again.earlier == 6
 
 
-@pytest.mark.parametrize("layout", [1, 2, 4])
+def layouts(directory: Path) -> list[int]:
+    return [path.read_bytes()[8] for path in sorted(directory.glob("*.wal"))]
+
+
+def test_records_with_keys_stand_in_segments_of_layout_4(tmp_path: Path) -> None:
+    def keyed(step: int) -> Record:
+        made = record(step)
+        turns = {"turns": [0, 1, 2, 1, 0, 3, 5, 3], "seqs": [5], "keys": ["plan", ""]}
+        made.samples[1] = msgspec.structs.replace(made.samples[1], **turns)
+        return made
+
+    with Wal(tmp_path / "wal") as wal:
+        wal.append(record(1))
+        first = (tmp_path / "wal" / "00000001.wal").read_bytes()
+        wal.append(keyed(2))
+        wal.append(record(3))
+    with Wal(tmp_path / "wal") as wal:
+        assert list(wal.records()) == [record(1), keyed(2), record(3)] and wal.cut_bytes == 0
+        wal.append(keyed(4))
+        assert layouts(tmp_path / "wal") == [3, 4]
+        wal.end_segment()
+        wal.append(record(5))
+    assert layouts(tmp_path / "wal") == [3, 4, 3]
+    assert (tmp_path / "wal" / "00000001.wal").read_bytes() == first, "what has no keys is written as before"
+    assert b"keys" not in first and first.startswith(b"BUSRLWAL\x03\0\0\0")
+    with Wal(tmp_path / "wal") as wal:
+        wal.append(keyed(6))
+        assert [made.step for made in wal.records()] == [1, 2, 3, 4, 5, 6] and layouts(tmp_path / "wal") == [3, 4, 3, 4]
+
+
+def test_a_keyed_record_that_was_torn_is_cut_like_any_other(tmp_path: Path) -> None:
+    made = record(1)
+    made.samples[0] = msgspec.structs.replace(made.samples[0], turns=[0, 1, 4, 1], seqs=[5], keys=["plan"])
+    with Wal(tmp_path / "wal") as wal:
+        wal.append(made)
+    path = tmp_path / "wal" / "00000001.wal"
+    os.truncate(path, path.stat().st_size - 1)
+    with Wal(tmp_path / "wal") as wal:
+        assert list(wal.records()) == [] and wal.cut_bytes > 0
+        wal.append(made)
+        assert list(wal.records()) == [made] and layouts(tmp_path / "wal") == [4]
+
+
+@pytest.mark.parametrize("layout", [1, 2, 5])
 def test_a_log_of_another_layout_is_refused(tmp_path: Path, layout: int) -> None:
     start = b"BUSRLWAL" + struct.pack("<I", layout)
     (tmp_path / "wal").mkdir()
     (tmp_path / "wal" / "00000001.wal").write_bytes(start + struct.pack("<I", zlib.crc32(start)))
-    with pytest.raises(FileCorrupt, match="layout 3; it is no log of this busrl"):
+    with pytest.raises(FileCorrupt, match="layout 3 or 4; it is no log of this busrl"):
         Wal(tmp_path / "wal")
 
 

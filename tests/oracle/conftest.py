@@ -73,9 +73,13 @@ def _folder(path: Path, seed: int, rows: int = 16) -> Path:
 class MadeRun:
     """A learner without processes. Every step gets `GROUPS` groups of made-up answers and one that is flat."""
 
-    def __init__(self, root: Path, folder: Path, episodes: bool = False, **tables: dict[str, Any]) -> None:
-        """`episodes`: every second sample is one of three turns in two sequences, of which one may be an opponent's."""
+    def __init__(
+        self, root: Path, folder: Path, episodes: bool = False, keys: bool = False, **tables: dict[str, Any]
+    ) -> None:
+        """`episodes`: every second sample is one of three turns in two sequences, of which one may be an opponent's.
+        `keys`: its turns have some."""
         self.topology, self.paths, self.episodes = _topology(root, folder, tables), RunPaths.of(root), episodes
+        self.keys = keys
         root.mkdir(exist_ok=True)
         (root / "topology.json").write_text(self.topology.to_json())
         self.fates = bytearray()
@@ -158,7 +162,10 @@ class MadeRun:
             logprobs=b"\0" * 4 * len(tokens), versions=versions.astype("<u4").tobytes(),
             segments=_segments(chance, len(tokens)) if self.topology.segments.on else [],
         )
-        return _episode(chance, record) if self.episodes and member % 2 else record
+        if not self.episodes or member % 2 == 0:
+            return record
+        made = _episode(chance, record)
+        return msgspec.structs.replace(made, keys=chance.choice(["", "a", "b"], 3).tolist()) if self.keys else made
 
     def flat_group(self, step: int, draw: int = -1) -> None:
         """Set a flat group aside for the coming `step`, as the learner does: metrics first, then its fates."""
@@ -224,9 +231,10 @@ def make_run(tmp_path: Path, folder: Path) -> Callable[..., MadeRun]:
     """Makes a finished run of so many steps with these tables of the topology."""
 
     def make(
-        steps: int = 3, name: str = "run", stop: bool = True, episodes: bool = False, **tables: dict[str, Any]
+        steps: int = 3, name: str = "run", stop: bool = True, episodes: bool = False, keys: bool = False,
+        **tables: dict[str, Any],
     ) -> MadeRun:
-        run = MadeRun(tmp_path / name, folder, episodes, **tables)
+        run = MadeRun(tmp_path / name, folder, episodes, keys, **tables)
         run.steps(steps)
         if stop:
             run.stop()

@@ -66,6 +66,7 @@ MANY_TURNS: dict[str, dict[str, dict[str, Any]]] = {
     "credit by episode, cut ones masked": {"reward": {"truncated": "mask"}},
     "credit by turn, a KL in the reward": {
         "model": REFERENCE, "learner": {"credit": "turn", "kl": "k3", "kl_coef": 0.2, "kl_in": "reward"}},
+    "credit by turn and by keys": {"learner": {"credit": "turn", "gamma": 0.9}},
     "tokens that are too old, a correction of whole episodes": {
         "weights": {"max_staleness": 1},
         "learner": {"loss": "reinforce", "correction": "seq_tis", "checkpoint_every": 1}},
@@ -106,7 +107,7 @@ def test_the_numbers_of_a_step_are_those_that_log_and_weights_give(
 def test_a_step_of_episodes_has_the_numbers_of_log_and_weights(
     name: str, make_run: Callable[..., Any], wrong: Any, filled: Any
 ) -> None:
-    run = make_run(3, episodes=True, **filled(MANY_TURNS[name]))
+    run = make_run(3, episodes=True, keys="keys" in name, **filled(MANY_TURNS[name]))
     assert told(wrong(run.paths.root)) == []
     masked = [json.loads(line)["masked"] for line in run.paths.metrics.read_text().splitlines()]
     assert any("untrained" in line for line in masked)

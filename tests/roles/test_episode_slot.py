@@ -165,6 +165,27 @@ def test_reward_functions_see_turns_in_call_order_and_the_last_ids(ring: Ring) -
     freed(ring, slot) if claim(ring, slot) else None
 
 
+def test_keys_of_turns_reach_the_record_and_reward_functions(ring: Ring) -> None:
+    keys = ("plan", "", "ausführen")
+    slot = rewarded(ring, replace(three_turns(), keys=keys))
+    episode, seen = read_episode(ring, slot), seen_by_reward(ring, slot)
+    assert episode is not None and episode.keys == keys
+    assert seen is not None and [turn["key"] for turn in seen["turns"]] == list(keys)
+    claims = claim(ring, slot)
+    assert isinstance(claims, Claimed) and claims.records[0].keys == list(keys)
+    freed(ring, slot)
+
+
+def test_an_episode_without_keys_has_no_such_tensor(ring: Ring) -> None:
+    slot = rewarded(ring, three_turns())
+    seen = seen_by_reward(ring, slot)
+    assert "keys" not in {name for name, _ in ring.tensors(slot)}
+    assert seen is not None and not any("key" in turn for turn in seen["turns"])
+    claims = claim(ring, slot)
+    assert isinstance(claims, Claimed) and claims.records[0].keys == []
+    freed(ring, slot)
+
+
 def test_a_slot_with_an_answer_holds_no_episode(ring: Ring) -> None:
     slot, word = claimed_for_generation(ring)
     ring.put(slot, word, "tokens", np.arange(3, dtype=np.int32), 0)
@@ -178,6 +199,10 @@ def turns_with(*changes: tuple[int, int, int]) -> np.ndarray[Any, Any]:
     for row, column, value in changes:
         turns[row, column] = value
     return turns
+
+
+def text(data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, np.uint8)
 
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -199,15 +224,19 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "two turns of one call": ({"turns": turns_with((1, CALL, 0))}, "call numbers 0, 0, 2: each turn needs one of its"),
     "a turn reward missing": ({"turn_rewards": np.zeros(2, np.float32)}, "turn_rewards 0.0, 0.0 of 3 turns: one fin"),
     "a turn reward that is none": ({"turn_rewards": np.full(3, np.inf, np.float32)}, "turn_rewards inf"),
+    "a key missing": ({"keys": text(b"a\nb")}, "2 keys of 3 turns: one for each"),
+    "a key too long": ({"keys": text(b"a\n\n" + b"b" * 65)}, "a turn's key of 65 bytes, 'bbb.*at most 64"),
+    "a key that is no text": ({"keys": text(b"a\n\xff\nb")}, "of printable text"),
+    "a key with a control character": ({"keys": text(b"a\n\0\nb")}, "of printable text"),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_an_episode_that_breaks_a_rule_is_dropped_with_the_rule(ring: Ring, name: str) -> None:
-    lies, text = LIES[name]
+    lies, rule = LIES[name]
     slot = rewarded(ring, three_turns(), lies=lies)
     uid = int(ring.line(slot)["uid"])
-    with pytest.raises(BadTensor, match=text):
+    with pytest.raises(BadTensor, match=rule):
         read_episode(ring, slot)
     claims = claim(ring, slot)
     assert isinstance(claims, Malformed)

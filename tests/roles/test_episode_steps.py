@@ -205,6 +205,27 @@ def test_turn_credit_compares_each_turn_with_others_at_the_same_turn(folder: Pat
     assert float((step.gradient - gradient).norm() / gradient.norm()) < 1e-5
 
 
+def test_a_turn_with_a_key_is_compared_with_others_at_that_key(folder: Path) -> None:
+    samples = batch()
+    keys = (["plan", "code", ""], ["code", "plan"], [], ["plan", "rare", "code"])  # as the log has the turns
+    named = [msgspec.structs.replace(one, keys=keys[one.member]) for one in samples]
+    step = Watched(topology(folder, credit="turn", advantage="group_mean"))
+    plain, worth = step.advantages.per_sample(samples), step.advantages.per_sample(named)
+    for group in range(2):
+        finals = [one.reward - sum(one.turn_rewards) for one in samples[4 * group : 4 * group + 4]]
+        # What came of each turn with that key, by episode; in the log of the first the third turn was the second call.
+        plans = {0: 0.5 - 1.0 + 0.25 + finals[0], 1: finals[1], 3: 0.5 + finals[3]}
+        codes = {0: 0.25 + finals[0], 1: finals[1], 3: finals[3]}
+        for returns, places in ((plans, {0: 0, 1: 1, 3: 0}), (codes, {0: 1, 1: 0, 3: 2})):
+            for member, place in places.items():
+                others = [value for other, value in returns.items() if other != member]
+                value = np.atleast_1d(worth[4 * group + member])[place]
+                assert value == pytest.approx(returns[member] - sum(others) / 2)
+        for member, place in ((0, 2), (2, 0), (3, 1)):  # without a key, or with one that no other episode has
+            pair = (np.atleast_1d(both[4 * group + member])[place] for both in (worth, plain))
+            assert len(set(pair)) == 1
+
+
 @pytest.mark.parametrize("credit", ["episode", "turn"])
 def test_a_step_of_episodes_is_the_same_streamed_and_from_the_log(folder: Path, credit: str) -> None:
     samples = batch()

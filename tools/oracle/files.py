@@ -42,6 +42,7 @@ class Sample:
     seqs: list[int]  # their lengths
     turns: np.ndarray  # [turns, 4]: sequence, begin, end, 2 x call + 1 where it is trained
     turn_rewards: list[float]
+    keys: list[str]  # of the turns, "" for none; empty where no turn has one
 
     @property
     def is_episode(self) -> bool:
@@ -162,8 +163,8 @@ def read_log(directory: Path) -> list[Step]:
         if len(data) < HEAD.size:
             continue
         magic, layout, crc = HEAD.unpack_from(data)
-        if magic != b"BUSRLWAL" or layout != 3 or crc != zlib.crc32(data[:12]):
-            raise ValueError(f"{path}: no log of layout 3")
+        if magic != b"BUSRLWAL" or layout not in (3, 4) or crc != zlib.crc32(data[:12]):
+            raise ValueError(f"{path}: no log of layout 3 or 4")
         steps += [_step(payload) for payload in _payloads(path, data)]
     return steps
 
@@ -204,4 +205,5 @@ def _sample(raw: dict[str, Any]) -> Sample:
         versions=np.frombuffer(raw["versions"], "<u4").astype(np.int64),
         segments=list(raw.get("segments") or [len(tokens)]),
         ids=ids, seqs=seqs, turns=turns, turn_rewards=list(raw.get("turn_rewards") or []),
+        keys=list(raw.get("keys") or []),
     )

@@ -27,9 +27,12 @@ def advantages(kind: str, rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / (math.sqrt(variance) + 1e-6) for reward in rewards]
 
 
-def turn_advantages(kind: str, rewards: Sequence[Sequence[float]], gamma: float) -> list[list[float]]:
+def turn_advantages(
+    kind: str, rewards: Sequence[Sequence[float]], gamma: float, keys: Sequence[Sequence[str]]
+) -> list[list[float]]:
     """What came of each turn less the mean of what came of the other episodes' turns of that number (0 where one had
-    ended), for group_std divided by (std of the sums + 1e-6)."""
+    ended), or, of a turn with a key, of their turns with that key, where any has some; for group_std divided by (std
+    of the sums + 1e-6)."""
     returns = [[math.fsum(r * gamma**k for k, r in enumerate(own[t:])) for t in range(len(own))] for own in rewards]
     sums, scale = [math.fsum(own) for own in rewards], 1.0
     if kind == "group_std":
@@ -39,6 +42,10 @@ def turn_advantages(kind: str, rewards: Sequence[Sequence[float]], gamma: float)
     for i, own in enumerate(returns):
         others = [row for j, row in enumerate(returns) if j != i]
         bases = [math.fsum(row[t] for row in others if t < len(row)) / len(others) for t in range(len(own))]
+        for t, key in enumerate(keys[i]):
+            each = [[value for value, its in zip(row, keys[j]) if key and its == key] for j, row in enumerate(returns)]
+            if there := [math.fsum(found) / len(found) for j, found in enumerate(each) if j != i and found]:
+                bases[t] = math.fsum(there) / len(there)
         found.append([(value - base) / scale for value, base in zip(own, bases)])
     return found
 

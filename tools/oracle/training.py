@@ -213,7 +213,9 @@ class Training:
         for one, order, reward in zip(samples, orders, rewards):
             own = [(one.turn_rewards or [0.0] * len(order))[at] for at in order]
             steps.append([*own[:-1], own[-1] + reward - math.fsum(own)])
-        worth = maths.turn_advantages(kind, steps, self.learner["gamma"])
+        named = [one.keys or [""] * len(one.turns) for one in samples]
+        keys = [[own[at] for at in order] for own, order in zip(named, orders)]
+        worth = maths.turn_advantages(kind, steps, self.learner["gamma"], keys)
         return [[row[order.index(at)] for at in range(len(order))] for row, order in zip(worth, orders)]
 
     # -- the updates ----------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ BLOCK = 4 << 20
 CHECKPOINT_LOOKS = 10
 ENTRY = np.dtype([("uid", "<u8"), ("attempt", "<u4"), ("crc", "<u4")])
 WAL_HEAD = struct.Struct("<8sII")
-WAL_LAYOUT = 3
+WAL_LAYOUTS = (3, 4)
 WAL_FRAME = struct.Struct("<4sII")
 TRAINED_HEAD = struct.Struct("<8sIIQQ")
 OPEN_HEAD = struct.Struct("<8sIIII")
@@ -148,6 +148,7 @@ class LoggedSample(msgspec.Struct):
     seqs: list[int] = []  # of an episode: lengths of its sequences,
     turns: list[int] = []  # and of each turn: sequence, begin, end, 2 x call + 1 where it is trained
     turn_rewards: list[float] = []
+    keys: list[str] = []
     last_versions: bytes = b""  # of the tokens of the last segment, each once
     whole: bool = True  # its log-probs and versions match its tokens, its turns lie in its sequences
 
@@ -283,7 +284,7 @@ def _read_segment(path: Path, data: bytes, newest: bool, findings: list[Finding]
     if newest and len(data) < WAL_HEAD.size:
         return
     magic, layout, crc = WAL_HEAD.unpack_from(data) if len(data) >= WAL_HEAD.size else (b"", 0, 0)
-    if (magic, crc) != (b"BUSRLWAL", zlib.crc32(data[:12])) or layout != WAL_LAYOUT:
+    if (magic, crc) != (b"BUSRLWAL", zlib.crc32(data[:12])) or layout not in WAL_LAYOUTS:
         findings.append(error("log_damaged", [path.name], "a log segment does not begin as one"))
         return
     offset = WAL_HEAD.size
@@ -309,6 +310,7 @@ def _without_payload(step: LoggedStep) -> LoggedStep:
             versions = versions[_trained(sample)]
         sample.token_ids = sample.logprobs = b""
         sample.seqs = sample.turns = []
+        sample.keys = []
         sample.last_versions = np.unique(versions[sum(sample.segments[:-1]) :]).tobytes()
         sample.versions = np.unique(versions).tobytes()
     return step
@@ -333,7 +335,9 @@ def _sampled(sample: LoggedSample) -> int:
         if not (before[0] <= sequence < len(sample.seqs) and max(1, least) <= begin < end <= sample.seqs[sequence]):
             return -1
         before = (sequence, end)
-    return -1 if len(sample.turn_rewards) not in (0, len(turns)) else sum(end - begin for _, begin, end, _ in turns)
+    if {len(sample.turn_rewards), len(sample.keys)} - {0, len(turns)}:
+        return -1
+    return sum(end - begin for _, begin, end, _ in turns)
 
 
 def _whole(sample: LoggedSample) -> bool:

@@ -39,6 +39,7 @@ class StepAdvantages:
     def __init__(self, topology: Topology, models: Models, tokens: TrainedTokens) -> None:
         self.models, self.tokens, self.seed = models, tokens, topology.run.seed
         self.estimator = load_estimator(topology.learner.advantage, topology.base_dir)
+        self.earlier = formulas.RunningMeans(len(topology.seats))
         self.follow(topology)
 
     def follow(self, topology: Topology) -> None:
@@ -87,10 +88,12 @@ class StepAdvantages:
 
     def group_advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         """Advantages of whole groups, each compared with its own members alone."""
-        return [
-            value for members, rewards in self._by_group(records)
-            for value in formulas.advantages(self.estimator, rewards, [record.tokens for record in members])
-        ]
+        values: list[float] = []
+        for members, rewards in self._by_group(records):
+            own = formulas.advantages(self.estimator, rewards, [record.tokens for record in members])
+            known = self.earlier.before(members[0].group, rewards) if self.config.advantage == catalog.EMA else 0.0
+            values += [value - known for value in own]
+        return values
 
     def _turn_advantages(self, records: Sequence[SampleRecord]) -> list[Worth]:
         """Advantages of each turn of whole groups, in the order of the records' turns. They are computed in the order
@@ -100,7 +103,8 @@ class StepAdvantages:
             orders = [np.argsort(record.turn_calls(), kind="stable") for record in members]
             each = zip(members, rewards, orders, strict=True)
             steps = [_turn_rewards(record, reward)[order].tolist() for record, reward, order in each]
-            worth = formulas.turn_advantages(steps, self.config.gamma, self.config.advantage == "group_std")
+            keys = [[record.keys[at] for at in order] if record.keys else [] for record, order in zip(members, orders)]
+            worth = formulas.turn_advantages(steps, self.config.gamma, self.config.advantage == "group_std", keys)
             by_record = zip(orders, worth, strict=True)
             advantages += [np.array(values)[np.argsort(order)].tolist() for order, values in by_record]
         return advantages

@@ -134,7 +134,8 @@ def gap_of(logprobs: npt.NDArray[np.float32] | None) -> dict[str, Any]:
 def _episode(ring: Ring, slot: int, record: SampleRecord) -> dict[str, Any]:
     """Further fields of an episode, whose text is that of its last turn."""
     rewards = {"turn_rewards": record.turn_rewards} if record.turn_rewards else {}
-    return {"turns": len(record.turn_array()), "sequences": len(record.seqs), **rewards,
+    keys = {"keys": record.keys} if record.keys else {}
+    return {"turns": len(record.turn_array()), "sequences": len(record.seqs), **rewards, **keys,
             "messages": messages_of(ring, slot)}
 
 

@@ -234,6 +234,7 @@ class History:
             "uids": "trained.bin",
             "train_log_bytes": 0,
             "version_steps": training.stale.steps.state(),
+            **({"reward_means": means} if (means := training.advantages.earlier.state()) else {}),
             **also,
         }
 

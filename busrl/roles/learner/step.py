@@ -158,6 +158,7 @@ class TrainingStep:
         )
         self._cut_tokens = self._gone_tokens = 0
         self.groups += groups
+        self.advantages.earlier.keep()
         return stats
 
     def replay(self, record: Record) -> StepStats:
@@ -194,6 +195,7 @@ class TrainingStep:
         newest = self.models.load_checkpoint(root, torn)
         if newest is not None:
             self.groups = int(newest.meta["groups"])
+            self.advantages.earlier.load(newest.meta.get("reward_means", []))
         return newest
 
 
