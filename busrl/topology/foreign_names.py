@@ -74,6 +74,12 @@ REMEDIES = {
     "entropy_coef entropy_coeff entropy_bonus ent_coef":
         "did you mean learner.entropy_coef? By default learner.clip_high above clip_low keeps entropy from falling",
     "loss_type loss_mode policy_loss pg_loss": "did you mean learner.loss? learner.recipe sets whole algorithms",
+    "key_list group_keys group_key":
+        "did you mean groups.size? Answers to a prompt are a group, and each seat of a model has its own; turns within "
+        'episodes are compared by llm.chat(..., key="plan") with learner.credit = "turn" (docs/beyond-groups.md)',
+    "check_batch_ready_function batch_ready_function batch_ready_fn loaded_batch_finished":
+        'did you mean learner.trigger.n_min, the groups of a batch (learner.trigger.count = "ended" counts all that '
+        'ended)? With weights.mode = "sync" a batch is ready when all of its groups have ended',
     "teacher_model teacher_model_path teacher_model_name_or_path distill_teacher": "did you mean model.teacher?",
     "ref_model reference_model ref_model_name_or_path": "did you mean model.reference? learner.kl reads it",
     "critic value_model value_head": 'write recipe = "ppo" in [learner]: it trains a value head, with [learner.value]',

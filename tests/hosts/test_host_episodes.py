@@ -235,7 +235,7 @@ HOSTILE = [
     (changed("turns", (0, 5), -1), "a time below 0"),
     (changed("turn_rewards", 0, np.inf), "turn_rewards"),
     (changed("keys", 0, 0), "a turn's key of 1 bytes"),
-    (changed("keys", 1, ord("\n")), "4 keys of 3 turns"),
+    (changed("keys", 0, ord("\n")), "4 keys of 3 turns"),
     (changed("reward", 0, np.nan), "the reward is nan"),
     (with_(ids=None), "tensor ids is missing"),
     (with_(more=tensor(np.zeros(1, np.int8))), "tensor 'more'"),

@@ -58,6 +58,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "reward": {"truncated": "mask"}, "learner": {
             "advantage": "gae", "value": Value(whiten=False, decay=0.9, coef=1.0, clip=0.05, rate=100.0),
             "updates_per_batch": 2, "kl": "k2", "kl_coef": 0.3, "kl_in": "reward", "checkpoint_every": 1}},
+    "a mean of earlier groups": {"learner": {"advantage": "ema", "kl": "k1", "kl_coef": 0.2, "kl_in": "reward"}},
     "checkpoints in shards": {"learner": {"checkpoint_mode": "async", "checkpoint_every": 1, "weight_decay": 0.2}},
     "cut answers are masked": {"reward": {"truncated": "mask"}},
     "rows that no token has": {"model": PADDED, "learner": {"kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.1}},
@@ -120,6 +121,27 @@ def test_a_learner_that_starts_again_goes_on_with_the_very_numbers(make_run: Cal
     run = make_run(2, **settings)
     run.start()
     run.steps(2)
+    run.stop(checkpoint=False)
+    run.start()
+    run.steps(1)
+    run.stop()
+    assert wrong(run.paths.root) == []
+
+
+@pytest.mark.parametrize("seats", [(), ("first", "second")])
+def test_the_mean_of_earlier_groups_goes_on_from_checkpoint_and_log(
+    seats: tuple[str, ...], make_run: Callable[..., Any], wrong: Any
+) -> None:
+    """A step from a checkpoint, one from the log, and a micro-batch of a step that was never made."""
+    run = make_run(2, learner={"advantage": "ema"}, model={"seats": seats})
+    run.start()
+    run.steps(1)
+    run.training.accumulate(run._group(4, 0).records, run.history.step)
+    run.checkpoint()
+    run.stop(checkpoint=False)
+    run.start()
+    assert len(run.training.advantages.earlier.state()) == max(1, len(seats))
+    run.steps(1)
     run.stop(checkpoint=False)
     run.start()
     run.steps(1)

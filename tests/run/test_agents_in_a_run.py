@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from chat_run import make_all
 from checks import check_end
 from harness import ROOT, Run, read_lines, running
 
+from busrl.ledger.trained import newest_checkpoint
 from busrl.ledger.wal import Wal
 from busrl.ring import Ring
 
@@ -37,6 +39,13 @@ name = "odd"
 function = "judge.py:score"
 weight = 0.5
 """
+KEYED = '''
+async def episode(task, llm):
+    """The first answer decides what the second one is for."""
+    plan = await llm.complete(task["prompt"], max_tokens=3, key="plan")
+    answer = await llm.complete(task["prompt"], key="odd" if plan.ids[0] % 2 else "even")
+    return float(answer.text.rpartition("|")[2] == task["answer"]) + sum(plan.ids) % 2
+'''
 ENDS = '''
 import asyncio
 import os
@@ -128,6 +137,31 @@ def test_an_episodes_return_is_a_part_and_its_turns_rewards_are_added(
         assert set(parts) >= {"agent", "odd"} and parts["agent"] == int(parts["agent"]) < 7
         assert sample.reward == pytest.approx(parts["agent"] + 0.5 * parts["odd"] + sum(sample.turn_rewards))
     assert all({"agent", "odd"} <= row["reward_parts"].keys() for row in run.metrics())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("advantage", ["group_mean", "ema"])
+def test_a_learner_that_dies_trains_the_same_keys_again(
+    advantage: str, tmp_path: Path, quickstart: None
+) -> None:
+    (tmp_path / "keyed.py").write_text(KEYED)
+    credit = "turn" if advantage == "group_mean" else "episode"
+    run = Run(
+        tmp_path / "run", f"process.agent.function={tmp_path}/keyed.py:episode", f"learner.advantage={advantage}",
+        f"learner.credit={credit}", "learner.checkpoint_every=3", "validation.samples=0", "log.samples=1",
+        config=AGENTS, steps=5,
+    )
+    with running(run):
+        run.until_step(2)
+        run.kill("learner")
+        check_end(run, run.wait())
+    samples = [sample for record in Wal(run.paths.wal).records() for sample in record.samples]
+    assert samples and {len(sample.keys) for sample in samples} == {2}
+    assert {key for sample in samples for key in sample.keys} == {"plan", "odd", "even"}
+    assert {path.read_bytes()[8] for path in run.paths.wal.glob("*.wal")} == {4}
+    assert all(len(row["keys"]) == row["turns"] == 2 for row in read_lines(run.paths.samples))
+    means = json.loads((newest_checkpoint(run.paths) / "meta.json").read_text()).get("reward_means", [])
+    assert len(means) == (advantage == "ema"), "one for the only seat"
 
 
 @pytest.mark.slow

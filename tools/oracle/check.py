@@ -78,7 +78,8 @@ def check(root: Path, tolerance: float = 1e-5, dtype: str = "float64") -> Found:
 
 # What the formulas of `maths` are of: dotted key -> the values that they know; the first where a run has no such key.
 KNOWN = {
-    "learner.loss": ("ppo_clip", "decoupled", "reinforce"), "learner.advantage": ("group_std", "group_mean", "gae"),
+    "learner.loss": ("ppo_clip", "decoupled", "reinforce"),
+    "learner.advantage": ("group_std", "group_mean", "gae", "ema"),
     "learner.aggregation": ("token-mean",), "learner.ratio": ("behaviour", "proximal"),
     "learner.newest_ratio": ("recorded",), "learner.passes_per_batch": (1,),
     "learner.correction": ("none", *maths.BOUNDS), "learner.kl": ("none", "k1", "k2", "k3", "k3_is"),

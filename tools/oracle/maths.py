@@ -17,14 +17,25 @@ from torch import Tensor
 
 
 def advantages(kind: str, rewards: Sequence[float]) -> list[float]:
-    """R - mean, for group_std divided by (std + 1e-6) with n - 1 under the root; all 0 for equal rewards."""
+    """R - mean, for group_std divided by (std + 1e-6) with n - 1 under the root; all 0 for equal rewards. For ema,
+    whose rewards are less the mean of earlier groups already, these."""
     mean = math.fsum(rewards) / len(rewards)
+    if kind == "ema":
+        return list(rewards)
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     if kind == "group_mean":
         return [reward - mean for reward in rewards]
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
     return [(reward - mean) / (math.sqrt(variance) + 1e-6) for reward in rewards]
+
+
+def with_group(total: float, weight: float, rewards: Sequence[float], decay: float = 0.95
+               ) -> tuple[float, tuple[float, float]]:
+    """The weighted mean of the groups before this one, 0 without any; and sum and weight with this one's mean."""
+    mean = math.fsum(rewards) / len(rewards)
+    after = decay * total + (1 - decay) * mean, decay * weight + (1 - decay)
+    return (total / weight if weight else 0.0), after
 
 
 def turn_advantages(

@@ -8,6 +8,7 @@ Puts the formulas of `maths` on what `model` gives; `check` drives it and compar
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -88,6 +89,7 @@ class Training:
         seed = topology["run"]["seed"]
         self.trained: Dense | Lora = Lora(self.model, topology["lora"], seed) if self.lora else Dense(self.model)
         self.adamw, self.value = maths.AdamW(self.learner), self._value_head()
+        self.earlier: dict[int, tuple[float, float]] = {}  # of advantage = "ema", by seat: weighted rewards, weight
         self.reference: tuple[Model, dict[str, Tensor]] | None = None
         self.kl = self.learner.get("kl", "none")
         if self.kl != "none":
@@ -106,6 +108,8 @@ class Training:
         self.trained.load(checkpoint)
         self.adamw = maths.AdamW(self.learner)
         load_adamw(self.adamw, checkpoint, self.trained)
+        meta = json.loads((checkpoint / "meta.json").read_text())
+        self.earlier = {seat: (total, weight) for seat, total, weight in meta.get("reward_means", [])}
         if self.value is not None:
             self.value.load(checkpoint)
 
@@ -183,6 +187,10 @@ class Training:
         for group in step.groups:
             own = step.members(group)
             rewards = [step.samples[i].reward - math.fsum(paid[i].tolist()) for i in own]
+            if self.learner["advantage"] == "ema":
+                seat = group % len(self.topology["model"].get("seats") or [""])
+                base, self.earlier[seat] = maths.with_group(*self.earlier.get(seat, (0.0, 0.0)), rewards)
+                rewards = [reward - base for reward in rewards]
             for i, worth in zip(own, self.advantages([step.samples[i] for i in own], rewards)):
                 lengths = [part.stop - part.start for part in parts_of(step.samples[i])]
                 found.worths[i] = torch.from_numpy(np.repeat(worth, lengths)).to(self.model.dtype)
