@@ -90,6 +90,7 @@ class Command:
     options: str
     more: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    of_model: bool = False  # it looks at a run, of whose models --model names one
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,11 @@ HOST_COMMANDS = (
 )
 OBSERVE_COMMANDS = (
     Command("report", "write what a run did as one HTML page, during or after it", "observe.command:report_options",
-        "It loads nothing: drawings, waste, problems, settings. Several runs are compared."),
+        "It loads nothing: drawings, waste, problems, settings. Several runs are compared.", of_model=True),
     Command("trace", "write a run's timeline for Perfetto (Chrome trace events)", "observe.command:timeline_options",
         "Each process is a track. Also prints how much of the generation falls into training."),
     Command("monitor", "watch a run, a recording that is replayed, or any endpoint, changing nothing",
-        "observe.command:monitor_options", "Keys of the live view: q quit, e errors."),
+        "observe.command:monitor_options", "Keys of the live view: q quit, e errors.", of_model=True),
     Command("record", "write what passes the bus of a run into a file, changing nothing",
         "observe.command:record_options",
         "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows."),
@@ -199,7 +200,10 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("several", "several seats or models", plugs={
         "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS",
         "step_observers": "several.seat_figures:observers", "topology": "several.topologies:topology",
-        "explained": "several.explained:lines", "audits": "several.audit:audit"}, asks={
+        "explained": "several.explained:lines", "audits": "several.audit:audit",
+        "tenders": "several.keeping:OtherRings", "summaries": "several.summaries:summary",
+        "overviews": "several.summaries:overview",
+        "final_lines": "several.summaries:lines"}, asks={
         "[[model]]": lambda topology: bool(topology.models),
         "model.seats": lambda topology: len(topology.seats) > 1}),
     Capability("service", "training and sampling as a service", plugs={

@@ -1,8 +1,8 @@
 """Every name of a run on disk, in /dev/shm and in the socket directory, in one place.
 
-Talks to nothing: it only computes paths from a run directory. Knows nothing of what the files hold; `docs/` and the
-modules that write them say that. The short key in shared names is a hash of the run directory's real path, so that a
-second start in the same directory finds what the first one left.
+Talks to nothing: it computes paths from a run directory, and asks only whether one is that of a model of a run. Knows
+nothing of what the files hold; `docs/` and the modules that write them say that. The short key in shared names is a
+hash of the directory's real path, so that a second start in the same directory finds what the first one left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RunPaths:
     data = _Named("data", of_run=True)  # the prompts, where they were made of sources
     models = _Named("models", of_run=True)  # a folder for each model beside the lead
     errors = _Named("errors.jsonl", of_run=True)
-    summary = _Named("summary.json")
+    summary = _Named("summary.json", of_run=True)
     supervisor = _Named("supervisor.json", of_run=True)  # launch's counts of its children and of errors from outside
     gateway = _Named("gateway.json", of_run=True)  # what the keeper's gateway counted
     # the ledger
@@ -85,7 +85,10 @@ class RunPaths:
 
     @classmethod
     def of(cls, run_dir: str | os.PathLike[str]) -> RunPaths:
-        return cls(Path(run_dir).resolve())
+        """The paths of a run directory, or of that of one of its models."""
+        root = Path(run_dir).resolve()
+        above = root.parent.parent
+        return cls(root, above if root.parent == above / "models" and (above / "run.json").is_file() else None)
 
     @classmethod
     def names(cls) -> frozenset[str]:

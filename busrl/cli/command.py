@@ -140,6 +140,8 @@ def _ended(arguments: Sequence[str]) -> int:
         options = parser(arguments).parse_args(arguments)
         verb = options.control
         _require_names(options)
+        if getattr(options, "tag", None) is not None:
+            importlib.import_module("busrl.cli.models").at_model(options)
         code = int((options.verb if callable(options.verb) else _function_of(options))(options))
         sys.stdout.flush()
         return code
@@ -280,6 +282,10 @@ def _set(add: Add, text: str) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
 
+def _of_model(add: Add) -> None:
+    add("--model", metavar="TAG", dest="tag", help="this one of a run of several models (default: the first trained)")
+
+
 CASES = {  # of init
     "gsm8k": "word problems with a number as answer", "own": "your questions and answers (--data), as they are",
     "chat": "the same for a chat model, with a system prompt", "agents": "episodes of several model calls",
@@ -353,6 +359,7 @@ def _add_runs(verbs: Verbs) -> None:
     add = _verb(verbs, "status", "cli.run:status", "show what a run is doing now, changing nothing")
     add("--json", action="store_true", help="one JSON object; its keys stand in docs/run-directory.md")
     add("--host", default="", metavar="NAME", help="only another host of the run, with its processes")
+    _of_model(add)
     add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
     more = "A name that another host has too is of this machine; there, name the directory of `busrl host`."
     add = _verb(verbs, "logs", "cli.run:logs", "print what the processes of a run wrote, all of them or one", more)
@@ -379,6 +386,7 @@ def _add_control(verbs: Verbs) -> None:
     verb("checkpoint", "have a running run write a checkpoint now, and wait for it", "None is made twice for a step.")
     more = "It holds until it is set again, over restarts too. docs/operating.md has the keys."
     add = verb("set", "change a key of a running run", more)
+    _of_model(add)
     add("key", metavar="KEY", help="for example learner.lr")
     add("value", metavar="VALUE", help="as in a topology")
     text = "change the number of processes of a role in a running run"
@@ -393,6 +401,7 @@ def _add_accounts(verbs: Verbs) -> None:
     add("run_dir", type=Path, metavar="RUN_DIR")
     text = "also what became of the tokens, and whether long answers are lost more often"
     add("--waste", action="store_true", help=text)
+    _of_model(add)
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -402,6 +411,7 @@ def _add_evaluate(verbs: Verbs) -> None:
     add("target", type=Path, metavar="TOPOLOGY|RUN_DIR", help="where engine, prompts and reward are described")
     text = "a step of the run, or a folder: a checkpoint or any model (default: the newest of the run, or model.path)"
     add("--checkpoint", default="", metavar="STEP|PATH", help=text)
+    _of_model(add)
     _set(add, "change a key of a topology")
     add("--data", type=Path, metavar="FILE", help="prompts (default: validation.data, else data.train)")
     add("--validation", metavar="NAME", help="a [[validation.set]] of the topology (default: the first set)")
@@ -427,6 +437,7 @@ def _add_export(verbs: Verbs) -> None:
     add("run_dir", type=Path, metavar="RUN_DIR")
     text = "what a client of a service saved, tinker://MODEL/KIND/NAME, in place of a checkpoint"
     add("saved", metavar="SAVED", nargs="?", default="", help=text)
+    _of_model(add)
     add("--adapter", action="store_true", help="of SAVED the adapter alone, as a folder in peft's format")
     add("--step", type=_count, metavar="N", help="the checkpoint of this step (default: the newest)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
@@ -441,6 +452,7 @@ def _add_ring(verbs: Verbs) -> None:
     add = _verb(verbs, "inspect", "cli.rings:inspect", text, more)
     text = "name as `busrl ring list` shows it, or a run directory (default: the newest below runs/)"
     add("ring", metavar="RING", nargs="?", default="", help=text)
+    _of_model(add)
     add("--uid", default="", metavar="UID", help="print one sample's history (v7: of a validation sample)")
     more = "A later start of that run generates again what was in its slots."
     add = _verb(verbs, "clean", "cli.rings:clean", "remove the shared memory of a run that is over", more)
@@ -484,5 +496,7 @@ def _add_parts(verbs: Verbs, arguments: Sequence[str]) -> None:
         added = verbs.add_parser(
             command.name, help=command.text, description=description, allow_abbrev=False, formatter_class=Formatter
         )
+        if command.of_model:
+            _of_model(added.add_argument)
         if used:
             added.set_defaults(verb=capabilities.load(command)(added), control=command.name)

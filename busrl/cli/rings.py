@@ -66,7 +66,7 @@ def _show(lines: Iterable[str]) -> None:
 def clean(options: argparse.Namespace) -> int:
     """Remove the ring, the weights and the sockets of a run; with `all`, of every run that nobody uses."""
     every = options.ring == "all"
-    for name in ring_names() if every else [ring_name(options.ring)]:
+    for name in ring_names() if every else [ring_name(options.ring), *_rings_beside(options.ring)]:
         if user := _remove(name, options.force):
             if not every:
                 raise RunInUse(f"{name}: {user}; stop the run first (`busrl stop RUN_DIR`), or use --force")
@@ -105,6 +105,14 @@ def ring_name(target: str) -> str:
     if "/" in name or not (SHM / name).is_file() or not name.endswith(SUFFIX):
         raise UserError(f"{target}: there is no ring of that name or run directory; see `busrl ring list`")
     return name
+
+
+def _rings_beside(target: str) -> list[str]:
+    """The rings of the other models of a run, where `target` is its directory."""
+    paths = RunPaths.of(target) if Path(target).is_dir() else None
+    models = paths.models.glob("*/run.json") if paths and not paths.run else ()
+    names = (RunPaths.of(model.parent).ring_name for model in models)
+    return [name for name in sorted(names) if (SHM / name).is_file()]
 
 
 def users(name: str) -> str:

@@ -87,6 +87,8 @@ def _conclude(
         running.crashes.missing(),
     )
     paths = RunPaths.of(root)
+    for more in capabilities.plugs("summaries"):
+        summary |= more(paths, topology)
     try:
         files.replace(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
     except MachineError as problem:

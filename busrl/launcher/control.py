@@ -74,8 +74,9 @@ class ControlDesk:
         values already."""
         for words in self.controls.words():
             self._say(f"still in force: {words}")
-        word = self._run.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSE_STARTING
-        self._run.ring.set_header(HeaderWord.GENERATION_PAUSE, word | (PAUSED if self.paused else 0))
+        for each in self._run.every:
+            word = each.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSE_STARTING
+            each.ring.set_header(HeaderWord.GENERATION_PAUSE, word | (PAUSED if self.paused else 0))
 
     @property
     def paused(self) -> bool:
@@ -84,9 +85,10 @@ class ControlDesk:
     def look(self) -> None:
         """Restore the bit of the pause in its word. The learner writes that word until it has cleared bit 0, and no
         process afterwards."""
-        word, wanted = self._run.ring.header(HeaderWord.GENERATION_PAUSE), PAUSED if self.paused else 0
-        if word != wanted and not word & PAUSE_STARTING and not self._run.topology.here:
-            self._run.ring.set_header(HeaderWord.GENERATION_PAUSE, wanted)
+        for ring in (each.ring for each in self._run.every if not self._run.topology.here):
+            word, wanted = ring.header(HeaderWord.GENERATION_PAUSE), PAUSED if self.paused else 0
+            if word != wanted and not word & PAUSE_STARTING:
+                ring.set_header(HeaderWord.GENERATION_PAUSE, wanted)
 
     def note_heartbeat(self, beat: m.Heartbeat) -> None:
         """Note how far a process follows control.jsonl."""

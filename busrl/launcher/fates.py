@@ -18,7 +18,7 @@ ring. Knows nothing of processes or of how a run ends.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -237,3 +237,22 @@ class FateWatch:
     def close(self) -> None:
         for table in self._tables:
             table.close()
+
+
+class FateWatches:
+    """The watches over the tables of all models that are trained."""
+
+    def __init__(self, watches: Sequence[FateWatch]) -> None:
+        self._watches = watches
+
+    def fault(self) -> str:
+        """The first damage to a file as such; "" if there is none."""
+        return next((text for watch in self._watches if (text := watch.fault())), "")
+
+    def look(self, now: float) -> str:
+        """The first damage of any kind; "" if there is none."""
+        return next((text for watch in self._watches if (text := watch.look(now))), "")
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.close()

@@ -35,7 +35,7 @@ from busrl.system.files import LineFile, as_map, json_lines
 from busrl.topology import Topology
 
 IDENTITY = ("run.seed", "model.path", "model.seats", "data.train", "data.shuffle", "groups.size")
-NOT_COMPARED = ("derived", "source", "overrides")
+NOT_COMPARED = ("derived", "source", "overrides", "models")  # a model beside the lead is compared in its own directory
 SHOWN = 12  # differences that are printed; starts.jsonl has all
 BLOCK = 1 << 20
 DATA = ("metrics.jsonl", "train.jsonl", "fates.bin", "samples.jsonl", "open.bin", "draws.log", "groups.jsonl")
@@ -98,17 +98,37 @@ def compare(
     digests_before = {name: digest for row in starts for name, digest in as_map(row.get("files")).items()}
     now = json.loads(topology.to_json())
     start.changes = _changes(before, now)
+    _check_models(paths, before, now)
     _check_identity(paths, before, now, start, digests_before)
     run = RunState()  # run.json need not be there
     RunFiles(paths).fold_into(run)
     start.step = run.at_step
     start.notes += [*_change_lines(start.changes), *_file_lines(start.files, digests_before, topology)]
-    _check_goal(paths, topology, run.at_step)
+    if len(topology.tags) == 1 and not topology.beside:
+        check_goal(paths, topology, {topology.tag: run.at_step})
     if run.at_step:
         first, last = run.first_reward, run.steps.recent(lambda step: step.reward)
         reward = f", reward {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
         start.notes.append(f"continues after step {run.at_step} of {topology.run.max_steps}{reward}")
     return start
+
+
+def _check_models(paths: RunPaths, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """UserError if models or seats are others than before, or in another order: groups are numbered by them."""
+    old, new = _models(before), _models(now)
+    if old != new:
+        raise UserError(
+            f"{paths.root} holds a run of {old}, the topology says {new}; models, their seats and the order of both "
+            "say what a sample of the run is, so they cannot change: choose another run directory"
+        )
+
+
+def _models(topology: dict[str, Any]) -> str:
+    """The models of a topology and their seats as a text."""
+    rows = [as_map(row) for row in topology.get("models") or []]
+    each = [(row.get("tag"), row.get("seats"), "" if row.get("trained") else ", frozen") for row in rows]
+    each = each or [(topology.get("tag") or "one model", as_map(topology.get("model")).get("seats"), "")]
+    return "; ".join(f"{tag} with seats {', '.join(map(str, seats or ['its own']))}{how}" for tag, seats, how in each)
 
 
 def _check_identity(
@@ -162,19 +182,22 @@ def _mixture(topology: dict[str, Any]) -> str:
     return ", ".join(f"{row['name']} ({row['count']}, {row['share']})" for row in rows) if len(rows) > 1 else ""
 
 
-def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
-    """UserError or RunFinished if the goal was reached before. Only the learner counts towards a goal of groups."""
-    goal, summary = topology.run.max_steps, summary_of(paths)
-    if topology.run.max_groups or done < goal:
+def check_goal(paths: RunPaths, topology: Topology, done: Mapping[str, int]) -> None:
+    """UserError or RunFinished if the goal was reached before, by each trained model of the run; `done`: steps of each.
+    Only the learner counts towards a goal of groups."""
+    goals, summary = {tag: topology.of(tag).run.max_steps for tag in topology.trained_tags}, summary_of(paths)
+    if topology.run.max_groups or any(done.get(tag, 0) < goal for tag, goal in goals.items()):
         return
-    remedy = (
-        f"to go on set run.max_steps above {done} (--set run.max_steps={2 * done}), to measure what it "
-        f"learned `busrl evaluate {paths.root}`, to begin again choose another run directory"
-    )
-    if done > goal:
-        raise UserError(f"run.max_steps = {goal}: the run in {paths.root} has done {done} steps; {remedy}")
-    if summary.get("outcome") == "finished" and not paths.ring_file.exists():
-        raise RunFinished(f"the run in {paths.root} is finished: {done} of {goal} steps are done; {remedy}")
+    for tag, goal in goals.items():
+        key, steps = f"model.{tag}.max_steps" if tag != topology.tag else "run.max_steps", done.get(tag, 0)
+        remedy = (
+            f"to go on set {key} above {steps} (--set {key}={2 * steps}), to measure what it "
+            f"learned `busrl evaluate {paths.root}`, to begin again choose another run directory"
+        )
+        if steps > goal:
+            raise UserError(f"{key} = {goal}: the run in {paths.root} has done {steps} steps; {remedy}")
+        if summary.get("outcome") == "finished" and not paths.ring_file.exists():
+            raise RunFinished(f"the run in {paths.root} is finished: {steps} of {goal} steps are done; {remedy}")
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -23,7 +23,7 @@ from busrl.capabilities import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE
 from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, SOCKET, FateRefused
 from busrl.faults import CrashWatch, crash_environment
 from busrl.launcher.children import RunningChild, common_environment, last_lines, last_words, start
-from busrl.launcher.fates import FateWatch
+from busrl.launcher.fates import FateWatches
 from busrl.launcher.forks import Forks, Way
 from busrl.launcher.rundir import OpenRun
 from busrl.launcher.summary import Journal, RunOutcome, cpu_of
@@ -33,7 +33,7 @@ from busrl.paths import RunPaths
 from busrl.preflight import machine
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
-from busrl.ring import Process, Ring
+from busrl.ring import Process
 from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord
 from busrl.system import device
@@ -59,15 +59,17 @@ def is_hopeless(how: Exit, was_ready: bool) -> bool:
 
 
 class ProcessTable:
-    """The ring's process table as last read: `entries` of this host by pid, and the labels of `remote` processes."""
+    """The rings' process tables as last read: `entries` of this host by pid, and the labels of `remote` processes. Of a
+    process with an entry in several rings the one in that of its own model counts: there it shows its progress."""
 
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
+    def __init__(self, run: OpenRun) -> None:
+        self._run = run
         self.entries: dict[int, Process] = {}
         self.remote: set[str] = set()
 
     def read(self) -> None:
-        table = self._ring.processes()
+        table = [entry for each in self._run.every for entry in each.ring.processes()
+                 if not self._run.beside or self._run.of_process(entry.label) is each]
         self.entries = {entry.pid: entry for entry in table if not entry.remote}
         self.remote = {entry.label for entry in table if entry.remote}
 
@@ -129,7 +131,7 @@ class Deaths:
     def _work_of(self, child: Child) -> int | None:
         """A number that grows with a child's own work: steps, dispatches, rounds; 0 for a role whose samples the ring
         counts, None for one whose work is to be there."""
-        process, ring = self._names[child.name], self._run.ring
+        process, ring = self._names[child.name], self._run.of_process(child.name).ring
         match process.role:
             case "learner" | "rank":
                 return ring.header(HeaderWord.STEP)
@@ -179,12 +181,12 @@ class Processes:
     lives. Both change in place when the number of processes changes."""
 
     def __init__(
-        self, run: OpenRun, names: dict[str, ProcessName], children: list[Child], journal: Journal, fates: FateWatch,
+        self, run: OpenRun, names: dict[str, ProcessName], children: list[Child], journal: Journal, fates: FateWatches,
         selector: selectors.BaseSelector,
     ) -> None:
         self._run, self._paths, self._journal, self._fates, self._selector = run, run.paths, journal, fates, selector
         self._names, self.children = names, children
-        self.table, self.deaths = ProcessTable(run.ring), Deaths(run, names, journal)
+        self.table, self.deaths = ProcessTable(run), Deaths(run, names, journal)
         self.crashes = CrashWatch(run.topology.faults)
         self.running: dict[str, RunningChild] = {}
         ranks = {name for name, process in names.items() if process.role == RANK}
@@ -323,11 +325,13 @@ class Processes:
         """
         if self._fates.fault():
             return
-        for text, uids in taken_back(self._run.ring, self._run.ring.reap()):
-            self._journal.note(text)
-            self._journal.events.warn(text, uids=uids)
-        with contextlib.suppress(FateRefused):  # the keeper meets it too, and reports it
-            self._run.ring.finish_drops()
+        for each in self._run.every:
+            for text, uids in taken_back(each.ring, each.ring.reap()):
+                self._journal.note(text)
+                self._journal.events.warn(text, uids=uids)
+            if not each.topology.frozen:
+                with contextlib.suppress(FateRefused):  # the keeper meets it too, and reports it
+                    each.ring.finish_drops()
 
     def end_team(self, dead: Child) -> None:
         """Kill the others of a dead child's team: they would wait for it in vain."""

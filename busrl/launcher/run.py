@@ -31,7 +31,7 @@ from busrl.faults import describe, message_faults
 from busrl.launcher.children import Signals
 from busrl.launcher.control import NO_PROOF, ControlDesk
 from busrl.launcher.display import Display
-from busrl.launcher.fates import FateWatch
+from busrl.launcher.fates import FateWatch, FateWatches
 from busrl.launcher.processes import Processes, failed
 from busrl.launcher.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launcher.summary import EventLog, Journal, Progress, ResidenceTimes, RunOutcome, Usage
@@ -58,6 +58,21 @@ def close_run(run: OpenRun) -> int:
         return 0
     if run.moved() or run.read_only():
         return _abandon(run)
+    still_open = sum(map(_closed, run.every))
+    remove_runtime_dir(run.paths)
+    run.release()
+    return still_open
+
+
+def _closed(run: OpenRun) -> int:
+    """Write what is open in the ring of one model, and unlink its shared memory; the number of open samples."""
+    still_open = _written_down(run) if not run.topology.frozen else 0
+    unlink_segments(run.paths.ring_name)
+    shutil.rmtree(run.paths.published, ignore_errors=True)
+    return still_open
+
+
+def _written_down(run: OpenRun) -> int:
     # Mapped again: a table may have been cut short since, and reading beyond its end kills.
     run.fates = Fates(str(run.paths.fates), create=True)
     run.validate_fates = Fates(str(run.paths.validate_fates), create=True)
@@ -70,19 +85,17 @@ def close_run(run: OpenRun) -> int:
     run.fates.sync()
     run.validate_fates.sync()
     write_open(run.paths.open_bin, still_open)
-    unlink_segments(run.paths.ring_name)
-    shutil.rmtree(run.paths.published, ignore_errors=True)
-    remove_runtime_dir(run.paths)
-    run.release()
     return len(still_open)
 
 
 def _abandon(run: OpenRun) -> int:
     """Close a run whose directory was moved or cannot be written: nothing is written there. Without a ring and an
     open.bin the next start, wherever that is, generates again what was open."""
-    unlink_segments(run.paths.ring_name)
+    for each in run.every:
+        unlink_segments(each.paths.ring_name)
     remove_runtime_dir(run.paths)
-    occupied = sum(count for state, count in run.ring.stats().occupancy.items() if state != "FREE")
+    occupied = sum(count for each in run.every for state, count in each.ring.stats().occupancy.items()
+                   if state != "FREE")
     run.release()
     return occupied
 
@@ -95,6 +108,7 @@ BOUND_EVERY_S = 5.0  # logs grow on until the next look
 STOP_LOOK_S, STOP_LATE_S = 0.05, 0.5  # lateness of a busy machine counts, time for which it was suspended does not
 STOOD_STILL_S = 10.0  # the least time without a step that is reported when a run ends otherwise than at its goal
 ALONE = 3  # exit code of a host that has lost its run
+GOAL = ("learner", "validator", "satellite")
 SUBSCRIBED = (
     m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.ValidationSetDone, m.Error,
     m.Hello, m.Heartbeat, m.Control,
@@ -158,13 +172,16 @@ class Launch:
         children = [Child(name, topology.limits) for name in names]
         programs = [name for name, process in names.items() if not process.spec.command]
         self._journal = Journal(paths, display.say, EventLog(paths, children, programs))
-        self._fates = FateWatch(paths.fates, paths.validate_fates, opened.ring, topology.groups.size)
+        self._fates = FateWatches([
+            FateWatch(each.paths.fates, each.paths.validate_fates, each.ring, topology.groups.size)
+            for each in opened.trained()
+        ])
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._processes = Processes(opened, names, children, self._journal, self._fates, self._selector)
         self._names = names
         # Processes that have to end with 0 after the last step for the goal to be reached.
-        self._goal = {"learner", "validator", "satellite"} & names.keys()
+        self._goal = {name for name, process in names.items() if process.role in GOAL}
         self._done: set[str] = set()
         self.usage, self.residence, self.crashes = Usage(), ResidenceTimes(), self._processes.crashes
         state, faults = run_of_files(RunFiles(paths)), describe(topology.faults)
@@ -241,7 +258,7 @@ class Launch:
 
     def _is_done(self, child: Child, how: Exit) -> bool:
         """Check whether a child ended because its work is done: one of the goal, or a rank once the learner is done."""
-        if not self._finishing:
+        if self._run.of_process(child.name).ring.header(HeaderWord.RUN_STATE) != RunPhase.FINISHING:
             return False
         if child.name in self._goal and how.verdict == 0:
             self._done.add(child.name)
@@ -346,15 +363,16 @@ class Launch:
 
     @property
     def _finishing(self) -> bool:
-        """True once the learner has reached the goal."""
-        return self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
+        """True once every learner has reached its goal."""
+        return all(each.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING for each in self._run.trained())
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _stop_all(self, outcome: RunOutcome) -> None:
         """Publish STOP, then send SIGTERM stage by stage; after a second signal kill what still runs."""
-        if outcome.kind != "finished":
-            self._run.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
+        for each in self._run.every:
+            if outcome.kind != "finished" or each.topology.frozen:
+                each.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
         self._processes.stop()
         stop_s, running = self._run.topology.limits.stop_s, self._processes.running
         shutdown, fair, now, next_stop = Shutdown(stop_s), FairClock(STOP_LATE_S, time.monotonic()), 0.0, 0.0

@@ -33,7 +33,7 @@ from typing import Any
 from busrl.bus.addresses import prepare as prepare_endpoint
 from busrl.errors import LockTimeout, MachineError, RingError, RingMismatch, RingNotFound, RunInUse, UserError
 from busrl.launcher.fates import FateWatch, PutBack, put_back
-from busrl.launcher.identity import BLOCK, Start, compare
+from busrl.launcher.identity import BLOCK, Start, check_goal, compare
 from busrl.launcher.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
@@ -46,6 +46,7 @@ from busrl.system.guardian import end_left_behind, stat_of
 from busrl.topology import Topology
 from busrl.topology.recorded import made_files, placed
 
+DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 
 
@@ -57,15 +58,35 @@ class OpenRun:
     topology: Topology
     lock: OfdLock
     ring: Ring
-    fates: Fates
-    validate_fates: Fates
+    fates: Fates | None  # of a model that only serves, none
+    validate_fates: Fates | None
     written: dict[Path, bytes]  # topology.json, run.json and others, as they were written
     directory: int  # a descriptor of the directory, wherever it is moved
     guard: RingGuard
     calls: Ring | None = None  # the ring of model calls, where agents make the samples
     notes: list[str] = field(default_factory=list)
     displaced: str = ""  # by which launch, as a text
+    beside: tuple[OpenRun, ...] = ()  # the directories of the models beside the lead, under the same lock
     _last_problem: str = ""
+
+    @property
+    def every(self) -> tuple[OpenRun, ...]:
+        """This one and those of the other models."""
+        return (self, *self.beside)
+
+    def of_process(self, name: str) -> OpenRun:
+        """The directory of the model to which a process of this name belongs."""
+        tag = self.topology.tag_of(name)
+        return next((other for other in self.beside if other.topology.tag == tag), self)
+
+    def trained(self) -> tuple[OpenRun, ...]:
+        """Those of the models that learn."""
+        return tuple(each for each in self.every if not each.topology.frozen)
+
+    def in_all(self, word: HeaderWord, value: int) -> None:
+        """Set a header word of every ring."""
+        for each in self.every:
+            each.ring.set_header(word, value)
 
     def keep_lock(self) -> str | None:
         """Make run.lock again if it was removed; a line about that, or about another launch that has it by now
@@ -101,10 +122,11 @@ class OpenRun:
 
     def ring_gone(self) -> str:
         """A text if the ring has lost its name, so that no process can attach any more; "" while it has it."""
-        if self.guard.has_name():
+        gone = next((each.paths.ring_file for each in self.every if not each.guard.has_name()), None)
+        if gone is None:
             return ""
         return (
-            f"{self.paths.ring_file} was removed or replaced by another program; start the run again: what was trained "
+            f"{gone} was removed or replaced by another program; start the run again: what was trained "
             "is trained, what was in its slots is generated again"
         )
 
@@ -113,6 +135,8 @@ class OpenRun:
         data = topology.to_json().encode()
         files.replace(self.paths.topology, data)
         self.written[self.paths.topology], self.topology = data, topology
+        for other in self.beside:
+            other.use(topology.of(other.topology.tag))
 
     def read_only(self) -> str:
         """A text if the run directory cannot be written any more, with what to do; "" while it can."""
@@ -142,17 +166,16 @@ class OpenRun:
                     done.append(f"{path} was removed or changed by another program; it is written again as it was")
             except (OSError, MachineError) as problem:
                 done.append(f"{path} was removed or changed by another program, and cannot be written again: {problem}")
-        return done
+        return done + [line for other in self.beside for line in other.restore()]
 
     def release(self) -> None:
         """Close and unlock everything; the files and the ring stay."""
-        self.ring.close()
-        if self.calls is not None:
-            self.calls.close()
-        self.fates.close()
-        self.validate_fates.close()
-        os.close(self.directory)
-        self.guard.release()
+        for each in self.every:
+            for part in (each.ring, each.calls, each.fates, each.validate_fates):
+                if part is not None:
+                    part.close()
+            os.close(each.directory)
+            each.guard.release()
         self.lock.release()
 
 
@@ -166,11 +189,48 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
         prompt_files = made_files(topology)
         topology = placed(topology, paths.data)
         start = compare(paths, topology, _read_json(paths.topology), resume, prompt_files)
+        beside = _compared_beside(paths, topology, resume, start.step)
         for endpoint in (paths.frontend, paths.backend):
             prepare_endpoint(endpoint)
         for file in prompt_files.values():
             _take_prompts(file, paths.data / file.name)
-        return opened(paths, topology, lock, start)
+        run = opened(paths, topology, lock, start)
+        run.beside = tuple(_opened_beside(run, tag, of_tag) for tag, of_tag in beside.items())
+        return run
+
+
+def _compared_beside(paths: RunPaths, topology: Topology, resume: bool, step: int) -> dict[str, Start]:
+    """Compare with what earlier starts left in the directories of the models beside the lead, before anything is
+    written; `step`: the lead's. RunFinished if every model has made its steps."""
+    starts = dict[str, Start]()
+    for own in map(topology.of, topology.tags):
+        if own.beside:
+            of_tag = paths.of_tag(own.tag)
+            make_directories("--run-dir", of_tag.root)
+            before = _read_json(of_tag.topology)
+            starts[own.tag] = Start() if own.frozen and not before else compare(of_tag, own, before, resume)
+    if starts:
+        check_goal(paths, topology, {topology.tag: step, **{tag: start.step for tag, start in starts.items()}})
+    return starts
+
+
+def _opened_beside(run: OpenRun, tag: str, start: Start) -> OpenRun:
+    """Write the files of a model beside the lead, and make or adopt its ring."""
+    own, paths = run.topology.of(tag), run.paths.of_tag(tag)
+    opened_one = _served(paths, own, run) if own.frozen else opened(paths, own, run.lock, start, run.ring.uuid)
+    run.notes += [f"{tag}: {note}" for note in opened_one.notes]
+    return opened_one
+
+
+def _served(paths: RunPaths, topology: Topology, run: OpenRun) -> OpenRun:
+    """A model that only serves: no sample is ever in its ring, which has its process table and header words alone."""
+    _require_own(SHM / paths.ring_name)
+    written = write_files(paths, topology, run.ring.uuid, _read_json(paths.run_json))
+    unlink_segments(paths.ring_name)
+    ring, guard = _created(paths, topology, run.ring.uuid, 0)
+    ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
+    calls, directory = _new_calls(paths, topology, run.ring.uuid), os.open(paths.root, DIRECTORY)
+    return OpenRun(paths, topology, run.lock, ring, None, None, written, directory, guard, calls)
 
 
 @contextmanager
@@ -283,10 +343,11 @@ def _holders(name: str) -> list[int]:
     return [pid for pid in others if Path(name) in files_of(pid)]
 
 
-def opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> OpenRun:
-    """Write the files of a start in a locked directory, and make or adopt its ring."""
+def opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start, uuid: bytes = b"") -> OpenRun:
+    """Write the files of a start in a locked directory, and make or adopt its ring. `uuid`: the run's, where that is
+    not to be read or made here."""
     before = _read_json(paths.run_json)
-    uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
+    uuid = uuid or (_uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes)
     start.record(paths)  # before topology.json: its changes are on record even if this start is killed here
     written = write_files(paths, topology, uuid, before)
     fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))
@@ -295,12 +356,12 @@ def opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> 
     adopted = _adopted(paths, topology, uuid, notes)
     if adopted is None:  # another prefix: claims of the new ring must not have the names of the old ring's claims
         written = write_files(paths, topology, uuid, {**before, CLAIMED_FROM: ""})
-    ring, guard = adopted or _created(paths, topology, uuid, notes)
+    ring, guard = adopted or _created_anew(paths, topology, uuid, notes)
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
     ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
     calls = _new_calls(paths, topology, uuid)
-    directory = os.open(paths.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(paths.root, DIRECTORY)
     return OpenRun(paths, topology, lock, ring, fates, validate_fates, written, directory, guard, calls, notes)
 
 
@@ -332,19 +393,25 @@ def take_guard(paths: RunPaths) -> RingGuard | None:
     return None
 
 
-def _created(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str]) -> tuple[Ring, RingGuard]:
-    """Make a ring of the topology's size, once the samples that are in no slot are settled."""
-    settled, size = put_back(paths), topology.derived
+def _created_anew(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str]) -> tuple[Ring, RingGuard]:
+    """Make a ring, once the samples that are in no slot are settled."""
+    settled = put_back(paths)
     notes += [str(settled)] if settled != PutBack() else []
     # Weights that an earlier run left are of policy versions that the new ring does not count from.
     unlink_segments(paths.ring_name)
     shutil.rmtree(paths.published, ignore_errors=True)
+    # The learner clears this bit when it has set the newest version; no sample is admitted before.
+    return _created(paths, topology, uuid, PAUSE_STARTING)
+
+
+def _created(paths: RunPaths, topology: Topology, uuid: bytes, pause: int) -> tuple[Ring, RingGuard]:
+    """Make a ring of the topology's size and guard it."""
+    size = topology.derived
     while True:
         ring = Ring.create(
             paths.ring_name, slots=size.slots, slot_bytes=size.slot_bytes, processes=topology.ring.processes, uuid=uuid
         )
-        # The learner clears this bit when it has set the newest version; no sample is admitted before.
-        ring.set_header(HeaderWord.GENERATION_PAUSE, PAUSE_STARTING)
+        ring.set_header(HeaderWord.GENERATION_PAUSE, pause)
         if (guard := take_guard(paths)) is not None:
             return ring, guard
         ring.close()  # `busrl ring clean` removed it before it was guarded
@@ -459,7 +526,7 @@ def write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[s
     """Write topology.toml, topology.json and run.json; the content of the last two. `before` is the run.json of an
     earlier start."""
     source = Path(topology.source)
-    if topology.source and source.is_file() and source.resolve() != paths.topology_file:
+    if not topology.beside and topology.source and source.is_file() and source.resolve() != paths.topology_file:
         files.replace(paths.topology_file, source.read_bytes())
     info = {
         "run_id": before.get("run_id") or f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.hex()[:4]}",

@@ -30,6 +30,7 @@ import numpy.typing as npt
 from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
+from busrl import capabilities
 from busrl.errors import first_line
 from busrl.launcher.supervisor import Child, is_titled
 from busrl.ledger.errors import Throttle, record_error
@@ -396,6 +397,7 @@ def final_lines(summary: dict[str, Any], report: Audit | None, paths: RunPaths) 
     if judged := rises(summary["validation"], summary["validation_unmeasured"]):
         facts.append(judged)
     lines.append("  " + " · ".join(facts))
+    lines += [line for more in capabilities.plugs("final_lines") for line in more(summary)]
     busy = [
         f"{name} {account['busy_share']:.0%}"
         for name, account in summary["processes"].items()

@@ -27,6 +27,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "scheduler.policy": ("scheduler",), "generation.temperature": ("scheduler",), "log.samples": ("learner",),
 }
 LIMIT_KEYS = tuple(key for key, roles in KEYS.items() if roles is LIMITS)
+OF_MODEL = ("learner", "weights", "generation")
 COUNT = ("process", "count")
 OF_CONTROLLER = ("learner.trigger.n_min", "learner.trigger.n_floor", "learner.trigger.t_max_s")
 
@@ -40,18 +41,25 @@ def is_count(key: str) -> bool:
 
 
 def followers(key: str) -> tuple[str, ...]:
-    return KEYS.get(key, ("keeper",))
+    return KEYS.get(".".join(key.split(".")[2:]) if key.startswith("model.") else key, ("keeper",))
 
 
 def value_of(topology: Topology, key: str) -> str:
-    role = _role(key)
+    tag, key = _tagged(topology, key)
+    topology, role = topology.of(tag), _role(key)
     if not role:
         return show(lookup(topology, key))
     return str(sum(entry.count for entry in topology.process if entry.role == role))
 
 
 def changed(topology: Topology, key: str, text: str) -> Topology:
-    """The topology with another value of this key; UserError if the key cannot change, or not to that value."""
+    """The topology with another value of this key; UserError if the key cannot change, or not to that value. A key of
+    one of several models begins with `model.TAG.`."""
+    tag, key = _tagged(topology, key)
+    if tag not in ("", topology.tag):
+        if key.partition(".")[0] not in OF_MODEL:
+            raise UserError(f"{key} is the run's, the same for all models: set it without --model")
+        return _with(topology, changed(topology.of(tag), key, text))
     _require_section(key)
     role, source = _role(key), of_overrides([f"{key}={text}"])
     reader = Reader(source)
@@ -74,6 +82,21 @@ def changed(topology: Topology, key: str, text: str) -> Topology:
         place = f"--set {key}"
         raise TopologyError(Problem(place, finding.shown(after), finding.rule, finding.remedy) for finding in refused)
     return after
+
+
+def _tagged(topology: Topology, key: str) -> tuple[str, str]:
+    """The tag with which a key begins, "" where it has none, and the key without it."""
+    section, _, rest = key.partition(".")
+    tag, _, of_tag = rest.partition(".")
+    return (tag, of_tag) if section == "model" and topology.models and tag in topology.tags else ("", key)
+
+
+def _with(topology: Topology, own: Topology) -> Topology:
+    """The topology with what is changed in that of one of its models."""
+    tables = {name: getattr(own, name) for name in (*OF_MODEL, "derived")}
+    rows = (dataclasses.replace(row, own=(dataclasses.replace(row.own[0], **tables),)) if row.tag == own.tag else row
+            for row in topology.models)
+    return dataclasses.replace(topology, models=tuple(rows))
 
 
 def _require_section(key: str) -> None:
@@ -102,6 +125,8 @@ def _refuse_by_mode(topology: Topology, key: str) -> None:
 def _counted(topology: Topology, role: str, count: int) -> Topology:
     if ROLES[role].single:
         raise UserError(f"{role}: a run has one of them")
+    if topology.models and role == "rollout":
+        raise UserError("rollout: they are numbered through all models of the run, so their number is set at a start")
     at = [place for place, entry in enumerate(topology.process) if entry.role == role]
     if len(at) != 1 or topology.process[at[0]].hosts:
         why = "has none" if not at else "has several entries, or has it on other hosts"

@@ -361,7 +361,7 @@ def warnings(t: Topology) -> list[str]:
 
 
 def _lacking(t: Topology) -> Iterator[str]:
-    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != SCRIPTED)
+    computing = (entry for entry in t.every_entry if entry.role in ("rollout", "learner") and entry.engine != SCRIPTED)
     threads = sum(entry.threads * entry.count for entry in computing)
     if threads > (there := len(machine.cores())):
         yield f"[[process]]: rollouts and learner have {threads} threads for {there} cores; lower threads or count"

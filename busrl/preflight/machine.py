@@ -43,12 +43,12 @@ def cores_of(t: Topology, entry: Process, here: frozenset[int]) -> frozenset[int
     """The cores, of those `here`, that processes of this entry run on; empty: they are not bound."""
     if entry.cpus:
         return parse_cores(entry.cpus)
-    bound = [parse_cores(other.cpus) for other in t.process if other.cpus]
+    bound = [parse_cores(other.cpus) for other in t.every_entry if other.cpus]
     return here.difference(*bound) if bound else frozenset()
 
 
 def require_cores(t: Topology, here: frozenset[int]) -> None:
-    for index, entry in enumerate(t.process):
+    for index, entry in enumerate(t.every_entry):
         if entry.cpus and (missing := sorted(parse_cores(entry.cpus) - here)):
             raise UserError(
                 f'process.{index}.cpus = "{entry.cpus}": core {missing[0]} is not there, or not for this process, '

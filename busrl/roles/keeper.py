@@ -9,6 +9,7 @@ a dead validator. Knows nothing of what its tenders do: the gateway for workers 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from busrl import capabilities
@@ -90,28 +91,35 @@ class Keeper(Actor):
     # -- the ring -------------------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        reaped = self.ring.reap()
-        if self.calls is not None:  # the calls of dead engines wait again, those of dead callers end
-            for text, _ in taken_back(self.calls, self.calls.reap(), "calls"):
-                self.warn("keeper", text)
-        try:
-            self.ring.finish_drops()
-        except FateRefused as problem:  # a uid that names no sample costs the slot, not the keeper
-            self.warn("keeper", f"a dropped sample cannot be recorded, its slot is out of use: {problem}", "error")
-        if version_pin.clear_stale(self.ring):
-            self.warn("keeper", "cleared the version pin of a dead process: publication continues")
-        lines = self.ring.lines()
-        self._drop_poison(lines)
+        lines, found = look_after(self.ring, self.calls, self.warn)
         for tender in self.tenders:
             tender.look(lines)
-        for text, uids in taken_back(self.ring, reaped):
-            self.warn("keeper", text, uids=uids)
-        return bool(reaped)
+        return found
 
-    def _drop_poison(self, lines: Lines) -> None:
-        """Give up a sample that killed two workers which held nothing else; it is re-rolled as any accident."""
-        for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
-            if self.ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
-                uid = int(lines["uid"][slot])
-                text = f"sample {shown_uid(uid)} is poison: two workers died on it alone"
-                self.warn("keeper", text, "error", uids=[uid])
+
+def look_after(ring: Ring, calls: Ring | None, warn: Callable[..., None]) -> tuple[Lines, bool]:
+    """Take back what dead processes had in a ring, and in its ring of calls; the slots, and whether there was any."""
+    reaped = ring.reap()
+    if calls is not None:  # the calls of dead engines wait again, those of dead callers end
+        for text, _ in taken_back(calls, calls.reap(), "calls"):
+            warn("keeper", text)
+    try:
+        ring.finish_drops()
+    except FateRefused as problem:  # a uid that names no sample costs the slot, not the keeper
+        warn("keeper", f"a dropped sample cannot be recorded, its slot is out of use: {problem}", "error")
+    if version_pin.clear_stale(ring):
+        warn("keeper", "cleared the version pin of a dead process: publication continues")
+    lines = ring.lines()
+    _drop_poison(ring, lines, warn)
+    for text, uids in taken_back(ring, reaped):
+        warn("keeper", text, uids=uids)
+    return lines, bool(reaped)
+
+
+def _drop_poison(ring: Ring, lines: Lines, warn: Callable[..., None]) -> None:
+    """Give up a sample that killed two workers which held nothing else; it is re-rolled as any accident."""
+    for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
+        if ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
+            uid = int(lines["uid"][slot])
+            text = f"sample {shown_uid(uid)} is poison: two workers died on it alone"
+            warn("keeper", text, "error", uids=[uid])

@@ -62,6 +62,11 @@ class SeveralModels:
         return self.model.seats or (self.tag or ONLY_SEAT,)
 
     @property
+    def every_entry(self) -> tuple[Process, ...]:
+        """The entries of all models, and those that belong to none."""
+        return (*self.process, *(entry for row in self.models for own in row.own for entry in own.process))
+
+    @property
     def own_roles(self) -> tuple[str, ...]:
         """The roles whose processes this topology lists: beside the lead only those that belong to one model."""
         return OF_TAG if self.beside else tuple(ROLES)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tagged import read
 from topologies import here, loaded, refused
 
-__all__ = ["here", "loaded", "refused"]
+__all__ = ["here", "loaded", "read", "refused"]

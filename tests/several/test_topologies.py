@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tagged import AGENT, HEAD, JUDGE, SERVED, SOLVER, Read
 
 from busrl import capabilities
 from busrl.errors import TopologyError, UserError
@@ -17,37 +17,6 @@ from busrl.preflight.load import load, materialise
 from busrl.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAD = """\
-[run]
-max_steps = 9
-[data]
-train = "tiny:sort"
-[groups]
-size = 4
-[learner]
-lr = 1e-4
-[learner.trigger]
-n_min = 4
-[agents]
-context = 96
-"""
-SOLVER = '[[model]]\ntag = "solver"\npath = "tiny:sort"\n'
-JUDGE = '[[model]]\ntag = "judge"\npath = "tiny:sort"\n'
-SERVED = JUDGE + "trained = false\n"
-AGENT = '[[process]]\nrole = "agent"\nfunction = "episode.py:episode"\n'
-Read = Callable[..., Topology]
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Read:
-    (tmp_path / "episode.py").write_text("async def episode(task, llm):\n    return 1.0\n")
-
-    def run(text: str, *overrides: str, head: str = HEAD) -> Topology:
-        (tmp_path / "t.toml").write_text(head + text)
-        return load(tmp_path / "t.toml", overrides)
-
-    return run
-
 
 def refused(read: Read, text: str, *overrides: str, head: str = HEAD) -> list[str]:
     with pytest.raises(TopologyError) as caught:
