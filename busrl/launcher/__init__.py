@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import setproctitle
 
@@ -68,27 +68,29 @@ def _conclude(
 ) -> int:
     """Audit the run, write its summary and print the last lines. The run directory is released already."""
     report: Audit | None = None
-    unaudited = ""
+    unaudited, beside, wrong = "", dict[str, Any](), list[str]()
     try:
         with signals.interrupting():
             for audit in capabilities.plugs("run_audit"):
                 report = audit(root, prompts=task_prompts(topology.data.train))
+            for look in capabilities.plugs("summaries"):
+                beside, wrong = look(root, topology)
     except Interrupted as name:
         unaudited = f"{name} interrupted it; `busrl audit {root}` makes it"
     except (OSError, BusrlError) as problem:  # a run has a summary, also if its files cannot be read
         unaudited = str(problem)
     if unaudited:
         display.say(f"no audit is made: {unaudited}")
-    if outcome.exit_code == 0 and (unaudited or (report and report.errors)):
-        why = "the audit found errors" if report else f"no audit is made: {unaudited}"
+    if outcome.exit_code == 0 and (unaudited or (report and report.errors) or wrong):
+        found = " ".join(["the audit found errors", *([f"({', '.join(wrong)})"] if wrong else [])])
+        why = f"no audit is made: {unaudited}" if unaudited else found
         outcome = RunOutcome("failed", f"the goal was reached, but {why}", 1)
     summary = build(
         outcome, running.progress, report, still_open, running.usage.summary(), running.residence.summary(),
         running.crashes.missing(),
     )
+    summary |= beside
     paths = RunPaths.of(root)
-    for more in capabilities.plugs("summaries"):
-        summary |= more(paths, topology)
     try:
         files.replace(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
     except MachineError as problem:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from busrl import capabilities
 from busrl.errors import RingError
 from busrl.paths import RunPaths
 from busrl.ring import Ring
@@ -19,12 +21,28 @@ from busrl.status.runfiles import RunFiles, run_of_files
 from busrl.system.files import as_map, read_map
 from busrl.topology.schema import Topology
 
+if TYPE_CHECKING:
+    from busrl.several.audit import Audited
 
-def summary(paths: RunPaths, topology: Topology) -> dict[str, Any]:
-    """The field `models`: what became of each, by its tag."""
+
+def summary(root: Path, topology: Topology) -> tuple[dict[str, Any], list[str]]:
+    """What became of each model, by its tag, and what their audits found wrong; nothing of a run of one model."""
     if not topology.models:
-        return {}
-    return {"models": {tag: _of_one(topology.of(tag), topology.paths_of(tag, paths)) for tag in topology.tags}}
+        return {}, []
+    paths, audited = RunPaths.of(root), _audited(root)
+    models = {tag: _of_one(topology.of(tag), topology.paths_of(tag, paths)) for tag in topology.tags}
+    for tag, told in (audited.models if audited else {}).items():
+        models[tag]["audit"] = told
+    return {"models": models, "unpaired": audited.unpaired if audited else {}}, audited.errors if audited else []
+
+
+def _audited(root: Path) -> Audited | None:
+    """The audit of the models; None where that part of busrl is not there."""
+    if not capabilities.plugs("run_audit"):
+        return None
+    from busrl.several.audit import audit  # only here: another part, which may be missing
+
+    return audit(root)
 
 
 def _of_one(own: Topology, paths: RunPaths) -> dict[str, Any]:

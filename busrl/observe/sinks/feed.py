@@ -34,14 +34,15 @@ MODEL = "model"  # `kind` of a line about the step of one model of a service: ea
 
 class Feed(threading.Thread):
     """A thread for one sink. `report` gets the sink's name and the text of an error, or "" when the sink works again.
+    `beside`: the paths of other models of the run by their tags, which stand before the names of their numbers.
     `finish`, then `join` with a time limit."""
 
     def __init__(self, name: str, make: Callable[[RunCard], Sink], card: RunCard, paths: RunPaths,
-                 report: Callable[[str, str], None]) -> None:
+                 report: Callable[[str, str], None], beside: Mapping[str, RunPaths] | None = None) -> None:
         super().__init__(name=f"sink {name}", daemon=True)
         self.sink_name, self._make, self._card, self._report = name, make, card, report
         self._place = Place(card.folder / "place.json", card.uuid)
-        self._paths, self._over = paths, threading.Event()
+        self._paths, self._beside, self._over = paths, beside or {}, threading.Event()
         self._broken, self._pause_s = False, FIRST_PAUSE_S
 
     def finish(self) -> None:
@@ -65,10 +66,12 @@ class Feed(threading.Thread):
     def _feed(self, sink: Sink) -> None:
         paths = self._paths
         followed = [files.LineFollower(path, MOST_BYTES) for path in (paths.metrics, paths.validation, paths.samples)]
+        others = {tag: files.LineFollower(of_tag.metrics, MOST_BYTES) for tag, of_tag in self._beside.items()}
         while True:
             over = self._over.is_set()  # before the look, which then sees the last lines
             try:
                 self._give(sink, *followed)
+                self._give_others(sink, others)
             finally:  # lines that the sink has taken before a failure are not repeated
                 sink.flush()
                 if self._place.save() and self._broken:  # it has taken a line again
@@ -88,6 +91,12 @@ class Feed(threading.Thread):
             series, step, _ = unseen[-1]
             sink.samples(step, [row for _, _, row in unseen[-MOST_ROWS:]])
             self._place.advance(series, step)
+
+    def _give_others(self, sink: Sink, others: Mapping[str, files.LineFollower]) -> None:
+        for tag, lines in others.items():
+            for series, step, row in self._unseen(lines, "step", f"steps of {tag}"):
+                sink.numbers(step, {f"{tag}/{name}": value for name, value in of_step(row)})
+                self._place.advance(series, step)
 
     def _unseen(self, lines: files.LineFollower, key: str, kind: str = "") -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Lines of steps, or of rounds of a set, that the sink has not had yet, each with its series and step."""

@@ -35,8 +35,12 @@ class Sinks(Actor):
     def setup(self) -> None:
         self._reports: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._broken: set[str] = set()
-        self._feeds = [Feed(name, make, self._card(name), self.paths, lambda who, what: self._reports.put((who, what)))
-                       for name in self.topology.sinks.to if (make := self._maker(name)) is not None]
+        others = [tag for tag in self.topology.trained_tags if tag != self.topology.tag]
+        beside = {tag: self.topology.paths_of(tag, self.paths) for tag in others}
+        self._feeds = [
+            Feed(name, make, self._card(name), self.paths, lambda who, what: self._reports.put((who, what)), beside)
+            for name in self.topology.sinks.to if (make := self._maker(name)) is not None
+        ]
         for feed in self._feeds:
             feed.start()
 
