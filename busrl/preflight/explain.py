@@ -157,9 +157,11 @@ def _head(t: Topology) -> Iterator[str]:
     yield from (f"  {text}" for text in t.derived.algorithm)
     if (why := t.learner.held_back) and t.learner.updates_per_batch == 1:
         yield f"a step is computed at once, when it fires: {why}"
-    drawn, prompts = t.run.max_steps * t.learner.trigger.n_min, t.derived.train_prompts
+    drawn, prompts, seats = t.run.max_steps * t.learner.trigger.n_min, t.derived.train_prompts, len(t.seats)
     if prompts:
-        yield f"epochs {drawn / prompts:.3g}: {drawn} groups of {prompts} prompts, more where groups are set aside"
+        each = f", {seats} for each draw" if seats > 1 else ""
+        text = f"{drawn} groups of {prompts} prompts{each}, more where groups are set aside"
+        yield f"epochs {drawn / seats / prompts:.3g}: {text}"
     samples = t.learner.trigger.n_min * t.groups.size
     most = samples * t.generation.max_new_tokens
     yield f"tokens per step {most} at most: {samples} answers of up to {t.generation.max_new_tokens} tokens"
@@ -381,7 +383,7 @@ def _doubts(t: Topology) -> Iterator[str]:
     if needs <= free < (most := needs + t.derived.ring_bytes - t.derived.ring_held):
         text = f"{machine.SHM} has {_mib(free)} free: enough for usual answers ({_mib(needs)}), not for {_mib(most)}"
         yield f"{text}, if all are as long as they may be; the run would pause then, and lose nothing"
-    if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
+    if t.data.train not in ("", t.validation.data) and t.derived.train_prompts * len(t.seats) < t.learner.trigger.n_min:
         yield f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups"
     if (groups := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
         text = f"at least {groups} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
