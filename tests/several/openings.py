@@ -17,7 +17,7 @@ from busrl.scheduling.admission import derive
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.several.ledgers import Ledger
 from busrl.several.opening import Opening
-from busrl.states import Fate, State, place_of, uid_of
+from busrl.states import VALIDATE_BIT, Fate, SampleClass, State, place_of, uid_of
 
 SIZE = 4
 
@@ -53,16 +53,17 @@ class Model:
         self.name = f"busrl.test.{uuid.uuid4().hex[:12]}"
         self.slots = slots or self.topology.derived.limits.train_slots
         self.fates = Fates(str(self.paths.fates), create=True)
+        self.validate_fates = Fates(str(self.paths.validate_fates), create=True)
         self._make_ring()
 
     def _make_ring(self) -> None:
         self.ring = Ring.create(self.name, slots=self.slots, slot_bytes=1024, processes=8, uuid=uuid.uuid4().bytes)
         self.ring.register("scheduler", "test")
-        self.ring.bind_fates(self.fates, None)
+        self.ring.bind_fates(self.fates, self.validate_fates)
 
     @property
     def ledger(self) -> Ledger:
-        return Ledger(self.topology, self.paths, self.ring, self.fates, self.fates)
+        return Ledger(self.topology, self.paths, self.ring, self.fates, self.validate_fates)
 
     @property
     def scanner(self) -> GroupScanner:
@@ -74,7 +75,7 @@ class Model:
 
     def lines(self) -> Any:
         lines = self.ring.lines()
-        return lines[lines["state"] != State.FREE]
+        return lines[(lines["state"] != State.FREE) & (lines["cls"] == SampleClass.TRAIN)]
 
     def groups(self) -> dict[int, int]:
         """Groups in the ring, each with its admission index."""
@@ -85,6 +86,15 @@ class Model:
         lines = self.ring.lines()
         slot = int(np.flatnonzero((lines["uid"] == uid) & (lines["state"] == State.QUEUED))[0])
         assert self.ring.drop(slot, int(lines["word"][slot]), fate)
+
+    def occupy(self) -> None:
+        """Samples of validation take all slots that are free."""
+        for number in range(self.slots):
+            self.validate_fates.reserve(number + 1)
+            self.ring.dispatch(
+                uid=VALIDATE_BIT | number, group=number, admission=0, member=0, group_size=1, cls=SampleClass.VALIDATE,
+                task=b"{}", prompt_crc=0, max_new_tokens=1, temperature=1.0,
+            )
 
     def reward(self, uid: int, reward: float) -> None:
         """End a queued sample with a reward, as its holder does."""

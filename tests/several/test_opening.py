@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openings import SIZE, Killed, Model, check_order, open_once, opening, queued
 
-from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase, State, place_of, uid_of
+from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, State, place_of, uid_of
 
 Make = Callable[..., Model]
 
@@ -84,16 +84,21 @@ class Dying:
         return getattr(self._ring, name)
 
 
+def killed_at(models: list[Model], dispatches: int, members: int) -> None:
+    """A scheduler is killed at a dispatch, with some members of its group in the ring."""
+    made, left = opening(*models), [dispatches]
+    for book in made.books:
+        book.ledger.ring = Dying(book.ledger.ring, left, members)
+    with pytest.raises(Killed):
+        made.open(*models[0].scan(), 2)
+
+
 @pytest.mark.parametrize("members", range(SIZE))
 @pytest.mark.parametrize("mode", ["batch-async", "sync"])
 def test_a_scheduler_killed_anywhere_is_continued_in_the_same_order(model: Make, mode: str, members: int) -> None:
     for dispatches in range(6):
         models = [model(f"a{dispatches}", seats=2, mode=mode), model(f"b{dispatches}", n_min=2, mode=mode)]
-        made, left = opening(*models), [dispatches]
-        for book in made.books:
-            book.ledger.ring = Dying(book.ledger.ring, left, members)
-        with pytest.raises(Killed):
-            made.open(*models[0].scan(), 2)
+        killed_at(models, dispatches, members)
         check_order(models)
         for _ in range(3):
             open_once(*models, below=2)
@@ -101,6 +106,31 @@ def test_a_scheduler_killed_anywhere_is_continued_in_the_same_order(model: Make,
         assert models[0].groups() == {group: group for group in range(4)}, dispatches
         assert models[1].groups() == {0: 0, 1: 1}
         assert [one.ring.header(HeaderWord.NEXT_ADMISSION) for one in models] == [4, 2]
+
+
+def test_the_lead_side_waits_for_a_side_that_finds_no_slot(model: Make) -> None:
+    models = [model("a"), model("b", slots=SIZE)]
+    killed_at(models, 0, members=2)
+    models[1].occupy()
+    open_once(*models, below=1)
+    assert len(queued(models[1])) == 2 and not queued(models[0])
+
+
+def test_members_of_the_lead_side_wait_for_a_side_that_was_lost(model: Make) -> None:
+    models = [model("a"), model("b", slots=SIZE)]
+    killed_at(models, 1, members=2)
+    models[1].lose()
+    models[1].occupy()
+    open_once(*models, below=1)
+    assert len(queued(models[0])) == 2 and not queued(models[1])
+
+
+def test_the_lead_side_does_not_wait_for_a_group_that_is_over(model: Make) -> None:
+    models = [model("a"), model("b")]
+    killed_at(models, 0, members=2)
+    models[1].end(uid_of(0, 0, 1, SIZE), Fate.LONG.letter)
+    open_once(*models, below=1)
+    assert len(queued(models[0])) == SIZE and len(queued(models[1])) == 1
 
 
 def test_a_ring_without_room_holds_all_others_back_by_name(model: Make) -> None:
