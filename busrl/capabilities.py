@@ -200,7 +200,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("several", "several seats or models", plugs={
         "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS",
         "step_observers": "several.seat_figures:observers", "topology": "several.topologies:topology",
-        "explained": "several.explained:lines", "audits": "several.audit:audit",
+        "explained": "several.explained:lines", "ledger": "several.ledgers:Ledger",
+        "audits": "several.audit:audit",
         "tenders": "several.keeping:OtherRings", "summaries": "several.summaries:summary",
         "overviews": "several.summaries:overview",
         "final_lines": "several.summaries:lines"}, asks={

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from busrl.agents.episode import Call, Engine, EngineAnswer, Episode, Settings
 from busrl.agents.parsers import MessageMaker, parser_of
 from busrl.agents.renderer import Renderer, report
+from busrl.agents.seats import Seat
 from busrl.agents.sides import ClaimedSample
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.episodes import EpisodeLimits
 from busrl.data.vocabulary import end_ids
 from busrl.errors import AgentNotLoaded, BugError
+from busrl.protocol import messages as m
 from busrl.ring import Ring
 from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, Send
 from busrl.topology import Topology
@@ -37,6 +42,7 @@ class Player:
 
     def __init__(self, topology: Topology, attach: Callable[[], Ring], warn: Callable[[str], None]) -> None:
         self.topology = topology
+        self.seats = [Seat(name, topology.tag, not topology.frozen) for name in topology.seats]
         self.folder, agents = Path(topology.model.path), topology.agents
         text = LightTokenizer.of(self.folder)
         if text is None:
@@ -60,8 +66,22 @@ class Player:
 
     def calling(self, send: Send) -> AsyncCaller:
         """A context in which calls can be made; `send` sends messages to engines."""
-        self.caller = AsyncCaller(self.calls, send)
+        self.caller = AsyncCaller(self.calls, partial(self._send, send))
         return self.caller
+
+    def _send(self, send: Send, message: m.Message, address: str) -> None:
+        """Send a message about a call with the name of the model, which is in the ring of that model."""
+        tag = self.topology.beside
+        send(msgspec.structs.replace(message, model=tag) if tag else message, address)
+
+    def line_of(self, sample: ClaimedSample, seat: Seat) -> dict[str, Any]:
+        """The line by which calls of a seat are drawn that this sample does not record: a round of validation asks all
+        trained models alike."""
+        if sample.validates and seat.trained:
+            return sample.line
+        generation = self.topology.generation
+        return {**sample.line, "max_new_tokens": generation.max_new_tokens, "temperature": generation.temperature,
+                "top_p": generation.top_p}
 
     def episode(self, number: int, engine: Engine, settings: Settings, **of_seats: Any) -> Episode:
         """The calls of an episode, or of a seat of it (`seat`, `own`, `others`), that `engine` answers."""

@@ -64,6 +64,11 @@ class EpisodeSamples:
     # -- claims -----
 
     @property
+    def rings(self) -> list[Ring]:
+        """Those with samples of this process."""
+        return [self.ring] if self._sides is None else self._sides.rings
+
+    @property
     def room(self) -> int:
         """The number of episodes that this process may take."""
         return self._settings().episodes - len(self.claims)
@@ -226,7 +231,7 @@ class EpisodeSamples:
     def commit_rewards(self) -> int:
         """Commit the rewards that lie in slots, whoever played their episodes; returns the number of slots that were
         looked at."""
-        return sum(map(self._commit_rewards, [self.ring] if self._sides is None else self._sides.rings))
+        return sum(map(self._commit_rewards, self.rings))
 
     def _commit_rewards(self, ring: Ring) -> int:
         claimed = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=REWARDS_AT_ONCE)

@@ -69,19 +69,16 @@ def test_a_lead_sample_is_past_as_the_rule_says(
 # -- claims in a ring -----
 
 
-class Scene:
+class Book:
     """A ring with its fates, and what scheduler, learner and keeper do there."""
 
-    def __init__(self, folder: Path, slots: int = 64, seats: tuple[str, ...] = SEATS) -> None:
-        self.seats, self.folder = seats, folder
-        self.name = f"busrl.test.{os.getpid()}.sides"
+    def __init__(self, folder: Path, number: int, seats: tuple[str, ...], slots: int = 64) -> None:
+        self.seats, self.name = seats, f"busrl.test.{os.getpid()}.sides{number}"
         self.ring = Ring.create(self.name, slots=slots, slot_bytes=256, processes=64, uuid=b"s" * 16)
         self.ring.register("scheduler", "test")
-        self.fates = Fates(str(folder / "fates.bin"), create=True)
-        self.ring.bind_fates(self.fates, Fates(str(folder / "fates.validate.bin"), create=True))
-        self.alone = list[ClaimedSample]()
+        self.fates = Fates(str(folder / f"fates{number}.bin"), create=True)
+        self.ring.bind_fates(self.fates, Fates(str(folder / f"fates{number}.validate.bin"), create=True))
         self.ledger = Ledger(self.ring, self.fates.view, seats, SIZE)
-        self.sides = Sides([self.ledger], self.alone.append)
 
     def uid(self, draw: int, seat: str, member: int = 0, attempt: int = 0) -> int:
         return uid_of(draw * len(self.seats) + self.seats.index(seat), attempt, member, SIZE)
@@ -92,29 +89,76 @@ class Scene:
             uid=uid, group=group, admission=group, member=uid % SIZE, group_size=SIZE, cls=SampleClass.TRAIN,
             task=b"{}", prompt_crc=1, priority=-group, max_new_tokens=8, temperature=1.0))
 
-    def open(self, draw: int, *seats: str, attempt: int = 0, members: int = 1) -> None:
-        """Queue samples of a draw, those of the last seat first."""
-        for seat in reversed(seats or self.seats):
-            for member in range(members):
-                assert self.queue(self.uid(draw, seat, member, attempt))
+    def work(self) -> None:
+        """What rewards, learner and keeper do in a pass."""
+        for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=64):
+            self.ring.release(slot, word, State.REWARDED)
+        for slot, word in self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=64):
+            self.ring.finish(slot, word, Fate.TRAINED)
+        self.ring.reap()
 
-    def taken(self, most: int = 64) -> list[list[str]]:
-        return [[sample.seat, *sample.siblings] for sample in self.sides.take(most)]
+    def again(self, first_tries: list[int]) -> list[int]:
+        """The second tries of samples that ended by accident."""
+        codes = self.fates.view()
+        return [uid + SIZE for uid in first_tries
+                if uid + SIZE < len(codes) and codes[uid] in ACCIDENTS and not codes[uid + SIZE]]
 
-    def commit(self, sample: ClaimedSample) -> None:
-        for side in sample.ending():
-            self.ring.commit_segment(side.slot, side.word, True)
+    def ended(self, first_tries: list[int]) -> bool:
+        codes = self.fates.view()
+        if len(codes) <= max(first_tries) + SIZE:
+            return False
+        return all(int(codes[uid + SIZE if codes[uid] in ACCIDENTS else uid]) in TERMINAL for uid in first_tries)
 
     def close(self) -> None:
         self.ring.close()
         Ring.unlink(self.name)
 
 
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
+class Scene:
+    """Ledgers by their seats, and a holder in this process."""
+
+    def __init__(self, folder: Path, *seats: tuple[str, ...]) -> None:
+        self.books = [Book(folder, number, names) for number, names in enumerate(seats or [SEATS])]
+        self.ring, self.fates, self.uid = self.books[0].ring, self.books[0].fates, self.books[0].uid
+        self.alone = list[ClaimedSample]()
+        self.sides = Sides([book.ledger for book in self.books], self.alone.append)
+
+    def book(self, seat: str) -> Book:
+        return next(book for book in self.books if seat in book.seats)
+
+    def open(self, draw: int, *seats: str, attempt: int = 0, members: int = 1) -> None:
+        """Queue samples of a draw, those of the last seat first."""
+        for seat in reversed(seats or SEATS):
+            for member in range(members):
+                book = self.book(seat)
+                assert book.queue(book.uid(draw, seat, member, attempt))
+
+    def taken(self, most: int = 64) -> list[list[str]]:
+        return [[sample.seat, *sample.siblings] for sample in self.sides.take(most)]
+
+    def close(self) -> None:
+        for book in self.books:
+            book.close()
+
+
+LAYOUTS = {"one ledger": (SEATS,), "two": (("first",), ("second", "third")), "three": tuple((seat,) for seat in SEATS)}
+
+
+@pytest.fixture(params=LAYOUTS)
+def scene(tmp_path: Path, request: Any) -> Iterator[Scene]:
+    made = Scene(tmp_path, *LAYOUTS[request.param])
     yield made
     made.close()
+
+
+def dropped(sample: ClaimedSample, fate: Fate) -> None:
+    assert sample.ring is not None
+    sample.ring.drop(sample.slot, sample.word, fate)
+
+
+def given_back(sample: ClaimedSample) -> None:
+    assert sample.ring is not None
+    sample.ring.release(sample.slot, sample.word, State.QUEUED)
 
 
 def test_an_episode_is_claimed_with_all_its_sides_the_oldest_first(scene: Scene) -> None:
@@ -125,8 +169,9 @@ def test_an_episode_is_claimed_with_all_its_sides_the_oldest_first(scene: Scene)
     for sample in samples:
         assert [sample.seat, *sample.siblings] == [*SEATS]
         assert {side.number for side in sample.ending()} == {sample.number}
-        uids = [side.uid for side in [sample, *sample.siblings.values()]]
-        assert uids == [side_of(sample.number, seat, SIZE, 3) for seat in range(3)]
+        for name, side in [(sample.seat, sample), *sample.siblings.items()]:
+            seats = scene.book(name).seats
+            assert side.uid == side_of(sample.number, seats.index(name), SIZE, len(seats)) and side.seat == name
         assert sample.ending()[-1] is sample, "the lead ends last"
 
 
@@ -136,7 +181,7 @@ def test_a_sibling_is_no_orphan_while_its_lead_may_come(scene: Scene) -> None:
     scene.open(0, "first")
     (sample,) = scene.sides.take(1)
     for side in sample.siblings.values():
-        scene.ring.release(side.slot, side.word, State.QUEUED)
+        given_back(side)
     assert scene.taken() == [], "somebody plays the lead"
     scene.ring.commit_segment(sample.slot, sample.word, True)
     assert scene.taken() == [["second"], ["third"]] and len(scene.alone) == 2
@@ -155,15 +200,19 @@ class LateRing:
         return getattr(self.ring, name)
 
 
+def late(scene: Scene, first: list[Any]) -> list[Ledger]:
+    rings: list[Any] = [LateRing(book.ring, lines) for book, lines in zip(scene.books, first)]
+    return [Ledger(ring, book.fates.view, book.seats, SIZE) for ring, book in zip(rings, scene.books)]
+
+
 def test_a_sibling_queued_after_the_copy_of_the_lines_is_found(scene: Scene) -> None:
     """The lead was queued last, so whoever sees it finds the others, however the lines were copied."""
-    before = scene.ring.lines().copy()
+    before = [book.ring.lines().copy() for book in scene.books]
     scene.open(0)
     after = scene.ring.lines()
     (lead,) = np.flatnonzero(after["uid"] == scene.uid(0, "first")).tolist()
-    before[lead] = after[lead]
-    late: Any = LateRing(scene.ring, before)
-    (sample,) = Sides([Ledger(late, scene.fates.view, SEATS, SIZE)], scene.alone.append).take(4)
+    before[0][lead] = after[lead]
+    (sample,) = Sides(late(scene, before), scene.alone.append).take(4)
     assert [*sample.siblings] == ["second", "third"] and not scene.alone
 
 
@@ -171,10 +220,9 @@ def test_a_sibling_queued_after_the_copy_of_the_lines_is_found(scene: Scene) -> 
 def test_a_sibling_is_played_alone_once_its_lead_has_a_fate(scene: Scene, fate: Fate) -> None:
     scene.open(0, "first", "third")
     (sample,) = scene.sides.take(1)
-    third = sample.siblings["third"]
-    scene.ring.release(third.slot, third.word, State.QUEUED)
+    given_back(sample.siblings["third"])
     assert scene.taken() == []
-    scene.ring.drop(sample.slot, sample.word, fate)
+    dropped(sample, fate)
     scene.alone.clear()
     assert scene.taken() == [["third"]] and len(scene.alone) == 1
 
@@ -200,19 +248,27 @@ def test_a_finished_ledger_gives_samples_of_validation_alone(scene: Scene) -> No
     scene.open(0)
     scene.ring.dispatch(uid=(1 << 62) | 7, group=7, admission=0, member=0, group_size=1, cls=SampleClass.VALIDATE,
                         task=b"{}", prompt_crc=1, priority=1 << 20, max_new_tokens=8, temperature=1.0)
-    scene.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+    for book in scene.books:
+        book.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
     (sample,) = scene.sides.take(9)
     assert sample.validates and sample.number == sample.uid and not sample.siblings and not scene.alone
-    scene.ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
+    for book in scene.books:
+        book.ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
     assert scene.taken() == [[*SEATS]]
+
+
+def test_the_next_ledger_leads_once_the_first_is_finished(scene: Scene) -> None:
+    scene.open(0, "second", "third")
+    scene.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+    rest = [seat for book in scene.books[1:] for seat in book.seats]
+    assert scene.taken() == ([rest] if rest else []) and not scene.alone
 
 
 def test_a_sample_that_another_process_took_meanwhile_is_left_to_it(scene: Scene) -> None:
     scene.open(0, members=2)
-    before = scene.ring.lines()
+    before = [book.ring.lines() for book in scene.books]
     (other,) = scene.sides.take(1)
-    late: Any = LateRing(scene.ring, before)
-    (sample,) = Sides([Ledger(late, scene.fates.view, SEATS, SIZE)], scene.alone.append).take(4)
+    (sample,) = Sides(late(scene, before), scene.alone.append).take(4)
     assert sample.number != other.number and not scene.alone and scene.taken() == []
 
 
@@ -222,19 +278,20 @@ def test_a_sample_that_another_process_took_meanwhile_is_left_to_it(scene: Scene
 class Storm(Scene):
     """The scene with holders in processes, which may be killed at any moment."""
 
-    def __init__(self, folder: Path, draws: int, accidents: float, seed: int) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, layout: str, draws: int, accidents: float, seed: int) -> None:
+        super().__init__(folder, *LAYOUTS[layout])
         self.draws, self.accidents, self.chance = draws, accidents, random.Random(seed)
-        self.notes, self.born = folder / "notes", 0
+        self.notes, self.born, self.kills = folder / "notes", 0, 0
         self.holders = [self.holder() for _ in range(3)]
-        self.todo = [uid_of(draw * 3 + seat, 0, member, SIZE) for draw in range(draws) for member in range(SIZE)
-                     for seat in (2, 1, 0)]
-        self.kills = 0
+        self.firsts = {book: [book.uid(draw, seat, member) for draw in range(draws) for seat in book.seats
+                              for member in range(SIZE)] for book in self.books}
+        self.todo = [(book, book.uid(draw, seat, member)) for draw in range(draws) for member in range(SIZE)
+                     for seat in reversed(SEATS) for book in [self.book(seat)]]
 
     def holder(self) -> subprocess.Popen[bytes]:
         self.born += 1
-        values = [self.name, self.fates.path, self.notes, f"agent/{self.born}", ",".join(self.seats), SIZE,
-                  self.accidents, self.born]
+        ledgers = [f"{book.name}={book.fates.path}={','.join(book.seats)}" for book in self.books]
+        values = [self.notes, f"agent/{self.born}", SIZE, self.accidents, self.born, *ledgers]
         return subprocess.Popen([sys.executable, str(PROGRAM), *map(str, values)])
 
     def kill(self) -> None:
@@ -245,34 +302,24 @@ class Storm(Scene):
         self.holders[at] = self.holder()
 
     def step(self) -> None:
-        """What scheduler, rewards, learner and keeper do in a pass."""
-        while self.todo and self.queue(self.todo[0]):
+        """What a scheduler does in a pass, and the others."""
+        while self.todo and self.todo[0][0].queue(self.todo[0][1]):
             del self.todo[0]
-        codes = self.fates.view()
-        again = [uid + SIZE for uid in self.first_tries() if uid + SIZE < len(codes) and codes[uid] in ACCIDENTS
-                 and not codes[uid + SIZE] and uid + SIZE not in self.todo]
-        self.todo[:0] = sorted(again, key=lambda uid: (episode_of(uid, SIZE, 3), -uid))
-        for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=64):
-            self.ring.release(slot, word, State.REWARDED)
-        for slot, word in self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=64):
-            self.ring.finish(slot, word, Fate.TRAINED)
-        self.ring.reap()
-
-    def first_tries(self) -> list[int]:
-        groups = self.draws * len(self.seats)
-        return [uid_of(group, 0, member, SIZE) for group in range(groups) for member in range(SIZE)]
+        again = [(book, uid) for book in self.books for uid in book.again(self.firsts[book])]
+        new = [one for one in again if one not in self.todo]
+        self.todo[:0] = sorted(new, key=lambda one: (episode_of(one[1], SIZE, len(one[0].seats)),
+                                                     -self.books.index(one[0]), -one[1]))
+        for book in self.books:
+            book.work()
 
     def over(self) -> bool:
-        codes = self.fates.view()
-        if len(codes) <= max(self.first_tries()) + SIZE:
-            return False
-        ended = (int(codes[uid + SIZE if codes[uid] in ACCIDENTS else uid]) in TERMINAL for uid in self.first_tries())
-        return not self.todo and all(ended)
+        return not self.todo and all(book.ended(self.firsts[book]) for book in self.books)
 
     def until_over(self, kills: int) -> None:
         end, at = time.monotonic() + PATIENCE_S, 0
         while not self.over():
-            assert time.monotonic() < end, f"{self.ring.stats().occupancy}, {len(self.todo)} to do"
+            held = [book.ring.stats().occupancy for book in self.books]
+            assert time.monotonic() < end, f"{held}, {len(self.todo)} to do"
             self.step()
             played = len(self.plays())
             if self.kills < kills and played >= at:
@@ -296,7 +343,8 @@ def storm(tmp_path: Path, request: Any) -> Iterator[Storm]:
     made.close()
 
 
-@pytest.mark.parametrize("storm", [{"draws": 60, "accidents": 0.0, "seed": 1}], indirect=True)
+@pytest.mark.parametrize("storm", [{"layout": layout, "draws": 60, "accidents": 0.0, "seed": 1} for layout in LAYOUTS],
+                         indirect=True)
 def test_without_deaths_each_episode_is_played_once_with_all_its_sides(storm: Storm) -> None:
     storm.until_over(kills=0)
     assert sorted(int(number) for number, *_ in storm.plays()) == [
@@ -305,10 +353,11 @@ def test_without_deaths_each_episode_is_played_once_with_all_its_sides(storm: St
     assert {alone for *_, alone in storm.plays()} == {"0"}
 
 
-@pytest.mark.parametrize("storm", [{"draws": 60, "accidents": 0.05, "seed": seed} for seed in (2, 3)], indirect=True)
+@pytest.mark.parametrize("storm", [{"layout": layout, "draws": 60, "accidents": 0.05, "seed": seed}
+                                   for seed, layout in enumerate(LAYOUTS)], indirect=True)
 def test_killed_holders_cost_plays_alone_and_no_sample(storm: Storm) -> None:
     storm.until_over(kills=8)
-    codes = Counter(int(code) for code in storm.fates.view() if code)
+    codes = Counter(int(code) for book in storm.books for code in book.fates.view() if code)
     assert not codes[Fate.DISPATCHED] and set(codes) <= {Fate.TRAINED, Fate.UNUSED, Fate.REWARD_RAISED}
     accidents, plays = codes[Fate.REWARD_RAISED], storm.plays()
     alone = sum(alone == "1" for *_, alone in plays)

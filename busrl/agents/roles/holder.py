@@ -18,18 +18,19 @@ import os
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from busrl import capabilities
 from busrl.agents.episode import Call, EngineAnswer, Episode, OwnTime
 from busrl.agents.players import Player
 from busrl.agents.samples import EpisodeSamples
 from busrl.agents.seats import Seat
-from busrl.agents.sides import ClaimedSample, Ledger, Sides
+from busrl.agents.sides import Bytes, ClaimedSample, Ledger, Sides
 from busrl.data.episodes import EpisodeLimits
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
@@ -37,6 +38,7 @@ from busrl.ring import Ring, State
 from busrl.ring.calls import RingWatch
 from busrl.roles.actor import Actor, ring_bells
 from busrl.system.files import replace
+from busrl.topology import Topology
 from busrl.topology.rewards import RETURNED
 
 if TYPE_CHECKING:
@@ -53,9 +55,10 @@ class EpisodeHolder(Actor):
     failed: BaseException | None = None  # the exception of a task
 
     def setup(self) -> None:
-        self.player = Player(self.topology, self._attached, partial(self.warn, self.role, kind="fresh turns"))
+        self.players = [self._player(topology) for topology in self._topologies()]
+        self.player = self.players[0]
         self.renderer, self.limits = self.player.renderer, self.player.limits
-        self.seats = [Seat(name, self.topology.tag) for name in self.topology.seats]
+        self.seats = {seat: player for player in self.players for seat in player.seats}
         self.samples = EpisodeSamples(self.ring, lambda: self.topology.agents, partial(self.warn, self.role),
                                       self.write_or_wait, self._sides())
         self.tasks: set[asyncio.Task[None]] = set()
@@ -63,20 +66,39 @@ class EpisodeHolder(Actor):
         self._passed = asyncio.Event()  # set at the end of the next pass
         self.loop = asyncio.new_event_loop()
 
-    def _attached(self) -> Ring:
-        calls = Ring.attach(self.paths.calls_name, calls=True)
-        calls.register(self.role, self.name)
-        return calls
+    def _topologies(self) -> list[Topology]:
+        """Those of all models, the lead first."""
+        run = self.topology
+        return [run, *(run.of(tag) for tag in run.tags if tag not in ("", run.lead))]
+
+    def _player(self, topology: Topology) -> Player:
+        def attach() -> Ring:
+            calls = Ring.attach(self.topology.paths_of(topology.tag, self.paths).calls_name, calls=True)
+            calls.register(self.role, self.name)
+            return calls
+
+        return Player(topology, attach, partial(self.warn, self.role, kind="fresh turns"))
 
     def follow(self) -> None:
-        self.player.follow(self.topology)
+        for player, topology in zip(self.players, self._topologies()):
+            player.follow(topology)
 
     def _sides(self) -> Sides | None:
         """Where samples are claimed as sides of episodes; None where each is an episode."""
-        if len(self.seats) == 1:
+        if sum(seat.trained for seat in self.seats) == 1:
             return None
-        ledger = Ledger(self.ring, self.fates.view, self.topology.seats, self.topology.groups.size)
-        return Sides([ledger], self._plays_alone)
+        trained = [player.topology for player in self.players if not player.topology.frozen]
+        ledgers = [Ledger(*self._ledger_of(own), own.seats, self.topology.groups.size) for own in trained]
+        return Sides(ledgers, self._plays_alone)
+
+    def _ledger_of(self, topology: Topology) -> tuple[Ring, Callable[[], Bytes]]:
+        """The ring of a trained model, with an entry of this process, and its fates as they are now."""
+        if topology is self.topology:
+            return self.ring, self.fates.view
+        paths = self.topology.paths_of(topology.tag, self.paths)
+        ledger = capabilities.plug("several", "ledger").attach(topology, paths, self.role, self.name)
+        ledger.ring.set_ready()
+        return ledger.ring, ledger.fates.view
 
     def _plays_alone(self, sample: ClaimedSample) -> None:
         self.samples.counts["alone"] += 1
@@ -88,7 +110,9 @@ class EpisodeHolder(Actor):
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.CallTokens):
-            self.player.caller.tokens(message)
+            for player in self.players:
+                if player.topology.beside == m.model_of(message):
+                    player.caller.tokens(message)
 
     def run_passes(self) -> None:
         self.loop.run_until_complete(self._passes())
@@ -99,7 +123,9 @@ class EpisodeHolder(Actor):
         log.info("episodes by their ends: %s; calls by how they were rendered: %s; requests: %s", dict(samples.ends),
                  dict(self.renderer.counts), dict(samples.counts))
         self.loop.close()
-        self.player.calls.close()
+        for ring in [*(player.calls for player in self.players), *self.samples.rings]:
+            if ring is not self.ring:
+                ring.close()
 
     @abstractmethod
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -120,8 +146,12 @@ class EpisodeHolder(Actor):
 
     async def _passes(self) -> None:
         self.news = asyncio.Event()
-        watches = [RingWatch(self.ring, state, self.news.set) for state in (State.QUEUED, State.GENERATED)]
-        async with self.player.calling(self.bus.send), self.serving():
+        watches = [RingWatch(ring, state, self.news.set) for ring in self.samples.rings
+                   for state in (State.QUEUED, State.GENERATED)]
+        async with contextlib.AsyncExitStack() as calling:
+            for player in self.players:
+                await calling.enter_async_context(player.calling(self.bus.send))
+            await calling.enter_async_context(self.serving())
             for watch in watches:
                 watch.start()
             try:
@@ -167,7 +197,7 @@ class EpisodeHolder(Actor):
         """The models that clients over HTTP may call."""
         from busrl.agents.http import Card  # only here: aiohttp is optional
 
-        return [Card(seat, self.limits.context, self.renderer) for seat in self.seats]
+        return [Card(seat, player.limits.context, player.renderer) for seat, player in self.seats.items()]
 
     def strangers(self, text: str) -> None:
         """Warn of connections without a key."""
@@ -197,21 +227,21 @@ class EpisodeHolder(Actor):
         if len(self.seats) == 1:
             settings = self.player.settings(sample.line, limits)
             return self.player.episode(sample.number, partial(self._ask, sample), settings)
-        own, first, sides = OwnTime(self.topology.agents.parallel), self.seats[0], {**sample.siblings}
-        sides[sample.seat] = sample
-        others = [self._seated(sample, seat, salt, sides.get(seat.name), own=own)
-                  for salt, seat in enumerate(self.seats) if seat is not first]
-        return self._seated(sample, first, 0, sides.get(first.name), own=own, others=others)
+        own, (first, *others) = OwnTime(self.topology.agents.parallel), self.seats
+        sides = {**sample.siblings, sample.seat or first.name: sample}
+        more = [self._seated(sample, seat, salt, sides.get(seat.name), own=own) for salt, seat in enumerate(others, 1)]
+        return self._seated(sample, first, 0, sides.get(first.name), own=own, others=more)
 
     def _seated(self, sample: ClaimedSample, seat: Seat, salt: int, side: ClaimedSample | None, **more: Any) -> Episode:
         """A seat of the episode of this sample; `side`: the sample that records it, if there is one."""
-        line = (side or sample).line
+        player = self.seats[seat]
+        line = side.line if side else player.line_of(sample, seat)
 
         async def ask(call: Call) -> EngineAnswer:
-            return await self.player.ask(line, call, side)
+            return await player.ask(line, call, side)
 
-        settings = self.player.settings(line, salt=salt)
-        return self.player.episode(sample.number, ask, settings, seat=seat, **more)
+        settings = player.settings(line, salt=salt)
+        return player.episode(sample.number, ask, settings, seat=seat, **more)
 
     async def _ask(self, sample: ClaimedSample, call: Call) -> EngineAnswer:
         return await self.player.ask(sample.line, call, sample)
