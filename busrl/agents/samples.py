@@ -217,9 +217,13 @@ class EpisodeSamples:
                others: dict[str, Tree]) -> None:
         ring = self._ring(sample)
         keys = -(-len(joined_keys(trajectory.keys)) // 64) * 64  # a tensor begins at a multiple
-        transcript = one.tree.transcript(self._settings().transcript_bytes - keys, others)
         counted = {"read": sample.read, "computed": sample.computed, **one.counts}
         context = [counted.get(name, 0) for name in CONTEXT]
+        if sample.seat or sample.partner_tokens:
+            context += [sample.alone, sample.partner_tokens, sample.partner_age]
+        more = keys + 8 * (len(context) - len(CONTEXT))  # which a slot may have no room for beside
+        room = self._settings().transcript_bytes - more
+        transcript = one.tree.transcript(max(0, room), others)
         write_episode(ring, sample.slot, sample.word, trajectory, trajectory.text, worth.reward, transcript, context)
         try:
             write_parts(ring, sample.slot, sample.word, worth.parts)

@@ -61,6 +61,9 @@ class ClaimedSample:
     episode: int = -1  # the number that all sides have; -1: the uid
     read: int = 0  # ids that its calls read, in sum
     computed: int = 0  # those of them that no engine had in its prefix cache
+    alone: bool = False  # some sides of the episode are not claimed with it
+    partner_tokens: int = 0  # ids that the other seats drew,
+    partner_age: int = 0  # and the steps that their learners had made since the weights of each, in sum
 
     @property
     def uid(self) -> int:
@@ -74,6 +77,10 @@ class ClaimedSample:
     @property
     def validates(self) -> bool:
         return bool(self.line["cls"] == SampleClass.VALIDATE)
+
+    def answered_beside(self, tokens: int, age: int) -> None:
+        """Count ids that another seat drew, with weights so many steps old."""
+        self.partner_tokens, self.partner_age = self.partner_tokens + tokens, self.partner_age + age * tokens
 
     def ending(self) -> list[ClaimedSample]:
         """The sides in the order in which they end: this one last."""
@@ -188,6 +195,8 @@ class Sides:
                 if (sibling := _sibling(look, seat, sample.episode)) is not None:
                     sample.siblings[seat] = sibling
         if len(sample.siblings) < len(sides) - 1:
+            for side in sample.ending():
+                side.alone = True
             self._alone(sample)
 
 

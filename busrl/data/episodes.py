@@ -12,8 +12,8 @@
 | keys         | uint8        | optional: the key of each turn as UTF-8, "" for none, a newline between two        |
 | reward       | float64 [1+] | optional: what the episode returned, and the parts of it                           |
 | messages     | uint8        | optional, JSON: the messages of each sequence                                      |
-| context      | uint64 [5]   | optional, CONTEXT: ids that its calls read, ids of those that were computed, calls |
-|              |              | of unknown tools, calls with other sampling than the run's, refused calls          |
+| context      | uint64 [5+]  | optional, CONTEXT: ids that its calls read, ids of those that were computed, calls |
+|              |              | of unknown tools, calls with other sampling than the run's, refused calls; OF_SEATS |
 | text         | uint8        | the last turn's text                                                               |
 
 Pure: talks to nothing, and knows nothing of slots, engines, templates or clients.
@@ -36,6 +36,9 @@ Array = npt.NDArray[Any]
 SEQUENCE, BEGIN, END, FINISH, CALL, WAITED, GENERATED, FLAGS = COLUMNS = range(8)
 TRAINED = 1  # a flag
 CONTEXT = ("read", "computed", "unparsed", "overridden", "refused")
+# Of an episode of several seats these follow: whether sides are played without this one or it without them, ids that
+# the other seats drew, and the steps that their learners had made since the weights of each, in sum.
+OF_SEATS = ("alone", "partner_tokens", "partner_age")
 TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
     "ids": (np.int32, 1), "seqs": (np.int32, 1), "turns": (np.int32, 2), "logprobs": (np.float32, 1),
     "versions": (np.uint32, 1), "turn_rewards": (np.float32, 1), "reward": (np.float64, 1), "messages": (np.uint8, 1),

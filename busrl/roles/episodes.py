@@ -28,6 +28,7 @@ from busrl.data.episodes import (
     FLAGS,
     GENERATED,
     NEEDED,
+    OF_SEATS,
     SEQUENCE,
     TRAINED,
     TYPES,
@@ -187,7 +188,7 @@ def context_of(ring: Ring, slot: int) -> Counter[str]:
     with contextlib.suppress(BadTensor):
         numbers = _optional(ring, slot, "context")
         if numbers is not None:
-            return Counter(dict(zip(CONTEXT, map(int, numbers))))
+            return Counter(dict(zip((*CONTEXT, *OF_SEATS), map(int, numbers))))
     return Counter()
 
 

@@ -37,6 +37,7 @@ from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
 from busrl.ring.calls import RingWatch
 from busrl.roles.actor import Actor, ring_bells
+from busrl.states import HeaderWord
 from busrl.system.files import replace
 from busrl.topology import Topology
 from busrl.topology.rewards import RETURNED
@@ -58,6 +59,7 @@ class EpisodeHolder(Actor):
         self.players = [self._player(topology) for topology in self._topologies()]
         self.player = self.players[0]
         self.renderer, self.limits = self.player.renderer, self.player.limits
+        self._learners = {self.topology.tag: self.ring}
         self.seats = {seat: player for player in self.players for seat in player.seats}
         self.samples = EpisodeSamples(self.ring, lambda: self.topology.agents, partial(self.warn, self.role),
                                       self.write_or_wait, self._sides())
@@ -98,7 +100,14 @@ class EpisodeHolder(Actor):
         paths = self.topology.paths_of(topology.tag, self.paths)
         ledger = capabilities.plug("several", "ledger").attach(topology, paths, self.role, self.name)
         ledger.ring.set_ready()
+        self._learners[topology.tag] = ledger.ring
         return ledger.ring, ledger.fates.view
+
+    def _step_of(self, tag: str) -> int:
+        """The steps of the learner whose weights a model has: its own, or the one that it follows; 0 if nobody's."""
+        followed = {row.tag: row.follow.model for row in self.topology.models}
+        ring = self._learners.get(followed.get(tag) or tag)
+        return ring.header(HeaderWord.STEP) if ring else 0
 
     def _plays_alone(self, sample: ClaimedSample) -> None:
         self.samples.counts["alone"] += 1
@@ -234,11 +243,14 @@ class EpisodeHolder(Actor):
 
     def _seated(self, sample: ClaimedSample, seat: Seat, salt: int, side: ClaimedSample | None, **more: Any) -> Episode:
         """A seat of the episode of this sample; `side`: the sample that records it, if there is one."""
-        player = self.seats[seat]
+        player, partners = self.seats[seat], [other for other in sample.ending() if other is not side]
         line = side.line if side else player.line_of(sample, seat)
 
         async def ask(call: Call) -> EngineAnswer:
-            return await player.ask(line, call, side)
+            answer = await player.ask(line, call, side)
+            for other in partners:
+                other.answered_beside(len(answer.ids), max(0, self._step_of(seat.tag) - answer.step))
+            return answer
 
         settings = player.settings(line, salt=salt)
         return player.episode(sample.number, ask, settings, seat=seat, **more)

@@ -277,6 +277,8 @@ class StepMetrics:
             per_trained = computed / max(1, row["tokens"])
             row["episodes"] |= {"prefix_hit_share": 1 - computed / read, "computed_per_trained": per_trained}
             row["episodes"] |= {name: self._context[name] for name in ("unparsed", "overridden", "refused")}
+        if drawn := self._context["partner_tokens"]:
+            row["episodes"] |= {"partner_age": self._context["partner_age"] / drawn, "alone": self._context["alone"]}
         if skips := newest_skips(self._skips):
             row["left_out"], row["resting"] = skips.left_out, skips.resting
         if self.user_metrics is not None and (figures := self.user_metrics.measure(record.samples, row)):
