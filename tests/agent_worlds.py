@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from busrl.agents.episode import Call, EngineAnswer, Episode, Settings
+from busrl.agents.episode import Call, EngineAnswer, Episode, OwnTime, Settings
 from busrl.agents.parsers import MessageMaker, hermes, parser_of
 from busrl.agents.renderer import Renderer
+from busrl.agents.seats import Seat
 from busrl.agents.tree import Tree, Turn
 from busrl.data.chat import LightTokenizer
 from busrl.data.episodes import EpisodeLimits
@@ -326,3 +327,20 @@ def of(chat: Renderer, texts: list[str] | None = None, clock: Any = None, **how:
     episode = Episode(5, engine, chat, MessageMaker(hermes), settings, **more)
     engine.world.tree = episode.tree
     return episode, engine
+
+
+class Table:
+    """An episode of these seats, each with an engine of its own."""
+
+    def __init__(self, chat: Renderer, seats: Sequence[Seat], **how: Any) -> None:
+        self.engines, own = {seat.name: Engine(chat) for seat in seats}, OwnTime(how.pop("parallel", 8))
+        parts = [
+            Episode(5, self.engines[seat.name], chat, MessageMaker(hermes), Settings(50, salt=salt, **how), seat=seat,
+                    own=own) for salt, seat in enumerate(seats) if salt
+        ]
+        first = self.engines[seats[0].name]
+        self.episode = Episode(5, first, chat, MessageMaker(hermes), Settings(50, **how), seat=seats[0], own=own,
+                               others=parts)
+
+    def drawn(self) -> dict[str, int]:
+        return {name: len(one.tree.turns) for name, one in self.episode.seats.items()}

@@ -12,17 +12,16 @@ import agent_worlds as worlds
 import aiohttp
 import msgspec
 import pytest
-from agent_worlds import Engine
+from agent_worlds import Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from busrl.agents import openai as bodies
 from busrl.agents.child import EpisodeSetup
-from busrl.agents.episode import Episode, OwnTime, Settings
+from busrl.agents.episode import Episode
 from busrl.agents.http import Card, EndBody, EpisodeServer
 from busrl.agents.llm import ChatRequest, CompleteRequest
-from busrl.agents.parsers import MessageMaker, none
 from busrl.agents.pool import Children
 from busrl.agents.pool import verdict_of as verdict_of_program
 from busrl.agents.renderer import Renderer
@@ -56,23 +55,6 @@ def waiting(task, llm):
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return worlds.renderer(tmp_path_factory.mktemp("model"), "qwen2_5")
-
-
-class Table:
-    """An episode of these seats, each with an engine of its own."""
-
-    def __init__(self, chat: Renderer, seats: list[Seat] = SEATS, **how: Any) -> None:
-        self.engines, own = {seat.name: Engine(chat) for seat in seats}, OwnTime(how.pop("parallel", 8))
-        parts = [
-            Episode(5, self.engines[seat.name], chat, MessageMaker(none), Settings(50, salt=salt, **how), seat=seat,
-                    own=own) for salt, seat in enumerate(seats) if salt
-        ]
-        first = self.engines[seats[0].name]
-        self.episode = Episode(5, first, chat, MessageMaker(none), Settings(50, **how), seat=seats[0], own=own,
-                               others=parts)
-
-    def drawn(self) -> dict[str, int]:
-        return {name: len(one.tree.turns) for name, one in self.episode.seats.items()}
 
 
 # -- names and rewards -----
@@ -180,7 +162,7 @@ def test_all_seats_share_the_calls_at_once_and_the_episodes_own_time(chat: Rende
 
 def test_the_end_of_an_episode_cancels_the_calls_of_all_seats(chat: Renderer) -> None:
     async def run() -> None:
-        table = Table(chat)
+        table = Table(chat, SEATS)
         table.engines["judge"].open.clear()
         asked = asyncio.ensure_future(table.episode.seats["judge"].answer_once(b"", False, CompleteRequest("Q?")))
         while not table.engines["judge"].running:
@@ -194,7 +176,7 @@ def test_the_end_of_an_episode_cancels_the_calls_of_all_seats(chat: Renderer) ->
 
 def test_what_seats_said_that_are_not_recorded_follows_under_their_names(chat: Renderer) -> None:
     async def run() -> Table:
-        table = Table(chat)
+        table = Table(chat, SEATS)
         for name, text in (("solver", "Mine?"), ("old", "Theirs?")):
             request = ChatRequest([json.dumps({"role": "user", "content": text}).encode()])  # type: ignore[list-item]
             delivery, _ = await table.episode.seats[name].answer(request)
@@ -217,7 +199,7 @@ def test_what_seats_said_that_are_not_recorded_follows_under_their_names(chat: R
 def played(chat: Renderer, folder: Path, function: str = "episode", **task: Any) -> tuple[Any, Table]:
     """The end of an episode in a child, and its seats."""
     (folder / "seats.py").write_text(CODE)
-    table = Table(chat)
+    table = Table(chat, SEATS)
 
     async def run() -> Any:
         children = Children(EpisodeSetup(f"seats.py:{function}", str(folder)), 1, 60.0)
@@ -275,7 +257,7 @@ def test_a_request_is_for_the_seat_of_its_model_or_key(own: str, model: str) -> 
 
 def over_http(chat: Renderer, work: Callable[[Table, EpisodeServer, aiohttp.ClientSession], Any]) -> None:
     async def run() -> None:
-        table, cards = Table(chat), [Card(seat, 4096, chat) for seat in SEATS]
+        table, cards = Table(chat, SEATS), [Card(seat, 4096, chat) for seat in SEATS]
         async with EpisodeServer(4096, chat, "override", cards=cards) as door, aiohttp.ClientSession() as session:
             door.open(table.episode)
             await work(table, door, session)
@@ -320,7 +302,7 @@ def test_clients_choose_the_seat_by_model_or_by_key(chat: Renderer) -> None:
 def judged(chat: Renderer, body: dict[str, Any]) -> Any:
     """What `/end` makes of a body, for an episode in which solver and judge made a call."""
     async def run() -> Any:
-        table = Table(chat)
+        table = Table(chat, SEATS)
         for name in ("solver", "judge"):
             delivery, _ = await table.episode.seats[name].answer(CompleteRequest("Q?"))
             delivery.delivered()
@@ -371,7 +353,7 @@ ends = st.dictionaries(fields, anything | st.dictionaries(names, anything, max_s
 def asked(chat: Renderer) -> Episode:
     """An episode in which solver and judge made a call."""
     async def run() -> Episode:
-        table = Table(chat)
+        table = Table(chat, SEATS)
         for name in ("solver", "judge"):
             delivery, _ = await table.episode.seats[name].answer(CompleteRequest("Q?"))
             delivery.delivered()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -16,9 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from side_scene import LAYOUTS, SEATS, SIZE, Scene
 
 from busrl.agents.sides import ClaimedSample, Ledger, Sides, past
-from busrl.ring import Fates, Ring, State
+from busrl.ring import Ring, State
 from busrl.states import (
     ACCIDENTS,
     RULES,
@@ -26,13 +26,11 @@ from busrl.states import (
     Fate,
     HeaderWord,
     RunPhase,
-    SampleClass,
     episode_of,
     side_of,
-    uid_of,
 )
 
-SEATS, SIZE, PATIENCE_S = ("first", "second", "third"), 2, 60.0
+PATIENCE_S = 60.0
 PROGRAM = Path(__file__).with_name("side_holder.py")
 
 
@@ -67,81 +65,6 @@ def test_a_lead_sample_is_past_as_the_rule_says(
 
 
 # -- claims in a ring -----
-
-
-class Book:
-    """A ring with its fates, and what scheduler, learner and keeper do there."""
-
-    def __init__(self, folder: Path, number: int, seats: tuple[str, ...], slots: int = 64) -> None:
-        self.seats, self.name = seats, f"busrl.test.{os.getpid()}.sides{number}"
-        self.ring = Ring.create(self.name, slots=slots, slot_bytes=256, processes=64, uuid=b"s" * 16)
-        self.ring.register("scheduler", "test")
-        self.fates = Fates(str(folder / f"fates{number}.bin"), create=True)
-        self.ring.bind_fates(self.fates, Fates(str(folder / f"fates{number}.validate.bin"), create=True))
-        self.ledger = Ledger(self.ring, self.fates.view, seats, SIZE)
-
-    def uid(self, draw: int, seat: str, member: int = 0, attempt: int = 0) -> int:
-        return uid_of(draw * len(self.seats) + self.seats.index(seat), attempt, member, SIZE)
-
-    def queue(self, uid: int) -> bool:
-        group = uid // (2 * SIZE)
-        return bool(self.ring.dispatch(
-            uid=uid, group=group, admission=group, member=uid % SIZE, group_size=SIZE, cls=SampleClass.TRAIN,
-            task=b"{}", prompt_crc=1, priority=-group, max_new_tokens=8, temperature=1.0))
-
-    def work(self) -> None:
-        """What rewards, learner and keeper do in a pass."""
-        for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=64):
-            self.ring.release(slot, word, State.REWARDED)
-        for slot, word in self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=64):
-            self.ring.finish(slot, word, Fate.TRAINED)
-        self.ring.reap()
-
-    def again(self, first_tries: list[int]) -> list[int]:
-        """The second tries of samples that ended by accident."""
-        codes = self.fates.view()
-        return [uid + SIZE for uid in first_tries
-                if uid + SIZE < len(codes) and codes[uid] in ACCIDENTS and not codes[uid + SIZE]]
-
-    def ended(self, first_tries: list[int]) -> bool:
-        codes = self.fates.view()
-        if len(codes) <= max(first_tries) + SIZE:
-            return False
-        return all(int(codes[uid + SIZE if codes[uid] in ACCIDENTS else uid]) in TERMINAL for uid in first_tries)
-
-    def close(self) -> None:
-        self.ring.close()
-        Ring.unlink(self.name)
-
-
-class Scene:
-    """Ledgers by their seats, and a holder in this process."""
-
-    def __init__(self, folder: Path, *seats: tuple[str, ...]) -> None:
-        self.books = [Book(folder, number, names) for number, names in enumerate(seats or [SEATS])]
-        self.ring, self.fates, self.uid = self.books[0].ring, self.books[0].fates, self.books[0].uid
-        self.alone = list[ClaimedSample]()
-        self.sides = Sides([book.ledger for book in self.books], self.alone.append)
-
-    def book(self, seat: str) -> Book:
-        return next(book for book in self.books if seat in book.seats)
-
-    def open(self, draw: int, *seats: str, attempt: int = 0, members: int = 1) -> None:
-        """Queue samples of a draw, those of the last seat first."""
-        for seat in reversed(seats or SEATS):
-            for member in range(members):
-                book = self.book(seat)
-                assert book.queue(book.uid(draw, seat, member, attempt))
-
-    def taken(self, most: int = 64) -> list[list[str]]:
-        return [[sample.seat, *sample.siblings] for sample in self.sides.take(most)]
-
-    def close(self) -> None:
-        for book in self.books:
-            book.close()
-
-
-LAYOUTS = {"one ledger": (SEATS,), "two": (("first",), ("second", "third")), "three": tuple((seat,) for seat in SEATS)}
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -246,8 +169,7 @@ def test_siblings_of_a_closed_group_come_alone(scene: Scene) -> None:
 
 def test_a_finished_ledger_gives_samples_of_validation_alone(scene: Scene) -> None:
     scene.open(0)
-    scene.ring.dispatch(uid=(1 << 62) | 7, group=7, admission=0, member=0, group_size=1, cls=SampleClass.VALIDATE,
-                        task=b"{}", prompt_crc=1, priority=1 << 20, max_new_tokens=8, temperature=1.0)
+    scene.validate(7)
     for book in scene.books:
         book.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
     (sample,) = scene.sides.take(9)

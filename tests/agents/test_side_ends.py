@@ -1,0 +1,248 @@
+"""Ends of episodes of several sides: each slot gets the turns, reward and end of its seat, the lead's last."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import agent_worlds as worlds
+import pytest
+from agent_worlds import Table
+from side_scene import LAYOUTS, SEATS, SIZE, Scene
+
+from busrl.agents.llm import CompleteRequest, Ended
+from busrl.agents.renderer import Renderer
+from busrl.agents.samples import EpisodeSamples
+from busrl.agents.seats import Seat, Worth
+from busrl.agents.sides import ClaimedSample, Ledger, Sides
+from busrl.errors import CallUnanswered, SlotTooSmall
+from busrl.ring import Ring, State
+from busrl.roles.answers import read_parts
+from busrl.roles.episodes import context_of, messages_of, read_episode, reward_of
+from busrl.states import VALIDATE_BIT, Fate
+from busrl.topology.schema import Agents
+
+PLACES = [*(Seat(name) for name in SEATS), Seat("old", "old", trained=False)]
+EACH = {"first": Worth(1.0), "second": Worth(0.5, {"right": 0.75, "long": -0.25}), "third": Worth(0.0)}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return worlds.renderer(tmp_path_factory.mktemp("model"), "qwen2_5")
+
+
+class WatchedRing:
+    """A ring that notes what is done to its slots, and has no room in some of them."""
+
+    def __init__(self, ring: Ring, done: list[tuple[str, int]], full: set[int]) -> None:
+        self.ring, self.done, self.full = ring, done, full
+
+    def put(self, slot: int, *values: Any) -> None:
+        uid = int(self.ring.line(slot)["uid"])
+        if uid in self.full:
+            raise SlotTooSmall(f"slot {slot} is full")
+        self.ring.put(slot, *values)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.ring, name)
+        if name not in ("commit_segment", "drop", "release"):
+            return method
+
+        def noted(slot: int, *values: Any) -> Any:
+            self.done.append((name, int(self.ring.line(slot)["uid"])))
+            return method(slot, *values)
+
+        return noted
+
+
+class Holder(Scene):
+    """A holder of episodes that were queued whole, and of the trees of their seats."""
+
+    def __init__(self, folder: Path, layout: str, chat: Renderer) -> None:
+        super().__init__(folder, *LAYOUTS[layout], slot_bytes=8192)
+        self.chat, self.done, self.full = chat, list[tuple[str, int]](), set[int]()
+        self.warned, self.stops = list[str](), False
+        rings: list[Any] = [WatchedRing(book.ring, self.done, self.full) for book in self.books]
+        ledgers = [Ledger(ring, book.fates.view, book.seats, SIZE) for ring, book in zip(rings, self.books)]
+        self.settings = Agents(failure_reward=-1.0)
+        self.samples = EpisodeSamples(rings[0], lambda: self.settings, self.warn, self.write,
+                                      Sides(ledgers, self.alone.append))
+
+    def warn(self, text: str, *_: Any, **__: Any) -> None:
+        self.warned.append(text)
+
+    def write(self, what: str, work: Callable[[], None]) -> bool:
+        if not self.stops:
+            work()
+        return not self.stops
+
+    def claimed(self, *seats: str) -> ClaimedSample:
+        self.open(0, *seats)
+        (sample,) = self.samples.take(1)
+        return sample
+
+    def played(self, *spoke: str) -> Table:
+        """Calls of these seats, one of each."""
+        table = Table(self.chat, PLACES)
+
+        async def play() -> None:
+            for name in spoke:
+                delivery, _ = await table.episode.seats[name].answer(CompleteRequest(f"{name}?"))
+                delivery.delivered()
+
+        asyncio.run(play())
+        return table
+
+    def state_of(self, seat: str) -> tuple[str, str]:
+        """The state of a seat's slot and the letter of its fate."""
+        book = self.book(seat)
+        uid = book.uid(0, seat)
+        states = [State(int(line["state"])).name for line in book.ring.lines() if int(line["uid"]) == uid]
+        fate = Fate(int(book.fates.view()[uid]))
+        return next((state for state in states if state != "FREE"), "FREE"), fate.letter
+
+    def slot_of(self, seat: str) -> tuple[Ring, int]:
+        book = self.book(seat)
+        lines = book.ring.lines()
+        return book.ring, next(slot for slot in range(len(lines)) if int(lines["uid"][slot]) == book.uid(0, seat))
+
+    def order(self) -> list[tuple[str, str]]:
+        uids = {(book.uid(0, seat), name): seat for book in self.books for seat in book.seats
+                for name in ("commit_segment", "drop", "release")}
+        return [(name, uids[uid, name]) for name, uid in self.done]
+
+
+@pytest.fixture(params=LAYOUTS)
+def holder(tmp_path: Path, chat: Renderer, request: Any) -> Iterator[Holder]:
+    made = Holder(tmp_path, request.param, chat)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def in_one(tmp_path: Path, chat: Renderer) -> Iterator[Holder]:
+    """All seats in one ledger, where uids alone tell them apart."""
+    made = Holder(tmp_path, "one ledger", chat)
+    yield made
+    made.close()
+
+
+def test_each_slot_gets_the_turns_and_the_reward_of_its_seat(holder: Holder) -> None:
+    sample, table = holder.claimed(), holder.played(*SEATS, "old")
+    assert holder.samples.settle(sample, Ended("returned", seats=EACH), table.episode) == ""
+    for name in SEATS:
+        ring, slot = holder.slot_of(name)
+        assert holder.state_of(name) == ("GENERATED", "D")
+        episode, tree = read_episode(ring, slot), table.episode.seats[name].tree
+        assert episode is not None and episode.ids.tolist() == tree.turns[0].path_ids.tolist()
+        assert reward_of(ring, slot) == (EACH[name].reward, [])
+        assert read_parts(ring, slot) == EACH[name].parts
+        said = [message.get("seat", "") for sequence in messages_of(ring, slot) for message in sequence]
+        assert said == (["", "old"] if name == "first" else [""]), "what is recorded nowhere else follows the lead's"
+    assert holder.samples.room == holder.settings.episodes and not holder.warned
+
+
+def test_sides_end_in_order_and_nothing_is_written_before(in_one: Holder) -> None:
+    sample, table = in_one.claimed(), in_one.played(*SEATS)
+    assert not in_one.done
+    in_one.samples.settle(sample, Ended("returned", 0.5), table.episode)
+    assert in_one.order() == [("commit_segment", seat) for seat in ("third", "second", "first")]
+
+
+def test_a_seat_without_a_call_is_not_used(holder: Holder) -> None:
+    sample, table = holder.claimed(), holder.played("first", "third")
+    assert holder.samples.settle(sample, Ended("returned", seats={"first": Worth(1.0), "third": Worth()}),
+                                 table.episode) == ""
+    assert [holder.state_of(name) for name in SEATS] == [("GENERATED", "D"), ("FREE", "u"), ("GENERATED", "D")]
+    assert not holder.warned and holder.samples.ends["unused"] == 1
+
+
+def test_what_only_other_seats_said_uses_none_of_the_trained_ones(holder: Holder) -> None:
+    sample, table = holder.claimed(), holder.played("old")
+    holder.samples.settle(sample, Ended("returned", 1.0), table.episode)
+    assert {holder.state_of(name) for name in SEATS} == {("FREE", "u")}
+
+
+@pytest.mark.parametrize("ended, spoke, fate, text", [
+    (Ended("raised", text="a fault"), SEATS, "R", "its episode raised: a fault"),
+    (Ended("hung"), ("first",), "H", "hung"), (Ended("crashed"), (), "P", "crashed"),
+    (Ended("returned", 1.0), (), "M", "without a model call"),
+    (Ended("returned", seats={"first": Worth(1.0)}), ("first", "second"), "M", "second made calls and got no reward"),
+    (Ended("returned", seats={"nobody": Worth(1.0)}), ("first",), "M", "'nobody', which is no seat"),
+])
+def test_an_episode_without_a_good_end_drops_all_its_sides(
+    holder: Holder, ended: Ended, spoke: tuple[str, ...], fate: str, text: str
+) -> None:
+    sample = holder.claimed()
+    assert text in holder.samples.settle(sample, ended, holder.played(*spoke).episode)
+    assert {holder.state_of(name) for name in SEATS} == {("FREE", fate)}
+    assert len(holder.warned) == 1 and holder.samples.room == holder.settings.episodes
+
+
+def test_a_budget_that_is_used_up_fails_every_seat_that_spoke(holder: Holder) -> None:
+    sample = holder.claimed()
+    holder.samples.settle(sample, Ended("used_up"), holder.played("first", "second").episode)
+    assert [holder.state_of(name)[1] for name in SEATS] == ["D", "D", "u"]
+    assert [reward_of(*holder.slot_of(name)) for name in SEATS[:2]] == [(-1.0, [])] * 2
+
+
+@pytest.mark.parametrize("seat", SEATS)
+def test_a_side_that_does_not_fit_is_dropped_alone(in_one: Holder, seat: str) -> None:
+    sample, table = in_one.claimed(), in_one.played(*SEATS)
+    in_one.full.add(in_one.uid(0, seat))
+    fault = in_one.samples.settle(sample, Ended("returned", 1.0), table.episode)
+    assert bool(fault) == (seat == "first") and "does not fit" in in_one.warned[0]
+    for name in SEATS:
+        assert in_one.state_of(name) == (("FREE", "M") if name == seat else ("GENERATED", "D"))
+
+
+def test_an_orphan_is_recorded_alone_with_what_the_others_said(holder: Holder) -> None:
+    sample = holder.claimed()
+    holder.samples.settle(sample, Ended("returned", 1.0), holder.played("first", "second", "third").episode)
+    book = holder.book("second")
+    book.work()
+    assert book.queue(book.uid(1, "second", attempt=1))
+    (orphan,) = holder.samples.take(1)
+    table = holder.played("first", "second", "old")
+    orphan.answered_beside(5, 3)
+    assert holder.samples.settle(orphan, Ended("returned", seats=EACH), table.episode) == ""
+    said = [message.get("seat", "") for sequence in messages_of(book.ring, orphan.slot) for message in sequence]
+    assert said == ["", "first", "old"] and reward_of(book.ring, orphan.slot) == (0.5, [])
+    counts = context_of(book.ring, orphan.slot)
+    assert (counts["alone"], counts["partner_tokens"], counts["partner_age"]) == (1, 5, 15)
+
+
+def test_sides_that_are_left_at_a_stop_go_back(in_one: Holder) -> None:
+    sample, table = in_one.claimed(), in_one.played("first", "second")
+    in_one.stops = True
+    in_one.samples.settle(sample, Ended("returned", 1.0), table.episode)
+    assert in_one.order() == [("drop", "third")] and not in_one.warned
+    in_one.samples.give_back_all()
+    assert in_one.order()[1:] == [("release", "second"), ("release", "first")], "nobody finds the lead without it"
+    assert [in_one.state_of(name)[0] for name in SEATS] == ["QUEUED", "QUEUED", "FREE"]
+
+
+def test_unanswered_calls_end_all_sides_the_third_time(holder: Holder) -> None:
+    sample = holder.claimed()
+    for _ in range(2):
+        holder.samples.begin_again(sample, CallUnanswered("late", "no engine"))
+        assert {holder.state_of(name) for name in SEATS} == {("QUEUED", "D")}
+        (sample,) = holder.samples.take(1)
+        assert [sample.seat, *sample.siblings] == [*SEATS]
+    holder.samples.begin_again(sample, CallUnanswered("late", "no engine"))
+    assert {holder.state_of(name) for name in SEATS} == {("FREE", "R")}
+
+
+def test_validation_records_the_lead_and_the_rewards_of_the_others_as_parts(holder: Holder) -> None:
+    holder.validate(7)
+    (sample,) = holder.samples.take(1)
+    table = holder.played(*SEATS)
+    holder.samples.settle(sample, Ended("returned", seats={**EACH, "old": Worth(0.125)}), table.episode)
+    lines = holder.ring.lines()
+    (slot,) = [slot for slot in range(len(lines)) if int(lines["uid"][slot]) == VALIDATE_BIT | 7]
+    assert reward_of(holder.ring, slot) == (1.0, [])
+    assert read_parts(holder.ring, slot) == {"second": 0.5, "third": 0.0, "old": 0.125}
+    assert json.loads(table.episode.tree.transcript(1 << 16)) == messages_of(holder.ring, slot)[:1]
