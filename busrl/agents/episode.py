@@ -242,6 +242,15 @@ class Episode:
         """The seats whose calls got an answer that is kept."""
         return {name for name, one in self.seats.items() if any(turn.kept for turn in one.tree.turns)}
 
+    def partner_versions(self) -> dict[str, list[int]]:
+        """The versions of other models than the first seat's that answered, by their tags."""
+        versions: dict[str, set[int]] = {}
+        for one in self.seats.values():
+            if one.seat.tag != self.seat.tag:
+                found = versions.setdefault(one.seat.tag, set())
+                found.update(*(turn.versions.tolist() for turn in one.tree.turns))
+        return {tag: sorted(found) for tag, found in versions.items() if found}
+
     def on_unanswered(self, listener: Callable[[CallUnanswered], None]) -> None:
         """Set the function that is called when engines leave a call unanswered."""
         self._on_unanswered = listener

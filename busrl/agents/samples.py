@@ -30,7 +30,7 @@ from busrl.rewards.base import MalformedReward
 from busrl.ring import Ring, State, seq_of
 from busrl.roles.actor import Doorbell
 from busrl.roles.answers import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
-from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
+from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode, write_partners
 from busrl.states import REWARD_FATES, Fate, shown_uid
 from busrl.topology.schema import Agents
 
@@ -126,6 +126,8 @@ class EpisodeSamples:
             return self.drop(sample, Fate.MALFORMED, f"its episode malformed: {problem}")
         if sample.validates:
             worth = {name: _with_others(name, own, ended.seats) for name, own in worth.items()}
+            if versions := episode.partner_versions():
+                write_partners(self._ring(sample), sample.slot, sample.word, versions)
         return self._settle_sides(sample, worth, episode)
 
     def _settle_sides(self, sample: ClaimedSample, worth: dict[str, Worth], episode: Episode) -> str:

@@ -101,6 +101,12 @@ def commit_episode(ring: Ring, slot: int, word: int, episode: EpisodeArrays, mad
                            status="generated")
 
 
+def write_partners(ring: Ring, slot: int, word: int, versions: Mapping[str, Sequence[int]]) -> None:
+    """Write the versions of other models that answered in an episode of validation, by their tags, for people."""
+    with contextlib.suppress(SlotTooSmall):
+        ring.put(slot, word, "partners", np.frombuffer(msgspec.json.encode(versions), np.uint8), 0)
+
+
 # -- reading -----
 
 
@@ -181,6 +187,14 @@ def last_call(ring: Ring, slot: int) -> dict[str, Array] | None:
         "prompt_ids": path[: row[BEGIN]], "tokens": path[row[BEGIN] :], "logprobs": episode.logprobs[sampled],
         "versions": episode.versions[sampled],
     }
+
+
+def partners_of(ring: Ring, slot: int) -> dict[str, list[int]]:
+    """The versions of other models, by their tags; empty where there are none that can be read."""
+    with contextlib.suppress(BadTensor, NoSuchTensor, msgspec.DecodeError):
+        data = read_as(ring, slot, "partners", 0, np.dtype(np.uint8))
+        return msgspec.json.decode(data.tobytes(), type=dict[str, list[int]])
+    return {}
 
 
 def context_of(ring: Ring, slot: int) -> Counter[str]:

@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from busrl.ring import Ring, State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
+from busrl.roles.episodes import partners_of
 from busrl.scheduling.plan import due as due_by
 from busrl.scheduling.trigger import Rounds
 from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass, shown_uid
@@ -69,6 +70,7 @@ class Result(msgspec.Struct, frozen=True):
     set: str = ""
     line: int = -1  # of the set's file, from 0; not there in logs of before
     answer: str | None = None  # what the reward took from its text, where answers of a prompt are compared
+    others: dict[str, list[int]] | msgspec.UnsetType = msgspec.UNSET  # versions of other models, by their tags
 
 
 # -- which round ------------------------------------------------------------------------------------------------------
@@ -389,6 +391,7 @@ class Validator(Actor):
             uid=uid, round=(uid & ~VALIDATE_BIT) // self.answers, reward=float(line["reward"]),
             version=int(versions.max()), oldest=int(versions.min()), tokens=int(line["response_tokens"]),
             parts=read_parts(self.ring, slot), set=measured.spec.name, line=int(measured.lines[place]), answer=answer,
+            others=partners_of(self.ring, slot) or msgspec.UNSET,
         )
 
     def _append(self, result: Result, results: dict[int, Result]) -> bool:
@@ -451,7 +454,7 @@ class Validator(Actor):
             self.bus.send(m.ValidationDone(**fields))
             return
         figures = {name: value for name, value in record.items()
-                   if name.startswith("val/") and name != "val/parts" and value is not None}
+                   if name.startswith("val/") and name != "val/parts" and isinstance(value, (int, float))}
         self.bus.send(m.ValidationSetDone(**fields, set=measured.spec.name, figures=figures))
 
     def record_of(self, measured: MeasuredSet, number: int) -> dict[str, Any]:
@@ -467,7 +470,7 @@ class Validator(Actor):
             "version": versions[0] if versions else 0, "versions": versions, "mixed": len(versions) > 1,
             "time": round(time.time(), 3), "seconds": round(time.monotonic() - self.started, 3),
             "groups": measured.groups_done, "val/length": figures.mean("tokens"), "k": measured.spec.k,
-            **({"by": tagged} if tagged else {}),
+            **({"by": tagged} if tagged else {}), **_of_others(results),
         }
 
     def teardown(self) -> None:
@@ -479,6 +482,14 @@ def _in_slots(ring: Ring, uids: range) -> bool:
     lines = ring.lines()
     in_slots = lines["uid"][lines["state"] != State.FREE]
     return bool(((in_slots >= uids.start) & (in_slots < uids.stop)).any())
+
+
+def _of_others(results: Iterable[Result]) -> dict[str, list[int]]:
+    """The versions of other models that answered in a round."""
+    versions: dict[str, set[int]] = {}
+    for tag, found in (item for result in results for item in (result.others or {}).items()):
+        versions.setdefault(f"val/versions/{tag}", set()).update(found)
+    return {name: sorted(found) for name, found in versions.items()}
 
 
 def _short(answer: str | None) -> str | None:

@@ -21,7 +21,7 @@ from busrl.agents.sides import ClaimedSample, Ledger, Sides
 from busrl.errors import CallUnanswered, SlotTooSmall
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_parts
-from busrl.roles.episodes import context_of, messages_of, read_episode, reward_of
+from busrl.roles.episodes import context_of, messages_of, partners_of, read_episode, reward_of
 from busrl.states import VALIDATE_BIT, Fate
 from busrl.topology.schema import Agents
 
@@ -246,3 +246,8 @@ def test_validation_records_the_lead_and_the_rewards_of_the_others_as_parts(hold
     assert reward_of(holder.ring, slot) == (1.0, [])
     assert read_parts(holder.ring, slot) == {"second": 0.5, "third": 0.0, "old": 0.125}
     assert json.loads(table.episode.tree.transcript(1 << 16)) == messages_of(holder.ring, slot)[:1]
+    assert partners_of(holder.ring, slot) == {}, "no other model was asked"
+    holder.validate(8)
+    (sample,) = holder.samples.take(1)
+    holder.samples.settle(sample, Ended("returned", 1.0), holder.played("first", "old").episode)
+    assert partners_of(holder.ring, sample.slot) == {"old": [1]}
