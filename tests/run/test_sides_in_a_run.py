@@ -34,7 +34,7 @@ async def episode(task, llm):
     verdict = await llm["judge"].complete([*answer.ids, 1], max_tokens=4)
     older = await llm["old"].complete([*answer.ids, 1], max_tokens=4)
     assert llm["old"].version == 0 and not llm["old"].trained and older.ids
-    return {"solver": float(sum(answer.ids) % 3), "judge": float(sum(verdict.ids) % 2)}
+    return {"solver": float(llm.uid % 4), "judge": {"odd": float(llm.uid % 2), "read": 0.5 * len(verdict.ids) / 4}}
 '''
 
 
@@ -87,7 +87,7 @@ def test_a_solver_and_a_judge_learn_each_from_its_own_turns(tmp_path: Path, quic
         ids = [int(token) for token in memoryview(solved[number].token_ids).cast("i")][drawn[1] : drawn[2]]
         read = [int(token) for token in memoryview(judged[number].token_ids).cast("i")]
         assert read[: len(ids)] == ids, "the judge read what the solver drew in the same episode"
-        assert solved[number].reward == sum(ids) % 3 and judged[number].reward in (0.0, 1.0)
+        assert solved[number].reward == number % 4 and int(judged[number].reward) in (number % 2, 1)
     rows = read_lines(run.paths.samples)
     assert rows and any(message.get("seat") == "old" for row in rows for said in row["messages"] for message in said)
     assert all(row["episodes"]["partner_age"] >= 0 and not row["episodes"]["alone"] for row in run.metrics())
