@@ -67,6 +67,8 @@ class Progress:
 
     def handle(self, message: m.Message, now: float) -> list[str]:
         """Fold one message in; the lines that a person should read."""
+        if m.is_of_another_model(message, self.run.facts.beside):
+            return []
         if isinstance(message, m.LearnerStateUpdate) and not self._counts(message):
             return []
         if not isinstance(message, m.Error):  # `EventLog` records errors
