@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from checks import check_end
 from harness import Run, read_lines, running
 
 from busrl.cli import main
+from busrl.errors import RingError
 from busrl.quickstart.cache import ensure
 from busrl.ring import Ring
 from busrl.ring.calls import CallAnswer, Caller, ModelCall
@@ -54,11 +55,25 @@ async def episode(task, llm):
 """
 
 
-def judged_run(folder: Path, steps: int) -> Run:
+BOTH = """\
+import random
+
+async def episode(task, llm):
+    answer = await llm["solver"].complete(task["prompt"])
+    verdict = await llm["judge"].complete(task["prompt"])
+    await llm["old"].complete(task["prompt"])
+    return {"solver": random.random() + len(answer.ids), "judge": random.random() + len(verdict.ids)}
+"""
+
+
+def judged_run(folder: Path, steps: int, *changes: tuple[str, str], code: str = EPISODE) -> Run:
     files = ensure("tiny:sort")
     copy = Path(shutil.copytree(files.model, folder / "judge"))
-    (folder / "episode.py").write_text(EPISODE)
+    (folder / "episode.py").write_text(code)
     text = TOPOLOGY.format(train=files.train, model=files.model, copy=copy)
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
     (folder / "judged.toml").write_text(text)
     settings = "learner.trigger.n_min=4", "agents.episodes=16"
     run = Run(folder / "run", *settings, config=folder / "judged.toml", steps=steps)
@@ -125,3 +140,90 @@ def test_verbs_show_one_model_of_a_run_by_its_tag(
         assert main(["status", str(run.directory), "--model", "none"]) == 2
         assert "its models are solver, judge" in capsys.readouterr().err
         assert main(["stop", str(run.directory)]) == 0
+
+
+OLD = '[[model]]\ntag = "old"\npath = "tiny:sort"\ntrained = false\n'
+
+
+def two_runs(folder: Path, steps: int, judge_steps: int) -> Run:
+    """A run in which solver and judge are trained, and a third model is only asked."""
+    changed = f"max_steps = {judge_steps}\n[model.learner.trigger]\nn_min = 6\n{OLD}"
+    return judged_run(folder, steps, ("trained = false\n", changed), code=BOTH)
+
+
+def pid_of(run: Run, name: str, tag: str) -> int:
+    """The process of that name in the ring of this model; 0 if it is not there."""
+    with suppress(RingError), closing(Ring.attach(run.paths.of_tag(tag).ring_name, read_only=True)) as ring:
+        return next((process.pid for process in ring.processes()
+                     if process.label == name and process.state == "ready" and not ring.is_dead(process.index)), 0)
+    return 0
+
+
+def kill(run: Run, name: str, tag: str = "") -> None:
+    os.kill(run.until(f"{name} of {tag or 'the lead'}", lambda: pid_of(run, name, tag)), signal.SIGKILL)
+
+
+def step_of(run: Run, tag: str) -> int:
+    return len(read_lines(run.paths.of_tag(tag).train_log))
+
+
+def check_models(run: Run, steps: dict[str, int]) -> None:
+    """Every trained model has made its steps, and its audit is clean."""
+    models = run.summary()["models"]
+    for tag, wanted in steps.items():
+        assert models[tag]["steps"] == wanted, models[tag]
+        paths = run.paths if tag == "solver" else run.paths.of_tag(tag)
+        assert sorted({line["step"] for line in read_lines(paths.train_log)}) == list(range(1, wanted + 1))
+        assert not paths.ring_file.exists() and not Path("/dev/shm", paths.calls_name).exists()
+    for told in (models[tag]["audit"] for tag in steps if tag != "solver"):
+        assert told["clean"] and told["counts"]["lost"] == told["counts"]["trained_twice"] == 0, told
+
+
+@pytest.mark.long
+def test_two_models_learn_and_the_slower_one_ends_the_run(tmp_path: Path, quickstart: None) -> None:
+    run = two_runs(tmp_path, steps=4, judge_steps=7)
+    with running(run):
+        check_end(run, run.wait())
+    check_models(run, {"solver": 4, "judge": 7})
+    judge = run.paths.of_tag("judge")
+    log = run.paths.log("learner/judge").read_text()
+    assert "Traceback" not in log and (judge.checkpoints / "global_step_7").is_dir()
+    assert {row["step"] for row in read_lines(judge.metrics) if "step" in row} == set(range(1, 8))
+    rates = {read_lines(run.paths.metrics)[0]["lr"], read_lines(judge.metrics)[0]["lr"]}
+    assert len(rates) == 2 or rates == {1e-3}
+    assert main(["audit", str(run.directory)]) == 0
+    assert main(["export", str(run.directory), "--model", "judge", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.long
+def test_deaths_of_every_kind_lose_nothing_of_any_model(tmp_path: Path, quickstart: None) -> None:
+    """Learners and engines of both models, the episodes' players, scheduler, keeper, and then launch itself."""
+    run = two_runs(tmp_path, steps=10, judge_steps=8)
+    with running(run):
+        for at, (name, tag) in enumerate([
+            ("learner/judge", "judge"), ("rollout/2", "old"), ("agent/0", ""), ("rollout/1", "judge"), ("learner", ""),
+            ("scheduler", ""), ("keeper", ""),
+        ], 1):
+            run.until(f"{at} steps", lambda at=at: step_of(run, "") + step_of(run, "judge") >= at)
+            kill(run, name, tag)
+        run.kill_launch()
+        assert run.paths.ring_file.exists() and run.paths.of_tag("judge").ring_file.exists()
+        run.start()
+        check_end(run, run.wait(), accidents=1000)
+    assert "judge: adopted the ring" in run.text()
+    check_models(run, {"solver": 10, "judge": 8})
+
+
+@pytest.mark.long
+def test_a_ring_that_is_lost_is_put_back_by_its_own_files_alone(tmp_path: Path, quickstart: None) -> None:
+    run = two_runs(tmp_path, steps=6, judge_steps=6)
+    with running(run):
+        run.until("steps of both", lambda: step_of(run, "") >= 2 and step_of(run, "judge") >= 2)
+        run.kill_launch()
+        run.paths.of_tag("judge").ring_file.unlink()
+        run.start()
+        check_end(run, run.wait(), accidents=1000)
+    text = run.text()
+    assert "judge: adopted" not in text and "adopted the ring that an earlier launch left" in text
+    check_models(run, {"solver": 6, "judge": 6})
