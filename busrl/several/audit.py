@@ -121,7 +121,7 @@ def sides_of(folder: Path) -> Sides:
 
 
 def audit(run_dir: str | Path, waste: bool = False) -> Audited | None:
-    """What there is to say beside the lead's report; None for a run of one model with one seat."""
+    """The reports beside the lead's, and the unpaired episodes; None for a run of one model with one seat."""
     root = Path(run_dir).resolve()
     reports = audit_models(root)
     if not reports and read_terms(root).seats == 1:

@@ -47,14 +47,14 @@ def run(here: Path, loaded: Callable[..., Topology]) -> RunPaths:
     return paths
 
 
-def test_a_sample_of_a_seat_names_its_draw_its_prompt_and_its_sides(run: RunPaths) -> None:
+def test_a_sample_of_a_seat_names_draw_prompt_and_other_sides(run: RunPaths) -> None:
     text = history(run.root, str(uid_of(7, 0, 1, SIZE)))
     assert "draw 3, seat second, try 0, member 1 of 4" in text
     assert '3+3=' in text and "seat not used (set aside by rule)" in text
     assert f"side      first: uid {uid_of(6, 0, 1, SIZE)}, trained" in text
 
 
-def test_a_side_that_ended_by_accident_names_its_reroll_of_the_same_seat(run: RunPaths) -> None:
+def test_a_side_that_ended_by_accident_names_its_own_reroll(run: RunPaths) -> None:
     text = history(run.root, str(uid_of(7, 0, 2, SIZE)))
     assert f"re-roll   uid {uid_of(7, 1, 2, SIZE)} is not dispatched yet" in text
     assert f"side      first: uid {uid_of(6, 0, 2, SIZE)}, none" in text
