@@ -12,9 +12,9 @@ SEQS, TURNS = [7, 5], [0, 2, 4, 1, 0, 6, 7, 2, 1, 3, 5, 5]  # the second turn is
 
 def episode(**lies: object) -> dict[str, object]:
     """Twelve ids, of which five were sampled."""
-    five = {"logprobs": np.full(5, -1.0, "<f4").tobytes(), "versions": np.ones(5, "<u4").tobytes()}
+    five = {"logprobs": np.full(5, -1.0, "<f4").tobytes(), "versions": np.zeros(5, "<u4").tobytes()}
     whole = {"prompt_ids": b"", "token_ids": np.arange(12, dtype="<i4").tobytes(), "seqs": SEQS, "turns": TURNS}
-    return {**five, **whole, "version": 1, "step": 0, **lies}
+    return {**five, **whole, "version": 0, "step": 0, **lies}
 
 
 def test_an_episode_of_several_turns_and_sequences_is_no_broken_payload(run) -> None:
@@ -39,7 +39,7 @@ def test_an_episode_of_several_turns_and_sequences_is_no_broken_payload(run) -> 
         {"turns": [*TURNS[8:], *TURNS[:8]]},
         {"turns": [*TURNS[:8], 2, 3, 5, 5]},
         {"logprobs": np.full(6, -1.0, "<f4").tobytes()},
-        {"versions": np.ones(4, "<u4").tobytes()},
+        {"versions": np.zeros(4, "<u4").tobytes()},
         {"turn_rewards": [1.0]},
         {"keys": ["plan", "code"]},
     ],

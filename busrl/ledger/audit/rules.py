@@ -94,7 +94,7 @@ def check_versions(snapshot: Snapshot) -> Iterator[Finding]:
     """No token may be of a version that its model had not published when the record was made."""
     strangers = [
         sample.uid for step in snapshot.log for sample in step.samples
-        if sample.versions and int(np.frombuffer(sample.versions, "<u4").max()) > step.version
+        if sample.whole and sample.versions and int(np.frombuffer(sample.versions, "<u4").max()) > step.version
     ]
     yield error("foreign_version", strangers, "has tokens of a version that its model had not published")
 
