@@ -217,15 +217,16 @@ def _compared_beside(paths: RunPaths, topology: Topology, resume: bool, step: in
 def _opened_beside(run: OpenRun, tag: str, start: Start) -> OpenRun:
     """Write the files of a model beside the lead, and make or adopt its ring."""
     own, paths = run.topology.of(tag), run.paths.of_tag(tag)
-    opened_one = _served(paths, own, run) if own.frozen else opened(paths, own, run.lock, start, run.ring.uuid)
+    told = json.loads(run.written[run.paths.run_json])
+    opened_one = _served(paths, own, run, told) if own.frozen else opened(paths, own, run.lock, start, told)
     run.notes += [f"{tag}: {note}" for note in opened_one.notes]
     return opened_one
 
 
-def _served(paths: RunPaths, topology: Topology, run: OpenRun) -> OpenRun:
+def _served(paths: RunPaths, topology: Topology, run: OpenRun, told: dict[str, Any]) -> OpenRun:
     """A model that only serves: no sample is ever in its ring, which has its process table and header words alone."""
     _require_own(SHM / paths.ring_name)
-    written = write_files(paths, topology, run.ring.uuid, _read_json(paths.run_json))
+    written = write_files(paths, topology, run.ring.uuid, told)
     unlink_segments(paths.ring_name)
     ring, guard = _created(paths, topology, run.ring.uuid, 0)
     ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
@@ -343,11 +344,13 @@ def _holders(name: str) -> list[int]:
     return [pid for pid in others if Path(name) in files_of(pid)]
 
 
-def opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start, uuid: bytes = b"") -> OpenRun:
-    """Write the files of a start in a locked directory, and make or adopt its ring. `uuid`: the run's, where that is
-    not to be read or made here."""
-    before = _read_json(paths.run_json)
-    uuid = uuid or (_uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes)
+def opened(
+    paths: RunPaths, topology: Topology, lock: OfdLock, start: Start, told: dict[str, Any] | None = None
+) -> OpenRun:
+    """Write the files of a start in a locked directory, and make or adopt its ring. `told`: the run's run.json, where
+    this is the directory of a model beside the lead."""
+    before = told or _read_json(paths.run_json)
+    uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
     start.record(paths)  # before topology.json: its changes are on record even if this start is killed here
     written = write_files(paths, topology, uuid, before)
     fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))

@@ -49,8 +49,12 @@ def holder_of(paths: RunPaths) -> int | None:
 
 
 def summary_of(paths: RunPaths) -> dict[str, Any]:
-    """Summary of the newest start; empty before its end, or if its launch was killed and left an earlier one."""
+    """Summary of the newest start; empty before its end, or if its launch was killed and left an earlier one. That of a
+    model beside the lead has its own numbers in the place of the lead's."""
     summary = read_map(paths.summary)
+    if paths.run and summary:
+        own = as_map(as_map(summary.get("models")).get(paths.root.name))
+        summary = {**summary, "steps": 0, "version": 0, "audit": None, **own}
     ended, started = number(summary.get("ended")), number(read_map(paths.run_json).get("started"))
     return {} if ended is not None and started is not None and ended < started else summary
 

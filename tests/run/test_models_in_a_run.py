@@ -227,3 +227,18 @@ def test_a_ring_that_is_lost_is_put_back_by_its_own_files_alone(tmp_path: Path, 
     text = run.text()
     assert "judge: adopted" not in text and "adopted the ring that an earlier launch left" in text
     check_models(run, {"solver": 6, "judge": 6})
+
+
+@pytest.mark.long
+def test_a_model_whose_steps_are_made_is_frozen_and_the_others_go_on(tmp_path: Path, quickstart: None) -> None:
+    """Its learner ends at once in the next start, and its seat is played by its last version."""
+    run = two_runs(tmp_path, steps=8, judge_steps=50)
+    with running(run):
+        run.until("steps of both", lambda: step_of(run, "") >= 1 and step_of(run, "judge") >= 2)
+        run.kill_launch()
+        done = max(line["step"] for line in read_lines(run.paths.of_tag("judge").train_log))
+        run.settings.append(f"model.judge.max_steps={done}")
+        run.start()
+        check_end(run, run.wait(), accidents=1000)
+    check_models(run, {"solver": 8, "judge": done})
+    assert run.summary()["processes"]["rollout/1"]["restarts"] == 0

@@ -18,6 +18,7 @@ from busrl.paths import SHM
 from busrl.preflight.load import materialise
 from busrl.ring import Fates, Ring
 from busrl.states import Fate, HeaderWord, RunPhase
+from busrl.status.reader import summary_of
 from busrl.topology import Topology
 from busrl.topology.recorded import recorded
 
@@ -55,6 +56,7 @@ def test_every_model_has_a_ring_and_calls_and_a_frozen_one_little_else(tmp_path:
         assert recorded(judge.paths.topology) == judge.topology and recorded(run.paths.topology) == run.topology
         told = json.loads(old.paths.run_json.read_text())
         assert told["ring"] == old.paths.ring_name and told["calls"] == old.paths.calls_name
+        assert told["run_id"] == json.loads(run.paths.run_json.read_text())["run_id"]
         assert told["uuid"] == run.ring.uuid.hex() and told["frontend"] == run.paths.frontend
         names = rings_of(run).values()
         assert all(name.exists() for name in names)
@@ -176,3 +178,12 @@ def test_fates_of_models_are_tables_of_their_own(tmp_path: Path, read: Read) -> 
             assert table.view()[5:6].tolist() in ([code], [] if code == Fate.NONE else [code])
             table.close()
     assert SHM.exists()
+
+
+def test_the_summary_of_a_model_has_its_own_numbers(tmp_path: Path, read: Read) -> None:
+    with opened(tmp_path / "run", read(SOLVER + JUDGE + OLD + AGENT)) as run:
+        _, judge, old = (each.paths for each in run.every)
+    models = {"solver": {"steps": 9}, "judge": {"steps": 3, "version": 2}, "old": {"trained": False}}
+    run.paths.summary.write_text(json.dumps({"outcome": "finished", "steps": 9, "version": 9, "models": models}))
+    assert [summary_of(paths)["steps"] for paths in (run.paths, judge, old)] == [9, 3, 0]
+    assert summary_of(judge)["version"] == 2 and summary_of(old)["outcome"] == "finished"
