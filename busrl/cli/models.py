@@ -14,7 +14,7 @@ from busrl.paths import RunPaths
 from busrl.status.reader import newest_run
 from busrl.system.files import as_map, read_map
 
-DIRECTORIES = ("run_dir", "target", "ring")  # options that may name one
+DIRECTORIES = ("run_dir", "run_dirs", "target", "ring")  # options that may name one, or several
 
 
 def at_model(options: argparse.Namespace) -> None:
@@ -26,9 +26,9 @@ def at_model(options: argparse.Namespace) -> None:
         return
     for name in DIRECTORIES:
         if hasattr(options, name):
-            setattr(options, name, _folder(getattr(options, name), tag))
-    if hasattr(options, "run_dirs"):
-        options.run_dirs = [_folder(run_dir, tag) for run_dir in options.run_dirs]
+            given = getattr(options, name)
+            folders = [_folder(each, tag) for each in given] if isinstance(given, list) else _folder(given, tag)
+            setattr(options, name, folders)
 
 
 def _folder(run_dir: Any, tag: str) -> Path:

@@ -80,7 +80,7 @@ class OpenRun:
         return next((other for other in self.beside if other.topology.tag == tag), self)
 
     def trained(self) -> tuple[OpenRun, ...]:
-        """Those of the models that learn."""
+        """The directories of the models that learn."""
         return tuple(each for each in self.every if not each.topology.frozen)
 
     def in_all(self, word: HeaderWord, value: int) -> None:

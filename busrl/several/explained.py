@@ -1,4 +1,4 @@
-"""What `busrl check` prints of a run of several models: each tag, what it plays, and the sums that are its own.
+"""The section of `busrl check` about several models: each tag, what it plays, and the sums that are its own.
 
 Takes the sums of the core for the topology of each tag. Prints nothing of a run with one model and one seat.
 """

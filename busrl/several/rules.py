@@ -1,4 +1,4 @@
-"""What is refused of a run of several models, where a rule is about all of them together.
+"""Rules about the models of a run together.
 
 Looks at the whole topology, when that of each model has been checked by itself: `seat_rules` has the rules about the
 seats of one. Knows nothing of files.

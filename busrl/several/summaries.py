@@ -1,4 +1,4 @@
-"""What is said of the models of a run beside the lead: in `summary.json`, at the end of launch, by `busrl status`.
+"""Views of the models of a run beside the lead: in `summary.json`, at the end of launch, by `busrl status`.
 
 Reads the files of each model, and while it runs its ring. Says nothing of a run of one model.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def summary(root: Path, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """What became of each model, by its tag, and what their audits found wrong; nothing of a run of one model."""
+    """The end of each model, by its tag, and what their audits found wrong; nothing of a run of one model."""
     if not topology.models:
         return {}, []
     paths, audited = RunPaths.of(root), _audited(root)

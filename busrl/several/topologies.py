@@ -201,7 +201,7 @@ def _processes(source: Source, row: Row, lead: Row) -> tuple[list[Any], dict[int
 
 
 def _of_row(places: Mapping[KeyPath, Any], row: Row, numbers: Mapping[int, int]) -> dict[KeyPath, Any]:
-    """What is known of keys by their paths in the file, by their paths in the file of one tag."""
+    """Facts about keys, by their paths in the file of one tag; `places` has them by those in the whole file."""
     found: dict[KeyPath, Any] = {}
     for path, what in places.items():
         match path:

@@ -1,4 +1,4 @@
-"""What a topology of several models says of each: its tags, the topology of one of them, its processes and its paths.
+"""The models of a topology: their tags, the topology of one of them, its processes and its paths.
 
 The base of `schema.Topology`. The run's own topology is that of the lead; `of` makes that of another tag out of it, an
 ordinary topology of one model. Knows nothing of how `[[model]]` is read (`busrl/several`).

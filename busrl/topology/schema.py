@@ -522,7 +522,7 @@ class Follow(Table):
 
 
 class Own(Table):
-    """What the topology of a tag beside the lead has of its own; all else is the run's."""
+    """Tables that the topology of a tag beside the lead has of its own; all else is the run's."""
 
     model: Model
     lora: Lora

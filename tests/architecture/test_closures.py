@@ -16,7 +16,7 @@ from syntax import MODULES, capability_of, lines_of, part_of
 from test_import_arrows import ARROWS
 
 # role -> most modules of busrl that its import loads.
-MOST_MODULES = {"actor": 38, "scheduler": 50, "rollout": 57, "reward": 51, "learner": 115}
+MOST_MODULES = {"actor": 39, "scheduler": 50, "rollout": 58, "reward": 52, "learner": 115}
 MOST_LINES_OF_AN_ACTOR, MOST_LINES_OF_THE_CORE = 8_000, 36_000
 FRONT = {"api", "cli", "launcher", "pages", "preflight", "quickstart", "status"}
 

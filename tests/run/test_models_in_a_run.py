@@ -216,7 +216,7 @@ def test_deaths_of_every_kind_lose_nothing_of_any_model(tmp_path: Path, quicksta
 
 
 @pytest.mark.long
-def test_a_ring_that_is_lost_is_put_back_by_its_own_files_alone(tmp_path: Path, quickstart: None) -> None:
+def test_a_ring_that_is_lost_is_put_back_by_its_files(tmp_path: Path, quickstart: None) -> None:
     run = two_runs(tmp_path, steps=6, judge_steps=6)
     with running(run):
         run.until("steps of both", lambda: step_of(run, "") >= 2 and step_of(run, "judge") >= 2)
@@ -230,7 +230,7 @@ def test_a_ring_that_is_lost_is_put_back_by_its_own_files_alone(tmp_path: Path, 
 
 
 @pytest.mark.long
-def test_a_model_whose_steps_are_made_is_frozen_and_the_others_go_on(tmp_path: Path, quickstart: None) -> None:
+def test_a_model_with_all_its_steps_is_frozen_while_others_learn(tmp_path: Path, quickstart: None) -> None:
     """Its learner ends at once in the next start, and its seat is played by its last version."""
     run = two_runs(tmp_path, steps=8, judge_steps=50)
     with running(run):

@@ -45,7 +45,7 @@ def rings_of(run: OpenRun) -> dict[str, Path]:
     return {each.topology.tag: each.paths.ring_file for each in run.every}
 
 
-def test_every_model_has_a_ring_and_calls_and_a_frozen_one_little_else(tmp_path: Path, read: Read) -> None:
+def test_every_model_has_rings_and_a_frozen_one_little_else(tmp_path: Path, read: Read) -> None:
     with opened(tmp_path / "run", read(SOLVER + JUDGE + OLD + AGENT)) as run:
         _, judge, old = run.every
         assert [each.ring.n_slots for each in run.every] == [40, 40, 1]
@@ -64,7 +64,7 @@ def test_every_model_has_a_ring_and_calls_and_a_frozen_one_little_else(tmp_path:
     assert judge.paths.open_bin.exists() and not old.paths.open_bin.exists()
 
 
-def test_each_ring_that_stands_is_adopted_and_a_lost_one_is_put_back(tmp_path: Path, read: Read) -> None:
+def test_rings_that_stand_are_adopted_and_a_lost_one_put_back(tmp_path: Path, read: Read) -> None:
     topology = read(SOLVER + JUDGE + OLD + AGENT)
     with opened(tmp_path / "run", topology) as run:
         for each in run.trained():

@@ -25,7 +25,7 @@ def update(sender: str, tag: str) -> m.LearnerStateUpdate:
 
 
 @pytest.mark.parametrize("kind", TAGGED)
-def test_the_lead_is_left_out_of_the_map_and_others_are_in_it(kind: type[m.Message]) -> None:
+def test_a_map_names_every_model_but_the_lead(kind: type[m.Message]) -> None:
     needed = {"lengths": [], "prompt_lengths": [], "temperatures": [], "worker_id": "w", "prompt_ids": b"",
               "tokens": b"", "logprobs": b"", "versions": b"", "slot_id": 1, "seq": 2, "at": 0, "version": 1, "step": 1,
               "epoch": 1}

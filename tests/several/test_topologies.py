@@ -62,7 +62,7 @@ def test_processes_are_numbered_through_all_tags_and_known_by_name(read: Read) -
     assert [process.name for process in t.of("judge").processes()] == ["learner/judge", "rollout/2", "rollout/3"]
 
 
-def test_a_tag_without_an_entry_has_one_rollout_and_a_trained_one_its_learner(read: Read) -> None:
+def test_a_tag_without_an_entry_has_one_rollout(read: Read) -> None:
     t = read(SOLVER + SERVED + AGENT)
     assert [process.name for process in t.of("judge").processes()] == ["rollout/1"]
     assert "learner" in [process.name for process in t.processes()]
@@ -74,7 +74,7 @@ def test_a_device_of_a_process_is_that_of_its_own_model(read: Read) -> None:
     assert t.device_of("rollout/0") == t.device_of("learner") == "cpu" and t.device_of("rollout/1") == "cuda"
 
 
-def test_a_model_that_only_serves_has_one_slot_and_a_ring_of_calls(read: Read) -> None:
+def test_a_model_that_only_serves_has_one_slot_and_calls(read: Read) -> None:
     judge = read(SOLVER + SERVED + AGENT + '[data.skip]\nmax_pass_rate = 0.9\n').of("judge")
     assert judge.derived.slots == 1 and judge.derived.call_slots > 0 and judge.derived.val_samples == 0
     assert judge.has_callers and judge.longest == 96
@@ -94,7 +94,7 @@ def test_overrides_reach_one_model_by_its_tag_and_all_without(read: Read) -> Non
     assert t.model.dtype == t.of("judge").model.dtype == "float32"
 
 
-def test_one_model_written_as_a_tag_has_the_tables_of_a_plain_one(read: Read) -> None:
+def test_one_model_as_a_tag_has_the_tables_of_a_plain_one(read: Read) -> None:
     plain = read(SOLVER.replace("[[model]]\ntag = \"solver\"", "[model]") + AGENT)
     tagged = read(SOLVER + AGENT)
     assert tagged.tags == ("solver",)
@@ -213,7 +213,7 @@ def test_check_prints_the_sums_of_each_tag_and_adds_up_shared_memory(read: Read)
     explain.require_memory(t)
 
 
-def test_files_of_a_model_lie_in_its_folder_and_those_of_the_run_do_not(tmp_path: Path, read: Read) -> None:
+def test_files_of_a_model_lie_in_its_folder(tmp_path: Path, read: Read) -> None:
     from busrl.paths import RunPaths
 
     t, paths = read(SOLVER + SERVED + AGENT), RunPaths.of(tmp_path)
