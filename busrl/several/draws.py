@@ -4,7 +4,9 @@ A ledger is the ring and the fates of one trained model; a draw has a group in i
 takes what the views of the ledgers say. Knows nothing of rings, prompts or admission.
 
 - A draw is new while no ledger has anything of it; then it is opened in all of them, or in none.
-- A draw that some ledger has and another lacks (a ring was lost, a scheduler died) is opened where it is lacking.
+- A draw that some ledger has and another lacks (a ring was lost, a scheduler died) is opened where it is lacking: if it
+  is open anywhere, as its samples may wait for those, or is among the newest. So a model that had made its steps and is
+  given more is not asked for all that was played meanwhile.
 - The lead side, the first seat of the first ledger, comes last: a sample of its first try may be queued only when
   each other side of the same member has a fate, or belongs to a group that takes no member any more.
 """
@@ -22,11 +24,14 @@ from busrl.states import Fate
 
 
 class Had(NamedTuple):
-    """The groups that a ledger has: of `seats` in each draw, all below `end` but the `missing` ones (ascending)."""
+    """The groups that a ledger has: of `seats` in each draw, all below `end` but the `missing` ones (ascending), and
+    those that are `open`. `reach`: so many of the newest draws may have been in flight."""
 
     seats: int
     end: int
     missing: Ints
+    open: Ints
+    reach: int
 
     def lacking(self, draws: int) -> Ints:
         """The groups of the first `draws` draws that it does not have."""
@@ -35,7 +40,7 @@ class Had(NamedTuple):
 
 class Plan(NamedTuple):
     """`new`: draws below `top` that no ledger has anything of; all from `top` on are new too. `mends`: by ledger, the
-    groups that it lacks of other draws."""
+    groups that it lacks of other draws, and is to have."""
 
     new: tuple[int, ...]
     top: int
@@ -54,8 +59,13 @@ def plan_of(ledgers: Sequence[Had]) -> Plan:
     if not any(len(groups) for groups in lacking):
         return Plan((), top, ((),) * len(ledgers))
     new = reduce(np.intersect1d, (_untouched(groups, one.seats) for groups, one in zip(lacking, ledgers)))
-    mends = (groups[~np.isin(groups // one.seats, new)] for groups, one in zip(lacking, ledgers))
-    return Plan(tuple(new.tolist()), top, tuple(tuple(groups.tolist()) for groups in mends))
+    is_open = np.concatenate([one.open // one.seats for one in ledgers])
+    mends = []
+    for groups, one in zip(lacking, ledgers):
+        draws = groups // one.seats
+        wanted = ~np.isin(draws, new) & (np.isin(draws, is_open) | (draws >= top - one.reach))
+        mends.append(tuple(groups[wanted].tolist()))
+    return Plan(tuple(new.tolist()), top, tuple(mends))
 
 
 def _untouched(lacking: Ints, seats: int) -> Ints:

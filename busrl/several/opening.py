@@ -41,6 +41,8 @@ from busrl.several.ledgers import Ledger, others_of
 from busrl.states import HeaderWord, State, uid_of
 from busrl.topology import Topology
 
+REACH = 4  # x B: groups of which the open ones are some, as others beside them have ended
+
 
 class Book:
     """The scheduler's knowledge of one ledger: its view as of this pass, and the room that is left in it."""
@@ -73,7 +75,8 @@ class Book:
 
     @property
     def had(self) -> Had:
-        return Had(self.ledger.seats, self.view.end, self.view.missing)
+        reach = REACH * self.admission.limits.B // self.ledger.seats
+        return Had(self.ledger.seats, self.view.end, self.view.missing, self.view.draws, reach)
 
     @property
     def draws(self) -> int:

@@ -10,10 +10,11 @@ from busrl.scheduling.groups import Bytes
 from busrl.several.draws import Had, Plan, is_closed, last_first, plan_of, stands
 
 
-def had(seats: int, *groups: int) -> Had:
+def had(seats: int, *groups: int, open_: tuple[int, ...] = (), reach: int = 100) -> Had:
     """A ledger that has these groups."""
     end = max(groups, default=-1) + 1
-    return Had(seats, end, np.array([group for group in range(end) if group not in groups], np.int64))
+    missing = [group for group in range(end) if group not in groups]
+    return Had(seats, end, np.array(missing, np.int64), np.array(open_, np.int64), reach)
 
 
 def codes(first: str, second: str = "....") -> Bytes:
@@ -35,6 +36,16 @@ def test_a_group_that_is_lacking_is_new_everywhere_or_mended_there(made: list[tu
 
 def test_a_draw_that_one_ledger_lost_is_mended_and_not_new() -> None:
     assert plan_of([had(1, 0, 1, 2), had(2, 0, 1, 4, 5)]) == Plan((), 3, ((), (2, 3)))
+
+
+def test_a_model_that_was_finished_does_not_play_all_that_it_missed() -> None:
+    plan = plan_of([had(1, *range(90)), had(2, *range(20), reach=3)])
+    assert plan == Plan((), 90, ((), (*range(2 * 87, 2 * 90),)))
+
+
+def test_what_is_open_anywhere_is_mended_however_old_it_is() -> None:
+    judge = had(1, *range(90), open_=(12, 40, 89), reach=3)
+    assert plan_of([had(1, *range(10), reach=3), judge]).mends == ((12, 40, 87, 88, 89), ())
 
 
 def test_a_draw_that_all_have_lost_is_new() -> None:
