@@ -214,7 +214,7 @@ class Actor(ABC):
         self._run = RunPaths.of(run_dir)
         self.followed, self._next_follow = size_of(self._run.control), 0.0  # before what it stands for is read
         whole = parts.topology if parts else Topology.from_json(self._run.topology.read_text())
-        self.topology = whole.of(whole.tag_of(name))
+        self.topology, self.whole = whole.of(whole.tag_of(name)), whole
         self.paths = self._run.of_tag(self.topology.beside)
         self.stopping = ""
         self._next_heartbeat = 0.0

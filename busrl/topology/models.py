@@ -67,6 +67,11 @@ class SeveralModels:
         return (*self.process, *(entry for row in self.models for own in row.own for entry in own.process))
 
     @property
+    def sides(self) -> dict[str, tuple[str, ...]]:
+        """The seats of each trained model, by its tag: an episode has a sample for each of them."""
+        return {tag: self.of(tag).seats for tag in self.trained_tags}
+
+    @property
     def own_roles(self) -> tuple[str, ...]:
         """The roles whose processes this topology lists: beside the lead only those that belong to one model."""
         return OF_TAG if self.beside else tuple(ROLES)

@@ -33,7 +33,7 @@ from busrl.roles.learner.metrics import Ended, GroupsLine, StepMetrics
 from busrl.states import Fate
 from busrl.topology.prompts import Data
 from busrl.topology.rewards import Reward
-from busrl.topology.schema import Generation, Log, Openai
+from busrl.topology.schema import Generation, Groups, Log, Openai
 
 GROUP = 4
 
@@ -137,11 +137,27 @@ def test_groups_that_are_set_aside_together_share_one_copy_of_their_lines(ring: 
     assert [first["group"].tolist(), second["group"].tolist()] == [[0] * GROUP, [1] * GROUP]
 
 
-def excerpts(kept: int | str = 1, model: str = "nowhere", **data: str) -> Excerpts:
+def excerpts(
+    kept: int | str = 1, model: str = "nowhere", tag: str = "", seats: dict[str, tuple[str, ...]] | None = None,
+    **data: str,
+) -> Excerpts:
     topology = SimpleNamespace(
-        data=Data("train.jsonl", **data), log=Log(kept), openai=Openai(), model=SimpleNamespace(path=model)
+        data=Data("train.jsonl", **data), log=Log(kept), openai=Openai(), model=SimpleNamespace(path=model), tag=tag,
+        seats=("policy",), groups=Groups(GROUP),
     )
-    return Excerpts(topology)  # type: ignore[arg-type]
+    return Excerpts(topology, seats)  # type: ignore[arg-type]
+
+
+def test_a_shown_sample_names_its_seat_and_its_siblings(ring: Ring) -> None:
+    slots = rewarded_group(ring, group=3)  # of a model with two seats: the second one of draw 1
+    claimed = claim(ring, slots)
+    assert isinstance(claimed, Claimed)
+    seats = {"solver": ("first", "second"), "judge": ("judge",)}
+    shown = excerpts("all", tag="solver", seats=seats).of_step(ring, [claimed])
+    assert [row["seat"] for row in shown] == ["second"] * GROUP
+    assert [row["siblings"] for row in shown] == [
+        {"first": 2 * 2 * GROUP + member, "judge": 1 * 2 * GROUP + member} for member in range(GROUP)]
+    assert not {"seat", "siblings"} & excerpts("all").of_step(ring, [claimed])[0].keys()
 
 
 def test_requested_samples_are_kept_starting_with_one_of_every_group(ring: Ring) -> None:

@@ -90,6 +90,8 @@ def test_a_solver_and_a_judge_learn_each_from_its_own_turns(tmp_path: Path, quic
         assert solved[number].reward == number % 4 and int(judged[number].reward) in (number % 2, 1)
     rows = read_lines(run.paths.samples)
     assert rows and any(message.get("seat") == "old" for row in rows for said in row["messages"] for message in said)
+    for row in rows:
+        assert row["seat"] == "solver" and {*row["siblings"]} == {"judge"} and row["uid"] in row["siblings"].values()
     assert all(row["episodes"]["partner_age"] >= 0 and not row["episodes"]["alone"] for row in run.metrics())
 
 

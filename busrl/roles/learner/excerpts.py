@@ -6,7 +6,7 @@ depend on it: in place of an unreadable text stands the problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,12 @@ def excerpt(text: str) -> str:
 
 
 class Excerpts:
-    """Makes samples for people: prompt, answer and reward; `log.samples` of them for each step."""
+    """Makes samples for people: prompt, answer and reward; `log.samples` of them for each step. `sides`: the seats of
+    each trained model of the run, by its tag."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.data, self.seats, self.size = topology.data, topology.seats, topology.groups.size
+    def __init__(self, topology: Topology, sides: Mapping[str, tuple[str, ...]] | None = None) -> None:
+        self.data, self.tag, self.size = topology.data, topology.tag, topology.groups.size
+        self.sides = sides or {topology.tag: topology.seats}
         self.per_step = topology.log.samples
         self._chat = LightTokenizer(Path(topology.model.path), None, tools_of_chats(topology.openai))
 
@@ -93,13 +95,15 @@ class Excerpts:
         }
 
     def _place(self, record: SampleRecord) -> dict[str, Any]:
-        """The seat of a sample, and the samples of the same episode in the other seats."""
-        if len(self.seats) == 1:
+        """The seat of a sample, and the samples of the same episode in other seats, where there are several."""
+        places = [(tag, seat, names) for tag, names in self.sides.items() for seat in range(len(names))]
+        if len(places) == 1:
             return {}
-        episode, own = episode_of(record.uid, self.size, len(self.seats)), seat_of(record.group, len(self.seats))
-        siblings = {name: side_of(episode, seat, self.size, len(self.seats))
-                    for seat, name in enumerate(self.seats) if seat != own}
-        return {"seat": self.seats[own], "siblings": siblings}
+        count = len(self.sides[self.tag])
+        episode, own = episode_of(record.uid, self.size, count), (self.tag, seat_of(record.group, count))
+        siblings = {names[seat]: side_of(episode, seat, self.size, len(names))
+                    for tag, seat, names in places if (tag, seat) != own}
+        return {"seat": self.sides[self.tag][own[1]], "siblings": siblings}
 
     def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:
         """The prompt, the other fields of its line (the right answer, say), and the completion."""
