@@ -208,9 +208,11 @@ def claimable(look: Look, first: Look) -> tuple[Ints, Ints, Ints]:
     episodes: Ints = episode_of(uids, ledger.size, count)
     free = seat_of(place_of(uids, ledger.size)[0], count) == 0 if look is first else np.zeros(len(uids), np.bool_)
     followers = np.flatnonzero(~free)
-    if len(followers):
-        leads = side_of(episodes[followers], 0, first.ledger.size, len(first.ledger.seats))
-        free[followers] = past(leads, first.states_of(leads), first.ledger.fates(), first.ledger.size)
+    leads = side_of(episodes[followers], 0, first.ledger.size, len(first.ledger.seats))
+    states = first.states_of(leads)
+    doubtful = (states != State.QUEUED) & (states != State.GENERATING)  # a sample that waits or is played has no fate
+    if doubtful.any():
+        free[followers[doubtful]] = past(leads[doubtful], states[doubtful], first.ledger.fates(), first.ledger.size)
     admissions = draw_of(look.lines["admission"][slots].astype(np.int64), count)
     return admissions[free], episodes[free], slots[free]
 
