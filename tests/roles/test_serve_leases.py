@@ -40,8 +40,9 @@ class Held:
     """What a server asks of an episode."""
 
     def __init__(self, sample: ClaimedSample) -> None:
-        self.busy, self.openai = False, {"api_key": "key"}
+        self.busy, self.openai, self.keys = False, {"api_key": "key"}, dict[str, str]()
         self.tree = SimpleNamespace(turns=[], sequences=list)
+        self.seats = {"policy": self}
 
     def on_unanswered(self, listener: Any) -> None:
         pass
