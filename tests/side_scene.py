@@ -57,6 +57,17 @@ class Book:
         Ring.unlink(self.name)
 
 
+class NotingSides(Sides):
+    def __init__(self, ledgers: list[Ledger], alone: list[ClaimedSample]) -> None:
+        super().__init__(ledgers)
+        self.alone = alone
+
+    def take(self, most: int) -> list[ClaimedSample]:
+        samples = super().take(most)
+        self.alone += [sample for sample in samples if sample.alone]
+        return samples
+
+
 class Scene:
     """Ledgers by their seats, and a holder in this process."""
 
@@ -64,7 +75,11 @@ class Scene:
         self.books = [Book(folder, number, names, slot_bytes) for number, names in enumerate(seats)]
         self.ring, self.fates, self.uid = self.books[0].ring, self.books[0].fates, self.books[0].uid
         self.alone = list[ClaimedSample]()
-        self.sides = Sides([book.ledger for book in self.books], self.alone.append)
+        self.sides = self.claiming([book.ledger for book in self.books])
+
+    def claiming(self, ledgers: list[Ledger]) -> Sides:
+        """Claims that note the episodes that are played without some of their sides."""
+        return NotingSides(ledgers, self.alone)
 
     def book(self, seat: str) -> Book:
         return next(book for book in self.books if seat in book.seats)

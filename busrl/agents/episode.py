@@ -242,15 +242,6 @@ class Episode:
         """The seats whose calls got an answer that is kept."""
         return {name for name, one in self.seats.items() if any(turn.kept for turn in one.tree.turns)}
 
-    def partner_versions(self) -> dict[str, list[int]]:
-        """The versions of other models than the first seat's that answered, by their tags."""
-        versions: dict[str, set[int]] = {}
-        for one in self.seats.values():
-            if one.seat.tag != self.seat.tag:
-                found = versions.setdefault(one.seat.tag, set())
-                found.update(*(turn.versions.tolist() for turn in one.tree.turns))
-        return {tag: sorted(found) for tag, found in versions.items() if found}
-
     def on_unanswered(self, listener: Callable[[CallUnanswered], None]) -> None:
         """Set the function that is called when engines leave a call unanswered."""
         self._on_unanswered = listener
@@ -473,6 +464,16 @@ async def beside(size: int, function: Callable[..., T], *arguments: Any) -> T:
     if size < LONG_BYTES:
         return function(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_threads, function, *arguments)
+
+
+def partner_versions(episode: Episode) -> dict[str, list[int]]:
+    """The versions of other models than that of the first seat that answered, by their tags."""
+    versions: dict[str, set[int]] = {}
+    for one in episode.seats.values():
+        if one.seat.tag != episode.seat.tag:
+            found = versions.setdefault(one.seat.tag, set())
+            found.update(*(turn.versions.tolist() for turn in one.tree.turns))
+    return {tag: sorted(found) for tag, found in versions.items() if found}
 
 
 def choice_of(turn: Turn) -> Choice:

@@ -1,4 +1,4 @@
-"""The player of a model's seats: how texts become ids for this model, and how its calls come to an engine and back.
+"""Players of seats, one for each model: how texts become ids for it, and how its calls come to an engine and back.
 
 Talks to the ring of model calls (`busrl.ring.calls`) and to the model folder. Knows nothing of samples, of the code of
 episodes, of groups or advantages.
@@ -9,8 +9,9 @@ episodes, of groups or advantages.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class Player:
         return Episode(number, engine, self.renderer, self.maker, settings, **of_seats)
 
     def settings(self, line: dict[str, Any], limits: EpisodeLimits | None = None, salt: int = 0) -> Settings:
-        """What binds the calls of a sample with this line."""
+        """Bounds for the calls of a sample with this line."""
         parallel = self.topology.agents.parallel
         return Settings(int(line["max_new_tokens"]), limits or self.limits, parallel, temperature=line["temperature"],
                         top_p=line["top_p"], salt=salt)
@@ -117,3 +118,44 @@ class Player:
                 return news
             call.on_ids(news)
         raise BugError("a stream of ids ended without the answer")
+
+
+class Players:
+    """The players of all models of a run, the lead's first; `seats`: who plays which. `attach` gives the ring of calls
+    of a topology."""
+
+    def __init__(self, run: Topology, attach: Callable[[Topology], Ring], warn: Callable[[str], None]) -> None:
+        self._all = [Player(topology, partial(attach, topology), warn) for topology in _models_of(run)]
+        self.lead = self._all[0]
+        self.seats = {seat: player for player in self._all for seat in player.seats}
+
+    def __iter__(self) -> Iterator[Player]:
+        return iter(self._all)
+
+    def follow(self, run: Topology) -> None:
+        """Go on with the topologies of this run, changed in flight."""
+        for player, topology in zip(self._all, _models_of(run)):
+            player.follow(topology)
+
+    def tokens(self, message: m.CallTokens) -> None:
+        """Take over tokens of an answer under way; call it in the loop."""
+        for player in self._all:
+            if player.topology.beside == m.model_of(message):
+                player.caller.tokens(message)
+
+    @contextlib.asynccontextmanager
+    async def calling(self, send: Send) -> AsyncIterator[None]:
+        """A context in which calls can be made; `send` sends messages to engines."""
+        async with contextlib.AsyncExitStack() as stack:
+            for player in self._all:
+                await stack.enter_async_context(player.calling(send))
+            yield
+
+    def close(self) -> None:
+        for player in self._all:
+            player.calls.close()
+
+
+def _models_of(run: Topology) -> list[Topology]:
+    """Topologies of all models, the lead's first."""
+    return [run, *(run.of(tag) for tag in run.tags if tag not in ("", run.lead))]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from busrl.agents.episode import Episode
+from busrl.agents.episode import Episode, partner_versions
 from busrl.agents.llm import Ended
 from busrl.agents.seats import Worth, worth_of
 from busrl.agents.sides import LINE_FIELDS, ClaimedSample, Sides
@@ -65,7 +65,7 @@ class EpisodeSamples:
 
     @property
     def rings(self) -> list[Ring]:
-        """Those with samples of this process."""
+        """Rings with samples of this process."""
         return [self.ring] if self._sides is None else self._sides.rings
 
     @property
@@ -79,12 +79,20 @@ class EpisodeSamples:
             return []
         if self._sides is not None:
             samples = self._sides.take(limit)
+            for sample in samples:
+                if sample.alone:
+                    self._plays_alone(sample)
         else:
             claimed = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
             lines = self.ring.lines([slot for slot, _ in claimed])[LINE_FIELDS].tolist() if claimed else []
             samples = [ClaimedSample(*claim, dict(zip(LINE_FIELDS, line))) for claim, line in zip(claimed, lines)]
         self.claims.update(samples)
         return samples
+
+    def _plays_alone(self, sample: ClaimedSample) -> None:
+        self.counts["alone"] += 1
+        text = f"episode {sample.number} is played without some of its sides: they are over, or were lost"
+        self._warn(text, kind="alone", uids=[sample.uid])
 
     def take_together(self, slots: list[int], lines: Any) -> list[ClaimedSample]:
         """Claim all of these slots, as `lines` show them; or none, if another process was faster."""
@@ -126,7 +134,7 @@ class EpisodeSamples:
             return self.drop(sample, Fate.MALFORMED, f"its episode malformed: {problem}")
         if sample.validates:
             worth = {name: _with_others(name, own, ended.seats) for name, own in worth.items()}
-            if versions := episode.partner_versions():
+            if versions := partner_versions(episode):
                 write_partners(self._ring(sample), sample.slot, sample.word, versions)
         return self._settle_sides(sample, worth, episode)
 
@@ -265,5 +273,5 @@ class EpisodeSamples:
 
 
 def _with_others(name: str, own: Worth, each: dict[str, Worth]) -> Worth:
-    """What a seat got, with the rewards of the others among its parts."""
+    """A seat's worth, with the rewards of the others among its parts."""
     return Worth(own.reward, {**own.parts, **{other: worth.reward for other, worth in each.items() if other != name}})

@@ -33,7 +33,7 @@ ONLY = Seat("policy")
 
 
 class Worth(msgspec.Struct):
-    """What an episode was worth to a seat, and the parts of that."""
+    """The reward that a seat got, and its parts."""
 
     reward: float = 0.0
     parts: dict[str, float] = {}

@@ -89,7 +89,8 @@ class ClaimedSample:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a trained tag has: a ring, fates (as they are now), the names of its seats, and the size of its groups."""
+    """The ledger of a trained tag: ring, fates (as they are now), the names of its seats, and the size of its groups.
+    """
 
     ring: Ring
     fates: Callable[[], Bytes]
@@ -136,7 +137,7 @@ class Look:
 
 
 def past(uids: Ints, states: Bytes, fates: Bytes, size: int) -> Bools:
-    """Which of these lead samples nobody will claim any more, or not with their siblings. `states`: those of their
+    """A mask of the lead samples that nobody will claim any more, or not with their siblings. `states`: those of their
     slots; `fates`: the bytes of all samples, read after the slots."""
     group, attempt, _ = place_of(uids, size)
     near = np.zeros((len(uids), 2 * size), np.uint8)  # fates of the sample's group
@@ -150,11 +151,10 @@ def past(uids: Ints, states: Bytes, fates: Bytes, size: int) -> Bools:
 
 
 class Sides:
-    """Claims episodes whose sides are in these ledgers, that of the lead first. `alone` gets each claimed sample of an
-    episode that is played without some of its sides."""
+    """Claims episodes whose sides are in these ledgers, that of the lead first."""
 
-    def __init__(self, ledgers: Sequence[Ledger], alone: Callable[[ClaimedSample], object]) -> None:
-        self._ledgers, self._alone = ledgers, alone
+    def __init__(self, ledgers: Sequence[Ledger]) -> None:
+        self._ledgers = ledgers
 
     @property
     def rings(self) -> list[Ring]:
@@ -197,7 +197,6 @@ class Sides:
         if len(sample.siblings) < len(sides) - 1:
             for side in sample.ending():
                 side.alone = True
-            self._alone(sample)
 
 
 def claimable(look: Look, first: Look) -> tuple[Ints, Ints, Ints]:

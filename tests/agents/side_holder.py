@@ -9,7 +9,7 @@ import os
 import random
 import sys
 
-from busrl.agents.sides import ClaimedSample, Ledger, Sides
+from busrl.agents.sides import Ledger, Sides
 from busrl.ring import Fates, Ring, State
 from busrl.states import Fate, HeaderWord, RunPhase
 
@@ -26,13 +26,12 @@ def main() -> None:
     notes, label, size, accidents, seed, *ledgers = sys.argv[1:]
     chance = random.Random(int(seed))
     file = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    alone = list[ClaimedSample]()
-    sides = Sides([attached(*ledger.split("="), label, int(size)) for ledger in ledgers], alone.append)
+    sides = Sides([attached(*ledger.split("="), label, int(size)) for ledger in ledgers])
     ring, seen = sides.rings[0], 0
     while ring.header(HeaderWord.RUN_STATE) != RunPhase.STOPPING:
         for sample in sides.take(chance.randint(1, 4)):
             names = ",".join(sorted([sample.seat, *sample.siblings]))
-            os.write(file, f"{sample.number} {names} {int(sample in alone)}\n".encode())
+            os.write(file, f"{sample.number} {names} {int(sample.alone)}\n".encode())
             fate = Fate.REWARD_RAISED if chance.random() < float(accidents) else None
             for side in sample.ending():
                 assert side.ring is not None

@@ -17,7 +17,7 @@ from busrl.agents.llm import CompleteRequest, Ended
 from busrl.agents.renderer import Renderer
 from busrl.agents.samples import EpisodeSamples
 from busrl.agents.seats import Seat, Worth
-from busrl.agents.sides import ClaimedSample, Ledger, Sides
+from busrl.agents.sides import ClaimedSample, Ledger
 from busrl.errors import CallUnanswered, SlotTooSmall
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_parts
@@ -69,7 +69,7 @@ class Holder(Scene):
         ledgers = [Ledger(ring, book.fates.view, book.seats, SIZE) for ring, book in zip(rings, self.books)]
         self.settings = Agents(failure_reward=-1.0)
         self.samples = EpisodeSamples(rings[0], lambda: self.settings, self.warn, self.write,
-                                      Sides(ledgers, self.alone.append))
+                                      self.claiming(ledgers))
 
     def warn(self, text: str, *_: Any, **__: Any) -> None:
         self.warned.append(text)

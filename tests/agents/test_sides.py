@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from side_scene import LAYOUTS, SEATS, SIZE, Scene
 
-from busrl.agents.sides import ClaimedSample, Ledger, Sides, past
+from busrl.agents.sides import ClaimedSample, Ledger, past
 from busrl.ring import Ring, State
 from busrl.states import (
     ACCIDENTS,
@@ -135,7 +135,7 @@ def test_a_sibling_queued_after_the_copy_of_the_lines_is_found(scene: Scene) -> 
     after = scene.ring.lines()
     (lead,) = np.flatnonzero(after["uid"] == scene.uid(0, "first")).tolist()
     before[0][lead] = after[lead]
-    (sample,) = Sides(late(scene, before), scene.alone.append).take(4)
+    (sample,) = scene.claiming(late(scene, before)).take(4)
     assert [*sample.siblings] == ["second", "third"] and not scene.alone
 
 
@@ -190,7 +190,7 @@ def test_a_sample_that_another_process_took_meanwhile_is_left_to_it(scene: Scene
     scene.open(0, members=2)
     before = [book.ring.lines() for book in scene.books]
     (other,) = scene.sides.take(1)
-    (sample,) = Sides(late(scene, before), scene.alone.append).take(4)
+    (sample,) = scene.claiming(late(scene, before)).take(4)
     assert sample.number != other.number and not scene.alone and scene.taken() == []
 
 

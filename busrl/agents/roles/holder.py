@@ -27,7 +27,7 @@ import msgspec
 
 from busrl import capabilities
 from busrl.agents.episode import Call, EngineAnswer, Episode, OwnTime
-from busrl.agents.players import Player
+from busrl.agents.players import Players
 from busrl.agents.samples import EpisodeSamples
 from busrl.agents.seats import Seat
 from busrl.agents.sides import Bytes, ClaimedSample, Ledger, Sides
@@ -56,11 +56,11 @@ class EpisodeHolder(Actor):
     failed: BaseException | None = None  # the exception of a task
 
     def setup(self) -> None:
-        self.players = [self._player(topology) for topology in self._topologies()]
-        self.player = self.players[0]
+        self.players = Players(self.topology, self._calls_of, partial(self.warn, self.role, kind="fresh turns"))
+        self.player = self.players.lead
         self.renderer, self.limits = self.player.renderer, self.player.limits
         self._learners = {self.topology.tag: self.ring}
-        self.seats = {seat: player for player in self.players for seat in player.seats}
+        self.seats = self.players.seats
         self.samples = EpisodeSamples(self.ring, lambda: self.topology.agents, partial(self.warn, self.role),
                                       self.write_or_wait, self._sides())
         self.tasks: set[asyncio.Task[None]] = set()
@@ -68,30 +68,22 @@ class EpisodeHolder(Actor):
         self._passed = asyncio.Event()  # set at the end of the next pass
         self.loop = asyncio.new_event_loop()
 
-    def _topologies(self) -> list[Topology]:
-        """Those of all models, the lead first."""
-        run = self.topology
-        return [run, *(run.of(tag) for tag in run.tags if tag not in ("", run.lead))]
-
-    def _player(self, topology: Topology) -> Player:
-        def attach() -> Ring:
-            calls = Ring.attach(self.topology.paths_of(topology.tag, self.paths).calls_name, calls=True)
-            calls.register(self.role, self.name)
-            return calls
-
-        return Player(topology, attach, partial(self.warn, self.role, kind="fresh turns"))
+    def _calls_of(self, topology: Topology) -> Ring:
+        """The ring of a model's calls, with an entry of this process."""
+        calls = Ring.attach(self.topology.paths_of(topology.tag, self.paths).calls_name, calls=True)
+        calls.register(self.role, self.name)
+        return calls
 
     def follow(self) -> None:
-        for player, topology in zip(self.players, self._topologies()):
-            player.follow(topology)
+        self.players.follow(self.topology)
 
     def _sides(self) -> Sides | None:
-        """Where samples are claimed as sides of episodes; None where each is an episode."""
+        """Claims of samples as sides of episodes; None where each sample is an episode."""
         if sum(seat.trained for seat in self.seats) == 1:
             return None
         trained = [player.topology for player in self.players if not player.topology.frozen]
         ledgers = [Ledger(*self._ledger_of(own), own.seats, self.topology.groups.size) for own in trained]
-        return Sides(ledgers, self._plays_alone)
+        return Sides(ledgers)
 
     def _ledger_of(self, topology: Topology) -> tuple[Ring, Callable[[], Bytes]]:
         """The ring of a trained model, with an entry of this process, and its fates as they are now."""
@@ -109,19 +101,12 @@ class EpisodeHolder(Actor):
         ring = self._learners.get(followed.get(tag) or tag)
         return ring.header(HeaderWord.STEP) if ring else 0
 
-    def _plays_alone(self, sample: ClaimedSample) -> None:
-        self.samples.counts["alone"] += 1
-        text = f"episode {sample.number} is played without some of its sides: they are over, or were lost"
-        self.warn(self.role, text, kind="alone", uids=[sample.uid])
-
     def subscriptions(self) -> list[str]:
         return [*super().subscriptions(), topic(m.CallTokens, self.worker_id)]
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.CallTokens):
-            for player in self.players:
-                if player.topology.beside == m.model_of(message):
-                    player.caller.tokens(message)
+            self.players.tokens(message)
 
     def run_passes(self) -> None:
         self.loop.run_until_complete(self._passes())
@@ -132,7 +117,8 @@ class EpisodeHolder(Actor):
         log.info("episodes by their ends: %s; calls by how they were rendered: %s; requests: %s", dict(samples.ends),
                  dict(self.renderer.counts), dict(samples.counts))
         self.loop.close()
-        for ring in [*(player.calls for player in self.players), *self.samples.rings]:
+        self.players.close()
+        for ring in self.samples.rings:
             if ring is not self.ring:
                 ring.close()
 
@@ -157,10 +143,7 @@ class EpisodeHolder(Actor):
         self.news = asyncio.Event()
         watches = [RingWatch(ring, state, self.news.set) for ring in self.samples.rings
                    for state in (State.QUEUED, State.GENERATED)]
-        async with contextlib.AsyncExitStack() as calling:
-            for player in self.players:
-                await calling.enter_async_context(player.calling(self.bus.send))
-            await calling.enter_async_context(self.serving())
+        async with self.players.calling(self.bus.send), self.serving():
             for watch in watches:
                 watch.start()
             try:
