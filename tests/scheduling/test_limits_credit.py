@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.admission import Admission, Room, derive
+from busrl.scheduling.admission import Admission, Room, derive, not_ahead
 
 G = 4
 
@@ -63,6 +63,13 @@ def test_only_whole_draws_of_several_seats_are_admitted(table: Any) -> None:
     assert room(admission, ring) == Room(0, "in_flight", None)
     assert room(admission, ring, unpublished=1).reason == "in_flight"
     assert room(Admission(derive("fully-async", 4, 2, G, seats=3)), ring).reason == "slots"
+
+
+def test_waiting_samples_hold_back_whole_draws_of_several_seats() -> None:
+    assert not_ahead(Room(6), 10, 9, G, seats=2) == Room(2)
+    assert not_ahead(Room(6), 10, 1, G, seats=2) == Room(4)
+    assert not_ahead(Room(6), 10, 10, G, seats=2) == Room(0, "ahead")
+    assert not_ahead(Room(6), 10, 9, G) == Room(1)
 
 
 def room(admission: Admission, ring: Any, **words: int) -> Room:
