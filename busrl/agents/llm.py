@@ -161,8 +161,8 @@ class Llm:
         the answer, and is left out. `key`: the turn is compared with those of other episodes that have this key."""
         raw = [_json(message, "messages") for message in messages]
         around = (_json(tools or None, "tools"), _json(template_arguments or None, "template_arguments"))
-        how = (n, max_tokens, self._trained, list(stop), _text(key, "key"))
-        choices = await self._choices(ChatRequest(raw, *around, *how))
+        named = _text(key, "key")
+        choices = await self._choices(ChatRequest(raw, *around, n, max_tokens, self._trained, list(stop), named))
         replies = [_reply(choice) for choice in choices]
         return replies if n > 1 else replies[0]
 
@@ -170,8 +170,8 @@ class Llm:
                        stop: Sequence[str] = (), key: str = "") -> Any:
         """The model's continuation of a text or token ids, a `Choice`; with `n` above 1 a list of them."""
         text_or_ids = _text(prompt, "prompt") if isinstance(prompt, str) else [int(token) for token in prompt]
-        how = (n, max_tokens, self._trained, list(stop), _text(key, "key"))
-        choices = await self._choices(CompleteRequest(text_or_ids, *how))
+        named = _text(key, "key")
+        choices = await self._choices(CompleteRequest(text_or_ids, n, max_tokens, self._trained, list(stop), named))
         return choices if n > 1 else choices[0]
 
     async def reward(self, value: float, turn: int | None = None) -> None:

@@ -113,7 +113,7 @@ keyed = st.lists(st.lists(st.tuples(rewards, st.sampled_from(KEYS)), min_size=1,
 
 
 @given(group=keyed, gamma=st.sampled_from([1.0, 0.5]), scaled=st.booleans())
-def test_a_turn_with_a_key_is_compared_with_the_others_turns_of_that_key(
+def test_a_turn_with_a_key_is_compared_with_others_of_that_key(
     group: list[list[tuple[float, str]]], gamma: float, scaled: bool
 ) -> None:
     own = [[reward for reward, _ in row] for row in group]

@@ -52,7 +52,7 @@ def test_groups_of_a_step_that_was_not_made_are_forgotten(
     ]
 
 
-def test_groups_of_one_have_no_bias_and_less_variance_than_without_a_baseline() -> None:
+def test_groups_of_one_have_no_bias_and_less_variance() -> None:
     """By enumeration: an act of chance p, and its rewards; three groups of one before the one that is trained."""
     chance, worth = 0.3, (4.0, 5.0)
     wanted = chance * (1 - chance) * (worth[1] - worth[0])  # by the logit of the chance

@@ -115,7 +115,7 @@ class MadeRun:
     def step(self) -> None:
         """One step as the learner makes it: micro-batches while it fills up where the loss allows it."""
         step, version = self.history.step + 1, self.history.step
-        groups = [self._group(step, number) for number in range(GROUPS)]
+        groups = [self.group(step, number) for number in range(GROUPS)]
         samples = [record for group in groups for record in group.records]
         record = Record(
             step=step, version=version, cause="count", groups=[group.group for group in groups], samples=samples,
@@ -135,7 +135,7 @@ class MadeRun:
         if self.topology.learner.checkpoint_every:
             self.checkpoint()
 
-    def _group(self, step: int, number: int) -> Claimed:
+    def group(self, step: int, number: int) -> Claimed:
         chance = np.random.default_rng([step, number])
         group = (step - 1) * (GROUPS + 1) + number
         records = [self._record(chance, step, group, member) for member in range(SIZE)]

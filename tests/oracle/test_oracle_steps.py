@@ -136,7 +136,7 @@ def test_the_mean_of_earlier_groups_goes_on_from_checkpoint_and_log(
     run = make_run(2, learner={"advantage": "ema"}, model={"seats": seats})
     run.start()
     run.steps(1)
-    run.training.accumulate(run._group(4, 0).records, run.history.step)
+    run.training.accumulate(run.group(4, 0).records, run.history.step)
     run.checkpoint()
     run.stop(checkpoint=False)
     run.start()
