@@ -358,9 +358,9 @@ def lines(t: Topology) -> list[str]:
         return ["learner memory: unknown, config.json does not say how large the model is"]
     work = work_of(t)
     limit = memory_of(work.kind)
-    of = f" of {_gib(limit)}" if limit else f"; how much this machine's {work.kind} has is not known here"
+    of = f" of {gib(limit)}" if limit else f"; how much this machine's {work.kind} has is not known here"
     several = f", {_at_home(t, work)} ranks together" if work.kind == "cpu" else ", each rank"
-    ranks, size, host = several if work.ranks > 1 else "", _gib(sum(parts.values())), of_host(t)
+    ranks, size, host = several if work.ranks > 1 else "", gib(sum(parts.values())), of_host(t)
     return [
         f"learner memory ({work.kind}{ranks}): {size}{of}, micro-batches of {work.tokens} tokens",
         f"  {_each(parts, ', ')}", *([f"  and of the host's memory: {_each(host, ', ')}"] if host else []),
@@ -371,7 +371,7 @@ def of_ranks(t: Topology) -> str:
     """Memory that another host's ranks need, as text; empty if it is unknown."""
     size = sum(value for name, value in of_topology(t).items() if name != "published")
     kind = work_of(t).kind
-    return f"{_gib(size)} ({kind}{'' if kind == 'cpu' else ', each'})" if size else ""
+    return f"{gib(size)} ({kind}{'' if kind == 'cpu' else ', each'})" if size else ""
 
 
 def require(t: Topology) -> None:
@@ -379,19 +379,19 @@ def require(t: Topology) -> None:
     limit, needed = memory_of(work.kind), sum(parts.values())
     if limit and needed > limit:
         raise UserError(
-            f"the learner needs about {_gib(needed)} of memory, its {work.kind} has {_gib(limit)}: "
+            f"the learner needs about {gib(needed)} of memory, its {work.kind} has {gib(limit)}: "
             f"{_each(parts, ' + ')}; {_remedies(t, work, limit)}"
         )
     if host and 0 < host_memory() < sum(host.values()):
         fewer = 'model.dtype = "bfloat16", or ' if work.width == FLOAT else ""
         raise UserError(
-            f"the learner needs about {_each(host, ' + ')} of the host's memory, which has {_gib(host_memory())}; set "
+            f"the learner needs about {_each(host, ' + ')} of the host's memory, which has {gib(host_memory())}; set "
             f'{fewer}lora.rank = 32 with weights.transport = "lora_hotswap"'
         )
 
 
 def _each(parts: Mapping[str, int], between: str) -> str:
-    return between.join(f"{name} {_gib(size)}" for name, size in parts.items())
+    return between.join(f"{name} {gib(size)}" for name, size in parts.items())
 
 
 def _lower(t: Topology, work: Work) -> dict[str, Work]:
@@ -425,10 +425,11 @@ def _remedies(t: Topology, work: Work, limit: int) -> str:
     lower = {text: size for text, size in left.items() if size < 0.99 * now}
     if not lower:
         return "set a smaller generation.max_new_tokens, or choose a smaller model.path"
-    choices = ", or ".join(f"{text} (then {_gib(size)})" for text, size in lower.items())
+    choices = ", or ".join(f"{text} (then {gib(size)})" for text, size in lower.items())
     enough = any(size <= limit for size in lower.values())
     return f"set {choices}" + ("" if enough else "; none of them is enough alone")
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Bytes as text."""
     return f"{size / (1 << 30):.2f} GiB"

@@ -24,6 +24,7 @@ REASONS: dict[str, str] = {
     "busrl.several.draws": "what a scheduler opens next, as functions of numbers that are tested without a ring",
     "busrl.several.ledgers": "for holders of episodes too, which get it by the table of capabilities",
     "busrl.several.rules": "what several models cannot be, apart from how they are read, as with the core's rules",
+    "busrl.preflight.colocation": "what processes on one device need together: sums that are tested without one",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
 }
 
