@@ -204,6 +204,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "audits": "several.audit:audit",
         "tenders": "several.keeping:OtherRings", "summaries": "several.summaries:summary",
         "overviews": "several.summaries:overview",
+        "receiver": "several.followed:receiver",
         "final_lines": "several.summaries:lines"}, asks={
         "[[model]]": lambda topology: bool(topology.models),
         "model.seats": lambda topology: len(topology.seats) > 1}),

@@ -45,6 +45,7 @@ class RunPaths:
     logs = _Named("logs", of_run=True)
     data = _Named("data", of_run=True)  # the prompts, where they were made of sources
     models = _Named("models", of_run=True)  # a folder for each model beside the lead
+    followed = _Named("followed")  # checkpoints of another model that its engines answer with
     errors = _Named("errors.jsonl", of_run=True)
     summary = _Named("summary.json", of_run=True)
     supervisor = _Named("supervisor.json", of_run=True)  # launch's counts of its children and of errors from outside

@@ -84,7 +84,8 @@ OnDraft = Callable[[int, dict[str, str]], None]  # the number of an answer, and 
 
 @dataclass(frozen=True)
 class Settings:
-    """The keys of [agents] and [generation] that bind an episode, or a seat of it. `salt`: that of its tree."""
+    """The keys of [agents] and [generation] that bind an episode, or a seat of it. `salt`: that of its tree; `stays`:
+    all calls go to the engine of the first, since others of its kind answer with other weights."""
 
     max_new_tokens: int
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
@@ -94,6 +95,7 @@ class Settings:
     temperature: float = 1.0
     top_p: float = 1.0
     salt: int = 0
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,8 +204,9 @@ class OwnTime:
 
 class Episode:
     """The calls of one episode, or of a seat of it. `counts`: tool calls that were not parsed (`unparsed`), requests
-    that were `refused`, and those that `joined` an earlier one. `seats`: by name the parts of the episode, of which
-    this is the first; `openai` and `keys` (of the seats, where there are several): how clients over HTTP reach it."""
+    that were `refused`, those that `joined` an earlier one, and calls that another engine answered than the one they
+    stay with (`opponent_switched`). `seats`: by name the parts of the episode, of which this is the first; `openai` and
+    `keys` (of the seats, where there are several): how clients over HTTP reach it."""
 
     def __init__(self, uid: int, engine: Engine, renderer: Renderer, maker: MessageMaker, settings: Settings,
                  clock: Callable[[], float] = time.monotonic, seat: Seat = ONLY, own: OwnTime | None = None,
@@ -216,6 +219,7 @@ class Episode:
         self._own = own or OwnTime(settings.parallel, clock)
         self._freed = asyncio.Event()  # a call has ended: there may be more room
         self._engines: dict[int, int] = {}  # number of a turn -> its engine
+        self._stays_with = -1  # the engine of all calls, where there is one
         self._retries = Retries(settings.retry_s)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.openai: dict[str, str] = {}  # base_url and api_key, where a door is open to it
@@ -390,8 +394,9 @@ class Episode:
             call = self.tree.ask(parent, question.new, wanted, question.history, question.text,
                                  question.request.trained, question.request.key)
             try:
-                near = self._engines.get(parent.number, -1) if parent else -1
+                near = self._near(parent)
                 answer = await self._engine(Call(self.uid, call.stream, call.prompt, call.room, near, on_ids))
+                self._answered_by(answer.engine, near)
                 return self._settle(question, call, answer)
             except BaseException:
                 self.tree.cancel(call)
@@ -399,6 +404,19 @@ class Episode:
             finally:
                 freed, self._freed = self._freed, asyncio.Event()
                 freed.set()
+
+    def _near(self, parent: Turn | None) -> int:
+        """The engine that a call is offered to first; -1 for any."""
+        if self.settings.stays:
+            return self._stays_with
+        return self._engines.get(parent.number, -1) if parent else -1
+
+    def _answered_by(self, engine: int, near: int) -> None:
+        """Go on with the engine of the first call, or with the one that had to answer in its place."""
+        if self.settings.stays:
+            self.counts["opponent_switched"] += 0 <= near != engine
+            if self._stays_with in (-1, near):
+                self._stays_with = engine
 
     def _listener(self, question: Question, on_draft: OnDraft, place: int) -> Callable[[list[int]], None]:
         """A listener for the ids of an answer that is not complete."""

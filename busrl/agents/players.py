@@ -31,6 +31,7 @@ from busrl.protocol import messages as m
 from busrl.ring import Ring
 from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, Send
 from busrl.topology import Topology
+from busrl.topology.sizes import count
 
 log = logging.getLogger("busrl")
 
@@ -64,6 +65,7 @@ class Player:
     def follow(self, topology: Topology) -> None:
         """Go on with this topology, changed in flight."""
         self.topology, self._keeps_prefixes = topology, topology.keeps_prefixes
+        self._pool = bool(topology.follows) and count(topology, "rollout") > 1  # engines of different weights
 
     def calling(self, send: Send) -> AsyncCaller:
         """A context in which calls can be made; `send` sends messages to engines."""
@@ -92,15 +94,15 @@ class Player:
         """Bounds for the calls of a sample with this line."""
         parallel = self.topology.agents.parallel
         return Settings(int(line["max_new_tokens"]), limits or self.limits, parallel, temperature=line["temperature"],
-                        top_p=line["top_p"], salt=salt)
+                        top_p=line["top_p"], salt=salt, stays=self._pool)
 
     async def ask(self, line: dict[str, Any], call: Call, counted: ClaimedSample | None) -> EngineAnswer:
         """Answer a call of a sample with this line; ids that it read are counted for the sample that records it."""
         model_call = ModelCall(
             call.prompt, call.max_new_tokens, uid=call.uid, stream=call.stream, temperature=line["temperature"],
             top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
-            engine=max(0, call.near) if self._keeps_prefixes else 0,
-            affinity_s=self.topology.agents.affinity_ms / 1e3,
+            engine=max(0, call.near) if self._keeps_prefixes or self._pool else 0,
+            affinity_s=self.topology.limits.progress_s if self._pool else self.topology.agents.affinity_ms / 1e3,
         )
         answer = await self._answered(model_call, call)
         if counted is not None:

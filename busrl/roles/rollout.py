@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from busrl import capabilities
 from busrl.engines import Engine, Finished, Request, make_engine, warm_engine
 from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
@@ -194,8 +195,11 @@ class Rollout(Actor):
         if self.intake.waves is not None:
             self.tick_s = WAVE_TICK_S
         weights = TransportSettings.of(self.topology, self.paths)
-        receiver = self.engine.receiver(weights, self.worker_id)
-        self.receiver: Receiver = receiver or make_receiver(weights, self.worker_id)
+        if self.topology.follows:
+            receiver: Receiver = capabilities.plug("several", "receiver")(self.topology, self.paths, self.name)
+        else:
+            receiver = self.engine.receiver(weights, self.worker_id) or make_receiver(weights, self.worker_id)
+        self.receiver = receiver
         if self.receiver.kind == "folder":
             self.restart = EngineRestart(finish=self.topology.weights.on_restart == "finish")
         self._next_request = self._last_bell = 0.0

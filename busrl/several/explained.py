@@ -26,6 +26,9 @@ def lines(t: Topology) -> Iterator[str]:
 
 def _of_tag(t: Topology, own: Topology) -> Iterator[str]:
     what = "only serves" if own.frozen else "the lead" if own.tag == t.lead else f"{own.run.max_steps} steps"
+    for follow in own.follows:
+        back = f", {follow.back} back" if follow.back else ""
+        what = f"checkpoints of {follow.model}, every {follow.every} steps{back}"
     mine = (process for process in own.processes() if has_model(process.spec) and t.tag_of(process.name) == own.tag)
     names = ", ".join(process.name for process in mine) or "no process here"
     yield f"  {own.tag} ({what}): {own.model.path}, plays {', '.join(own.seats)}, {names}"

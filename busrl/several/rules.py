@@ -1,21 +1,25 @@
 """Rules about the models of a run together.
 
 Looks at the whole topology, when that of each model has been checked by itself: `seat_rules` has the rules about the
-seats of one. Knows nothing of files.
+seats of one. Knows nothing of files but config.json of a model that follows another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from busrl.data import pretrained
 from busrl.preflight.findings import Finding
+from busrl.preflight.memory import Widths
 from busrl.several.seat_rules import MOST_SEATS
 from busrl.topology.kinds import FIFO
 from busrl.topology.rewards import RETURNED
-from busrl.topology.schema import AGENT, ATROPOS, SERVE, Topology
+from busrl.topology.schema import AGENT, ATROPOS, SERVE, Tag, Topology
+from busrl.topology.sizes import count
 
 Clash = Callable[[str, str, str], Finding]  # of a key, with the rule and the remedy
 MOST_TAGS = 8
+ENGINE = "torch"  # that takes a checkpoint between two decoding steps
 NAME_RULE = "a small letter, then at most 15 small letters, digits and dashes"
 PLAYERS = f'[[process]] role = "{AGENT}" or "{SERVE}"'
 
@@ -32,6 +36,9 @@ def findings_of_run(t: Topology) -> Iterator[Finding]:
         yield from _together(t, trained, "model")
     yield from _processes(t)
     yield from _rounds(t)
+    for row in t.models:
+        if row.follow.model:
+            yield from findings_of_follower(t, row)
 
 
 def _of_models(t: Topology, rule: str, remedy: str, warning: bool = False) -> Finding:
@@ -92,3 +99,39 @@ def _rounds(t: Topology) -> Iterator[Finding]:
     if any(size % least for size in rounds.values()):
         sizes = ", ".join(f"{tag} {size}" for tag, size in rounds.items())
         yield _of_models(t, f"rounds are uneven: {sizes} groups", "make one a multiple of the other", warning=True)
+
+
+# -- older selves -----
+
+
+def findings_of_follower(t: Topology, row: Tag) -> Iterator[Finding]:
+    """The rules about a tag that follows another; `t` is the topology of the run."""
+    own, led, follow = t.of(row.tag), t.of(row.follow.model), row.follow
+    others = sorted({entry.engine for entry in own.process if entry.role == "rollout"} - {ENGINE})
+    if others:
+        yield _of_follower(row, f"an engine of {others[0]} takes no checkpoints of another tag", f'engine = "{ENGINE}"')
+    if _widths(own) != _widths(led):
+        rule = f"the model at {own.model.path} has another shape than {led.tag}'s at {led.model.path}"
+        yield _of_follower(row, rule, "leave its path out: it begins with the followed one's")
+    pause = led.learner.checkpoint_every
+    if led.learner.batch_varies:
+        rule = f"checkpoints of {led.tag} come by groups, so their steps are no multiples of {follow.every}"
+        yield _of_follower(row, rule, "learner.trigger.t_max_s = inf and learner.controller.mode other than act")
+    elif not pause or follow.every % pause:
+        when = f"come every {pause} steps" if pause else "come at the end alone"
+        rule = f"checkpoints of {led.tag} {when}, and it plays those of a multiple of {follow.every}"
+        yield _of_follower(row, rule, f"learner.checkpoint_every = {follow.every}, or a divisor of it")
+    elif (kept := follow.every // pause * (follow.back + count(own, "rollout"))) > led.learner.keep_last:
+        oldest = f"the last process of {row.tag} plays one that is up to {kept} back"
+        rule = f"{led.tag} keeps {led.learner.keep_last} checkpoints, and {oldest}"
+        yield _of_follower(row, rule, f"learner.keep_last = {kept} or more for {led.tag}, or fewer processes")
+
+
+def _of_follower(row: Tag, rule: str, remedy: str) -> Finding:
+    shown = f'{row.tag}: follow = {{ model = "{row.follow.model}", every = {row.follow.every} }}'
+    return Finding(("model",), rule, remedy, value=shown)
+
+
+def _widths(t: Topology) -> Widths | None:
+    folder = pretrained.model_at(t.model.path)
+    return Widths.of(pretrained.read_config(folder)) if folder else None

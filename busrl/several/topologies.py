@@ -172,11 +172,20 @@ def _part(source: Source, row: Row, lead: Row, led: Topology | None) -> Source:
         if name in own:
             data[name] = _merged(data.get(name, {}), own[name])
     data["model"] = {key: value for key, value in own.items() if key not in (*OF_ROW, *OVERRIDDEN)}
+    if "path" not in data["model"] and (path := _followed_path(source, row)):
+        data["model"]["path"] = path
     data["process"], numbers = _processes(source, row, lead)
     return dataclasses.replace(
         source, data=data, lines=_of_row(source.lines, row, numbers),
         overridden=_of_row(source.overridden, row, numbers),
     )
+
+
+def _followed_path(source: Source, row: Row) -> Any:
+    """The model folder of the tag that this one follows, with which it begins; None if it follows none."""
+    rows = source.data["model"]
+    follows = row.tag.follow.model
+    return next((other.get("path") for other in rows if follows and other.get("tag") == follows), None)
 
 
 def _merged(below: Any, above: Any) -> Any:

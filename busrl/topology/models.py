@@ -90,6 +90,7 @@ class SeveralModels:
         run = dataclasses.replace(self.run, max_steps=row.max_steps or self.run.max_steps)
         return cast("Topology", dataclasses.replace(
             whole, **own, run=run, validation=Validation(), models=(), tag=tag, frozen=not row.trained, first=row.first,
+            follows=(row.follow,) if row.follow.model else (),
         ))
 
     def tag_of(self, process: str) -> str:

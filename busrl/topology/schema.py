@@ -608,6 +608,7 @@ class Topology(SeveralModels, Table):
     tag: str = ""  # whose topology this is
     frozen: bool = False  # it only serves
     first: int = 0  # number of its first rollout process
+    follows: tuple[Follow, ...] = ()  # one, where it answers with checkpoints of another tag
 
     @property
     def base_dir(self) -> str:
@@ -743,7 +744,8 @@ class Topology(SeveralModels, Table):
         return build(Topology, _with_limits(json.loads(text)), "topology.json")
 
 
-OF_SEVERAL = {"models", "tag", "frozen", "first", "model"}  # left out of topology.json where they say nothing
+# Left out of topology.json where they say nothing.
+OF_SEVERAL = {"models", "tag", "frozen", "first", "follows", "model"}
 LIMITS = {item.name for item in dataclasses.fields(AdmissionLimits)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from agent_worlds import ADD, Engine, calling, of
 
-from busrl.agents.episode import Episode, Retries
+from busrl.agents.episode import Call, EngineAnswer, Episode, Retries
 from busrl.agents.llm import Again, Blocking, ChatRequest, Ended, Failed, Llm, Refusal, Request, Response, play
 from busrl.agents.renderer import Renderer
 from busrl.errors import CallRefused
@@ -82,6 +83,28 @@ def test_the_key_of_a_call_is_kept_with_its_turns(chat: Renderer) -> None:
         for wrong, text in ((7, "key is a int: must be a text"), ("\udc80", "key holds half of a character")):
             with pytest.raises(CallRefused, match=text):
                 await llm.complete("A?", key=wrong)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+
+
+def test_calls_of_an_episode_stay_with_the_engine_of_the_first(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, engine = of(chat, stays=True)
+        draw, engines, offered = engine.instead or engine, iter([2, 2, 3, 3, 3]), list[int]()
+
+        async def answer(call: Call) -> EngineAnswer:
+            offered.append(call.near)
+            engine.instead = None
+            made = dataclasses.replace(await draw(call), engine=next(engines))
+            engine.instead = answer
+            return made
+
+        engine.instead = answer
+        llm = model_of(episode, {})
+        for number in range(5):
+            await llm.chat([{"role": "user", "content": f"Part {number}."}])
+        assert offered == [-1, 2, 2, 3, 3], "no call continues another, and the second engine is gone after two"
+        assert episode.counts["opponent_switched"] == 1
 
     asyncio.run(run())
 

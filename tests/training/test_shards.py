@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from busrl.engines.torch.lora import WeightLoader
 from busrl.errors import DiskFull, FileCorrupt, UserError, WriteFailed
+from busrl.several.followed import FollowedCheckpoints
 from busrl.system.files import listing
 from busrl.training import checkpoint, shard_files
 from busrl.training.model import load
@@ -117,6 +120,19 @@ def test_the_file_of_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_one_that_a_follower_takes_is_put_together(lab: Any, tmp_path: Path) -> None:
+    trainer = Trainer(load(lab.folder("qwen3")), TrainerSettings(micro_batch_tokens=60))
+    train(lab, trainer, 0)
+    begin(tmp_path / "checkpoints", 5, trainer, source=lab.folder("qwen3")).commit()
+    follow: Any = SimpleNamespace(model="main", every=5, back=0)
+    receiver = FollowedCheckpoints(tmp_path / "checkpoints", tmp_path / "room", "rollout/0", follow)
+    version, step, folder = receiver.take()
+    assert (version, step) == (5, 5)
+    WeightLoader(other := load(lab.folder("qwen3"))).restart(folder)
+    for name, value in other.named_parameters():
+        assert torch.equal(value, trainer.trained_tensors()[name]), name
 
 
 @pytest.mark.parametrize(
