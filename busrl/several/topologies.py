@@ -219,10 +219,12 @@ def _of_row(places: Mapping[KeyPath, Any], row: Row, numbers: Mapping[int, int])
             case ("model", int(at), *rest):
                 if at == row.at:
                     table = bool(rest) and rest[0] in OVERRIDDEN
-                    found[(*rest,) if table else ("model", *rest)] = what
+                    below: KeyPath = tuple(rest) if table else ("model", *rest)
+                    found[below] = what
             case ("process", int(at), *rest):
                 if at in numbers:
-                    found[("process", numbers[at], *rest)] = what
+                    below = ("process", numbers[at], *rest)
+                    found[below] = what
             case _:
                 found.setdefault(path, what)
     return found
