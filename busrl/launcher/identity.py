@@ -127,8 +127,8 @@ def _models(topology: dict[str, Any]) -> str:
     """The models of a topology and their seats as a text."""
     rows = [as_map(row) for row in topology.get("models") or []]
     each = [(row.get("tag"), row.get("seats"), "" if row.get("trained") else ", frozen") for row in rows]
-    each = each or [(topology.get("tag") or "one model", as_map(topology.get("model")).get("seats"), "")]
-    return "; ".join(f"{tag} with seats {', '.join(map(str, seats or ['its own']))}{how}" for tag, seats, how in each)
+    shown = (f"{tag} with seats {', '.join(map(str, seats or ['its own']))}{how}" for tag, seats, how in each)
+    return "; ".join(shown) or "one model"
 
 
 def _check_identity(
