@@ -41,7 +41,8 @@ class Words(dict[HeaderWord, int]):
 class FileRun(SimpleNamespace):
     """A run of files and header words alone."""
 
-    use = OpenRun.use
+    use, every = OpenRun.use, OpenRun.every
+    beside = ()
 
 
 class Desk(ControlDesk):
