@@ -42,7 +42,7 @@ class Audited(NamedTuple):
     counts: dict[str, int]
     errors: list[str]
     waste: dict[str, Any] | None = None  # the account of sampled tokens, where it was asked for
-    beside = False  # the service is all that the run is
+    beside: bool = False  # the service is all that the run is
 
     def lines(self) -> list[str]:
         counted = ", ".join(f"{count} {name}" for name, count in self.counts.items())

@@ -52,7 +52,7 @@ def wanted(steps: list[int], every: int, back: int) -> int:
 class FollowedCheckpoints(FileReceiver):
     """Takes checkpoints out of `root` into a folder of the process `name` below `room`, and keeps the last."""
 
-    kind: Literal["folder"] = "folder"  # type: ignore[mutable-override]
+    kind: Literal["folder"] = "folder"
 
     def __init__(
         self, root: Path, room: Path, name: str, follow: Follow, *, more_back: int = 0,
