@@ -1,8 +1,8 @@
 """Tiny models for the examples of this folder, and their tasks: `python make_several.py [FOLDER]`.
 
-A solver that adds two digits and is right three times in ten, a judge of its answers that is right six times in ten,
-and a player of the taking game that moves at random. Each first learns its skill (the player: the rules), then mistakes
-over it, so that reinforcement learning has something to undo within minutes on a CPU. Takes a minute or two.
+A solver that adds two digits and is right two times in ten, a judge of its answers that is right a little more often
+than not, a critic that is what this judge was before it learnt mistakes, and a player of the taking game that moves at
+random. Reinforcement learning has mistakes to undo, which takes minutes on a CPU. Making them takes a minute or two.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
+from transformers.utils.logging import disable_progress_bar
 
 from busrl.quickstart.maker import new_model, new_tokenizer, save
 from busrl.quickstart.task import VOCABULARY, Recipe
@@ -26,7 +27,7 @@ RIGHT, WRONG = "|", "."  # what a judge says
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 Example = tuple[str, str]  # what is read, and the one token that follows
 Draw = Callable[[random.Random, float], Example]
-Stage = tuple[Draw, float, int, float]  # what is drawn, the share of mistakes, steps, learning rate
+Stage = tuple[str, Draw, float, int, float]  # its name, what is drawn, the share of mistakes, steps, learning rate
 
 
 def sum_of(prompt: str) -> str:
@@ -61,10 +62,11 @@ def taken(rng: random.Random, mistakes: float) -> Example:
     return text, str(rng.randint(1, min(2, left)))
 
 
-def trained(*stages: Stage) -> torch.nn.Module:
+def train(stages: list[Stage], folder: Path) -> None:
+    """Train one model by stages, and save it after each that has a name."""
     rng, model = random.Random(0), new_model(Recipe())
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    for draw, mistakes, steps, lr in stages:
+    for name, draw, mistakes, steps, lr in stages:
         for step in range(steps):
             rows = [draw(rng, mistakes) for _ in range(BATCH)]
             ids = torch.zeros(BATCH, max(len(text) for text, _ in rows), dtype=torch.long)
@@ -78,23 +80,25 @@ def trained(*stages: Stage) -> torch.nn.Module:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return model
+        if name:
+            save(folder / name, Recipe(), new_tokenizer(Recipe()), model)
+            (folder / name / "chat_template.jinja").write_text(TEMPLATE)
 
 
 TEACH, MASK = 2e-3, 3e-4  # learning rates
-MODELS: dict[str, list[Stage]] = {
-    "solver": [(solved, 0.0, 200, TEACH), (solved, 0.78, 150, MASK)],
-    "judge": [(solved, 0.0, 200, TEACH), (judged, 0.0, 500, TEACH), (judged, 0.4, 150, MASK)],
-    "player": [(taken, 0.0, 100, TEACH)],
-}
+MODELS: list[list[Stage]] = [
+    [("", solved, 0.0, 200, TEACH), ("solver", solved, 0.78, 150, MASK)],
+    [("", solved, 0.0, 200, TEACH), ("critic", judged, 0.0, 500, TEACH), ("judge", judged, 0.4, 150, MASK)],
+    [("player", taken, 0.0, 100, TEACH)],
+]
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, stages in MODELS.items():
-        save(folder / name, Recipe(), new_tokenizer(Recipe()), trained(*stages))
-        (folder / name / "chat_template.jinja").write_text(TEMPLATE)
+    for stages in MODELS:
+        train(stages, folder)
     prompts = [f"{a}{b}=" for a in range(10) for b in range(10)]
     sums = [{"prompt": prompt, "answer": sum_of(prompt)} for prompt in prompts]
     for name, tasks in (("sums", sums), ("stones", [{"prompt": f"{STONES}="}])):
