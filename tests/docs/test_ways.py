@@ -52,9 +52,10 @@ PROMPT = Way("The way of a prompt", 36, (
 WEIGHTS = Way("The way of the weights", 14, (
     "roles/learner/publish.py:Publisher.publish", "roles/rollout.py:Rollout.update_weights",
 ), ("ledger/", "roles/learner/history.py", "roles/learner/loop.py", "roles/answers.py", "data/"))
-TURN = Way("The way of an agent's turn", 14, (
+TURN = Way("The way of an agent's turn", 15, (
     "agents/llm.py:Llm.complete", "agents/roles/holder.py:EpisodeHolder.run_passes", "roles/rollout.py:Rollout.work",
 ), ("weights/", "ledger/", "engines/", "data/", "scheduling/", "agents/http.py", "agents/parsers.py",
+    "agents/seats.py", "agents/sides.py",  # what more than one seat adds
     "roles/rollout.py:Rollout.update_weights"))
 CLAIM = Way("The way of a host's claim", 12, (
     "hosts/satellite.py:Satellite.work", "hosts/satellite.py:Satellite.handle", "roles/keeper.py:Keeper.handle",
