@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 from safetensors.torch import load_file, save_file
-from test_agents_in_a_run import children_of
 from test_models_in_a_run import judged_run
 
 from busrl.ledger.wal import SampleRecord, Wal
 from busrl.paths import RunPaths
-from busrl.ring import Ring
 from busrl.states import episode_of
 
 SIZE = 4
@@ -61,14 +57,6 @@ def samples_of(paths: RunPaths) -> dict[int, SampleRecord]:
     return {episode_of(sample.uid, SIZE, 1): sample for sample in samples}
 
 
-def calls_in_use(paths: RunPaths) -> dict[str, int]:
-    ring = Ring.attach(paths.calls_name, read_only=True, calls=True)
-    try:
-        return {state: count for state, count in ring.stats().occupancy.items() if count and state != "FREE"}
-    finally:
-        ring.close()
-
-
 @pytest.mark.long
 def test_a_solver_and_a_judge_learn_each_from_its_own_turns(tmp_path: Path, quickstart: None) -> None:
     run = three_models(tmp_path, steps=4)
@@ -93,21 +81,3 @@ def test_a_solver_and_a_judge_learn_each_from_its_own_turns(tmp_path: Path, quic
     for row in rows:
         assert row["seat"] == "solver" and {*row["siblings"]} == {"judge"} and row["uid"] in row["siblings"].values()
     assert all(row["episodes"]["partner_age"] >= 0 and not row["episodes"]["alone"] for row in run.metrics())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_deaths_of_all_kinds_cost_neither_model_a_sample(tmp_path: Path, quickstart: None) -> None:
-    run = three_models(tmp_path, "process.agent.count=2", steps=24)
-    with running(run):
-        for step, name in ((2, "agent/0"), (4, "rollout/0"), (6, "learner/judge"), (8, "agent/1"), (10, "rollout/1"),
-                           (12, "scheduler"), (14, "learner"), (16, "rollout/2"), (18, "keeper"), (19, "agent/0")):
-            run.until_step(step)
-            run.kill(name)
-        run.until_step(20)
-        for child in children_of(run.until("an agent is back", lambda: run.processes().get("agent/0")).pid):
-            os.kill(child, signal.SIGKILL)
-        run.until_step(23)
-        code = run.wait()
-    check_end(run, code)
-    assert read_lines(run.paths.of_tag("judge").metrics)[-1]["step"] == 24
