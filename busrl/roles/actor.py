@@ -214,8 +214,9 @@ class Actor(ABC):
         self._run = RunPaths.of(run_dir)
         self.followed, self._next_follow = size_of(self._run.control), 0.0  # before what it stands for is read
         whole = parts.topology if parts else Topology.from_json(self._run.topology.read_text())
-        self.topology, self.whole = whole.of(whole.tag_of(name)), whole
-        self.paths = self._run.of_tag(self.topology.beside)
+        self.topology, self.whole = whole if parts else whole.of(whole.tag_of(name)), whole
+        self.beside = "" if parts else self.topology.beside
+        self.paths = self._run.of_tag(self.beside)
         self.stopping = ""
         self._next_heartbeat = 0.0
         self._random = random.Random(f"{name}:{os.getpid()}")
@@ -403,7 +404,7 @@ class Actor(ABC):
             text = f"{kind} of {message.sender!r} is ignored: only {m.ONLY_FROM[type(message)]} sends it"
             self.warn("bus", text, kind=kind)
         elif not isinstance(message, m.Stop):
-            if self.every_tag or not m.is_of_another_model(message, self.topology.beside):
+            if self.every_tag or not m.is_of_another_model(message, self.beside):
                 self.handle(message)
         elif self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             self.stop(f"STOP: {message.reason}")
