@@ -28,7 +28,8 @@ def complete(tables: dict[str, Any]) -> None:
     if not isinstance(context, int) or not isinstance(rows, int):
         return  # the reader says so
     implied: dict[str, dict[str, Any]] = {
-        "data": {"train": str(NO_PROMPTS)}, "groups": {"size": rows}, "weights": {"mode": "sync", "max_staleness": 0},
+        "data": {"train": str(NO_PROMPTS)}, "groups": {"size": max(2, rows)},
+        "weights": {"mode": "sync", "max_staleness": 0},
         "learner": {"lr": 1e-5, "trigger": {"n_min": 1}},
         "generation": {"max_prompt_tokens": SHORTEST, "max_new_tokens": context - SHORTEST},
         "agents": {"context": context, "transcript_bytes": 0, "episodes": rows},

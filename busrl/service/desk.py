@@ -45,6 +45,42 @@ class Found(msgspec.Struct, frozen=True):
         return msgspec.msgpack.decode(record, type=Answer).payload if record else b""
 
 
+class UnderWay:
+    """Requests for samples without an answer. `of`: how many samples each owner has under way; those that are set aside
+    until their client is back count for nobody."""
+
+    def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
+        self.aside: set[Name] = set()
+        self._open: dict[Name, tuple[str, int]] = {}  # owner, and number of samples
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._open
+
+    def __iter__(self) -> Iterator[Name]:
+        return iter(list(self._open))
+
+    def add(self, name: Name, owner: str, samples: int) -> None:
+        self._open[name] = owner, samples
+        self.of[owner] += samples
+
+    def remove(self, name: Name) -> None:
+        self.bring_back(name)
+        owner, samples = self._open.pop(name, ("", 0))
+        self.of[owner] -= samples
+
+    def set_aside(self, name: Name) -> None:
+        owner, samples = self._open[name]
+        self.of[owner] -= samples
+        self.aside.add(name)
+
+    def bring_back(self, name: Name) -> None:
+        if name in self.aside:
+            owner, samples = self._open[name]
+            self.of[owner] += samples
+            self.aside.remove(name)
+
+
 class Desk:
     """`ring` is called when a request was logged that the tuner is to execute."""
 
@@ -62,8 +98,7 @@ class Desk:
         self._waiters: defaultdict[Name, list[asyncio.Event]] = defaultdict(list)
         self.completed: defaultdict[Name, list[Name]] = defaultdict(list)  # by sampler and clone
         self.waiting_bytes: defaultdict[str, int] = defaultdict(int)  # of requests without an answer, by model
-        self._drawing: dict[Name, int] = {}  # samples of each request that is under way
-        self.samples_of: Counter[str] = Counter()  # under way, by owner
+        self.under_way = UnderWay()
         self._tokens: Counter[tuple[str, int]] = Counter()  # by owner, and day since 1970
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
         self._decode_answer = msgspec.msgpack.Decoder(Answer).decode
@@ -106,10 +141,6 @@ class Desk:
         """The whole record of a request."""
         return self._decode_request(self._request_log.payload(numbered.place))
 
-    def open_samples(self) -> Iterator[Name]:
-        """Sampler and number of each request for samples without an answer."""
-        return iter(list(self._drawing))
-
     def tokens_today(self, owner: str) -> int:
         """Tokens that an owner has sent and drawn since midnight UTC."""
         return self._tokens[owner, int(time.time() // DAY_S)]
@@ -126,8 +157,7 @@ class Desk:
         if request.kind == "training":
             self.waiting_bytes[request.id] += len(request.body)
         elif request.kind == "sample":
-            self._drawing[name] = request.about.get("samples", 1)
-            self.samples_of[self._owner(request.id)] += self._drawing[name]
+            self.under_way.add(name, self._owner(request.id), request.about.get("samples", 1))
         if request.tokens:
             self._tokens[self._owner(request.id), int(request.at // DAY_S)] += request.tokens
 
@@ -151,7 +181,7 @@ class Desk:
         self._kept.append((time.monotonic(), name))
         if (sampler := self.registry.samplers.get(answer.id)) is not None:
             self.completed[answer.id, answer.seq // CLONE].append(name)
-            self.samples_of[sampler.owner] -= self._drawing.pop(name, 0)
+            self.under_way.remove(name)
             if answer.tokens:
                 self._tokens[sampler.owner, int(answer.at // DAY_S)] += answer.tokens
         elif (model := self.registry.models.get(answer.id)) and (numbered := model.requests.get(answer.seq)):
@@ -199,7 +229,7 @@ class Desk:
             return False
         if name[0] in self.registry.models:
             return name[1] <= self._forgotten.get(name[0], -1)
-        return name not in self._drawing
+        return name not in self.under_way
 
     def found(self, name: Name) -> Found | None:
         return self._answers.get(name)

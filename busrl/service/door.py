@@ -262,6 +262,7 @@ class ModelRoutes:
     def _take(self, things: Things, request: Request) -> None:
         """Log a numbered request, once."""
         model = things.model(request.id)
+        self._at.heard(model.id)
         known = model.requests.get(request.seq)
         if known is not None:
             if known.digest != request.digest:
@@ -331,6 +332,7 @@ class SamplerRoutes:
         if body.target_prompt_logprobs is not None:
             body.target_prompt_logprobs.require(tokens - 1, self._at.base.vocabulary)
         sampler, seq = things.sampler(body.sampling_session_id), body.seq_id
+        self._at.heard(sampler.id)
         meaning, known = digest("asample", body), sampler.requests.get(seq)
         if known is not None and known.digest != meaning:
             raise Refusal(400, f"request {seq} of {sampler.id} was another one")
@@ -355,7 +357,7 @@ class SamplerRoutes:
     def _require_room(self, things: Things, samples: int) -> None:
         things.require_tokens()
         owner, most = things.account.name, things.account.samples_in_flight
-        under_way = self._at.desk.samples_of[owner]
+        under_way = self._at.desk.under_way.of[owner]
         if under_way and under_way + samples > most:  # one request alone goes on, however many its samples are
             raise Refusal(429, f"{under_way} samples of {owner} are under way, {most} may be (samples_in_flight)", 1)
 
@@ -379,7 +381,8 @@ class FutureRoutes:
         model = self._at.registry.models.get(name[0])
         if model is not None and name[1] == 0 and model.first == 1:  # the creation, which the log alone answers
             return web.json_response({"type": "create_model", "model_id": model.id})
-        found = await self._at.desk.answer(name, HOLD_S)
+        with self._at.there(name[0]):
+            found = await self._at.desk.answer(name, HOLD_S)
         if found is None:
             state, reason = ("paused_capacity", PAUSED) if self._at.paused() else ("active", None)
             waits = {"type": "try_again", "request_id": id, "queue_state": state, "queue_state_reason": reason}
@@ -408,7 +411,8 @@ class FutureRoutes:
         sampler = self._at.things().sampler(body.target.sampling_session_id)
         clone, cursor = body.target.cloned_sampler_id or 0, body.prev_cursor or 0
         hold_s = HOLD_MANY_S if body.timeout is None else min(body.timeout, HOLD_MANY_S)
-        new = await self._at.desk.completions(sampler.id, clone, cursor, hold_s)
+        with self._at.there(sampler.id):
+            new = await self._at.desk.completions(sampler.id, clone, cursor, hold_s)
         told = [self._completion(name, found) for name in new if (found := self._at.desk.found(name)) is not None]
         return web.json_response({"cursor": cursor + len(new), "completions": told})
 

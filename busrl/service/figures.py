@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,6 +173,8 @@ class Census:
     def __init__(self, where: ServiceFolders) -> None:
         before = files.as_map(files.read_map(where.clients_shown).get("sessions"))
         self._heard: dict[str, float] = {name: session["heard"] for name, session in before.items()}
+        self._begun = time.time()
+        self._there: Counter[str] = Counter()  # clients that wait for an answer, by session
         self._logged: Counter[str] = Counter()  # of a model the highest number, of a sampler how many
         self._answered: Counter[str] = Counter()
         self._weights: dict[str, int] = {}  # of a sampler: the snapshot of its newest answer
@@ -187,6 +189,21 @@ class Census:
     def last_heard(self, session: str) -> float:
         """The time at which a client of the session was there, in Unix seconds; 0 if that is long ago."""
         return self._heard.get(session, 0.0)
+
+    @contextmanager
+    def there(self, session: str) -> Iterator[None]:
+        """Note that a client waits for an answer meanwhile."""
+        self.heard(session)
+        self._there[session] += 1
+        try:
+            yield
+        finally:
+            self._there[session] -= 1
+            self.heard(session)
+
+    def silent_s(self, session: str) -> float:
+        """For how long no client of the session was there, to this process: before it none could be."""
+        return 0.0 if self._there[session] else time.time() - max(self._begun, self.last_heard(session))
 
     def logged(self, request: Request) -> None:
         if request.kind not in ("training", "refused", "sample"):
@@ -204,9 +221,9 @@ class Census:
     def due(self) -> bool:
         return self._shown.due
 
-    def show(self, registry: Registry) -> None:
-        """Show the figures of what the registry has."""
-        waits = {True: self._waits(registry.samplers), False: self._waits(registry.models)}
+    def show(self, registry: Registry, aside: Collection[tuple[str, int]] = ()) -> None:
+        """Show the figures of what the registry has. `aside`: requests for samples that wait for their clients."""
+        waits = {True: self._waits(registry.samplers, aside), False: self._waits(registry.models)}
         open_sessions = [name for name, session in registry.sessions.items() if not session.ended]
         newest = sorted(open_sessions, key=lambda name: self._heard.get(name, 0.0))[-LISTED:]
         self._shown.show({
@@ -218,7 +235,7 @@ class Census:
                          "weights": self._weights.get(name, 0)} for name in list(registry.samplers)[-LISTED:]},
             "counts": {"sessions": len(open_sessions), "models": len(registry.models),
                        "samplers": len(registry.samplers)},
-            "queue": total(waits[False].values()), "samples": total(waits[True].values()),
+            "queue": total(waits[False].values()), "samples": total(waits[True].values()), "aside": len(aside),
         })
 
     # -- internals -----
@@ -227,11 +244,11 @@ class Census:
         self._shown.change()
         counts[name] = counts[name] + 1 if samples else max(counts[name], seq)
 
-    def _waits(self, names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _waits(self, names: Mapping[str, Any], aside: Collection[tuple[str, int]] = ()) -> dict[str, dict[str, Any]]:
         """Sum up for each model or sampler what waits: requests, bytes, and since when the first does."""
         waits: dict[str, dict[str, Any]] = {}
-        for (name, _), waiting in self._open.items():
-            if name in names:
+        for (name, seq), waiting in self._open.items():
+            if name in names and (name, seq) not in aside:
                 row = waits.setdefault(name, {"waiting": 0, "bytes": 0, "since": waiting.since})
                 row["waiting"] += 1
                 row["bytes"] += waiting.size

@@ -41,7 +41,7 @@ def overview(run_dir: str | Path) -> Overview | None:
         "models": {name: {**files.as_map(rows.get(name)), **files.as_map(figures.get(name))}
                    for name in {**rows, **figures}},
         **{key: files.as_map(told.get(key)) for key in ("sessions", "samplers", "counts", "queue", "samples")},
-        "replays": trained.get("replays", 0), "executing": executing(where),
+        "aside": told.get("aside", 0), "replays": trained.get("replays", 0), "executing": executing(where),
     }
     return Overview("service", data, [*lines_of(data, time.time())])
 
@@ -73,8 +73,9 @@ def lines_of(data: Mapping[str, Any], now: float) -> Iterator[str]:
 def _headline(data: Mapping[str, Any], now: float) -> str:
     counted = [f"{count} {name if count != 1 else name.removesuffix('s')}" for name, count in data["counts"].items()]
     waits = [_waiting(data[key], name, now) for key, name in (("queue", "request"), ("samples", "request for samples"))]
+    aside = [f"{data['aside']} aside until their clients are back"] if data["aside"] else []
     again = [f"{data['replays']} to run again"] if data["replays"] else []
-    return joined(*(counted or ["no client yet"]), *waits, *again)
+    return joined(*(counted or ["no client yet"]), *waits, *aside, *again)
 
 
 def _waiting(row: Mapping[str, Any], what: str, now: float) -> str:

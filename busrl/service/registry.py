@@ -175,6 +175,11 @@ class Registry:
         self.samplers[request.id].requests[request.seq] = Numbered(request.kind, "asample", request.digest, place)
 
 
+def session_of(id: str) -> str:
+    """The session of a model or sampler."""
+    return id.partition(":")[0]
+
+
 def saved(path: str) -> tuple[str, str, str] | None:
     """Model, kind and name of a path of saved weights; None if it is no such path."""
     found = SAVED.fullmatch(path)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
 
 FOLLOW_S = 0.1  # between two looks at the answers without a message
+CLIENTS_S = 1.0  # between two looks for clients that went silent, or came back
 EXPIRE_S = 10.0  # between two looks for what is over
 
 
@@ -80,7 +81,7 @@ class Tinker(Actor):
         self.loop.run_until_complete(self._serve())
 
     def teardown(self) -> None:
-        self.desk.census.show(self.desk.registry)  # what came since it was shown last
+        self._show()  # what came since it was shown last
         self.desk.close()
         self.loop.close()
         self.calls.close()
@@ -96,24 +97,28 @@ class Tinker(Actor):
             service = Service(
                 self.desk, self.where, settings, base_of(folder, settings.base), lambda: self.paused)
             door = Door(service, samples, self.keys, partial(self.warn, self.role))
-            for sampler, seq in self.desk.open_samples():
+            for sampler, seq in self.desk.under_way:
                 samples.begin(self.desk.registry.samplers[sampler], seq)
             async with self._listening(door), self._following():
-                await self._passes()
+                await self._passes(samples)
             await samples.close()
 
-    async def _passes(self) -> None:
-        checkpoints, expire_at = Checkpoints(self.desk, self.where), 0.0
+    async def _passes(self, samples: Samples) -> None:
+        checkpoints, expire_at, silent_at = Checkpoints(self.desk, self.where), 0.0, 0.0
+        silent_s, keep_s = self.topology.tinker.silent_s, self.topology.tinker.keep_answers_s
         while not self.stopping:
             self.look_around()
-            if (now := time.monotonic()) >= expire_at:
+            if (now := time.monotonic()) >= silent_at:
+                samples.follow_clients(silent_s, keep_s)
+                silent_at = now + CLIENTS_S
+            if now >= expire_at:
                 self.desk.expire(now)
                 await asyncio.to_thread(checkpoints.remove, checkpoints.over())
                 expire_at = now + EXPIRE_S
             if self.failed is not None:
                 raise self.failed
             if self.desk.census.due:
-                self.desk.census.show(self.desk.registry)
+                self._show()
             await asyncio.sleep(self.tick_s)
 
     @contextlib.asynccontextmanager
@@ -138,6 +143,9 @@ class Tinker(Actor):
                     await asyncio.wait_for(self.answers_logged.wait(), FOLLOW_S)
         except Exception as problem:
             self._fail(problem)
+
+    def _show(self) -> None:
+        self.desk.census.show(self.desk.registry, self.desk.under_way.aside)
 
     def _fail(self, problem: BaseException) -> None:
         self.failed = self.failed or problem

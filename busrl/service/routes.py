@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from busrl.service.bodies import read_body
 from busrl.service.desk import Desk
 from busrl.service.folders import ServiceFolders
 from busrl.service.keys import Account
-from busrl.service.registry import AdapterOf, Model, Sampler, Session, saved
+from busrl.service.registry import AdapterOf, Model, Sampler, Session, saved, session_of
 from busrl.service.wire import unpack
 from busrl.topology.schema import Tinker
 
@@ -156,6 +157,14 @@ class Service:
     def things(self) -> Things:
         """The things of the account whose request is handled."""
         return Things(ACCOUNT.get(), self.desk, self.where)
+
+    def heard(self, id: str) -> None:
+        """Note that the client is there that asks for something of this model or sampler."""
+        self.desk.census.heard(session_of(id))
+
+    def there(self, id: str) -> AbstractContextManager[None]:
+        """Note that the client is there, while it waits for an answer of this model or sampler."""
+        return self.desk.census.there(session_of(id))
 
     def goes_on(self, session: Session) -> bool:
         return self.desk.goes_on(session.id, self.settings.session_s)

@@ -6,7 +6,8 @@ Talks to engines through `busrl.ring.calls`, to the desk for requests and answer
   is the same one, if engine and weights are.
 - An engine that dies costs time alone: its call waits for the next one.
 - A sampler that is in flight draws with the newest weights that its model has published so at the time of the request.
-- A request that nobody waits for any more ends its calls, and engines give their rows to others.
+- A request that nobody waits for any more ends its calls, and engines give their rows to others. One whose client is
+  silent does too, without an answer, and begins again when the client is back.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall
 from busrl.service.bodies import BadBody, Sample, SamplingParams, read_body
 from busrl.service.desk import Desk
 from busrl.service.folders import ServiceFolders
-from busrl.service.registry import Sampler
+from busrl.service.registry import Sampler, session_of
 from busrl.service.requests import Answer
 from busrl.service.wire import SampledSequence, write_sample_result
 from busrl.states import Finish
@@ -105,14 +106,29 @@ class Samples:
 
     def stop(self, name: tuple[str, int]) -> None:
         """Give a request up: its client does not want the answer any more."""
-        if name in self._tasks:
-            self._tasks[name].cancel()
-            self._log(name, "user", failure("cancelled by its client", "user"))
+        self._give_up(name, "cancelled by its client")
 
     def stop_session(self, id: str) -> None:
         """Give up all requests of a session that has ended."""
-        for name in [name for name in self._tasks if name[0].startswith(f"{id}:")]:
-            self.stop(name)
+        for name in self._desk.under_way:
+            if session_of(name[0]) == id:
+                self.stop(name)
+
+    def follow_clients(self, silent_s: float, keep_s: float) -> None:
+        """Set the requests of clients aside that were silent for `silent_s`, and begin those of the ones that are back.
+        An answer would have been kept for `keep_s`: after so long a silence a request is given up."""
+        under_way, census = self._desk.under_way, self._desk.census
+        silences = {session: census.silent_s(session) for session in {session_of(id) for id, _ in under_way}}
+        for name in under_way:
+            silence = silences[session_of(name[0])]
+            if silence > keep_s:
+                self._give_up(name, f"its client was silent for {silence:.0f} s (tinker.keep_answers_s)")
+            elif silence > silent_s and name not in under_way.aside:
+                under_way.set_aside(name)
+                self._cancel(name)
+            elif silence <= silent_s and name in under_way.aside:
+                under_way.bring_back(name)
+                self.begin(self._desk.registry.samplers[name[0]], name[1])
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -122,8 +138,18 @@ class Samples:
 
     # -- internals -----
 
+    def _give_up(self, name: tuple[str, int], why: str) -> None:
+        if name in self._desk.under_way:
+            self._cancel(name)
+            self._log(name, "user", failure(why, "user"))
+
+    def _cancel(self, name: tuple[str, int]) -> None:
+        if (task := self._tasks.pop(name, None)) is not None:
+            task.cancel()
+
     def _ended(self, name: tuple[str, int], task: asyncio.Task[None]) -> None:
-        self._tasks.pop(name, None)
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
         if not task.cancelled() and (problem := task.exception()) is not None:
             self._failed(problem)
 

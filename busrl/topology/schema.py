@@ -362,6 +362,7 @@ class Tinker(Table):
     state_every_s: float = key(60.0, "seconds of a model's work that a death may cost, about", low=0, high=86400)
     turn_tokens: int = key(2048, "tokens that are trained at a time, before the turn of another model", low=1)
     resident_mb: int = key(8192, "MiB of models in memory; above it those used longest ago wait on the disk", low=0)
+    silent_s: float = key(120.0, "silence after which the samples of a session wait until it is heard again", above=0)
     session_s: float = key(1800.0, "silence after which a session counts as left, and a model is parked", above=0)
     snapshot_mb: int = key(16384, "MiB of snapshots without a name; above it the ones sampled longest ago go", low=0)
     keep_answers_s: float = key(86400.0, "an answer that no client fetches is kept for this long", low=60)

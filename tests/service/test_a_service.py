@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -20,28 +21,33 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import ROOT, Run, running
+from replays import Answers
 from service_messages import datum, read_forward_backward_result, read_sample_result, request
 
+from busrl.quickstart import ensure
 from busrl.service.keys import digest_of
+from busrl.service.overview import overview
 
 CONFIG = ROOT / "configs" / "tinker.toml"
 LORA = {"rank": 4, "seed": 7, "train_unembed": False}
 PROMPT = [5, 6, 7, 8]
 PATIENCE_S = 120.0
+LONG = 4000  # tokens that take seconds
 
 
 class Client:
-    """A client of one session, as patient as the SDK is with a door that is away."""
+    """A client of one session, which a `call` of another name begins, as patient as the SDK is with a door that is
+    away."""
 
-    def __init__(self, run: Run, key: str = "") -> None:
-        self._run = run
+    def __init__(self, run: Run, key: str = "", call: str = "a call") -> None:
+        self._run, self._call = run, call
         self.key = key or (run.directory / "tinker.key").read_text()
         self.session = self.ask("create_session")["session_id"]
         self._numbers: dict[str, int] = {}
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Send a body until some door answers."""
-        headers = {"X-API-Key": self.key, "X-Idempotency-Key": "a call"}
+        headers = {"X-API-Key": self.key, "X-Idempotency-Key": self._call}
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -128,6 +134,13 @@ def train(client: Client, steps: int) -> list[Any]:
         seen += [read_forward_backward_result(client.result(future))[1] for future in (first, second)]
         seen.append(json.loads(client.result(stepped))["metrics"])
     return seen
+
+
+def shown(run: Run) -> Any:
+    """What status tells of the service."""
+    found = overview(run.directory)
+    assert found is not None
+    return found.data
 
 
 @contextmanager
@@ -258,3 +271,32 @@ def test_strangers_hold_no_connection_and_nobody_up(tmp_path: Path, quickstart: 
             connection.close()
         for stranger in silent:
             stranger.close()
+
+
+@pytest.mark.long
+def test_the_row_of_a_silent_client_goes_to_another_until_it_is_back(tmp_path: Path, quickstart: None) -> None:
+    folder = far_reaching(tmp_path / "model")
+    settings = f"model.path={folder}", "tinker.silent_s=0.2", "tinker.context=8192", "generation.max_batch=1"
+    with service(tmp_path / "run", *settings) as (run, busy):
+        base = busy.ask_get("get_server_capabilities")["supported_models"][0]["model_name"]
+        heard = Client(run, call="another call")
+        for client in (busy, heard):
+            client.ask("create_sampling_session", session_id=client.session, sampling_session_seq_id=0, base_model=base)
+        future = busy.ask("asample", sampling_session_id=f"{busy.session}:sample:0", seq_id=0,
+                          prompt={"chunks": [{"tokens": PROMPT}]},
+                          sampling_params={"max_tokens": LONG, "seed": 1, "stop": []})
+        heard.sample(f"{heard.session}:sample:0", 0)  # there is one row: the long sample was drawn, or gave it up
+        answered = {name for name, _ in Answers(run.directory).follow()}
+        assert answered == {f"{heard.session}:sample:0"}, "a sample of a client that was silent was drawn to its end"
+        run.until("status tells of the sample", lambda: shown(run)["aside"] == 1)
+        (sequence,), _ = read_sample_result(busy.result(future))
+        assert len(sequence.tokens) == LONG
+        run.until("nothing is set aside", lambda: shown(run)["aside"] == 0)
+
+
+def far_reaching(folder: Path) -> Path:
+    """The tiny model, which was taught short sequences, as one that takes long ones."""
+    shutil.copytree(ensure("tiny:sort").model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    return folder

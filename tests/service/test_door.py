@@ -328,7 +328,7 @@ def test_completions_keep_their_places_over_a_restart(tmp_path: Path) -> None:
         await client.again()
         _, told = await client.post("retrieve_futures", {**wanted, "prev_cursor": 1})
         assert [done["request_id"] for done in told["completions"]] == [f"{sampler}:0"]
-        assert list(client.desk.open_samples()) == [(sampler, 1)]
+        assert list(client.desk.under_way) == [(sampler, 1)]
 
     served(tmp_path, play)
 

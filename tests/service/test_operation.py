@@ -13,16 +13,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import ROOT, Run
-from test_a_service import PROMPT, Client, service, supervised
+from test_a_service import PROMPT, Client, service, shown, supervised
 
 from busrl.cli.command import main
 from busrl.ledger.controls import read_lines
 from busrl.service.audit import audit
-from busrl.service.overview import overview
 from busrl.system.files import json_lines
 
 HEAD = "| process | does | when it is killed, a client sees |\n|---|---|---|\n"
@@ -160,12 +158,6 @@ def test_a_pause_holds_execution_while_requests_are_taken(
         (line,) = json_lines(run.paths.metrics)
         assert line["time"] >= resumed.time
     capsys.readouterr()
-
-
-def shown(run: Run) -> Any:
-    found = overview(run.directory)
-    assert found is not None
-    return found.data
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ from busrl.ring.calls import CallAnswer, CallDetails, ModelCall
 from busrl.service.adapters import Adapter
 from busrl.service.desk import Desk
 from busrl.service.engine import AdapterEngine
+from busrl.service.figures import Census
 from busrl.service.folders import ServiceFolders
 from busrl.service.operations import write_folder
 from busrl.service.registry import Sampler
@@ -218,6 +219,53 @@ def test_requests_that_nobody_waits_for_end_their_calls(scene: Scene) -> None:
         samples.stop_session("s")
         await asyncio.sleep(0.01)
         assert (scene.calls.given_up, samples.under_way) == (5, 0)
-        assert not list(scene.desk.open_samples())
+        assert not list(scene.desk.under_way)
 
     play(story)
+
+
+def test_samples_of_a_silent_client_wait_for_it_and_are_the_same_then(scene: Scene) -> None:
+    async def story() -> None:
+        sampler = scene.save()
+        undisturbed = await scene.sample(sampler, 0)
+        scene.calls.held = True
+        await scene.began(sampler, 1, num_samples=3)
+        while len(scene.calls.asked) < 4:
+            await asyncio.sleep(0)
+        census, owner = scene.desk.census, sampler.owner
+        scene.samples.follow_clients(silent_s=60.0, keep_s=60.0)
+        assert scene.samples.under_way == 1 and scene.desk.under_way.of[owner] == 1
+        hearing(census, 100.0)
+        scene.samples.follow_clients(silent_s=60.0, keep_s=200.0)
+        await asyncio.sleep(0.01)
+        assert scene.calls.given_up == 3 and scene.samples.under_way == 0
+        assert scene.desk.under_way.of[owner] == 0 and scene.desk.found((sampler.id, 1)) is None
+        scene.calls.held = False
+        hearing(census, 0.0)
+        scene.samples.follow_clients(silent_s=60.0, keep_s=200.0)
+        found = await scene.desk.answer((sampler.id, 1), 60)
+        assert found is not None and scene.desk.under_way.of[owner] == 0
+        assert read_sample_result(found.payload())[0][0].tokens == undisturbed[1][0].tokens
+
+    play(story)
+
+
+def test_samples_of_a_client_that_stays_away_are_given_up(scene: Scene) -> None:
+    async def story() -> None:
+        scene.calls.held = True
+        sampler = scene.save()
+        await scene.began(sampler, 0)
+        for silence in (100.0, 300.0):
+            hearing(scene.desk.census, silence)
+            scene.samples.follow_clients(silent_s=60.0, keep_s=200.0)
+        found = await scene.desk.answer((sampler.id, 0), 60)
+        assert found is not None and b"silent for 300 s" in found.payload()
+        assert not list(scene.desk.under_way) and not scene.desk.under_way.aside and not scene.samples.under_way
+        assert scene.desk.under_way.of[sampler.owner] == 0
+
+    play(story)
+
+
+def hearing(census: Census, silence: float) -> None:
+    """Let a client have been heard for the last time so long ago."""
+    census.silent_s = lambda session: silence  # type: ignore[method-assign]
