@@ -211,7 +211,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("service", "training and sampling as a service", plugs={
         "defaults": "service.defaults:complete", "audits": "service.audit:audit",
         "overviews": "service.overview:overview", "export": "service.export:export_saved",
-        "messages": "service.messages:MESSAGES"}, commands=(
+        "messages": "service.messages:MESSAGES", "chapters": "service.report:chapter"}, commands=(
         Command("tinker-key", "make a key for clients of a service, and print what its topology needs",
             "service.keys:key_options", "See docs/service.md."),)),
     Capability("simulate", "simulations", commands=SIMULATE_COMMANDS),

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.capabilities import plugs
 from busrl.errors import NoSuchRun
 from busrl.ledger import controls
 from busrl.ledger.controls import ControlLine
@@ -44,7 +45,7 @@ KEPT = (
     "ess", "age_mean", "age_max", "flat_share", "cut_share", "never_trained", "masked", "tokens", "samples",
     "grad_norm", "reward_parts",
 )
-WHOLE = ("topology", "run_json", "summary")  # files that are one map
+WHOLE = ("topology", "run_json", "summary", "supervisor")  # files that are one map
 
 
 class GroupsLine(msgspec.Struct):
@@ -92,7 +93,14 @@ class RunRecord:
     topology: dict[str, Any] = field(default_factory=dict)
     run_json: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    supervisor: dict[str, Any] = field(default_factory=dict)  # what launch counted of its children
     faults: list[str] = field(default_factory=list)
+    chapters: list[Any] = field(default_factory=list)  # what optional parts of busrl tell of the run
+
+    @property
+    def has_steps(self) -> bool:
+        """False for a run that did what others asked for, which its chapters tell, and made no step of its own."""
+        return bool(self.steps) or not self.chapters
 
     @property
     def name(self) -> str:
@@ -217,6 +225,7 @@ def read(run_dir: str | Path) -> RunRecord:
     record.requests = [*controls.read_lines(paths)]
     for path in sorted(paths.pace.glob("*.jsonl")):
         record.pace[path.stem] = list(record._lines(path, dict[str, Any]))
-    missing = [path.name for path in (paths.metrics, paths.groups) if not path.exists()]
+    record.chapters = [part for chapter in plugs("chapters") if (part := chapter(paths.root)) is not None]
+    missing = [path.name for path in (paths.metrics, paths.groups) if record.has_steps and not path.exists()]
     record.faults += [f"{name}: not there; no step was made yet, or it was removed" for name in missing]
     return record

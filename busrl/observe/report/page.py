@@ -314,6 +314,10 @@ FACTS: dict[str, Callable[[Run], str]] = {
 }
 
 
+# Of runs that made no step of their own.
+OF_ALL = ("state", "starts", "changed in flight", "warnings and errors", "versions", "folder")
+
+
 # -- the page -----
 
 def page(records: Sequence[RunRecord]) -> str:
@@ -323,9 +327,10 @@ def page(records: Sequence[RunRecord]) -> str:
         f"<h1>{title}</h1><p class=dim>made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} of the files of "
         f"{'the run' if len(runs) == 1 else f'{len(runs)} runs'}; what each number is: {opened('docs/metrics.md')}</p>",
         *_faults(runs), *_section("At a glance", [_facts(runs)]), *_section("Course", [_charts(runs)]),
-        *_section("Samples", map(_samples, runs)),
+        *_chapters(runs), *_section("Samples", map(_samples, runs)),
         *_section("What became of the tokens", map(_waste, runs)),
-        *_section("Processes", [_busy(runs)]), *_section("Warnings and errors", map(_problems, runs)),
+        *_section("Processes", [_busy(runs), *map(_deaths, runs)]),
+        *_section("Warnings and errors", map(_problems, runs)),
         *_section("Settings", [_differences(runs), *map(_changes, runs), *map(_requests, runs), *map(_topology, runs)]),
     ]
     return (
@@ -358,8 +363,27 @@ def _faults(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _facts(runs: Sequence[Run]) -> str:
-    rows = [[name, *(of(run) for run in runs)] for name, of in FACTS.items()]
+    names = [*FACTS] if any(run.record.has_steps for run in runs) else OF_ALL
+    rows = [[name, *(FACTS[name](run) for run in runs)] for name in names]
     return table(["", *(text_of(run.label) for run in runs)] if len(runs) > 1 else [""], rows, "-" + "w" * len(runs))
+
+
+def _chapters(runs: Sequence[Run]) -> Iterator[str]:
+    """What optional parts of busrl tell of each run."""
+    parts = [(run, part) for run in runs for part in run.record.chapters]
+    for title in dict.fromkeys(part.title for _, part in parts):
+        yield from _section(title, (_chapter(run, part) for run, part in parts if part.title == title))
+
+
+def _chapter(run: Run, part: Any) -> str:
+    cards = "".join(
+        chart(text_of(card.title), text_of(card.note), [
+            Line(name, *(np.array(values, np.float64) for values in ends)) for name, ends in card.lines.items()
+        ], text_of(card.across)) for card in part.drawings)
+    facts = table([""], ([text_of(name), text_of(value)] for name, value in part.facts.items()), "-w")
+    tables = (
+        table([*map(text_of, of.head)], ([*map(text_of, row)] for row in of.rows), of.kinds) for of in part.tables)
+    return _of(run) + facts + (f'<div class="cards">{cards}</div>' if cards else "") + "".join(tables)
 
 
 def _charts(runs: Sequence[Run]) -> str:
@@ -451,6 +475,15 @@ def _busy(runs: Sequence[Run]) -> str:
         for run in runs for name, busy in run.busy().items()
     ]
     return table(["", "busy", ""], rows, "-wn")
+
+
+def _deaths(run: Run) -> str:
+    children = as_map(run.record.supervisor.get("processes"))
+    rows = [
+        [text_of(name), num(number(as_map(child).get("restarts"))), text_of(as_map(child).get("latest") or "–")]
+        for name, child in children.items() if as_map(child).get("restarts")
+    ]
+    return (_of(run) + table(["started again", "times", "latest death"], rows, "-nw")) if rows else ""
 
 
 def _problems(run: Run) -> str:
