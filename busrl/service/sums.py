@@ -116,12 +116,14 @@ RATIO: Final = frozenset({LOGPROBS, ADVANTAGES})
 @dataclass(frozen=True)
 class Loss:
     """A loss: its formula before weights, what it needs beside the targets, and the keys of its configuration with
-    their defaults; None: to be given. `single`: it takes one target per position."""
+    their defaults; None: to be given. `single`: it takes one target per position. `at_padding`: it is not 0 where all
+    inputs are, as they are where a sparse tensor lists nothing."""
 
     formula: Callable[[Terms], Tensor]
     needs: frozenset[str] = RATIO
     defaults: Mapping[str, float | None] = field(default_factory=dict)
     single: bool = False
+    at_padding: bool = False
 
     @property
     def reads(self) -> frozenset[str]:
@@ -134,7 +136,7 @@ LOSSES: Final = {
     "importance_sampling": Loss(importance_sampling),
     "ppo": Loss(ppo, defaults=CLIP),
     "cispo": Loss(cispo, defaults=CLIP),
-    "dro": Loss(dro, defaults={BETA: None}),
+    "dro": Loss(dro, defaults={BETA: None}, at_padding=True),
     "gspo": Loss(gspo, RATIO | {RATIO_MASK}, {LOW: None, HIGH: None}, single=True),
 }
 
@@ -190,6 +192,9 @@ def _fault(name: str, loss: Loss, datum: Datum, context: int, vocabulary: int) -
     if len(shape) not in (1, 2) or not all(shape) or (loss.single and len(shape) > 1):
         taken = f"[{count}]" if loss.single else f"[{count}] or [{count}, k]"
         return f"{TARGETS} has shape {list(shape)}; {name} takes {taken}"
+    if len(shape) > 1 and loss.at_padding and not there & set(WEIGHTS):
+        return (f"{TARGETS} has shape {list(shape)}, and {name} is not 0 at a cell without a target; give weights or "
+                "mask of that shape, 0 at such cells")
     if shape[0] != count:
         return f"{TARGETS} has {shape[0]} positions, the input {count}; each token has one target"
     return _wrong_values(datum, shape, vocabulary)

@@ -12,7 +12,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from harness import ROOT, Run, running
 from replays import Answers
-from service_messages import datum, read_forward_backward_result, read_sample_result, request
+from service_messages import compressed, datum, read_forward_backward_result, read_sample_result, request, tensor
 
 from busrl.quickstart import ensure
 from busrl.service.keys import digest_of
@@ -93,8 +93,9 @@ class Client:
         self._numbers[model] += 1
         return self._numbers[model]
 
-    def forward_backward(self, model: str, *data: bytes, loss: str = "cross_entropy", only: bool = False) -> Any:
-        body = request(*data, model=model, seq=self._next(model), loss=loss, forward_only=only)
+    def forward_backward(self, model: str, *data: bytes, loss: str = "cross_entropy", only: bool = False,
+                         config: Mapping[str, float] | None = None) -> Any:
+        body = request(*data, model=model, seq=self._next(model), loss=loss, config=config, forward_only=only)
         status, answer = self.post("forward_backward", body)
         assert status == 200, answer
         return json.loads(answer)
@@ -292,6 +293,32 @@ def test_the_row_of_a_silent_client_goes_to_another_until_it_is_back(tmp_path: P
         (sequence,), _ = read_sample_result(busy.result(future))
         assert len(sequence.tokens) == LONG
         run.until("nothing is set aside", lambda: shown(run)["aside"] == 0)
+
+
+@pytest.mark.long
+def test_sparse_targets_train_as_the_dense_ones_that_they_stand_for(tmp_path: Path, quickstart: None) -> None:
+    tokens, listed = np.array(PROMPT, np.int32), np.array([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]])
+    random = np.random.default_rng(2)
+    targets = (random.integers(5, 20, listed.shape) * listed).astype(np.int64)
+    reals = [(random.normal(size=listed.shape) * listed).astype(np.float32) for _ in range(2)]
+    losses = {"cross_entropy": {"weights": reals[0]},
+              "importance_sampling": {"logprobs": -abs(reals[0]), "advantages": reals[1]}}
+    with service(tmp_path / "run") as (_, client):
+        told = []
+        for number, write in enumerate((tensor, compressed)):
+            model = client.model(number)
+            for loss, inputs in losses.items():
+                written = {name: write(values) for name, values in {"target_tokens": targets, **inputs}.items()}
+                future = client.forward_backward(model, datum(tokens, **written), loss=loss)
+                (outputs,), metrics = read_forward_backward_result(client.result(future))
+                assert outputs["logprobs"].shape == listed.shape
+                told.append((outputs["logprobs"].tolist(), metrics))
+            told.append(json.loads(client.result(client.step(model))))
+        assert told[:3] == told[3:] and all(metrics["loss:sum"] != 0 for _, metrics in told[:2])
+        answer = client.result(client.forward_backward(model, datum(tokens, target_tokens=compressed(targets), **{
+            name: compressed(values) for name, values in losses["importance_sampling"].items()}), loss="dro",
+            config={"beta": 0.1}))
+        assert b"dro is not 0 at a cell without a target; give weights or mask" in answer
 
 
 def far_reaching(folder: Path) -> Path:

@@ -97,10 +97,27 @@ def datum(**changes: Any) -> Datum:
     ("ppo", {}, {"advantages": np.ones(4)}, r"advantages has shape \[4\]"),
     ("ppo", {}, {"advantages": np.array([1, np.nan, 1])}, "not finite"),
     ("ppo", {}, {"target_tokens": np.zeros((3, 0), np.int64)}, r"shape \[3, 0\]"),
+    ("dro", {"beta": 0.1}, {key: np.zeros((3, 2), np.int64) for key in ("target_tokens", "logprobs", "advantages")},
+     r"shape \[3, 2\], and dro is not 0 at a cell without a target; give weights or mask"),
+    ("gspo", CONFIG["gspo"], {key: np.zeros((3, 2), np.int64) for key in ("target_tokens", "sequence_ratio_mask")},
+     r"shape \[3, 2\]; gspo takes \[3\]"),
 ])
 def test_a_faulty_request_is_refused_by_its_place(loss: str, config: Any, changes: Any, words: str) -> None:
     with pytest.raises(UserFault, match=words):
         check([datum(**changes)], loss, config, context=8, vocabulary=10)
+
+
+@pytest.mark.parametrize("loss", [name for name, loss in LOSSES.items() if not loss.single])
+def test_cells_that_a_sparse_request_does_not_list_add_nothing(loss: str) -> None:
+    listed = torch.tensor([[True, True], [True, False], [False, False]])
+    logprobs = -torch.rand(3, 2, generator=torch.Generator().manual_seed(1)) - 0.1
+    inputs = {"logprobs": torch.full((3, 2), -0.5), "advantages": torch.tensor([[1.0, -2.0], [0.5, 3.0], [1.0, 1.0]])}
+    if loss == "cross_entropy" or LOSSES[loss].at_padding:
+        inputs["weights"] = torch.ones(3, 2)
+    reads = {name: torch.where(listed, values, 0.0) for name, values in inputs.items() if name in LOSSES[loss].reads}
+    rows = torch.zeros(3, dtype=torch.int64)
+    losses = losses_of(loss, CONFIG.get(loss, {}), logprobs, reads, rows)
+    assert losses[listed].abs().min() > 0 and losses[~listed].abs().max() == 0
 
 
 def test_the_fault_names_the_datum_and_no_data_is_one() -> None:
