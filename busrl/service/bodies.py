@@ -306,23 +306,54 @@ class SamplingParams(Fields, frozen=True):
 
 
 class TargetTokens(Fields, frozen=True):
-    """Ids whose log-probabilities are asked for, (len(prompt) - 1, k), row by row; -1 asks for nothing."""
+    """Ids whose log-probabilities are asked for, (len(prompt) - 1, k), row by row; -1 asks for nothing. Of compressed
+    rows `data` has the cells that are listed, and the others ask for nothing."""
 
     data: list[Annotated[int, Meta(ge=-1, le=LAST_NUMBER)]]
     shape: Annotated[list[Place], Meta(min_length=2, max_length=2)]
     dtype: Label = "int64"
-    sparse_crow_indices: list[int] | None = None
+    sparse_crow_indices: list[Place] | None = None
+    sparse_col_indices: list[Place] | None = None
 
     def check(self) -> None:
-        if self.sparse_crow_indices is not None:
-            raise BadBody("target_prompt_logprobs", "sparse tensors are not served here", "send a dense one")
-        if math.prod(self.shape) != len(self.data) or not 1 <= self.shape[1] <= MOST_TOP:
+        if (self.sparse_crow_indices is None) != (self.sparse_col_indices is None):
+            raise BadBody("target_prompt_logprobs", "one of sparse_crow_indices and sparse_col_indices is missing",
+                          "send both, or a dense tensor")
+        cells = len(self.data) if self.is_sparse else math.prod(self.shape)
+        if cells != len(self.data) or not 1 <= self.shape[1] <= MOST_TOP:
             raise BadBody("target_prompt_logprobs.shape", f"{self.shape} for {len(self.data)} ids",
                           f"send the tensor's own, 1 to {MOST_TOP} wide")
+        if self.is_sparse:
+            self._check_rows(*self.compressed())
+
+    def _check_rows(self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> None:
+        if rows.size != self.shape[0] + 1 or rows[0] != 0 or rows[-1] != columns.size or (np.diff(rows) < 0).any():
+            raise BadBody("target_prompt_logprobs.sparse_crow_indices", f"{rows.size} offsets do not rise from 0 to "
+                          f"the {columns.size} columns in {self.shape[0]} steps", "send compressed rows (CSR)")
+        if columns.size != len(self.data):
+            raise BadBody("target_prompt_logprobs.data", f"{len(self.data)} ids for {columns.size} columns",
+                          "send one for each")
+        cells = np.repeat(np.arange(self.shape[0]), np.diff(rows)) * self.shape[1] + columns
+        if columns.max(initial=0) >= self.shape[1] or np.unique(cells).size != cells.size:
+            raise BadBody("target_prompt_logprobs.sparse_col_indices", "a column is outside of the shape, or a cell is "
+                          "listed twice", "send each cell once")
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.sparse_crow_indices is not None
+
+    def compressed(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Offsets of the rows and columns of the cells, of a sparse tensor."""
+        return np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64)
 
     def ids(self) -> npt.NDArray[np.int32]:
         """The ids, int32 of the shape."""
-        return np.array(self.data, np.int32).reshape(self.shape)
+        if not self.is_sparse:
+            return np.array(self.data, np.int32).reshape(self.shape)
+        rows, columns = self.compressed()
+        ids = np.full(self.shape, -1, np.int32)
+        ids[np.repeat(np.arange(self.shape[0]), np.diff(rows)), columns] = self.data
+        return ids
 
     def require(self, places: int, vocabulary: int) -> None:
         """BadBody: not so many rows, or an id outside of the vocabulary."""

@@ -29,7 +29,7 @@ from busrl.service.desk import Desk
 from busrl.service.folders import ServiceFolders
 from busrl.service.registry import Sampler, session_of
 from busrl.service.requests import Answer
-from busrl.service.wire import SampledSequence, write_sample_result
+from busrl.service.wire import CompressedRows, SampledSequence, write_sample_result
 from busrl.states import Finish
 from busrl.topology.sizes import PER_TOKEN
 
@@ -71,11 +71,11 @@ class Places(msgspec.Struct, frozen=True):
 
 class Scores(NamedTuple):
     """Scores of a prompt of n tokens, None where not asked for: log-probabilities (n,), NaN where none, the likeliest
-    tokens of its places, log-probabilities of targets (n - 1, k)."""
+    tokens of its places, log-probabilities of targets (n - 1, k), in the layout in which they were asked for."""
 
     logprobs: Array | None = None
     top: Top | None = None
-    targets: Array | None = None
+    targets: Array | CompressedRows | None = None
 
 
 class SampleFault(Exception):
@@ -225,7 +225,11 @@ class Samples:
         scored = asked.prompt_logprobs or k > 0
         places = len(ids) - 1
         kept = min(asked.prompt_logprobs_last_n or places, places) if scored else 0
-        needed = places if targets is not None else kept
+        if targets is not None:  # places before the first one that has a target are not scored for it
+            wanted = np.flatnonzero((targets >= 0).any(1))
+            needed = max(kept, places - int(wanted[0]) if wanted.size else 0)
+        else:
+            needed = kept
         scores = await self._scores(ids, Places(len(ids) - needed, len(ids), k), targets, source) if needed else {}
         logprobs = np.full(len(ids), np.nan, np.float32)
         top = np.zeros((len(ids), k), np.int32), np.full((len(ids), k), NO_TOKEN, np.float32)
@@ -234,9 +238,19 @@ class Samples:
             for cells, name in zip(top if k else (), SCORES[1:]):
                 likeliest = scores[name][-kept:]
                 cells[-kept:, : likeliest.shape[1]] = likeliest
-        if targets is not None and needed:
-            targets = np.where(targets < 0, np.float32(0), scores[SCORES[3]])
-        return Scores(logprobs if asked.prompt_logprobs else None, top if k else None, targets)
+        told = None if targets is None else self._target_scores(asked, targets, scores.get(SCORES[3]))
+        return Scores(logprobs if asked.prompt_logprobs else None, top if k else None, told)
+
+    def _target_scores(self, asked: Sample, targets: Array, scores: Array | None) -> Array | CompressedRows:
+        """Log-probabilities of all targets, 0 where nothing is asked for. `scores`: of the last places."""
+        layout, told = asked.target_prompt_logprobs, np.zeros(targets.shape, np.float32)
+        assert layout is not None
+        if scores is not None and len(scores):
+            told[-len(scores):] = np.where(targets[-len(scores):] < 0, np.float32(0), scores)
+        if not layout.is_sparse:
+            return told
+        rows, columns = layout.compressed()
+        return CompressedRows(told[np.repeat(np.arange(len(told)), np.diff(rows)), columns], rows, columns, told.shape)
 
     async def _sample_top(self, prompt: Array, drawn: Array, k: int | None, source: Source) -> Top | None:
         """The likeliest tokens at the places of a sample, from a look at prompt and sample together."""

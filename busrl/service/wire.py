@@ -75,6 +75,15 @@ class SampledSequence(NamedTuple):
     topk: tuple[Array, Array] | None = None
 
 
+class CompressedRows(NamedTuple):
+    """A matrix of float32 of which some cells are listed: their values, offsets of its rows, columns of the cells."""
+
+    values: Array
+    rows: Array
+    columns: Array
+    shape: tuple[int, ...]
+
+
 # -- fields -----
 
 
@@ -438,7 +447,7 @@ def _record(outputs: Sequence[Mapping[str, Array]]) -> bytes:
 def write_sample_result(
     sequences: Iterable[SampledSequence | tuple[bool, Array, Array, tuple[Array, Array] | None]],
     prompt_logprobs: Array | None = None, topk_prompt: tuple[Array, Array] | None = None,
-    target_prompt_logprobs: Array | None = None, cache_hits: int = 0,
+    target_prompt_logprobs: Array | CompressedRows | None = None, cache_hits: int = 0,
 ) -> bytes:
     """The answer to a request for samples. `prompt_logprobs`: (n,), NaN where there is none; `topk_prompt`: ids and
     log-probabilities, (n, k) each; `target_prompt_logprobs`: (n - 1, k); `cache_hits`: tokens of the prompt."""
@@ -450,10 +459,18 @@ def write_sample_result(
     if cache_hits:
         parts.append(counted(4, cache_hits))
     if target_prompt_logprobs is not None:
-        targets = np.ascontiguousarray(target_prompt_logprobs, "<f4")
-        shape = sized(4, *map(number, targets.shape))
-        parts.append(sized(5, sized(1, targets.tobytes()), counted(3, FLOAT32), shape))
+        shape = sized(4, *map(number, target_prompt_logprobs.shape))
+        parts.append(sized(5, _cells(target_prompt_logprobs), counted(3, FLOAT32), shape))
     return b"".join(parts)
+
+
+def _cells(matrix: Array | CompressedRows) -> bytes:
+    """The numbers of a tensor of float32."""
+    if not isinstance(matrix, CompressedRows):
+        return sized(1, np.ascontiguousarray(matrix, "<f4").tobytes())
+    values, rows, columns, _ = matrix
+    return sized(2, sized(1, np.asarray(values, "<f4").tobytes()), sized(2, np.asarray(rows, "<i8").tobytes()),
+                 sized(3, np.asarray(columns, "<i8").tobytes()))
 
 
 def _sequence(

@@ -164,8 +164,20 @@ def read_sample_result(answer: bytes) -> tuple[list[Sampled], dict[str, Any]]:
             prompt["cache_hits"] = value
         elif field == 5:
             entry = dict(parts(value))
-            prompt["targets"] = np.frombuffer(entry[1], np.float32).reshape(varints(entry[4]))
+            prompt["targets"], prompt["sparse"] = _matrix(entry)
     return sequences, prompt
+
+
+def _matrix(entry: dict[int, Any]) -> tuple[Any, bool]:
+    """A tensor of float32, and whether it came as compressed rows, whose other cells are 0 here."""
+    shape = varints(entry[4])
+    if 1 in entry:
+        return np.frombuffer(entry[1], np.float32).reshape(shape), False
+    cells = dict(parts(entry[2]))
+    rows, columns = (np.frombuffer(cells[field], np.int64) for field in (2, 3))
+    matrix = np.zeros(shape, np.float32)
+    matrix[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = np.frombuffer(cells[1], np.float32)
+    return matrix, True
 
 
 def _topk(message: bytes) -> tuple[Any, Any]:

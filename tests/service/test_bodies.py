@@ -124,7 +124,12 @@ FAULTS: list[tuple[str, Any, str]] = [  # route, body, words of the refusal
     ("asample", {**SAMPLE, "prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k: not served here"),
     ("asample", {**SAMPLE, "prompt_logprobs_last_n": 1}, "set prompt_logprobs"),
     ("asample", {**SAMPLE, "record_stability_info": True}, "use loss_fn=importance_sampling"),
-    ("asample", {**SAMPLE, "target_prompt_logprobs": {**TARGETS, "sparse_crow_indices": [0, 1]}}, "sparse tensors"),
+    ("asample", {**SAMPLE, "target_prompt_logprobs": {**TARGETS, "sparse_crow_indices": [0, 1]}}, "one of sparse_crow"),
+    *(("asample", {**SAMPLE, "target_prompt_logprobs": {
+        **TARGETS, "sparse_crow_indices": rows, "sparse_col_indices": columns}}, words) for rows, columns, words in (
+        ([0, 2, 2], [0, 1], "do not rise"), ([1, 2], [0, 1], "do not rise"), ([0, 1], [0, 1], "do not rise"),
+        ([0, 2], [0, 2], "outside of the shape"), ([0, 2], [1, 1], "listed twice"),
+        ([0, 3], [0, 1, 0], "2 ids for 3 columns"))),
     ("asample", {**SAMPLE, "target_prompt_logprobs": {**TARGETS, "shape": [2, 2]}}, "[2, 2] for 2 ids"),
     *(("asample", {**SAMPLE, "sampling_params": {name: value}}, f"sampling_params.{name}: {shown}") for
       name, value, shown in (

@@ -144,6 +144,25 @@ def test_targets_and_likeliest_tokens_of_a_prompt_agree(scene: Scene) -> None:
     play(story)
 
 
+def test_sparse_targets_are_answered_in_their_layout_from_the_first_one_on(scene: Scene) -> None:
+    async def story() -> None:
+        sampler, dense = scene.save(), [[-1, -1, -1], [-1, 9, 4], [-1, -1, -1], [6, -1, -1]]
+        _, _, wanted = await scene.sample(sampler, 0, target_prompt_logprobs={
+            "data": [target for row in dense for target in row], "shape": [4, 3]})
+        _, _, scores = await scene.sample(sampler, 1, target_prompt_logprobs={
+            "data": [9, 4, 6], "shape": [4, 3], "sparse_crow_indices": [0, 0, 2, 2, 3],
+            "sparse_col_indices": [1, 2, 0]})
+        assert scores["sparse"] and not wanted["sparse"] and (scores["targets"][1, 1:] < 0).all()
+        np.testing.assert_array_equal(scores["targets"], wanted["targets"])
+        places = [call.extra["score"] for call in scene.calls.asked if "score" in call.extra]
+        assert [(place["first"], place["end"]) for place in places] == [(2, 5), (2, 5)]
+        _, _, nothing = await scene.sample(sampler, 2, target_prompt_logprobs={
+            "data": [], "shape": [4, 3], "sparse_crow_indices": [0] * 5, "sparse_col_indices": []})
+        assert not nothing["targets"].any()
+
+    play(story)
+
+
 def test_scores_of_many_tokens_come_in_parts_that_fit_their_slots(tmp_path: Path, base: Path) -> None:
     narrow, wide = Scene(tmp_path / "narrow", base, longest=20), Scene(tmp_path / "wide", base, longest=2000)
 
