@@ -120,6 +120,21 @@ def two_dimensional_targets():
 
 
 @case
+def sparse_targets():
+    """Targets of which the SDK sends the listed ones alone."""
+    ids = tokenizer.encode(texts[0])
+    wide, weights = torch.zeros(len(ids) - 1, 8, dtype=torch.int64), torch.zeros(len(ids) - 1, 8)
+    wide[:, 0], weights[:, 0] = torch.tensor(ids[1:]), 1.0
+    one = types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]),
+                      loss_fn_inputs={"target_tokens": wide, "weights": weights})
+    assert one.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
+    sparse, plain = (training.forward([data], "cross_entropy").result() for data in (one, datum(texts[0], weights=1.0)))
+    gap = abs(sparse.metrics["loss:sum"] - plain.metrics["loss:sum"])
+    assert gap < 1e-3, gap
+    return sparse.loss_fn_outputs[0]["logprobs"].shape, f"{gap:.1e}"
+
+
+@case
 def sampling():
     global sampler
     sampler = training.save_weights_and_get_sampling_client().result()
@@ -150,6 +165,22 @@ def compute_logprobs():
     gap = max(abs(a - b) for a, b in zip(whole[1:], out.loss_fn_outputs[0]["logprobs"].data))
     assert gap < 1e-4 and last[:-2] == [None] * (len(last) - 2)
     return f"sampler and trainer differ by {gap:.1e}"
+
+
+@case
+def targets_of_a_prompt():
+    """Two ids at two places, as a sparse tensor; one of them is the prompt's own."""
+    ids = tokenizer.encode(texts[0])
+    cells = torch.full((len(ids) - 1, 4), -1, dtype=torch.int64)
+    cells[4, 1], cells[7, 0], cells[7, 2] = ids[5], 6, ids[8]
+    target = types.TensorData.from_torch_sparse(cells, pad_value=-1)
+    assert target.sparse_crow_indices is not None
+    out = sampler.sample(types.ModelInput.from_ints(ids), 1, types.SamplingParams(max_tokens=1),
+                         include_prompt_logprobs=True, target_prompt_logprobs=target).result()
+    told = out.target_prompt_logprobs.to_torch()
+    assert out.target_prompt_logprobs.sparse_crow_indices is not None and told.shape == cells.shape
+    assert abs(told[4, 1] - out.prompt_logprobs[5]) < 1e-5 and abs(told[7, 2] - out.prompt_logprobs[8]) < 1e-5
+    return int((told != 0).sum())
 
 
 @case
