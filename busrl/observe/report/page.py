@@ -378,7 +378,7 @@ def _chapters(runs: Sequence[Run]) -> Iterator[str]:
 def _chapter(run: Run, part: Any) -> str:
     cards = "".join(
         chart(text_of(card.title), text_of(card.note), [
-            Line(name, *(np.array(values, np.float64) for values in ends)) for name, ends in card.lines.items()
+            Line(name, np.array(x, np.float64), np.array(y, np.float64)) for name, (x, y) in card.lines.items()
         ], text_of(card.across)) for card in part.drawings)
     facts = table([""], ([text_of(name), text_of(value)] for name, value in part.facts.items()), "-w")
     tables = (
