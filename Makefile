@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env tinker-env tinker-versions tinker-test ray-env slurm docs wheels release test-pythons
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env tinker-env tinker-versions tinker-test trl-env ray-env slurm docs wheels release test-pythons
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -38,7 +38,7 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (about ten mi
 test-runs: $(STAMP)/test ## whole runs and many processes, of which other tests have the parts: kills, a full disk, lost messages, examples
 	$(PYTEST) -m "long and not slow and not soak and not vllm" $$(grep -rl --include='*.py' 'mark\.long' tests)
 
-test-all: browser agents-env openenv-env atropos-env tinker-versions ray-env slurm test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
+test-all: browser agents-env openenv-env atropos-env tinker-versions trl-env ray-env slurm test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
 	$(PYTEST) -m "slow and not vllm" $$(grep -rl --include='*.py' 'mark\.slow' tests)
 	$(BIN)/python tools/mutants.py
@@ -170,6 +170,17 @@ tinker-versions: $(TINKER)/.installed
 TINKER_TESTS ?= tests/service/test_sdk.py
 tinker-test: $(TINKER)/.installed $(STAMP)/test ## Tinker's SDK and recipes, unmodified, against a service, kills included (minutes)
 	$(BIN)/pytest -q --timeout 900 $(TINKER_TESTS)
+
+# TRL's trainer, which takes its rollouts from a run (docs/service.md).
+TRL ?= $(VENV)/trl
+$(TRL)/.installed: tools/trl/requirements.txt benchmarks/rivals/requirements.txt | $(STAMP)/system
+	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	@$(TRL)/bin/pip install -q --no-deps $(VLLM_TORCH) 2>/dev/null || \
+		$(TRL)/bin/pip install -q --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
+	$(TRL)/bin/pip install -q -r tools/trl/requirements.txt
+	@touch $@
+
+trl-env: $(TRL)/.installed ## an environment with TRL, which trains on rollouts of a run: .venv/trl/bin/python
 
 # A cluster of Ray, and one of Slurm, to start hosts by (docs/hosts.md).
 RAY ?= $(VENV)/ray

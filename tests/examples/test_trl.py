@@ -22,7 +22,7 @@ from harness import ROOT, Run, running
 from busrl import quickstart as made
 
 BRIDGE, TRAIN = ROOT / "examples" / "trl" / "bridge.py", ROOT / "examples" / "trl" / "train.py"
-PYTHON = os.environ.get("BUSRL_TRL_PYTHON", "")  # that has trl, peft, aiohttp and requests
+PYTHON = Path(os.environ.get("BUSRL_TRL_PYTHON") or ROOT / ".venv" / "trl" / "bin" / "python")  # of `make trl-env`
 ASKED = {"max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "seed": 5}
 LIMIT_S = 120.0
 
@@ -100,7 +100,7 @@ def test_the_bridge_draws_with_the_adapter_that_a_request_names(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PYTHON, reason="BUSRL_TRL_PYTHON has no TRL")
+@pytest.mark.skipif(not PYTHON.exists(), reason="make trl-env")
 def test_trl_learns_from_rollouts_of_a_run_whose_engines_are_killed(tmp_path: Path, quickstart: None) -> None:
     task = made.ensure("tiny:sort")
     with bridged(tmp_path / "run") as (run, server), open(tmp_path / "said", "w+") as said:
