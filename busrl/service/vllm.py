@@ -6,6 +6,8 @@ trained, of clients or logs; imports vLLM inside functions only.
 - A folder is read before the first request that names it begins: one that cannot be used refuses its requests, and
   nothing else. vLLM loads it when it draws with it: a load between two steps would move adapters from their places.
 - A request whose adapter finds no place waits in vLLM's queue.
+- vLLM gives log-probabilities of chosen ids for the next token alone: those of a prompt's targets are asked for place
+  by place, with the prompt in its cache of prefixes.
 - vLLM does not know which adapter of the head belongs to the places of a prompt: from the first such adapter on no
   prompt is scored.
 - Log-probabilities are of the full softmax at temperature 1; the version of a token is the number of its folder.
@@ -14,6 +16,7 @@ trained, of clients or logs; imports vLLM inside functions only.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +44,9 @@ if TYPE_CHECKING:
 
 NO_SCORES = ("prompts are not scored by vLLM beside adapters of the head, and there was one; create models with "
              "train_unembed=False, or use engine = \"torch\"")
-NO_TARGETS = "target_prompt_logprobs are not given by vLLM; ask for topk_prompt_logprobs, or use engine = \"torch\""
+NO_TARGETS = ("target_prompt_logprobs are not given by this version of vLLM; take 0.32 or later, ask for "
+              "topk_prompt_logprobs, or use engine = \"torch\"")
+AT_ONCE = 8  # places of a prompt whose targets are asked for: others' rows are drawn beside them
 NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint32)
 
 
@@ -66,8 +71,8 @@ class ServedRequest(Running):
     def take(self, output: Any, version: int) -> None:
         super().take(output, version)
         if self.asked is not None and output.prompt_logprobs:
-            self.scores = scores_of(output.prompt_logprobs[self.asked.first :], self.known_ids[self.asked.first :],
-                                    self.asked.top)
+            self.scores |= scores_of(output.prompt_logprobs[self.asked.first :], self.known_ids[self.asked.first :],
+                                     self.asked.top)
 
     def sampling(self, stops: list[int], seeded: bool, **more: Any) -> Any:
         extra = self.request.extra
@@ -127,7 +132,42 @@ class AdaptersInVllm(VllmEngine):
                 return str(problem)
         if running.asked is None:
             return ""
-        return NO_TARGETS if running.asked.targets else NO_SCORES if self._has_heads else ""
+        return NO_SCORES if self._has_heads else NO_TARGETS if running.asked.targets and not gives_targets() else ""
+
+    async def _draw(self, running: Running) -> None:
+        assert isinstance(running, ServedRequest)
+        if running.asked is not None and running.asked.targets:
+            running.scores[SCORES[3]] = await self._target_scores(running, running.asked)
+        await super()._draw(running)
+
+    async def _target_scores(self, running: ServedRequest, asked: Places) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the targets, 0 where nothing is asked for. The last place comes first, and leaves the
+        prompt in the cache for the others."""
+        targets = asked.target_ids()
+        scores = np.zeros(targets.shape, np.float32)
+        wanted = np.flatnonzero((targets >= 0).any(1))[::-1]
+        for rows in (wanted[:1], *np.split(wanted[1:], range(AT_ONCE, len(wanted) - 1, AT_ONCE))):
+            found = await asyncio.gather(*(self._next_scores(running, asked.first + row, targets[row]) for row in rows))
+            for row, by_id in zip(rows, found):
+                scores[row] = [by_id.get(target, 0.0) for target in targets[row].tolist()]
+        return scores
+
+    async def _next_scores(
+        self, running: ServedRequest, place: int, targets: npt.NDArray[np.int32]
+    ) -> dict[int, float]:
+        """Log-probabilities of these ids at a place of the prompt."""
+        from vllm import SamplingParams
+
+        wanted = sorted({target for target in targets.tolist() if target >= 0})
+        settings = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=wanted, ignore_eos=True,
+                                  detokenize=False)
+        found: dict[int, float] = {}
+        async with self._outputs(running, running.known_ids[:place], settings, f"{running.id}.{place}") as outputs:
+            async for output in outputs:
+                if output.outputs[0].logprobs:
+                    found = {id: entry.logprob for id, entry in output.outputs[0].logprobs[0].items()}
+                self._moved_at = time.monotonic()
+        return {id: found[id] for id in wanted}
 
     async def _look(self, running: ServedRequest, folder: str) -> None:
         """Read a folder that was not read before. The first adapter of the head waits for prompts that are scored."""
@@ -156,6 +196,12 @@ class AdaptersInVllm(VllmEngine):
     def _has(self, running: Running, texts: list[str]) -> bool:
         ids = np.array(running.token_ids, np.int32)
         return has_a_stop(texts, len(ids), lambda begin: ids[begin:], self.decode)
+
+
+def gives_targets() -> bool:
+    from vllm import SamplingParams
+
+    return hasattr(SamplingParams, "logprob_token_ids")
 
 
 def adapter_of(folder: str) -> LoadedAdapter:

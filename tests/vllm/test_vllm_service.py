@@ -18,6 +18,7 @@ from vllm_scene import START_S, VOCABULARY, config_of, model_of, request, save
 
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.process import Start
+from busrl.service import vllm as served_by_vllm
 from busrl.service.adapters import Adapter, Numbers, Wearer, write_folder
 from busrl.service.engine import AdapterEngine
 from busrl.service.sampling import SCORES, Places
@@ -139,7 +140,26 @@ def test_answers_end_as_their_requests_say(engine: AdaptersInVllm, folders: list
     np.testing.assert_allclose(first.logprobs, greedy.logprobs, atol=CLOSE)
 
 
-def test_targets_of_a_prompt_are_refused_in_words(engine: AdaptersInVllm, folders: list[str]) -> None:
+def test_targets_of_a_prompt_are_those_of_the_torch_engine(
+    engine: AdaptersInVllm, plain: AdapterEngine, folders: list[str]
+) -> None:
+    random = np.random.default_rng(4)
+    ids = random.integers(2, len(VOCABULARY), 40)
+    for folder, first, end, width in zip(folders, (1, 7, 1, 30), (40, 40, 2, 40), (1, 4, 9, 128), strict=True):
+        targets = random.integers(-1, len(VOCABULARY), (end - first, width)).astype(np.int32)
+        targets[len(targets) // 2] = -1
+        places = Places(first, end, 2, targets.tobytes())
+        mine, wanted = (scored(side, folder, ids, places) for side in (engine, plain))
+        assert mine.keys() == wanted.keys() and mine[SCORES[3]].shape == targets.shape
+        for name in (SCORES[0], SCORES[2], SCORES[3]):
+            there = targets >= 0 if name == SCORES[3] else slice(None)
+            np.testing.assert_allclose(mine[name][there], wanted[name][there], atol=CLOSE)
+
+
+def test_a_vllm_that_scores_no_chosen_ids_refuses_targets_in_words(
+    engine: AdaptersInVllm, folders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_by_vllm, "gives_targets", lambda: False)
     targets = np.zeros((1, 1), np.int32).tobytes()
     found = answers(engine, asked(1, folders[1], PROMPT[:2], 1, **Places(1, 2, 0, targets).extra()))
     assert "target_prompt_logprobs" in found[1].refused
@@ -175,3 +195,7 @@ def test_a_service_trains_and_samples_with_vllm(tmp_path: Path) -> None:
         assert scores[1][1:].sum() > scores[0][1:].sum()
         sequences, _ = client.sample(before, 1, topk_sample_logprobs=2)
         assert all(sequence.topk[0].shape == (len(sequence.tokens), 2) for sequence in sequences)
+        targets = {"data": [5, 6, 7, -1, 9, 8, 8, 9], "shape": [4, 2]}
+        _, told = client.sample(after, 2, ids, prompt_logprobs=True, target_prompt_logprobs=targets)
+        np.testing.assert_allclose(told["targets"][[0, 1, 3], [1, 0, 1]], told["logprobs"][[1, 2, 4]], atol=1e-3)
+        assert told["targets"][1, 1] == 0.0

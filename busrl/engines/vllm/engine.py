@@ -274,21 +274,28 @@ class VllmEngine(Engine):
         """Follow a request from its start to its end."""
         core = self.core
         try:
-            prompt = {"prompt_token_ids": running.known_ids, "cache_salt": str(self.version)}
-            settings = running.sampling(self._stops, self.settings.seeded)
-            more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
-            # Closed here: left to the collector it may outlive the loop that has to close it.
-            async with contextlib.aclosing(core.engine.generate(prompt, settings, running.id, **more)) as outputs:
-                async for output in outputs:
-                    if core.over:
-                        return
-                    self._take(running, output)
+            await self._draw(running)
         except asyncio.CancelledError:
             raise
         except Exception as problem:
             if not core.over and not await core.dies(DEATH_S) and not core.over:
                 self._failure = f"vLLM failed request {running.id}: {type(problem).__name__}: {problem}"
                 self._wake.set()
+
+    async def _draw(self, running: Running) -> None:
+        core, settings = self.core, running.sampling(self._stops, self.settings.seeded)
+        async with self._outputs(running, running.known_ids, settings, running.id) as outputs:
+            async for output in outputs:
+                if core.over:
+                    return
+                self._take(running, output)
+
+    def _outputs(self, running: Running, ids: list[int], settings: Any, name: str) -> Any:
+        """vLLM's outputs for these ids by the weights of a request. Closed by who asks: left to the collector they may
+        outlive the loop that has to close them."""
+        prompt = {"prompt_token_ids": ids, "cache_salt": str(self.version)}
+        more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
+        return contextlib.aclosing(self.core.engine.generate(prompt, settings, name, **more))
 
     def _take(self, running: Running, output: Any) -> None:
         with self._lock:
