@@ -1,4 +1,4 @@
-"""What a service did, for the page of `busrl report`: models and owners, their steps and losses, samples and waits.
+"""Chapter of a service in the page of `busrl report`: models and owners, their steps and losses, samples and waits.
 
 Reads metrics.jsonl and the logs of requests and answers, without their bodies; writes nothing. Knows nothing of the
 page: a chapter is titles, numbers and texts, which the page draws and escapes.
@@ -108,7 +108,7 @@ class OfOwner:
 
 
 class Account:
-    """What the files of a service tell. `faults` of those that cannot be read."""
+    """Sums over the files of a service. `faults` of those that cannot be read."""
 
     def __init__(self, run_dir: Path) -> None:
         where = ServiceFolders(run_dir)
@@ -208,7 +208,7 @@ def _parts(adapter: dict[str, Any]) -> str:
 # -- the chapter -----
 
 def chapter(run_dir: str | Path) -> Chapter | None:
-    """What the service in a run directory did; None if no service ran there."""
+    """Tell what the service in a run directory did; None if no service ran there."""
     if not ServiceFolders(Path(run_dir)).root.is_dir():
         return None
     account = Account(Path(run_dir))

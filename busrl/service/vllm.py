@@ -80,6 +80,40 @@ class ServedRequest(Running):
         more |= {"prompt_logprobs": self.asked.top} if self.asked is not None else {}
         return super().sampling(stops if extra.get("ends", True) else [], seeded, **more)
 
+    async def drawn_by(self, engine: VllmEngine) -> None:
+        if self.asked is not None and self.asked.targets:
+            self.scores[SCORES[3]] = await self._target_scores(engine, self.asked)
+        await super().drawn_by(engine)
+
+    async def _target_scores(self, engine: VllmEngine, asked: Places) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the targets, 0 where nothing is asked for. The last place comes first, and leaves the
+        prompt in the cache for the others."""
+        targets = asked.target_ids()
+        scores = np.zeros(targets.shape, np.float32)
+        wanted = np.flatnonzero((targets >= 0).any(1))[::-1]
+        for rows in (wanted[:1], *np.split(wanted[1:], range(AT_ONCE, len(wanted) - 1, AT_ONCE))):
+            found = await asyncio.gather(*(self._next_scores(engine, asked.first + row, targets[row]) for row in rows))
+            for row, by_id in zip(rows, found):
+                scores[row] = [by_id.get(target, 0.0) for target in targets[row].tolist()]
+        return scores
+
+    async def _next_scores(
+        self, engine: VllmEngine, place: int, targets: npt.NDArray[np.int32]
+    ) -> dict[int, float]:
+        """Log-probabilities of these ids at a place of the prompt."""
+        from vllm import SamplingParams
+
+        wanted = sorted({target for target in targets.tolist() if target >= 0})
+        settings = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=wanted, ignore_eos=True,
+                                  detokenize=False)
+        found: dict[int, float] = {}
+        async with self.outputs(engine, self.known_ids[:place], settings, f"{self.id}.{place}") as outputs:
+            async for output in outputs:
+                if output.outputs[0].logprobs:
+                    found = {id: entry.logprob for id, entry in output.outputs[0].logprobs[0].items()}
+                engine.moved_at = time.monotonic()
+        return {id: found[id] for id in wanted}
+
     def finished(self, finish: int, text: str | None = None, refused: str = "") -> Finished:
         """Answer; a greedy one too has the log-probabilities of the full softmax."""
         if self.refused:
@@ -134,40 +168,6 @@ class AdaptersInVllm(VllmEngine):
             return ""
         return NO_SCORES if self._has_heads else NO_TARGETS if running.asked.targets and not gives_targets() else ""
 
-    async def _draw(self, running: Running) -> None:
-        assert isinstance(running, ServedRequest)
-        if running.asked is not None and running.asked.targets:
-            running.scores[SCORES[3]] = await self._target_scores(running, running.asked)
-        await super()._draw(running)
-
-    async def _target_scores(self, running: ServedRequest, asked: Places) -> npt.NDArray[np.float32]:
-        """Log-probabilities of the targets, 0 where nothing is asked for. The last place comes first, and leaves the
-        prompt in the cache for the others."""
-        targets = asked.target_ids()
-        scores = np.zeros(targets.shape, np.float32)
-        wanted = np.flatnonzero((targets >= 0).any(1))[::-1]
-        for rows in (wanted[:1], *np.split(wanted[1:], range(AT_ONCE, len(wanted) - 1, AT_ONCE))):
-            found = await asyncio.gather(*(self._next_scores(running, asked.first + row, targets[row]) for row in rows))
-            for row, by_id in zip(rows, found):
-                scores[row] = [by_id.get(target, 0.0) for target in targets[row].tolist()]
-        return scores
-
-    async def _next_scores(
-        self, running: ServedRequest, place: int, targets: npt.NDArray[np.int32]
-    ) -> dict[int, float]:
-        """Log-probabilities of these ids at a place of the prompt."""
-        from vllm import SamplingParams
-
-        wanted = sorted({target for target in targets.tolist() if target >= 0})
-        settings = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=wanted, ignore_eos=True,
-                                  detokenize=False)
-        found: dict[int, float] = {}
-        async with self._outputs(running, running.known_ids[:place], settings, f"{running.id}.{place}") as outputs:
-            async for output in outputs:
-                if output.outputs[0].logprobs:
-                    found = {id: entry.logprob for id, entry in output.outputs[0].logprobs[0].items()}
-                self._moved_at = time.monotonic()
-        return {id: found[id] for id in wanted}
 
     async def _look(self, running: ServedRequest, folder: str) -> None:
         """Read a folder that was not read before. The first adapter of the head waits for prompts that are scored."""
@@ -181,8 +181,8 @@ class AdaptersInVllm(VllmEngine):
                 await asyncio.wait(others, timeout=self.settings.rpc_s)
         self._read.add(folder)
 
-    def _take(self, running: Running, output: Any) -> None:
-        super()._take(running, output)
+    def take(self, running: Running, output: Any) -> None:
+        super().take(running, output)
         texts = running.request.extra.get("stop_texts")
         if texts and running.finish is None and self._has(running, texts):
             with self._lock:

@@ -82,6 +82,22 @@ class Running(PartialAnswer):
                 at = slice(span.start, span.end)
                 self.versions[at] = [int(span.version)] * len(self.versions[at])
 
+    async def drawn_by(self, engine: VllmEngine) -> None:
+        """Follow vLLM from the request's first token to its end."""
+        core, settings = engine.core, self.sampling(engine.stops, engine.settings.seeded)
+        async with self.outputs(engine, self.known_ids, settings, self.id) as outputs:
+            async for output in outputs:
+                if core.over:
+                    return
+                engine.take(self, output)
+
+    def outputs(self, engine: VllmEngine, ids: list[int], settings: Any, name: str) -> Any:
+        """vLLM's outputs for these ids by the request's weights. Closed by who asks: left to the collector they may
+        outlive the loop that has to close them."""
+        prompt = {"prompt_token_ids": ids, "cache_salt": str(engine.version)}
+        more = {"lora_request": self.adapter.request} if self.adapter and self.adapter.request else {}
+        return contextlib.aclosing(engine.core.engine.generate(prompt, settings, name, **more))
+
     def sampling(self, stops: list[int], seeded: bool, **more: Any) -> Any:
         """vLLM's sampling settings for the request, `more` among them."""
         from vllm import SamplingParams
@@ -115,13 +131,13 @@ class VllmEngine(Engine):
         super().__init__(text, start.capacity, start.max_length)
         self.start, self.settings, self.temperature = start, start.settings, temperature
         self._known = token_rows(Path(start.model))  # folders of later versions have no tokenizer
-        self._stops = sorted(text.eos_ids)
+        self.stops = sorted(text.eos_ids)
         self._lock = threading.Lock()
         self._running: dict[int, Running] = {}
         self._ended: list[Running] = []  # written by the loop, until gathered
         self._wake = threading.Event()  # a request has ended, or the engine has died
         self._failure = ""
-        self._moved_at = time.monotonic()  # the last token, start or resumption
+        self.moved_at = time.monotonic()  # the last token, start or resumption
         self._looked = False
         self._arrived = 0  # tokens that came since they were last gathered, counted by the loop
         self._counted = 0  # tokens of the steps so far
@@ -140,7 +156,7 @@ class VllmEngine(Engine):
 
     def _begin(self, requests: list[Request]) -> None:
         self.check()
-        self._moved_at = time.monotonic()
+        self.moved_at = time.monotonic()
         starting = [self.kind.of(request, self._updates.adapter) for request in requests]
         for running in starting:
             self._running[running.request.key] = running
@@ -173,7 +189,7 @@ class VllmEngine(Engine):
             self._updates.refuse_if_dirty()
             self.core.call("resume", self.core.engine.resume_generation)
             super().resume()
-            self._moved_at = time.monotonic()
+            self.moved_at = time.monotonic()
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         return self._updates.receiver(settings, name)
@@ -209,7 +225,7 @@ class VllmEngine(Engine):
         self.core.check()
         if self._failure:
             raise self.core.lose(self._failure)
-        silent = time.monotonic() - self._moved_at
+        silent = time.monotonic() - self.moved_at
         if self._running and not self.paused and silent > self.settings.silent_s and not self._ended:
             text = f"vLLM's engine made no token for {silent:.0f} s with {len(self._running)} requests"
             raise self.core.lose(f"{text}; {self.core.describe()}")
@@ -274,7 +290,7 @@ class VllmEngine(Engine):
         """Follow a request from its start to its end."""
         core = self.core
         try:
-            await self._draw(running)
+            await running.drawn_by(self)
         except asyncio.CancelledError:
             raise
         except Exception as problem:
@@ -282,28 +298,13 @@ class VllmEngine(Engine):
                 self._failure = f"vLLM failed request {running.id}: {type(problem).__name__}: {problem}"
                 self._wake.set()
 
-    async def _draw(self, running: Running) -> None:
-        core, settings = self.core, running.sampling(self._stops, self.settings.seeded)
-        async with self._outputs(running, running.known_ids, settings, running.id) as outputs:
-            async for output in outputs:
-                if core.over:
-                    return
-                self._take(running, output)
-
-    def _outputs(self, running: Running, ids: list[int], settings: Any, name: str) -> Any:
-        """vLLM's outputs for these ids by the weights of a request. Closed by who asks: left to the collector they may
-        outlive the loop that has to close them."""
-        prompt = {"prompt_token_ids": ids, "cache_salt": str(self.version)}
-        more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
-        return contextlib.aclosing(self.core.engine.generate(prompt, settings, name, **more))
-
-    def _take(self, running: Running, output: Any) -> None:
+    def take(self, running: Running, output: Any) -> None:
         with self._lock:
             if running.finish is not None:
                 return
             before = len(running.token_ids)
             running.take(output, self.version if running.adapter is None else running.adapter.version)
-            self._moved_at = time.monotonic()
+            self.moved_at = time.monotonic()
             if running.token_ids and not before:
                 cached = int(getattr(output, "num_cached_tokens", 0) or 0)
                 running.computed -= cached

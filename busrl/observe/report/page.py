@@ -369,7 +369,7 @@ def _facts(runs: Sequence[Run]) -> str:
 
 
 def _chapters(runs: Sequence[Run]) -> Iterator[str]:
-    """What optional parts of busrl tell of each run."""
+    """Sections of optional parts of busrl, about each run."""
     parts = [(run, part) for run in runs for part in run.record.chapters]
     for title in dict.fromkeys(part.title for _, part in parts):
         yield from _section(title, (_chapter(run, part) for run, part in parts if part.title == title))

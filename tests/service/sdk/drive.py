@@ -172,14 +172,14 @@ def targets_of_a_prompt():
     """Two ids at two places, as a sparse tensor; one of them is the prompt's own."""
     ids = tokenizer.encode(texts[0])
     cells = torch.full((len(ids) - 1, 4), -1, dtype=torch.int64)
-    cells[4, 1], cells[7, 0], cells[7, 2] = ids[5], 6, ids[8]
+    cells[1, 1], cells[4, 0], cells[4, 2] = ids[2], 6, ids[5]
     target = types.TensorData.from_torch_sparse(cells, pad_value=-1)
     assert target.sparse_crow_indices is not None
     out = sampler.sample(types.ModelInput.from_ints(ids), 1, types.SamplingParams(max_tokens=1),
                          include_prompt_logprobs=True, target_prompt_logprobs=target).result()
     told = out.target_prompt_logprobs.to_torch()
     assert out.target_prompt_logprobs.sparse_crow_indices is not None and told.shape == cells.shape
-    assert abs(told[4, 1] - out.prompt_logprobs[5]) < 1e-5 and abs(told[7, 2] - out.prompt_logprobs[8]) < 1e-5
+    assert abs(told[1, 1] - out.prompt_logprobs[2]) < 1e-5 and abs(told[4, 2] - out.prompt_logprobs[5]) < 1e-5
     return int((told != 0).sum())
 
 
