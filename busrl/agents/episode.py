@@ -377,7 +377,8 @@ class Episode:
             wanted = self.tree.room(question.parent, len(question.new), wanted, count)
             if wanted < 1:
                 raise self.tree.used_up(question.parent, len(question.new))
-        listener = partial(self._listener, question, on_draft) if on_draft and not question.tools else None
+        drafts = on_draft if not question.tools else None
+        listener = partial(listener_of, self.renderer, self._maker, question, drafts) if drafts else None
         calls = [
             self._started(self._call(question, wanted, listener(place) if listener else None)) for place in range(count)
         ]
@@ -418,18 +419,6 @@ class Episode:
             if self._stays_with in (-1, near):
                 self._stays_with = engine
 
-    def _listener(self, question: Question, on_draft: OnDraft, place: int) -> Callable[[list[int]], None]:
-        """A listener for the ids of an answer that is not complete."""
-        ids: list[int] = []
-        draft = Draft(self._maker, question.history is not None, question.text or "", question.request.stop)
-
-        def listen(more: list[int]) -> None:
-            ids.extend(more)
-            if new := draft.more(self.renderer.text_and_end(ids)[0]):
-                on_draft(place, new)
-
-        return listen
-
     async def _room(self, question: Question, wanted: int, n: int = 1) -> None:
         """Wait while calls under way hold room that this question could use after them."""
         parent, new = question.parent, len(question.new)
@@ -441,7 +430,7 @@ class Episode:
         stops = question.request.stop
         text, end = self.renderer.text_and_end(answer.ids)
         if stopped := any(stop in text for stop in stops):
-            answer, text, end = self._until(answer, stops)
+            answer, text, end = until(self.renderer, answer, stops)
         message, unparsed = {"role": "assistant", "content": text}, 0
         if question.history is not None:
             message, unparsed = self._maker.message(text, question.text or "", question.tools, call.number)
@@ -451,22 +440,6 @@ class Episode:
         self.counts["unparsed"] += unparsed
         self._engines[turn.number] = answer.engine
         return turn
-
-    def _until(self, answer: EngineAnswer, stops: Sequence[str]) -> tuple[EngineAnswer, str, str]:
-        """The answer up to the id that completes a stop text, the text before that, and no end. The client's rule cuts
-        the answer as a limit does: ids behind it are not part of the turn."""
-        def text(count: int) -> str:
-            return self.renderer.text_and_end(answer.ids[:count])[0]
-
-        def ended(count: int) -> bool:
-            return any(stop in text(count) for stop in stops)
-
-        count = bisect.bisect_left(range(len(answer.ids)), True, 1, key=ended)
-        drawn = text(count)
-        before = drawn[: min(drawn.find(stop) for stop in stops if stop in drawn)]
-        cut = replace(answer, ids=answer.ids[:count], logprobs=answer.logprobs[:count],
-                       versions=answer.versions[:count], finish=int(Finish.LENGTH))
-        return cut, before, ""
 
     def reward(self, request: RewardRequest) -> None:
         """Add a reward to a turn; CallRefused if the episode has no such turn."""
@@ -482,6 +455,37 @@ async def beside(size: int, function: Callable[..., T], *arguments: Any) -> T:
     if size < LONG_BYTES:
         return function(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_threads, function, *arguments)
+
+
+def until(renderer: Renderer, answer: EngineAnswer, stops: Sequence[str]) -> tuple[EngineAnswer, str, str]:
+    """The answer up to the id that completes a stop text, the text before that, and no end. The client's rule cuts
+    the answer as a limit does: ids behind it are not part of the turn."""
+    def text(count: int) -> str:
+        return renderer.text_and_end(answer.ids[:count])[0]
+
+    def ended(count: int) -> bool:
+        return any(stop in text(count) for stop in stops)
+
+    count = bisect.bisect_left(range(len(answer.ids)), True, 1, key=ended)
+    drawn = text(count)
+    before = drawn[: min(drawn.find(stop) for stop in stops if stop in drawn)]
+    cut = replace(answer, ids=answer.ids[:count], logprobs=answer.logprobs[:count],
+                   versions=answer.versions[:count], finish=int(Finish.LENGTH))
+    return cut, before, ""
+
+
+def listener_of(renderer: Renderer, maker: MessageMaker, question: Question, on_draft: OnDraft, place: int
+                ) -> Callable[[list[int]], None]:
+    """A listener for the ids of an answer that is not complete."""
+    ids: list[int] = []
+    draft = Draft(maker, question.history is not None, question.text or "", question.request.stop)
+
+    def listen(more: list[int]) -> None:
+        ids.extend(more)
+        if new := draft.more(renderer.text_and_end(ids)[0]):
+            on_draft(place, new)
+
+    return listen
 
 
 def partner_versions(episode: Episode) -> dict[str, list[int]]:
