@@ -21,7 +21,7 @@ from busrl.data import pretrained, trace
 from busrl.data.pretrained import model_at
 from busrl.data.vocabulary import token_rows
 from busrl.errors import SharedMemoryFull, UserError
-from busrl.preflight import colocation, learning_rates, machine, memory, prompt_sources, trial
+from busrl.preflight import colocation, learning_rates, machine, memory, prompt_sources, trial, tuner_memory
 from busrl.states import TINY
 from busrl.system import device
 from busrl.topology.kinds import ADAPTERS, SCRIPTED, SERVED, TOGETHER
@@ -39,10 +39,14 @@ NOT_PRINTED = ("simulate", "process", "source", "overrides", "here")  # no proce
 def report(topology: Topology, verbose: bool = True) -> str:
     """The page: what a person decides, and with `verbose` the sums that follow."""
     more = (_bus, _sums, _sizes) if verbose else ()
-    own = (memory.lines, *capabilities.plugs("explained"), colocation.lines)
+    own = (_memory, *capabilities.plugs("explained"), colocation.lines)
     parts = (_head, _warnings, _first, _data, _model, *own, _processes, *more)
     sections = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
     return prompt_sources.named("\n\n".join([*sections, *([] if verbose else [MORE])])) + "\n"
+
+
+def _memory(topology: Topology) -> list[str]:
+    return tuner_memory.lines(topology) if tuner_memory.asked(topology) else memory.lines(topology)
 
 
 def require_memory(topology: Topology) -> None:
@@ -65,6 +69,8 @@ def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
         memory.require(topology.of(tag))
         machine.require_disk(topology.of(tag), model_at(topology.of(tag).model.path), run_dir)
     colocation.require(topology)
+    if tuner_memory.asked(topology):
+        tuner_memory.require(topology, run_dir)
 
 
 def shared_memory(topology: Topology) -> list[tuple[str, int]]:

@@ -39,7 +39,8 @@ PIECE_BYTES = 1 << 26  # of one float32 buffer of logits
 
 @dataclass(frozen=True)
 class Adapter:
-    """The shape of an adapter: rank, the seed of A, and the parts of the model that it changes."""
+    """The shape of an adapter: rank, the seed of A, and the parts of the model that it changes. Rank 0: no adapter, all
+    weights are trained."""
 
     rank: int
     seed: int = 0
@@ -75,7 +76,6 @@ class Numbers:
         self.scale = ALPHA / adapter.rank
         self.vector = self._drawn().to(device)
         self.gradients: Tensor | None = None
-        self.summed = False  # True once a request has added to the gradients
         self.pairs: dict[str, Low] = {}
         self._lay_out()
 
@@ -113,13 +113,7 @@ class Numbers:
             self.gradients = torch.zeros_like(self.vector)
             self._lay_out()
 
-    def add(self, losses: Tensor) -> None:
-        """Add the gradient of the sum of the losses."""
-        self.summed = True
-        losses.sum().backward()  # type: ignore[no-untyped-call]
-
     def drop_gradients(self) -> None:
-        self.summed = False
         if self.gradients is not None:
             self.gradients.zero_()
 

@@ -132,12 +132,13 @@ class CreateModel(Fields, frozen=True):
     session_id: Id
     model_seq_id: Place
     base_model: Path
-    lora_config: LoraConfig
+    lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig | None = None
     user_metadata: Metadata = None
 
     def check(self) -> None:
-        self.lora_config.check()
+        if self.lora_config is not None:
+            self.lora_config.check()
         if self.optimizer_config is not None:
             self.optimizer_config.check()
         _bounded("user_metadata", self.user_metadata)

@@ -5,14 +5,16 @@ Talks to the three logs of a service. Knows nothing of HTTP or bodies.
 - A request is in the log, and durable where the run says so, before its client hears of it.
 - An answer is in a log before a client can get it: a door that dies finds all of them again.
 - A sampler's completions are listed in the order of the log, so a place in that list stays valid.
-- An answer is forgotten some time after a client had it, and later where no client asked. The answer to a save stays:
-  samplers find their weights by it.
+- An answer is forgotten some time after a client had it, and later where no client asked, and its request with it: what
+  is left is that the number is past. The answer to a save stays: samplers find their weights by it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 
@@ -81,6 +83,59 @@ class UnderWay:
             self.aside.remove(name)
 
 
+class Spans:
+    """Whole numbers, as the spans that they fill: a client counts, so there are few."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []  # of each span, behind its last number
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._begins, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def add(self, number: int) -> None:
+        """Take a number that is not there."""
+        at = bisect_right(self._begins, number)
+        before, behind = at > 0 and self._ends[at - 1] == number, self._begins[at : at + 1] == [number + 1]
+        if before and behind:
+            self._ends[at - 1] = self._ends.pop(at)
+            del self._begins[at]
+        elif before:
+            self._ends[at - 1] += 1
+        elif behind:
+            self._begins[at] -= 1
+        else:
+            self._begins.insert(at, number)
+            self._ends.insert(at, number + 1)
+
+
+class Completed:
+    """The requests of a sampler's clone in the order in which they were answered; the first `gone` are left out."""
+
+    def __init__(self) -> None:
+        self._names: deque[Name] = deque()
+        self._gone = 0
+
+    @property
+    def end(self) -> int:
+        return self._gone + len(self._names)
+
+    def add(self, name: Name) -> None:
+        self._names.append(name)
+
+    def since(self, cursor: int) -> list[Name]:
+        return list(itertools.islice(self._names, max(0, cursor - self._gone), None))
+
+    def drop_while(self, forgotten: Callable[[Name], bool]) -> None:
+        while self._names and forgotten(self._names[0]):
+            self._names.popleft()
+            self._gone += 1
+
+
 class Desk:
     """`ring` is called when a request was logged that the tuner is to execute."""
 
@@ -96,7 +151,8 @@ class Desk:
         self._fetched: dict[Name, float] = {}  # when a client first had an answer
         self._forgotten: dict[str, int] = {}  # the highest number of a model whose answer was forgotten
         self._waiters: defaultdict[Name, list[asyncio.Event]] = defaultdict(list)
-        self.completed: defaultdict[Name, list[Name]] = defaultdict(list)  # by sampler and clone
+        self._past: defaultdict[str, Spans] = defaultdict(Spans)  # by sampler: numbers whose answers were forgotten
+        self._completed: defaultdict[Name, Completed] = defaultdict(Completed)  # by sampler and clone
         self.waiting_bytes: defaultdict[str, int] = defaultdict(int)  # of requests without an answer, by model
         self.under_way = UnderWay()
         self._tokens: Counter[tuple[str, int]] = Counter()  # by owner, and day since 1970
@@ -180,7 +236,7 @@ class Desk:
         self._answers[name] = found
         self._kept.append((time.monotonic(), name))
         if (sampler := self.registry.samplers.get(answer.id)) is not None:
-            self.completed[answer.id, answer.seq // CLONE].append(name)
+            self._completed[answer.id, answer.seq // CLONE].add(name)
             self.under_way.remove(name)
             if answer.tokens:
                 self._tokens[sampler.owner, int(answer.at // DAY_S)] += answer.tokens
@@ -216,8 +272,13 @@ class Desk:
         if found is None or (found.weights and name[0] in self.registry.models):
             return
         del self._answers[name]
-        if name[0] in self.registry.models:
+        if (model := self.registry.models.get(name[0])) is not None:
             self._forgotten[name[0]] = max(self._forgotten.get(name[0], 0), name[1])
+            model.requests.pop(name[1], None)
+        elif (sampler := self.registry.samplers.get(name[0])) is not None and name[1] in sampler.requests:
+            del sampler.requests[name[1]]
+            self._past[name[0]].add(name[1])
+            self._completed[name[0], name[1] // CLONE].drop_while(lambda other: other not in self._answers)
 
     def is_answered(self, name: Name) -> bool:
         """Tell whether a model's request was ever answered, which happens in the order of their numbers."""
@@ -229,7 +290,7 @@ class Desk:
             return False
         if name[0] in self.registry.models:
             return name[1] <= self._forgotten.get(name[0], -1)
-        return name not in self.under_way
+        return name[1] in self._past[name[0]] if name[0] in self._past else False
 
     def found(self, name: Name) -> Found | None:
         return self._answers.get(name)
@@ -240,12 +301,13 @@ class Desk:
             await self._news(name, hold_s)
         return self._answers.get(name)
 
-    async def completions(self, sampler: str, clone: int, cursor: int, hold_s: float) -> list[Name]:
-        """The requests of a sampler's clone that were answered beyond the first `cursor`, waiting for one."""
-        completed = self.completed[sampler, clone]
-        if len(completed) <= cursor:
+    async def completions(self, sampler: str, clone: int, cursor: int, hold_s: float) -> tuple[list[Name], int]:
+        """The requests of a sampler's clone that were answered beyond the first `cursor`, waiting for one; and how many
+        were answered in all."""
+        completed = self._completed[sampler, clone]
+        if completed.end <= cursor:
             await self._news((sampler, -1 - clone), hold_s)
-        return completed[cursor:]
+        return completed.since(cursor), max(cursor, completed.end)
 
     async def _news(self, name: Name, hold_s: float) -> None:
         waiter = asyncio.Event()

@@ -28,7 +28,7 @@ from busrl.service import bodies
 from busrl.service.bodies import BadBody, read_body
 from busrl.service.desk import Found
 from busrl.service.keys import Keys
-from busrl.service.registry import Model, Sampler
+from busrl.service.registry import ALL_WEIGHTS, Model, Sampler, require_kind
 from busrl.service.requests import Request
 from busrl.service.routes import ACCOUNT, BODY_BYTES, Refusal, Service, Things
 from busrl.service.runs import FILES, CheckpointRoutes, ListRoutes
@@ -50,7 +50,12 @@ TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_
 BESIDE_BYTES = 1 << 18  # larger bodies are read beside the loop
 MOST_READ_BYTES = 1 << 29  # of larger bodies of a key that are in memory at a time
 MOST_SESSIONS, MOST_KEY = 1000, 256
+ONE_MODEL = ("all weights of {base} are trained, for one model at a time (tinker.weights), and {whose} has the place: "
+             "end its session (ServiceClient.close), or load other weights into it (load_state); without a heartbeat "
+             "the place is free after {silence:g} s")
+WHOLE = "all weights of {} are trained here, for one model at a time; rank and parts of a lora_config count for nothing"
 MODELS = "end a session that is not needed any more: those that go on have the {} models"
+PAST = "its answer was fetched, or was kept for its time (tinker.keep_answers_s)"
 PAUSED = "the service is paused by whoever runs it"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLIENT_CONFIG = {
@@ -122,6 +127,8 @@ class SessionRoutes:
             self._at.desk.log(Request("session", uuid.uuid4().hex, about=about))
         await self._at.desk.durable()
         made = {"type": "create_session", "session_id": self._at.registry.by_key[owner, key]}
+        if self._at.whole:
+            made["info_message"] = WHOLE.format(self._at.base.name)
         if body.sdk_version and body.sdk_version not in TESTED:
             made["warning_message"] = (f"busrl was tested with the SDK's versions {' and '.join(TESTED)}, not with "
                                        f"{body.sdk_version[:40]}")
@@ -160,25 +167,36 @@ class ModelRoutes:
         body, things = await self._at.body(request, bodies.CreateModel), self._at.things()
         id = f"{things.open_session(body.session_id).id}:train:{body.model_seq_id}"
         self._at.require_base(body.base_model)
-        adapter, most = body.lora_config, self._at.settings.max_rank
-        if adapter.rank > most:
-            raise Refusal(400, f"lora_config.rank {adapter.rank}: 1 to {most} are served (tinker.max_rank)")
-        if adapter.train_unembed and self._at.base.tied_head:
-            raise Refusal(400, f"train_unembed: the head of {self._at.base.name} is its embedding; create the model "
-                          "with train_unembed=False")
+        adapted = ALL_WEIGHTS if self._at.whole else self._adapted(body.lora_config)
         if id not in self._at.registry.models:
-            parts = {name: getattr(adapter, f"train_{name}") for name in PARTS}
-            adapted = {"rank": adapter.rank, "seed": adapter.seed or 0, **parts}
             self._open_model(things, id, adapted, 1, body.user_metadata)
         await self._at.desk.durable()
         return web.json_response({"request_id": f"{id}:0", "model_id": id})
+
+    def _adapted(self, wanted: bodies.LoraConfig | None) -> dict[str, Any]:
+        """The adapter that a client asks for. Refusal for one that cannot be served."""
+        if wanted is None:
+            raise Refusal(400, "lora_config is missing: adapters are trained here (tinker.weights); send one with a "
+                          "rank")
+        most = self._at.settings.max_rank
+        if wanted.rank > most:
+            raise Refusal(400, f"lora_config.rank {wanted.rank}: 1 to {most} are served (tinker.max_rank)")
+        if wanted.train_unembed and self._at.base.tied_head:
+            raise Refusal(400, f"train_unembed: the head of {self._at.base.name} is its embedding; create the model "
+                          "with train_unembed=False")
+        return {"rank": wanted.rank, "seed": wanted.seed or 0,
+                **{name: getattr(wanted, f"train_{name}") for name in PARTS}}
 
     def _open_model(
         self, things: Things, id: str, adapter: dict[str, Any], first: int, metadata: bodies.Metadata
     ) -> None:
         owner, registry = things.account.name, self._at.registry
-        owners = [model.owner for model in registry.models.values()
-                  if self._at.goes_on(registry.sessions[model.session])]
+        going_on = [model for model in registry.models.values() if self._at.goes_on(registry.sessions[model.session])]
+        if self._at.whole and going_on:
+            whose = going_on[-1].id if going_on[-1].owner == owner else "another key's model"
+            raise Refusal(400, ONE_MODEL.format(base=self._at.base.name, whose=whose,
+                                                silence=self._at.settings.session_s))
+        owners = [model.owner for model in going_on]
         if len(owners) >= self._at.settings.models:
             raise Refusal(400, f"{MODELS.format(self._at.settings.models)} of this service (tinker.models)")
         if owners.count(owner) >= things.account.models:
@@ -193,8 +211,8 @@ class ModelRoutes:
         about = {"arch": self._at.base.arch, "model_name": self._at.base.name,
                  "tokenizer_id": self._at.settings.tokenizer or None}
         return web.json_response({
-            "type": "get_info", "model_id": model.id, "model_name": self._at.base.name, "is_lora": True,
-            "lora_rank": model.adapter.rank, "model_data": about,
+            "type": "get_info", "model_id": model.id, "model_name": self._at.base.name, **model.adapter.told,
+            "model_data": about,
         })
 
     async def _training(self, request: web.Request) -> web.Response:
@@ -255,6 +273,10 @@ class ModelRoutes:
         """The model that a load makes."""
         id = f"{things.open_session(body.session_id).id}:train:{body.model_seq_id}"
         adapter = things.saved(body.path, "weights")["adapter"]
+        try:
+            require_kind(body.path, adapter["rank"], 0 if self._at.whole else 1)
+        except UserFault as problem:
+            raise Refusal(400, str(problem)) from None
         if id not in self._at.registry.models:
             self._open_model(things, id, adapter, 0, body.user_metadata)
         return id
@@ -268,8 +290,14 @@ class ModelRoutes:
             if known.digest != request.digest:
                 raise Refusal(400, f"request {request.seq} of {model.id} was another one")
             return
+        if self._at.desk.is_forgotten((request.id, request.seq)):
+            raise Refusal(400, f"request {request.seq} of {model.id} is past: {PAST}")
         if not model.first <= request.seq < 2**31:
             raise Refusal(400, f"seq_id {request.seq}: numbers of {model.id} begin at {model.first}")
+        newest = next(reversed(self._at.registry.models))
+        if self._at.whole and newest != model.id:
+            raise Refusal(400, f"{model.id} is over: all weights of {self._at.base.name} are trained, for one model at "
+                          "a time, and a later one has begun; load what this one saved into a new model")
         things.require_tokens()
         room = self._at.settings.pending_mb << 20
         # What all others wait for must come in, however much they are.
@@ -280,7 +308,7 @@ class ModelRoutes:
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         adapter = self._at.things().adapter((await self._at.body(request, bodies.WeightsInfo)).tinker_path)
-        about = {"base_model": self._at.base.name, "is_lora": True, "lora_rank": adapter.rank}
+        about = {"base_model": self._at.base.name, **adapter.told}
         return web.json_response({**about, **{f"train_{name}": getattr(adapter, name) for name in PARTS}})
 
 
@@ -337,22 +365,28 @@ class SamplerRoutes:
         if known is not None and known.digest != meaning:
             raise Refusal(400, f"request {seq} of {sampler.id} was another one")
         if known is None:
-            self._require_weights(sampler)
+            if self._at.desk.is_forgotten((sampler.id, seq)):
+                raise Refusal(400, f"request {seq} of {sampler.id} is past: {PAST}")
+            weights = self._weights(sampler)
             self._require_room(things, body.num_samples)
             about = {"samples": body.num_samples}
             self._at.desk.log(Request("sample", sampler.id, seq, "asample", meaning, raw, about, tokens=tokens))
-            self._samples.begin(sampler, seq)
+            self._samples.begin(sampler, seq, weights)
         await self._at.desk.durable()
         id = f"{sampler.id}:{seq}"
         named = [f"{id}:{index}" for index in range(body.num_samples)]
         return web.json_response({"request_id": id, "sample_sequence_ids": named})
 
-    def _require_weights(self, sampler: Sampler) -> None:
-        """Refusal if the weights that the sampler was made from were there, and are not any more."""
+    def _weights(self, sampler: Sampler) -> int:
+        """The number of the snapshot that a sampler draws with, 0 if it is not known yet, or may change. Refusal if the
+        snapshot was there, and is not any more."""
         save = None if sampler.inflight else self._at.desk.found((sampler.model, sampler.seq))
-        if save is not None and save.weights and not self._at.where.snapshot(save.weights).is_dir():
+        if save is None or not save.weights:
+            return 0
+        if not self._at.where.snapshot(save.weights).is_dir():
             raise Refusal(404, f"the weights of {sampler.path or sampler.id} are gone; save them again, or make the "
                           "sampler from others")
+        return save.weights
 
     def _require_room(self, things: Things, samples: int) -> None:
         things.require_tokens()
@@ -402,7 +436,7 @@ class FutureRoutes:
         if known is not None and digits.isascii() and digits.isdigit() and len(digits) < 20:
             name = owner, int(digits)
             created = isinstance(known, Model) and known.first == 1 and name[1] == 0
-            if created or (name[1] in known.requests and not self._at.desk.is_forgotten(name)):
+            if created or name[1] in known.requests:
                 return name
         raise Refusal(410, f"{id[:200]} is unknown here, or its answer was not fetched in time")
 
@@ -412,9 +446,9 @@ class FutureRoutes:
         clone, cursor = body.target.cloned_sampler_id or 0, body.prev_cursor or 0
         hold_s = HOLD_MANY_S if body.timeout is None else min(body.timeout, HOLD_MANY_S)
         with self._at.there(sampler.id):
-            new = await self._at.desk.completions(sampler.id, clone, cursor, hold_s)
+            new, cursor = await self._at.desk.completions(sampler.id, clone, cursor, hold_s)
         told = [self._completion(name, found) for name in new if (found := self._at.desk.found(name)) is not None]
-        return web.json_response({"cursor": cursor + len(new), "completions": told})
+        return web.json_response({"cursor": cursor, "completions": told})
 
     def _completion(self, name: tuple[str, int], found: Found) -> dict[str, Any]:
         return {"state": "finished" if found.state == "done" else "failed", "request_id": f"{name[0]}:{name[1]}",

@@ -10,7 +10,7 @@ bus or of engines.
 - A state is written after a step or a load alone, so never with half of the gradients.
 - A request that two processes died of in a row is answered as a fault of the server, and not run again.
 - A turn is a request, or a micro-batch of one. It goes to the owner that was served least, and to that one's model that
-  was served least.
+  was served least. Where one model has room alone, the one that was made first is served to its last request.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from busrl.errors import DiskFull
 from busrl.service import folders
 from busrl.service.figures import Course, Standing
 from busrl.service.folders import ServiceFolders
+from busrl.service.models import Models
 from busrl.service.operations import Operations, Progress, Result, failure, named
 from busrl.service.registry import Model, Registry
 from busrl.service.requests import Answer, LogReader, LogWriter, Place, Request
-from busrl.service.tenants import Tenants
 from busrl.service.upkeep import Upkeep, is_stripped
 from busrl.system import files
 
@@ -44,7 +44,8 @@ NOTE_BYTES = 1024  # of the file that names the request that is executed
 
 @dataclass(frozen=True)
 class Limits:
-    """`sync`: an answer is durable before it is read; `resident_bytes`: of models in memory, but for a single one."""
+    """`sync`: an answer is durable before it is read; `resident_bytes`: of models in memory, but for a single one;
+    `alone`: there is room for a single one, whatever its size."""
 
     sync: bool = True
     state_every_s: float = 60.0
@@ -52,6 +53,7 @@ class Limits:
     resident_bytes: int = 1 << 62
     keep_answers_s: float = 86400.0
     snapshot_bytes: int = 1 << 62
+    alone: bool = False
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Line:
     request: Request | None = None  # of which a part was executed
     fresh: bool = True  # nothing was answered since it came into memory
     lost: str = ""  # why it cannot go on
+    past: int = -1  # the number of its older state: up to it no request is run again
     memory_bytes: int = 0
     used_at: float = 0.0
     state_due: float = 0.0
@@ -87,8 +90,10 @@ class Line:
         self.chain = self._chain_of(number)
 
     def forget_before(self, number: int) -> None:
-        """Forget the answers of requests that are never run again."""
+        """Forget requests that are never run again, and the answers before the last one of these."""
+        self.past = number
         self.answers = {seq: answer for seq, answer in self.answers.items() if seq >= number}
+        self.model.forget_to(number)
 
     def give_up(self, why: str) -> None:
         """Answer nothing any more but why."""
@@ -154,19 +159,19 @@ class Driver:
     """`advance` executes a turn. `course` is told of each request; `warn` takes lines for people."""
 
     def __init__(
-        self, tenants: Tenants, where: ServiceFolders, course: Course, warn: Callable[[str], None],
+        self, models: Models[Any], where: ServiceFolders, course: Course, warn: Callable[[str], None],
         limits: Limits = Limits(),
     ) -> None:
         self._where, self._course, self._warn, self._limits = where, course, warn, limits
         self.lines: dict[str, Line] = {}
-        self._registry, self._turns = Registry(), Turns()
+        self._registry, self._turns = Registry(samples=False), Turns()
         self._asked: dict[str, Line] = {}  # models with a request that was not answered
         self._loaded: dict[str, Line] = {}
         self._read: defaultdict[str, dict[int, Answer]] = defaultdict(dict)  # answers of models without a line so far
         self._unwritten: Answer | None = None
         self._upkeep = Upkeep(where, self._registry, limits.keep_answers_s, limits.snapshot_bytes)
         snapshots = self._read_answers()
-        self._operations = Operations(tenants, where, warn, snapshots)
+        self._operations = Operations(models, where, warn, snapshots)
         self._answers, self._log = LogWriter(where.answers), LogReader(where.requests)
         self._decode_request = msgspec.msgpack.Decoder(Request).decode
         self._suspects = Suspects(where.executing)
@@ -181,10 +186,17 @@ class Driver:
             self._upkeep.note(request, place)
             if request.kind == "model":
                 self.lines[request.id] = self._line(self._registry.models[request.id])
-            elif request.kind in ("training", "refused") and request.seq > self.lines[request.id].applied:
-                line = self._asked[request.id] = self.lines[request.id]
-                line.waiting[request.seq] = place
+            elif request.kind in ("training", "refused"):
+                self._take(self.lines[request.id], request.seq, place)
         return news
+
+    def _take(self, line: Line, number: int, place: Place) -> None:
+        """Take over a numbered request: it waits, or may be run again, or never will be."""
+        if number > line.applied:
+            self._asked[line.model.id] = line
+            line.waiting[number] = place
+        elif number <= line.past:
+            del line.model.requests[number]
 
     @property
     def ready(self) -> list[Line]:
@@ -273,7 +285,10 @@ class Driver:
 
     def _next(self) -> Line | None:
         """The model whose turn it is; one that is not in memory has room there."""
-        order = sorted(self.ready, key=lambda line: self._turns.place(line.model.owner, line.model.id))
+        if self._limits.alone:
+            order = [line for line in self.lines.values() if line.ready]
+        else:
+            order = sorted(self.ready, key=lambda line: self._turns.place(line.model.owner, line.model.id))
         return next((line for line in order if self._has_room(line)), None)
 
     def _has_room(self, line: Line) -> bool:
@@ -281,7 +296,7 @@ class Driver:
         if line.model.id in self._loaded:
             return True
         line.memory_bytes = line.memory_bytes or self._operations.bytes_of(line.model)
-        room = self._limits.resident_bytes - line.memory_bytes
+        room = self._limits.resident_bytes - line.memory_bytes if not self._limits.alone else -1
         while self._loaded and sum(other.memory_bytes for other in self._loaded.values()) > room:
             idle = [other for other in self._loaded.values() if not other.ready or not (other.fresh or other.request)]
             if not idle:
@@ -312,6 +327,8 @@ class Driver:
         if damaged:
             every = (answer for answer, _ in self._answers_so_far() if answer.id == model.id)
             line.answers = {answer.seq: msgspec.structs.replace(answer, payload=b"") for answer in every}
+            logged = LogReader(self._where.requests).read()
+            self._registry.recall(model, ((self._decode_request(payload), place) for payload, place in logged))
         line.go_back(states[-1][0] if states else model.first - 1)
         line.at = Progress(states[-1][1] if states else None)
         line.state_due = time.monotonic() + self._limits.state_every_s

@@ -26,10 +26,12 @@ import torch
 from torch import Tensor
 
 from busrl.data.vocabulary import TokenRows
-from busrl.engines.base import Finished, PartialAnswer, Pause, Request, Statistics
+from busrl.engines.base import Finished, Request
 from busrl.engines.torch.decoder import LOGITS
 from busrl.engines.torch.engine import PREFILL_TOKENS, Index, Sampling, sample_tokens, warm
-from busrl.service.rows import RowsEngine, weights_of
+from busrl.service.beside import weights_of
+from busrl.service.registry import FULL
+from busrl.service.rows import RowsEngine
 from busrl.service.sampling import SCORES, Places, has_a_stop
 from busrl.states import Finish
 from busrl.system.device import choose as choose_device
@@ -142,32 +144,12 @@ class AdapterEngine(RowsEngine):
         self._top_k = np.zeros(self.capacity, np.int64)  # by seat
         self._texts: dict[int, Sequence[str]] = {}  # that end an answer, by key
 
-    # -- the interface -----
-
-    @property
-    def active(self) -> int:
-        return super().active + len(self._scoring)
-
-    def step(self) -> list[Finished]:
-        if self._scoring and not self.paused:
-            self._score()
-        return super().step()
-
-    def abort(self, key: int) -> Finished | None:
-        scoring = self._scoring.pop(key, None)
-        return super().abort(key) if scoring is None else self._given_up(scoring)
-
-    def pause(self, how: Pause) -> list[Finished]:
-        if how == "abort":
-            self._done += map(self._given_up, self._scoring.values())
-            self._scoring.clear()
-        return super().pause(how)
-
-    def statistics(self) -> Statistics:
-        statistics = super().statistics()
-        return replace(statistics, waiting=statistics.waiting + len(self._scoring))
-
     # -- requests -----
+
+    def _advance(self) -> None:
+        super()._advance()
+        if self._scoring:
+            self._score()
 
     def _start(self, requests: list[Request]) -> None:
         drawing = [request for request in requests if "score" not in request.extra]
@@ -183,10 +165,8 @@ class AdapterEngine(RowsEngine):
 
     def _ended(self, finished: Finished) -> Finished:
         self._texts.pop(finished.key, None)
+        self._scoring.pop(finished.key, None)
         return super()._ended(finished)
-
-    def _given_up(self, scoring: Scoring) -> Finished:
-        return self._ended(PartialAnswer(scoring.request).finished(Finish.ABORTED))
 
     @torch.inference_mode()
     def _score(self) -> None:
@@ -195,7 +175,7 @@ class AdapterEngine(RowsEngine):
         with self.adapters.using(self.adapters.spread([weights_of(scoring.request)])):
             scoring.advance(self._model, self._known, self._spares)
         if scoring.done:
-            del self._scoring[key]
+            del self._beside[key]
             self._done.append(self._ended(scoring.finished()))
 
     # -- rows -----
@@ -231,6 +211,7 @@ def make(topology: Topology, process: str) -> AdapterEngine:
     engine = AdapterEngine.load(
         topology.model.path, capacity=generation.max_batch, max_length=topology.longest, dtype=topology.model.dtype,
         device=choose_device(topology.device_of(process)), prefill_tokens=generation.prefill_tokens,
+        whole=topology.tinker.weights == FULL,
     )
     assert isinstance(engine, AdapterEngine)
     return engine

@@ -1,6 +1,6 @@
 """The operations of a service's models: what a numbered request does to a model and to saved folders.
 
-Called by the driver, which knows order and answers. Talks to the models (`tenants`) and to folders. Knows nothing of
+Called by the driver, which knows order and answers. Talks to `models` and to folders. Knows nothing of
 logs, of turns or of other models.
 
 - A `forward_backward` is executed a micro-batch at a time: it has no result until the last one.
@@ -31,10 +31,10 @@ from busrl.service.bodies import (
     read_body,
 )
 from busrl.service.folders import ServiceFolders
+from busrl.service.models import Adam, Models, Pass
 from busrl.service.registry import SAVES, Model, saved
 from busrl.service.requests import Answer, Request
 from busrl.service.sums import UserFault
-from busrl.service.tenants import Adam, Pass, Tenants
 from busrl.service.wire import read_forward_backward, write_forward_backward_result
 from busrl.system import files
 from busrl.training.checkpoint import whole_directory
@@ -66,40 +66,40 @@ class Progress:
 class Operations:
     """`snapshots`: the highest number of a snapshot so far. `warn` takes lines for people."""
 
-    def __init__(self, tenants: Tenants, where: ServiceFolders, warn: Callable[[str], None], snapshots: int) -> None:
-        self._tenants, self._where, self._warn, self._snapshots = tenants, where, warn, snapshots
+    def __init__(self, models: Models[Any], where: ServiceFolders, warn: Callable[[str], None], snapshots: int) -> None:
+        self._models, self._where, self._warn, self._snapshots = models, where, warn, snapshots
 
     # -- models -----
 
     def bytes_of(self, model: Model) -> int:
         """Bytes of memory that a model takes at most; 0 for one that this base cannot have."""
         try:
-            return self._tenants.bytes_of(Adapter(**msgspec.structs.asdict(model.adapter)))
+            return self._models.bytes_of(Adapter(**msgspec.structs.asdict(model.adapter)))
         except UserFault:  # the answer to its first request
             return 0
 
     def has(self, model: Model) -> bool:
         """True if the model is in memory."""
-        return self._tenants.has(model.id)
+        return self._models.has(model.id)
 
     def forget(self, model: Model) -> None:
         """Give up the memory of a model, which begins from a state the next time."""
         if self.has(model):
-            self._tenants.forget(model.id)
+            self._models.forget(model.id)
 
     def write_state(self, model: Model, number: int, chain: bytes) -> None:
         """Write the state of a model after its request `number`. DiskFull."""
         write_folder(self._where.state(model.id, number), {"applied": number, "chain": chain.hex()},
-                     lambda folder: self._tenants.save_state(model.id, folder))
+                     lambda folder: self._models.save_state(model.id, folder))
         self._where.drop_old_states(model.id)
 
     def _load(self, model: Model, at: Progress) -> None:
-        self._tenants.create(model.id, Adapter(**msgspec.structs.asdict(model.adapter)))
+        self._models.create(model.id, Adapter(**msgspec.structs.asdict(model.adapter)))
         try:
             if at.state is not None:
-                self._tenants.load_state(model.id, at.state, True)
+                self._models.load_state(model.id, at.state, True)
         except BaseException:
-            self._tenants.forget(model.id)
+            self._models.forget(model.id)
             raise
 
     # -- requests -----
@@ -138,7 +138,7 @@ class Operations:
     def _drop_gradients(self, model: Model, at: Progress) -> None:
         at.whole, at.broken = True, ""
         if self.has(model):
-            self._tenants.drop_gradients(model.id)
+            self._models.drop_gradients(model.id)
 
     # -- training -----
 
@@ -146,7 +146,7 @@ class Operations:
         if at.under_way is None:
             asked = read_forward_backward(request.body)
             at.whole = at.whole and asked.forward_only
-            at.under_way = self._tenants.begin(model.id, asked.data, asked.loss_fn, asked.config, asked.forward_only)
+            at.under_way = self._models.begin(model.id, asked.data, asked.loss_fn, asked.config, asked.forward_only)
         if at.under_way.advance():
             return None
         computed, at.under_way = at.under_way, None
@@ -160,7 +160,7 @@ class Operations:
             raise UserFault(f"{at.broken}; its gradients were dropped, nothing was changed")
         asked = read_body(OptimStep, request.body).adam_params
         assert asked is not None  # the door looked
-        metrics = self._tenants.optim_step(model.id, Adam(**msgspec.structs.asdict(asked)))
+        metrics = self._models.optim_step(model.id, Adam(**msgspec.structs.asdict(asked)))
         at.whole = True
         return Result("done", msgspec.json.encode({"metrics": metrics, "type": request.op}), figures=metrics)
 
@@ -168,7 +168,7 @@ class Operations:
 
     def _save_weights(self, model: Model, at: Progress, request: Request, earlier: Answer | None) -> Result:
         def fill(folder: Path) -> None:
-            self._tenants.save_state(model.id, folder)
+            self._models.save_state(model.id, folder)
 
         asked = read_body(SaveWeights, request.body)
         return self._saved(model, request, earlier, asked.path, asked.overwrite, 0, fill)
@@ -181,7 +181,7 @@ class Operations:
         sampler = "" if asked.path else f"{model.session}:sample:{asked.sampling_session_seq_id}"
         if number and not (earlier and self._where.snapshot(number).exists()):
             write_folder(self._where.snapshot(number), {"by": by(request), "sampler": sampler},
-                         lambda folder: self._tenants.snapshot(model.id, folder))
+                         lambda folder: self._models.snapshot(model.id, folder))
         self._snapshots = max(self._snapshots, number)
         if asked.path:
             return self._saved(model, request, earlier, asked.path, asked.overwrite, number, lambda folder: None)
@@ -192,7 +192,7 @@ class Operations:
     def _save_weights_external(self, model: Model, at: Progress, request: Request, earlier: Answer | None) -> Result:
         asked = read_body(SaveWeightsExternal, request.body)
         return self._saved(model, request, earlier, asked.path, False, 0,
-                           lambda folder: self._tenants.snapshot(model.id, folder))
+                           lambda folder: self._models.snapshot(model.id, folder))
 
     def _saved(
         self, model: Model, request: Request, earlier: Answer | None, name: str, overwrite: bool, number: int,
@@ -217,7 +217,7 @@ class Operations:
         if folder is None or folders.about(folder) is None:
             raise UserFault(f"{asked.path} does not exist")
         self._drop_gradients(model, at)
-        self._tenants.load_state(model.id, folder, asked.optimizer)
+        self._models.load_state(model.id, folder, asked.optimizer)
         told = {"path": asked.path, "model_id": model.id, "type": request.op}
         return Result("done", msgspec.json.encode(told))
 

@@ -8,7 +8,7 @@ Door and tuner each build it from the log, and follow it. Knows nothing of HTTP,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,21 +16,32 @@ import msgspec
 
 from busrl.service.bodies import SAVED
 from busrl.service.requests import Place, Request
+from busrl.service.sums import UserFault
 
 RUN = "run"  # the name of the run's own key
+FULL = "full"  # `tinker.weights` of a service that trains all weights
 SAVES = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights",
          "save_weights_external": "external_weights"}  # kinds of what these operations save
 Metadata = dict[str, Any] | None
 
 
 class AdapterOf(msgspec.Struct, frozen=True):
-    """The adapter of a model: its rank, the seed of its first weights, and the parts of the base that it changes."""
+    """The adapter of a model: its rank, the seed of its first weights, and the parts of the base that it changes. Rank
+    0: all weights are trained."""
 
     rank: int
     seed: int
     attn: bool
     mlp: bool
     unembed: bool
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Tell clients whether it is an adapter, and its rank."""
+        return {"is_lora": self.rank > 0, "lora_rank": self.rank or None}
+
+
+ALL_WEIGHTS = {"rank": 0, "seed": 0, "attn": True, "mlp": True, "unembed": True}
 
 
 class Numbered(NamedTuple):
@@ -75,6 +86,10 @@ class Model:
     requests: dict[int, Numbered] = field(default_factory=dict)
     saves: dict[int, Save] = field(default_factory=dict)  # by the number of the request
 
+    def forget_to(self, number: int) -> None:
+        """Forget the requests up to that one."""
+        self.requests = {seq: asked for seq, asked in self.requests.items() if seq > number}
+
 
 @dataclass
 class Sampler:
@@ -101,7 +116,10 @@ class Session:
 
 
 class Registry:
-    def __init__(self) -> None:
+    """`samples`: requests for samples are noted too."""
+
+    def __init__(self, samples: bool = True) -> None:
+        self._samples = samples
         self.sessions: dict[str, Session] = {}
         self.by_key: dict[tuple[str, str], str] = {}  # session by its owner, and the key of the call that made it
         self.models: dict[str, Model] = {}
@@ -111,6 +129,12 @@ class Registry:
     def add(self, request: Request, place: Place) -> None:
         """Take over the next record of the log."""
         getattr(self, f"_add_{request.kind}")(request, place)
+
+    def recall(self, model: Model, log: Iterable[tuple[Request, Place]]) -> None:
+        """Know the requests of a model again that were forgotten. `log`: all records."""
+        for request, place in log:
+            if request.id == model.id and request.kind in ("training", "refused"):
+                model.requests[request.seq] = Numbered(request.kind, request.op, request.digest, place)
 
     def _metadata(self, about: dict[str, Any]) -> Metadata:
         """A client's own words about what it makes, which stand in the log as JSON."""
@@ -172,6 +196,8 @@ class Registry:
         self.models[request.id].requests[request.seq] = Numbered(request.kind, request.op, request.digest, place)
 
     def _add_sample(self, request: Request, place: Place) -> None:
+        if not self._samples:
+            return
         self.samplers[request.id].requests[request.seq] = Numbered(request.kind, "asample", request.digest, place)
 
 
@@ -184,3 +210,11 @@ def saved(path: str) -> tuple[str, str, str] | None:
     """Model, kind and name of a path of saved weights; None if it is no such path."""
     found = SAVED.fullmatch(path)
     return (found[1], found[2], found[3]) if found else None
+
+
+def require_kind(name: str, theirs: int, ours: int) -> None:
+    """UserFault if one of these ranks is an adapter's and the other stands for all weights."""
+    if (theirs == 0) != (ours == 0):
+        kinds = ("all weights of a model", 'tinker.weights = "full"'), ("an adapter", 'tinker.weights = "adapters"')
+        raise UserFault(f"{name}: holds {kinds[theirs > 0][0]}, and this service trains {kinds[ours > 0][0]}; load it "
+                        f"in a service with {kinds[theirs > 0][1]}")

@@ -22,7 +22,7 @@ from busrl.service.bodies import read_body
 from busrl.service.desk import Desk
 from busrl.service.folders import ServiceFolders
 from busrl.service.keys import Account
-from busrl.service.registry import AdapterOf, Model, Sampler, Session, saved, session_of
+from busrl.service.registry import FULL, AdapterOf, Model, Sampler, Session, saved, session_of
 from busrl.service.wire import unpack
 from busrl.topology.schema import Tinker
 
@@ -134,13 +134,13 @@ class Things:
 
 class Service:
     """The means of all routes: bodies, and the things that a client names. `paused`: whether the run is, so that
-    nothing is executed."""
+    nothing is executed; `whole`: whether all weights are trained."""
 
     def __init__(self, desk: Desk, where: ServiceFolders, settings: Tinker, base: BaseModel,
                  paused: Callable[[], bool] = lambda: False) -> None:
         self.desk, self.where, self.settings, self.base = desk, where, settings, base
         self.paused = paused
-        self.registry = desk.registry
+        self.registry, self.whole = desk.registry, settings.weights == FULL
 
     async def raw(self, request: web.Request) -> bytes:
         body = await request.read()

@@ -5,6 +5,7 @@ to folders of peft's format whose names are numbers, and to the decoder. Knows n
 
 - A and B of the adapters in use are stacked by place, padded with zeros to the largest rank; place 0 is the base, all
   zeros. A step gathers its rows by place, multiplies twice (`bmm`) and adds the rows back; the base is computed once.
+- Where requests name whole models, the engine has the weights of one: requests of another wait until none uses them.
 - An adapter in use keeps its place. A request whose adapter finds none waits, in the order of arrival, and never fails.
 - Sequences of different adapters share no prompt, and no row is kept for a later request.
 - On a CPU, in float32 and with the fast decoder, an answer and its log-probabilities are the same to the bit, whatever
@@ -17,7 +18,7 @@ to folders of peft's format whose names are numbers, and to the decoder. Knows n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,27 +29,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from busrl.engines.base import Finished, PartialAnswer, Pause, Request, Statistics
+from busrl.engines.base import Finished, Request
 from busrl.engines.torch import lora
 from busrl.engines.torch.decoder import Decoder, FastDecoder, RowCache, WholeDecoder
 from busrl.engines.torch.engine import PREFILL_TOKENS, Index, Prefill, Sampling, TorchEngine
 from busrl.engines.torch.prefix import KeptRow
 from busrl.errors import UserError, WeightsRefused
+from busrl.service.beside import BASE, Beside, weights_of, whole_turn
+from busrl.service.model_folders import read_into
 from busrl.service.sampling import PLACES
-from busrl.states import Finish
 from busrl.training.batch import numbered
 
-BASE = ""  # the adapter of requests that name none
 VECTOR = 16  # attention sums a prompt in vectors of so many positions at most: its padding begins with a whole one
 LEAST_RANK = 8  # that A and B are padded to: products with few columns sum in another order
 SMALL = 400  # numbers: products of fewer torch takes in a loop of its own
 LOOKED_AT = 4096  # outputs of a weight: its products are tried at the start
 MOST_STEADY = 32  # rows that a step may be padded to
-
-
-def weights_of(request: Request) -> str:
-    """The folder of the adapter that a request names."""
-    return str(request.extra.get("weights", BASE))
 
 
 # -- products that do not depend on what is beside a row -----
@@ -175,7 +171,7 @@ class Adapters:
 
     def __init__(self, model: Any, decoder: Decoder, places: int) -> None:
         if isinstance(decoder, WholeDecoder):
-            raise UserError(f"{type(model).__name__}: several adapters need a decoder with a cache; use engine = vllm")
+            raise UserError(f"{type(model).__name__}: a service needs a decoder with a cache; use engine = vllm")
         self._device: torch.device = next(model.parameters()).device
         self._places: dict[str, int] = {}  # by folder, the one used longest ago first
         self._users: dict[int, int] = dict.fromkeys(range(1, places + 1), 0)  # requests that run or wait for a step
@@ -203,6 +199,10 @@ class Adapters:
         self._spread: Spread | None = None
 
     # -- places -----
+
+    def next_of(self, waiting: Mapping[int, str]) -> list[int]:
+        """The keys of requests that may ask for a place, of those that wait, by key, each with its adapter."""
+        return list(waiting)
 
     def take(self, folder: str) -> int | None:
         """The place of an adapter, which is kept until as many calls of `release`; None if all places are in use.
@@ -295,6 +295,41 @@ class Adapters:
         return torch.bmm(torch.bmm(rows, down.expand(count, -1, -1)), up.expand(count, -1, -1))
 
 
+class WholeModel(Adapters):
+    """The weights of one folder, in the place of the model's own: all that run use them, without an adapter. Other
+    folders have their turn when those have ended. `base`: the folder of the model as it was loaded."""
+
+    def __init__(self, model: Any, decoder: Decoder, base: Path | None) -> None:
+        super().__init__(model, decoder, 0)
+        self._parameters = dict(model.named_parameters())
+        self._base, self._used = base, 0
+        self._loaded: str | None = BASE  # None while another folder is read, and after that failed
+
+    def next_of(self, waiting: Mapping[int, str]) -> list[int]:
+        chosen = whole_turn(waiting.values(), self._loaded, self._used)
+        return [key for key, folder in waiting.items() if folder == chosen]
+
+    def take(self, folder: str) -> int:
+        if folder != self._loaded:
+            assert not self._used
+            self._loaded = None
+            read_into(Path(folder) if folder != BASE else self._folder_of_base(), self._parameters)
+            self._loaded = folder
+        self._used += 1
+        return 0
+
+    def release(self, folder: str) -> None:
+        self._used -= 1
+
+    def place_of(self, folder: str) -> int:
+        return 0
+
+    def _folder_of_base(self) -> Path:
+        if self._base is None:
+            raise WeightsRefused("the engine's model was not loaded from a folder; it has no base to go back to")
+        return self._base
+
+
 class AdaptedDecoder(Decoder):
     """A decoder whose rows use adapters: `fill` tells those of the next prefill, `seat` those of the next steps.
     Rows that pad a step write to the last position of the cache, where no sequence has a token: its last one enters no
@@ -365,73 +400,55 @@ class AdaptedPrefill(Prefill):
 # -- the engine -----
 
 
-class RowsEngine(TorchEngine):
-    """A torch engine whose requests name their adapter; at most `places` adapters are in use at once."""
+class RowsEngine(Beside, TorchEngine):
+    """A torch engine whose requests name their adapter; at most `places` adapters are in use at once. With `whole` they
+    name the folder of a whole model."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, places: int = PLACES, prefill_tokens: int = PREFILL_TOKENS, **settings: Any
+        self, model: Any, tokenizer: Any, *, places: int = PLACES, prefill_tokens: int = PREFILL_TOKENS,
+        whole: bool = False, **settings: Any,
     ) -> None:
         super().__init__(model, tokenizer, **{**settings, "prefix_keep_s": 0.0})
-        self.adapters = Adapters(model, self.decoder, places)
+        self.adapters = (WholeModel(model, self.decoder, settings.get("base")) if whole
+                         else Adapters(model, self.decoder, places))
         self._adapted = self.decoder = AdaptedDecoder(self.decoder, self.adapters)
         self._waiting = AdaptedPrefill(
             self._seats, self._adapted, self._kept, max(1, prefill_tokens), self._device, self._take_row,
             self._free_rows,
         )
-        self._held: dict[int, Request] = {}  # requests whose adapter has no place, by key, oldest first
-        self._folders: dict[int, str] = {}  # adapters of the requests that have one, by key
+        self._folders: dict[int, str] = {}  # weights of the requests that have them, by key
 
-    # -- the interface -----
-
-    @property
-    def active(self) -> int:
-        return super().active + len(self._held)
+    # -- weights of requests -----
 
     def _begin(self, requests: list[Request]) -> None:
         for request in requests:
             self._check(request)
-        self._held |= {request.key: request for request in requests}
+        self._beside |= {request.key: request for request in requests}
         self._admit()
 
-    def step(self) -> list[Finished]:
-        if self._held and not self.paused:
-            self._admit()
-        return super().step()
-
-    def abort(self, key: int) -> Finished | None:
-        held = self._held.pop(key, None)
-        return super().abort(key) if held is None else PartialAnswer(held).finished(Finish.ABORTED)
-
-    def pause(self, how: Pause) -> list[Finished]:
-        if how == "abort":
-            self._done += [PartialAnswer(request).finished(Finish.ABORTED) for request in self._held.values()]
-            self._held.clear()
-        return super().pause(how)
-
-    def statistics(self) -> Statistics:
-        statistics = super().statistics()
-        return replace(statistics, waiting=statistics.waiting + len(self._held))
-
-    # -- adapters of requests -----
+    def _advance(self) -> None:
+        self._admit()
 
     def _admit(self) -> None:
-        """Let held requests begin whose adapter has a place, or gets one."""
+        """Let requests begin whose weights are there, or can be had now."""
+        held = {key: weights_of(request) for key, request in self._beside.items() if key not in self._folders}
         starting = []
-        for request in list(self._held.values()):
+        for key in self.adapters.next_of(held):
             try:
-                place = self.adapters.take(weights_of(request))
+                place = self.adapters.take(held[key])
             except WeightsRefused as problem:
-                del self._held[request.key]
-                self._done.append(PartialAnswer(request).finished(Finish.ABORTED, refused=str(problem)))
+                self._done.append(self._given_up(key, refused=str(problem)))
                 continue
             if place is not None:
-                del self._held[request.key]
-                self._folders[request.key] = weights_of(request)
-                starting.append(request)
-        self._start(starting)
+                self._folders[key] = held[key]
+                starting.append(self._beside[key])
+        if starting:
+            self._start(starting)
 
     def _start(self, requests: list[Request]) -> None:
-        """Let requests begin that have their places."""
+        """Let requests begin that have their weights."""
+        for request in requests:
+            del self._beside[request.key]
         super()._begin(requests)
 
     def _decode(self) -> list[Finished]:
@@ -442,8 +459,12 @@ class RowsEngine(TorchEngine):
         ended = set(keys)
         self._done = [self._ended(finished) if finished.key in ended else finished for finished in self._done]
 
+    def _given_up(self, key: int, refused: str = "") -> Finished:
+        finished = super()._given_up(key, refused)
+        return self._ended(finished) if key in self._folders else finished
+
     def _ended(self, finished: Finished) -> Finished:
-        """Give up the place; the tokens get the number of the adapter."""
+        """Give up the place; the tokens get the number of their weights."""
         folder = self._folders.pop(finished.key)
         self.adapters.release(folder)
         return replace(finished, versions=np.full_like(finished.versions, int(Path(folder).name) if folder else 0))

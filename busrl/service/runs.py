@@ -154,8 +154,8 @@ class ListRoutes:
         for checkpoint in self._checkpoints.of(model):
             newest.setdefault(checkpoint.save.kind, checkpoint.told(self._at.where))
         return {
-            "training_run_id": model.id, "base_model": self._at.base.name, "model_owner": model.owner, "is_lora": True,
-            "corrupted": False, "lora_rank": model.adapter.rank, "last_request_time": iso(model.newest_at),
+            "training_run_id": model.id, "base_model": self._at.base.name, "model_owner": model.owner,
+            **model.adapter.told, "corrupted": False, "last_request_time": iso(model.newest_at),
             "last_checkpoint": newest.get("weights"), "last_sampler_checkpoint": newest.get("sampler_weights"),
             "user_metadata": model.metadata,
         }

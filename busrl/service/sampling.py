@@ -97,10 +97,10 @@ class Samples:
     def under_way(self) -> int:
         return len(self._tasks)
 
-    def begin(self, sampler: Sampler, seq: int) -> None:
-        """Begin to answer a logged request."""
+    def begin(self, sampler: Sampler, seq: int, weights: int = 0) -> None:
+        """Begin to answer a logged request. `weights`: the number of its snapshot, where that is known."""
         self._begun += 1
-        task = asyncio.ensure_future(self._answer(sampler, seq, self._begun))
+        task = asyncio.ensure_future(self._answer(sampler, seq, weights, self._begun))
         self._tasks[sampler.id, seq] = task
         task.add_done_callback(lambda done: self._ended((sampler.id, seq), done))
 
@@ -158,11 +158,11 @@ class Samples:
         self._desk.answered(
             Answer(*name, digest, state, state == "done", payload, weights=weights, tokens=tokens))
 
-    async def _answer(self, sampler: Sampler, seq: int, order: int) -> None:
+    async def _answer(self, sampler: Sampler, seq: int, weights: int, order: int) -> None:
         name = sampler.id, seq
         try:
             asked = read_body(Sample, self._desk.request(sampler.requests[seq]).body)
-            source = Source(await self._weights(sampler), order)
+            source = Source(weights or await self._weights(sampler), order)
             drawn = await asyncio.gather(
                 *(self._draw(asked, f"{sampler.id}:{seq}", index, source) for index in range(asked.num_samples)))
             scores = await self._prompt_scores(asked, source)

@@ -1,7 +1,7 @@
-"""The role tuner: trains the adapters of a service as its clients drive it, in the place of a learner.
+"""The role tuner: trains the models of a service as its clients drive it, in the place of a learner.
 
-Talks to the door through the two logs of `requests`, to a model through `tenants`. Knows nothing of HTTP, of engines or
-of rewards.
+Talks to the door through the two logs of `requests`, to models through `tenants` or `whole`. Knows nothing of HTTP, of
+engines or of rewards.
 
 - Whatever kills it costs time alone: its next life runs the requests again that are in no state (`driver`).
 - A pause of the run holds execution; requests are still logged.
@@ -14,7 +14,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from busrl.data.pretrained import import_classes
 from busrl.protocol import messages as m
@@ -23,7 +23,10 @@ from busrl.service.driver import Driver, Limits
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
 from busrl.service.messages import AnswersLogged, RequestsLogged
+from busrl.service.models import Models
+from busrl.service.registry import FULL
 from busrl.service.tenants import Tenants
+from busrl.service.whole import WholeModels
 from busrl.states import PAUSE_STARTING, HeaderWord
 from busrl.system import device
 from busrl.topology import Topology
@@ -49,12 +52,9 @@ class Tuner(Actor):
         with self.activity("load", topology.limits.work_s):
             where = ServiceFolders(self.paths.root)
             where.root.mkdir(exist_ok=True)
-            tenants = Tenants(Path(topology.model.path), dtype=topology.model.dtype,
-                              device=device.choose(topology.device_of(self.role)), context=topology.tinker.context,
-                              max_rank=topology.tinker.max_rank, micro_batch_tokens=topology.tinker.turn_tokens)
             warn = partial(self.warn, self.role)
             self.course = Course(self.paths.metrics, where, warn, topology.log.keep)
-            self.driver = Driver(tenants, where, self.course, warn, limits_of(topology))
+            self.driver = Driver(models_of(topology, self.role), where, self.course, warn, limits_of(topology))
             self.driver.follow()
         if replays := self.driver.replays:
             log.info("%d requests that were answered are run again", replays)
@@ -89,9 +89,20 @@ class Tuner(Actor):
         self.course.show(self.driver.standing, self.driver.replays)
 
 
+def models_of(topology: Topology, process: str) -> Models[Any]:
+    """The models of a service over its base, which is loaded."""
+    settings, folder = topology.tinker, Path(topology.model.path)
+    dtype, where = topology.model.dtype, device.choose(topology.device_of(process))
+    if settings.weights == FULL:
+        return WholeModels(folder, dtype=dtype, device=where, context=settings.context,
+                           micro_batch_tokens=settings.turn_tokens)
+    return Tenants(folder, dtype=dtype, device=where, context=settings.context, max_rank=settings.max_rank,
+                   micro_batch_tokens=settings.turn_tokens)
+
+
 def limits_of(topology: Topology) -> Limits:
     settings = topology.tinker
     return Limits(
         topology.learner.wal == "sync", settings.state_every_s, settings.session_s, settings.resident_mb << 20,
-        settings.keep_answers_s, settings.snapshot_mb << 20,
+        settings.keep_answers_s, settings.snapshot_mb << 20, settings.weights == FULL,
     )

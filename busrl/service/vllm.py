@@ -1,4 +1,4 @@
-"""vLLM as the engine of a service: each request names its adapter, or asks for the scores of its prompt.
+"""vLLM as the engine of a service: each request names its weights, or asks for the scores of its prompt.
 
 Driven by the rollout role like every engine, and made of `busrl.engines.vllm`. Knows nothing of models that are
 trained, of clients or logs; imports vLLM inside functions only.
@@ -11,6 +11,8 @@ trained, of clients or logs; imports vLLM inside functions only.
 - vLLM does not know which adapter of the head belongs to the places of a prompt: from the first such adapter on no
   prompt is scored.
 - Log-probabilities are of the full softmax at temperature 1; the version of a token is the number of its folder.
+- Where all weights are trained, a request names the folder of a whole model: it waits until those that draw with
+  another have ended, and the workers read the folder into the live model.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ from busrl.engines.vllm.engine import Running, VllmEngine
 from busrl.engines.vllm.process import Start
 from busrl.engines.vllm.weights import LoadedAdapter
 from busrl.engines.vllm_versions import lora_rank
-from busrl.errors import WeightsRefused
+from busrl.errors import BusrlError, WeightsRefused
+from busrl.service.beside import BASE, Beside, weights_of, whole_turn
 from busrl.service.bodies import MOST_TOP
+from busrl.service.model_folders import tensors_in
+from busrl.service.registry import FULL
 from busrl.service.sampling import PLACES, SCORES, Places, has_a_stop
 from busrl.states import Finish
 
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 
+EXTENSION = "busrl.service.vllm_worker.FolderExtension"
 NO_SCORES = ("prompts are not scored by vLLM beside adapters of the head, and there was one; create models with "
              "train_unembed=False, or use engine = \"torch\"")
 NO_TARGETS = ("target_prompt_logprobs are not given by this version of vLLM; take 0.32 or later, ask for "
@@ -63,7 +69,17 @@ class ServedRequest(Running):
         asked = msgspec.convert(request.extra["score"], Places) if "score" in request.extra else None
         if asked is not None:  # what lies behind the last place is not needed
             request = replace(request, prompt_ids=request.prompt_ids[: asked.end])
-        return cls(request, adapter=adapter_of(str(request.extra.get("weights", ""))), asked=asked)
+        return cls(request, adapter=cls.loaded(weights_of(request)), asked=asked)
+
+    @staticmethod
+    def loaded(folder: str) -> LoadedAdapter:
+        """The adapter in a folder; the base without one."""
+        if not folder:
+            return LoadedAdapter(0, None)
+        from vllm.lora.request import LoRARequest
+
+        number = number_of(folder)
+        return LoadedAdapter(number, LoRARequest(f"s{number}", number, folder))
 
     def refuse(self, why: str) -> None:
         self.refused, self.finish = why, Finish.ABORTED
@@ -133,13 +149,16 @@ def scores_of(places: list[Any], ids: list[int], top: int) -> dict[str, npt.NDAr
     return scores
 
 
-class AdaptersInVllm(VllmEngine):
-    kind = ServedRequest
+class WholeRequest(ServedRequest):
+    """A request that draws with a whole model, which vLLM has when it begins."""
 
-    def __init__(self, start: Start, **settings: Any) -> None:
-        super().__init__(start, **settings)
-        self._read: set[str] = set()  # folders that can be used
-        self._has_heads = False  # one of them adapts the head
+    @staticmethod
+    def loaded(folder: str) -> LoadedAdapter:
+        return LoadedAdapter(number_of(folder), None)
+
+
+class ServingVllm(VllmEngine):
+    """vLLM with what requests of a service ask for beside their weights."""
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """No weights are published in a service: the ordinary receiver has nothing to give."""
@@ -158,28 +177,8 @@ class AdaptersInVllm(VllmEngine):
 
     async def _objection(self, running: ServedRequest) -> str:
         """The reason why vLLM cannot answer a request; "" if it can."""
-        assert running.adapter is not None
-        if running.adapter.request is not None:
-            try:
-                await self._look(running, running.adapter.request.lora_path)
-            except WeightsRefused as problem:
-                return str(problem)
-        if running.asked is None:
-            return ""
-        return NO_SCORES if self._has_heads else NO_TARGETS if running.asked.targets and not gives_targets() else ""
-
-
-    async def _look(self, running: ServedRequest, folder: str) -> None:
-        """Read a folder that was not read before. The first adapter of the head waits for prompts that are scored."""
-        if folder in self._read:
-            return
-        adapter = await asyncio.to_thread(lora.read, Path(folder))
-        if any(name.rpartition(".")[0].endswith("lm_head") for name in adapter):
-            self._has_heads = True
-            scoring = [other.task for other in self.running if isinstance(other, ServedRequest) and other.asked]
-            if others := [task for task in scoring if task is not None and task is not running.task]:
-                await asyncio.wait(others, timeout=self.settings.rpc_s)
-        self._read.add(folder)
+        unseen = running.asked is not None and running.asked.targets and not gives_targets()
+        return NO_TARGETS if unseen else ""
 
     def take(self, running: Running, output: Any) -> None:
         super().take(running, output)
@@ -204,23 +203,96 @@ def gives_targets() -> bool:
     return hasattr(SamplingParams, "logprob_token_ids")
 
 
-def adapter_of(folder: str) -> LoadedAdapter:
-    """The adapter in a folder whose name is its number; the base without one."""
-    if not folder:
-        return LoadedAdapter(0, None)
-    from vllm.lora.request import LoRARequest
+class AdaptersInVllm(ServingVllm):
+    """vLLM with adapters, several at once."""
 
-    number = int(Path(folder).name)
-    return LoadedAdapter(number, LoRARequest(f"s{number}", number, folder))
+    kind = ServedRequest
+
+    def __init__(self, start: Start, **settings: Any) -> None:
+        super().__init__(start, **settings)
+        self._read: set[str] = set()  # folders that can be used
+        self._has_heads = False  # one of them adapts the head
+
+    async def _objection(self, running: ServedRequest) -> str:
+        assert running.adapter is not None
+        if running.adapter.request is not None:
+            try:
+                await self._look(running, running.adapter.request.lora_path)
+            except WeightsRefused as problem:
+                return str(problem)
+        return NO_SCORES if running.asked is not None and self._has_heads else await super()._objection(running)
+
+    async def _look(self, running: ServedRequest, folder: str) -> None:
+        """Read a folder that was not read before. The first adapter of the head waits for prompts that are scored."""
+        if folder in self._read:
+            return
+        adapter = await asyncio.to_thread(lora.read, Path(folder))
+        if any(name.rpartition(".")[0].endswith("lm_head") for name in adapter):
+            self._has_heads = True
+            scoring = [other.task for other in self.running if isinstance(other, ServedRequest) and other.asked]
+            if others := [task for task in scoring if task is not None and task is not running.task]:
+                await asyncio.wait(others, timeout=self.settings.rpc_s)
+        self._read.add(folder)
+
+
+class WholeInVllm(Beside, ServingVllm):
+    """vLLM with the weights of one folder at a time."""
+
+    kind = WholeRequest
+
+    def __init__(self, start: Start, **settings: Any) -> None:
+        super().__init__(start, **settings)
+        self._loaded: str | None = BASE  # None while another folder is read
+
+    def _begin(self, requests: list[Request]) -> None:
+        self._beside |= {request.key: request for request in requests}
+        self._advance()
+
+    def _advance(self) -> None:
+        """Let the requests begin whose weights vLLM has, or may read now."""
+        folder = whole_turn(map(weights_of, self._beside.values()), self._loaded, len(self._running))
+        keys = [key for key, request in self._beside.items() if weights_of(request) == folder]
+        try:
+            if folder is not None and folder != self._loaded:
+                self._read(folder)
+        except WeightsRefused as problem:
+            self._done += [self._given_up(key, refused=str(problem)) for key in keys]
+            return
+        super()._begin([self._beside.pop(key) for key in keys])
+
+    def _read(self, folder: str) -> None:
+        """Load a folder into the live model. WeightsRefused if it cannot be read; EngineLost if it is no such model."""
+        path = folder if folder != BASE else self.start.model
+        tensors_in(Path(path))
+        self._loaded = None
+        try:
+            self.core.rpc("busrl_read_folder", path, timeout_s=self.settings.start_s)
+        except BusrlError:
+            raise
+        except Exception as problem:  # vLLM's own types: the model may hold a mixture
+            raise self.core.lose(f"vLLM could not load {path}: {problem}") from problem
+        self.use_version(number_of(folder))
+        self._loaded = folder
+
+
+def number_of(folder: str) -> int:
+    """The number of a folder of weights, which is its name; 0 for the base."""
+    return int(Path(folder).name) if folder else 0
 
 
 def settings_of(settings: Vllm, places: int = PLACES) -> Vllm:
     """The settings of an engine of a service; what a topology says itself in `vllm.extra` stays."""
-    implied = {"logprobs_mode": "raw_logprobs", "max_logprobs": str(MOST_TOP), "max_cpu_loras": str(2 * places)}
+    implied = {"logprobs_mode": "raw_logprobs", "max_logprobs": str(MOST_TOP)}
+    if places:
+        implied["max_cpu_loras"] = str(2 * places)
     return replace(settings, extra=implied | settings.extra)
 
 
-def make(topology: Topology, process: str) -> AdaptersInVllm:
+def make(topology: Topology, process: str) -> ServingVllm:
+    temperature = topology.generation.temperature
+    if topology.tinker.weights == FULL:
+        start = replace(Start.of(topology), settings=settings_of(topology.vllm, 0), extension=EXTENSION)
+        return WholeInVllm(start, temperature=temperature)
     start = replace(Start.of(topology), settings=settings_of(topology.vllm),
                     lora_rank=lora_rank(topology.tinker.max_rank), adapters=PLACES)
-    return AdaptersInVllm(start, temperature=topology.generation.temperature)
+    return AdaptersInVllm(start, temperature=temperature)

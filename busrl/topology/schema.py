@@ -355,6 +355,8 @@ class Tinker(Table):
     base: str = key("", "name of the model for clients; empty = model.path")
     tokenizer: str = key("", "what clients load their tokenizer from; empty = the name of the model")
     context: int = key(2048, "token ids of a sequence, at most", low=16, high=1 << 24)
+    weights: str = key("adapters", "what is trained: adapters of many models, or all weights (full) of one at a time",
+                       choices=("adapters", "full"))
     max_rank: int = key(64, "highest rank of an adapter", low=1, high=4096)
     models: int = key(64, "adapters of sessions that go on, at most", low=1, high=1 << 16)
     samples_in_flight: int = key(2000, "samples that a key may have under way", low=1, high=1 << 20)

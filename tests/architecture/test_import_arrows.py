@@ -59,6 +59,7 @@ ARROWS: dict[str, str] = {
 LOADED: dict[str, str] = {
     "busrl.service.vllm": "engines/vllm",  # made of it, and loaded where it is
     "busrl.several.audit": "ledger/audit",  # reads as it does, and is itself loaded by `busrl audit` alone
+    "busrl.service.vllm_worker": "engines/vllm",
     "busrl.hosts.folders": "weights/folders",  # itself loaded by the relay of a run with such folders alone
 }
 
@@ -67,7 +68,8 @@ WITH_TENSORS = ("algorithms", "engines", "quickstart", "ranks", "training", "wei
 REWARD_MODELS = {f"busrl.{kind.maker.partition(':')[0]}" for kind in REWARD_KINDS.values() if kind.has_model}
 WITH_A_MODEL = {
     "busrl.roles.learner", "busrl.roles.rollout", "busrl.service.adapters", "busrl.service.engine",
-    "busrl.service.export", "busrl.service.rows", "busrl.service.tenants", "busrl.system.device", *REWARD_MODELS,
+    "busrl.service.export", "busrl.service.model_folders", "busrl.service.models", "busrl.service.rows",
+    "busrl.service.tenants", "busrl.service.whole", "busrl.system.device", *REWARD_MODELS,
 }
 CORE = {name: path for name, path in MODULES.items() if not capability_of(name)}
 

@@ -25,6 +25,8 @@ REASONS: dict[str, str] = {
     "busrl.several.ledgers": "for holders of episodes too, which get it by the table of capabilities",
     "busrl.several.rules": "what several models cannot be, apart from how they are read, as with the core's rules",
     "busrl.preflight.colocation": "what processes on one device need together: sums that are tested without one",
+    "busrl.service.tenants": "adapters, one of the two kinds of models that a tuner may have, beside `whole`",
+    "busrl.preflight.tuner_memory": "the sums of another process than the learner, whose they would be taken for",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from busrl.service.tenants import Adam, Tenants
+from busrl.service.models import Adam, Models
 
 VOCABULARY, TOKENS = 40, 38  # rows of logits, and those that the tokenizer has a token for
 STEP = Adam(learning_rate=0.02)
@@ -64,7 +64,7 @@ def supervised(data: list[Datum]) -> list[Datum]:
     return [Datum(datum.tokens, {key: datum.inputs[key] for key in ("target_tokens", "weights")}) for datum in data]
 
 
-def train(tenants: Tenants, name: str, steps: int = 3, first: int = 0) -> list[float]:
+def train(tenants: Models[Any], name: str, steps: int = 3, first: int = 0) -> list[float]:
     """Each step has two requests; returns losses and norms."""
     numbers = []
     for step in range(first, first + steps):

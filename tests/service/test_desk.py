@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
-from busrl.service.desk import Desk
+from busrl.service.desk import Completed, Desk, Spans
 from busrl.service.folders import ServiceFolders
 from busrl.service.requests import LogWriter, Request
 
@@ -39,3 +41,23 @@ def test_requests_that_come_together_share_two_looks_at_the_disk(
     desk.close()
     assert 1 <= len(looks) <= 3, f"{CLIENTS} requests cost {len(looks)} looks"
     assert len(Desk(ServiceFolders(tmp_path), sync=True).registry.sessions) == CLIENTS
+
+
+@given(some.lists(some.integers(0, 30), unique=True), some.integers(0, 30))
+def test_spans_hold_the_numbers_that_they_were_given(numbers: list[int], other: int) -> None:
+    spans = Spans()
+    for number in numbers:
+        spans.add(number)
+    assert [number for number in range(-1, 32) if number in spans] == sorted(numbers)
+    assert len(spans) == sum(number - 1 not in numbers for number in numbers)
+    assert (other in spans) == (other in numbers)
+
+
+@given(some.integers(0, 8), some.sets(some.integers(0, 7)), some.integers(0, 9))
+def test_places_in_a_list_of_completions_stay_valid(count: int, forgotten: set[int], cursor: int) -> None:
+    completed, names = Completed(), [("s", number) for number in range(count)]
+    for name in names:
+        completed.add(name)
+    completed.drop_while(lambda name: name[1] in forgotten)
+    assert completed.end == count
+    assert completed.since(cursor) == [name for name in names[cursor:] if {*range(name[1] + 1)} - forgotten]

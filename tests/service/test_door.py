@@ -43,7 +43,7 @@ class NoEngine:
         self.begun: list[tuple[str, int]] = []
         self.stopped: list[tuple[str, int]] = []
 
-    def begin(self, sampler: Sampler, seq: int) -> None:
+    def begin(self, sampler: Sampler, seq: int, weights: int) -> None:
         self.begun.append((sampler.id, seq))
 
     def stop(self, name: tuple[str, int]) -> None:
@@ -496,7 +496,9 @@ def test_an_answer_is_forgotten_after_it_was_fetched(tmp_path: Path) -> None:
         assert (await client.post("retrieve_future", futures[0]))[0] == 200
         client.desk.expire(now + desks.KEEP_FETCHED_S + 60)
         assert [(await client.post("retrieve_future", future))[0] for future in futures] == [410, 200]
-        assert (await client.post("optim_step", step(model, 1)))[0] == 200  # it is known all the same
+        status, words = await client.post("optim_step", step(model, 1))
+        assert status == 400 and "request 1" in words["detail"] and "is past" in words["detail"]
+        assert [*client.desk.registry.models[model].requests] == [2]
 
     served(tmp_path, play)
 
@@ -513,8 +515,29 @@ def test_an_answer_that_nobody_fetches_is_forgotten(tmp_path: Path) -> None:
             assert (await client.post("retrieve_future", {"request_id": future}))[0] == 410
         told = (await client.post("retrieve_futures", {"target": {"sampling_session_id": sampler}}))[1]
         assert told == {"cursor": 1, "completions": []}
+        assert (await client.post("asample", wish(sampler, 0)))[0] == 400  # which is not drawn again
 
     served(tmp_path, play, keep_answers_s=100.0)
+
+
+def test_a_list_of_completions_stays_in_order_behind_those_that_were_forgotten(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        sampler, listed, cursor = await client.sampler(), list[str](), 0
+        for seq in range(12):
+            await client.post("asample", wish(sampler, seq))
+            client.desk.answered(Answer(sampler, seq, b"", "done", proto=True, payload=b"p"))
+            asked = {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor}
+            told = (await client.post("retrieve_futures", asked))[1]
+            cursor, new = told["cursor"], [done["request_id"] for done in told["completions"]]
+            listed += new
+            for name in new:
+                await client.post("retrieve_future", {"request_id": name})
+            if seq % 3 == 2:
+                client.desk.expire(time.monotonic() + desks.KEEP_FETCHED_S + 1)
+                assert client.desk.registry.samplers[sampler].requests == {}
+        assert cursor == 12 and listed == [f"{sampler}:{seq}" for seq in range(12)]
+
+    served(tmp_path, play)
 
 
 def test_a_sampler_outlives_the_answer_of_its_save(tmp_path: Path) -> None:
@@ -647,3 +670,86 @@ def test_large_bodies_of_a_key_are_bounded_and_hold_nobody_else_up(
 
     monkeypatch.setattr(doors, "MOST_READ_BYTES", doors.BESIDE_BYTES + 10)
     served(tmp_path, play, key=with_other())
+
+
+# -- all weights -----
+
+
+def whole(session: str, number: int = 0, **more: Any) -> dict[str, Any]:
+    return {"session_id": session, "model_seq_id": number, "base_model": "tiny", **more}
+
+
+def test_a_model_of_all_weights_is_no_adapter_whatever_its_client_sends(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        made = (await client.post("create_session"))[1]
+        assert "all weights of tiny" in made["info_message"]
+        asked = whole(made["session_id"], lora_config={**LORA, "rank": 1000})
+        model = (await client.post("create_model", asked))[1]["model_id"]
+        assert (await client.post("create_model", asked))[0] == 200  # the call came again
+        info = (await client.post("get_info", {"model_id": model}))[1]
+        assert (info["is_lora"], info["lora_rank"]) == (False, None)
+        run = (await client.ask("GET", f"training_runs/{model}"))[1]
+        assert (run["is_lora"], run["lora_rank"]) == (False, None)
+
+    served(tmp_path, play, BaseModel("tiny", "qwen2", 100, tied_head=True), weights="full")
+
+
+def test_one_model_has_all_weights_until_its_session_ends(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        sessions = [await client.session() for _ in range(2)]
+        model = (await client.post("create_model", whole(sessions[0])))[1]["model_id"]
+        assert (await client.post("optim_step", step(model, 1)))[0] == 200
+        for session, number in ((sessions[0], 1), (sessions[1], 0)):
+            status, words = await client.post("create_model", whole(session, number))
+            assert status == 400 and "one model at a time" in words["detail"] and model in words["detail"]
+        await client.post(f"sessions/{sessions[0]}/finish", {"reason": {"type": "success"}})
+        later = (await client.post("create_model", whole(sessions[1])))[1]["model_id"]
+        assert (await client.post("optim_step", step(model, 1)))[0] == 200  # which is known
+        status, words = await client.post("optim_step", step(model, 2))
+        assert status == 400 and f"{model} is over" in words["detail"]
+        assert (await client.post("optim_step", step(later, 1)))[0] == 200
+
+    served(tmp_path, play, weights="full")
+
+
+def test_the_model_of_another_key_is_not_named(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        await client.post("create_model", whole(await client.session()))
+        status, words = await client.post("create_model", whole(await client.session(OTHER)), OTHER)
+        assert status == 400 and "another key's model" in words["detail"]
+
+    served(tmp_path, play, key=with_other(), weights="full")
+
+
+def test_a_silent_client_gives_up_the_place_of_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(client: Client) -> None:
+        first, second = await client.session(), await client.session()
+        await client.post("create_model", whole(first))
+        client.desk.census._heard[first] -= 101  # it was heard so long ago
+        assert (await client.post("create_model", whole(second)))[0] == 200
+
+    served(tmp_path, play, session_s=100.0, weights="full")
+
+
+def test_an_adapter_is_not_loaded_into_all_weights(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        adapter = await client.model()
+        body = {"model_id": adapter, "seq_id": 1, "path": "one"}
+        await client.post("save_weights", body)
+        path = client.save(adapter, 1, "weights", "one")
+        client._settings = Tinker(weights="full")
+        await client.again()
+        await client.post(f"sessions/{adapter.partition(':')[0]}/finish", {"reason": {"type": "success"}})
+        asked = {**whole(await client.session()), "path": path, "optimizer": True}
+        status, words = await client.post("load_weights", asked)
+        assert status == 400 and 'tinker.weights = "adapters"' in words["detail"]
+
+    served(tmp_path, play)
+
+
+def test_an_adapter_needs_the_settings_of_one(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        status, words = await client.post("create_model", whole(await client.session()))
+        assert status == 400 and "lora_config is missing" in words["detail"]
+
+    served(tmp_path, play)

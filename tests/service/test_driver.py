@@ -19,9 +19,9 @@ from busrl.service import driver, operations
 from busrl.service.driver import Driver, Limits
 from busrl.service.figures import Course
 from busrl.service.folders import ServiceFolders
+from busrl.service.models import Pass
 from busrl.service.requests import SEGMENT_BYTES, Answer, LogReader, LogWriter, Request
 from busrl.service.sums import UserFault
-from busrl.service.tenants import Pass
 
 ADAPTER = {"rank": 4, "seed": 0, "attn": True, "mlp": True, "unembed": False}
 
@@ -597,3 +597,29 @@ def test_owners_get_the_same_time_however_many_models_they_have(
     assert 7 <= service.models.calls.count("forward 2") <= 9
     served = [service.models.gradients[name] for name in names]
     assert max(served) - min(served) <= 1
+
+
+def test_where_one_has_room_the_model_made_first_is_served_to_its_end(service: Service) -> None:
+    service.restart(alone=True)
+    service.model("n")
+    for seq in (1, 3):
+        service.train(seq, 10, "n")
+        service.train(seq, 1)
+    service.run()
+    assert service.models.calls == ["forward 1", "step"] * 2 + ["forward 10", "step"] * 2
+    assert service.models.most == 1
+    service.restart(alone=True)
+    service.train(5, 10, "n")
+    service.run()
+    assert json.loads(service.answers("n")[-1].payload)["metrics"] == {"value:mean": 30.0}
+
+
+def test_requests_that_are_never_run_again_are_forgotten(service: Service) -> None:
+    service.restart(state_every_s=0.0)
+    for seq in range(1, 40, 2):
+        service.train(seq, 1)
+    service.run()
+    for _ in range(2):
+        assert sorted(service.driver.lines["m"].model.requests) == [39, 40]  # since the older of two states
+        service.restart(state_every_s=0.0)
+        service.driver.follow()

@@ -19,10 +19,11 @@ from bases import TOKENS, train, write_base
 from busrl.engines.base import Engine, Finished, Request
 from busrl.engines.torch.engine import TorchEngine
 from busrl.engines.torch.lora import WeightLoader
+from busrl.service.adapters import Adapter
 from busrl.service.engine import AdapterEngine
 from busrl.service.rows import RowsEngine
 from busrl.service.sampling import Places
-from busrl.service.tenants import Adapter, Tenants
+from busrl.service.tenants import Tenants
 from busrl.states import Finish
 
 torch.set_num_threads(1)

@@ -14,8 +14,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bases import STEP, TOKENS, Datum, data_of, supervised, train, write_base
 
+from busrl.service.adapters import Adapter
+from busrl.service.models import STATE_TENSORS, Adam
 from busrl.service.sums import UserFault
-from busrl.service.tenants import STATE_TENSORS, Adam, Adapter, Tenants
+from busrl.service.tenants import Tenants
 
 torch.set_num_threads(1)
 ALL = Adapter(rank=4, seed=1)

@@ -22,7 +22,7 @@ from busrl.service import vllm as served_by_vllm
 from busrl.service.adapters import Adapter, Numbers, Wearer, write_folder
 from busrl.service.engine import AdapterEngine
 from busrl.service.sampling import SCORES, Places
-from busrl.service.vllm import AdaptersInVllm, settings_of
+from busrl.service.vllm import EXTENSION, AdaptersInVllm, WholeInVllm, settings_of
 from busrl.states import Finish
 from busrl.topology.schema import Vllm
 
@@ -178,12 +178,55 @@ def test_no_prompt_is_scored_beside_an_adapter_of_the_head(
     assert "train_unembed=False" in refused
 
 
-def test_a_service_trains_and_samples_with_vllm(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The base, and whole models in folders named by numbers."""
+    root = tmp_path_factory.mktemp("models")
+    return ["", *(str(save(root / str(number), model_of(config_of(False), number))) for number in (21, 22))]
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path) -> Iterator[WholeInVllm]:
+    settings = settings_of(Vllm(kv_cache_mb=16, start_s=START_S, rpc_s=60.0, silent_s=120.0), places=0)
+    engine = WholeInVllm(Start(str(base), "float32", capacity=9, max_length=96, settings=settings, extension=EXTENSION))
+    yield engine
+    engine.close()
+
+
+def test_whole_models_take_turns_and_draw_their_own(base: Path, whole: WholeInVllm, models: list[str]) -> None:
+    plain = AdapterEngine.load(base, capacity=8, max_length=96, whole=True)
+    requests = [replace(asked(key, models[key % 3]), temperature=0.7) for key in range(9)]
+    found = answers(whole, *requests)
+    for one in requests:
+        finished, folder = found[one.key], one.extra["weights"]
+        assert set(finished.versions.tolist()) == {int(Path(folder).name) if folder else 0}
+        ids = [*PROMPT, *finished.token_ids.tolist()]
+        places = Places(len(PROMPT), len(ids))
+        wanted = scored(plain, folder, ids, places)[SCORES[0]]
+        np.testing.assert_allclose(finished.logprobs, wanted, atol=CLOSE)
+        np.testing.assert_allclose(scored(whole, folder, ids, places)[SCORES[0]], wanted, atol=CLOSE)
+
+
+def test_a_folder_without_a_model_refuses_its_requests_alone(
+    whole: WholeInVllm, models: list[str], tmp_path: Path
+) -> None:
+    found = answers(whole, asked(1, models[1]), asked(2, str(tmp_path / "77")), asked(3, models[2]))
+    assert "77" in found[2].refused and not found[1].refused and not found[3].refused
+    whole.submit([asked(4, models[1]), asked(5, models[2])])
+    assert whole.abort(5) is not None
+    assert {finished.key for finished in whole.pause("abort")} == {4}
+    whole.resume()
+    assert len(answers(whole, asked(6, models[0]))[6].token_ids)
+
+
+@pytest.mark.parametrize("weights", ["adapters", "full"])
+def test_a_service_trains_and_samples_with_vllm(tmp_path: Path, weights: str) -> None:
     from busrl.quickstart import ensure
 
     ensure("tiny:sort")
-    with service(tmp_path / "run", "process.rollout.engine=vllm", "limits.ready_s=420", "limits.progress_s=120",
-                 "vllm.start_s=400", "vllm.rpc_s=60", "generation.max_batch=16") as (_, client):
+    with service(tmp_path / "run", f"tinker.weights={weights}", "process.rollout.engine=vllm", "limits.ready_s=420",
+                 "limits.progress_s=120", "vllm.start_s=400", "vllm.rpc_s=60",
+                 "generation.max_batch=16") as (_, client):
         model, data = client.model(), [supervised([5, 6, 7, 8, 9])] * 4
         before = client.sampler(model, 0)
         for _ in range(3):

@@ -7,7 +7,7 @@ nothing on an accelerator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -51,13 +51,13 @@ def apply() -> None:
     pad_heads(Attention, sizes)
 
 
-def load(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
     """`model.load_weights`, then pack the weights of experts again. vLLM writes new weights unpacked into tensors that
     were packed once; packed and unpacked have one shape, so nothing else would show the fault."""
     packed = list(_packed_experts(model))
     for tensor, _ in packed:
         tensor.zero_()  # new weights do not cover the padding
-    loaded = model.load_weights(iter(tensors.items()))
+    loaded = model.load_weights(iter(tensors))
     for tensor, pack in packed:
         tensor.copy_(pack(tensor.clone()).view_as(tensor))
     return loaded

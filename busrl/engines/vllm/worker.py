@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,7 @@ class WorkerWeights:
         self._source.close()
 
     def _load(self) -> None:
-        with torch.no_grad():
-            loaded = cpu_patches.load(self._model, self._staging)
-        if loaded is None:  # this model does not report the names that it loaded
-            return
-        if left := sorted({name for name, _ in self._model.named_parameters()} - set(loaded)):
-            raise UserError(f"{len(left)} tensors of vLLM's model got no new value, first {left[0]!r}")
+        load_into(self._model, self._staging.items())
 
     # -- the receiving thread -----
 
@@ -207,6 +203,16 @@ class Extension:
             self.busrl_weights.close()
             self.busrl_weights = None
         return True
+
+
+def load_into(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Let a live model load tensors by the names of its checkpoints. UserError if one of its own got no value."""
+    with torch.no_grad():
+        loaded = cpu_patches.load(model, tensors)
+    if loaded is None:  # this model does not report the names that it loaded
+        return
+    if left := sorted({name for name, _ in model.named_parameters()} - set(loaded)):
+        raise UserError(f"{len(left)} tensors of vLLM's model got no new value, first {left[0]!r}")
 
 
 def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int], temperature: float) -> list[float]:
