@@ -97,6 +97,17 @@ def test_time_in_which_nobody_was_heard_costs_no_episode() -> None:
     assert desk.samples.returned == [lease.sample]
 
 
+def test_samples_of_two_ledgers_with_one_number_are_two_episodes() -> None:
+    desk = Desk(held=0)
+    desk.samples.free = [ClaimedSample(0, 1, LINE, seat=seat) for seat in ("solver", "judge")]
+    rows = asyncio.run(desk.leases.claim(ClaimBody(n=2)))
+    assert len({row["episode"] for row in rows}) == len(desk.leases.open) == 2
+    for row in rows:
+        assert desk.leases.end(row["episode"], EndBody(reward=1.0))["outcome"] == "committed"
+        assert row["episode"] not in desk.leases.open
+    assert Desk().names == ["7-1"], "where episodes have one seat names are as ever"
+
+
 def test_an_episode_that_judges_itself_needs_a_reward() -> None:
     judging, judged = Desk(judges_itself=True), Desk()
     with pytest.raises(CallRefused, match="a number is needed"):

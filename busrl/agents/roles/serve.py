@@ -145,6 +145,8 @@ class Leases:
             return None
         episode = self._begin(sample)
         name = f"{sample.uid}-{seq_of(sample.word)}"
+        if sample.seat:  # samples of several ledgers may have the same number
+            name = f"{name}-{sample.seat}"
         lease = Lease(name, sample, episode, time.monotonic() + self._lease_s)
         episode.on_unanswered(lambda problem: self._unanswered(lease, problem))
         self.open[name] = self._by_episode[episode] = lease
