@@ -203,7 +203,6 @@ class Actor(ABC):
     role: ClassVar[str] = ""
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     singleton: ClassVar[bool] = False
-    every_tag: ClassVar[bool] = False  # it takes messages about all models of a run, not only about its own
     tick_s: float = 0.05
     # Called with bytes that came as the message of this name and are none; the bus counts and reports them itself.
     unreadable: Callable[[Rejected, str], None] | None = None
@@ -218,6 +217,7 @@ class Actor(ABC):
         self.beside = "" if parts else self.topology.beside
         self.paths = self._run.of_tag(self.beside)
         self.stopping = ""
+        self.other_rings: list[Ring] = []  # those of other models, where this process has an entry too
         self._next_heartbeat = 0.0
         self._random = random.Random(f"{name}:{os.getpid()}")
         self._lock: RoleLock | None = None
@@ -378,7 +378,8 @@ class Actor(ABC):
         """Begin a pass: messages, progress, presence."""
         for message in self.bus.drain():
             self.receive(message)
-        self.ring.progress()
+        for ring in (self.ring, *self.other_rings):
+            ring.progress()
         self._follow()
         self._heartbeat()
 
@@ -404,7 +405,7 @@ class Actor(ABC):
             text = f"{kind} of {message.sender!r} is ignored: only {m.ONLY_FROM[type(message)]} sends it"
             self.warn("bus", text, kind=kind)
         elif not isinstance(message, m.Stop):
-            if self.every_tag or not m.is_of_another_model(message, self.beside):
+            if not m.is_of_another_model(message, self.beside):
                 self.handle(message)
         elif self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             self.stop(f"STOP: {message.reason}")

@@ -126,6 +126,7 @@ class Opening:
             scheduler.reap_predecessor(ledger.ring)
             repair_next_admission(ledger.ring)
             ledger.ring.set_ready()
+            scheduler.other_rings.append(ledger.ring)
         self._others = [Book(ledger, scanner_of(ledger), stream) for ledger in others]
         self.books = (self._own, *self._others)
 

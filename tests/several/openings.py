@@ -132,15 +132,20 @@ class Killed(Exception):
     """The scheduler dies here."""
 
 
-def opening(*models: Model) -> Opening:
-    """The opening of a scheduler of these models, the lead first."""
-    lead = models[0]
-    repair_next_admission(lead.ring)
-    scheduler: Any = SimpleNamespace(
+def scheduler_of(lead: Model) -> Any:
+    """What an opening asks of its scheduler."""
+    return SimpleNamespace(
         topology=lead.topology, paths=lead.paths, ring=lead.ring, fates=lead.fates, validate_fates=lead.fates,
         scanner=lead.scanner, stream=Stream(), reap_predecessor=lambda ring: ring.reap(),
-        is_damaged=lambda view, fates: view.unrecorded > 0,
+        is_damaged=lambda view, fates: view.unrecorded > 0, other_rings=[], bus=SimpleNamespace(drain=list),
+        _follow=lambda: None, _heartbeat=lambda: None,
     )
+
+
+def opening(*models: Model, scheduler: Any = None) -> Opening:
+    """The opening of a scheduler of these models, the lead first."""
+    repair_next_admission(models[0].ring)
+    scheduler = scheduler or scheduler_of(models[0])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("busrl.several.opening.others_of", lambda _: [model.ledger for model in models[1:]])
         return Opening(scheduler)

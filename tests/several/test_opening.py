@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openings import SIZE, Killed, Model, check_order, open_once, opening, queued
+from openings import SIZE, Killed, Model, check_order, open_once, opening, queued, scheduler_of
 
+from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, State, place_of, uid_of
 
 Make = Callable[..., Model]
@@ -232,3 +233,13 @@ def has_ended(model: Model, uid: int) -> bool:
     if any(chr(model.fate(uid_of(group, again, other, SIZE))) in "fe" for again in (0, 1) for other in range(SIZE)):
         return True
     return bool(attempt) and chr(model.fate(uid_of(group, 0, member, SIZE))) not in "PRM"
+
+
+def test_a_scheduler_shows_its_progress_in_every_ring(model: Make) -> None:
+    lead, judge = model("lead"), model("judge")
+    scheduler = scheduler_of(lead)
+    opening(lead, judge, scheduler=scheduler)
+    before = [one.ring.processes()[0].progress_ns for one in (lead, judge)]
+    Actor.look_around(scheduler)
+    after = [one.ring.processes()[0].progress_ns for one in (lead, judge)]
+    assert all(new > old for new, old in zip(after, before)), "else a look at the judge's ring finds it silent"
