@@ -50,8 +50,8 @@ class EpisodeSetup(msgspec.Struct, tag="setup"):
 
 
 class Begin(msgspec.Struct, tag="begin"):
-    """Run an episode for a line of the data. `seats` and the key of each for clients over HTTP, where there are
-    several."""
+    """Run an episode for a line of the data. `seats`, where they have names; `keys`: that of each for clients over
+    HTTP, where there are several."""
 
     key: int
     task: msgspec.Raw
@@ -65,7 +65,8 @@ class Begin(msgspec.Struct, tag="begin"):
         task = msgspec.json.decode(self.task)
         if not self.seats:
             return Llm(partial(ask, ""), task, uid=self.uid, openai=self.openai)
-        openai = {name: {**self.openai, "api_key": key} for name, key in self.keys.items()}
+        openai = {seat.name: self.openai for seat in self.seats}
+        openai |= {name: {**self.openai, "api_key": key} for name, key in self.keys.items()}
         return seated(ask, task, self.uid, self.seats, openai)
 
 

@@ -11,11 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import agent_worlds as worlds
+import msgspec
 import numpy as np
 import pytest
 
+from busrl.agents.child import Begin
 from busrl.agents.episode import Call
 from busrl.agents.players import Players
+from busrl.agents.roles.holder import EpisodeHolder
 from busrl.agents.seats import Seat
 from busrl.agents.sides import ClaimedSample
 from busrl.protocol import messages as m
@@ -72,8 +75,8 @@ class Whole:
         self.models = {tag: SimpleNamespace(
             tag=tag, beside="" if tag == self.lead else tag, frozen=tag == "old", seats=(tag,), base_dir=".",
             model=SimpleNamespace(path=str(folder)), agents=Agents(), limits=Limits(), keeps_prefixes=False,
-            episode_limits=(512, 512, 512), generation=own.get(tag, Generation()), of=self.of, tags=self.tags,
-            lead=self.lead,
+            episode_limits=(512, 512, 512), follows=(), generation=own.get(tag, Generation()), of=self.of,
+            tags=self.tags, lead=self.lead,
         ) for tag in TAGS}
 
     def of(self, tag: str) -> Any:
@@ -112,6 +115,17 @@ def test_each_player_asks_the_engines_of_its_own_model(players: Players, rings: 
     assert asyncio.run(ask()) == TAGS and (counted.read, counted.computed) == (3, 0)
     assert [len(calls.lines) for calls in rings.values()] == [1, 1, 1]
     assert [*players.seats] == [Seat("solver", "solver"), Seat("judge", "judge"), Seat("old", "old", trained=False)]
+
+
+def test_the_only_seat_of_a_run_has_its_name(players: Players) -> None:
+    seat, line = Seat("solver", "solver"), {"uid": 7, "max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0}
+    holder: Any = SimpleNamespace(seats={seat: players.lead}, player=players.lead, _ask=print)
+    episode = EpisodeHolder.begin(holder, ClaimedSample(0, 1, line))
+    assert episode.places == [seat]
+    begin = Begin(1, msgspec.Raw(b"{}"), 7, {"api_key": "key"}, episode.places)
+    asked: Any = print
+    llm = begin.llm(asked)
+    assert llm["solver"] is llm and llm.seats == ("solver",) and llm.openai == {"api_key": "key"}
 
 
 def test_an_unrecorded_seat_draws_as_its_own_model_says(players: Players) -> None:

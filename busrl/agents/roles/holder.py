@@ -92,6 +92,7 @@ class EpisodeHolder(Actor):
         paths = self.topology.paths_of(topology.tag, self.paths)
         ledger = capabilities.plug("several", "ledger").attach(topology, paths, self.role, self.name)
         ledger.ring.set_ready()
+        self.other_rings.append(ledger.ring)
         self._learners[topology.tag] = ledger.ring
         return ledger.ring, ledger.fates.view
 
@@ -216,10 +217,11 @@ class EpisodeHolder(Actor):
 
     def begin(self, sample: ClaimedSample, limits: EpisodeLimits | None = None) -> Episode:
         """The calls of an attempt at this sample."""
-        if len(self.seats) == 1:
+        first, *others = self.seats
+        if not others:
             settings = self.player.settings(sample.line, limits)
-            return self.player.episode(sample.number, partial(self._ask, sample), settings)
-        own, (first, *others) = OwnTime(self.topology.agents.parallel), self.seats
+            return self.player.episode(sample.number, partial(self._ask, sample), settings, seat=first)
+        own = OwnTime(self.topology.agents.parallel)
         sides = {**sample.siblings, sample.seat or first.name: sample}
         more = [self._seated(sample, seat, salt, sides.get(seat.name), own=own) for salt, seat in enumerate(others, 1)]
         return self._seated(sample, first, 0, sides.get(first.name), own=own, others=more)
