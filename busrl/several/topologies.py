@@ -94,6 +94,7 @@ def _faults(source: Source, rows: Sequence[Row]) -> Iterator[Problem]:
     for row in rows:
         yield from _faults_of_name(source, rows, row)
         yield from _faults_of_tables(source, row)
+        yield from _faults_of_serving(source, row)
         if (follows := row.tag.follow.model) and follows not in trained:
             rule = "a model cannot follow itself" if follows == row.tag.tag else "it follows a trained [[model]]"
             others = ", ".join(sorted(trained)) or "none"
@@ -130,6 +131,18 @@ def _faults_of_tables(source: Source, row: Row) -> Iterator[Problem]:
             yield _fault(source, row, name, f"[{name}] is the run's, the same for all models", f"write [{name}]")
         elif name in OF_TRAINING and not row.tag.trained:
             yield _fault(source, row, name, "a model that only serves has no learner", f"remove [model.{name}]")
+
+
+def _faults_of_serving(source: Source, row: Row) -> Iterator[Problem]:
+    """Report keys of a row that would do nothing."""
+    data = source.data["model"][row.at]
+    written = data if isinstance(data, dict) else {}
+    if "max_steps" in written and not row.tag.trained:
+        yield _fault(source, row, "max_steps", "a model that only serves makes no steps", "remove it")
+    if written.get("trained") is True and row.tag.follow.model:
+        yield _fault(source, row, "trained", "a model that follows another is not trained", "remove this, or follow")
+    if isinstance(written.get("follow"), dict) and not row.tag.follow.model:
+        yield _fault(source, row, "follow", "it names no model to follow", 'follow = { model = "TAG" }, or remove it')
 
 
 def _faults_of_processes(source: Source, rows: Sequence[Row]) -> Iterator[Problem]:

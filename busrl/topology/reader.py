@@ -261,12 +261,26 @@ def _apply(source: Source, override: str) -> list[Problem]:
         rule = "an override is section.key=value"
         remedy = counterpart(keys[0]) if len(keys) == 1 else ""
         return [Problem(f"--set {override}", "", rule, remedy or "for example --set learner.trigger.n_min=16")]
+    if problem := _meant_for_one(source, keys, f"--set {name.strip()}"):
+        return [problem]
     for path in _targets(source, keys, (name.strip(), text.strip())):
         problem = _put(source.data, path, parse_value(text), f"--set {name.strip()}")
         if problem:
             return [problem]
         source.overridden[path] = (name.strip(), text.strip())
     return []
+
+
+def _meant_for_one(source: Source, keys: list[str], place: str) -> Problem | None:
+    """The problem of an override that gives several [[model]] the same of what is each one's own."""
+    models = source.data.get("model")
+    if keys[0] != "model" or keys[1] not in OF_ONE_MODEL or not isinstance(models, list) or len(models) == 1:
+        return None
+    tags = [str(row.get("tag", "")) for row in models if isinstance(row, dict)]
+    if keys[1] in tags:
+        return None
+    remedy = f"for example model.{next(filter(None, tags), 'TAG')}.{'.'.join(keys[1:])}; there are {', '.join(tags)}"
+    return Problem(place, "", f"each of the {len(models)} models has its own {keys[1]}: name one", remedy)
 
 
 def _targets(source: Source, keys: list[str], override: tuple[str, str]) -> list[KeyPath]:
@@ -310,6 +324,7 @@ def parse_value(text: str) -> Any:
 
 # -- from plain data to the tables -----
 
+OF_ONE_MODEL = ("path", "seats", "tag", "trained", "max_steps", "follow")  # keys that each [[model]] has for itself
 SHOWN = 120  # characters of a value in a message
 SECTIONS: dict[str, type] = {
     item.name: item.table for item in items(schema.Topology).values() if item.table and item.name != "derived"

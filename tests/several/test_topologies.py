@@ -94,6 +94,13 @@ def test_overrides_reach_one_model_by_its_tag_and_all_without(read: Read) -> Non
     assert t.model.dtype == t.of("judge").model.dtype == "float32"
 
 
+@pytest.mark.parametrize("key", ["path=tiny:sort", 'seats=["a"]', "max_steps=5", "trained=false", "follow.every=5"])
+def test_an_override_of_what_each_model_has_for_itself_names_one(read: Read, key: str) -> None:
+    [problem] = refused(read, SOLVER + JUDGE + AGENT, f"model.{key}")
+    assert "each of the 2 models has its own" in problem and f"model.solver.{key.partition('=')[0]}" in problem
+    assert read(SOLVER + AGENT, "model.seats=[\"a\"]").seats == ("a",), "of one model it needs no tag"
+
+
 def test_one_model_as_a_tag_has_the_tables_of_a_plain_one(read: Read) -> None:
     plain = read(SOLVER.replace("[[model]]\ntag = \"solver\"", "[model]") + AGENT)
     tagged = read(SOLVER + AGENT)
@@ -149,6 +156,11 @@ REFUSED: list[tuple[str, str, str]] = [
      "no process serves judge"),
     (SOLVER + JUDGE + AGENT + '[[process]]\nrole = "learner"\nmodel = "judge"\nranks = 2\n', "[[process]]",
      "has several ranks"),
+    (SOLVER + SERVED + "max_steps = 5\n" + AGENT, "max_steps = 5",
+     "a model that only serves makes no steps; remove it"),
+    (SOLVER + JUDGE + 'trained = true\nfollow = { model = "solver" }\n' + AGENT, "trained = true",
+     "a model that follows another is not trained; remove this"),
+    (SOLVER + SERVED + "follow = { every = 5 }\n" + AGENT, "follow", "it names no model to follow"),
     (SOLVER + SERVED + 'follow = { model = "judge" }\n' + AGENT, "follow", "a model cannot follow itself"),
     (SOLVER + SERVED + 'follow = { model = "other" }\n' + AGENT, "follow", "it follows a trained [[model]]"),
     (SOLVER + 'seats = ["a", "b"]\n' + AGENT + '[weights]\nmode = "sync"\nmax_staleness = 0\n', "n_min", "a multiple"),
