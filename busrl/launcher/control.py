@@ -149,7 +149,8 @@ class ControlDesk:
             return
         if self._run.topology.here:
             raise UserError("this is the part of a run on another host: ask its launch at home")
-        if self.outcome or self._run.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
+        phases = (each.ring.header(HeaderWord.RUN_STATE) for each in self._run.trained())
+        if self.outcome or RunPhase.RUNNING not in phases:
             raise UserError("the run is ending")
         match request.verb:
             case "pause" | "resume":

@@ -136,7 +136,7 @@ class Deaths:
             case "learner" | "rank":
                 return ring.header(HeaderWord.STEP)
             case "scheduler":
-                return ring.stats().dispatched
+                return sum(each.ring.stats().dispatched for each in self._run.trained())
             case "validator":
                 return self._paths.validation.stat().st_size if self._paths.validation.exists() else 0
             case role if role in (*FOREIGN_ROLES, AGENT):

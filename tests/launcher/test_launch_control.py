@@ -20,7 +20,7 @@ from busrl.preflight import changeable
 from busrl.preflight.load import load
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
-from busrl.states import PAUSE_STARTING, PAUSED, HeaderWord
+from busrl.states import PAUSE_STARTING, PAUSED, HeaderWord, RunPhase
 from busrl.system.clocks import PausedClock
 from busrl.topology import ProcessName, Topology
 
@@ -41,8 +41,8 @@ class Words(dict[HeaderWord, int]):
 class FileRun(SimpleNamespace):
     """A run of files and header words alone."""
 
-    use, every = OpenRun.use, OpenRun.every
-    beside = ()
+    use, every, trained = OpenRun.use, OpenRun.every, OpenRun.trained
+    beside: tuple[Any, ...] = ()
 
 
 class Desk(ControlDesk):
@@ -221,6 +221,15 @@ def test_a_resume_without_pause_is_reported_and_an_ending_run_takes_stop(tmp_pat
     assert desk.ask("stop").ok and desk.outcome is not None and not desk.at_once
     assert desk.ask("resume").text == "the run is ending"
     assert desk.ask("stop", "", "now").ok and desk.at_once
+
+
+def test_a_run_is_not_ending_while_another_model_learns(tmp_path: Path) -> None:
+    desk, judge = Desk(tmp_path), Words()
+    desk.run.beside = (FileRun(topology=QUICKSTART, ring=judge),)
+    desk.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+    assert desk.ask("pause").ok and judge.header(HeaderWord.GENERATION_PAUSE) and desk.ask("resume").ok
+    judge.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+    assert desk.ask("pause").text == "the run is ending"
 
 
 def test_before_the_first_step_there_is_nothing_to_keep(tmp_path: Path) -> None:
