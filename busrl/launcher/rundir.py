@@ -83,11 +83,6 @@ class OpenRun:
         """The directories of the models that learn."""
         return tuple(each for each in self.every if not each.topology.frozen)
 
-    def in_all(self, word: HeaderWord, value: int) -> None:
-        """Set a header word of every ring."""
-        for each in self.every:
-            each.ring.set_header(word, value)
-
     def keep_lock(self) -> str | None:
         """Make run.lock again if it was removed; a line about that, or about another launch that has it by now
         (`displaced`)."""

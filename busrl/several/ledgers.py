@@ -53,11 +53,6 @@ class Ledger:
         return self.topology.tag
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The seats, in their order."""
-        return self.topology.seats
-
-    @property
     def seats(self) -> int:
         return len(self.topology.seats)
 
