@@ -1,0 +1,96 @@
+"""What happens to a run of several models when one stands still, gives up, loses its ring or has made its steps: rows
+of the table in docs/several-models.md. Kills are in tests/run/test_models_in_a_run.py, and in the storm beside this.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from harness import Run, running
+from model_runs import check_models, paths_of, process_of, step_of, three_models
+
+from busrl.cli import main
+
+STEPS = 10
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+
+def status(run: Run) -> str:
+    """What `busrl status` prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        main(["status", str(run.directory)])
+    return printed.getvalue()
+
+
+def test_a_learner_that_stands_still_holds_the_others_back_by_name(tmp_path: Path, several: Path) -> None:
+    run = three_models(several, tmp_path, "limits.progress_s=300", steps=STEPS)
+    with running(run):
+        run.until("the judge learns", lambda: step_of(run, "judge") >= 2)
+        pid = run.until("its learner is there", lambda: process_of(run, "learner/judge")).pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            run.until("the wait is named", lambda: "(judge)" in status(run))
+            ahead = step_of(run, "") - step_of(run, "judge")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        code = run.wait()
+    assert ahead <= 4, "the solver's learner was held back"
+    check_models(run, code)
+
+
+BROKEN = """import os
+
+def loss(inputs, settings):
+    if "BUSRL_RUN_DIR" in os.environ:  # check makes a step with it too
+        raise RuntimeError("this loss is broken")
+    return -inputs.advantages * inputs.trainer_logprobs
+"""
+
+
+def test_a_learner_that_gives_up_ends_the_run_and_is_named(tmp_path: Path, several: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    run = three_models(several, tmp_path, f"model.judge.learner.loss={tmp_path}/broken.py:loss",
+                       "limits.crash_attempts=1", steps=STEPS)
+    with running(run):
+        code = run.wait()
+    assert code != 0 and "learner/judge" in run.summary()["why"], run.tail()
+
+
+@pytest.mark.parametrize("gone", [[""], ["", "judge"]], ids=["of the lead", "of both"])
+def test_a_start_without_a_ring_goes_on_by_the_files(tmp_path: Path, several: Path, gone: list[str]) -> None:
+    run = three_models(several, tmp_path, steps=STEPS)
+    with running(run):
+        run.until("both learn", lambda: min(step_of(run, ""), step_of(run, "judge")) >= 3)
+        run.kill_launch(limit_s=30)
+        for tag in gone:
+            paths_of(run, tag).ring_file.unlink()
+        run.start()
+        code = run.wait()
+    check_models(run, code)
+
+
+def test_a_model_whose_steps_are_made_only_serves(tmp_path: Path, several: Path) -> None:
+    run = three_models(several, tmp_path, "model.judge.max_steps=3", steps=STEPS)
+    with running(run):
+        code = run.wait()
+    check_models(run, code, "")
+    models = run.summary()["models"]
+    assert step_of(run, "judge") == models["judge"]["steps"] == 3 and models["judge"]["audit"]["clean"], models
+
+
+def test_a_run_goes_on_with_the_models_that_it_has(tmp_path: Path, several: Path) -> None:
+    run = three_models(several, tmp_path, steps=STEPS)
+    with running(run):
+        run.until("both learn", lambda: min(step_of(run, ""), step_of(run, "judge")) >= 2)
+        run.kill_launch(limit_s=30)
+        text = run.config.read_text()
+        run.config.write_text(text.replace('tag = "hint"', 'tag = "other"').replace('["hint"]', '["other"]'))
+        run.start()
+        code = run.wait()
+    assert code == 2 and "hint" in run.text(), run.tail()
