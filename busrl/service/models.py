@@ -102,8 +102,8 @@ class Saved(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
-        self._file: Any = safe_open(str(path), "pt")
-        self._names: list[str] = list(self._file.keys())
+        file: Any = safe_open(str(path), "pt")
+        self._file, self._names = file, [str(name) for name in file.keys()]  # noqa: SIM118  # no mapping
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
