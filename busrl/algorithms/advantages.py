@@ -145,7 +145,7 @@ class RunningMeans:
         self._kept = dict(self._now)
 
     def state(self) -> list[tuple[int, float, float]]:
-        """What is kept, for a checkpoint."""
+        """Give what is kept, for a checkpoint."""
         return [(seat, *both) for seat, both in sorted(self._kept.items())]
 
     def load(self, state: Sequence[Sequence[float]]) -> None:

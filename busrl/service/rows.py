@@ -18,7 +18,7 @@ to folders of peft's format whose names are numbers, and to the decoder. Knows n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -58,15 +58,32 @@ def steady_rows(weights: Iterable[Tensor], most: int = MOST_STEADY) -> int:
     shapes = {(weight.shape, weight.dtype): weight for weight in weights}.values()
     if any(weight.device.type != "cpu" or weight.dtype != torch.float32 for weight in shapes):
         return 0
-    needed = max(_steady_from(weight[:LOOKED_AT], most) for weight in shapes)
+    needed = [_steady_from(partial(F.linear, weight=weight[:LOOKED_AT]), weight.shape[1:], most) for weight in shapes]
+    return max(needed) if max(needed) <= most else 0
+
+
+@torch.inference_mode()
+def steady_lines(weights: Iterable[Tensor], most: int = MOST_STEADY) -> int:
+    """The least number of rows of a place, in the same sense: the products with A and B are of several places at a time.
+    0 if there is none."""
+    ranks = (LEAST_RANK, 2 * LEAST_RANK)
+    sides = {side for weight in weights for side in weight.shape}
+    shapes = {shape for side in sides for rank in ranks for shape in ((side, rank), (rank, min(side, LOOKED_AT)))}
+    needed = max(_steady_from(_product_by_place(shape), (2, shape[0]), most) for shape in sorted(shapes))
     return needed if needed <= most else 0
 
 
-def _steady_from(weight: Tensor, most: int) -> int:
-    rows = torch.randn((2 * most, weight.shape[1]), generator=torch.Generator().manual_seed(0))
-    whole = F.linear(rows, weight)
+def _product_by_place(shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    weight = torch.randn((2, *shape), generator=torch.Generator().manual_seed(1))
+    return lambda rows: torch.bmm(rows.transpose(0, 1).contiguous(), weight).transpose(0, 1)
+
+
+def _steady_from(product: Callable[[Tensor], Tensor], of_row: Sequence[int], most: int) -> int:
+    """The least number of rows, each of shape `of_row`, from which on the product of a row is always the same."""
+    rows = torch.randn((2 * most, *of_row), generator=torch.Generator().manual_seed(0))
+    whole = product(rows)
     for count in range(most, 0, -1):
-        front, back = F.linear(rows[:count], weight), F.linear(rows[-count:], weight)
+        front, back = product(rows[:count]), product(rows[-count:])
         if not (torch.equal(front, whole[:count]) and torch.equal(back, whole[-count:])):
             return count + 1
     return 1
@@ -192,8 +209,10 @@ class Adapters:
                     layer.register_forward_hook(partial(self._after, stack, stack.rows_of(part)))
                     break
         self.steady = steady_rows(multiplied) if isinstance(decoder, FastDecoder) else 0
+        lines = steady_lines(multiplied) if self.steady else 0
+        self.steady = self.steady if lines else 0
         narrowest = min(min(weight.shape) for weight in multiplied)
-        self._least = max(2, -(-SMALL // (narrowest * LEAST_RANK))) if self.steady else 1  # rows of a place
+        self._least = max(2, lines, -(-SMALL // (narrowest * LEAST_RANK))) if self.steady else 1  # rows of a place
         width = model.base_model.layers[0].self_attn.head_dim if self.steady else SMALL
         self.least_span = -(-SMALL // width)  # positions that a step looks at
         self._spread: Spread | None = None

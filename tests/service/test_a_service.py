@@ -89,22 +89,22 @@ class Client:
         with urllib.request.urlopen(urllib.request.Request(url, headers={"X-API-Key": self.key})) as answer:
             return json.load(answer)
 
-    def _next(self, model: str) -> int:
+    def next_number(self, model: str) -> int:
         self._numbers[model] += 1
         return self._numbers[model]
 
     def forward_backward(self, model: str, *data: bytes, loss: str = "cross_entropy", only: bool = False,
                          config: Mapping[str, float] | None = None) -> Any:
-        body = request(*data, model=model, seq=self._next(model), loss=loss, config=config, forward_only=only)
+        body = request(*data, model=model, seq=self.next_number(model), loss=loss, config=config, forward_only=only)
         status, answer = self.post("forward_backward", body)
         assert status == 200, answer
         return json.loads(answer)
 
     def step(self, model: str) -> Any:
-        return self.ask("optim_step", model_id=model, seq_id=self._next(model), adam_params={"learning_rate": 0.01})
+        return self.ask("optim_step", model_id=model, seq_id=self.next_number(model), adam_params={"learning_rate": 0.01})
 
     def sampler(self, model: str, number: int) -> str:
-        saved = self.ask("save_weights_for_sampler", model_id=model, seq_id=self._next(model),
+        saved = self.ask("save_weights_for_sampler", model_id=model, seq_id=self.next_number(model),
                          sampling_session_seq_id=number)
         return str(json.loads(self.result(saved))["sampling_session_id"])
 
@@ -275,7 +275,7 @@ def test_strangers_hold_no_connection_and_nobody_up(tmp_path: Path, quickstart: 
 
 
 @pytest.mark.long
-def test_the_row_of_a_silent_client_goes_to_another_until_it_is_back(tmp_path: Path, quickstart: None) -> None:
+def test_a_silent_client_lends_its_row_until_it_is_back(tmp_path: Path, quickstart: None) -> None:
     folder = far_reaching(tmp_path / "model")
     settings = f"model.path={folder}", "tinker.silent_s=0.2", "tinker.context=8192", "generation.max_batch=1"
     with service(tmp_path / "run", *settings) as (run, busy):

@@ -57,13 +57,13 @@ class Client:
     """A client over HTTP, with the run's key unless another one is named."""
 
     def __init__(self, root: Path, base: BaseModel, **settings: Any) -> None:
-        self.where, self._base, self._settings = ServiceFolders(root), base, Tinker(**settings)
+        self.where, self._base, self.settings = ServiceFolders(root), base, Tinker(**settings)
         self.samples, self.warned, self.rung = NoEngine(), list[str](), 0
 
     async def open(self) -> None:
-        self.desk = Desk(self.where, True, self._settings.keep_answers_s, self._ring)
-        service = Service(self.desk, self.where, self._settings, self._base)
-        keys = Keys("tml-right", self._settings)
+        self.desk = Desk(self.where, True, self.settings.keep_answers_s, self._ring)
+        service = Service(self.desk, self.where, self.settings, self._base)
+        keys = Keys("tml-right", self.settings)
         app = Door(service, self.samples, keys, self.warned.append).app()  # type: ignore[arg-type]
         self._server = TestServer(app, skip_url_asserts=True)
         await self._server.start_server(auto_decompress=False)  # as the role serves
@@ -725,7 +725,8 @@ def test_a_silent_client_gives_up_the_place_of_all_weights(tmp_path: Path, monke
     async def play(client: Client) -> None:
         first, second = await client.session(), await client.session()
         await client.post("create_model", whole(first))
-        client.desk.census._heard[first] -= 101  # it was heard so long ago
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 101)  # it was heard so long ago
         assert (await client.post("create_model", whole(second)))[0] == 200
 
     served(tmp_path, play, session_s=100.0, weights="full")
@@ -737,7 +738,7 @@ def test_an_adapter_is_not_loaded_into_all_weights(tmp_path: Path) -> None:
         body = {"model_id": adapter, "seq_id": 1, "path": "one"}
         await client.post("save_weights", body)
         path = client.save(adapter, 1, "weights", "one")
-        client._settings = Tinker(weights="full")
+        client.settings = Tinker(weights="full")
         await client.again()
         await client.post(f"sessions/{adapter.partition(':')[0]}/finish", {"reason": {"type": "success"}})
         asked = {**whole(await client.session()), "path": path, "optimizer": True}

@@ -599,7 +599,7 @@ def test_owners_get_the_same_time_however_many_models_they_have(
     assert max(served) - min(served) <= 1
 
 
-def test_where_one_has_room_the_model_made_first_is_served_to_its_end(service: Service) -> None:
+def test_with_room_for_one_the_oldest_model_is_served_first(service: Service) -> None:
     service.restart(alone=True)
     service.model("n")
     for seq in (1, 3):

@@ -34,7 +34,7 @@ def learn(client: Client, model: str, steps: int) -> list[float]:
 
 def path_of(client: Client, op: str, model: str, path: str, **more: Any) -> str:
     """The path that a request about saved weights is answered with."""
-    body = {"model_id": model, "seq_id": client._next(model), "path": path, **more}
+    body = {"model_id": model, "seq_id": client.next_number(model), "path": path, **more}
     status, future = client.post(op, json.dumps(body).encode())
     assert status == 200, future
     return str(json.loads(client.result(json.loads(future)))["path"])
@@ -124,7 +124,7 @@ def test_a_second_model_is_refused_until_the_first_one_is_over(tmp_path: Path, q
         client.post(f"sessions/{client.session}/finish", json.dumps({"reason": {"type": "success"}}).encode())
         later = other.model()
         assert learn(other, later, 2) == first
-        body = json.dumps({"model_id": model, "seq_id": client._next(model), "adam_params": {}}).encode()
+        body = json.dumps({"model_id": model, "seq_id": client.next_number(model), "adam_params": {}}).encode()
         status, words = client.post("optim_step", body)
         assert status == 400 and b"is over" in words
         assert path_of(other, "load_weights", later, path, optimizer=True) == path

@@ -243,7 +243,7 @@ def test_requests_that_nobody_waits_for_end_their_calls(scene: Scene) -> None:
     play(story)
 
 
-def test_samples_of_a_silent_client_wait_for_it_and_are_the_same_then(scene: Scene) -> None:
+def test_samples_of_a_silent_client_wait_and_are_the_same(scene: Scene) -> None:
     async def story() -> None:
         sampler = scene.save()
         undisturbed = await scene.sample(sampler, 0)
