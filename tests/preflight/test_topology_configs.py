@@ -62,7 +62,8 @@ def test_the_files_of_the_reference_hold_every_key_once_with_its_default(tmp_pat
     cut = lines.index("")
     rest = "\n".join(line[1:] if re.match(r"#(\[|\w+ = )", line) else line for line in lines[cut:])
     one_model, heading, several = rest.partition("# Several models in one run")
-    parts = ["\n".join(lines[:cut]), one_model, heading + several, *(topology_page.apart(name) for name in topology_page.APART)]
+    others = map(topology_page.apart, topology_page.APART)
+    parts = ["\n".join(lines[:cut]), one_model, heading + several, *others]
     parsed = [tomllib.loads(part) for part in parts]
     keys = [key for part in parsed for key in keys_of(part)]
     assert len(keys) == len(set(keys))

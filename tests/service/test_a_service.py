@@ -101,7 +101,8 @@ class Client:
         return json.loads(answer)
 
     def step(self, model: str) -> Any:
-        return self.ask("optim_step", model_id=model, seq_id=self.next_number(model), adam_params={"learning_rate": 0.01})
+        number = self.next_number(model)
+        return self.ask("optim_step", model_id=model, seq_id=number, adam_params={"learning_rate": 0.01})
 
     def sampler(self, model: str, number: int) -> str:
         saved = self.ask("save_weights_for_sampler", model_id=model, seq_id=self.next_number(model),
