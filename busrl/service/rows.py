@@ -64,8 +64,8 @@ def steady_rows(weights: Iterable[Tensor], most: int = MOST_STEADY) -> int:
 
 @torch.inference_mode()
 def steady_lines(weights: Iterable[Tensor], most: int = MOST_STEADY) -> int:
-    """The least number of rows of a place, in the same sense, for the products with A and B, which are of several places
-    at a time. 0 if there is none."""
+    """The least number of rows of a place, in the same sense: products with A and B are of several places at a time.
+    0 if there is none."""
     ranks = (LEAST_RANK, 2 * LEAST_RANK)
     sides = {side for weight in weights for side in weight.shape}
     shapes = {shape for side in sides for rank in ranks for shape in ((side, rank), (rank, min(side, LOOKED_AT)))}
