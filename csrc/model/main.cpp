@@ -40,23 +40,35 @@ std::function<Verdict(const char*)> with(typename Model::Config config) {
 // Model 6: its numbers, then whatever else is to be set.
 using P = PairModel::Config;
 using M = PairMutant;
-std::function<Verdict(const char*)> pairs(uint8_t sides, uint8_t episodes, uint8_t deaths, uint8_t accidents,
-                                          void (*more)(P&) = [](P&) {}) {
+std::function<Verdict(const char*)> pairs(
+    uint8_t sides, uint8_t episodes, uint8_t deaths, uint8_t accidents, void (*more)(P&) = [](P&) {}) {
     P config;
     config.sides = sides, config.episodes = episodes, config.deaths = deaths, config.accidents = accidents;
     more(config);
     return with<PairModel>(config);
 }
-void room_in_1(P& p) { p.room[1] = 1; }
-void start(P& p) { p.starts = 1; }
-void starts(P& p) { p.starts = 2; }
-void finishes(P& p) { p.finishes = p.starts = p.room[0] = 1; }
-void two_finish(P& p) { p.finishes = 2; }
+void room_in_1(P& p) {
+    p.room[1] = 1;
+}
+void start(P& p) {
+    p.starts = 1;
+}
+void starts(P& p) {
+    p.starts = 2;
+}
+void finishes(P& p) {
+    p.finishes = p.starts = p.room[0] = 1;
+}
+void two_finish(P& p) {
+    p.finishes = 2;
+}
 template <uint8_t Closes>
 void halves(P& p) {
     p.starts = 2, p.closes = Closes, p.holders = 1;
 }
-void halves_of_two(P& p) { halves<3>(p), p.holders = 2; }
+void halves_of_two(P& p) {
+    halves<3>(p), p.holders = 2;
+}
 template <PairMutant Mutant>
 void mutant(P& p) {
     p.mutant = Mutant;
@@ -103,10 +115,18 @@ template <uint8_t Closes>
 void unknown(P& p) {
     halves<Closes>(p), p.mutant = M::CLOSED_UNKNOWN;
 }
-void across(P& p) { p.mutant = M::BY_ITSELF, p.room[0] = p.room[1] = p.first[1] = 1; }
-void waits_across(P& p) { across(p), p.mutant = M::WAITS; }
-void waits(P& p) { p.mutant = M::WAITS, p.holders = 1, p.room[0] = 2, p.room[1] = 1; }
-void counted(P& p) { finishes(p), p.starts = 0, p.mutant = M::FINISHED_COUNTS; }
+void across(P& p) {
+    p.mutant = M::BY_ITSELF, p.room[0] = p.room[1] = p.first[1] = 1;
+}
+void waits_across(P& p) {
+    across(p), p.mutant = M::WAITS;
+}
+void waits(P& p) {
+    p.mutant = M::WAITS, p.holders = 1, p.room[0] = 2, p.room[1] = 1;
+}
+void counted(P& p) {
+    finishes(p), p.starts = 0, p.mutant = M::FINISHED_COUNTS;
+}
 
 std::vector<Run> controls() {
     const auto slot = [](SlotMutant mutant) { return with<SlotModel>({1, 2, 1, true, false, 1, mutant}); };
