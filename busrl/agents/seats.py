@@ -88,7 +88,7 @@ def seat_asked(seats: Sequence[Seat], own: str, model: str) -> str:
     try:
         asked = seat_of(seats, model).name if model else own or seats[0].name
     except KeyError as problem:
-        if own:  # a client that can not choose its model
+        if own:  # this client names one model in all of its requests, whatever its key is for
             return own
         raise CallRefused("model_not_found", f"model: {problem.args[0]}", "model") from None
     if own and asked != own:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.ring import Ring, State
+from busrl.scheduling.groups import closing
 from busrl.states import (
-    RULES,
     TERMINAL,
     VALIDATE_BIT,
     Fate,
@@ -41,9 +41,8 @@ LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature",
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
-_TERMINAL, _CLOSES = np.zeros(256, np.bool_), np.zeros(256, np.bool_)
+_TERMINAL = np.zeros(256, np.bool_)
 _TERMINAL[list(TERMINAL)] = True
-_CLOSES[[Fate.TRAINED, *(RULES - {Fate.UNUSED})]] = True
 
 
 @dataclass(eq=False)
@@ -145,7 +144,7 @@ def past(uids: Ints, states: Bytes, fates: Bytes, size: int) -> Bools:
     there = at < len(fates)
     near[there] = fates[at[there]]
     fate = near[np.arange(len(uids)), uids - group * 2 * size]
-    gone = (fate == Fate.NONE) & (_CLOSES[near].any(1) | ((attempt == 1) & (states == State.FREE)))
+    gone = (fate == Fate.NONE) & (closing(near).any(1) | ((attempt == 1) & (states == State.FREE)))
     over: Bools = _TERMINAL[fate] | (states >= State.GENERATED) | gone
     return over
 
@@ -162,10 +161,11 @@ class Sides:
 
     def take(self, most: int) -> list[ClaimedSample]:
         """Claim up to `most` episodes, best first; of each the sample of the first of its sides, with the others."""
-        looks = {ledger: Look(ledger) for ledger in self._ledgers}
-        playing = [look for ledger, look in looks.items() if not ledger.finished]
+        home, *others = self._ledgers  # samples of validation are in the first one, finished or not
+        first = Look(home)
+        playing = [*([] if home.finished else [first]), *(Look(other) for other in others if not other.finished)]
         taken: list[ClaimedSample] = []
-        for look, slot in self._best(looks[self._ledgers[0]], playing):
+        for look, slot in self._best(first, playing):
             if len(taken) >= most:
                 break
             if (sample := _claimed(look, slot)) is not None:

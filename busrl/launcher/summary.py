@@ -41,7 +41,7 @@ from busrl.ring import Process
 from busrl.status.runfiles import in_words
 from busrl.status.state import ProcessRow, RecentErrors, RunState
 from busrl.status.waits import Link, sentence_of
-from busrl.status.words import alike, duration, nothing, printable, rises, safe, short
+from busrl.status.words import alike, duration, nothing, printable, reward_line, rises, safe, short
 from busrl.system import files
 from busrl.system.clocks import Tally
 from busrl.system.guardian import stat_of
@@ -393,9 +393,8 @@ def final_lines(summary: dict[str, Any], report: Audit | None, paths: RunPaths) 
     lines = [f"{mark} {summary['name']}: {summary['outcome']}, {why}"]
     before = f" ({summary['steps_before']} were done before)" if summary["steps_before"] else ""
     facts = [f"step {summary['steps']}/{summary['max_steps']} in {duration(summary['seconds'])}{before}"]
-    first, last = summary["reward"]["first"], summary["reward"]["last_10_steps"]
-    if first is not None:
-        facts.append(f"reward {first:.3f} → {last:.3f}")
+    if reward := reward_line(summary["reward"]):
+        facts.append(reward)
     if judged := rises(summary["validation"], summary["validation_unmeasured"]):
         facts.append(judged)
     lines.append("  " + " · ".join(facts))

@@ -4,7 +4,7 @@ Looks at a topology, at config.json of its models and at the driver; nothing is 
 process is counted with its own model.
 
 - A learner counts with its sum in `memory`, vLLM with its share of the device, any other engine with its weights, which
-  is the least that it needs. So what is refused can not work: a sum above the memory, shares of vLLM above 0.95.
+  is the least that it needs. So what is refused cannot work: a sum above the memory, shares of vLLM above 0.95.
 - A process without `devices` works on the first. A device with one process is looked at by that process's own rules.
 """
 

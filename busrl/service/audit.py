@@ -42,7 +42,11 @@ class Audited(NamedTuple):
     counts: dict[str, int]
     errors: list[str]
     waste: dict[str, Any] | None = None  # the account of sampled tokens, where it was asked for
-    beside: bool = False  # the service is all that the run is
+
+    @property
+    def beside(self) -> bool:
+        """False: the service is all that the run is."""
+        return False
 
     def lines(self) -> list[str]:
         counted = ", ".join(f"{count} {name}" for name, count in self.counts.items())

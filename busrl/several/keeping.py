@@ -31,6 +31,7 @@ class OtherRings:
             for each in (ring, calls):
                 each.register(keeper.role, keeper.name)
             self._rings.append((ring, calls))
+            keeper.other_rings.append(ring)  # shows there that this process lives
 
     def handle(self, message: m.Message, now: float) -> None:
         """Take no message."""
@@ -39,8 +40,7 @@ class OtherRings:
         """Take no message."""
 
     def tend(self, now: float) -> None:
-        for ring, _ in self._rings:
-            ring.progress()
+        """Do nothing between two looks."""
 
     def look(self, lines: Lines) -> None:
         for ring, calls in self._rings:

@@ -18,6 +18,7 @@ from busrl.ring import Ring
 from busrl.states import HeaderWord
 from busrl.status.reader import living
 from busrl.status.runfiles import RunFiles, run_of_files
+from busrl.status.words import reward_line
 from busrl.system.files import as_map, read_map
 from busrl.topology.schema import Topology
 
@@ -61,9 +62,8 @@ def lines(summed: dict[str, Any]) -> list[str]:
     trained = [(tag, said) for tag, said in summed.get("models", {}).items() if said["trained"]]
     texts = []
     for tag, said in trained[1:]:
-        first, last = said["reward"]["first"], said["reward"]["last_10_steps"]
-        reward = "" if first is None else f" \u00b7 reward {first:.3f} \u2192 {last:.3f}"
-        texts.append(f"  {tag}: step {said['steps']}/{said['max_steps']}{reward}")
+        reward = reward_line(said["reward"])
+        texts.append(f"  {tag}: step {said['steps']}/{said['max_steps']}" + (f" \u00b7 {reward}" if reward else ""))
     return texts
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from busrl.states import fate_name
@@ -131,6 +131,12 @@ def rises(validation: Sequence[dict[str, Any]], validation_unmeasured: Sequence[
     by_set |= {name: f"{_mean(records[0], True)} → {by_set[name]}" for name, records in of_set.items() if records[1:]}
     by_set |= {name: nothing(dropped) for name, dropped in empty.items() if name not in by_set}
     return " · ".join(f"{safe(name) or 'validation'} {words}" for name, words in by_set.items())
+
+
+def reward_line(reward: Mapping[str, float | None]) -> str:
+    """Name the first and the newest mean reward of a summary, as far as it has them; empty where it has none."""
+    known = [f"{mean:.3f}" for mean in (reward["first"], reward["last_10_steps"]) if mean is not None]
+    return "reward " + " → ".join(known) if known else ""
 
 
 def _mean(record: dict[str, Any], first: bool = False) -> str:

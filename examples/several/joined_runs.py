@@ -101,7 +101,7 @@ def end(episode: Episode, body: dict[str, Any]) -> None:
 
 
 def play(solver: Episode | None, judge: Episode | None) -> str:
-    """One episode of each run, as one; either may be missing. Says what it was."""
+    """Play one episode of each run as one, where either may be missing; returns a line about it."""
     task = (solver or judge or {})["task"]
     answer = said(solver, task["prompt"]) if solver else random.choice([task["answer"], random.choice("0123456789")])
     right = answer == task["answer"]

@@ -12,7 +12,7 @@ RIGHT, WRONG = "|", "."  # what the judge says
 
 
 async def episode(task: dict[str, Any], llm: Any) -> dict[str, float]:
-    """One call of each. The judge reads `47=1=`: the task, and the solver's answer."""
+    """Call each model once. The judge reads `47=1=`: the task, and the solver's answer."""
     answer = await llm["solver"].complete(task["prompt"], max_tokens=1)
     verdict = await llm["judge"].complete(f"{task['prompt']}{answer.text}=", max_tokens=1)
     right = answer.text == task["answer"]

@@ -22,7 +22,7 @@ async def together(task: dict[str, Any], llm: Any) -> float:
 
 
 async def against(task: dict[str, Any], llm: Any) -> float:
-    """One seat is trained, and begins; the opponent is another model (`[[model]]` with `trained = false`)."""
+    """Play with one trained seat, which begins, against another model (`[[model]]` with `trained = false`)."""
     return float(await played(task["prompt"], llm["player"], llm["opponent"]) == 0)
 
 

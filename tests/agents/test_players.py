@@ -67,7 +67,7 @@ class Calls:
 
 
 class Whole:
-    """What players ask of the topology of a run of a solver, a judge and an older model."""
+    """The part that players read of the topology of a run of a solver, a judge and an older model."""
 
     def __init__(self, folder: Path) -> None:
         self.tags, self.lead = tuple(TAGS), "solver"

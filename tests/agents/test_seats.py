@@ -300,7 +300,7 @@ def test_clients_choose_the_seat_by_model_or_by_key(chat: Renderer) -> None:
 
 
 def judged(chat: Renderer, body: dict[str, Any]) -> Any:
-    """What `/end` makes of a body, for an episode in which solver and judge made a call."""
+    """Read a body of `/end`, for an episode in which solver and judge made a call."""
     async def run() -> Any:
         table = Table(chat, SEATS)
         for name in ("solver", "judge"):

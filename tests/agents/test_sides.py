@@ -224,7 +224,7 @@ class Storm(Scene):
         self.holders[at] = self.holder()
 
     def step(self) -> None:
-        """What a scheduler does in a pass, and the others."""
+        """Make one pass of a scheduler, then of the others."""
         while self.todo and self.todo[0][0].queue(self.todo[0][1]):
             del self.todo[0]
         again = [(book, uid) for book in self.books for uid in book.again(self.firsts[book])]

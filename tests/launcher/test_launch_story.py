@@ -15,7 +15,7 @@ from busrl.states import Fate
 from busrl.status.runfiles import RunFiles, fates, number, run_of_files, sample_line
 from busrl.status.state import RunState, Speed
 from busrl.status.view import status
-from busrl.status.words import line
+from busrl.status.words import line, reward_line
 from busrl.system.files import FOLLOWED_BYTES
 
 
@@ -161,3 +161,10 @@ def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> No
 def test_what_is_no_finite_number_is_not_known(value: object) -> None:
     assert number(value) is None
     assert number(7) == 7.0
+
+
+@pytest.mark.parametrize(("first", "last", "words"), [
+    (0.25, 0.5, "reward 0.250 → 0.500"), (0.25, None, "reward 0.250"), (None, None, ""),
+])
+def test_a_summary_names_the_rewards_that_it_has(first: float | None, last: float | None, words: str) -> None:
+    assert reward_line({"first": first, "last_10_steps": last}) == words

@@ -1,4 +1,4 @@
-"""Accelerators that processes share: what they need together, and what is refused because it can not work."""
+"""Accelerators that processes share: what they need together, and what is refused because it cannot work."""
 
 from __future__ import annotations
 

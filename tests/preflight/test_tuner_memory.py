@@ -1,4 +1,4 @@
-"""What a service that trains all weights needs of memory and disk, and the refusal of what does not fit."""
+"""Sums of memory and disk of a service that trains all weights, and the refusal of what does not fit."""
 
 from __future__ import annotations
 
