@@ -70,6 +70,11 @@ class Claims:
         except GONE:
             time.sleep(0.2)
 
+    def forget(self, gone: dict[str, float]) -> None:
+        """Drop what servers that died had given: nobody can end it, and its partner would be given back in vain."""
+        self.waiting = {uid: (since, one) for uid, (since, one) in self.waiting.items()
+                        if since > gone.get(one["server"], 0.0)}
+
     def take(self, uid: int | None) -> Episode | None:
         """The episode of that number; None for no number, or if it is not here."""
         return self.waiting.pop(uid, (0.0, None))[1] if uid is not None else None
@@ -115,8 +120,9 @@ def play(solver: Episode | None, judge: Episode | None) -> str:
     return "of the solver alone" if solver else "of the judge alone"
 
 
-def played(solver: Episode | None, judge: Episode | None) -> str:
-    """Play; if a server dies meanwhile its episode is claimed again, and so is the other, which is given back."""
+def played(solver: Episode | None, judge: Episode | None, gone: dict[str, float]) -> str:
+    """Play; if a server dies meanwhile its episode is claimed again, and so is the other, which is given back. The
+    servers that could not even be told so are noted in `gone`, with the time."""
     try:
         return play(solver, judge)
     except GONE as problem:
@@ -125,8 +131,10 @@ def played(solver: Episode | None, judge: Episode | None) -> str:
         for episode in filter(None, (judge, solver)):
             try:
                 end(episode, {"again": True, "why": "the other run's server went away"})
+            except urllib.error.HTTPError:
+                continue  # it has ended
             except GONE:
-                continue  # it has ended, or its server has died and gives it back itself
+                gone[episode["server"]] = time.monotonic()  # it has died; its episodes come again
         return "given back"
 
 
@@ -139,14 +147,15 @@ def main() -> None:
     runs = [Claims(options.solver), Claims(options.judge)]
     for claims in runs:
         claims.until_served()
-    at_work, counts = set(), Counter[str]()
+    at_work, counts, gone = set(), Counter[str](), dict[str, float]()
     with ThreadPoolExecutor(options.at_once) as pool:
         while at_work or not all(claims.over for claims in runs):
             for claims in runs:
+                claims.forget(gone)
                 if not claims.over and (room := options.at_once - len(at_work) - len(claims.waiting)) > 0:
                     claims.fetch(room)
             while len(at_work) < options.at_once and any(pair := next_pair(*runs)):
-                at_work.add(pool.submit(played, *pair))
+                at_work.add(pool.submit(played, *pair, gone))
             for done in [one for one in at_work if one.done()]:
                 at_work.remove(done)
                 counts[done.result()] += 1

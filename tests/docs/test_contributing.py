@@ -58,9 +58,9 @@ def test_the_first_change_works_as_the_page_says(tree: Path) -> None:
     advantages = tree / "busrl" / "algorithms" / "advantages.py"
     alone = "    return torch.tensor(list(rewards), dtype=torch.float64)\n"
     insert(advantages, alone, "\n\n" + block("def median"))
-    insert(advantages, '    "gae": reward_alone,\n', block('    "median": median'))
+    insert(advantages, '    "gae": reward_alone, "ema": reward_alone,\n', block('    "median": median'))
     catalog = tree / "busrl" / "algorithms" / "catalog.py"
-    insert(catalog, '"reward": SAMPLE, GAE: TOKEN,\n', block('    "median": GROUP'))
+    insert(catalog, '"reward": SAMPLE, GAE: TOKEN, EMA: EARLIER,\n', block('    "median": GROUP'))
     algorithms = tree / "docs" / "algorithms.md"
     row = next(line + "\n" for line in algorithms.read_text().splitlines() if line.startswith("| `mean_normalised`"))
     insert(algorithms, row, block("| `median`"))

@@ -157,4 +157,5 @@ def test_a_host_needing_repair_is_named_once_and_the_run_continues(tmp_path: Pat
         with running(home):
             home.until("it is said", lambda home=home, pattern=pattern, n=count: len(said(home, pattern)) >= n)
             assert home.child is not None and home.child.poll() is None, home.text()
-            assert [row for row in read_lines(home.paths.errors) if re.search(pattern, row["text"])]
+            home.until("it is an error of the run", lambda home=home, pattern=pattern: [
+                row for row in read_lines(home.paths.errors) if re.search(pattern, row["text"])])
