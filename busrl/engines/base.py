@@ -35,12 +35,14 @@ if TYPE_CHECKING:
 PIECE = 1 << 32  # segments are numbered below it, so piece k of segment s draws from stream s + k * PIECE
 _MASK = (1 << 64) - 1
 Pause = Literal["keep", "wait", "abort"]
+Routes = npt.NDArray[Any]  # ids of experts, [positions, layers with experts, experts of a token]
 
 
 @dataclass(frozen=True)
 class Request:
     """A segment to generate. The caller chooses `key` (a slot's number). `prefix_ids` are the tokens of earlier
-    segments; `stop_ids` end the answer, as the model's own end tokens do."""
+    segments; `stop_ids` end the answer, as the model's own end tokens do. `routes_from`: of how many tokens of prompt
+    and prefix, from the first on, the caller has the routes already."""
 
     key: int
     uid: int
@@ -52,6 +54,7 @@ class Request:
     top_p: float
     seed: int
     stop_ids: tuple[int, ...] = ()
+    routes_from: int = 0
     extra: dict[str, Any] = field(default_factory=dict)  # of a model call: what only some engines know, as `weights`
 
 
@@ -62,6 +65,10 @@ class Finished:
     `text` is the text of the whole answer where the engine has it; otherwise the caller decodes the ids. `refused` is
     the reason why a server will never answer this request. `computed` counts the prompt tokens whose keys and values
     were computed for this request instead of being found in the cache.
+
+    Of an engine that was made with a `Routing`, wherever there are tokens: `routes` has a row for each, that of the
+    position that predicts it; `prompt_routes` those of the positions before the first of them, from the request's
+    `routes_from` on. The last token was never read, and has none.
     """
 
     key: int
@@ -72,6 +79,8 @@ class Finished:
     text: str | None = None
     refused: str = ""
     computed: int = 0
+    routes: Routes | None = None
+    prompt_routes: Routes | None = None
     extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
@@ -85,22 +94,31 @@ class PartialAnswer:
     versions: list[int] = field(default_factory=list)
     pieces: int = 0  # how often an engine was stopped after it had made tokens
     computed: int = 0  # as of `Finished`
+    routes: list[Routes] = field(default_factory=list)  # of the tokens, piece after piece
+    prompt_routes: Routes | None = None  # of the first piece with tokens; the later ones begin where it ended
 
     @property
     def known_ids(self) -> list[int]:
         """All tokens in order, those of the prompt and of earlier segments included."""
         return [*self.request.prompt_ids.tolist(), *self.request.prefix_ids.tolist(), *self.token_ids]
 
-    def add(self, ids: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> None:
+    def add(
+        self, ids: Iterable[int], logprobs: Iterable[float], versions: Iterable[int], routes: Routes | None = None,
+    ) -> None:
+        """Add tokens, with their routes where the engine has any: then with each of them."""
         self.token_ids += ids
         self.logprobs += logprobs
         self.versions += versions
+        if routes is not None:
+            self.routes.append(routes)
 
     def add_piece(self, piece: Finished) -> None:
         """Add the tokens that an engine had drawn when it was stopped."""
         self.computed += piece.computed
         if len(piece.token_ids):
-            self.add(piece.token_ids.tolist(), piece.logprobs.tolist(), piece.versions.tolist())
+            self.add(piece.token_ids.tolist(), piece.logprobs.tolist(), piece.versions.tolist(), piece.routes)
+            if self.prompt_routes is None:
+                self.prompt_routes = piece.prompt_routes
             self.pieces += 1
 
     def rest(self) -> Request:
@@ -108,14 +126,21 @@ class PartialAnswer:
         first = self.request
         prefix = np.concatenate([first.prefix_ids, np.array(self.token_ids, np.int32)])
         left = first.max_new_tokens - len(self.token_ids)
-        return replace(first, segment=first.segment + PIECE * self.pieces, prefix_ids=prefix, max_new_tokens=left)
+        have = len(first.prompt_ids) + len(prefix) - 1 if self.routes else first.routes_from
+        return replace(
+            first, segment=first.segment + PIECE * self.pieces, prefix_ids=prefix, max_new_tokens=left,
+            routes_from=have,
+        )
 
     def finished(self, finish: int, text: str | None = None, refused: str = "") -> Finished:
         logprobs = np.minimum(np.array(self.logprobs, np.float32), np.float32(0.0))
         if self.request.temperature <= 0:  # a distribution with one point
             logprobs[~np.isnan(logprobs)] = 0.0
         ids, versions = np.array(self.token_ids, np.int32), np.array(self.versions, np.uint32)
-        return Finished(self.request.key, ids, logprobs, versions, finish, text, refused, self.computed)
+        routes = np.concatenate(self.routes) if self.routes else None
+        return Finished(
+            self.request.key, ids, logprobs, versions, finish, text, refused, self.computed, routes, self.prompt_routes,
+        )
 
 
 @dataclass

@@ -1,0 +1,55 @@
+"""Random Qwen3-MoE folders with the tokenizer of the quickstart: small, and of sizes that vLLM takes on a CPU.
+
+Weights are wide enough that answers differ and that routers decide: their logits have a deviation of about 2.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LAYERS, EXPERTS, TOP_K, HIDDEN = 2, 8, 2, 64
+
+
+def moe_folder(
+    folder: Path, *, dtype: str = "float32", layers: int = LAYERS, experts: int = EXPERTS, top_k: int = TOP_K,
+    hidden: int = HIDDEN, seed: int = 0, **changes: Any,
+) -> Path:
+    """Write a random model into `folder`. `changes` are further keys of its configuration, as `mlp_only_layers`."""
+    import torch
+
+    from busrl.quickstart import maker, task
+
+    model = moe_model(layers=layers, experts=experts, top_k=top_k, hidden=hidden, seed=seed, **changes)
+    recipe = task.Recipe()
+    maker.save(folder, recipe, maker.new_tokenizer(recipe), model.to(getattr(torch, dtype)))
+    return folder
+
+
+def moe_model(
+    *, layers: int = LAYERS, experts: int = EXPERTS, top_k: int = TOP_K, hidden: int = HIDDEN, seed: int = 0,
+    **changes: Any,
+) -> Any:
+    """A random model in float32, the same for the same `seed`."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from busrl.quickstart import task
+
+    settings: dict[str, Any] = {
+        "vocab_size": len(task.VOCABULARY), "hidden_size": hidden, "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "num_experts": experts, "num_experts_per_tok": top_k,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+        "max_position_embeddings": 1024, "bos_token_id": None,
+        "eos_token_id": task.VOCABULARY.index(task.END_TOKEN), "pad_token_id": task.VOCABULARY.index(task.PAD_TOKEN),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**settings, **changes}), dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    scale = 2.0 if "lm_head" in name or "gate.weight" in name else 1.0
+                    parameter.normal_(0, scale / parameter.shape[-1] ** 0.5)
+    return model
