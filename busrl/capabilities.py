@@ -197,6 +197,9 @@ CAPABILITIES: tuple[Capability, ...] = (
         "keyword_problems": "predict.lengths.keywords:problems_of"}, asks={
         "scheduler.policy": lambda topology: topology.scheduler.predicts,
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
+    Capability("routes", "routes of a mixture of experts", plugs={
+        "routing": "routes.rules:routing", "checks": "routes.rules:CHECKS"}, asks={
+        "learner.routes": lambda topology: topology.learner.routes == "replay"}),
     Capability("several", "several seats or models", plugs={
         "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS",
         "step_observers": "several.seat_figures:observers", "topology": "several.topologies:topology",

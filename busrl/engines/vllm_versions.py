@@ -52,6 +52,11 @@ def vllm_objection(package: str, version: str) -> tuple[str, str]:
     return "", ""
 
 
+def routes_fault() -> str:
+    """The reason why the vLLM of this Python cannot say which experts it chose; "" if it can."""
+    return "this vLLM does not say which experts it chose"
+
+
 def lora_rank(rank: int) -> int:
     """The rank that vLLM reserves for an adapter of this rank."""
     return next((size for size in LORA_RANKS if size >= rank), rank)

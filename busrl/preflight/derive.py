@@ -21,7 +21,17 @@ from busrl.scheduling.admission import AdmissionLimits, derive
 from busrl.topology.kinds import FIFO
 from busrl.topology.prompts import AskedSet
 from busrl.topology.schema import MESSAGE_FIELD_BYTES, TENSORS_OF_SEGMENT, Derived, Topology
-from busrl.topology.sizes import MOST_SAMPLES, PER_TOKEN, call_ring, count, in_flight, only_validate, round_up, sized
+from busrl.topology.sizes import (
+    MOST_SAMPLES,
+    PER_TOKEN,
+    call_ring,
+    count,
+    in_flight,
+    only_validate,
+    round_up,
+    route_bytes,
+    sized,
+)
 
 # -- slots and bytes -----
 
@@ -37,6 +47,7 @@ ALIGN = 64  # every tensor begins at a multiple of this
 # Of an answer in one segment: task, prompt_ids, reward_parts and part_names, twice tokens, logprobs, versions and text.
 TENSORS = 12
 EPISODE_TENSORS = 13  # task, reward_parts, part_names and the ten of busrl.data.episodes
+ROUTES_TENSORS = 3  # of an answer with routes: prompt_routes, and twice routes
 REWARD_BYTES, PER_PART = 256, 5  # the value of a part and the end of its name
 TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
 
@@ -64,7 +75,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
         call_slots=call_slots, call_slot_bytes=call_slot_bytes,
         explain=(
             *bounds.explain(), _order(topology), *_segments(topology), *explain_controller(topology), slots_text,
-            bytes_text,
+            bytes_text, *topology.derived.explain,
         ),
     )
     return sized(topology, derived), findings
@@ -175,6 +186,7 @@ def _segments(topology: Topology) -> Iterator[str]:
 
 def _slot_bytes(topology: Topology, facts: FileFacts, findings: list[Finding]) -> tuple[int, str]:
     tokens, segments = topology.generation.max_new_tokens, topology.segments.max_segments if topology.segments.on else 1
+    routes = route_bytes(topology)
     text_bytes = min(facts.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
     common = {
         "longest line": facts.task_bytes,
@@ -189,7 +201,7 @@ def _slot_bytes(topology: Topology, facts: FileFacts, findings: list[Finding]) -
             "text": text_bytes,
             "alignment": ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (segments - 1)),
         }
-    )
+    ) | ({"routes": routes + ALIGN * (ROUTES_TENSORS + segments - 1)} if routes else {})
     needed = round_up(sum(parts.values()), 256)
     text = " + ".join(f"{size} ({name})" for name, size in parts.items()) + f" = {needed} after rounding up to 256"
     short = Finding(("ring.slot_bytes",), "smaller than the longest sample", "", depends=BYTES_FROM)

@@ -107,6 +107,7 @@ def of_one_model(
     problems.extend(problem_of(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
     draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
+    draft = draft if simulated else _with_routes(draft)
     derived, sums = resolve(draft, facts)
     every = [*compared(draft), *_idle(draft, source), *sums]
     applying = [finding for finding in every if not (simulated and any(map(_real, finding.keys)))]
@@ -291,6 +292,15 @@ def _implied(draft: Topology) -> Iterator[Process]:
     for name, role in ROLES.items():
         if role.default and wanted.get(name, True) and all(entry.role != name for entry in draft.process):
             yield Process(name)
+
+
+def _with_routes(draft: Topology) -> Topology:
+    """The routes that samples carry, where the model is a mixture of experts."""
+    for routing in capabilities.plugs("routing"):
+        shape, line = routing(draft)
+        explain = (*draft.derived.explain, *([line] if line else []))
+        draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, routing=shape, explain=explain))
+    return draft
 
 
 def _dtype(draft: Topology) -> str:

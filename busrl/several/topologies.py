@@ -25,7 +25,7 @@ from busrl.topology.declare import items
 from busrl.topology.models import OF_TAG, ONLY_SEAT
 from busrl.topology.reader import SECTIONS, KeyPath, Reader, Source, show
 from busrl.topology.schema import Own, Tag, Topology
-from busrl.topology.sizes import count, sized
+from busrl.topology.sizes import call_ring, count, sized
 
 OVERRIDDEN = ("learner", "lora", "weights", "generation", "vllm")  # tables that a row may have for its tag alone
 OF_TRAINING = ("learner", "lora", "weights")
@@ -268,8 +268,11 @@ def _own(mine: Topology, trained: bool) -> Own:
     process = tuple(entry for entry in mine.process if entry.role in roles)
     derived = dataclasses.replace(mine.derived, warnings=())
     if not trained:
+        mine = dataclasses.replace(mine, derived=dataclasses.replace(derived, routing=None))  # nobody trains with them
+        _, call_bytes = call_ring(mine) if mine.has_callers else (0, 0)
         derived = sized(mine, dataclasses.replace(
-            derived, slots=1, train_slots=1, val_reserve=0, slot_bytes=SMALLEST, task_bytes=0,
+            mine.derived, slots=1, train_slots=1, val_reserve=0, slot_bytes=SMALLEST, task_bytes=0,
+            call_slot_bytes=call_bytes,
         ))
     tables = {name: getattr(mine, name) for name in items(Own)}
     return Own(**{**tables, "process": process, "derived": derived})

@@ -188,7 +188,8 @@ def items(cls: type) -> dict[str, Item]:
 def _item(field: dataclasses.Field[Any], hint: Any) -> Item:
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
     row = inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
-    table = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+    kinds = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)  # X | None: a table, or none
+    table = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
     return Item(field, hint, table, row)
 
 
@@ -229,6 +230,8 @@ def convert(hint: Any, rule: Rule, value: Any) -> Any:
         return _environment(value) if args[1] is str else _table(args[1], rule, value)
     if args == (float, float):
         return _pair(rule, value)
+    if args == (int, ...):
+        return tuple(_number(int, rule, item) for item in _typed(list, value, "a list of whole numbers"))
     return _strings(value)
 
 
@@ -317,7 +320,7 @@ def build(cls: type[T], data: Any, place: str) -> T:
 
 def _recorded(item: Item, value: Any, place: str) -> Any:
     if item.table:
-        return build(item.table, value, place)
+        return None if value is None and item.default is None else build(item.table, value, place)
     if item.row and isinstance(value, list):
         return tuple(build(item.row, entry, place) for entry in value)
     try:

@@ -23,13 +23,15 @@ class EngineKind:
     """An inference engine: its module below `busrl`, and where its model runs: "here", in its rollout process or a
     child; "there", at an endpoint; "": nowhere. `recomputes`: left to itself, it computes the keys and values of
     running sequences again after new weights. `forks`: its process may be forked from one that has imported what it
-    needs, since nothing that it imports starts threads or processes. `of_service`: its module in a service."""
+    needs, since nothing that it imports starts threads or processes. `of_service`: its module in a service. `routes`:
+    it can say which experts it chose."""
 
     module: str
     model: Literal["here", "there", ""]
     recomputes: bool = False
     forks: bool = True
     of_service: str = ""
+    routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,11 @@ class PolicyKind:
 
 
 ENGINES = {
-    "torch": EngineKind("engines.torch.engine", "here", of_service="service.engine"),
+    "torch": EngineKind("engines.torch.engine", "here", of_service="service.engine", routes=True),
     SCRIPTED: EngineKind("engines.scripted", ""),
-    "vllm": EngineKind("engines.vllm.engine", "here", recomputes=True, forks=False, of_service="service.vllm"),
+    "vllm": EngineKind(
+        "engines.vllm.engine", "here", recomputes=True, forks=False, of_service="service.vllm", routes=True
+    ),
     "openai": EngineKind("engines.openai.engine", "there", recomputes=True),
 }
 TRANSPORTS = {

@@ -1,6 +1,7 @@
 """The learner's tables of a topology: objective, optimiser, steps, memory, ranks and the entropy controller.
 
-A part of `schema`, which offers these tables beside its own. Knows nothing of the other tables.
+A part of `schema`, which offers these tables beside its own, as is the shape of a model's routes. Knows nothing of the
+other tables.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import field
 from typing import Any
+
+import numpy as np
 
 from busrl.algorithms import catalog
 from busrl.algorithms.catalog import LossSettings
@@ -221,6 +224,16 @@ class Learner(Table):
     keep_last: int = key(2, "checkpoints kept", low=1, high=10000)
     wal: str = key("sync", "write-ahead log: with fsync, without, or none", choices=("sync", "async", "off"))
     deterministic: bool = key(False, "claim at firing and train in (group, member) order")
+    routes: str = key("auto", "mixture of experts: train each token with the experts that the engine chose for it "
+                      "(replay), or with those that the learner chooses (own); see docs/experts.md",
+                      choices=("auto", "replay", "own"))
+    routes_of: str = key("all", "replay: of prompt and answer, or of the answer alone, which costs less memory with "
+                         "long prompts", choices=("all", "answer"))
+    log_routes: str = key("auto", "replay: keep the engine's choices in the write-ahead log; off = a step that is "
+                          "trained again after a crash takes the learner's; auto = on below 64 MB a step",
+                          choices=("auto", "on", "off"))
+    balance: float = key(0.0, "mixture of experts: this times the loss that spreads tokens evenly over experts is "
+                         "added; 0 = off", low=0, high=100)
     mismatch_limit: float = key(1.0, "the run ends if, before its first step, the engines' log-probabilities are this "
                                      "far (nats, mean) from the learner's; 0 = never", low=0)
     ess_alarm: float = key(0.3, "warn if the effective sample size (ess) of two in three steps is below this; 0 = off",
@@ -272,3 +285,32 @@ class Log(Table):
     def keep(self) -> int:
         """`keep_mb` in bytes."""
         return int(self.keep_mb * 1e6)
+
+
+# -- of a model that is a mixture of experts -----
+
+
+class Routing(Table):
+    """The shape of a model's routes: for each token, in each of `layers`, the `top_k` experts of `experts` that a
+    router chose."""
+
+    layers: tuple[int, ...]  # those that have experts, by number
+    experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the routes of one token."""
+        return len(self.layers), self.top_k
+
+    @property
+    def bytes_per_token(self) -> int:
+        return len(self.layers) * self.top_k * self.dtype.itemsize
+
+
+# Left out of topology.json where they have their defaults, as `derived.routing` is where a run carries no routes.
+OF_ROUTES = {"routes": "auto", "routes_of": "all", "log_routes": "auto", "balance": 0.0}

@@ -19,7 +19,7 @@ from busrl.capabilities import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES
 from busrl.scheduling.admission import MODES, AdmissionLimits
 from busrl.topology.declare import REQUIRED, Rule, Table, build, key, plain
 from busrl.topology.kinds import ENGINES, FIFO, POLICIES, RESTARTS, SCRIPTED, TRANSPORTS
-from busrl.topology.learner import Learner, Log, ranks_at
+from busrl.topology.learner import OF_ROUTES, Learner, Log, Routing, ranks_at
 from busrl.topology.models import SeveralModels
 from busrl.topology.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 from busrl.topology.rewards import Reward
@@ -511,6 +511,7 @@ class Derived(Table):
     call_slot_bytes: int = 0
     ring_held: int = 0  # as ring_bytes, where each slot holds a usual answer,
     usual_tokens: int = 0  # of so many tokens
+    routing: Routing | None = None  # the shape of the routes that samples carry; None: they carry none
     explain: tuple[str, ...] = ()
     algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them
     warnings: tuple[str, ...] = ()
@@ -736,6 +737,8 @@ class Topology(SeveralModels, Table):
             for name in OF_SEVERAL & table.keys():
                 if not table[name]:
                     del table[name]
+        for tables in (data, *(own for row in data.get("models", ()) for own in row["own"])):
+            _leave_out_routes(tables)
         return data
 
     def to_json(self) -> str:
@@ -749,6 +752,17 @@ class Topology(SeveralModels, Table):
 
 # Left out of topology.json where they say nothing.
 OF_SEVERAL = {"models", "tag", "frozen", "first", "follows", "model"}
+
+
+def _leave_out_routes(data: dict[str, Any]) -> None:
+    """Remove the keys about routes that say nothing, so that a run without routes has the topology.json it ever had."""
+    for name, default in OF_ROUTES.items():
+        if data["learner"][name] == default:
+            del data["learner"][name]
+    if data["derived"]["routing"] is None:
+        del data["derived"]["routing"]
+
+
 LIMITS = {item.name for item in dataclasses.fields(AdmissionLimits)}
 
 

@@ -14,7 +14,14 @@ from dataclasses import replace
 
 from busrl.capabilities import CALLER_ROLES, SINGLE_ROLES
 from busrl.topology.kinds import ADAPTERS, RESTARTS
-from busrl.topology.schema import TABLE_TENSORS, Derived, Process, Topology
+from busrl.topology.schema import (
+    TABLE_TENSORS,
+    TENSORS_OF_SEGMENT,
+    TENSORS_OF_SLOT,
+    Derived,
+    Process,
+    Topology,
+)
 
 # -- processes, and what they work on at once -----
 
@@ -71,8 +78,33 @@ def call_ring(topology: Topology, host: str = "") -> tuple[int, int]:
     """Slots and bytes per slot of a host's ring of model calls: a call for every row and some that wait, each with the
     longest prompt and answer."""
     rows = topology.generation.max_batch * max(1, on_host(topology, host, "rollout"))
+    routing = topology.derived.routing
+    read = (ID_BYTES + (routing.bytes_per_token if routing else 0)) * topology.longest
     answer = PER_TOKEN * topology.generation.max_new_tokens
-    return rows + rows // 4 + MORE_CALLS, round_up(ID_BYTES * topology.longest + answer + CALL_BYTES, 256)
+    return rows + rows // 4 + MORE_CALLS, round_up(read + answer + CALL_BYTES, 256)
+
+
+def most_segments(topology: Topology) -> int:
+    """Segments that the table of a slot has room for."""
+    more = topology.derived.routing is not None  # routes of each segment, and those of the prompt
+    return (TABLE_TENSORS - TENSORS_OF_SLOT - more) // (TENSORS_OF_SEGMENT + more)
+
+
+def route_bytes(topology: Topology) -> int:
+    """Bytes of the routes of one sample, at most; 0 in a run without."""
+    if (routing := topology.derived.routing) is None:
+        return 0
+    if topology.has_callers:
+        return routing.bytes_per_token * topology.episode_limits[2]
+    prompt = topology.max_prompt_tokens if topology.learner.routes_of == "all" else 0
+    return routing.bytes_per_token * (prompt + topology.generation.max_new_tokens)
+
+
+def route_bytes_of_step(topology: Topology) -> int:
+    """Bytes of the routes of all samples of a step, at most."""
+    learner = topology.learner
+    groups = learner.n_range[1] if learner.controller.mode == "act" else learner.trigger.n_min
+    return route_bytes(topology) * groups * topology.groups.size
 
 
 def ring_bytes(slots: int, slot_bytes: int, processes: int, held: int | None = None) -> int:

@@ -1,0 +1,131 @@
+"""Whether a run carries routes, by its model, engines and number type; and the rules about keys of routes.
+
+Looks at a topology and at the model's config.json. Knows nothing of slots, logs or how a model is replayed.
+
+- `learner.routes = "auto"` never refuses for what it finds: it carries routes, or leaves them out and says why in one
+  line of `busrl check`. "replay" refuses for the same reasons.
+- All parts of a run look at `derived.routing` alone, which is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from busrl.data.pretrained import model_at, read_config
+from busrl.data.routing import Routing, routing_of
+from busrl.engines import vllm_versions
+from busrl.preflight.findings import Check, Clash, Finding, clashes
+from busrl.topology.kinds import ENGINES
+from busrl.topology.schema import ATROPOS, Process, Topology
+from busrl.topology.sizes import most_segments, rollouts, route_bytes_of_step
+
+MOST_CHOSEN = 64  # experts of a token in a layer
+LOGGED_BYTES = 64 << 20  # of routes in one record of the write-ahead log that need no word of the user's
+OWN = 'routes = "own"'
+
+
+def routing(t: Topology) -> tuple[Routing | None, str]:
+    """The shape of the routes that the samples of a run carry, None for none; and a line that says so to people, empty
+    for a model without experts."""
+    shape = _shape(t)
+    if shape is None:
+        return None, ""
+    experts = f"experts: {shape.top_k} of {shape.experts} in {len(shape.layers)} layers"
+    if t.learner.routes == "own":
+        return None, f"{experts}; the learner chooses its own"
+    if t.learner.routes == "auto":
+        if t.model.dtype == "float32":
+            return None, f"{experts}; the learner chooses its own, which in float32 are the engine's"
+        if (objection := next(_objections(t, shape), None)) is not None:
+            return None, f"{experts}; the learner chooses its own: {objection.rule}"
+    of = "the answer" if t.learner.routes_of == "answer" else "prompt and answer"
+    return shape, f"{experts}; those of {of} are the engine's, {shape.bytes_per_token} bytes for each token"
+
+
+def _shape(t: Topology) -> Routing | None:
+    folder = model_at(t.model.path)
+    return routing_of(read_config(Path(folder))) if folder is not None else None
+
+
+# -- what carries no routes -----
+
+
+def _objections(t: Topology, shape: Routing) -> Iterator[Finding]:
+    """The reasons why the samples of this run can have no routes of that shape."""
+    if shape.top_k > MOST_CHOSEN:
+        rule = f"a token has {shape.top_k} experts in a layer, and routes hold {MOST_CHOSEN}"
+        yield Finding(("learner.routes", "model.path"), rule, OWN)
+    for at, entry in enumerate(t.process):
+        if entry.role == ATROPOS:
+            yield Finding(("learner.routes", f"process.{at}.role"), "episodes of atropos clients have no routes", OWN)
+        if entry.role == "tinker":
+            yield Finding(("learner.routes", f"process.{at}.role"), "clients of a service send no routes", OWN)
+    for at, entry in rollouts(t):
+        if fault := _fault_of_engine(t, entry):
+            yield Finding(("learner.routes", f"process.{at}.engine"), fault, OWN)
+        if entry.engine == "vllm" and t.vllm.extra.get("pipeline_parallel_size", "1") != "1":
+            rule = "a vLLM whose layers are on several devices in turn gives no routes"
+            yield Finding(("learner.routes", "vllm.extra"), rule, f"remove pipeline_parallel_size, or {OWN}")
+
+
+def _fault_of_engine(t: Topology, entry: Process) -> str:
+    kind = ENGINES.get(entry.engine)
+    if kind is not None and not kind.routes:
+        return f"{entry.engine} does not say which experts it chose"
+    return vllm_versions.routes_fault() if entry.engine == "vllm" else ""
+
+
+# -- rules -----
+
+REPLAY_ONLY = "this run carries no routes"
+TABLE = (
+    Clash(("learner.routes_of", "learner.routes"),
+          lambda t: t.learner.routes_of != "all" and t.derived.routing is None,
+          f"{REPLAY_ONLY}; remove it", warning=True),
+    Clash(("learner.log_routes", "learner.routes"),
+          lambda t: t.learner.log_routes != "auto" and t.derived.routing is None,
+          f"{REPLAY_ONLY}; remove it", warning=True),
+    Clash(("learner.log_routes", "learner.wal"),
+          lambda t: t.derived.routing is not None and t.learner.log_routes == "on" and t.learner.wal == "off",
+          "there is no write-ahead log; remove it, or wal = \"sync\"", warning=True),
+    Clash(("segments.max_segments", "learner.routes"),
+          lambda t: t.segments.on and t.segments.max_segments > most_segments(t),
+          lambda t: f"a slot with routes has room for {most_segments(t)} segments; lower it, or {OWN}"),
+    Clash(("learner.routes_of", "process"),
+          lambda t: t.learner.routes_of != "all" and t.derived.routing is not None and t.has_callers,
+          "the prompts of an episode's calls are answers of others, too; remove it"),
+    Clash(("generation.on_update", "learner.routes"),
+          lambda t: t.derived.routing is not None and t.generation.on_update == "recompute",
+          "what a token read is computed again, over other experts than it was drawn by; on_update = \"keep\"",
+          warning=True),
+)
+
+
+def _refused(t: Topology) -> Iterator[Finding]:
+    """Report what stands against routes that the file asks for."""
+    if t.learner.routes != "replay":
+        return
+    shape = _shape(t)
+    if shape is None:
+        yield Finding(("learner.routes", "model.path"), "the model has no experts by its config.json", "remove it")
+    else:
+        yield from _objections(t, shape)
+
+
+def _logged(t: Topology) -> Iterator[Finding]:
+    """Have the user say whether much goes into the log."""
+    if t.derived.routing is None or t.learner.log_routes != "auto" or t.learner.wal == "off":
+        return
+    if (size := route_bytes_of_step(t)) > LOGGED_BYTES:
+        rule = f"routes of a step may be {size >> 20} MiB, before they are compressed, and go into the write-ahead log"
+        yield Finding(("learner.log_routes", "learner.routes"), rule, 'set it to "on", or to "off" (docs/experts.md)')
+
+
+def _balanced(t: Topology) -> Iterator[Finding]:
+    if t.learner.balance and (folder := model_at(t.model.path)) is not None and folder.is_dir() and _shape(t) is None:
+        rule = "the model has no experts by its config.json"
+        yield Finding(("learner.balance", "model.path"), rule, "remove it")
+
+
+CHECKS: tuple[Check, ...] = (lambda t: clashes(t, TABLE), _refused, _logged, _balanced)
