@@ -14,6 +14,8 @@
 | messages     | uint8        | optional, JSON: the messages of each sequence                                      |
 | context      | uint64 [5+]  | optional, CONTEXT: ids that its calls read, ids of those that were computed, calls |
 |              |              | of unknown tools, calls with other sampling than the run's, refused calls; OF_SEATS |
+| routes       | [R, L, K]    | of a mixture of experts: ids of experts (uint8, or uint16), a row for each id of a |
+|              |              | sequence before the last one that a turn of it sampled, sequence after sequence    |
 | text         | uint8        | the last turn's text                                                               |
 
 Pure: talks to nothing, and knows nothing of slots, engines, templates or clients.
@@ -78,6 +80,7 @@ class EpisodeArrays:
     versions: Array
     turn_rewards: Array | None
     keys: tuple[str, ...] = field(default=(), kw_only=True)
+    routes: Array | None = field(default=None, kw_only=True)
 
     def logged(self) -> dict[str, Any]:
         """The fields of a record of the log (`busrl.ledger.wal.SampleRecord`)."""
@@ -97,6 +100,12 @@ class EpisodeArrays:
         """The oldest version of a trained token; None if none is trained."""
         versions = self.versions[self.trained()]
         return int(versions.min()) if len(versions) else None
+
+
+def routed_rows(turns: Array) -> int:
+    """The number of rows that the routes of an episode have; turns as in the slot or as in the log."""
+    last = np.append(np.diff(turns[:, SEQUENCE]) != 0, True)
+    return int((turns[last, END].astype(np.int64) - 1).sum())
 
 
 def fault_of(episode: EpisodeArrays) -> str:

@@ -117,6 +117,8 @@ class RemoteAnswer(NamedTuple):
     done: bool
     step: int = 0  # that made the oldest weights which drew it, by the worker's account
     episode: dict[str, g.Tensor] | None = None  # in place of the arrays; the ledger checks it
+    routes: npt.NDArray[Any] | None = None
+    prompt_routes: npt.NDArray[Any] | None = None
 
 
 _NONE = np.zeros(0, np.int32)

@@ -13,7 +13,7 @@ ring, of tensors or of the optimiser.
 
 A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout, u32 crc32 of those 12 bytes; then records: "WREC",
 u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). The layout is 3, or 4
-where a sample has `keys`; a file of another one is refused.
+where a sample has `keys`, or 5 where one has routes; a file of another one is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,17 +34,18 @@ from busrl.errors import FileCorrupt, LedgerError, WriteFailed
 from busrl.system import files
 
 MAGIC = b"BUSRLWAL"
-LAYOUT, KEYED = 3, 4
+LAYOUT, KEYED, ROUTED = 3, 4, 5
 MARK = b"WREC"
 SEGMENT_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 _FRAME = struct.Struct("<4sII")
 
 
-_STARTS = {layout: MAGIC + _LENGTH.pack(layout) for layout in (LAYOUT, KEYED)}
+_STARTS = {layout: MAGIC + _LENGTH.pack(layout) for layout in (LAYOUT, KEYED, ROUTED)}
 _HEADS = {layout: start + _LENGTH.pack(zlib.crc32(start)) for layout, start in _STARTS.items()}
 HEAD = _HEADS[LAYOUT]
 TURN = 4  # numbers of a turn in a record
+FAST = 1  # zlib's level for routes
 REMEDY = "Restore it, or remove it: what no checkpoint holds of its steps is lost then, and `busrl audit` names what"
 
 
@@ -60,6 +62,12 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     sorted by sequence and begin. Then `prompt_ids` is empty, `token_ids` holds the sequences one after another, and
     log-probabilities and versions have one per sampled id, turn after turn. `reward` includes `turn_rewards`, of which
     there is one per turn or none; so it is with `keys`, by which turns are compared ("": by their number).
+
+    Of a mixture of experts `routes_shape` has layers with experts, experts of a token, and experts in all. `routes`
+    are ids of experts, one byte each for up to 256 experts, else two: [rows, layers, experts of a token], a row for the
+    position before each token, of an episode for each id of a sequence but for those from the last end of a turn in it
+    on, and for that last one. `prompt_routes` are those of the prompt but for its last id, or none. In a file they are
+    compressed (zlib), or left out: then `routes_crc` is the crc32 of both.
     """
 
     uid: int
@@ -82,6 +90,10 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     turns: list[int] = []
     turn_rewards: list[float] = []
     keys: list[str] = []
+    routes: bytes = b""
+    prompt_routes: bytes = b""
+    routes_shape: list[int] = []
+    routes_crc: int = 0
 
     def prompt_array(self) -> npt.NDArray[np.int32]:
         return np.frombuffer(self.prompt_ids, "<i4")
@@ -94,6 +106,15 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def version_array(self) -> npt.NDArray[np.uint32]:
         return np.frombuffer(self.versions, "<u4")
+
+    def route_arrays(self) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any] | None]:
+        """The arrays of `routes` and `prompt_routes`; None for those that are not there."""
+        if not self.routes:
+            return None, None
+        layers, top_k, experts = self.routes_shape
+        dtype, shape = np.dtype("u1" if experts <= 256 else "<u2"), (-1, layers, top_k)
+        prompt = np.frombuffer(self.prompt_routes, dtype).reshape(shape) if self.prompt_routes else None
+        return np.frombuffer(self.routes, dtype).reshape(shape), prompt
 
     def turn_array(self) -> npt.NDArray[np.int64]:
         """[turns, 4], as above; one row with the whole answer for a sample without `turns`."""
@@ -144,6 +165,28 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     groups: list[int]
     samples: list[SampleRecord]
     terms: Terms | None = None  # None: as the topology says
+
+
+def _packed(record: Record, keep: bool) -> Record:
+    """The record as a file has it: its routes compressed, or without them."""
+
+    def packed(sample: SampleRecord) -> SampleRecord:
+        if not keep:
+            crc = zlib.crc32(sample.prompt_routes, zlib.crc32(sample.routes))
+            return msgspec.structs.replace(sample, routes=b"", prompt_routes=b"", routes_crc=crc)
+        return _with_routes(sample, lambda part: zlib.compress(part, FAST))
+
+    return msgspec.structs.replace(record, samples=[*map(packed, record.samples)])
+
+
+def _unpacked(record: Record) -> Record:
+    record.samples = [_with_routes(sample, zlib.decompress) for sample in record.samples]
+    return record
+
+
+def _with_routes(sample: SampleRecord, change: Callable[[bytes], bytes]) -> SampleRecord:
+    parts = {"routes": sample.routes, "prompt_routes": sample.prompt_routes}
+    return msgspec.structs.replace(sample, **{name: change(part) for name, part in parts.items() if part})
 
 
 class _Brief(msgspec.Struct):
@@ -208,17 +251,17 @@ class Wal:
     """The log in `directory`, opened for appending.
 
     `sync=True` makes every record durable before `append` returns; without it a record survives the death of every
-    process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `damage` lists
-    what was passed over, `cut_bytes` counts what opening cut off; `last_step` and `last_version` are the highest ever
-    seen here, -1 with none.
+    process, but not a power cut. `routes`: keep those of a mixture of experts. `superseded`: the step up to which the
+    records are not needed any more. `damage` lists what was passed over, `cut_bytes` counts what opening cut off;
+    `last_step` and `last_version` are the highest ever seen here, -1 with none.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], *, sync: bool = True, segment_bytes: int = SEGMENT_BYTES,
-        superseded: int = -1,
+        superseded: int = -1, routes: bool = True,
     ) -> None:
         self.directory = Path(directory)
-        self.sync = sync
+        self.sync, self.routes = sync, routes
         self.segment_bytes = segment_bytes
         self.damage: list[str] = []
         self.last_step = self.last_version = -1
@@ -243,11 +286,12 @@ class Wal:
             raise LedgerError(
                 f"{self.directory}: a record of step {record.step} after step {self.last_step}: steps must grow"
             )
-        payload = msgspec.msgpack.encode(record)
+        routed = any(sample.routes_shape for sample in record.samples)
+        payload = msgspec.msgpack.encode(_packed(record, self.routes) if routed else record)
         length = _LENGTH.pack(len(payload))
         head = MARK + length + _LENGTH.pack(zlib.crc32(payload, zlib.crc32(length)))
         full = bool(self._segments) and self._segments[-1].size + len(head) + len(payload) > self.segment_bytes
-        layout = KEYED if any(sample.keys for sample in record.samples) else LAYOUT
+        layout = ROUTED if routed else KEYED if any(sample.keys for sample in record.samples) else LAYOUT
         if self._fd < 0 or (full and self._segments[-1].steps) or self._segments[-1].layout < layout:
             self._begin_segment(layout)
         segment = self._segments[-1]
@@ -267,7 +311,7 @@ class Wal:
                 continue
             for record in map(decoder.decode, payloads(segment.path.read_bytes(), segment.size)):
                 if record.step > after:
-                    yield record
+                    yield _unpacked(record) if segment.layout == ROUTED else record
 
     def drop_before(self, step: int) -> int:
         """Remove the segments with no record of step `step` or later (a checkpoint's step + 1). Returns how many."""
@@ -377,7 +421,7 @@ class Wal:
             return
         layout = next((layout for layout, head in _HEADS.items() if data.startswith(head)), 0)
         if not layout:
-            text = f"{path}: does not begin with {MAGIC!r}, layout 3 or 4; it is no log of this busrl. {REMEDY}"
+            text = f"{path}: does not begin with {MAGIC!r}, layout 3, 4 or 5; it is no log of this busrl. {REMEDY}"
             if newest:
                 raise FileCorrupt(text)
             self._doubts.append(text)

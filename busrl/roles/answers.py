@@ -8,6 +8,9 @@
 | logprobs   | k       | float32 | rollout    | behaviour log-probability of each, as sampled         |
 | versions   | k       | uint32  | rollout    | weight version that produced each                     |
 | text       | last    | uint8   | rollout    | the whole completion as UTF-8, special tokens visible |
+| routes     | k       | uint8   | rollout    | of a mixture of experts, [tokens, layers, top_k]: the |
+|            |         |         |            | experts of the position before each (or uint16)       |
+| prompt_routes | -    | uint8   | rollout    | those of the prompt but for its last id, or none      |
 | reward_parts | -     | float32 | reward     | parts of the reward, where the function gives any     |
 | part_names | -       | uint8   | reward     | their names, a newline between two; may be missing    |
 
@@ -60,11 +63,16 @@ DTYPES = {
 
 # -- tensors -----
 
-def write_segment(ring: Ring, slot: int, word: int, segment: int, ids: Ids, logprobs: Array, versions: Array) -> None:
+def write_segment(
+    ring: Ring, slot: int, word: int, segment: int, ids: Ids, logprobs: Array, versions: Array,
+    routes: Array | None = None,
+) -> None:
     """Append segment number `segment`: arrays of one length, in the table's types. The caller commits."""
     ring.put(slot, word, "tokens", ids, segment)
     ring.put(slot, word, "logprobs", logprobs, segment)
     ring.put(slot, word, "versions", versions, segment)
+    if routes is not None:
+        ring.put(slot, word, "routes", routes, segment)
 
 
 def write_text(ring: Ring, slot: int, word: int, segment: int, text: str) -> None:
@@ -190,6 +198,10 @@ class Sampled(Protocol):
     def versions(self) -> Array: ...
     @property
     def finish(self) -> int: ...
+    @property
+    def routes(self) -> Array | None: ...
+    @property
+    def prompt_routes(self) -> Array | None: ...
 
 
 class SegmentCuts:
@@ -224,7 +236,11 @@ class SegmentCuts:
         has moved. SlotTooSmall: nothing is committed. `told`: the step of the oldest weights, where `steps` does not
         know them."""
         segment, length = segments_of(word), earlier + len(sampled.token_ids)
-        write_segment(ring, slot, word, segment, sampled.token_ids, sampled.logprobs, sampled.versions)
+        if segment == 0 and sampled.prompt_routes is not None:
+            ring.put(slot, word, "prompt_routes", sampled.prompt_routes)
+        write_segment(
+            ring, slot, word, segment, sampled.token_ids, sampled.logprobs, sampled.versions, sampled.routes,
+        )
         if text is not None:
             write_text(ring, slot, word, segment, text)
         if (oldest := int(sampled.versions.min())) < version:  # older weights than those of the admission made a token

@@ -62,6 +62,8 @@ def write_episode(ring: Ring, slot: int, word: int, episode: EpisodeArrays, text
         arrays["turn_rewards"] = np.asarray(episode.turn_rewards, np.float32)
     if episode.keys:
         arrays["keys"] = joined_keys(episode.keys)
+    if episode.routes is not None:
+        arrays["routes"] = episode.routes
     if reward is not None:
         values = list(reward.values()) if isinstance(reward, Mapping) else []
         arrays["reward"] = np.array([sum(values) if isinstance(reward, Mapping) else reward, *values], np.float64)

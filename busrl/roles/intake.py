@@ -19,7 +19,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -167,6 +167,8 @@ class ClaimedSlot(NamedTuple):
     earlier: int = 0  # tokens of the segments before
     tokens: int = 0  # the most that this segment may have
     last: bool = True  # the answer has to end with this segment
+    routed: bool = False  # its routes are kept,
+    prompt_routed: bool = False  # and those of its prompt
 
 
 class SampleIntake(Intake):
@@ -228,12 +230,14 @@ class SampleIntake(Intake):
             return None
         left = line["max_new_tokens"] - len(prefix)
         cut = self.segments.next(line["cls"], segments, left)
-        counted = (len(prompt), len(prefix), cut.tokens, cut.last)
+        routed = self.topology.derived.routing is not None and line["cls"] == SampleClass.TRAIN
+        of_prompt = routed and not segments and self.topology.learner.routes_of == "all"
+        counted = (len(prompt), len(prefix), cut.tokens, cut.last, routed, of_prompt)
         self.claimed[slot] = ClaimedSlot(word, line["uid"], version, step, *counted)
         return Request(
             key=slot, uid=line["uid"], segment=segments, prompt_ids=prompt, prefix_ids=prefix,
             max_new_tokens=cut.tokens, temperature=line["temperature"], top_p=line["top_p"],
-            seed=self.topology.run.seed,
+            seed=self.topology.run.seed, routes_from=0 if of_prompt else len(prompt) + len(prefix) - 1,
         )
 
     def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
@@ -255,6 +259,9 @@ class SampleIntake(Intake):
 
     def _write(self, slot: int, task: ClaimedSlot, answer: Finished) -> bool:
         """Commit a segment that ended; an answer that is not whole goes on with any worker."""
+        if answer.routes is not None:
+            prompt_routes = answer.prompt_routes if task.prompt_routed else None
+            answer = replace(answer, routes=answer.routes if task.routed else None, prompt_routes=prompt_routes)
         whole = not self._is_cut(task, answer)
         message = self.segments.commit(
             self.ring, slot, task.word, answer, self._text(slot, task.word, answer) if whole else None, self.steps,

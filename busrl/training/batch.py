@@ -81,6 +81,10 @@ class Sample:
     finish: int = 1  # 1 end token, 2 length cut
     context: int = 0  # generated tokens at the start that are read and not trained: earlier segments
     turns: Turns | None = None  # of an episode, which has neither prompt_ids nor context
+    # Experts that the engine chose, [positions, layers, chosen]: at the positions that predict the generated tokens,
+    # and in the prompt but for its last token; of an episode at all positions of each piece but for its last.
+    routes: NDArray[Any] | None = None
+    prompt_routes: NDArray[Any] | None = None
 
     @property
     def length(self) -> int:

@@ -107,7 +107,7 @@ class CountedRing:
 
 
 def claims_of(ring: object) -> Claims:
-    topology = SimpleNamespace(reward=Reward(), generation=Generation())
+    topology = SimpleNamespace(reward=Reward(), generation=Generation(), derived=SimpleNamespace(routing=None))
     return Claims(ring, topology, lambda records: None)  # type: ignore[arg-type]
 
 

@@ -5,8 +5,8 @@ imports no torch.
 
 - All members of a group are claimed, or none: a compare-and-swap that fails gives back what was taken.
 - A record is a copy: it stays good after its slot was freed.
-- A sample whose payload is malformed (counts that differ, a log-probability above 0, NaN, an unknown id) is dropped
-  with fate M; the rest of its group goes back to rest.
+- A sample whose payload is malformed (counts that differ, a log-probability above 0, NaN, an unknown id, in a run with
+  routes one without them or with an id of no expert) is dropped with fate M; the rest of its group goes back to rest.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.data.episodes import routed_rows
 from busrl.data.figures import tag_of
+from busrl.data.routing import Routing, first_fault
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.wal import SampleRecord
-from busrl.ring import Ring, State, segments_of
+from busrl.ledger.wal import TURN, SampleRecord
+from busrl.ring import NO_SEGMENT, Ring, State, segments_of
 from busrl.roles import answers
 from busrl.roles.answers import UNREADABLE
 from busrl.roles.episodes import context_of, read_episode
@@ -60,6 +62,20 @@ TENSORS = ("prompt_ids", "token_ids", "logprobs", "versions")
 SEGMENTED = ("tokens", "logprobs", "versions")
 
 
+@dataclass(frozen=True)
+class Routed:
+    """The routes that the samples of a run have: their shape, and whether those of prompts are among them."""
+
+    routing: Routing
+    prompts: bool
+
+    @classmethod
+    def of(cls, topology: Topology) -> Routed | None:
+        """Those of a run's samples; None where they have none."""
+        routing = topology.derived.routing
+        return None if routing is None else cls(routing, topology.learner.routes_of == "all")
+
+
 class Malformed(Exception):
     """The payload of the sample at `position` breaks the rules of the ledger."""
 
@@ -69,7 +85,7 @@ class Malformed(Exception):
 
 
 def claim_groups(
-    ring: Ring, lines: Lines, groups: Sequence[Sequence[int]], fault: Fault
+    ring: Ring, lines: Lines, groups: Sequence[Sequence[int]], fault: Fault, routed: Routed | None = None
 ) -> list[Claimed] | Malformed | None:
     """Claim the REWARDED slots of whole groups, all or none, as `lines` (a copy of all control lines) shows them.
 
@@ -85,7 +101,7 @@ def claim_groups(
             return None
         owned.append((slot, owner))
     try:
-        records = make_records(ring, owned, rows)
+        records = make_records(ring, owned, rows, routed)
         if (refusal := fault(records)) is not None:
             raise Malformed(*refusal)
     except Malformed as problem:
@@ -96,7 +112,7 @@ def claim_groups(
     return [Claimed(*zip(*(next(members) for _ in group))) for group in groups]
 
 
-def make_records(ring: Ring, owned: Owned, rows: Lines) -> list[SampleRecord]:
+def make_records(ring: Ring, owned: Owned, rows: Lines, routed: Routed | None = None) -> list[SampleRecord]:
     """Copy samples out of their slots, checked."""
     fields = zip(*(rows[name].tolist() for name in FIELDS))
     records = []
@@ -104,6 +120,8 @@ def make_records(ring: Ring, owned: Owned, rows: Lines) -> list[SampleRecord]:
         counts = [len(payload[name]) // 4 for name in TENSORS[1:]]
         if "turns" not in payload and not counts[0] == counts[1] == counts[2] > 0:
             raise Malformed(position, "{} tokens, {} log-probs, {} versions".format(*counts))
+        if routed is not None:
+            payload |= _routes(ring, position, owned[position][0], payload, routed)
         records.append(SampleRecord(**dict(zip(FIELDS, values)), **payload))
     return records
 
@@ -134,6 +152,29 @@ def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
         raise Malformed(position, "its segments have {} tokens, {} log-probs, {} versions".format(*sizes))
     payload = dict(zip(TENSORS, (prompt, *(np.concatenate(name).tobytes() for name in parts))))
     return {**payload, "segments": sizes[0]} if segments > 1 else payload
+
+
+def _routes(ring: Ring, position: int, slot: int, payload: Payload, routed: Routed) -> Payload:
+    """The routes of the sample with this payload, as fields of a record, checked."""
+    parts: list[tuple[str, int, int]]  # tensor, segment, rows
+    if "turns" in payload:
+        parts = [("routes", 0, routed_rows(np.array(payload["turns"]).reshape(-1, TURN)))]
+    else:
+        sizes = payload.get("segments") or [len(payload["token_ids"]) // 4]
+        parts = [("routes", segment, size) for segment, size in enumerate(sizes)]
+        if routed.prompts:
+            parts.append(("prompt_routes", NO_SEGMENT, len(payload["prompt_ids"]) // 4 - 1))
+    fields: Payload = {"routes": b"", "routes_shape": [*routed.routing.shape, routed.routing.experts]}
+    for name, segment, rows in parts:
+        place = f"{name} of segment {segment}" if len(parts) > 2 and segment != NO_SEGMENT else name
+        try:
+            array = ring.get(slot, name, segment)
+        except UNREADABLE as problem:
+            raise Malformed(position, f"{place}: {problem}") from None
+        if fault := first_fault(array, rows, routed.routing):
+            raise Malformed(position, f"{place}: {fault}")
+        fields[name] = fields.get(name, b"") + array.tobytes()
+    return fields
 
 
 def give_back(ring: Ring, owned: Owned) -> None:
@@ -262,7 +303,7 @@ class Claims:
 
     def __init__(self, ring: Ring, topology: Topology, fault: Fault) -> None:
         """`fault` names a record that cannot be trained, and why."""
-        self._ring, self._fault = ring, fault
+        self._ring, self._fault, self._routed = ring, fault, Routed.of(topology)
         self.follow(topology)
         self.held: dict[int, Claimed] = {}  # by draw
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
@@ -288,7 +329,8 @@ class Claims:
 
     def take(self, view: GroupView, draws: Sequence[int]) -> list[Claimed] | Malformed | None:
         """Claim these groups, all or none (`claim_groups`)."""
-        claimed = claim_groups(self._ring, self.lines, [view.slots_of(draw) for draw in draws], self._fault)
+        groups = [view.slots_of(draw) for draw in draws]
+        claimed = claim_groups(self._ring, self.lines, groups, self._fault, self._routed)
         if isinstance(claimed, list):
             self.held.update(zip(draws, claimed))
             self.pending += claimed

@@ -70,7 +70,8 @@ class History:
         superseded = trained.step_of(newest) if newest is not None else -1
         # The log of an earlier start is trained first, then given up (`leave_log`).
         logs = mode != "off" or any(paths.wal.glob("*.wal"))
-        self.wal = Wal(paths.wal, sync=mode == "sync", superseded=superseded) if logs else None
+        keep = topology.learner.log_routes != "off"
+        self.wal = Wal(paths.wal, sync=mode == "sync", superseded=superseded, routes=keep) if logs else None
         if self.wal is not None and (cut := self.wal.cut_bytes):
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = LineFile(paths.train_log)

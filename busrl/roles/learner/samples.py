@@ -28,12 +28,14 @@ def to_sample(record: SampleRecord, last_only: bool = False, skipped: Sequence[i
 
     The first `skipped` tokens of each turn are context; `last_only`: all segments but the last are.
     """
+    routes, prompt_routes = record.route_arrays()
     return Sample(
         uid=record.uid, group=record.group, member=record.member, reward=record.reward,
         temperature=record.temperature, finish=record.finish, prompt_ids=record.prompt_array(),
         token_ids=record.token_array(), behaviour_logprobs=record.logprob_array(),
         policy_versions=record.version_array(), turns=_turns(record, skipped),
         context=0 if record.turns else max(skipped[0], record.earlier if last_only else 0),
+        routes=routes, prompt_routes=prompt_routes,
     )
 
 

@@ -1,0 +1,115 @@
+"""Whether a run carries routes, and keys that ask for what it cannot: each is refused with its remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from busrl.data.routing import Routing
+from busrl.errors import TopologyError
+from busrl.topology import Topology
+from busrl.topology.sizes import call_ring, most_segments, route_bytes
+
+Loader = Callable[..., Topology]
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "mlp_only_layers": [1]}
+SHAPE = Routing((0, 2, 3, 4, 5), 32, 4)
+REPLAY = "learner.routes=replay"
+BF16 = "model.dtype=bfloat16"
+ENDPOINT = ("process.rollout.engine=openai", "openai.base_url=http://127.0.0.1:1/v1", "weights.mode=fully-async")
+SMALL = ("learner.lr=3e-4", "learner.trigger.n_min=2")
+
+
+@pytest.fixture
+def experts(here: Path, loaded: Loader) -> Loader:
+    """Loads topologies whose model has experts; more keys of its config may be given first."""
+
+    def load_with(extra: str = "", *overrides: str, config: dict[str, Any] = EXPERTS) -> Topology:
+        path = here / "model" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 0, **config}))
+        return loaded(extra, *SMALL, *overrides)
+
+    return load_with
+
+
+def refused(load_with: Loader, *overrides: str, **more: Any) -> str:
+    with pytest.raises(TopologyError) as caught:
+        load_with("", *overrides, **more)
+    return str(caught.value)
+
+
+def test_a_model_without_experts_leaves_no_trace(here: Path, loaded: Loader) -> None:
+    topology = loaded("", *SMALL, BF16)
+    data = json.loads(topology.to_json())
+    assert topology.derived.routing is None
+    assert not {"routes", "routes_of", "log_routes", "balance"} & data["learner"].keys()
+    assert "routing" not in data["derived"] and not [line for line in topology.derived.explain if "expert" in line]
+
+
+def test_auto_carries_routes_but_in_float32(experts: Loader) -> None:
+    assert experts("", "model.dtype=float32").derived.routing is None
+    assert experts("", BF16).derived.routing == SHAPE
+    assert experts("", BF16, "learner.routes=own").derived.routing is None
+    assert experts("", "model.dtype=float32", REPLAY).derived.routing == SHAPE
+
+
+def test_auto_says_in_one_line_why_it_carries_none(experts: Loader) -> None:
+    topology = experts("", BF16, *ENDPOINT)
+    (line,) = [line for line in topology.derived.explain if "experts" in line]
+    assert "4 of 32 in 5 layers" in line and "openai does not say which experts it chose" in line
+
+
+def test_the_shape_comes_back_from_topology_json(experts: Loader) -> None:
+    topology = experts("", BF16, "learner.routes_of=answer", "learner.log_routes=off", "learner.balance=0.01")
+    back = Topology.from_json(topology.to_json())
+    assert back == topology and back.derived.routing == SHAPE and back.learner.balance == 0.01
+
+
+def test_replay_of_a_model_without_experts_is_refused(experts: Loader) -> None:
+    assert "no experts by its config.json" in refused(experts, REPLAY, config={"num_experts": 0})
+    assert "no experts by its config.json" in refused(experts, "learner.balance=0.1", config={"num_experts": 0})
+
+
+def test_replay_is_refused_with_engines_that_cannot_say(experts: Loader) -> None:
+    assert 'openai does not say which experts it chose; routes = "own"' in refused(experts, REPLAY, *ENDPOINT)
+
+
+def test_more_experts_of_a_token_than_routes_hold_are_refused(experts: Loader) -> None:
+    many = {**EXPERTS, "num_experts": 128, "num_experts_per_tok": 65}
+    assert "a token has 65 experts in a layer" in refused(experts, REPLAY, config=many)
+
+
+def test_a_slot_with_routes_has_room_for_fewer_segments(experts: Loader) -> None:
+    segmented = ("segments.length=4", "segments.max_segments=11")
+    assert "room for 10 segments" in refused(experts, BF16, *segmented)
+    assert most_segments(experts("", BF16)) == 10 and most_segments(experts("", "learner.routes=own")) == 14
+
+
+def test_a_large_log_of_routes_has_to_be_asked_for(experts: Loader) -> None:
+    large = (BF16, "generation.max_new_tokens=300000", "generation.max_prompt_tokens=64")
+    assert "learner.log_routes" in refused(experts, *large)
+    for said in ("on", "off"):
+        assert experts("", *large, f"learner.log_routes={said}").derived.routing == SHAPE
+    assert experts("", *large, "learner.wal=off").derived.routing == SHAPE
+
+
+def test_slots_and_calls_have_room_for_routes(experts: Loader) -> None:
+    own, every, answer = (
+        experts("", BF16, "generation.max_prompt_tokens=50", *more)
+        for more in (["learner.routes=own"], [], ["learner.routes_of=answer"])
+    )
+    assert route_bytes(own) == 0
+    assert route_bytes(answer) == 20 * own.generation.max_new_tokens
+    assert route_bytes(every) == route_bytes(answer) + 20 * 50
+    assert every.derived.slot_bytes - own.derived.slot_bytes >= route_bytes(every)
+    assert call_ring(every)[1] - call_ring(own)[1] >= 20 * own.longest - 256
+
+
+def test_keys_about_routes_warn_where_there_are_none(experts: Loader) -> None:
+    (first, second) = experts("", "learner.routes_of=answer", "learner.log_routes=on").derived.warnings
+    assert "routes_of" in first and "log_routes" in second
+    (kept,) = experts("", BF16, "generation.on_update=recompute").derived.warnings
+    assert "over other experts than it was drawn by" in kept
