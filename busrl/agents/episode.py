@@ -53,7 +53,7 @@ _threads = ThreadPoolExecutor(LONG_AT_ONCE, "long request")
 class Call:
     """A question to an engine: at most `max_new_tokens` ids behind `prompt`. `stream` (64 bits) names the random
     numbers; `near`: the engine that answered the parent, and may still hold the prefix; `on_ids` gets the ids as they
-    are drawn, from engines that send them before the answer."""
+    are drawn, from engines that send them before the answer; `routes_from`: ids whose routes an earlier answer had."""
 
     uid: int
     stream: int
@@ -61,12 +61,14 @@ class Call:
     max_new_tokens: int
     near: int
     on_ids: Callable[[list[int]], None] | None = None
+    routes_from: int = 0
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
     """The ids that an engine drew, at least one. `finish`: a code of `Finish`; `engine`: the engine's number; `step`:
-    the learner's step that made the oldest of the versions."""
+    the learner's step that made the oldest of the versions; `routes`: of all ids but the last one, from the call's
+    `routes_from` on, in a run with routes."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -76,6 +78,7 @@ class EngineAnswer:
     waited_ms: int = 0
     generated_ms: int = 0
     step: int = 0
+    routes: npt.NDArray[Any] | None = None
 
 
 Engine = Callable[[Call], Awaitable[EngineAnswer]]
@@ -396,7 +399,8 @@ class Episode:
                                  question.request.trained, question.request.key)
             try:
                 near = self._near(parent)
-                answer = await self._engine(Call(self.uid, call.stream, call.prompt, call.room, near, on_ids))
+                read = parent.end - 1 if parent else 0
+                answer = await self._engine(Call(self.uid, call.stream, call.prompt, call.room, near, on_ids, read))
                 self._answered_by(answer.engine, near)
                 return self._settle(question, call, answer)
             except BaseException:
@@ -435,7 +439,7 @@ class Episode:
         if question.history is not None:
             message, unparsed = self._maker.message(text, question.text or "", question.tools, call.number)
         turn = self.tree.answer(call, answer.ids, answer.logprobs, answer.versions, answer.finish, message, text, end,
-                                answer.waited_ms, answer.generated_ms, answer.step)
+                                answer.waited_ms, answer.generated_ms, answer.step, answer.routes)
         turn.stopped = stopped
         self.counts["unparsed"] += unparsed
         self._engines[turn.number] = answer.engine
@@ -469,8 +473,9 @@ def until(renderer: Renderer, answer: EngineAnswer, stops: Sequence[str]) -> tup
     count = bisect.bisect_left(range(len(answer.ids)), True, 1, key=ended)
     drawn = text(count)
     before = drawn[: min(drawn.find(stop) for stop in stops if stop in drawn)]
+    routes = None if answer.routes is None else answer.routes[: len(answer.routes) - len(answer.ids) + count]
     cut = replace(answer, ids=answer.ids[:count], logprobs=answer.logprobs[:count],
-                   versions=answer.versions[:count], finish=int(Finish.LENGTH))
+                   versions=answer.versions[:count], finish=int(Finish.LENGTH), routes=routes)
     return cut, before, ""
 
 

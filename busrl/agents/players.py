@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from busrl.agents.episode import Call, Engine, EngineAnswer, Episode, Settings
 from busrl.agents.parsers import MessageMaker, parser_of
@@ -25,11 +27,13 @@ from busrl.agents.seats import Seat
 from busrl.agents.sides import ClaimedSample
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.episodes import EpisodeLimits
+from busrl.data.routing import Routing, first_fault
 from busrl.data.vocabulary import end_ids
-from busrl.errors import AgentNotLoaded, BugError
+from busrl.errors import AgentNotLoaded, BugError, CallUnanswered
 from busrl.protocol import messages as m
 from busrl.ring import Ring
-from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, Send
+from busrl.ring.calls import GIVES, ROUTES, AsyncCaller, CallAnswer, ModelCall, Send
+from busrl.states import SampleClass
 from busrl.topology import Topology
 from busrl.topology.sizes import count
 
@@ -98,18 +102,20 @@ class Player:
 
     async def ask(self, line: dict[str, Any], call: Call, counted: ClaimedSample | None) -> EngineAnswer:
         """Answer a call of a sample with this line; ids that it read are counted for the sample that records it."""
+        routing = self.topology.derived.routing if line["cls"] == SampleClass.TRAIN else None
         model_call = ModelCall(
             call.prompt, call.max_new_tokens, uid=call.uid, stream=call.stream, temperature=line["temperature"],
             top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
             engine=max(0, call.near) if self._keeps_prefixes or self._pool else 0,
             affinity_s=self.topology.limits.progress_s if self._pool else self.topology.agents.affinity_ms / 1e3,
+            extra={GIVES: [*ROUTES], "routes_from": call.routes_from} if routing else {},
         )
         answer = await self._answered(model_call, call)
         if counted is not None:
             counted.read, counted.computed = counted.read + len(call.prompt), counted.computed + answer.computed
         waited_ms, generated_ms = int(1e3 * answer.waited_s), int(1e3 * answer.generated_s)
         return EngineAnswer(answer.ids, answer.logprobs, answer.versions, answer.finish, answer.engine, waited_ms,
-                            generated_ms, answer.step)
+                            generated_ms, answer.step, _routes(call, answer, routing) if routing else None)
 
     async def _answered(self, model_call: ModelCall, call: Call) -> CallAnswer:
         limit_s = self.topology.limits.work_s
@@ -120,6 +126,16 @@ class Player:
                 return news
             call.on_ids(news)
         raise BugError("a stream of ids ended without the answer")
+
+
+def _routes(call: Call, answer: CallAnswer, routing: Routing) -> npt.NDArray[Any]:
+    """The routes that came with an answer, those of the prompt first; CallUnanswered if they are not sound."""
+    sizes = (len(answer.ids), len(call.prompt) - 1 - call.routes_from)
+    parts = [answer.extra[name] for name in ROUTES]
+    for name, part, rows in zip(ROUTES, parts, sizes, strict=True):
+        if fault := first_fault(part, rows, routing):
+            raise CallUnanswered("malformed", f"{name} of the answer: {fault}")
+    return np.concatenate(parts[::-1])
 
 
 class Players:

@@ -207,6 +207,7 @@ class Turn:
     waited_ms: int = 0
     generated_ms: int = 0
     step: int = 0  # of the learner: the step that made the oldest of the versions
+    routes: npt.NDArray[Any] | None = None  # of the ids from the parent's last one on, but for its own last one
     reward: float | None = None
     delivered: bool = False
     stopped: bool = False  # by a stop text of its client
@@ -235,6 +236,12 @@ class Turn:
         path = np.concatenate([part for turn in self.chain() for part in (turn.call.new, turn.ids)])
         path.flags.writeable = False
         return path
+
+    @property
+    def path_routes(self) -> npt.NDArray[Any] | None:
+        """The routes of the path but for its last id; None where any of its answers had none."""
+        parts = [turn.routes for turn in self.chain() if turn.routes is not None]
+        return np.concatenate(parts) if len(parts) == len(self.chain()) else None
 
     @property
     def kept(self) -> bool:
@@ -350,7 +357,7 @@ class Tree:
 
     def answer(self, call: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
-               generated_ms: int = 0, step: int = 0) -> Turn:
+               generated_ms: int = 0, step: int = 0, routes: npt.NDArray[Any] | None = None) -> Turn:
         """End a call with the ids, log-probabilities and versions that the engine drew; returns its turn."""
         sampled = np.array(ids, np.int32)
         scores, sampled_with = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
@@ -360,7 +367,8 @@ class Tree:
         state = self._index.add(call.history.states[-1], message) if call.history else None
         self._release(call, call.room - len(sampled))
         call.hash.update(sampled.data)
-        turn = Turn(call, sampled, scores, sampled_with, finish, message, text, end_text, waited_ms, generated_ms, step)
+        turn = Turn(call, sampled, scores, sampled_with, finish, message, text, end_text, waited_ms, generated_ms, step,
+                    routes)
         self.turns.append(turn)
         (call.parent.children if call.parent else self.roots).append(turn)
         if state is not None:
@@ -422,13 +430,14 @@ class Tree:
         if any(turn.reward is not None for turn in turns):
             rewards = np.array([turn.reward or 0.0 for turn in turns], np.float32)
         keys = tuple(turn.call.key for turn in turns)
+        routes = [part for leaf, _ in sequences if (part := leaf.path_routes) is not None]
         return Trajectory(
             np.concatenate([leaf.path_ids for leaf, _ in sequences]),
             np.array([leaf.end for leaf, _ in sequences], np.int32), np.array(rows, np.int32),
             np.concatenate([turn.logprobs for turn in turns]), np.concatenate([turn.versions for turn in turns]),
             rewards, max(turns, key=lambda turn: turn.number).text,
             min((turn.step for turn in turns if turn.call.trained), default=0), self.undelivered,
-            keys=keys if any(keys) else (),
+            keys=keys if any(keys) else (), routes=np.concatenate(routes) if len(routes) == len(sequences) else None,
         )
 
     def transcript(self, limit: int, others: Mapping[str, Tree] | None = None) -> bytes:

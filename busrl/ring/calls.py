@@ -37,6 +37,8 @@ Send = Callable[[m.Message, str], None]
 AFFINITY_S = 0.02
 REFUSAL_BYTES = 1000
 WAIT_S, LOOK_S = 0.5, 0.05
+GIVES = "gives"  # of a call's `extra`: names of tensors that are to come with the answer, as
+ROUTES = ("routes", "prompt_routes")  # where engines say which experts they chose (`busrl.engines.base.Finished`)
 ANSWER = {"tokens": np.dtype(np.int32), "logprobs": np.dtype(np.float32), "versions": np.dtype(np.uint32)}
 
 
@@ -46,7 +48,7 @@ class CallDetails(msgspec.Struct, omit_defaults=True):
     stream: int = 0  # 64 bits: number of the stream of random numbers
     stop: list[int] = msgspec.field(default_factory=list)  # ids that end the answer beside the model's own
     tokens: bool = False  # CALL_TOKENS are wanted
-    extra: dict[str, Any] = {}  # what only some engines know; "gives" names the tensors that come with the answer
+    extra: dict[str, Any] = {}  # what only some engines know; GIVES
 
 
 class Served(NamedTuple):
@@ -318,7 +320,7 @@ class Caller:
         with contextlib.suppress(NoSuchTensor, TypeError):
             served = Served(*ring.get(slot, "served", 0).tolist())
         finish = int(ring.line(slot)["finish"])
-        extra = {name: ring.get(slot, name, 0).copy() for name in pending.call.extra.get("gives", ())}
+        extra = {name: ring.get(slot, name, 0).copy() for name in pending.call.extra.get(GIVES, ())}
         waited, generated = served.claimed_ns - pending.put_ns, served.done_ns - served.claimed_ns
         return CallAnswer(
             ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9,

@@ -35,7 +35,7 @@ from busrl.errors import DataError, SharedMemoryFull, SlotTooSmall, UserError
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
-from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
+from busrl.ring.calls import GIVES, ROUTES, CallDetails, read_ids, write_answer, write_refusal
 from busrl.roles import answers
 from busrl.roles.actor import Doorbell
 from busrl.roles.answers import UNREADABLE, SegmentCuts
@@ -298,13 +298,14 @@ class SampleIntake(Intake):
 
 @dataclass
 class ClaimedCall:
-    """A call of this worker: the word that owns its slot, when it was claimed, who is to get its tokens at once, and
-    how many were announced."""
+    """A call of this worker: the word that owns its slot, when it was claimed, who is to get its tokens at once, how
+    many were announced, and whether routes come with its answer."""
 
     word: int
     claimed_ns: int
     listener: str = ""
     sent: int = 0
+    routed: bool = False
 
 
 class CallIntake(Intake):
@@ -334,11 +335,17 @@ class CallIntake(Intake):
             self._drop(slot, word, Fate.MALFORMED, f"token id {wrong}: the model knows 0 to {most - 1}")
             return None
         listener = self._label(line["group"]) if details.tokens else ""
-        self.claimed[slot] = ClaimedCall(word, time.monotonic_ns(), listener)
+        have = details.extra.get("routes_from", 0)
+        if not isinstance(have, int) or not 0 <= have < len(ids):
+            self._drop(slot, word, Fate.MALFORMED, f"routes_from = {have!r} of {len(ids)} ids: must be one of them")
+            return None
+        given = details.extra.get(GIVES)
+        routed = isinstance(given, list) and ROUTES[0] in given
+        self.claimed[slot] = ClaimedCall(word, time.monotonic_ns(), listener, routed=routed)
         return Request(
             key=slot, uid=line["uid"], segment=details.stream, prompt_ids=ids, prefix_ids=NO_IDS,
             max_new_tokens=line["max_new_tokens"], temperature=line["temperature"], top_p=line["top_p"],
-            seed=self._seed, stop_ids=tuple(details.stop), extra=details.extra,
+            seed=self._seed, stop_ids=tuple(details.stop), routes_from=have, extra=details.extra,
         )
 
     def _label(self, index: int) -> str:
@@ -348,8 +355,11 @@ class CallIntake(Intake):
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> bool:
         sampled = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         step = self.steps.step_of(int(answer.versions.min()))
+        extra = answer.extra
+        if task.routed and answer.routes is not None and answer.prompt_routes is not None:
+            extra = extra | {"routes": answer.routes, "prompt_routes": answer.prompt_routes}
         try:
-            write_answer(self.ring, slot, task.word, *sampled, task.claimed_ns, step, answer.computed, answer.extra)
+            write_answer(self.ring, slot, task.word, *sampled, task.claimed_ns, step, answer.computed, extra)
         except SlotTooSmall as problem:
             self._drop(slot, task.word, Fate.MALFORMED, f"the answer does not fit its slot: {problem}")
         return True

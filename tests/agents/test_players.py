@@ -76,7 +76,7 @@ class Whole:
             tag=tag, beside="" if tag == self.lead else tag, frozen=tag == "old", seats=(tag,), base_dir=".",
             model=SimpleNamespace(path=str(folder)), agents=Agents(), limits=Limits(), keeps_prefixes=False,
             episode_limits=(512, 512, 512), follows=(), generation=own.get(tag, Generation()), of=self.of,
-            tags=self.tags, lead=self.lead,
+            tags=self.tags, lead=self.lead, derived=SimpleNamespace(routing=None),
         ) for tag in TAGS}
 
     def of(self, tag: str) -> Any:
