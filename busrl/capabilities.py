@@ -201,9 +201,9 @@ CAPABILITIES: tuple[Capability, ...] = (
         "routing": "routes.rules:routing", "checks": "routes.rules:CHECKS"}, asks={
         "learner.routes": lambda topology: topology.learner.routes == "replay"}),
     Capability("several", "several seats or models", plugs={
-        "opening": "several.opening:Opening", "checks": "several.seat_rules:CHECKS",
+        "opening": "several.opening:Opening", "checks": "several.rules:CHECKS",
         "step_observers": "several.seat_figures:observers", "topology": "several.topologies:topology",
-        "explained": "several.explained:lines", "ledger": "several.ledgers:Ledger",
+        "explained": "several.explained:lines",
         "audits": "several.audit:audit",
         "tenders": "several.keeping:OtherRings", "summaries": "several.summaries:summary",
         "overviews": "several.summaries:overview",

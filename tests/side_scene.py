@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from busrl.agents.sides import ClaimedSample, Ledger, Sides
+from busrl.agents.sides import ClaimedSample, Sides
+from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
+from busrl.roles.ledgers import Ledger
 from busrl.states import ACCIDENTS, TERMINAL, VALIDATE_BIT, Fate, SampleClass, uid_of
 
 SEATS, SIZE = ("first", "second", "third"), 2
+
+
+def ledger_of(ring: Any, fates: Fates, seats: tuple[str, ...], size: int = SIZE) -> Ledger:
+    """The ledger of a model that plays these seats."""
+    topology: Any = SimpleNamespace(tag="", seats=seats, groups=SimpleNamespace(size=size))
+    return Ledger(topology, RunPaths.of("nowhere"), ring, fates)
 
 
 class Book:
@@ -21,7 +31,7 @@ class Book:
         self.ring.register("scheduler", "test")
         self.fates = Fates(str(folder / f"fates{number}.bin"), create=True)
         self.ring.bind_fates(self.fates, Fates(str(folder / f"fates{number}.validate.bin"), create=True))
-        self.ledger = Ledger(self.ring, self.fates.view, seats, SIZE)
+        self.ledger = ledger_of(self.ring, self.fates, seats)
 
     def uid(self, draw: int, seat: str, member: int = 0, attempt: int = 0) -> int:
         return uid_of(draw * len(self.seats) + self.seats.index(seat), attempt, member, SIZE)

@@ -12,7 +12,7 @@ read after it. Knows nothing of model calls, rewards or the code of episodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,13 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.ring import Ring, State
+from busrl.roles.ledgers import Ledger
 from busrl.scheduling.groups import closing
 from busrl.states import (
     TERMINAL,
     VALIDATE_BIT,
     Fate,
-    HeaderWord,
-    RunPhase,
     SampleClass,
     draw_of,
     episode_of,
@@ -84,21 +83,6 @@ class ClaimedSample:
     def ending(self) -> list[ClaimedSample]:
         """The sides in the order in which they end: this one last."""
         return [*reversed(self.siblings.values()), self]
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """The ledger of a trained tag: ring, fates (as they are now), the names of its seats, and the size of its groups.
-    """
-
-    ring: Ring
-    fates: Callable[[], Bytes]
-    seats: tuple[str, ...]
-    size: int
-
-    @property
-    def finished(self) -> bool:
-        return self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING
 
 
 class Look:
@@ -163,7 +147,7 @@ class Sides:
         """Claim up to `most` episodes, best first; of each the sample of the first of its sides, with the others."""
         home, *others = self._ledgers  # samples of validation are in the first one, finished or not
         first = Look(home)
-        playing = [*([] if home.finished else [first]), *(Look(other) for other in others if not other.finished)]
+        playing = [*([first] if home.running else []), *(Look(other) for other in others if other.running)]
         taken: list[ClaimedSample] = []
         for look, slot in self._best(first, playing):
             if len(taken) >= most:
@@ -188,8 +172,8 @@ class Sides:
         if sample.validates:
             return
         ledger = of.ledger
-        sample.episode = int(episode_of(sample.uid, ledger.size, len(ledger.seats)))
-        sides = [(look, seat) for look in playing for seat in look.ledger.seats]
+        sample.episode = int(episode_of(sample.uid, ledger.size, ledger.seats))
+        sides = [(look, seat) for look in playing for seat in look.ledger.names]
         if (of, sample.seat) == sides[0]:
             for look, seat in sides[1:]:
                 if (sibling := _sibling(look, seat, sample.episode)) is not None:
@@ -202,16 +186,16 @@ class Sides:
 def claimable(look: Look, first: Look) -> tuple[Ints, Ints, Ints]:
     """The admission of the draw, the number of the episode and the slot of each QUEUED sample that may be claimed as
     the first of its episode: leads, which are in `first`, and orphans."""
-    ledger, slots = look.ledger, look.queued
-    uids, count = look.lines["uid"][slots].astype(np.int64), len(ledger.seats)
+    ledger, slots, lead = look.ledger, look.queued, first.ledger
+    uids, count = look.lines["uid"][slots].astype(np.int64), ledger.seats
     episodes: Ints = episode_of(uids, ledger.size, count)
     free = seat_of(place_of(uids, ledger.size)[0], count) == 0 if look is first else np.zeros(len(uids), np.bool_)
     followers = np.flatnonzero(~free)
-    leads = side_of(episodes[followers], 0, first.ledger.size, len(first.ledger.seats))
+    leads = side_of(episodes[followers], 0, lead.size, lead.seats)
     states = first.states_of(leads)
     doubtful = (states != State.QUEUED) & (states != State.GENERATING)  # a sample that waits or is played has no fate
     if doubtful.any():
-        free[followers[doubtful]] = past(leads[doubtful], states[doubtful], first.ledger.fates(), first.ledger.size)
+        free[followers[doubtful]] = past(leads[doubtful], states[doubtful], lead.fates.view(), lead.size)
     admissions = draw_of(look.lines["admission"][slots].astype(np.int64), count)
     return admissions[free], episodes[free], slots[free]
 
@@ -219,7 +203,7 @@ def claimable(look: Look, first: Look) -> tuple[Ints, Ints, Ints]:
 def _sibling(look: Look, seat: str, episode: int) -> ClaimedSample | None:
     """Claim the sample of a seat of an episode, if it is QUEUED now."""
     ledger = look.ledger
-    uid = np.array([side_of(episode, ledger.seats.index(seat), ledger.size, len(ledger.seats))])
+    uid = np.array([side_of(episode, ledger.names.index(seat), ledger.size, ledger.seats)])
     for copy in _now(look):
         slot = int(copy.slots_of(uid)[0])
         if copy.is_queued(slot) and (sample := _claimed(copy, slot)) is not None:
@@ -239,7 +223,7 @@ def _claimed(look: Look, slot: int) -> ClaimedSample | None:
     if not (word := ring.claim(slot, int(look.lines["word"][slot]), State.GENERATING)):
         return None
     line = dict(zip(LINE_FIELDS, look.lines[LINE_FIELDS][slot].tolist()))
-    sample = ClaimedSample(slot, word, line, ring, ledger.seats[0])
+    sample = ClaimedSample(slot, word, line, ring, ledger.names[0])
     if not sample.validates:
-        sample.seat = ledger.seats[seat_of(place_of(sample.uid, ledger.size)[0], len(ledger.seats))]
+        sample.seat = ledger.names[seat_of(place_of(sample.uid, ledger.size)[0], ledger.seats)]
     return sample

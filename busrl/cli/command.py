@@ -282,8 +282,8 @@ def _set(add: Add, text: str) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
 
-def _of_model(add: Add) -> None:
-    add("--model", metavar="TAG", dest="tag", help="this one of a run of several models (default: the first trained)")
+def _of_model(add: Add, default: str = "the first trained") -> None:
+    add("--model", metavar="TAG", dest="tag", help=f"this one of a run of several models (default: {default})")
 
 
 CASES = {  # of init
@@ -383,7 +383,8 @@ def _add_control(verbs: Verbs) -> None:
     more = "Nothing is dispatched or generated until `busrl resume`; nothing is lost, and nothing times out."
     verb("pause", "hold a running run: its engines draw nothing", more)
     verb("resume", "let a run that was paused go on", "Answers continue where they were.")
-    verb("checkpoint", "have a running run write a checkpoint now, and wait for it", "None is made twice for a step.")
+    text = "have a running run write a checkpoint now, and wait for it"
+    _of_model(verb("checkpoint", text, "None is made twice for a step."), "all that learn")
     more = "It holds until it is set again, over restarts too. docs/operating.md has the keys."
     add = verb("set", "change a key of a running run", more)
     _of_model(add)
@@ -391,6 +392,7 @@ def _add_control(verbs: Verbs) -> None:
     add("value", metavar="VALUE", help="as in a topology")
     text = "change the number of processes of a role in a running run"
     add = verb("scale", text, "Fewer: the last ones end in order.")
+    _of_model(add)
     add("key", metavar="ROLE", help="for example rollout")
     add("value", metavar="N")
 
@@ -423,6 +425,7 @@ def _add_evaluate(verbs: Verbs) -> None:
     text = "ask a run that is running for a round of validation now, and wait for its figures"
     more = "Training goes on meanwhile, as validation.mode says."
     add = _verb(verbs, "validate", "cli.evaluate:validate", text, more)
+    _of_model(add)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("names", nargs="*", metavar="NAME", help="sets of the run (default: all of them)")
     add("--free", action="store_true", help="hold nothing: answers may be of several versions, which is said")

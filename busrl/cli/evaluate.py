@@ -113,15 +113,38 @@ def validate(options: argparse.Namespace) -> int:
     before = validator.Request.read(paths)
     if before is not None and before.open:
         raise UserError(f"{paths.root}: a round was asked for and is not done yet ({before.state}); wait for it")
+    own = _asked_about(topology, options.tag)
     request = validator.Request(uuid.uuid4().hex, [names[name] for name in options.names or names], options.free)
+    if own.beside:
+        request.model = own.tag
     request.write(paths)
     answer = _await_round(paths, request, pid, options.wait)
     if answer.state == "refused":
         raise UserError(f"{paths.root}: {answer.text}")
     rows = [row for row in json_lines(paths.validation) if row.get("round") == answer.round]
     for row in (row for row in rows if row.get("set", "") in answer.sets):
-        print(json.dumps(row) if options.json else round_text(row))
+        print(json.dumps(row) if options.json else seats_text(row, own) if own.beside else round_text(row))
     return 0
+
+
+def _asked_about(topology: Topology, tag: str | None) -> Topology:
+    """The topology of the model that a round is asked about; UserError for one without rewards."""
+    own = topology.of(tag or "")
+    if own.frozen:
+        raise UserError(f"--model {tag}: it only serves, so no episode gives it a reward; those that learn are "
+                        f"{', '.join(topology.trained_tags)}")
+    return own
+
+
+def seats_text(row: dict[str, Any], own: Topology) -> str:
+    """The text of a row of validation.jsonl for a person, of the seats of a model beside the lead."""
+    versions, parts = row.get(f"val/versions/{own.tag}") or [], row.get("val/parts", {})
+    of = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}, mixed"
+    title = f"{row.get('set') or 'validation'}, round {row['round']}, {own.tag}"
+    if not versions:
+        return f"{title}: it made no call in {row['samples']} episodes"
+    figures = (f"  {seat} {parts[seat]:.4f}" if seat in parts else f"  {seat}: no reward" for seat in own.seats)
+    return "\n".join([f"{title} of {of}: {row['samples']} episodes", *figures])
 
 
 def _await_round(paths: RunPaths, request: validator.Request, pid: int, wait_s: float) -> validator.Request:

@@ -1,4 +1,5 @@
-"""`--model TAG` of the verbs: the directory of one of several models of a run in the place of the run's own.
+"""`--model TAG` of the verbs: the directory of one of several models of a run in the place of the run's own, or a
+request to the run that is about this model.
 
 Reads topology.json for the tags. Knows nothing of what a verb does with the directory.
 """
@@ -14,15 +15,17 @@ from busrl.paths import RunPaths
 from busrl.status.reader import newest_run
 from busrl.system.files import as_map, read_map
 
+REQUESTS = ("set", "scale", "checkpoint", "validate")  # to the run, about one of its models
 DIRECTORIES = ("run_dir", "run_dirs", "target", "ring")  # options that may name one, or several
 
 
 def at_model(options: argparse.Namespace) -> None:
     """Let the options mean the model that `--model` names."""
     tag = options.tag
-    if options.control == "set":
+    if options.control in REQUESTS:
         _rows(RunPaths.of(options.run_dir), tag)
-        options.key = f"model.{tag}.{options.key}"
+        if options.control != "validate":
+            options.key = tag if options.control == "checkpoint" else f"model.{tag}.{options.key}"
         return
     for name in DIRECTORIES:
         if hasattr(options, name):

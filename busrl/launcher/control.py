@@ -112,6 +112,8 @@ class ControlDesk:
         line = ControlLine(
             request.id, request.verb, False, who=request.who, key=request.key, new=request.value, step=step
         )
+        if before.models:
+            line.steps = {each.topology.tag: each.ring.header(HeaderWord.STEP) for each in self._run.trained()}
         try:
             self._act(request, line)
             line.ok = True
@@ -127,7 +129,8 @@ class ControlDesk:
             text = f"it cannot be written down, so it is not done: {error}"
             return ControlLine(request.id, request.verb, False, text)
         self.look()
-        value = f" {line.key} {line.old} -> {line.new}" if line.key else f" {line.new}" if line.new else ""
+        new = f"{line.old} -> {line.new}" if line.old else line.new
+        value = "".join(f" {part}" for part in (line.key, new) if part)
         self._say(f"{line.verb}{value}, asked by {line.who}: {line.text if line.ok else f'refused: {line.text}'}")
         return line
 
@@ -156,7 +159,7 @@ class ControlDesk:
             case "pause" | "resume":
                 line.text = self._pause(request.verb)
             case "checkpoint":
-                line.text = self._checkpoint(line.step)
+                line.text = self._checkpoint(line)
             case _:
                 self._set(request, line)
 
@@ -173,17 +176,24 @@ class ControlDesk:
             return f"it is paused already, by {before.who} since {before.when}" if before else "nobody draws tokens now"
         return "it goes on" if before else "it is not paused"
 
-    def _checkpoint(self, step: int) -> str:
+    def _checkpoint(self, line: ControlLine) -> str:
+        """Have every learner write one, or that of the model that is the key; in words, of which steps."""
         if not any(process.role == "learner" for process in self._processes.values()):
             raise UserError("no process of this run writes checkpoints; a service writes the state of each model by "
                             "itself (tinker.state_every_s), and what is asked behind that is in its log")
-        if not step:
+        asked = {tag: step for tag, step in line.by_tag.items() if line.key in ("", tag)}
+        if not asked:
+            raise UserError(f"{line.key}: no model of this run that learns; there are {', '.join(line.by_tag)}")
+        if not any(asked.values()):
             raise UserError("no step is done yet: the run is as its model was")
-        return f"of step {step} or a later one"
+        if line.steps:  # a model without a step is as it was
+            line.steps = {tag: step for tag, step in asked.items() if step}
+        of_each = (f"{tag}: step {step}" if tag else f"step {step}" for tag, step in line.by_tag.items())
+        return f"of {', '.join(of_each)} or a later one"
 
     def _set(self, request: m.Control, line: ControlLine) -> None:
         before = self._run.topology
-        line.key = changeable.count_key(request.key) if request.verb == "scale" else request.key
+        line.key = changeable.whole_key(before, request.key, request.verb == "scale")
         topology = changeable.changed(before, line.key, request.value)
         line.old, line.new = changeable.value_of(before, line.key), changeable.value_of(topology, line.key)
         line.text = f"{line.key} = {line.new}" + (" already" if line.old == line.new else f", it was {line.old}")
@@ -200,10 +210,19 @@ class ControlDesk:
     def _answer(self, line: ControlLine) -> m.ControlDone:
         waits, ok, text = self._waits(line) if line.ok else [], line.ok, line.text
         if line.verb == "checkpoint" and ok and not waits:
-            newest = newest_checkpoint(self._run.paths)
-            ok = newest is not None and step_of(newest) >= line.step
-            text = f"{newest} is written" if ok else "the learner could not write it: see errors.jsonl"
+            ok, text = self._written(line)
         return m.ControlDone(id=line.id, ok=ok, text=text[:m.MAX_TEXT], waits=[name[:m.MAX_NAME] for name in waits])
+
+    def _written(self, line: ControlLine) -> tuple[bool, str]:
+        """Tell whether the checkpoints that were asked for are there, and in words which."""
+        topology, texts, whole = self._run.topology, list[str](), True
+        for tag, step in line.by_tag.items():
+            newest = newest_checkpoint(topology.paths_of(tag, self._run.paths))
+            there = newest is not None and step_of(newest) >= step
+            learner = topology.of(tag).named("learner", 0)
+            texts.append(f"{newest} is written" if there else f"the {learner} could not write it: see errors.jsonl")
+            whole = whole and there
+        return whole, "; ".join(texts)
 
     def _waits(self, line: ControlLine) -> list[str]:
         """Processes that have not taken up a request yet."""
@@ -212,6 +231,14 @@ class ControlDesk:
         late = [
             name for name, process in self._processes.items()
             if process.role in roles and not process.spec.command and self._followed.get(address(name), -1) < needed
+            and not self._is_beside(line, name)
         ]
         scaled = changeable.is_count(line.key) and line.verb in ("set", "scale")
         return [*late, *(self._children.unsettled() if scaled else [])]
+
+    def _is_beside(self, line: ControlLine, name: str) -> bool:
+        """Tell whether a process is of a model that a request is not about, or a learner that has made its steps."""
+        own = self._run.of_process(name)
+        if self._processes[name].role == "learner" and own.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
+            return True
+        return line.verb == "checkpoint" and bool(line.steps) and own.topology.tag not in line.by_tag

@@ -25,7 +25,7 @@ VERBS = ("stop", "pause", "resume", "checkpoint", "set", "scale")
 
 class ControlLine(msgspec.Struct):
     """A request, and the answer. Values are TOML text; those of `scale` are of its `process.ROLE.count`.
-    `step`: the run's when it was asked."""
+    `step`: the run's when it was asked; `steps`: in a run of several models those of the ones that it is about."""
 
     id: str
     verb: str
@@ -37,6 +37,12 @@ class ControlLine(msgspec.Struct):
     who: str = ""
     step: int = 0
     time: float = 0.0
+    steps: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # by tag
+
+    @property
+    def by_tag(self) -> dict[str, int]:
+        """The step of each model that it is about; of the only one under an empty tag."""
+        return self.steps or {"": self.step}
 
     @property
     def when(self) -> str:
@@ -50,7 +56,7 @@ class Controls:
     ids: dict[str, ControlLine] = field(default_factory=dict)
     paused: ControlLine | None = None
     settings: dict[str, ControlLine] = field(default_factory=dict)  # by key, in the order of their lines
-    checkpoint: int = 0  # the newest one that was asked for is to be of this step or a later one
+    checkpoints: dict[str, int] = field(default_factory=dict)  # by tag the least step of the newest one asked for
 
     @classmethod
     def read(cls, paths: RunPaths) -> Controls:
@@ -70,7 +76,8 @@ class Controls:
             self.settings.pop(line.key, None)
             self.settings[line.key] = line
         elif line.verb == "checkpoint":
-            self.checkpoint = max(self.checkpoint, line.step)
+            for tag, step in line.by_tag.items():
+                self.checkpoints[tag] = max(self.checkpoints.get(tag, 0), step)
 
     def overrides(self) -> list[str]:
         """The values in force, as overrides of a topology."""

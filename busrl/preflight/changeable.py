@@ -9,12 +9,14 @@ Uses the reader and the rules of `load`, so a wrong value gets the message that 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from busrl.capabilities import ROLES
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.preflight.derive import in_flight_limits
 from busrl.preflight.findings import Finding, lookup
 from busrl.preflight.load import compared, replaced
+from busrl.topology.models import OF_TAG
 from busrl.topology.reader import Reader, of_overrides, show
 from busrl.topology.schema import Topology
 
@@ -32,16 +34,26 @@ COUNT = ("process", "count")
 OF_CONTROLLER = ("learner.trigger.n_min", "learner.trigger.n_floor", "learner.trigger.t_max_s")
 
 
-def count_key(role: str) -> str:
-    return f"process.{role}.count"
+def whole_key(topology: Topology, key: str, scales: bool = False) -> str:
+    """The key as it is recorded: of one of several models with its tag, the lead's where none is named. `scales`: it
+    is the name of a role whose processes are counted."""
+    tag, key = _tagged(topology, key)
+    key = f"process.{key}.count" if scales else key
+    if not tag and (_role(key) in OF_TAG or key.partition(".")[0] in OF_MODEL):
+        tag = topology.lead
+    return f"model.{tag}.{key}" if tag else key
 
 
 def is_count(key: str) -> bool:
-    return bool(_role(key))
+    return bool(_role(_untagged(key)))
 
 
 def followers(key: str) -> tuple[str, ...]:
-    return KEYS.get(".".join(key.split(".")[2:]) if key.startswith("model.") else key, ("keeper",))
+    return KEYS.get(_untagged(key), ("keeper",))
+
+
+def _untagged(key: str) -> str:
+    return ".".join(key.split(".")[2:]) if key.startswith("model.") else key
 
 
 def value_of(topology: Topology, key: str) -> str:
@@ -57,9 +69,11 @@ def changed(topology: Topology, key: str, text: str) -> Topology:
     one of several models begins with `model.TAG.`."""
     tag, key = _tagged(topology, key)
     if tag not in ("", topology.tag):
-        if key.partition(".")[0] not in OF_MODEL:
+        if key.partition(".")[0] not in OF_MODEL and _role(key) not in OF_TAG:
             raise UserError(f"{key} is the run's, the same for all models: set it without --model")
-        return _with(topology, changed(topology.of(tag), key, text))
+        after = _with(topology, changed(topology.of(tag), key, text))
+        _refuse(key, after, _broken(topology, after))
+        return after
     _require_section(key)
     role, source = _role(key), of_overrides([f"{key}={text}"])
     reader = Reader(source)
@@ -75,13 +89,16 @@ def changed(topology: Topology, key: str, text: str) -> Topology:
         _refuse_by_mode(topology, key)
         table, _, rest = key.partition(".")
         after = replaced(topology, key.split("."), lookup(sections[table], rest))
-    derived, findings = in_flight_limits(after)
+    derived, findings = (after.derived, list[Finding]()) if after.frozen else in_flight_limits(after)
     after = dataclasses.replace(after, derived=derived)
-    refused = [finding for finding in (*findings, *_broken(topology, after)) if not finding.warning]
-    if refused:
+    _refuse(key, after, [*findings, *_broken(topology, after)])
+    return after
+
+
+def _refuse(key: str, after: Topology, findings: Sequence[Finding]) -> None:
+    if refused := [finding for finding in findings if not finding.warning]:
         place = f"--set {key}"
         raise TopologyError(Problem(place, finding.shown(after), finding.rule, finding.remedy) for finding in refused)
-    return after
 
 
 def _tagged(topology: Topology, key: str) -> tuple[str, str]:
@@ -94,6 +111,7 @@ def _tagged(topology: Topology, key: str) -> tuple[str, str]:
 def _with(topology: Topology, own: Topology) -> Topology:
     """The topology with what is changed in that of one of its models."""
     tables = {name: getattr(own, name) for name in (*OF_MODEL, "derived")}
+    tables["process"] = tuple(entry for entry in own.process if entry.role in OF_TAG)
     rows = (dataclasses.replace(row, own=(dataclasses.replace(row.own[0], **tables),)) if row.tag == own.tag else row
             for row in topology.models)
     return dataclasses.replace(topology, models=tuple(rows))
@@ -125,8 +143,6 @@ def _refuse_by_mode(topology: Topology, key: str) -> None:
 def _counted(topology: Topology, role: str, count: int) -> Topology:
     if ROLES[role].single:
         raise UserError(f"{role}: a run has one of them")
-    if topology.models and role == "rollout":
-        raise UserError("rollout: they are numbered through all models of the run, so their number is set at a start")
     at = [place for place, entry in enumerate(topology.process) if entry.role == role]
     if len(at) != 1 or topology.process[at[0]].hosts:
         why = "has none" if not at else "has several entries, or has it on other hosts"

@@ -5,8 +5,9 @@ publishes VALIDATION_STARTED, VALIDATION_DONE and VALIDATION_SET_DONE. Validatio
 trigger or staleness. Knows nothing of the optimiser; `busrl.data.figures` makes the figures.
 
 `validation.mode`: "hold" pins the published version, the learner publishes nothing while the header word `hold` names
-this process; "dedicated" pins that of the rollouts which only validate, and training goes on; "free" pins nothing.
-Figures of tokens of several versions, in one answer or in several, are labelled `mixed`.
+this process (of several models the lead's, or that of the one that a request is about); "dedicated" pins that of the
+rollouts which only validate, and training goes on; "free" pins nothing. Figures of tokens of several versions, in one
+answer or in several, are labelled `mixed`.
 
 - A result is appended to validation.log before its fate becomes V: a successor reads it back and loses nothing.
 - The uid of a sample is round x answers of all sets + place: a round that was cut short is finished, not repeated.
@@ -43,6 +44,7 @@ from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
 from busrl.roles.episodes import partners_of
+from busrl.roles.ledgers import Ledger
 from busrl.scheduling.plan import due as due_by
 from busrl.scheduling.trigger import Rounds
 from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass, shown_uid
@@ -85,6 +87,7 @@ class Request(msgspec.Struct):
     state: str = "asked"  # asked, begun, done or refused
     round: int = -1
     text: str = ""
+    model: str | msgspec.UnsetType = msgspec.UNSET  # the one of several whose version is pinned, where not the lead's
 
     @property
     def open(self) -> bool:
@@ -164,8 +167,11 @@ class RoundPin:
             return True
         if now > since + self._ready_s:
             return self._take_late(version)
-        version_pin.unpin(self._ring)
+        self.release()
         return False
+
+    def release(self) -> None:
+        version_pin.unpin(self._ring)
 
     def _take_late(self, version: int) -> bool:
         self._wanted = None
@@ -201,8 +207,8 @@ class Validator(Actor):
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.
         self.interval = topology.learner.trigger.n_min if topology.learner.batch_varies else 0
         keepers = {process.name for process in topology.processes() if process.spec.serves == "validation"}
-        warn = partial(self.warn, "validator", kind="late round")
-        self.pin = RoundPin(self.ring, keepers, topology.limits.ready_s, warn)
+        self._late = partial(self.warn, "validator", kind="late round")
+        self.pins_of = {topology.tag: RoundPin(self.ring, keepers, topology.limits.ready_s, self._late)}
         self.pins = config.mode in ("hold", "dedicated")
         self.groups = 0
         self.round: int | None = None
@@ -258,7 +264,7 @@ class Validator(Actor):
                 self.stop("all rounds are done")
             return
         pins = self.pins and not finished and not (request is not None and request.free)
-        if pins and not self.pin.take(time.monotonic()):
+        if pins and not self._pin_for(request).take(time.monotonic()):
             return
         if request is not None:
             self._answer(request, "begun")
@@ -285,8 +291,26 @@ class Validator(Actor):
         if unknown:
             self._answer(request, "refused", f"there is no set {unknown[0]!r} in this run")
             return None
+        if request.model and request.model not in self.topology.trained_tags:
+            self._answer(request, "refused", f"there is no model {request.model!r} in this run that learns")
+            return None
         request.round = request.round if request.state == "begun" else step
         return request
+
+    def _pin_for(self, request: Request | None) -> RoundPin:
+        """The pin of the lead's version, or of that of the model which a request is about."""
+        tag = (request.model if request else "") or self.topology.tag
+        if tag not in self.pins_of:
+            own = self.topology.of(tag)
+            ring = Ledger.attach(own, self.topology.paths_of(tag, self.paths), self.role, self.name).ring
+            ring.set_ready()
+            self.other_rings.append(ring)
+            self.pins_of[tag] = RoundPin(ring, set(), own.limits.ready_s, self._late)
+        return self.pins_of[tag]
+
+    def _unpin(self) -> None:
+        for pin in self.pins_of.values():
+            pin.release()
 
     def _answer(self, request: Request, state: str, text: str = "") -> None:
         request.state, request.text = state, text
@@ -422,7 +446,7 @@ class Validator(Actor):
             if not self._finish_set(self.due[0], number):
                 return
             del self.due[0]
-        version_pin.unpin(self.ring)
+        self._unpin()
         self.ring.activity("")
         if self.request is not None:
             self._answer(self.request, "done")
@@ -474,7 +498,7 @@ class Validator(Actor):
         }
 
     def teardown(self) -> None:
-        version_pin.unpin(self.ring)
+        self._unpin()
 
 
 def _in_slots(ring: Ring, uids: range) -> bool:

@@ -37,10 +37,9 @@ DRAFT = ".draft"
 
 def receiver(topology: Topology, paths: RunPaths, name: str) -> FollowedCheckpoints:
     """The receiver of a process of a tag that follows another; `paths`: those of the tag."""
-    (follow,), number = topology.follows, int(name.partition("/")[2])
-    beside = paths.of_tag(follow.model)
+    (follow,), beside = topology.follows, paths.of_tag(topology.follows[0].model)
     led = beside if beside.root.is_dir() else RunPaths(paths.home)  # the lead has no folder among the models
-    return FollowedCheckpoints(led.checkpoints, paths.followed, name, follow, more_back=number - topology.first)
+    return FollowedCheckpoints(led.checkpoints, paths.followed, name, follow, more_back=topology.place_of(name))
 
 
 def wanted(steps: list[int], every: int, back: int) -> int:

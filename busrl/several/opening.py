@@ -24,6 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from busrl.data import JsonlStream
+from busrl.roles.ledgers import Ledger, others_of
 from busrl.roles.scheduler import Scheduler, fields_of, repair_next_admission, require_fates, room_of
 from busrl.scheduling.admission import Admission, Room
 from busrl.scheduling.groups import (
@@ -37,7 +38,6 @@ from busrl.scheduling.groups import (
     slot_priority,
 )
 from busrl.several.draws import Had, Plan, last_first, plan_of, stands
-from busrl.several.ledgers import Ledger, others_of
 from busrl.states import HeaderWord, State, uid_of
 from busrl.topology import Topology
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from busrl.data import pretrained
 from busrl.preflight.findings import Finding
 from busrl.preflight.memory import Widths
+from busrl.several import seat_rules
 from busrl.several.seat_rules import MOST_SEATS
 from busrl.topology.kinds import FIFO
 from busrl.topology.rewards import RETURNED
@@ -135,3 +136,10 @@ def _of_follower(row: Tag, rule: str, remedy: str) -> Finding:
 def _widths(t: Topology) -> Widths | None:
     folder = pretrained.model_at(t.model.path)
     return Widths.of(pretrained.read_config(folder)) if folder else None
+
+
+def _models(t: Topology) -> Iterator[Finding]:
+    return findings_of_run(t) if t.models else iter(())
+
+
+CHECKS = (*seat_rules.CHECKS, _models)

@@ -25,7 +25,7 @@ from busrl.topology.declare import items
 from busrl.topology.models import OF_TAG, ONLY_SEAT
 from busrl.topology.reader import SECTIONS, KeyPath, Reader, Source, show
 from busrl.topology.schema import Own, Tag, Topology
-from busrl.topology.sizes import call_ring, count, sized
+from busrl.topology.sizes import call_ring, sized
 
 OVERRIDDEN = ("learner", "lora", "weights", "generation", "vllm")  # tables that a row may have for its tag alone
 OF_TRAINING = ("learner", "lora", "weights")
@@ -248,7 +248,7 @@ def _of_row(places: Mapping[KeyPath, Any], row: Row, numbers: Mapping[int, int])
 
 def _whole(rows: Sequence[Row], lead: Row, loaded: Mapping[str, Topology]) -> Topology:
     led = loaded[lead.tag.tag]
-    models, first = list[Tag](), count(led, "rollout")
+    models, first = list[Tag](), 1
     for row in rows:
         mine = loaded.get(row.tag.tag, led)
         made = dataclasses.replace(
@@ -256,7 +256,7 @@ def _whole(rows: Sequence[Row], lead: Row, loaded: Mapping[str, Topology]) -> To
         )
         if row is not lead and mine is not led:
             made = dataclasses.replace(made, first=first, own=(_own(mine, row.tag.trained),))
-            first += count(mine, "rollout")
+            first += 1
         models.append(made)
     steps = next(made.max_steps for made in models if made.tag == lead.tag.tag)
     run = dataclasses.replace(led.run, max_steps=steps)

@@ -33,6 +33,8 @@ class SeveralModels:
         models: tuple[Tag, ...]
         tag: str
         frozen: bool
+        first: int
+        apart: int
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -90,7 +92,7 @@ class SeveralModels:
         run = dataclasses.replace(self.run, max_steps=row.max_steps or self.run.max_steps)
         return cast("Topology", dataclasses.replace(
             whole, **own, run=run, validation=Validation(), models=(), tag=tag, frozen=not row.trained, first=row.first,
-            follows=(row.follow,) if row.follow.model else (),
+            apart=len(self.models), follows=(row.follow,) if row.follow.model else (),
         ))
 
     def tag_of(self, process: str) -> str:
@@ -98,11 +100,20 @@ class SeveralModels:
         role, _, rest = process.partition("/")
         for row in self.models:
             rollouts = sum(entry.count for own in row.own for entry in own.process if entry.role == "rollout")
-            if role == "rollout" and rest.isdecimal() and row.first <= int(rest) < row.first + rollouts:
+            if role == "rollout" and rest.isdecimal() and int(rest) in self._numbers(row.first, rollouts):
                 return row.tag
             if role == "learner" and row.own and rest == row.tag:
                 return row.tag
         return self.tag
+
+    def _numbers(self, first: int, count: int) -> range:
+        """The numbers of a model's rollouts: those of several models take turns, so each can have more or fewer."""
+        apart = self.apart or len(self.models) or 1
+        return range(first, first + count * apart, apart)
+
+    def place_of(self, rollout: str) -> int:
+        """Which of its model's rollouts a process of this name is."""
+        return (int(rollout.partition("/")[2]) - self.first) // (self.apart or len(self.models) or 1)
 
     def paths_of(self, tag: str, paths: RunPaths) -> RunPaths:
         """The paths of a model; `paths`: those of the run, which are the lead's."""

@@ -284,8 +284,10 @@ def _meant_for_one(source: Source, keys: list[str], place: str) -> Problem | Non
 
 
 def _targets(source: Source, keys: list[str], override: tuple[str, str]) -> list[KeyPath]:
-    """The paths an override means: process.ROLE.key stands for every [[process]] of that role, model.TAG.key for that
-    [[model]], and model.key for all of them."""
+    """The paths an override means: process.ROLE.key stands for every [[process]] of that role, model.TAG.process.ROLE.
+    key for those of that model, model.TAG.key for that [[model]], and model.key for all of them."""
+    if tag := _whose_processes(source, keys):
+        keys = keys[2:]
     if keys[0] == "model" and isinstance(models := source.data.get("model"), list):
         tagged = [i for i, row in enumerate(models) if isinstance(row, dict) and row.get("tag") == keys[1]]
         return [("model", i, *keys[2 if tagged else 1 :]) for i in tagged or range(len(models))]
@@ -293,12 +295,27 @@ def _targets(source: Source, keys: list[str], override: tuple[str, str]) -> list
     if not isinstance(entries, list):
         return [tuple(keys)]
     role = keys[1]
-    indices = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and entry.get("role") == role]
+    of_role = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and entry.get("role") == role]
+    indices = [i for i in of_role if tag in ("", entries[i].get("model") or _lead(source))]
     if not indices:  # a role that the file does not name: the override declares it
-        entries.append({"role": role})
+        entries.append({"role": role, "model": tag} if tag else {"role": role})
         indices = [len(entries) - 1]
         source.overridden[("process", indices[0])] = override
     return [("process", index, *keys[2:]) for index in indices]
+
+
+def _whose_processes(source: Source, keys: list[str]) -> str:
+    """The tag of an override model.TAG.process.ROLE.key; "" for any other."""
+    models = source.data.get("model")
+    rows = [row for row in models if isinstance(row, dict)] if isinstance(models, list) else []
+    of_processes = len(keys) > 4 and (keys[0], keys[2]) == ("model", "process")
+    return keys[1] if of_processes and any(row.get("tag") == keys[1] for row in rows) else ""
+
+
+def _lead(source: Source) -> Any:
+    """The tag of the first [[model]] that is trained."""
+    rows = (row for row in source.data["model"] if isinstance(row, dict))
+    return next((row.get("tag") for row in rows if row.get("trained") is not False and not row.get("follow")), None)
 
 
 def _put(data: Any, path: KeyPath, value: Any, place: str) -> Problem | None:

@@ -611,7 +611,8 @@ class Topology(SeveralModels, Table):
     models: tuple[Tag, ...] = ()
     tag: str = ""  # whose topology this is
     frozen: bool = False  # it only serves
-    first: int = 0  # number of its first rollout process
+    first: int = 0  # number of its first rollout process,
+    apart: int = 0  # and what the number of each further one has more; 0 = 1, but for the lead of several
     follows: tuple[Follow, ...] = ()  # one, where it answers with checkpoints of another tag
 
     @property
@@ -703,8 +704,8 @@ class Topology(SeveralModels, Table):
         entries = [entry for entry in self.process if entry.is_at(self.here)]
         for role in [role for role in self.own_roles if role != "learner" or not self.here]:
             specs = [(spec, place) for spec in entries if spec.role == role for place in range(spec.count)]
-            names += [ProcessName(self.named(role, at), role, at, spec, place)
-                      for at, (spec, place) in enumerate(specs, self.first if role == "rollout" else 0)]
+            numbers = self._numbers(self.first, len(specs)) if role == "rollout" else range(len(specs))
+            names += [ProcessName(self.named(role, at), role, at, *spec) for at, spec in zip(numbers, specs)]
         teams = [(entry, ranks_at(entry.ranks, entry.hosts, self.here)) for entry in entries if entry.role == "learner"]
         names += [ProcessName(f"{RANK}/{i}", RANK, i, entry, i) for entry, ranks in teams for i in ranks if i]
         return names + [name for row in self.models if row.own for name in self.of(row.tag).processes()]
@@ -751,7 +752,7 @@ class Topology(SeveralModels, Table):
 
 
 # Left out of topology.json where they say nothing.
-OF_SEVERAL = {"models", "tag", "frozen", "first", "follows", "model"}
+OF_SEVERAL = {"models", "tag", "frozen", "first", "apart", "follows", "model"}
 
 
 def _leave_out_routes(data: dict[str, Any]) -> None:

@@ -9,8 +9,11 @@ import os
 import random
 import sys
 
-from busrl.agents.sides import Ledger, Sides
+from side_scene import ledger_of
+
+from busrl.agents.sides import Sides
 from busrl.ring import Fates, Ring, State
+from busrl.roles.ledgers import Ledger
 from busrl.states import Fate, HeaderWord, RunPhase
 
 
@@ -19,7 +22,7 @@ def attached(name: str, fates: str, seats: str, label: str, size: int) -> Ledger
     ring.register("agent", label)
     ring.bind_fates(table, None)
     ring.set_ready()
-    return Ledger(ring, table.view, tuple(seats.split(",")), size)
+    return ledger_of(ring, table, tuple(seats.split(",")), size)
 
 
 def main() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import agent_worlds as worlds
 import pytest
 from agent_worlds import Table
-from side_scene import LAYOUTS, SEATS, SIZE, Scene
+from side_scene import LAYOUTS, SEATS, Scene, ledger_of
 
 from busrl.agents.llm import CompleteRequest, Ended
 from busrl.agents.renderer import Renderer
 from busrl.agents.samples import EpisodeSamples
 from busrl.agents.seats import Seat, Worth
-from busrl.agents.sides import ClaimedSample, Ledger
+from busrl.agents.sides import ClaimedSample
 from busrl.errors import CallUnanswered, SlotTooSmall
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_parts
@@ -66,7 +66,7 @@ class Holder(Scene):
         self.chat, self.done, self.full = chat, list[tuple[str, int]](), set[int]()
         self.warned, self.stops = list[str](), False
         rings: list[Any] = [WatchedRing(book.ring, self.done, self.full) for book in self.books]
-        ledgers = [Ledger(ring, book.fates.view, book.seats, SIZE) for ring, book in zip(rings, self.books)]
+        ledgers = [ledger_of(ring, book.fates, book.seats) for ring, book in zip(rings, self.books)]
         self.settings = Agents(failure_reward=-1.0)
         self.samples = EpisodeSamples(rings[0], lambda: self.settings, self.warn, self.write,
                                       self.claiming(ledgers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from side_scene import LAYOUTS, SEATS, SIZE, Scene
+from side_scene import LAYOUTS, SEATS, SIZE, Scene, ledger_of
 
-from busrl.agents.sides import ClaimedSample, Ledger, past
+from busrl.agents.sides import ClaimedSample, past
 from busrl.ring import Ring, State
+from busrl.roles.ledgers import Ledger
 from busrl.states import (
     ACCIDENTS,
     RULES,
@@ -125,7 +127,7 @@ class LateRing:
 
 def late(scene: Scene, first: list[Any]) -> list[Ledger]:
     rings: list[Any] = [LateRing(book.ring, lines) for book, lines in zip(scene.books, first)]
-    return [Ledger(ring, book.fates.view, book.seats, SIZE) for ring, book in zip(rings, scene.books)]
+    return [ledger_of(ring, book.fates, book.seats) for ring, book in zip(rings, scene.books)]
 
 
 def test_a_sibling_queued_after_the_copy_of_the_lines_is_found(scene: Scene) -> None:
@@ -214,7 +216,8 @@ class Storm(Scene):
         self.born += 1
         ledgers = [f"{book.name}={book.fates.path}={','.join(book.seats)}" for book in self.books]
         values = [self.notes, f"agent/{self.born}", SIZE, self.accidents, self.born, *ledgers]
-        return subprocess.Popen([sys.executable, str(PROGRAM), *map(str, values)])
+        variables = {**os.environ, "PYTHONPATH": str(PROGRAM.parent.parent)}  # where side_scene is
+        return subprocess.Popen([sys.executable, str(PROGRAM), *map(str, values)], env=variables)
 
     def kill(self) -> None:
         at = self.chance.randrange(len(self.holders))

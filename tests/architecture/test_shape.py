@@ -22,7 +22,6 @@ REASONS: dict[str, str] = {
     "busrl.algorithms.distill": "formulas on a teacher's tokens: a documented module, for losses of the user's too",
     "busrl.topology.foreign_names": "names that other trainers give to keys: a table, apart from how a file is read",
     "busrl.several.draws": "what a scheduler opens next, as functions of numbers that are tested without a ring",
-    "busrl.several.ledgers": "for holders of episodes too, which get it by the table of capabilities",
     "busrl.several.rules": "what several models cannot be, apart from how they are read, as with the core's rules",
     "busrl.preflight.colocation": "what processes on one device need together: sums that are tested without one",
     "busrl.service.tenants": "adapters, one of the two kinds of models that a tuner may have, beside `whole`",

@@ -12,10 +12,10 @@ import pytest
 
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring
+from busrl.roles.ledgers import Ledger
 from busrl.roles.scheduler import repair_next_admission
 from busrl.scheduling.admission import derive
 from busrl.scheduling.groups import GroupScanner, GroupView
-from busrl.several.ledgers import Ledger
 from busrl.several.opening import Opening
 from busrl.states import VALIDATE_BIT, Fate, SampleClass, State, place_of, uid_of
 

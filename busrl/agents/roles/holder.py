@@ -18,25 +18,25 @@ import os
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from busrl import capabilities
 from busrl.agents.episode import Call, EngineAnswer, Episode, OwnTime
 from busrl.agents.players import Players
 from busrl.agents.samples import EpisodeSamples
 from busrl.agents.seats import Seat
-from busrl.agents.sides import Bytes, ClaimedSample, Ledger, Sides
+from busrl.agents.sides import ClaimedSample, Sides
 from busrl.data.episodes import EpisodeLimits
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
 from busrl.ring.calls import RingWatch
 from busrl.roles.actor import Actor, ring_bells
+from busrl.roles.ledgers import Ledger
 from busrl.states import HeaderWord
 from busrl.system.files import replace
 from busrl.topology import Topology
@@ -82,19 +82,15 @@ class EpisodeHolder(Actor):
         if sum(seat.trained for seat in self.seats) == 1:
             return None
         trained = [player.topology for player in self.players if not player.topology.frozen]
-        ledgers = [Ledger(*self._ledger_of(own), own.seats, self.topology.groups.size) for own in trained]
-        return Sides(ledgers)
+        return Sides([Ledger.own(self) if own is self.topology else self._attached(own) for own in trained])
 
-    def _ledger_of(self, topology: Topology) -> tuple[Ring, Callable[[], Bytes]]:
-        """The ring of a trained model, with an entry of this process, and its fates as they are now."""
-        if topology is self.topology:
-            return self.ring, self.fates.view
-        paths = self.topology.paths_of(topology.tag, self.paths)
-        ledger = capabilities.plug("several", "ledger").attach(topology, paths, self.role, self.name)
+    def _attached(self, topology: Topology) -> Ledger:
+        """The ledger of a trained model beside the lead, with an entry of this process."""
+        ledger = Ledger.attach(topology, self.topology.paths_of(topology.tag, self.paths), self.role, self.name)
         ledger.ring.set_ready()
         self.other_rings.append(ledger.ring)
         self._learners[topology.tag] = ledger.ring
-        return ledger.ring, ledger.fates.view
+        return ledger
 
     def _step_of(self, tag: str) -> int:
         """The steps of the learner whose weights a model has: its own, or the one that it follows; 0 if nobody's."""

@@ -96,7 +96,10 @@ def timeline_of(run_dir: Path, topology: Mapping[str, Any]) -> Timeline:
     values = {key: value for key in KEYS if (value := _at(topology, key)) is not None}
     periods: list[Period] = []
     last = math.inf
-    changes = [*_of_starts(run_dir / "starts.jsonl"), *_of_controls(run_dir / "control.jsonl")]
+    tag, asked = str(topology.get("tag", "")), run_dir / "control.jsonl"
+    if tag and not topology.get("models"):  # of a model beside the lead: what is asked is asked of the run
+        asked = run_dir.parent.parent / "control.jsonl"
+    changes = [*_of_starts(run_dir / "starts.jsonl"), *_of_controls(asked, tag)]
     for change in sorted(changes, key=lambda change: change.time, reverse=True):
         before = {key: value for key, value in change.before.items() if key in KEYS}
         if before:
@@ -122,7 +125,7 @@ class _Start(msgspec.Struct):
 
 
 class _Asked(msgspec.Struct):
-    """A line of control.jsonl. `old`: a value as TOML has it."""
+    """A line of control.jsonl. `old`: a value as TOML has it; `steps`: those of several models, by their tags."""
 
     time: float
     step: int
@@ -130,6 +133,7 @@ class _Asked(msgspec.Struct):
     ok: bool
     key: str = ""
     old: str = ""
+    steps: dict[str, int] = {}
 
 
 def _of_starts(path: Path) -> Iterator[Change]:
@@ -137,10 +141,12 @@ def _of_starts(path: Path) -> Iterator[Change]:
         yield Change(row.time, row.step, {key: change["was"] for key, change in row.changes.items() if "was" in change})
 
 
-def _of_controls(path: Path) -> Iterator[Change]:
+def _of_controls(path: Path, tag: str) -> Iterator[Change]:
+    """The changes of the only model, or of that of a tag."""
     for row in readers.read_lines(path, _Asked):
-        if row.ok and row.verb == "set" and row.key in KEYS:
+        key = row.key.removeprefix(f"model.{tag}.") if tag else row.key
+        if row.ok and row.verb == "set" and key in KEYS:
             try:
-                yield Change(row.time, row.step, {row.key: msgspec.json.decode(row.old)})
+                yield Change(row.time, row.steps.get(tag, row.step), {key: msgspec.json.decode(row.old)})
             except msgspec.DecodeError:  # inf and the like, which none of the keys takes
                 continue

@@ -364,7 +364,7 @@ class Checkpoints:
 
     def as_asked(self) -> None:
         """Write the checkpoint that people asked for last, unless there is one of that step or of a later one."""
-        self.hold(Controls.read(self._actor.paths).checkpoint)
+        self.hold(Controls.read(self._actor.paths).checkpoints.get(self._actor.topology.tag, 0))
 
     def hold(self, step: int) -> None:
         """Write a checkpoint now, unless there is one of `step` or of a later one."""

@@ -1,7 +1,7 @@
 """The ledger of a trained model, as a process that works with several sees it: its ring, fates and numbers.
 
-`own` is that of the process itself; `attach` opens one more and enters the process there. Knows nothing of what is done
-in them.
+`own` is that of the process itself; `attach` opens one more and enters the process there. Used by the scheduler, which
+opens draws in them, and by holders of episodes, which claim sides there. Knows nothing of what either does.
 
 - A process has an entry in every ring that it uses, so that what it held there comes back when it dies.
 """
@@ -28,7 +28,7 @@ class Ledger:
     paths: RunPaths
     ring: Ring
     fates: Fates
-    validate_fates: Fates
+    validate_fates: Fates | None = None
 
     @classmethod
     def own(cls, actor: Actor) -> Ledger:
@@ -53,8 +53,13 @@ class Ledger:
         return self.topology.tag
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model's seats."""
+        return self.topology.seats
+
+    @property
     def seats(self) -> int:
-        return len(self.topology.seats)
+        return len(self.names)
 
     @property
     def size(self) -> int:
@@ -76,7 +81,8 @@ class Ledger:
         """Leave a ring that was attached to."""
         self.ring.close()
         self.fates.close()
-        self.validate_fates.close()
+        if self.validate_fates is not None:
+            self.validate_fates.close()
 
 
 def others_of(actor: Actor) -> list[Ledger]:
