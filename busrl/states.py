@@ -26,6 +26,7 @@ PAUSED: Final = 2  # the next one: nobody draws tokens; launch's, which writes t
 
 HOST_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # and of workers from outside: 39 bytes in the ring
 TINY: Final = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
+TINY_POSITIONS: Final = 128  # tokens that the models of those tasks take
 ENVIRONMENT: Final = re.compile(r"(gymnasium|textarena|openenv|verifiers):(.+)")  # what an agent may play, by library
 
 

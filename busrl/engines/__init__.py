@@ -36,7 +36,7 @@ def make_engine(topology: Topology, process: str = "") -> Engine:
 
 
 def _module_of(topology: Topology, process: str) -> Any:
-    kind, served = ENGINES[engine_of(topology, process)], any(entry.role == "tinker" for entry in topology.process)
+    kind, served = ENGINES[engine_of(topology, process)], topology.is_service
     return import_module(f"busrl.{(served and kind.of_service) or kind.module}")
 
 

@@ -18,6 +18,7 @@ from busrl.preflight.learner_rules import CONTROLLER_KEYS, explain_controller, t
 from busrl.preflight.named_files import FileFacts
 from busrl.preflight.prompt_rules import wants_rounds
 from busrl.scheduling.admission import AdmissionLimits, derive
+from busrl.states import TINY, TINY_POSITIONS
 from busrl.topology.kinds import FIFO
 from busrl.topology.prompts import AskedSet
 from busrl.topology.schema import MESSAGE_FIELD_BYTES, TENSORS_OF_SEGMENT, Derived, Topology
@@ -232,12 +233,23 @@ def _published(topology: Topology, bounds: AdmissionLimits) -> Iterator[Finding]
         yield Finding(keys, rule, f"{remedy}{more}")
 
 
-def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:
-    yield from _published(topology, bounds)
-    if facts.context and topology.longest > facts.context:
-        rule = f"prompt and completion have {topology.longest} tokens, the model takes {facts.context}"
+def _positions(topology: Topology, context: int) -> Iterator[Finding]:
+    """Report sequences that are longer than the model takes (`context`, 0: not known before it is made)."""
+    if topology.is_service:
+        takes = context or (TINY_POSITIONS if topology.model.path.startswith(TINY) else 0)
+        if takes and topology.tinker.context > takes:
+            rule = f"a sequence may have {topology.tinker.context} tokens, and the model takes {takes}"
+            yield Finding(("tinker.context",), rule, f"set it to {takes} or less", depends=("model.path",))
+            return
+    if context and topology.longest > context:
+        rule = f"prompt and completion have {topology.longest} tokens, the model takes {context}"
         keys = ("generation.max_new_tokens", "generation.max_prompt_tokens")
         yield Finding(keys, rule, "lower one of them", depends=("model.path",))
+
+
+def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:
+    yield from _published(topology, bounds)
+    yield from _positions(topology, facts.context)
     room = topology.bus.max_message_bytes - 1024
     if facts.task_bytes > room:
         rule = f"the longest prompt line ({facts.task_bytes} bytes) and 1024 bytes of fields do not fit"

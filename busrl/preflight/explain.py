@@ -46,7 +46,7 @@ def report(topology: Topology, verbose: bool = True) -> str:
 
 
 def _memory(topology: Topology) -> list[str]:
-    return tuner_memory.lines(topology) if tuner_memory.asked(topology) else memory.lines(topology)
+    return tuner_memory.lines(topology) if topology.is_service else memory.lines(topology)
 
 
 def require_memory(topology: Topology) -> None:
@@ -69,7 +69,7 @@ def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
         memory.require(topology.of(tag))
         machine.require_disk(topology.of(tag), model_at(topology.of(tag).model.path), run_dir)
     colocation.require(topology)
-    if tuner_memory.asked(topology):
+    if topology.is_service:
         tuner_memory.require(topology, run_dir)
 
 

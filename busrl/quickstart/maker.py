@@ -34,6 +34,7 @@ from busrl.errors import MachineError
 from busrl.quickstart import task
 from busrl.quickstart.cache import Paths, make_once
 from busrl.quickstart.task import END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, VOCABULARY, Recipe, find
+from busrl.states import TINY_POSITIONS
 
 WIDTH = 24
 QUIET_S = 5.0  # between two lines when stderr is no terminal
@@ -172,9 +173,6 @@ class WarmUp:
 # -- model and tokenizer -------------------------------------
 
 
-POSITIONS = 128
-
-
 def new_tokenizer(recipe: Recipe) -> Any:
     """Make a tokenizer with a token per character; decoding joins them without spaces."""
     vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
@@ -184,7 +182,7 @@ def new_tokenizer(recipe: Recipe) -> Any:
     make: Any = PreTrainedTokenizerFast  # untyped in transformers
     return make(
         tokenizer_object=core, pad_token=PAD_TOKEN, eos_token=END_TOKEN, unk_token=UNKNOWN_TOKEN, padding_side="left",
-        model_max_length=POSITIONS, clean_up_tokenization_spaces=False,
+        model_max_length=TINY_POSITIONS, clean_up_tokenization_spaces=False,
     )
 
 
@@ -193,7 +191,7 @@ def new_model(recipe: Recipe) -> Any:
     config = Qwen3Config(
         vocab_size=len(VOCABULARY), hidden_size=recipe.hidden, intermediate_size=recipe.mlp,
         num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, num_key_value_heads=recipe.heads,
-        head_dim=recipe.head_dim, max_position_embeddings=POSITIONS, tie_word_embeddings=True,
+        head_dim=recipe.head_dim, max_position_embeddings=TINY_POSITIONS, tie_word_embeddings=True,
         pad_token_id=VOCABULARY.index(PAD_TOKEN), eos_token_id=VOCABULARY.index(END_TOKEN), bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):

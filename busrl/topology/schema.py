@@ -690,12 +690,16 @@ class Topology(SeveralModels, Table):
         return tuple(sorted({name for entry in self.process for name in entry.hosts}))
 
     @property
+    def is_service(self) -> bool:
+        """True if programs outside say what is trained and sampled."""
+        return any(entry.role == "tinker" for entry in self.process)
+
+    @property
     def implied(self) -> tuple[str, ...]:
         """The roles of which this host has a process that no entry names."""
         away = bool(self.here)
-        served = any(entry.role == "tinker" for entry in self.process)  # programs outside say what is to be done
-        wanted = {"": True, "home": not away and not served, "away": away, "both": away or bool(self.host_names),
-                  "sinks": not away and bool(self.sinks.to)}
+        wanted = {"": True, "home": not away and not self.is_service, "away": away,
+                  "both": away or bool(self.host_names), "sinks": not away and bool(self.sinks.to)}
         return tuple(role for role in IMPLIED_ROLES if wanted[ROLES[role].where])
 
     def processes(self) -> list[ProcessName]:

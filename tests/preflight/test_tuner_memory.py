@@ -1,4 +1,4 @@
-"""Sums of memory and disk of a service that trains all weights, and the refusal of what does not fit."""
+"""Sums of memory and disk of a service, of adapters and of all weights, and the refusal of what does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from busrl.errors import DiskFull, UserError
+from busrl.errors import DiskFull, TopologyError, UserError
 from busrl.preflight import explain, tuner_memory
 from busrl.preflight.load import load
 from busrl.topology import Topology
@@ -44,7 +44,42 @@ def test_check_prints_the_sums_of_all_weights_alone(here: Path) -> None:
     whole = explain.report(topology(here))
     assert "tuner memory, all weights (cpu)" in whole and "optimiser (adamw) 3.68 GiB" in whole
     assert "learner memory" not in whole
-    assert "tuner memory" not in explain.report(topology(here, "tinker.weights=adapters"))
+    adapters = explain.report(topology(here, "tinker.weights=adapters", "tinker.max_rank=8"))
+    assert "tuner memory, adapters of rank 8 (cpu)" in adapters and "unknown" not in adapters
+    assert "optimiser" not in adapters and "learner memory" not in adapters
+
+
+def test_adapters_are_summed_beside_one_base_up_to_what_may_be_in_memory(here: Path) -> None:
+    def parts(*settings: str) -> dict[str, int]:
+        t = topology(here, "tinker.weights=adapters", "tinker.max_rank=16", *settings)
+        return tuner_memory.of_tuner(t, tuner_memory.work_of(t))
+
+    sizes = [(896 + 896) * 2 + (896 + 128) * 2 + (896 + 4864) * 3]  # q, o; k, v; gate, up, down
+    one = 16 * 16 * 24 * sum(sizes)  # four float32 vectors of rank 16 in 24 layers; the head is tied
+    few, many = parts("tinker.models=3"), parts()
+    assert few["weights"] == few["weights of the engines"] == pytest.approx(4 * COUNT, rel=0.01)
+    assert few["an adapter"] == one and few[tuner_memory.OTHERS] == 2 * one
+    assert many[tuner_memory.OTHERS] == (8192 << 20) - one, "tinker.resident_mb bounds them together"
+
+
+def test_adapters_that_may_wait_on_the_disk_are_no_reason_to_refuse(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    t = topology(here, "tinker.weights=adapters", "tinker.max_rank=16", "tinker.turn_tokens=512", "tinker.context=512")
+    monkeypatch.setattr(tuner_memory, "memory_of", lambda kind: 8 * GIB)
+    tuner_memory.require(t, here)
+    assert "set tinker.resident_mb = " in "\n".join(tuner_memory.lines(t))
+    monkeypatch.setattr(tuner_memory, "memory_of", lambda kind: 3 * GIB)
+    with pytest.raises(UserError, match=r"adapters.*has 3\.00 GiB.*a lower tinker\.max_rank"):
+        tuner_memory.require(t, here)
+
+
+def test_a_context_beyond_the_positions_of_the_model_is_refused(here: Path) -> None:
+    with pytest.raises(TopologyError, match=r"tinker\.context = 9000: .*9000 tokens.* takes 8192; set it to 8192"):
+        topology(here, "tinker.context=9000")
+    with pytest.raises(TopologyError, match=r"tinker\.context = 2048: .* takes 128; set it to 128"):
+        topology(here, "model.path=tiny:sort")  # before it is made
+    assert topology(here, "tinker.context=8192").longest == 8192
 
 
 def test_what_has_no_room_is_refused_with_settings_that_lower_it(
