@@ -35,7 +35,7 @@ from busrl.ledger.trained import of_step
 from busrl.paths import RunPaths
 from busrl.simulate.actors import PACE_S, STATED, TIMES, Times, reward_workers
 from busrl.simulate.answers import Recorded, RecordedAnswers, chance
-from busrl.states import TINY
+from busrl.states import TINY, draw_of, seat_of
 from busrl.system.files import as_map, whole_file
 from busrl.topology import Topology
 from busrl.topology.recorded import recorded
@@ -83,17 +83,21 @@ class Fitted:
     seen: Seen
 
     def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
-        """The recorded groups, for the draws of `topology`."""
+        """The recorded groups, for those of `topology`: one of each seat for a draw, as that seat's were."""
         trained, data = self.topology.data.train, topology.data
+        seats, recorded_seats = len(topology.seats), len(self.topology.seats)
         same = data.train in (trained, "") or data.train.startswith(TINY)  # "": made of sources, which a run has done
         path, sections = trained if same else data.train, self.topology.derived.sources if same else ()
         stream = JsonlStream(path, topology.run.seed, data.shuffle, data.prompt_key, sections=sections)
 
-        def text_of(draw: int) -> TracedPrompt:
-            record = stream.record(stream.item(draw))
+        def text_of(group: int) -> TracedPrompt:
+            record = stream.record(stream.item(draw_of(group, seats)))
             return TracedPrompt(plain_text(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
 
-        line_of = (lambda draw: stream.item(draw).index) if same else lambda draw: -1
+        def line_of(group: int) -> int:
+            index = stream.item(draw_of(group, seats)).index
+            return _of_seat(index, seat_of(group, seats), recorded_seats) if same else -1
+
         return RecordedAnswers(self.groups, topology, seed, line_of, text_of)
 
 
@@ -209,15 +213,25 @@ def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
     rows = _rows(paths.groups, GROUP_KEYS)
     if not rows:
         raise _missing(paths.groups, "no line in it: no step was made, or the run was made by an older busrl")
+    seats = len(topology.seats)
+
+    def line_of(group: int) -> int:
+        return _of_seat(stream.item(draw_of(group, seats)).index, seat_of(group, seats), seats)
+
     try:
         with training_stream(topology) as stream:
             return tuple(
-                Recorded(born, stream.item(draw).index, tuple(lengths), tuple(rewards))
+                Recorded(born, line_of(group), tuple(lengths), tuple(rewards))
                 for row in rows
-                for draw, born, lengths, rewards in zip(row["draws"], row["born"], row["lengths"], row["rewards"])
+                for group, born, lengths, rewards in zip(row["draws"], row["born"], row["lengths"], row["rewards"])
             )
     except DataError as problem:
         raise UserError(f"{paths.root}: its prompts cannot be read any more: {problem}") from None
+
+
+def _of_seat(line: int, seat: int, seats: int) -> int:
+    """The number of a prompt as one seat of so many answers it: seats have lengths and rewards of their own."""
+    return line * seats + seat % seats
 
 
 def nonnegative(sums: Floats, seconds: Floats) -> Line:
@@ -280,11 +294,11 @@ class FitFile:
         """Answers for the draws of a topology: each draw is a random prompt of the file, with answers to a prompt of
         its kind at about the same step."""
 
-
-        def prompt_of(draw: int) -> str:
+        def prompt_of(group: int) -> str:
+            draw = draw_of(group, len(topology.seats))
             return self.prompts[int(chance(topology.run.seed, draw) * len(self.prompts))]
 
-        kind_of, text_of = lambda draw: _kind_of(prompt_of(draw)), lambda draw: TracedPrompt(prompt_of(draw), (1,))
+        kind_of, text_of = lambda group: _kind_of(prompt_of(group)), lambda group: TracedPrompt(prompt_of(group), (1,))
         return RecordedAnswers(self.groups, topology, seed, kind_of, text_of)
 
 

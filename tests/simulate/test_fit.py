@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from busrl.preflight.load import load, load_for_simulation
 from busrl.simulate.fit import fit, nonnegative
 from busrl.simulate.settings import make
 from busrl.simulate.world import World
+from busrl.topology import Topology
 from busrl.topology.schema import Simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +108,26 @@ def test_recorded_answers_follow_prompt_and_step(recorded: Path) -> None:
     assert min(late) > max(early)
     prompt = answers.prompt(3)
     assert prompt is not None and prompt.prompt.startswith("p")
+
+
+def test_groups_of_seats_are_of_one_prompt_and_answered_as_that_seat_did(recorded: Path) -> None:
+    topology = Topology.from_json((recorded / "topology.json").read_text())
+    seated = dataclasses.replace(topology, model=dataclasses.replace(topology.model, seats=("first", "second")))
+    (recorded / "topology.json").write_text(seated.to_json())
+    write_rows(recorded / "groups.jsonl", [
+        {"step": step + 1, "draws": [2 * step, 2 * step + 1], "fates": "TT", "born": [step, step],
+         "lengths": [[1 + step] * 4, [21 + step] * 4], "rewards": [[0, 1, 0, 1], [1, 0, 1, 0]]}
+        for step in range(40)
+    ])
+    fitted = fit(recorded)
+    answers = fitted.answers(seated, seed=0)
+    for draw in range(20):
+        asked = [answers.prompt(2 * draw + seat) for seat in (0, 1)]
+        assert asked[0] is not None and asked[0] == asked[1]
+        assert [set(answers.answer(2 * draw + seat, draw).lengths) for seat in (0, 1)] == [{1 + draw}, {21 + draw}]
+    alone = fitted.answers(topology, seed=0)  # without seats: as the first one was
+    assert set(alone.answer(3, 3).lengths) == {4}
+    assert fit(recorded).answers(seated, seed=0).answer(7, 3).rewards == (1, 0, 1, 0)
 
 
 def test_a_fitted_run_can_be_simulated_with_other_settings(recorded: Path) -> None:
