@@ -140,12 +140,12 @@ class EpisodeSamples:
 
     def _settle_sides(self, sample: ClaimedSample, worth: dict[str, Worth], episode: Episode) -> str:
         """End each side; those that are left when the run stops go back. Returns why the first one was dropped."""
-        sides = sample.ending()
+        sides, switched = sample.ending(), sum(one.counts["opponent_switched"] for one in episode.seats.values())
         recorded = {side.seat or episode.seat.name for side in sides}
         others = {name: one.tree for name, one in episode.seats.items() if name not in recorded}
         fault: str | None = ""
         for side in sides:
-            one = episode.seats.get(side.seat, episode)
+            one, side.switched = episode.seats.get(side.seat, episode), switched
             fault = self._settle_side(side, worth, one, others if side is sample else {})
             if fault is None:
                 return ""
@@ -231,6 +231,7 @@ class EpisodeSamples:
         context = [counted.get(name, 0) for name in CONTEXT]
         if sample.seat or sample.partner_tokens:
             context += [sample.alone, sample.partner_tokens, sample.partner_age]
+            context += [sample.switched] if sample.switched else []
         more = keys + 8 * (len(context) - len(CONTEXT))  # which a slot may have no room for beside
         room = self._settings().transcript_bytes - more
         transcript = one.tree.transcript(max(0, room), others)

@@ -62,6 +62,7 @@ class ClaimedSample:
     alone: bool = False  # some sides of the episode are not claimed with it
     partner_tokens: int = 0  # ids that the other seats drew,
     partner_age: int = 0  # and the steps that their learners had made since the weights of each, in sum
+    switched: int = 0  # calls of the episode that an opponent answered which it had not begun with
 
     @property
     def uid(self) -> int:

@@ -39,8 +39,9 @@ SEQUENCE, BEGIN, END, FINISH, CALL, WAITED, GENERATED, FLAGS = COLUMNS = range(8
 TRAINED = 1  # a flag
 CONTEXT = ("read", "computed", "unparsed", "overridden", "refused")
 # Of an episode of several seats these follow: whether sides are played without this one or it without them, ids that
-# the other seats drew, and the steps that their learners had made since the weights of each, in sum.
-OF_SEATS = ("alone", "partner_tokens", "partner_age")
+# the other seats drew, the steps that their learners had made since the weights of each, in sum, and, where there were
+# any, calls that another engine of a pool answered than the one that the episode had begun with.
+OF_SEATS = ("alone", "partner_tokens", "partner_age", "opponent_switched")
 TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
     "ids": (np.int32, 1), "seqs": (np.int32, 1), "turns": (np.int32, 2), "logprobs": (np.float32, 1),
     "versions": (np.uint32, 1), "turn_rewards": (np.float32, 1), "reward": (np.float64, 1), "messages": (np.uint8, 1),

@@ -208,11 +208,13 @@ def test_an_orphan_is_recorded_alone_with_what_the_others_said(holder: Holder) -
     (orphan,) = holder.samples.take(1)
     table = holder.played("first", "second", "old")
     orphan.answered_beside(5, 3)
+    table.episode.seats["old"].counts["opponent_switched"] = 2
     assert holder.samples.settle(orphan, Ended("returned", seats=EACH), table.episode) == ""
     said = [message.get("seat", "") for sequence in messages_of(book.ring, orphan.slot) for message in sequence]
     assert said == ["", "first", "old"] and reward_of(book.ring, orphan.slot) == (0.5, [])
     counts = context_of(book.ring, orphan.slot)
     assert (counts["alone"], counts["partner_tokens"], counts["partner_age"]) == (1, 5, 15)
+    assert counts["opponent_switched"] == 2, "calls of a pool that another engine answered"
 
 
 def test_sides_that_are_left_at_a_stop_go_back(in_one: Holder) -> None:

@@ -279,6 +279,8 @@ class StepMetrics:
             row["episodes"] |= {name: self._context[name] for name in ("unparsed", "overridden", "refused")}
         if drawn := self._context["partner_tokens"]:
             row["episodes"] |= {"partner_age": self._context["partner_age"] / drawn, "alone": self._context["alone"]}
+        if switched := self._context["opponent_switched"]:
+            row["episodes"]["opponent_switched"] = switched
         if skips := newest_skips(self._skips):
             row["left_out"], row["resting"] = skips.left_out, skips.resting
         if self.user_metrics is not None and (figures := self.user_metrics.measure(record.samples, row)):
