@@ -161,7 +161,8 @@ OBSERVE_COMMANDS = (
     Command("trace", "write a run's timeline for Perfetto (Chrome trace events)", "observe.command:timeline_options",
         "Each process is a track. Also prints how much of the generation falls into training."),
     Command("monitor", "watch a run, a recording that is replayed, or any endpoint, changing nothing",
-        "observe.command:monitor_options", "Keys of the live view: q quit, e errors.", of_model=True),
+        "observe.command:monitor_options", "Keys of the live view: q quit, e errors, m next of several models.",
+        of_model=True),
     Command("record", "write what passes the bus of a run into a file, changing nothing",
         "observe.command:record_options",
         "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows."),
@@ -206,7 +207,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "explained": "several.explained:lines",
         "audits": "several.audit:audit",
         "tenders": "several.keeping:OtherRings", "summaries": "several.summaries:summary",
-        "overviews": "several.summaries:overview",
+        "overviews": "several.present:overview",
         "receiver": "several.followed:receiver",
         "final_lines": "several.summaries:lines"}, asks={
         "[[model]]": lambda topology: bool(topology.models),

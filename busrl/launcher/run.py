@@ -136,9 +136,9 @@ def placement_of(
 class StandStill:
     """Watch for times in which a run makes no step: how long they are, and which process waits for which."""
 
-    def __init__(self, paths: RunPaths, group_size: int, progress: Progress, events: EventLog) -> None:
-        self._progress, self._events = progress, events
-        self._alarm, self._picture = StallAlarm(), RingLook(paths, group_size=group_size)
+    def __init__(self, paths: RunPaths, topology: Topology, progress: Progress, events: EventLog) -> None:
+        self._progress, self._events, self._topology = progress, events, topology
+        self._alarm, self._picture = StallAlarm(), RingLook(paths, group_size=topology.groups.size)
 
     def look(self, passed_s: float) -> str:
         """Look, `passed_s` after the last time; a line to show, once for each time that the run stands still."""
@@ -153,7 +153,8 @@ class StandStill:
 
     def _waits(self) -> list[Link]:
         run, now = self._progress.run, time.monotonic()
-        run.restarts = {child.name: child.restarts for child in self._progress.children}
+        own = (child for child in self._progress.children if self._topology.tag_of(child.name) == self._topology.tag)
+        run.restarts = {child.name: child.restarts for child in own}
         run.deaths = dict(self._events.deaths)
         run.look(self._picture.look(), now)
         return chain(run, now)
@@ -186,7 +187,7 @@ class Launch:
         self.usage, self.residence, self.crashes = Usage(), ResidenceTimes(), self._processes.crashes
         state, faults = run_of_files(RunFiles(paths)), describe(topology.faults)
         self.progress = Progress(state, children, time.monotonic(), faults)
-        self._stand = StandStill(paths, topology.groups.size, self.progress, self._journal.events)
+        self._stand = StandStill(paths, topology, self.progress, self._journal.events)
         self._bus = Endpoint(
             "launch", paths.frontend, paths.backend, subscribe=[topic(kind) for kind in SUBSCRIBED],
             hwm=topology.bus.hwm, max_bytes=topology.bus.max_message_bytes, report=self._journal.say,

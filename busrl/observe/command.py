@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from busrl.cli.command import positive
 from busrl.errors import NoSuchRun, UserError
-from busrl.observe.monitor.sources import Watcher, find, give_way, settle, watched
+from busrl.observe.monitor.sources import Watcher, find, give_way, models_of, settle, watched
 from busrl.paths import RunPaths
 from busrl.status.view import to_json
 from busrl.status.words import duration, printable
@@ -134,7 +134,7 @@ def monitor(options: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
-            _until_quit(watcher, options.plain)
+            _until_quit(watcher, target, options.plain)
         return 0
     finally:
         watcher.close()
@@ -162,14 +162,14 @@ def _page(watcher: Watcher, target: RunPaths | str, address: str) -> int:
     return 0
 
 
-def _until_quit(watcher: Watcher, plain: bool) -> None:
+def _until_quit(watcher: Watcher, target: RunPaths | str, plain: bool) -> None:
     from busrl.observe.monitor import screen
 
     terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or not terminal:
         screen.run_plain(watcher, sys.stdout)
     else:
-        screen.run_live(watcher, sys.stdin)
+        screen.run_live(watcher, sys.stdin, models_of(target) if isinstance(target, RunPaths) else ())
 
 
 MIB = 1 << 20

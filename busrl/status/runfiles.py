@@ -68,6 +68,7 @@ class RunFiles:
         self._rounds = LineFollower(paths.validation, ROUNDS_BYTES)  # enough to hold the first round
         self._samples = LineFollower(paths.samples, SAMPLE_BYTES)
         self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
+        self._topology: dict[str, Any] = {}
         self._controls = 0  # bytes of control.jsonl that were folded into the state
 
     @property
@@ -77,6 +78,7 @@ class RunFiles:
     def facts(self) -> Facts:
         """The facts of run.json and topology.json; those that are missing keep their defaults."""
         run, topology = read_map(self._paths.run_json), read_map(self._paths.topology)
+        self._topology = topology
         if not run:
             raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
         values = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
@@ -132,7 +134,8 @@ class RunFiles:
             state.errors.add(error, "file")
         state.errors.skipped(self._errors.skipped)
         self._errors.skipped = 0
-        children = as_map(read_map(self._paths.supervisor).get("processes"))
+        told = as_map(read_map(self._paths.supervisor).get("processes"))
+        children = {name: child for name, child in told.items() if _is_of(self._topology, name)}
         state.restarts = {name: whole_number(as_map(child).get("restarts")) for name, child in children.items()}
         latest = {name: as_map(child).get("latest") for name, child in children.items()}
         state.deaths = {name: str(death) for name, death in latest.items() if death}
@@ -151,6 +154,18 @@ def run_of_files(files: RunFiles) -> RunState:
     run = RunState(facts=files.facts())
     files.fold_into(run)
     return run
+
+
+def _is_of(topology: dict[str, Any], process: str) -> bool:
+    """Tell whether a process may be in the ring of the model of a topology.json: of several each has rollouts and a
+    learner of its own (`busrl.topology.models`)."""
+    role, _, rest = process.partition("/")
+    models = topology.get("models")
+    apart = whole_number(topology.get("apart")) or (len(models) if isinstance(models, list) else 0)
+    if role == "rollout" and rest.isdecimal() and apart > 1:
+        return (int(rest) - whole_number(topology.get("first"))) % apart == 0
+    beside = "" if models else topology.get("tag", "")
+    return role != "learner" or rest == beside
 
 
 def _decoded(lines: LineFollower, kind: type[T]) -> Iterator[T]:

@@ -90,6 +90,7 @@ class _Search:
         self.run, self.now, self.ring, self.facts = run, now, run.ring, run.facts
         self.rows = {row.name: row for row in run.rows(now) if row.state != "dead"}
         self.names = sorted({*self.rows, *run.restarts})  # those of the table, and children that are not in it
+        self.learner = f"learner/{run.facts.beside}" if run.facts.beside else "learner"
         self.steps: dict[str, Callable[[ProcessRow], _Step]] = {
             "learner": self._learner, "scheduler": self._scheduler, "rollout": self._rollout, "reward": self._reward,
             "validator": self._validator, **dict.fromkeys(CALLER_ROLES, self._caller),
@@ -102,7 +103,7 @@ class _Search:
             return [Link("scheduler", "`busrl resume`", since, "opens no group: the run is paused")]
         links: list[Link] = []
         # On another host, which trains nothing, the chain begins with the link to the run.
-        name = next((name for name in ("learner", "relay") if name in self.names), "")
+        name = next((name for name in (self.learner, "relay") if name in self.names), "")
         while name:
             self.seen.add(name)
             step = self._of(name)
@@ -185,7 +186,7 @@ class _Search:
             because += f" ({', '.join(f'{count} {name}' for count, name in reversed(states))})"
             holder = holder or self._largest()
         if not holder and self.ring.words.get(HeaderWord.UNPUBLISHED_GROUPS, 0):
-            holder, because = "learner", f"{because}; those trained are not published"
+            holder, because = self.learner, f"{because}; those trained are not published"
         return _Step(because, row.activity_age_s, next=holder)
 
     def _rollout(self, row: ProcessRow) -> _Step:
@@ -197,10 +198,10 @@ class _Search:
         if behind:
             because = f"takes no samples: it has version {row.version} of the weights, {newest} is published"
         # The learner sends; a transfer to all ends when every engine has it.
-        other = "learner" if self._trouble("learner") is not None else ""
+        other = self.learner if self._trouble(self.learner) is not None else ""
         other = other or (self._troubled("rollout") if self.facts.transport == TOGETHER else "")
-        if first and not other and "learner" not in self.seen:  # the learner has not published yet
-            other = "learner"
+        if first and not other and self.learner not in self.seen:  # the learner has not published yet
+            other = self.learner
         return _Step(because, row.activity_age_s, other, f"the transport of weights ({self.facts.transport})")
 
     def _reward(self, row: ProcessRow) -> _Step:
@@ -272,7 +273,7 @@ class _Search:
     def _largest(self) -> str:
         count = Counter[str]()
         for entry in self.ring.held:
-            count[self._holder(entry) or "learner"] += entry.slots
+            count[self._holder(entry) or self.learner] += entry.slots
         return max(sorted(count), key=lambda name: count[name], default="")
 
     def _holder(self, entry: Held) -> str:
@@ -368,7 +369,7 @@ def _counted(run: RunState, quiet_s: float) -> float:
     """The seconds without a step that count: none in a pause or while the learner starts; during work that it declares
     those without progress."""
     processes = run.ring.processes if run.ring is not None else ()
-    learner = next((process for process in processes if process.name == "learner" and process.state != "dead"), None)
+    learner = next((one for one in processes if _role(one.name) == "learner" and one.state != "dead"), None)
     if not _runs(run) or paused(run) or (learner is not None and learner.state == "starting"):
         return 0.0
     if learner is not None and learner.deadline_s > 0 and learner.activity != DISK:

@@ -66,7 +66,8 @@ def test_a_follower_serves_and_begins_with_the_path_of_the_followed(read: Read) 
     again = Topology.from_json(t.to_json())
     assert again == t and again.of("old").follows == old.follows
     assert "follows" not in t.to_dict()
-    assert [process.name for process in old.processes()] == ["rollout/1", "rollout/2", "rollout/3"] and old.first == 1
+    assert [process.name for process in old.processes()] == ["rollout/1", "rollout/3", "rollout/5"]
+    assert [old.place_of(process.name) for process in old.processes()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("change, rule", [

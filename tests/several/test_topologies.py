@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tagged import AGENT, HEAD, JUDGE, SERVED, SOLVER, Read
 
 from busrl import capabilities
@@ -15,8 +18,16 @@ from busrl.errors import TopologyError, UserError
 from busrl.preflight import explain
 from busrl.preflight.load import load, materialise
 from busrl.topology import Topology
+from busrl.topology.schema import Own
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def own_of(t: Topology, rollouts: int) -> Own:
+    """The tables of a model with so many rollouts."""
+    (own,) = t.models[1].own
+    return dataclasses.replace(own, process=(dataclasses.replace(own.process[0], count=rollouts),))
+
 
 def refused(read: Read, text: str, *overrides: str, head: str = HEAD) -> list[str]:
     with pytest.raises(TopologyError) as caught:
@@ -56,10 +67,39 @@ def test_processes_are_numbered_through_all_tags_and_known_by_name(read: Read) -
     entries = '[[process]]\nrole = "rollout"\nmodel = "judge"\ncount = 2\n[[process]]\nrole = "rollout"\ncount = 2\n'
     t = read(SOLVER + JUDGE + AGENT + entries)
     names = [process.name for process in t.processes() if process.role in ("rollout", "learner")]
-    assert names == ["learner", "rollout/0", "rollout/1", "learner/judge", "rollout/2", "rollout/3"]
+    assert names == ["learner", "rollout/0", "rollout/2", "learner/judge", "rollout/1", "rollout/3"]
     assert [t.tag_of(name) for name in names] == ["solver"] * 3 + ["judge"] * 3
     assert t.tag_of("agent/0") == t.tag_of("scheduler") == "solver"
-    assert [process.name for process in t.of("judge").processes()] == ["learner/judge", "rollout/2", "rollout/3"]
+    assert [process.name for process in t.of("judge").processes()] == ["learner/judge", "rollout/1", "rollout/3"]
+
+
+def test_a_model_with_more_or_fewer_rollouts_changes_no_name_of_others(read: Read) -> None:
+    t = read(SOLVER + SERVED + AGENT)
+
+    def names(counts: list[int]) -> list[list[str]]:
+        """The rollouts of each of some models, with so many."""
+        rows = [dataclasses.replace(t.models[1], tag=f"m{at}", first=at, own=(own_of(t, number),))
+                for at, number in enumerate(counts[1:], 1)]
+        lead = dataclasses.replace(t.models[0], tag="m0")
+        whole = dataclasses.replace(t, tag="m0", models=(lead, *rows), process=own_of(t, counts[0]).process)
+        every = [process.name for process in whole.processes() if process.role == "rollout"]
+        of_each = [[name for name in every if whole.tag_of(name) == tag] for tag in whole.tags]
+        for tag, own in zip(whole.tags, of_each):
+            assert [whole.of(tag).place_of(name) for name in own] == [*range(len(own))]
+        assert {name for own in of_each for name in own} == {*every} and len({*every}) == sum(counts)
+        return of_each
+
+    @settings(deadline=None)
+    @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 6))
+    def check(counts: list[int], which: int, count: int) -> None:
+        which %= len(counts)
+        before, after = names(counts), names([count if at == which else each for at, each in enumerate(counts)])
+        assert [len(own) for own in before] == counts and len(after[which]) == count
+        assert before[which][:count] == after[which][: counts[which]]
+        del before[which], after[which]
+        assert before == after
+
+    check()
 
 
 def test_a_tag_without_an_entry_has_one_rollout(read: Read) -> None:

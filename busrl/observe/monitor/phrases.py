@@ -18,6 +18,7 @@ def headline(run: RunState, wall: float) -> str:
     name = safe(facts.name or facts.run_id or "run")
     if run.replay:
         return f"{name} · replay of {safe(run.replay)}{' · over' if run.replay_over else ''}"
+    name += f" · {safe(facts.beside)}" if facts.beside else ""
     age = f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and run.ring is not None else ""
     states = {
         "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",

@@ -15,7 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Final, TextIO
 
 from rich import box
@@ -27,6 +27,7 @@ from rich.text import Text
 
 from busrl.observe.monitor import phrases
 from busrl.observe.monitor.sources import NICE, RENDER_S, RENDER_SHARE, WAKE_S, Watcher, catch_up, give_way
+from busrl.paths import RunPaths
 from busrl.status import words
 from busrl.status.state import ProcessRow, RunState
 from busrl.status.words import chart, printable, safe, short
@@ -103,8 +104,10 @@ def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, in
     return room - listed, table, facts, listed
 
 
-def view(run: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
-    """The whole screen; with `errors_only` its middle is the list of errors."""
+def view(
+    run: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False, several: bool = False
+) -> Layout:
+    """The whole screen; with `errors_only` its middle is the list of errors. `several`: there are other models."""
     rows, facts = run.rows(now), _facts(run, now, width)
     charts, processes, lines, errors = sizes(height, len(rows), run.errors.count, len(facts))
     screen = Layout()
@@ -118,7 +121,7 @@ def view(run: RunState, now: float, wall: float, width: int, height: int, errors
             parts.append(Layout(_middle(run, rows, width, processes), size=processes))
         parts.append(Layout(Group(*facts), size=lines))
         parts.append(Layout(_errors(run, wall, errors), size=errors))
-    screen.split_column(*parts, Layout(_foot(run, now, errors_only), size=1))
+    screen.split_column(*parts, Layout(_foot(run, now, errors_only, several), size=1))
     return screen
 
 
@@ -164,8 +167,9 @@ def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
     return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (text, "bold"), no_wrap=True))
 
 
-def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
+def _foot(run: RunState, now: float, errors_only: bool, several: bool) -> RenderableType:
     keys = [(" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (" back  " if errors_only else " errors  ", LABELS)]
+    keys += [("m", "bold"), (" next model  ", LABELS)] if several else []
     return Text.assemble(*keys, (words.speed(run.speed(now)), LABELS), no_wrap=True)
 
 
@@ -340,16 +344,46 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
     print(as_text(watcher), file=out, flush=True)
 
 
-def run_live(watcher: Watcher, stdin: TextIO) -> None:
+class Turning:
+    """The watcher of the model that is shown: `first` at the beginning, one of its own for each other."""
+
+    def __init__(self, first: Watcher, models: Sequence[RunPaths]) -> None:
+        self.now, self._first, self._models, self._at = first, first, models, 0
+        first.refresh(time.monotonic(), force=True)
+
+    @property
+    def several(self) -> bool:
+        return len(self._models) > 1
+
+    def turn(self) -> None:
+        """Show the next model of the run."""
+        self._at = (self._at + 1) % max(1, len(self._models))
+        self.close()
+        self.now = Watcher(self._models[self._at]) if self._at else self._first
+        self.now.refresh(time.monotonic(), force=True)
+
+    def close(self) -> None:
+        if self.now is not self._first:
+            self.now.close()
+
+
+def run_live(watcher: Watcher, stdin: TextIO, models: Sequence[RunPaths] = ()) -> None:
+    """Draw until `q`; `models`: the directories of the models of a run, that of the watcher first."""
+    turning = Turning(watcher, models)
+    with closing(turning), keys_of(stdin) as pressed:
+        _draw(turning, pressed)
+
+
+def _draw(turning: Turning, pressed: Callable[[float], str]) -> None:
     console, errors_only, gave_way, due, shown = Console(force_terminal=True), False, False, 0.0, (0, 0)
-    watcher.refresh(time.monotonic(), force=True)
-    with keys_of(stdin) as pressed, console.screen():
+    with console.screen():
         while True:
-            catch_up(watcher)
+            catch_up(turning.now)
             now, size = time.monotonic(), (console.size.width, console.size.height)
             if now >= due or size != shown:
                 begun, shown = time.process_time(), size
-                console.update_screen(view(watcher.run, now, time.time(), *size, errors_only))
+                more = (*size, errors_only, turning.several)
+                console.update_screen(view(turning.now.run, now, time.time(), *more))
                 due = now + max(RENDER_S, (time.process_time() - begun) / RENDER_SHARE)
                 if not gave_way:
                     give_way(NICE)
@@ -359,3 +393,6 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
                     return
                 if key in "eE":
                     errors_only, due = not errors_only, 0.0
+                if key in "mM" and turning.several:
+                    turning.turn()
+                    due = 0.0

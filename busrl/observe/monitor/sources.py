@@ -171,6 +171,13 @@ class Watcher:
         self.run.replayed(mark.facts, mark.speed, mark.phase == "over")
 
 
+def models_of(target: RunPaths) -> list[RunPaths]:
+    """The directories of the models of a run, this one first; of a run of one model it alone."""
+    run = RunPaths(target.home)
+    others = [RunPaths.of(file.parent) for file in sorted(run.models.glob("*/run.json"))]
+    return [target, *(paths for paths in (run, *others) if paths.root != target.root)]
+
+
 def watched(watcher: Watcher, target: RunPaths | str) -> dict[str, Any]:
     """The data of a watched run, those of the bus included; `target` may be an endpoint alone."""
     run, traffic, now = watcher.run, watcher.run.traffic, time.monotonic()

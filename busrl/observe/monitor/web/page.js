@@ -30,8 +30,20 @@ function show(p) {
   $("goal").setAttribute("aria-valuenow", Math.round(done * 100)); $("goal").firstChild.style.width = `${done * 100}%`;
   graph.show(p);
   $("blocked").replaceChildren(...Object.entries(w.blocked).map(([name, why]) => el("li", {}, `${name}: ${why}`)), ...(w.damage ? [el("li", {}, w.damage)] : []));
-  processes(p); waits(p); ring(w); versions(p); bus(p); errors(p);
+  models(p); processes(p); waits(p); ring(w); versions(p); bus(p); errors(p);
   timeline.show(w.timeline, w.kept_s);
+}
+
+function models(p) {
+  const others = Object.entries(p.models || {}), learner = p.web.rows.find((row) => row.role === "learner");
+  $("models").hidden = !others.length;
+  if (!others.length) return;
+  const wait = learner && learner.doing.startsWith("waits: ") ? { for: learner.doing.slice(7) } : null;
+  const lead = { trained: true, step: p.step, max_steps: p.max_steps, version: p.version, reward: p.reward, waits: wait, processes: p.web.rows.filter((row) => ["learner", "rollout"].includes(row.role)).map((row) => row.name) };
+  table("models", [["model", "l"], ["step"], ["", "grow"], ["version"], ["reward at first"], ["of late"], ["its learner waits for", "l wide"], ["processes", "l"]], [[p.web.lead || "lead", lead], ...others].map(([tag, one]) => ({
+    cells: one.trained ? [tag, one.max_steps ? `${one.step}/${one.max_steps}` : one.step, meter(one.max_steps ? one.step / one.max_steps : 0), one.version, number(one.reward.first), number(one.reward.last_10_steps), one.waits ? one.waits.for + (known(one.waits.since_s) ? `, ${passed(one.waits.since_s)}` : "") : "", one.processes.join(", ")]
+      : [tag, "only serves", "", one.version || "", "", "", "", one.processes.join(", ")],
+  })));
 }
 
 function processes(p) {

@@ -20,6 +20,7 @@ from busrl.observe.monitor.sources import Watcher, watched
 from busrl.paths import RunPaths
 from busrl.status import words
 from busrl.status.state import OVER, ProcessRow, Rate, RunState
+from busrl.system.files import read_map
 
 KEPT_S: Final = 300.0
 GAP_S: Final = 3.0  # between two looks; of a longer time nothing is known
@@ -119,12 +120,13 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
     flows = {name: [round(flow.rate.per_s(), 2), round(flow.byte_rate.per_s(), 1), flow.count, flow.bytes]
              for name, flow in run.traffic.by_sender.items()}
     stall = data.get("waits") if data.get("stalled_s") else None
+    lead = read_map(RunPaths.of(run.facts.run_dir).topology).get("tag") if data.get("models") else None
     return {**data, "web": {
         "headline": phrases.headline(run, wall), "progress": words.progress(run, now), "over": over, "ended": run.ended,
         "words": {name: phrase for name, phrase in words.labelled(run, now).items() if name != "sample"}
         | phrases.said_of_parts(run),
         "bus": phrases.bus(run, now), "speed": words.speed(run.speed(now)),
-        "damage": run.damage, "rows": [_row(row) for row in rows],
+        "lead": lead, "damage": run.damage, "rows": [_row(row) for row in rows],
         "blocked": {} if over else blocked(rows, run.ring.occupancy if run.ring else {}, stall or ()),
         "senders": flows, "moved": history.per_s(), "timeline": history.timeline(now), "kept_s": KEPT_S,
         "ring": _ring(run), "max_staleness": run.facts.max_staleness if run.facts.mode == "batch-async" else None,
