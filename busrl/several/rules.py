@@ -20,7 +20,7 @@ from busrl.topology.sizes import count
 
 Clash = Callable[[str, str, str], Finding]  # of a key, with the rule and the remedy
 MOST_TAGS = 8
-ENGINE = "torch"  # that takes a checkpoint between two decoding steps
+ENGINE, RESTARTED = "torch", "vllm"  # of followers: one takes a checkpoint between two decoding steps, one restarts
 NAME_RULE = "a small letter, then at most 15 small letters, digits and dashes"
 PLAYERS = f'[[process]] role = "{AGENT}" or "{SERVE}"'
 
@@ -108,9 +108,12 @@ def _rounds(t: Topology) -> Iterator[Finding]:
 def findings_of_follower(t: Topology, row: Tag) -> Iterator[Finding]:
     """The rules about a tag that follows another; `t` is the topology of the run."""
     own, led, follow = t.of(row.tag), t.of(row.follow.model), row.follow
-    others = sorted({entry.engine for entry in own.process if entry.role == "rollout"} - {ENGINE})
+    others = sorted({entry.engine for entry in own.process if entry.role == "rollout"} - {ENGINE, RESTARTED})
     if others:
         yield _of_follower(row, f"an engine of {others[0]} takes no checkpoints of another tag", f'engine = "{ENGINE}"')
+    if led.lora.on and any(entry.engine == RESTARTED for entry in own.process if entry.role == "rollout"):
+        rule = f"checkpoints of {led.tag} are adapters, and vLLM starts again with whole models here"
+        yield _of_follower(row, rule, f'engine = "{ENGINE}", or no LoRA for {led.tag}')
     if _widths(own) != _widths(led):
         rule = f"the model at {own.model.path} has another shape than {led.tag}'s at {led.model.path}"
         yield _of_follower(row, rule, "leave its path out: it begins with the followed one's")

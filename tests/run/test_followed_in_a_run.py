@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import Run, running
+from harness import LIMIT_S, Run, running
 from transformers import AutoModelForCausalLM
 
 from busrl.quickstart.cache import ensure
@@ -52,11 +52,11 @@ async def episode(task, llm):
 PROMPT = np.arange(4, 9, dtype=np.int32)
 
 
-def asked(run: Run, at: Caller, engine: int) -> CallAnswer:
+def asked(run: Run, at: Caller, engine: int, limit_s: float = LIMIT_S) -> CallAnswer:
     """The answer of this engine, which alone may take the call for a minute."""
     call = at.put(ModelCall(PROMPT, 6, uid=engine, temperature=1.0, engine=engine, affinity_s=60.0))
     assert call is not None
-    run.until("an answer of an older version", lambda: at.poll() or call.done)
+    run.until("an answer of an older version", lambda: at.poll() or call.done, limit_s)
     answer = call.result()
     assert answer.engine == engine
     return answer
@@ -89,7 +89,7 @@ def test_two_engines_play_checkpoints_of_the_model_that_learns(tmp_path: Path, q
             def indices() -> dict[str, int]:
                 return {process.label: process.index for process in ring.processes()}
 
-            run.until("both engines", lambda: {"rollout/1", "rollout/2"} <= indices().keys())
+            run.until("both engines", lambda: {"rollout/1", "rollout/3"} <= indices().keys())
             found = indices()
             newest: dict[str, CallAnswer] = {}
 
@@ -99,7 +99,7 @@ def test_two_engines_play_checkpoints_of_the_model_that_learns(tmp_path: Path, q
                 return len(versions) == 1 and min(versions) >= least  # two: a new one came while it was drawn
 
             run.until("a checkpoint is played", lambda: plays("rollout/1", 8))
-            run.until("one before it is played", lambda: plays("rollout/2", 4))
+            run.until("one before it is played", lambda: plays("rollout/3", 4))
         finally:
             ring.close()
         for name, answer in newest.items():
@@ -110,7 +110,7 @@ def test_two_engines_play_checkpoints_of_the_model_that_learns(tmp_path: Path, q
             apart = np.abs(scored(Path(files.model), answer) - answer.logprobs).max()
             assert apart > 1e-4, "or the test proves nothing"
         held = sorted(path.name.partition(".")[0] for path in run.paths.of_tag("old").followed.iterdir())
-        assert held == ["rollout-1", "rollout-2"]
+        assert held == ["rollout-1", "rollout-3"]
         assert run.child is not None
         run.child.send_signal(signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM, run.tail()

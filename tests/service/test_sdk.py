@@ -40,15 +40,15 @@ def clients(hub: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(hub / "cache"), "OMP_NUM_THREADS": "1", **more}
 
 
-def run_of(directory: Path, hub: Path) -> Run:
+def run_of(directory: Path, hub: Path, *settings: str) -> Run:
     return Run(directory, f"model.path={hub / NAME}", f"tinker.base={NAME}", "tinker.port=0", "tinker.context=1024",
-               config=ROOT / "configs" / "tinker.toml")
+               *settings, config=ROOT / "configs" / "tinker.toml")
 
 
 @contextmanager
-def service(directory: Path, hub: Path) -> Iterator[tuple[str, Environment]]:
+def service(directory: Path, hub: Path, *settings: str) -> Iterator[tuple[str, Environment]]:
     """The address of a service, and the environment of its clients."""
-    with running(run_of(directory, hub)) as run:
+    with running(run_of(directory, hub, *settings)) as run:
         url = run.told("tinker")["base_url"]
         yield url, clients(hub, TINKER_API_KEY=(directory / "tinker.key").read_text())
 
@@ -74,6 +74,12 @@ def test_the_sdk_lists_deletes_and_downloads_what_it_saved(tmp_path: Path, hub: 
     with service(tmp_path / "run", hub) as (url, environment):
         said([SDK / "lists.py", url, NAME, tmp_path], hub, environment)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_all_weights_are_trained_saved_and_sampled_by_the_sdk(tmp_path: Path, hub: Path) -> None:
+    with service(tmp_path / "run", hub, "tinker.weights=full") as (url, environment):
+        printed = said([SDK / "whole.py", url, NAME], hub, environment)
+    assert "losses" in printed and "refused" in printed
 
 
 @pytest.mark.skipif(not VERSIONS, reason="make tinker-versions")

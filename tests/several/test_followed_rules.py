@@ -102,14 +102,17 @@ def test_another_shape_and_engines_that_take_no_checkpoints_are_refused(
     monkeypatch.setattr(pretrained, "read_config", lambda folder: {
         "hidden_size": hidden[str(folder)], "num_hidden_layers": 2, "vocab_size": 16})
 
-    def rules(path: str, engine: str) -> list[str]:
+    def rules(path: str, engine: str, rank: int = 0) -> list[str]:
         (own,) = t.models[1].own
         entries = tuple(dataclasses.replace(entry, engine=engine) for entry in own.process)
         own = dataclasses.replace(own, model=dataclasses.replace(own.model, path=path), process=entries)
         row = dataclasses.replace(t.models[1], own=(own,))
-        changed = dataclasses.replace(t, models=(t.models[0], row))
+        changed = dataclasses.replace(t, models=(t.models[0], row), lora=dataclasses.replace(t.lora, rank=rank))
         return [finding.rule for finding in findings_of_follower(changed, row)]
 
     assert rules("like", "torch") == []
     assert rules("narrow", "torch") == ["the model at narrow has another shape than main's at tiny:sort"]
-    assert rules("like", "vllm") == ["an engine of vllm takes no checkpoints of another tag"]
+    assert rules("like", "vllm") == rules("like", "torch", 4) == []
+    assert rules("like", "openai") == ["an engine of openai takes no checkpoints of another tag"]
+    (adapters,) = rules("like", "vllm", 4)
+    assert adapters == "checkpoints of main are adapters, and vLLM starts again with whole models here"

@@ -114,8 +114,9 @@ def test_a_topology_in_force_reaches_the_files_of_every_model(tmp_path: Path, re
         assert changeable.followers("model.judge.learner.lr") == ("learner",)
         with pytest.raises(UserError, match="is the run's"):
             changeable.changed(run.topology, "model.judge.scheduler.policy", "fifo")
-        with pytest.raises(UserError, match="numbered through all models"):
-            changeable.changed(run.topology, "process.rollout.count", "2")
+        run.use(changeable.changed(run.topology, "model.judge.process.rollout.count", "2"))
+        names = [process.name for process in recorded(run.every[1].paths.topology).processes()]
+        assert names == ["learner/judge", "rollout/1", "rollout/3"]
 
 
 @pytest.mark.parametrize("rows", [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "service"))
+import test_sdk
 from test_a_service import service, supervised
 from vllm_scene import START_S, VOCABULARY, config_of, model_of, request, save
 
@@ -30,6 +32,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 SHAPES = [Adapter(1, 1, unembed=False), Adapter(4, 2, unembed=False), Adapter(8, 3, mlp=False, unembed=False)]
 PROMPT = [2, 5, 9, 3, 12, 7]
 CLOSE = 1e-3
+SLOW_START = ("process.rollout.engine=vllm", "limits.ready_s=420", "limits.progress_s=120", "vllm.start_s=400",
+              "vllm.rpc_s=60", "generation.max_batch=16")
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +223,21 @@ def test_a_folder_without_a_model_refuses_its_requests_alone(
     assert len(answers(whole, asked(6, models[0]))[6].token_ids)
 
 
+@pytest.mark.skipif(not test_sdk.PYTHON.exists(), reason="make tinker-env")
+def test_the_sdk_trains_all_weights_and_samples_them_with_vllm(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    subprocess.run([sys.executable, test_sdk.SDK / "hub.py", hub], check=True, timeout=test_sdk.LIMIT_S)
+    with test_sdk.service(tmp_path / "run", hub, "tinker.weights=full", *SLOW_START) as (url, environment):
+        printed = test_sdk.said([test_sdk.SDK / "whole.py", url, test_sdk.NAME], hub, environment)
+    assert "losses" in printed and "refused" in printed
+
+
 @pytest.mark.parametrize("weights", ["adapters", "full"])
 def test_a_service_trains_and_samples_with_vllm(tmp_path: Path, weights: str) -> None:
     from busrl.quickstart import ensure
 
     ensure("tiny:sort")
-    with service(tmp_path / "run", f"tinker.weights={weights}", "process.rollout.engine=vllm", "limits.ready_s=420",
-                 "limits.progress_s=120", "vllm.start_s=400", "vllm.rpc_s=60",
-                 "generation.max_batch=16") as (_, client):
+    with service(tmp_path / "run", f"tinker.weights={weights}", *SLOW_START) as (_, client):
         model, data = client.model(), [supervised([5, 6, 7, 8, 9])] * 4
         before = client.sampler(model, 0)
         for _ in range(3):
