@@ -207,7 +207,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "explained": "several.explained:lines",
         "audits": "several.audit:audit",
         "tenders": "several.keeping:OtherRings", "summaries": "several.summaries:summary",
-        "overviews": "several.present:overview",
+        "overviews": "several.summaries:overview",
         "receiver": "several.followed:receiver",
         "final_lines": "several.summaries:lines"}, asks={
         "[[model]]": lambda topology: bool(topology.models),

@@ -1,21 +1,39 @@
-"""The ends of the models of a run: in `summary.json`, and in the last lines of launch.
+"""Views of the models of a run beside the lead: in `summary.json`, at the end of launch, by `busrl status`, the monitor
+and the picture of launch.
 
-Reads the files of each model. Says nothing of a run of one model.
+Reads the files of each model, and while it runs its ring, whose processes say there what they wait for. Maps no fates,
+as launch looks here too. Says nothing of a run of one model.
+
+- A model's files are read on from where the last look ended: a monitor looks each second.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from busrl import capabilities
+from busrl.errors import NoSuchRun, RingError
 from busrl.paths import RunPaths
+from busrl.ring import Process, Ring
+from busrl.states import HeaderWord
+from busrl.status.reader import living
 from busrl.status.runfiles import RunFiles, run_of_files
-from busrl.status.words import reward_line
+from busrl.status.state import RunState
+from busrl.status.waits import WAITS
+from busrl.status.words import age, joined, reward_line
+from busrl.system.files import as_map, read_map
 from busrl.topology.schema import Topology
 
 if TYPE_CHECKING:
     from busrl.several.audit import Audited
+
+OF_MODEL = ("rollout", "learner")  # roles whose processes are of one model
+MOST_READ = 32  # models of which the place in their files is kept
 
 
 def summary(root: Path, topology: Topology) -> tuple[dict[str, Any], list[str]]:
@@ -57,3 +75,93 @@ def lines(summed: dict[str, Any]) -> list[str]:
         reward = reward_line(said["reward"])
         texts.append(f"  {tag}: step {said['steps']}/{said['max_steps']}" + (f" \u00b7 {reward}" if reward else ""))
     return texts
+
+
+# -- while it runs -----
+
+
+class Overview(NamedTuple):
+    """The models beside the lead as people see them. `data`: for JSON; `lines`: the sum of all first."""
+
+    name: str
+    data: dict[str, Any]
+    lines: list[str]
+
+
+class Read:
+    """The state of a model by its files alone, as far as they were read."""
+
+    kept: ClassVar[dict[Path, Read]] = {}  # of this process, the newest `MOST_READ`
+
+    def __init__(self, paths: RunPaths, uuid: Any) -> None:
+        self._files, self._uuid = RunFiles(paths), uuid
+        self.run = RunState(facts=self._files.facts())
+
+    @classmethod
+    def of(cls, paths: RunPaths) -> RunState:
+        """The state as of now."""
+        one, uuid = cls.kept.get(paths.root), read_map(paths.run_json).get("uuid")
+        if one is None or one._uuid != uuid:
+            one = cls.kept[paths.root] = cls(paths, uuid)
+        while len(cls.kept) > MOST_READ:
+            del cls.kept[next(iter(cls.kept))]
+        one._files.fold_into(one.run)
+        return one.run
+
+
+def overview(run_dir: str | os.PathLike[str]) -> Overview | None:
+    """The view of the models in a run directory beside the lead; None if there are none."""
+    run = RunPaths.of(run_dir)
+    folders = sorted(file.parent for file in run.models.glob("*/run.json"))
+    paths = [paths for paths in map(RunPaths.of, folders) if paths.run == run.root]
+    if not paths:
+        return None
+    data = {each.root.name: _now(each) for each in paths}
+    return Overview("models", data, [*_shown(data)])
+
+
+def _now(paths: RunPaths) -> dict[str, Any]:
+    """A model's step, version, rewards and living processes, and what its learner waits for."""
+    topology = read_map(paths.topology)
+    trained = not topology.get("frozen")
+    said: dict[str, Any] = {"trained": trained, "max_steps": as_map(topology.get("run")).get("max_steps")}
+    try:
+        run = Read.of(paths)
+    except NoSuchRun:  # it is removed just now
+        run = RunState()
+    said |= {"step": run.at_step, "version": run.version}
+    if trained:
+        recent = run.steps.recent(lambda step: step.reward)
+        said |= {"reward": {"first": run.first_reward, "last_10_steps": recent}, "waits": None}
+    try:
+        with closing(Ring.attach(paths.ring_name, read_only=True)) as ring:
+            own = [process for process in living(ring) if process.role in OF_MODEL]
+            waits = {"waits": next(filter(None, map(_wait, own)), None)} if trained else {}
+            words = {"step": ring.header(HeaderWord.STEP), "version": ring.header(HeaderWord.VERSION)}
+    except RingError:
+        return {**said, "processes": []}
+    return {**said, **words, **waits, "processes": sorted(process.label for process in own)}
+
+
+def _wait(process: Process) -> dict[str, Any] | None:
+    """What a learner says that it waits for, and for how long; None while it works."""
+    match = WAITS.fullmatch(process.activity) if process.role == "learner" else None
+    since_s = max(0, time.monotonic_ns() - process.activity_ns) / 1e9
+    return {"for": match[1], "since_s": round(since_s, 1)} if match else None
+
+
+def _shown(data: dict[str, dict[str, Any]]) -> Iterator[str]:
+    def told(said: dict[str, Any]) -> str:
+        return f"step {said['step']}/{said['max_steps']}" if said["trained"] else "only serves"
+
+    yield "  models    " + ", ".join(f"{tag} {told(said)}" for tag, said in data.items())
+    for tag, said in data.items():
+        waits = said.get("waits")
+        more = joined(
+            f"version {said['version']}" if said["version"] else "",
+            reward_line(said["reward"]) if said["trained"] else "",
+            f"waits for {waits['for']}, {age(waits['since_s'])}" if waits else "",
+            ", ".join(said["processes"]),
+        )
+        if more:
+            yield f"    {tag}: {more}"

@@ -14,7 +14,7 @@ from busrl.cli import main
 from busrl.ledger.trained import newest_checkpoint, step_of
 from busrl.observe.monitor.sources import Watcher, models_of, settle, watched
 from busrl.observe.monitor.web.picture import History, picture
-from busrl.several.present import overview
+from busrl.several.summaries import overview
 from busrl.status.view import status
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

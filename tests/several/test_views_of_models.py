@@ -13,7 +13,7 @@ from tagged import AGENT, JUDGE, SERVED, SOLVER, Read
 
 from busrl.paths import RunPaths
 from busrl.ring import Ring
-from busrl.several.present import overview
+from busrl.several.summaries import overview
 from busrl.states import HeaderWord
 from busrl.status.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.status.waits import chain
