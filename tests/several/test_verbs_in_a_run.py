@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from busrl.cli import main
 from busrl.ledger.trained import newest_checkpoint, step_of
 from busrl.observe.monitor.sources import Watcher, models_of, settle, watched
 from busrl.observe.monitor.web.picture import History, picture
+from busrl.ring import Ring
 from busrl.several.summaries import overview
+from busrl.states import HeaderWord
 from busrl.status.view import status
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -28,6 +31,30 @@ def busrl(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     said = capsys.readouterr()
     assert code == 0, said.err
     return said.out
+
+
+class Holds:
+    """While open, notes which models' versions are held."""
+
+    def __init__(self, run: Run) -> None:
+        self.seen, self._over = set[str](), threading.Event()
+        self._rings = {tag or "solver": Ring.attach(paths_of(run, tag).ring_name, read_only=True)
+                       for tag in ("", "judge")}
+        self._looking = threading.Thread(target=self._look)
+
+    def _look(self) -> None:
+        while not self._over.wait(0.002):
+            self.seen |= {tag for tag, ring in self._rings.items() if ring.header(HeaderWord.HOLD)}
+
+    def __enter__(self) -> Holds:
+        self._looking.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._looking.join()
+        for ring in self._rings.values():
+            ring.close()
 
 
 def ready(run: Run, *names: str) -> bool:
@@ -55,10 +82,11 @@ def test_verbs_and_views_reach_each_model_of_a_running_run(
         told = busrl(capsys, "checkpoint", run.directory)
         assert told.count("is written") == 2 and newest_checkpoint(run.paths) is not None
 
-        told = busrl(capsys, "validate", run.directory, "--model", "judge")
-        assert "validation, round" in told and ", judge of version " in told and "\n  judge 0." in told
+        with Holds(run) as holds:
+            told = busrl(capsys, "validate", run.directory, "--model", "judge")
+        assert holds.seen == {"judge"}, "its version is held, and no other's"
+        assert "validation, round" in told and ", judge of version" in told and "\n  judge 0." in told
         row = read_lines(run.paths.validation)[-1]
-        assert len(row["val/versions/judge"]) == 1, "its version was held"
         assert row["val/parts"]["judge"] == pytest.approx(float(told.split()[-1]), abs=1e-4)
         assert main(["validate", str(run.directory), "--model", "hint"]) == 2
         assert "it only serves" in capsys.readouterr().err
