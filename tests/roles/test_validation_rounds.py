@@ -194,7 +194,7 @@ def living(make: Callable[..., Validator], tmp_path: Path) -> Iterator[Callable[
         role.validate_fates, role.log_path = fates[1], tmp_path / "validation.log"
         role.log, role.rows = LineFile(role.log_path), LineFile(tmp_path / "validation.jsonl")
         opened.extend((role.log, role.rows))
-        role.groups, role.request, role.pins, role.heard = 0, None, False, []
+        role.groups, role.request, role.pins, role.pins_of, role.heard = 0, None, False, {}, []
         role.bus = SimpleNamespace(send=role.heard.append)
         role.warn = lambda where, text, **more: role.heard.append(text)
         role.write_or_wait = lambda what, write: write() is None

@@ -103,7 +103,9 @@ def test_a_chain_of_waits_of_a_model_begins_with_its_own_learner() -> None:
 
     processes = (row("scheduler"), row("agent/0"), row("rollout/1"), row("learner/judge", "waits: admission"))
     ring = RingRecord(4, {"free": 4}, {}, 0, 0, 0, 0, processes)
-    run = RunState(facts=Facts(beside="judge"), ring=ring)
+    run, lead = RunState(facts=Facts(beside="judge")), RunState()
+    for each in (run, lead):
+        each.look(ring, 0.0)
     links = chain(run, 0.0)
     assert [link.process for link in links] == ["learner/judge", "scheduler"]
-    assert chain(RunState(ring=ring), 0.0) == [], "of the lead it would begin with `learner`"
+    assert chain(lead, 0.0) == [], "of the lead it would begin with `learner`"
