@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from tagged import AGENT, JUDGE, SERVED, SOLVER, Read
 
+from busrl.observe.monitor.phrases import headline
+from busrl.observe.monitor.screen import Turning
+from busrl.observe.monitor.sources import Watcher, models_of
 from busrl.paths import RunPaths
 from busrl.ring import Ring
 from busrl.several.summaries import overview
@@ -90,6 +93,26 @@ def test_files_are_read_on_and_those_of_another_run_anew(read: Read, root: Path)
     stepped(judge, 0.1)
     view = overview(root)
     assert view is not None and view.data["judge"]["reward"] == {"first": 0.1, "last_10_steps": 0.1}
+
+
+def test_the_live_view_turns_to_the_next_model_and_back(read: Read, root: Path) -> None:
+    topology = read(SOLVER + JUDGE + AGENT)
+    for tag, reward in (("solver", 0.1), ("judge", 0.9)):
+        stepped(written(root, topology, tag), reward)
+    places = models_of(RunPaths.of(root))
+    assert [paths.root for paths in places] == [root, root / "models" / "judge"]
+    first = Watcher(places[0])
+    turning = Turning(first, places)
+    shown = []
+    for _ in range(3):
+        run = turning.now.run
+        shown.append((run.facts.beside, run.steps.recent(lambda step: step.reward), "judge" in headline(run, 0.0)))
+        turning.turn()
+    turning.close()
+    first.close()
+    assert shown == [("", 0.1, False), ("judge", 0.9, True), ("", 0.1, False)]
+    from_judge = models_of(places[1])
+    assert from_judge[0].root == places[1].root and from_judge[1].root == root
 
 
 def test_a_run_of_one_model_has_no_such_view(root: Path) -> None:
