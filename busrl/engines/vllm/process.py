@@ -31,10 +31,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from busrl.engines.vllm_versions import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
+from busrl.engines.vllm_versions import CPU_BLOCK, NATIVE_ROUTES, lora_rank, vllm_installed, vllm_objection
 from busrl.errors import EngineLost, UserError
 from busrl.system.guardian import stat_of
 from busrl.topology.kinds import ADAPTERS
+from busrl.topology.learner import Routing
 from busrl.topology.schema import Vllm
 from busrl.topology.sizes import adapter_slots
 
@@ -65,6 +66,7 @@ class Start:
     lora_rank: int = 0  # 0 = no adapters
     adapters: int = 0
     extension: str = EXTENSION
+    routing: Routing | None = None  # the shape of the routes that every answer comes with; None: without any
 
     @classmethod
     def of(cls, topology: Topology) -> Start:
@@ -76,6 +78,7 @@ class Start:
             model.path, model.dtype, capacity=topology.generation.max_batch,
             max_length=settings.max_model_len or topology.longest, settings=settings, seed=topology.run.seed,
             lora_rank=lora_rank(rank) if rank else 0, adapters=adapter_slots(topology) if rank else 0,
+            routing=topology.derived.routing,
         )
 
 
@@ -116,9 +119,7 @@ def make(start: Start, record: Callable[[float], None]) -> Any:
     # This process has threads: a fork of it could hang. A user's other variables stay as they are.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     _set_defaults(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
-    from vllm.platforms import current_platform
-
-    if cpu := bool(current_platform.is_cpu()):
+    if cpu := on_a_cpu():
         # One process for engine and worker, whose threads are those of [[process]] threads and bound to no core.
         _set_defaults(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
         if _eager(start.settings, cpu):  # helpers of its sampler would still call a C++ compiler at the first token
@@ -132,6 +133,13 @@ def make(start: Start, record: Callable[[float], None]) -> Any:
         where = "vllm.extra" if unknown[0] in start.settings.extra else 'engine = "vllm"'
         raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/vllm.md")
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger(record)])
+
+
+def on_a_cpu() -> bool:
+    """Tell whether the vLLM of this Python works on the CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _logger(report: Callable[[float], None]) -> Any:
@@ -187,6 +195,8 @@ def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
     if start.lora_rank:
         arguments |= {"enable_lora": True, "max_lora_rank": start.lora_rank, "max_loras": start.adapters}
         arguments["max_cpu_loras"] = start.adapters
+    if start.routing and not cpu:  # where our own extension notes them
+        arguments[NATIVE_ROUTES] = True
     return arguments | {name: _value_of(text) for name, text in sorted(settings.extra.items())}
 
 

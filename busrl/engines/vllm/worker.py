@@ -26,7 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from busrl.data.vocabulary import TokenRows, token_rows
-from busrl.engines.vllm import cpu_patches
+from busrl.engines.vllm import capture, cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError
 from busrl.system.parent import die_with
@@ -150,6 +150,7 @@ class Extension:
     rank: int
     model_runner: Any
     busrl_weights: Any = None
+    busrl_capture: Any = None
 
     def busrl_leave_out(self, end: int, holes: list[int]) -> bool:
         """Set rows of logits without a token to -inf from now on, before vLLM uses them: neither the drawn tokens nor
@@ -164,6 +165,19 @@ class Extension:
 
         model.compute_logits = compute_logits
         return True
+
+    def busrl_note_routes(self, layers: list[int], top_k: int, dtype: str) -> str:
+        """Note from now on which experts the routers choose, on rank 0; returns why that cannot be, "" if it can."""
+        if self.rank:
+            return ""
+        why = capture.objection(self.model_runner, layers)
+        self.busrl_capture = None if why else capture.Capture(self.model_runner, layers, top_k, dtype)
+        return why
+
+    def busrl_take_routes(self, wanted: list[tuple[str, int, int]]) -> list[bytes]:
+        """Routes of requests that have ended, each as its name and the first and last position, which are then
+        forgotten; nothing on ranks other than 0."""
+        return [self.busrl_capture.take(*one) for one in wanted] if self.busrl_capture else []
 
     def busrl_open(self, text: str) -> str:
         """Begin to receive. `text` is JSON: settings of the transport, name, model folder, dtype, page (a prefix)."""
