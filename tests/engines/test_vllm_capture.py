@@ -260,7 +260,7 @@ def test_every_position_has_the_route_that_it_was_first_computed_with(commands: 
             engine._out(one)
             assert engine.taken(one, 0).tolist() == one.expected[: len(one.tokens) - 1]
     engine.step(1)
-    assert not (engine.capture._rows or engine.capture._taken)
+    assert not (engine.capture.kept or engine.capture._taken)
 
 
 def test_a_request_that_nobody_takes_leaves_after_many_others() -> None:
@@ -270,7 +270,7 @@ def test_a_request_that_nobody_takes_leaves_after_many_others() -> None:
         engine.step(8)
         engine._out(engine.running[0])
         engine.step(8)
-    assert len(engine.capture._rows) == 8 * ROWS
+    assert engine.capture.kept == 8 * ROWS
 
 
 def test_requests_without_the_mark_are_not_kept() -> None:
@@ -279,7 +279,7 @@ def test_requests_without_the_mark_are_not_kept() -> None:
     engine.step(16)
     engine._out(engine.running[0])
     engine.step(1)
-    assert not engine.capture._rows
+    assert not engine.capture.kept
 
 
 @pytest.mark.parametrize(("changes", "said"), [

@@ -50,3 +50,7 @@ class Breakable(Extension):
 
     def busrl_full_speed(self) -> None:
         del self.model_runner.execute_model
+
+    def busrl_routes_left(self) -> int:
+        """Requests whose routes nobody has taken."""
+        return self.busrl_capture.kept

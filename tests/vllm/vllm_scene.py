@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import string
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start
+from busrl.topology.learner import Routing
 from busrl.topology.schema import Vllm
 from busrl.weights.factory import TransportSettings
 
@@ -75,11 +76,13 @@ class Scene:
     def __init__(
         self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, tensor_parallel: int = 1,
         extra: dict[str, str] | None = None, temperature: float = 1.0, config: Any = None, dtype: str = "float32",
-        **own: Any,
+        routing: Routing | None = None, make: Callable[[Any, int, str], Any] = model_of, **own: Any,
     ) -> None:
-        """`config`: of another model than `config_of(tied)`."""
+        """`config`: of another model than `config_of(tied)`, `make`: of the one of a version. `routing`: of its routes,
+        which come with answers."""
         self.folder, self.tied, self.config, self.dtype = folder, tied, config or config_of(tied), dtype
-        self.models = {0: model_of(self.config, 0, dtype)}
+        self.make = make
+        self.models = {0: make(self.config, 0, dtype)}
         save(folder, self.models[0])
         self.rows = token_rows(folder)
         os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"  # vLLM's processes import the extension by name
@@ -88,7 +91,7 @@ class Scene:
         self.start = Start(
             str(folder), dtype, capacity=8, max_length=LENGTH, lora_rank=lora_rank, adapters=adapters,
             settings=Vllm(kv_cache_mb=16, tensor_parallel=tensor_parallel, extra=extra or {}, **limits),
-            extension="vllm_breakable.Breakable",
+            extension="vllm_breakable.Breakable", routing=routing,
         )
         self.engine = VllmEngine(self.start, temperature=temperature)
 
@@ -102,7 +105,7 @@ class Scene:
 
     def model(self, version: int) -> Any:
         if version not in self.models:
-            self.models[version] = model_of(self.config, version, self.dtype)
+            self.models[version] = self.make(self.config, version, self.dtype)
         return self.models[version]
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:

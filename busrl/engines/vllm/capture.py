@@ -80,6 +80,11 @@ class Capture:
         rows = self._rows.pop(own, self._kept[:0])
         return rows[begin:end].tobytes() if len(rows) >= end else b""
 
+    @property
+    def kept(self) -> int:
+        """Requests whose rows are copied and not taken."""
+        return len(self._rows)
+
     # -- in a step of the runner -----
 
     def _watch(self) -> None:
