@@ -70,6 +70,8 @@ EXTENDING = tuple(f"tests/examples/test_extending.py::test_a_{name}" for name in
 VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py",)
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_a_value_head_step_gradient_matches_the_plain_formulas",)
+CAPTURE = "busrl/engines/vllm/capture.py"
+CAPTURED = ("tests/engines/test_vllm_capture.py::test_every_position_has_the_route_that_it_was_first_computed_with",)
 EPISODES = ("tests/roles/test_episode_steps.py",)
 BY_HAND = ("tests/roles/test_step_by_hand.py",)
 REFERRED = ("tests/roles/test_training_step.py::test_a_reference_reads_whole_answers_at_the_temperature_of_their_draw",)
@@ -601,6 +603,11 @@ MUTANTS = (
     Mutant("exit handlers of a forked process are left out", TEMPLATE, "    atexit._run_exitfuncs()\n", "", FORKED),
     Mutant("a process with variables of its own is forked", "busrl/launcher/forks.py", "spec.python or spec.env)", "spec.python)", FORKS),
     Mutant("an import that never ends is waited for", "busrl/launcher/forks.py", "if used_s > self._begun_s + MOST_CPU_S:", "if False:", FORKS),
+    Mutant("routes are not copied before blocks are another's", CAPTURE, "and name in self._batch.req_id_to_index:", "and False:", CAPTURED),
+    Mutant("a position that is computed again has its last route", CAPTURE, "np.arange(len(before), ", "np.arange(0 * len(before), ", CAPTURED),
+    Mutant("routes that were taken are copied again", CAPTURE, "self._taken.add(own)", "pass", CAPTURED),
+    Mutant("a call for routes ends an answer twice", "busrl/engines/vllm/routes.py", " if not running.over}", "}",
+           ("tests/engines/test_vllm_joined_routes.py::test_many_ends_are_one_call_and_an_answer_ends_once",)),
 )
 
 

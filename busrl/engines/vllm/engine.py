@@ -28,7 +28,7 @@ import numpy as np
 from busrl.data.vocabulary import token_rows, vocabulary_size
 from busrl.engines.base import Engine, Finished, PartialAnswer, Request, Statistics, seed_of
 from busrl.engines.tokens import NO_IDS, tokens_of
-from busrl.engines.vllm.process import Core, Start, on_a_cpu
+from busrl.engines.vllm.process import Core, Start, on_a_cpu, skips_routes
 from busrl.engines.vllm.routes import Routes
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
 from busrl.errors import UserError
@@ -299,7 +299,7 @@ class VllmEngine(Engine):
             core.rpc("busrl_leave_out", self._known.end, list(self._known.holes))
         routing = self.start.routing
         try:
-            self.routes = Routes(core, routing, native=not on_a_cpu()) if routing else None
+            self.routes = Routes(core, routing, native=not on_a_cpu(), skips=skips_routes()) if routing else None
             # It is up when it has made a token: what a version still compiles then belongs to the start.
             what, limit = "its first token", self.settings.start_s
             core.call(what, lambda: self.sample_for_check(core, 1, first=True), limit)

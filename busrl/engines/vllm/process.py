@@ -31,7 +31,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from busrl.engines.vllm_versions import CPU_BLOCK, NATIVE_ROUTES, lora_rank, vllm_installed, vllm_objection
+from busrl.engines.vllm_versions import CPU_BLOCK, FIRST_ROUTE, NATIVE_ROUTES, lora_rank, vllm_installed, vllm_objection
 from busrl.errors import EngineLost, UserError
 from busrl.system.guardian import stat_of
 from busrl.topology.kinds import ADAPTERS
@@ -140,6 +140,13 @@ def on_a_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def skips_routes() -> bool:
+    """Tell whether a request of this vLLM may say that it has the routes of its first tokens."""
+    from vllm import SamplingParams
+
+    return FIRST_ROUTE in inspect.signature(SamplingParams).parameters
 
 
 def _logger(report: Callable[[float], None]) -> Any:

@@ -12,7 +12,6 @@ an accelerator vLLM gives them itself. Knows nothing of slots, the bus or what a
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ import numpy as np
 from busrl.data.routing import Routing, first_fault
 from busrl.engines.base import Routes as Rows
 from busrl.engines.vllm.capture import MARK
+from busrl.engines.vllm_versions import FIRST_ROUTE
 from busrl.errors import UserError
 from busrl.states import Finish
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from busrl.engines.vllm.process import Core
 
 log = logging.getLogger("busrl")
-START = "routed_experts_prompt_start"  # of a request: tokens of its prompt whose routes are not wanted
 
 
 class Routes:
-    """The routes of one life of vLLM, from its start on. `native`: vLLM gives them itself."""
+    """The routes of one life of vLLM, from its start on. `native`: vLLM gives them itself; `skips`: without those that
+    the caller of a request has."""
 
-    def __init__(self, core: Core, routing: Routing, native: bool) -> None:
-        self._core, self._routing, self._native = core, routing, native
+    def __init__(self, core: Core, routing: Routing, *, native: bool, skips: bool) -> None:
+        self._core, self._routing, self._native, self._skips = core, routing, native, native and skips
         self._waiting: list[Running] = []  # ended, without their routes
         self._calling = asyncio.Lock()
         self._count = 0
@@ -54,14 +54,15 @@ class Routes:
 
     def settings(self, running: Running) -> dict[str, int]:
         """Settings of sampling by which vLLM itself leaves out the rows that the caller has."""
-        return {START: running.request.routes_from} if self._native and _takes_start() else {}
+        return {FIRST_ROUTE: running.request.routes_from} if self._skips else {}
 
     async def join(self, ended: list[Running], end: Callable[[list[Running]], None]) -> None:
         """Join routes to the tokens of requests that have ended, then `end` them. Those that another call is fetching
         have ended too when this returns."""
         self._waiting += ended
         async with self._calling:
-            waiting, self._waiting = [running for running in self._waiting if not running.over], []
+            waiting = list({running.id: running for running in self._waiting if not running.over}.values())
+            self._waiting = []
             given = [running.routed for running in waiting] if self._native else await self._noted(waiting)
             for running, rows in zip(waiting, given):
                 if running.token_ids:
@@ -93,7 +94,7 @@ class Routes:
         first = running.request.routes_from
         before = len(running.known_ids) - len(running.token_ids) - 1 - first  # rows of the prompt
         if rows is not None and self._native:
-            rows = self._of_experts(rows[0 if _takes_start() else first :])
+            rows = self._of_experts(rows[0 if self._skips else first :])
         if rows is not None and len(rows) == before + len(running.token_ids):
             running.prompt_routes, running.routes = rows[:before], [rows[before:]]
         elif running.finish == Finish.ABORTED:
@@ -108,9 +109,3 @@ class Routes:
         if rows.ndim != 3 or rows.shape[1] <= layers[-1] or rows.shape[2] != self._routing.top_k:
             return None
         return np.ascontiguousarray(rows[:, layers], self._routing.dtype)
-
-
-def _takes_start() -> bool:
-    from vllm import SamplingParams
-
-    return START in inspect.signature(SamplingParams).parameters
