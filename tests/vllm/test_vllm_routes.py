@@ -223,6 +223,16 @@ def test_preempted_answers_have_every_row_once(tmp_path: Path) -> None:
         scene.close()
 
 
+def test_the_first_of_two_workers_says_what_both_chose(tmp_path: Path) -> None:
+    scene = Mixture(tmp_path / "model", tensor_parallel=2)
+    try:
+        asked = [request(key, prompt(key, 20), 30) for key in range(4)]
+        made = scene.run(*asked)
+        assert sum(scene.differing(one, made[one.key])[0] for one in asked) == 0
+    finally:
+        scene.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_new_weights_and_their_routes_explain_every_token(tmp_path: Path, dtype: str) -> None:
     """After each of five updates. In 16 bits a trainer that chooses its own experts is further off than one that takes

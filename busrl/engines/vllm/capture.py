@@ -45,10 +45,11 @@ def _model_of(runner: Any) -> Any:
 
 
 def _routers(model: Any) -> list[tuple[int, Any]]:
-    """Number and router of each layer with experts."""
+    """Number and router of each layer with experts; a module around one may have its router too."""
     found = ((getattr(module, "layer_id", None), getattr(module, "router", None)) for module in model.modules())
-    return [(layer, router) for layer, router in found
-            if layer is not None and callable(getattr(router, "set_capture_fn", None))]
+    routers = {id(router): (layer, router) for layer, router in found
+               if layer is not None and callable(getattr(router, "set_capture_fn", None))}
+    return list(routers.values())
 
 
 class Capture:
