@@ -72,7 +72,7 @@ class Mixture(Scene):
         super().__init__(folder, tied=False, config=config, dtype=dtype, routing=self.routing, make=mixture,
                          check_parameters=0, **more)
 
-    def rows(self, asked: Request, made: Finished) -> np.ndarray:
+    def sound(self, asked: Request, made: Finished) -> np.ndarray:
         """The routes that came with an answer, once they are found to be sound."""
         read = len(asked.prompt_ids) + len(asked.prefix_ids) - 1
         assert made.routes is not None and made.prompt_routes is not None
@@ -86,7 +86,7 @@ class Mixture(Scene):
         ids = ids_of(asked, made)
         read = len(ids) - len(made.token_ids) - 1
         versions = [int(made.versions[0])] * (read - asked.routes_from) + made.versions.tolist()
-        rows = self.rows(asked, made)
+        rows = self.sound(asked, made)
         other = 0
         for version in set(versions):
             plain, _ = forward(self.model(version), ids)
@@ -149,12 +149,12 @@ def test_segments_and_turns_bring_the_rows_that_their_caller_lacks(moe: Mixture)
     path = ids_of(first, one)
     segment = request(1, prompt(200, 40), 30, segment=1, prefix_ids=one.token_ids, routes_from=len(path) - 1)
     two = moe.run(segment)[1]
-    assert moe.rows(segment, two).shape[0] == len(two.token_ids)
+    assert moe.sound(segment, two).shape[0] == len(two.token_ids)
     path = ids_of(segment, two)
     turn = request(1, [*path, 7, 8, 9], 20, segment=2, routes_from=len(path) - 1)  # a tool's answer is read by it
     three = moe.run(turn)[1]
-    assert moe.rows(turn, three).shape[0] == 3 + len(three.token_ids)
-    joined = np.concatenate([moe.rows(first, one), moe.rows(segment, two), moe.rows(turn, three)])
+    assert moe.sound(turn, three).shape[0] == 3 + len(three.token_ids)
+    joined = np.concatenate([moe.sound(first, one), moe.sound(segment, two), moe.sound(turn, three)])
     plain, _ = forward(moe.model(moe.engine.version), ids_of(turn, three))
     assert joined.shape == plain.shape and not unlike(joined, plain).any()
 
@@ -252,7 +252,7 @@ def test_new_weights_and_their_routes_explain_every_token(tmp_path: Path, dtype:
             for one in asked:
                 answer = made[one.key]
                 assert set(answer.versions.tolist()) == {version}
-                for kind, given in ((own, None), (replayed, scene.rows(one, answer))):
+                for kind, given in ((own, None), (replayed, scene.sound(one, answer))):
                     _, logprobs = forward(scene.model(version), ids_of(one, answer), given)
                     kind += np.abs(logprobs[-len(answer.token_ids) :] - answer.logprobs).tolist()
     finally:

@@ -127,8 +127,8 @@ class Capture:
     def _places(self, owner: Any, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Places in the cache of positions of a row of the batch, or each of its own row."""
         table = self._batch.block_table[0]
-        size = table.block_size
-        blocks: npt.NDArray[Any] = table.get_numpy_array()[owner, positions // size].astype(np.int64)
+        size = int(table.block_size)
+        blocks: npt.NDArray[np.int64] = table.get_numpy_array()[owner, positions // size].astype(np.int64)
         return blocks * size + positions % size
 
     def _leave(self, name: str) -> None:
