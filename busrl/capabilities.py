@@ -199,8 +199,10 @@ CAPABILITIES: tuple[Capability, ...] = (
         "scheduler.policy": lambda topology: topology.scheduler.predicts,
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
     Capability("routes", "routes of a mixture of experts", plugs={
-        "routing": "routes.rules:routing", "checks": "routes.rules:CHECKS"}, asks={
-        "learner.routes": lambda topology: topology.learner.routes == "replay"}),
+        "routing": "routes.rules:routing", "checks": "routes.rules:CHECKS", "replay": "routes.replay:Replay",
+        "capture": "routes.capture:RoutedDecoder"}, asks={
+        "learner.routes": lambda topology: topology.learner.routes == "replay",
+        "learner.balance": lambda topology: topology.learner.balance > 0}),
     Capability("several", "several seats or models", plugs={
         "opening": "several.opening:Opening", "checks": "several.rules:CHECKS",
         "step_observers": "several.seat_figures:observers", "topology": "several.topologies:topology",

@@ -27,7 +27,15 @@ from busrl.ranks.loading import WeightFiles, fill, first_layers, standing_in
 from busrl.ranks.mesh import Layout, Meshes, ShardedForward
 from busrl.system import device
 from busrl.training.custom import reads
-from busrl.training.forward import AUTO, Forward, checkpoint_layers, compile_layers, compute_again
+from busrl.training.forward import (
+    AUTO,
+    Forward,
+    checkpoint_layers,
+    compile_layers,
+    compute_again,
+    prove_replay,
+    replay_routes,
+)
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
 from busrl.training.scorer import Reference, Teacher
 from busrl.training.settings import TrainerSettings
@@ -144,6 +152,7 @@ class TrainerBuilder:
         forward = self._sharded(way)
         if self.settings.compile:  # every rank compiles, and tries it with the others
             compile_layers(forward)
+        prove_replay(forward)  # as do all ranks: it is a forward
         return make(
             model, self.settings, forward=forward, adapter=adapter, copies=self.meshes.layout.tensor, hooks=hooks,
             refer=lambda _, loss: self.reference(forward, loss, adapter, model),
@@ -176,6 +185,8 @@ class TrainerBuilder:
         mesh.shard(model, self.meshes, settings.few_bits, self.team.reshard, self.team.offload)
         host = torch.device("cpu") if self.team.offload else self.team.device
         fill(model, files, host, self.team.device)
+        if not frozen:
+            replay_routes(way, settings.routing, settings.balance)
         self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
         return model, way, adapter
 
@@ -185,7 +196,7 @@ class TrainerBuilder:
         if not self.team.refers and not reads(loss, "reference"):
             return None
         if adapter is not None and self.team.reference is None:
-            return adapter.base_alone(forward.score)
+            return adapter.base_alone(forward.by_itself().score)
         folder = self.team.reference or self._first
         assert folder is not None
         second = self._other(folder)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec import UnsetType
 from numpy.typing import NDArray
 
 from busrl.algorithms.gae import Valued
@@ -195,10 +196,10 @@ def _saved(saving: Saving, seq: int) -> wire.Saved:
 
 def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessage | None:
     match message:
-        case wire.Micro(work=work):
-            _micro(trainer, work)
-        case wire.Score(work=work, by=by):
-            scores = trainer.scorer.at_once(wire.samples_of(work), by)
+        case wire.Micro(work=work, routes=routes):
+            _micro(trainer, work, routes)
+        case wire.Score(work=work, routes=routes, by=by):
+            scores = trainer.scorer.at_once(wire.samples_of(work, routes), by)
             logprobs, entropies = (tensor.float().cpu().numpy().tobytes() for tensor in scores)
             return wire.Scored(logprobs=logprobs, entropies=entropies)
         case wire.Step():
@@ -222,7 +223,7 @@ def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessa
     return None
 
 
-def _micro(trainer: Trainer, work: wire.Work) -> None:
+def _micro(trainer: Trainer, work: wire.Work, routes: wire.SentRoutes | UnsetType) -> None:
     if not work.samples:
         trainer.idle()
         return
@@ -231,5 +232,5 @@ def _micro(trainer: Trainer, work: wire.Work) -> None:
     valued = None if work.valued is None else [
         Valued(*(np.frombuffer(field, np.float64) for field in row)) for row in work.valued
     ]
-    samples = wire.samples_of(work)
+    samples = wire.samples_of(work, routes)
     trainer.micro_batch(samples, Advantages(work.advantages, work.weights, before, chosen, valued), work.version)

@@ -316,7 +316,10 @@ class Leader(Trainer):
             for number, share in enumerate(shares):
                 parts.append(([samples[i] for i in share], advantages.of(share), version))
                 self._planned[number] += sum(sample.trained for sample in parts[-1][0])
-            self.team.send([wire.Micro(work=wire.work_of(self.hooks.ages_of, *part)) for part in self.team.each(parts)])
+            self.team.send([
+                wire.Micro(work=wire.work_of(self.hooks.ages_of, *part), routes=wire.routes_of(part[0]))
+                for part in self.team.each(parts)
+            ])
             with self.team.together("a micro-batch", [sample.uid for sample in parts[0][0]]):
                 if shares[0]:
                     self.micro_batch(*parts[0])
@@ -337,8 +340,10 @@ class Leader(Trainer):
         """Scores of all ranks, per share."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
-            works = [wire.work_of(self.hooks.ages_of, part) for part in self.team.each(chosen)]
-            self.team.send([wire.Score(work=work, by=by) for work in works])
+            self.team.send([
+                wire.Score(work=wire.work_of(self.hooks.ages_of, part), routes=wire.routes_of(part), by=by)
+                for part in self.team.each(chosen)
+            ])
             with self.team.together("scoring"):
                 scores = self.scorer.at_once(chosen[0], by)
             yield shares[0], *scores

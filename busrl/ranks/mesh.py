@@ -18,6 +18,7 @@ messages or processes.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import socket
@@ -305,7 +306,7 @@ class ShardedForward(Forward):
         """`device`: where it computes, if the parameters are elsewhere."""
         super().__init__(way.model)
         self.where = way.where = device
-        self.way, self.name, self.together = way, f"sharded {way.name}", way.together
+        self.way, self.name, self.together, self.replay = way, f"sharded {way.name}", way.together, way.replay
         if isinstance(way, PaddedRows):
             way.head = _Gathered(way.model.get_output_embeddings(), way.head)
             way.model.busrl_forward = lambda compute: whole_tensors(compute())
@@ -323,6 +324,11 @@ class ShardedForward(Forward):
 
     def with_states(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor]:
         return self._forward(lambda: self.way.with_states(samples, flat))
+
+    def by_itself(self) -> Forward:
+        another = copy.copy(self)
+        another.way = self.way.by_itself()
+        return another
 
     def leave_out_all_but(self, token_rows: TokenRows) -> None:
         self.way.leave_out_all_but(token_rows)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from busrl.errors import RankLost
@@ -98,17 +100,28 @@ class Work(msgspec.Struct, array_like=True):
     ages: dict[int, int]  # steps since each of the samples' versions was made
 
 
-class Micro(ControlMessage):
+class SentRoutes(msgspec.Struct, array_like=True):
+    """The routes of the samples of a work; the same ones of a prompt stand once."""
+
+    dtype: str
+    shape: tuple[int, int]  # of a row
+    prompts: list[bytes]
+    rows: list[tuple[int, bytes] | None]  # of each sample: the number of its prompt's (-1: none), and its own
+
+
+class Worked(ControlMessage):
+    work: Work
+    routes: SentRoutes | UnsetType = UNSET  # where samples have some
+
+
+class Micro(Worked):
     """Forward and backward of the work, or of nothing."""
 
-    work: Work
 
-
-class Score(ControlMessage):
+class Score(Worked):
     """Forward of the work, or of nothing, without gradient; answered by Scored. `by`: the trained model, the
     "reference", or the "value" head, which gives one number per token; or "every" token in the place of each."""
 
-    work: Work
     by: str = ""
 
 
@@ -278,8 +291,39 @@ def work_of(
     return Work(list(prompts), rows, worth or [], weights, before, chosen, valued, version, ages)
 
 
-def samples_of(work: Work) -> list[Sample]:
+def routes_of(samples: Sequence[Sample]) -> SentRoutes | UnsetType:
+    """Routes that go with the work of these samples."""
+    routed = [sample.routes for sample in samples if sample.routes is not None]
+    if not routed:
+        return UNSET
+    prompts: dict[bytes, int] = {}
+    rows = [
+        None if sample.routes is None else (
+            -1 if sample.prompt_routes is None else prompts.setdefault(sample.prompt_routes.tobytes(), len(prompts)),
+            sample.routes.tobytes())
+        for sample in samples
+    ]
+    return SentRoutes(routed[0].dtype.str, (routed[0].shape[1], routed[0].shape[2]), list(prompts), rows)
+
+
+def samples_of(work: Work, routes: SentRoutes | UnsetType = UNSET) -> list[Sample]:
     """The samples that went into it."""
+    samples = _samples_of(work)
+    if isinstance(routes, UnsetType):
+        return samples
+
+    def rows(data: bytes) -> NDArray[Any]:
+        return np.frombuffer(data, routes.dtype).reshape(-1, *routes.shape)
+
+    prompts = [rows(data) for data in routes.prompts]
+    return [
+        sample if sent is None else
+        replace(sample, routes=rows(sent[1]), prompt_routes=None if sent[0] < 0 else prompts[sent[0]])
+        for sample, sent in zip(samples, routes.rows, strict=True)
+    ]
+
+
+def _samples_of(work: Work) -> list[Sample]:
     prompts = [np.frombuffer(prompt, np.int32) for prompt in work.prompts]
     return [
         Sample(

@@ -88,8 +88,8 @@ def routes_of_pieces(sample: Sample) -> Iterator[tuple[NDArray[Any] | None, NDAr
 
 
 def lay(samples: Sequence[Sample], routing: Routing, rows: int, heads: Ints, tails: Ints) -> Laid:
-    """Lay the routes of samples out over `rows` rows: of piece number i the prompt begins at row heads[i], and the rest,
-    from the last token of the prompt on, at tails[i]."""
+    """Lay the routes of samples out over `rows` rows: of piece number i the prompt begins at row heads[i], and what
+    follows, from the last token of the prompt on, at tails[i]."""
     laid = Laid(np.full((rows, *routing.shape), CHOSEN_BY_MODEL, np.int16), np.zeros(0, np.int64))
     owners = [sample for sample in samples for _ in sample.pieces]
     routes = [pair for sample in samples for pair in routes_of_pieces(sample)]
@@ -137,49 +137,160 @@ def _count_trained(laid: Laid, samples: Sequence[Sample], tails: Ints) -> None:
 
 
 class Replay:
-    """The routers of a model, with the routes that the next forward is to take. `carries`: samples have routes at all;
-    else it is there for `balance` alone, the loss that spreads tokens over experts."""
+    """The routers of a model, with the routes that the next forward is to take. `carries`: samples may have routes;
+    else it is there for `balance` alone, the weight of a loss that spreads tokens evenly over experts."""
 
     def __init__(self, model: Any, routing: Routing, carries: bool = True, balance: float = 0.0) -> None:
         self.routing, self.carries, self.balance = routing, carries, balance
-        self._name = type(model).__name__
-        self._layers = len(routing.layers)
+        self._name, self._layers = type(model).__name__, len(routing.layers)
         self._rules: list[Rule | None] = [None] * self._layers
-        self._watching = False  # in `prove`: rules are found, and ids noted
-        self._noted: list[Tensor | None] = [None] * self._layers
+        self._noted: list[Tensor | None] | None = None  # by layer, while `prove` looks
+        self._held: Tensor | None = None  # what `prove` gives to the next forward
+        self._rest()
+        for place, module in enumerate(routers_of(model, routing)):
+            hook: Any = torch.compiler.disable(self._hook(place))  # type: ignore[no-untyped-call]
+            module.register_forward_hook(hook)
+
+    def _rest(self) -> None:
+        """Let the routers choose, and begin to count."""
         self._given: Tensor | None = None  # [rows, layers, experts of a token]
         self._partly = False  # some rows have the router's own choice
         self._laid: Laid | None = None
-        self._begin()
-        for place, module in enumerate(routers_of(model, routing)):
-            module.register_forward_hook(torch.compiler.disable(self._hook(place)))
+        self._counted: Tensor | None = None  # rows that predict trained tokens
+        self._changed: list[Tensor] = []  # of these rows, those whose router chose another set, by layer
+        self._any: Tensor | None = None  # of them, those for which any router did
+        self._real: Tensor | None = None  # rows that are no padding
+        self._shares: dict[int, tuple[Tensor, Tensor]] = {}  # of tokens and of probability by expert, by layer
+        self._seen: set[int] = set()  # layers that were counted: a backward may compute them again
 
-    def _begin(self) -> None:
-        """Begin the counts of a forward."""
-        self._seen: set[int] = set()  # layers that were computed; a backward may compute them again
-        self._counted: Tensor | None = None
-        self._changed: list[Tensor] = []
-        self._any: Tensor | None = None
-        self._real: Tensor | None = None
-        self._shares: list[tuple[Tensor, Tensor]] = []  # of tokens and of probability that each expert gets, by layer
-
-    # -- what a way of computing calls -----
-
-    def use(self, samples: Sequence[Sample], rows: int, heads: Ints, tails: Ints, device: torch.device) -> None:
-        """Take the routes of these samples in the next forward, whose rows `lay` describes; no samples: none."""
-        self._begin()
-        self._given, self._laid = self._held, None
-        self._held: Tensor | None = None
-        if self._given is not None or self._watching or not len(samples):
+    def use(
+        self, samples: Sequence[Sample], rows: int, heads: Ints, tails: Ints, device: torch.device
+    ) -> None:
+        """Take the routes of these samples in the next forward, whose rows `lay` describes; of no samples, none."""
+        self._rest()
+        if self._held is not None:
+            self._given, self._held = self._held, None
             return
-        if self.balance:
+        if self.balance and samples and torch.is_grad_enabled():
             self._real = torch.from_numpy(real_rows(samples, rows, heads, tails)).to(device)
-        if not self.carries:
+        if not self.carries or not samples:
             return
         self._laid = laid = lay(samples, self.routing, rows, heads, tails)
+        if not (laid.routes >= 0).any():
+            return
+        self._given = torch.from_numpy(laid.routes).to(device)
         self._partly = bool((laid.routes[:, 0, 0] < 0).any())
-        if any(sample.routes is not None for sample in samples):
-            self._given = torch.from_numpy(laid.routes).to(device)
-            if torch.is_grad_enabled():
-                self._counted = torch.from_numpy(laid.counted).to(device)
-                self._any = torch.zeros(len(laid.counted), dtype=torch.bool, device=device)
+        if torch.is_grad_enabled():
+            self._counted = torch.from_numpy(laid.counted).to(device)
+            self._any = torch.zeros(len(laid.counted), dtype=torch.bool, device=device)
+
+    def _hook(self, place: int) -> Callable[[Any, Any, Any], Any]:
+        def hook(module: Any, _: Any, output: Any) -> Any:
+            logits, weights, ids = choice_of(module, output)
+            if self._noted is not None:
+                self._noted[place] = ids.detach()
+                self._rules[place] = rule_of(module, logits, weights, ids)
+            chosen = ids if self._given is None else self._chosen(place, ids)
+            if self._real is not None:
+                self._spread(place, logits, chosen)
+            if (rule := self._rules[place]) is None or self._given is None:
+                return None
+            self._count(place, ids, chosen)
+            self._seen.add(place)
+            return logits, rule(module, logits, chosen).to(weights.dtype), chosen
+        return hook
+
+    def _chosen(self, place: int, ids: Tensor) -> Tensor:
+        assert self._given is not None
+        given = self._given[:, place].to(ids)
+        if given.shape != ids.shape:
+            raise ValueError(f"{self._name}: routes for {tuple(given.shape)}, but its router chose {tuple(ids.shape)}")
+        return torch.where(given < 0, ids, given) if self._partly else given
+
+    @torch.no_grad()
+    def _count(self, place: int, own: Tensor, chosen: Tensor) -> None:
+        """Count the rows of trained tokens whose router chose another set of experts."""
+        if self._counted is None or self._any is None or place in self._seen:
+            return
+        sets = (ids[self._counted].sort(-1)[0] for ids in (own, chosen))
+        differ = (next(sets) != next(sets)).any(-1)
+        self._any |= differ
+        self._changed.append(differ.sum())
+
+    # -- the loss that spreads tokens over experts -----
+
+    def _spread(self, place: int, logits: Tensor, chosen: Tensor) -> None:
+        """Keep the shares of each expert in a layer: of chosen places, and of probability. Computed again in a backward
+        that computes the layer again, whose operations have to be those of the forward."""
+        assert self._real is not None
+        of_probability = torch.softmax(logits[self._real], -1, dtype=torch.float).mean(0)
+        with torch.no_grad():
+            counts = torch.bincount(chosen[self._real].flatten(), minlength=self.routing.experts)
+        self._shares.setdefault(place, (counts / len(self._real), of_probability))
+
+    def loss(self) -> Tensor | None:
+        """The balance loss of the last forward, times its weight: as transformers defines it, over the experts that
+        were used. None where there is none."""
+        if not self._shares:
+            return None
+        tokens, probability = (torch.stack(rows).mean(0) for rows in zip(*self._shares.values(), strict=True))
+        return self.balance * self.routing.experts * (tokens * probability).sum()
+
+    # -- counts -----
+
+    def figures(self) -> Tensor | None:
+        """Counts of the last forward, in the order of `step_stats.ROUTES` and then by layer; None without routes."""
+        if (laid := self._laid) is None:
+            return None
+        of_host = [len(laid.counted), laid.own, laid.shared, laid.differ]
+        device = None if self._any is None else self._any.device
+        changed = torch.stack(self._changed) if self._changed else torch.zeros(self._layers, device=device)
+        any_layer = torch.zeros(1, device=device) if self._any is None else self._any.sum()[None]
+        return torch.cat([torch.tensor(of_host, device=device), any_layer, changed]).double()
+
+    # -- the proof -----
+
+    @torch.no_grad()
+    def prove(self, compute: Callable[[], Tensor]) -> None:
+        """ModelNotLoaded if routers do not choose as `routing` says, or if the numbers of `compute`, a forward, are not
+        the same with the model's own choices given back."""
+        noted: list[Tensor | None] = [None] * self._layers
+        self._noted = noted
+        try:
+            own = compute()
+        finally:
+            self._noted = None
+        ids = torch.stack([layer for layer in noted if layer is not None], 1)
+        ordered = ids.sort(-1)[0]
+        sound = bool((ordered[..., 1:] != ordered[..., :-1]).all() and (ids < self.routing.experts).all())
+        if ids.shape[1:] != self.routing.shape or not sound:
+            raise self._refused(f"its routers do not choose {self.routing.top_k} of {self.routing.experts} experts")
+        if None in self._rules:
+            raise self._refused("how its routers weigh the experts they chose is not known here")
+        self._held = ids
+        again = compute()
+        nearly = float((again - own).abs().max()) <= NEARLY * max(1.0, float(own.abs().max()))
+        if not (torch.equal(own, again) or (own.device.type != "cpu" and nearly)):
+            raise self._refused("with its own choices given back it computes something else")
+
+    def _refused(self, what: str) -> ModelNotLoaded:
+        return ModelNotLoaded(f"{self._name}: {what}, so it cannot replay the engine's; set {OWN}")
+
+
+def rule_of(module: Any, logits: Tensor, weights: Tensor, ids: Tensor) -> Rule | None:
+    """The rule that gives exactly the weights that the router gave."""
+    for rule in RULES:
+        if torch.equal(rule(module, logits, ids).to(weights.dtype), weights):
+            return rule
+    return None
+
+
+def real_rows(samples: Sequence[Sample], rows: int, heads: Ints, tails: Ints) -> Ints:
+    """The rows that are no padding."""
+    real = np.zeros(rows, np.bool_)
+    pieces = [piece for sample in samples for piece in sample.pieces]
+    for piece, head, tail in zip(pieces, heads.tolist(), tails.tolist(), strict=True):
+        first = int(piece.spans[0, 0]) - 1
+        real[head : head + first] = True
+        real[tail : tail + len(piece.ids) - 1 - first] = True
+    return np.flatnonzero(real)

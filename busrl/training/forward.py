@@ -7,6 +7,7 @@ and the head in pieces, else all logits. Knows nothing of losses.
   the sliding window where the model has one. A probe is computed in float32, of a model in fewer bits in those first
   layers that have every kind of attention.
 - Rows are padded at the right, and attention is causal: padding needs no mask.
+- With `replay` the samples' routes decide which experts a row is computed with.
 - Rows of logits without a token are left out of every softmax (`token_rows`), as engines leave them out.
 """
 
@@ -14,22 +15,41 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from busrl import capabilities
+from busrl.data.routing import Routing, routing_of
 from busrl.data.vocabulary import ALL_ROWS, TokenRows
 from busrl.errors import ModelNotLoaded, cause
 from busrl.training import packing
-from busrl.training.batch import Flat, Sample, flatten, join, pad, pieces_of
+from busrl.training.batch import Flat, Ints, Sample, flatten, join, pad, pieces_of
 from busrl.training.earlier import in_type
 from busrl.training.head import Head
 from busrl.training.model import attention_of, keep_first_layers, silence_chance, vocabulary
 
 Scores = tuple[Tensor, Tensor]  # log-probability and entropy in nats, [generated tokens] each, on the model's device
+
+
+class Replay(Protocol):
+    """The experts that engines chose, in the place of those that a model would choose (`busrl/routes`)."""
+
+    def use(self, samples: Sequence[Sample], rows: int, heads: Ints, tails: Ints, device: torch.device) -> None:
+        """Let the next forward, of `rows` rows, take the routes of these samples, or none. The prompt of a piece, but
+        for its last token, begins at the row of `heads`, and what follows at that of `tails`."""
+
+    def loss(self) -> Tensor | None:
+        """The balance loss of the last forward, if there is one."""
+
+    def figures(self) -> Tensor | None:
+        """Counts of the last forward, as `step_stats` adds them up; None in a run without routes."""
+
+    def prove(self, compute: Callable[[], Tensor]) -> None:
+        """ModelNotLoaded if the forward of `compute` gives something else with the model's own routes given back."""
 
 
 class Forward:
@@ -38,6 +58,9 @@ class Forward:
     name = "full"
     spread = False  # its model is spread over ranks, and was prepared for that
     together = False  # computes a shared prompt once and pads nothing: a group should be in one micro-batch
+
+    replay: Replay | None = None  # of its model, where that is a mixture of experts
+    alone = False  # its model routes by itself all the same
 
     where: torch.device | None = None  # it computes there, if the parameters are elsewhere
     token_rows: TokenRows = ALL_ROWS  # of the logits
@@ -86,9 +109,15 @@ class Forward:
         return self.of_states(hidden, flat), hidden
 
     def on(self, model: Any) -> Forward:
-        """This way for another model of the same architecture."""
+        """This way for another model of the same architecture, which routes by itself."""
         way = copy.copy(self)
-        way.model = model
+        way.model, way.replay = model, None
+        return way
+
+    def by_itself(self) -> Forward:
+        """This way, in which the model routes by itself: that of a reference which is the model without its adapter."""
+        way = copy.copy(self)
+        way.alone = True
         return way
 
     def leave_out_all_but(self, token_rows: TokenRows) -> None:
@@ -102,7 +131,18 @@ class Forward:
     def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
         """The model's input without the last column, which predicts nothing; row and column of each wanted logit."""
         ids, rows, columns = (part.to(self.device) for part in pad(samples))
+        self._route_pieces(samples, np.arange(len(ids)) * (ids.shape[1] - 1), ids[:, 1:].numel())
         return ids[:, :-1], rows, columns
+
+    def _route_pieces(self, samples: Sequence[Sample], begins: Ints, rows: int) -> None:
+        """Use the routes of samples whose pieces begin at these rows."""
+        if self.replay is not None:
+            firsts = np.array([piece.spans[0, 0] for piece in pieces_of(samples)])
+            self._route(samples, rows, begins, begins + firsts - 1)
+
+    def _route(self, samples: Sequence[Sample], rows: int, heads: Ints, tails: Ints) -> None:
+        if self.replay is not None:
+            self.replay.use(() if self.alone else samples, rows, heads, tails, self.device)
 
 
 class PaddedRows(Forward):
@@ -147,6 +187,8 @@ class PackedRows(PaddedRows):
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
         plan = packing.plan_of(samples, self.device)
+        heads, tails = plan.begins
+        self._route(samples, len(plan.ids), heads, tails)
         hidden: Tensor = self.model.base_model(
             input_ids=plan.ids[None], position_ids=plan.positions[None], use_cache=False, plan=plan
         )[0]
@@ -161,6 +203,8 @@ class JoinedRows(PaddedRows):
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
         ids, positions, wanted = (part.to(self.device) for part in join(samples))
+        lengths = np.array([len(piece.ids) - 1 for piece in pieces_of(samples)])
+        self._route_pieces(samples, np.cumsum(lengths) - lengths, len(ids))
         hidden: Tensor = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0]
         return hidden[0, wanted]
 
@@ -219,6 +263,21 @@ def _in_float32(model: Any) -> Iterator[None]:
     finally:
         if isinstance(layers, nn.ModuleList):
             model.base_model.layers, model.config.num_hidden_layers = layers, count
+
+
+def replay_routes(way: Forward, routing: Routing | None, balance: float) -> None:
+    """Let the way's model take the routes of samples, or count for the balance loss; `prove_replay` is to follow."""
+    shape = routing or (routing_of(way.model.config.to_dict()) if balance else None)
+    if shape is not None:
+        key = "learner.balance" if routing is None else "learner.routes"
+        way.replay = capabilities.plug("routes", "replay", key)(way.model, shape, routing is not None, balance)
+
+
+def prove_replay(way: Forward) -> None:
+    """ModelNotLoaded if a model computes something else with its own routes given back."""
+    if way.replay is not None:
+        samples = _probe(way.model)
+        way.replay.prove(lambda: _scores(way, samples))
 
 
 def checkpoint_layers(way: Forward) -> None:
@@ -288,7 +347,7 @@ def _agrees(way: Forward, samples: Sequence[Sample], expected: Tensor, limit: fl
 
 @torch.no_grad()
 def _scores(way: Forward, samples: Sequence[Sample]) -> Tensor:
-    flat = flatten(samples, torch.promote_types(way.model.dtype, torch.float32), way.model.device)
+    flat = flatten(samples, torch.promote_types(way.model.dtype, torch.float32), way.device)
     return torch.cat(way.score(samples, flat)).float()
 
 

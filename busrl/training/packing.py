@@ -69,6 +69,7 @@ class Plan:
     shared: int  # rows of the first kind
     sequences: Sequences  # cover all rows, in order: prompts, then pieces
     wanted: Tensor | None = None  # of the rows of the second kind those that predict a generated token; None: all
+    begins: tuple[Ints, ...] = ()  # of each piece the first row of its prompt, and the first of the rest
 
 
 def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Plan:
@@ -94,7 +95,7 @@ def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Pl
     return Plan(
         ids=torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device), shared=shared, wanted=wanted,
-        sequences=Sequences(
+        begins=(shared_first[which], own_first), sequences=Sequences(
             np.concatenate([none, shared_first[which]]), np.concatenate([none, before]),
             np.concatenate([shared_first, own_first]), np.concatenate([shared_lengths, own_lengths]),
         ),

@@ -17,9 +17,9 @@ from busrl.algorithms import catalog
 from busrl.algorithms.catalog import LossSettings
 from busrl.algorithms.gae import ValueSettings
 from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
-from busrl.topology.learner import Learner, Memory
+from busrl.topology.learner import Learner, Memory, Routing
 
-OF_OTHER_TABLES = ("compute_dtype", "ratio_one", "value", "base_dir", "token_rows")  # computed by `of`
+OF_OTHER_TABLES = ("compute_dtype", "ratio_one", "value", "base_dir", "token_rows", "routing")  # computed by `of`
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class TrainerSettings(LossSettings):
     head_dtype: str = Memory.head_dtype
     attention: str = Memory.attention
     compile: bool = Memory.compile
+    balance: float = Learner.balance  # weight of the loss that spreads tokens over experts
+    routing: Routing | None = None  # where samples have routes
     value: ValueSettings | None = None  # with a value head
     base_dir: str = field(default=".", repr=False)  # of the topology, for code of the user's
     token_rows: TokenRows = ALL_ROWS  # rows of the model's logits that stand for a token
@@ -59,6 +61,7 @@ class TrainerSettings(LossSettings):
             compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois",
             value=ValueSettings(value.coef, value.clip, value.rate) if learner.advantage == catalog.GAE else None,
             base_dir=topology.base_dir, token_rows=token_rows(Path(topology.model.path)),
+            routing=topology.derived.routing,
             **memory, **{name: getattr(learner, name) for name in names},
         )
 

@@ -10,7 +10,7 @@ Filled by the trainer, read by the learner. Knows nothing of models, losses or o
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,11 @@ from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossInputs
 from busrl.system import device
 from busrl.training.batch import Flat, Sample, pieces_of
+
+
+# Counts of a run with routes: tokens with routes and those without, rows of prompts that several samples share and
+# those of them with other routes, tokens with another set of experts in any layer; then of each layer those with one.
+ROUTES = ("rows", "own", "shared", "differ", "any")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,24 @@ class StepStats:
     backward_s: float = 0.0
     step_s: float = 0.0
     sums: tuple[float, ...] = ()  # from which the diagnostics follow, in the order of their FIELDS
+    routes: tuple[float, ...] = ()  # counts, in the order of ROUTES, and then by layer
+
+    def route_figures(self) -> dict[str, float]:
+        """Shares by the names that they have in metrics.jsonl; none in a run without routes."""
+        if not self.routes:
+            return {}
+        count, changed = dict(zip(ROUTES, self.routes)), self.routes[len(ROUTES) :]
+        rows = max(1.0, count["rows"])
+        return {
+            "changed": sum(changed) / (rows * len(changed)), "rows": count["any"] / rows,
+            "by_layer_max": max(changed) / rows, "prompt_differs": count["differ"] / max(1.0, count["shared"]),
+            "own_tokens": count["own"],
+        }
+
+
+def added_up(counts: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """The sum of rows of counts, of which some are empty."""
+    return tuple(map(sum, zip(*filter(None, counts), strict=True)))
 
 
 def combined(updates: Sequence[StepStats]) -> StepStats:
@@ -61,7 +84,7 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
         "tokens", "sequences", "micro_batches", "context_tokens", "forward_s", "backward_s", "step_s")}
     weights = [update.tokens + update.context_tokens for update in updates]
     return replace(
-        last, **added, sums=sums, diagnostics=diagnostics.finish(sums),
+        last, **added, sums=sums, diagnostics=diagnostics.finish(sums), routes=added_up(update.routes for update in updates),
         loss=sum(update.loss * update.tokens for update in updates) / max(1, sum(update.tokens for update in updates)),
         padding=sum(u.padding * weight for u, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
         partly=len({bool(update.skipped) for update in updates}) > 1,
@@ -87,6 +110,7 @@ class RankStats:
     forward_s: float
     backward_s: float
     step_s: float
+    routes: tuple[float, ...] = ()
 
 
 def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
@@ -100,7 +124,7 @@ def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, s
     return StepStats(
         lr=lr, loss=figures.loss / ((denominator or max(added["tokens"], 1)) * scale), grad_norm=shares[0].norm,
         padding=1.0 - real / computed if computed else 0.0, diagnostics=figures, skipped=shares[0].skipped, sums=sums,
-        context_tokens=context,
+        context_tokens=context, routes=added_up(share.routes for share in shares),
         culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)), **added, **slowest,
     )
 
@@ -121,6 +145,7 @@ class Tally:
         """Begin a step. The gaps of watched samples stay until `gaps` returns them."""
         self._sums = torch.zeros(len(diagnostics.FIELDS), dtype=torch.float64, device=self._device)
         self.tokens = self._sequences = self._computed = self._real = self._context = 0
+        self._routes: Tensor | None = None
         self._losses: list[tuple[list[int], Tensor]] = []  # uids of a micro-batch, and the loss of each
         self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
 
@@ -144,6 +169,11 @@ class Tally:
         self._computed += positions
         self._real += sum(len(piece.ids) for piece in pieces_of(samples))
 
+    def add_routes(self, counts: Tensor | None) -> None:
+        """Count the routes of a micro-batch, where it has any."""
+        if counts is not None:
+            self._routes = counts if self._routes is None else self._routes + counts
+
     @property
     def uids(self) -> list[int]:
         """The samples of the step."""
@@ -163,7 +193,7 @@ class Tally:
             computed=self._computed, real=self._real, micro_batches=len(self._losses),
             forward_s=sum(self.stopwatch.seconds(begun, between) for begun, between, _ in self._marks),
             backward_s=sum(self.stopwatch.seconds(between, ended) for _, between, ended in self._marks),
-            step_s=time.perf_counter() - started,
+            step_s=time.perf_counter() - started, routes=() if self._routes is None else tuple(self._routes.tolist()),
         )
 
     # -- differences from the engine, of watched samples ------------------------------

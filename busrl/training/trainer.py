@@ -32,7 +32,15 @@ from busrl.training import batch, sharded
 from busrl.training.batch import Sample, Worth
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_loss
-from busrl.training.forward import FLASH, Forward, checkpoint_layers, choose_forward, compile_layers
+from busrl.training.forward import (
+    FLASH,
+    Forward,
+    checkpoint_layers,
+    choose_forward,
+    compile_layers,
+    prove_replay,
+    replay_routes,
+)
 from busrl.training.head import Head
 from busrl.training.model import Adapter, Masters, Merged, named_weights, train_only
 from busrl.training.scorer import EVERY, Advantages, Floats, Reference, Scorer, Teacher, Versions
@@ -144,6 +152,8 @@ class Trainer:
             weights = flat.per_token(advantages.weights, self.scorer.dtype)
             loss, trained = loss * weights, trained * weights
         total = trained.sum()
+        if (replay := self.forward.replay) is not None and (balance := replay.loss()) is not None:
+            total = total + balance * flat.lengths.sum()
         forwarded = self.tally.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self.tally.timed(started, forwarded)
@@ -153,6 +163,7 @@ class Trainer:
         with_values = loss.detach() if of_values is None else loss.detach() + of_values.loss.detach()
         self.tally.keep_gaps(samples, inputs)
         self.tally.add(samples, flat, row, with_values, self.forward.size(samples))
+        self.tally.add_routes(None if replay is None else replay.figures())
         self.hooks.on_progress()
 
     def idle(self) -> None:
@@ -305,8 +316,10 @@ def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) ->
     way = way or way_of(model, settings)
     if computes_again(settings, model, model.device.type):
         checkpoint_layers(way)
+    replay_routes(way, settings.routing, settings.balance)
     if settings.compile:
         compile_layers(way)
+    prove_replay(way)
     return way, masters
 
 

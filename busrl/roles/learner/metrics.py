@@ -343,7 +343,7 @@ class StepMetrics:
         """Fields of LEARNER_STATE_UPDATE for the step just written, and numbers that hold from now on."""
         row = self._row
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
-        for key in ("reward_parts", "metrics"):
+        for key in ("reward_parts", "metrics", "routes"):
             numbers |= {f"{key}/{name}": value for name, value in row.get(key, {}).items()}
         numbers |= {f"by/{tag}/{name}": value for tag, of in row.get("by", {}).items() for name, value in of.items()}
         numbers.update(more)
@@ -399,6 +399,7 @@ def _training(stats: StepStats, samples: Sequence[SampleRecord] = ()) -> dict[st
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
         **{name: value for name, value in vars(stats.diagnostics).items() if name != "loss"},
+        **({"routes": routes} if (routes := stats.route_figures()) else {}),
         "micro_batches": stats.micro_batches,
         "padding": stats.padding,
         "forward_s": round(stats.forward_s, 5),

@@ -99,7 +99,7 @@ class Models:
         if self.config.kl == "none" and not reads(loss, "reference"):
             return None
         if adapter is not None and self.referred is None:
-            return adapter.base_alone(trained.score)
+            return adapter.base_alone(trained.by_itself().score)
         forward = self._other(self.referred or self.source)
         require_vocabulary(self.referred or self.source, forward.model, trained.model)
         return lambda samples, flat: forward.score(samples, flat)[0]
