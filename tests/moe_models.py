@@ -53,3 +53,29 @@ def moe_model(
                     scale = 2.0 if "lm_head" in name or "gate.weight" in name else 1.0
                     parameter.normal_(0, scale / parameter.shape[-1] ** 0.5)
     return model
+
+
+def routing_at(folder: Path) -> Any:
+    """The shape of the routes of that folder's model."""
+    import json
+
+    from busrl.data.routing import routing_of
+
+    routing = routing_of(json.loads((folder / "config.json").read_text()))
+    assert routing is not None
+    return routing
+
+
+def routes_of(model: Any, ids: Any) -> Any:
+    """The experts that a whole forward pass over one sequence takes: [tokens, layers, experts of a token]."""
+    import numpy as np
+    import torch
+
+    found: list[Any] = []
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [router.register_forward_hook(lambda _, __, out: found.append(out[2])) for router in routers]
+    with torch.no_grad():
+        model(torch.tensor(np.asarray(ids).tolist())[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).numpy().astype(np.uint8)

@@ -109,7 +109,8 @@ class CallTokens(Message, tag="CALL_TOKENS"):
 # rollout -> learner
 class ProbeDrawn(Message, tag="PROBE_DRAWN"):
     """Answers that an engine drew for fixed prompts under the weights of `version`, one behind the other; arrays are
-    little-endian bytes."""
+    little-endian bytes. `routes`, in a run that carries some, has a row for every token of prompt and answer but the
+    last."""
 
     worker_id: Name
     version: Count
@@ -121,6 +122,7 @@ class ProbeDrawn(Message, tag="PROBE_DRAWN"):
     versions: bytes
     temperatures: Annotated[list[float], Meta(max_length=MAX_MAP)]
     model: ModelTag = UNSET
+    routes: bytes | UnsetType = UNSET
 
 
 # reward -> learner

@@ -15,13 +15,14 @@ slots and of what the learner finds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, UnsetType
 
 from busrl.data.vocabulary import vocabulary_size
 from busrl.engines import Finished, Request
@@ -146,7 +147,7 @@ class Prober:
             self._compared = Batch([
                 replace(
                     prompts[i % len(prompts)], key=next(self._keys), uid=UID + i, segment=0, prefix_ids=NO_IDS,
-                    max_new_tokens=TOKENS, top_p=1.0, stop_ids=(),
+                    max_new_tokens=TOKENS, top_p=1.0, stop_ids=(), routes_from=0,
                 )
                 for i in range(PROMPTS)
             ])
@@ -175,8 +176,15 @@ class Prober:
             tokens=_bytes("<i4", (answer.token_ids for _, answer in done)),
             logprobs=_bytes("<f4", (answer.logprobs for _, answer in done)),
             versions=_bytes("<u4", (answer.versions for _, answer in done)),
-            temperatures=[request.temperature for request, _ in done],
+            temperatures=[request.temperature for request, _ in done], routes=_routes_of(done),
         )
+
+
+def _routes_of(done: Sequence[tuple[Request, Finished]]) -> bytes | UnsetType:
+    """The routes of these answers, where the engine gave them with each."""
+    pairs = [(answer.prompt_routes, answer.routes) for _, answer in done]
+    rows = [part for pair in pairs for part in pair if part is not None]
+    return b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in rows) if rows else UNSET
 
 
 def _bytes(dtype: str, parts: Iterable[npt.NDArray[Any]]) -> bytes:

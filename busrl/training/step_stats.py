@@ -25,7 +25,6 @@ from busrl.algorithms.losses import LossInputs
 from busrl.system import device
 from busrl.training.batch import Flat, Sample, pieces_of
 
-
 # Counts of a run with routes: tokens with routes and those without, rows of prompts that several samples share and
 # those of them with other routes, tokens with another set of experts in any layer; then of each layer those with one.
 ROUTES = ("rows", "own", "shared", "differ", "any")
@@ -84,7 +83,8 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
         "tokens", "sequences", "micro_batches", "context_tokens", "forward_s", "backward_s", "step_s")}
     weights = [update.tokens + update.context_tokens for update in updates]
     return replace(
-        last, **added, sums=sums, diagnostics=diagnostics.finish(sums), routes=added_up(update.routes for update in updates),
+        last, **added, sums=sums, diagnostics=diagnostics.finish(sums),
+        routes=added_up(update.routes for update in updates),
         loss=sum(update.loss * update.tokens for update in updates) / max(1, sum(update.tokens for update in updates)),
         padding=sum(u.padding * weight for u, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
         partly=len({bool(update.skipped) for update in updates}) > 1,

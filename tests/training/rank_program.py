@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from busrl.data.routing import Routing
 from busrl.data.vocabulary import TokenRows
 from busrl.ranks import mesh
 from busrl.ranks.builder import TeamSettings, TrainerBuilder
@@ -46,6 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 8}),
     "qwen3moe": ("Qwen3MoeConfig", EXPERTS),
 }
+ROUTING = Routing((0, 1), 4, 2)  # of qwen3moe
 SETTINGS = TrainerSettings(weight_decay=0.01, max_grad_norm=0.5)
 RATE = 1e-3
 
@@ -72,10 +74,20 @@ def sample(random: Any, uid: int) -> Sample:
     )
 
 
-def micro_batches(step: int) -> list[tuple[list[Sample], list[float]]]:
+def routed(random: Any, one: Sample) -> Sample:
+    """The sample with the routes of an engine that chose by lot; one in seven has none."""
+    rows = np.tile(np.arange(ROUTING.experts), (one.length - 1, len(ROUTING.layers), 1))
+    routes = random.permuted(rows, axis=-1)[..., : ROUTING.top_k].astype(ROUTING.dtype)
+    first = len(one.prompt_ids) - 1
+    return one if one.uid == 3 else replace(one, prompt_routes=routes[:first], routes=routes[first:])
+
+
+def micro_batches(step: int, with_routes: bool = False) -> list[tuple[list[Sample], list[float]]]:
     """One to five, of uneven lengths."""
     random, count = np.random.default_rng(step), 1 + step % 5
     samples = [sample(random, uid) for uid in range(7)]
+    if with_routes:
+        samples = [routed(np.random.default_rng(one.uid), one) for one in samples]
     worth = random.normal(size=7).tolist()
     return [(samples[i::count], worth[i::count]) for i in range(count)]
 
@@ -84,7 +96,7 @@ def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[RankStats
     """A round is a micro-batch on every rank; a rank for which none is left has nothing to do in the last one."""
     shares = []
     for step in range(steps):
-        parts = micro_batches(step)
+        parts = micro_batches(step, trainer.settings.routing is not None)
         for start in range(0, len(parts), world):
             if start + rank < len(parts):
                 samples, worth = parts[start + rank]
@@ -100,6 +112,8 @@ KINDS: dict[str, dict[str, Any]] = {  # settings of the trainer
     "lora16": {"compute_dtype": "bfloat16"}, "adafactor": {"optimizer": "adafactor"},
     "adamw8bit": {"optimizer": "adamw8bit"}, "layers": {"train_layers": "1, norm"},
     "rows": {"token_rows": TokenRows(52, (49,))},  # some of its rows stand for no token
+    "routes": {"routing": ROUTING, "balance": 0.1},
+    "routesagain": {"routing": ROUTING, "activation_checkpointing": "full"},
 }
 
 
@@ -137,7 +151,7 @@ def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
     return {
         "way": trainer.forward.name, "losses": [share.sums for share in shares],
         "norms": [one.grad_norm for one in stats],
-        "tokens": [one.tokens for one in stats],
+        "tokens": [one.tokens for one in stats], "routes": [share.routes for share in shares],
         "weights": {name: sharded.gathered(tensor).numpy() for name, tensor in trainer.trained_tensors().items()},
     }
 

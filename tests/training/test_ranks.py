@@ -21,6 +21,7 @@ from busrl.ranks.mesh import Layout, Meshes, ShardedForward
 from busrl.training import optimizers, packing, sharded
 from busrl.training.batch import flatten
 from busrl.training.forward import JoinedRows, PackedRows, PaddedRows
+from busrl.training.step_stats import added_up
 from tests.training import rank_program
 
 PROGRAM = Path(rank_program.__file__)
@@ -63,6 +64,7 @@ def of_all(folder: Path, family: str, world: int) -> dict[str, Any]:
     return {
         "way": actual[0]["way"], "losses": sums, "norms": actual[0]["norms"], "tokens": tokens,
         "weights": dict(np.load(folder / f"{family}.npz")), "bytes": [one["bytes"] for one in actual],
+        "routes": [added_up(of_ranks) for of_ranks in zip(*(one["routes"] for one in counted), strict=True)],
     }
 
 
@@ -70,6 +72,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert list(found["tokens"]) == expected["tokens"]
     np.testing.assert_allclose(found["losses"], np.array(expected["losses"]), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-5)
+    np.testing.assert_array_equal(found["routes"], expected["routes"])
     assert found["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():  # Adam makes a step of what rounding left of a gradient near 0
         np.testing.assert_allclose(found["weights"][name], weight, atol=5e-5, err_msg=name)
@@ -143,12 +146,14 @@ SOME = [
     "qwen2:layers", "qwen3moe:again", "qwen3:lora16",
     "qwen2:@tensor=2", "qwen3moe:@expert=2", "llama:@replicate=2,offload=1",
     "qwen3:lora@tensor=2", "qwen2:adafactor@tensor=2", "qwen2:rows@tensor=2",
+    "qwen3moe:routes", "qwen3moe:routes@expert=2", "qwen3moe:routesagain@tensor=2",
 ]
 AXES = [
     "llama:@tensor=2", "qwen2:again@tensor=2", "qwen3:@tensor=2,offload=1", "qwen3:@replicate=2,tensor=2",
     "qwen3moe:@tensor=2", "qwen3moe:again@expert=4", "qwen3moe:@tensor=2,expert=2", "qwen3moe:@replicate=2,expert=2",
     "llama:lora@tensor=2", "qwen3moe:lora@expert=2", "qwen3moe:lora@tensor=2,expert=2",
     "qwen2:adafactor@tensor=2", "qwen3moe:adafactor@expert=4", "llama:adafactor@replicate=2",
+    "qwen3moe:routes@expert=4", "qwen3moe:routesagain@tensor=2,expert=2",
 ]
 KINDS = {
     "": list(rank_program.FAMILIES), "again": [f"{family}:again" for family in rank_program.FAMILIES],

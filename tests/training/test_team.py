@@ -20,13 +20,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from busrl.errors import RankLost, Stopped
 from busrl.ranks.builder import TeamSettings, facts
 from busrl.ranks.follower import Follower
 from busrl.ranks.leader import Leader, Team
 from busrl.ranks.mesh import Layout
-from busrl.ranks.wire import samples_of, work_of
+from busrl.ranks.wire import SentRoutes, routes_of, samples_of, work_of
 from busrl.training import checkpoint
 from busrl.training.batch import rounds_of
 from busrl.training.model import LoraSettings, load
@@ -78,6 +79,24 @@ def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
             assert getattr(before, name).dtype == getattr(after, name).dtype
     assert len(work.prompts) == 3, "the prompt of a group is sent once"
     assert work.ages == {3: 4, 4: 3, 5: 2}
+
+
+def test_routes_travel_with_their_samples_and_shared_prompts_once(lab: Any) -> None:
+    samples = lab.samples(groups=2, members=3)
+    assert routes_of(samples) is UNSET
+    random = np.random.default_rng(0)
+    for at, sample in enumerate(samples[1:], 1):
+        prompt = np.full((len(sample.prompt_ids) - 1, 2, 3), sample.group, np.uint16)
+        rows = random.integers(0, 300, (sample.generated, 2, 3)).astype(np.uint16)
+        samples[at] = replace(sample, routes=rows, prompt_routes=None if at == 2 else prompt)
+    sent = routes_of(samples)
+    assert isinstance(sent, SentRoutes) and len(sent.prompts) == 2
+    there = samples_of(work_of(lambda versions: versions.astype(np.int64), samples), sent)
+    for before, after in zip(samples, there, strict=True):
+        for name in ("routes", "prompt_routes"):
+            left, right = getattr(before, name), getattr(after, name)
+            assert (left is None) == (right is None)
+            assert left is None or (left.dtype == right.dtype and np.array_equal(left, right))
 
 
 # -- a team --------------------------------------------------------------------------------------------------------

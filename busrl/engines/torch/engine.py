@@ -8,7 +8,8 @@ to a decoder, which computes. Knows nothing of slots, the bus or rewards.
 - With `prefix_keep_s` the row of a sequence that ended is kept for a request that continues it (`prefix`).
 - New weights enter between steps. Running sequences keep the keys and values that older weights made, or, with
   `on_update = "recompute"`, wait until theirs are computed again.
-- One transfer from the device and no Python per row in a step, apart from rows that begin or end in it.
+- One transfer from the device and no Python per row in a step, apart from rows that begin or end in it. Routes of
+  experts, where a run carries them (`busrl/routes`), cost one more.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from busrl import capabilities
 from busrl.data.pretrained import import_classes
 from busrl.data.vocabulary import ALL_ROWS, TokenRows, token_rows
-from busrl.engines.base import Engine, Finished, Request, Statistics, Streams
+from busrl.engines.base import Engine, Finished, Request, Routes, Statistics, Streams
 from busrl.engines.tokens import NO_IDS, Ids, Tokens, eos_ids_of
 from busrl.engines.torch.decoder import Decoder, choose_decoder
 from busrl.engines.torch.lora import WeightLoader
@@ -41,6 +43,7 @@ from busrl.weights.base import SharedReceiver
 from busrl.weights.factory import make_receiver
 
 if TYPE_CHECKING:
+    from busrl.data.routing import Routing
     from busrl.topology import Topology
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
@@ -122,6 +125,7 @@ class Seats:
         self.produced = np.zeros(capacity, np.int64)
         self.limit = np.zeros(capacity, np.int64)
         self.computed = np.zeros(capacity, np.int64)  # tokens of its prompt, and of what was computed again
+        self.routes_from = np.zeros(capacity, np.int64)  # tokens whose routes the caller has
         self.temperature = np.zeros(capacity, np.float32)
         self.top_p = np.zeros(capacity, np.float64)
         self._prompts: list[Ids] = [NO_IDS] * capacity  # with the prefix
@@ -142,7 +146,7 @@ class Seats:
         ids = np.concatenate((request.prompt_ids, request.prefix_ids))
         self._prompts[seat], self.weights[seat] = ids, request.extra.get("weights", "")
         self._ends[seat] = request.extra.get("ends", True)
-        self.key[seat] = request.key
+        self.key[seat], self.routes_from[seat] = request.key, request.routes_from
         self.last[seat] = ids[-1]
         self.position[seat] = len(ids) - 1
         self.produced[seat] = self.computed[seat] = 0
@@ -203,8 +207,8 @@ class Seats:
         ids: Ids = self._tokens[seat, begin : self.produced[seat]].copy()
         return ids
 
-    def leave(self, seat: int, aborted: bool = False) -> Finished:
-        """Free the seat; returns copies of what its sequence produced."""
+    def leave(self, seat: int, aborted: bool = False, routes: Routes | None = None) -> Finished:
+        """Free the seat; returns copies of what its sequence produced. `routes`: those of all tokens in its cache."""
         span = slice(0, int(self.produced[seat]))
         tokens = self._tokens[seat, span].copy()
         stops = self._stops.pop(seat, frozenset())
@@ -212,7 +216,11 @@ class Seats:
         finish = Finish.ABORTED if aborted else Finish.EOS if stopped else Finish.LENGTH
         self.free.append(seat)
         logprobs, versions = self._logprobs[seat, span].copy(), self._versions[seat, span].copy()
-        return Finished(int(self.key[seat]), tokens, logprobs, versions, finish, computed=int(self.computed[seat]))
+        ended = Finished(int(self.key[seat]), tokens, logprobs, versions, finish, computed=int(self.computed[seat]))
+        if routes is None or not len(tokens):
+            return ended
+        prompt = len(routes) - len(tokens)
+        return replace(ended, routes=routes[prompt:], prompt_routes=routes[self.routes_from[seat] : prompt])
 
 
 # -- prefill -----
@@ -463,9 +471,10 @@ class TorchEngine(Engine):
         self, model: Any, tokenizer: Any, *, capacity: int, max_length: int = 0, fast: bool = True, chat: bool = False,
         on_update: OnUpdate = "keep", prefill_tokens: int = PREFILL_TOKENS, prefix_keep_s: float = 0.0,
         known: TokenRows = ALL_ROWS, base: Path | None = None, clock: Callable[[], float] = time.monotonic,
+        routing: Routing | None = None,
     ) -> None:
         """`known`: rows of the logits that stand for a token; no other id is ever drawn. `base`: the model's folder,
-        None if it was not loaded from one."""
+        None if it was not loaded from one. `routing`: of a mixture of experts, where answers are to have routes."""
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = next(model.parameters()).device
         eos_ids = eos_ids_of(model, tokenizer)
@@ -475,6 +484,10 @@ class TorchEngine(Engine):
         eos = np.zeros(max(self._vocabulary, *eos_ids, 0) + 1, np.bool_)
         eos[list(eos_ids)] = True
         self.decoder = choose_decoder(model, capacity, self.max_length, fast)
+        self._routes: Any = None  # of all rows
+        if routing is not None:
+            routed = capabilities.plug("routes", "capture", "learner.routes")
+            self._routes = self.decoder = routed(self.decoder, model, routing, capacity, self.max_length)
         self._seats = Seats(capacity, self.max_length, eos)  # `_running` has the seat of each key
         self._kept = KeptRows(prefix_keep_s, clock)
         self._waiting = Prefill(self._seats, self.decoder, self._kept, max(1, prefill_tokens), self._device,
@@ -524,11 +537,18 @@ class TorchEngine(Engine):
 
     def _end_now(self, keys: list[int]) -> None:
         for key in keys:
-            seat = self._running.pop(key)
+            seat, row = self._running.pop(key), None
             if not self._waiting.forget(seat):
                 row = next(row for row in self._used_rows() if self._seats.rows[row] == seat)
                 self._holes = sorted([*self._holes, row])
-            self._done.append(self._seats.leave(seat, aborted=True))
+            self._done.append(self._seats.leave(seat, aborted=True, routes=self._routes_of(seat, row)))
+
+    def _routes_of(self, seat: int, row: int | None) -> Routes | None:
+        """Take the routes of a sequence that ends; `row` is None where it waits."""
+        if self._routes is None:
+            return None
+        routes: Routes = self._routes.taken(seat, row, int(self._seats.position[seat]))
+        return routes
 
     def sampled(self, key: int, begin: int) -> Ids:
         return self._seats.sampled(self._running[key], begin) if key in self._running else NO_IDS
@@ -545,7 +565,10 @@ class TorchEngine(Engine):
     def _update(self, receiver: Receiver) -> tuple[int, int]:
         stamp = self._loader.update(receiver)
         if self._on_update == "recompute":  # all that run give their rows back and wait for new keys and values
-            self._waiting.wait_again(self._seats.rows[self._used_rows()].tolist())
+            seats = self._seats.rows[self._used_rows()]
+            if self._routes is not None:
+                self._routes.remember(seats, self._used_rows(), self._seats.position[seats])
+            self._waiting.wait_again(seats.tolist())
             self._seats.stand_up()
             self._holes = []
         return stamp
@@ -620,7 +643,8 @@ class TorchEngine(Engine):
             for row in self._holes:
                 if not np.isnan(measured[row]):
                     self._kept.park(row, seats.cached(int(running[row])))
-        finished = [seats.leave(seat) for seat in running[ended].tolist()]
+        rows = zip(running[ended].tolist(), self._holes, strict=True)
+        finished = [seats.leave(seat, routes=self._routes_of(seat, row)) for seat, row in rows]
         for sequence in finished:
             del self._running[sequence.key]
         return finished
@@ -668,4 +692,5 @@ def make(topology: Topology, process: str) -> TorchEngine:
         device=choose_device(topology.device_of(process)), chat=topology.data.template == "chat",
         on_update="recompute" if generation.on_update == "recompute" else "keep",
         prefill_tokens=generation.prefill_tokens, prefix_keep_s=topology.prefix_keep_s,
+        routing=topology.derived.routing,
     )

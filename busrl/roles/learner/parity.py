@@ -21,11 +21,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from busrl.data.pretrained import read_config
+from busrl.data.routing import Routing, routing_of
+from busrl.data.routing import first_fault as fault_of_routes
 from busrl.engines.tokens import Ids
 from busrl.errors import CannotTrain
 from busrl.ledger.wal import SampleRecord
@@ -158,6 +162,12 @@ def mixed(topology: Topology) -> bool:
     return how == "keep" or (how == "auto" and keeps)
 
 
+def has_experts(topology: Topology) -> bool:
+    """True if engine and learner may choose other experts: those of a mixture of experts in few bits."""
+    folder = Path(topology.model.path)
+    return topology.model.dtype != "float32" and routing_of(read_config(folder)) is not None
+
+
 # -- the gate ------------------------------------------
 
 REMEDIES = {
@@ -169,6 +179,7 @@ REMEDIES = {
     "dtype": "model.dtype has to be the number type that the engine computes in",
     "tokenizer": "give it the tokenizer of the model folder",
     "values": "the engine computes something that is no number",
+    "routes": 'it has to say which experts it took, layer by layer; learner.routes = "own" trains without that',
 }
 UNKNOWN = "unknown"
 
@@ -182,6 +193,9 @@ class Verdict(NamedTuple):
 
 
 DTYPES = ("<i4", "<i4", "<f4", "<u4")
+ROUTED_REMEDY = (
+    '; or the model is a mixture of experts, whose engine and learner may choose others: learner.routes = "replay"'
+)
 
 
 @dataclass
@@ -193,8 +207,8 @@ class Answered:
     samples: list[Sample]
 
     @classmethod
-    def of(cls, message: m.ProbeDrawn) -> Answered | None:
-        """None if its parts do not fit together: a message may have any content."""
+    def of(cls, message: m.ProbeDrawn, routing: Routing | None = None) -> Answered | None:
+        """None if its parts do not fit together: a message may have any content. `routing`: of a run with routes."""
         parts = [
             np.frombuffer(raw[: len(raw) // 4 * 4], dtype)
             for raw, dtype in zip((message.prompt_ids, message.tokens, message.logprobs, message.versions), DTYPES)
@@ -209,7 +223,14 @@ class Answered:
             Sample(i, i, 0, prompt, tokens, logprobs, versions, temperature=temperature)
             for i, (prompt, tokens, logprobs, versions, temperature) in enumerate(zip(*rows, message.temperatures))
         ]
-        return None if any(sample.fault() for sample in samples) else cls(message.worker_id, message.version, samples)
+        if any(sample.fault() for sample in samples):
+            return None
+        if routing is not None and isinstance(message.routes, bytes):
+            try:
+                samples = list(_routed(samples, message.routes, routing))
+            except ValueError:
+                return None
+        return cls(message.worker_id, message.version, samples)
 
     @property
     def tokens(self) -> int:
@@ -219,6 +240,17 @@ class Answered:
     def proves(self) -> bool:
         """True if it answers the prompts that prove an update: their number is another than that of a probe."""
         return len(self.samples) == probes.PROOFS * probes.DRAWS
+
+
+def _routed(samples: Sequence[Sample], routes: bytes, routing: Routing) -> Iterator[Sample]:
+    """The samples with their routes; ValueError for others than so many rows."""
+    rows = np.frombuffer(routes, routing.dtype.newbyteorder("<")).astype(routing.dtype).reshape(-1, *routing.shape)
+    ends = np.cumsum([sample.length - 1 for sample in samples])
+    if len(rows) != ends[-1]:
+        raise ValueError(f"{len(rows)} rows of routes for {ends[-1]} tokens")
+    for sample, of_sample in zip(samples, np.split(rows, ends[:-1]), strict=True):
+        first = len(sample.prompt_ids) - 1
+        yield replace(sample, prompt_routes=of_sample[:first], routes=of_sample[first:])
 
 
 @dataclass
@@ -291,6 +323,7 @@ class Parity:
         self._named: dict[str, tuple[int, Explained]] = {}  # of a worker that differs: since which version, and why
         self._gaps: dict[str, float] = {}  # since the last step
         self._topology = topology
+        self._routes_hint = topology.derived.routing is None and has_experts(topology)
         self._provable: dict[int, Proof] = {}
         self._failed: dict[str, int] = {}  # of a worker: the version at which its newest answer was wrong
 
@@ -298,7 +331,9 @@ class Parity:
 
     def take(self, message: m.ProbeDrawn) -> None:
         """Keep an engine's answer for `look`."""
-        if not self._silent and (answer := Answered.of(message)) is not None and len(self._answers) < SAMPLES:
+        if self._silent or len(self._answers) >= SAMPLES:
+            return
+        if (answer := Answered.of(message, self._topology.derived.routing)) is not None:
             self._answers.append(answer)
 
     def holds(self, version: int | None) -> bool:
@@ -372,14 +407,18 @@ class Parity:
     def _proven(self, answer: Answered, proof: Proof, version: int | None) -> Verdict | None:
         """None if the engine has the weights of the version. Else the cause is looked for, while the learner has these
         weights."""
-        limit = WIDER * self.tolerance
+        limit, routed = WIDER * self.tolerance, answer.samples[0].routes is not None
+        if routed and answer.version != version:  # with other experts than the engine's
+            limit = max(limit, UNEXPLAINED)
         if (gap := proof.gap(answer.samples)) is None:
             return None
         self._gaps[answer.worker] = max(gap, self._gaps.get(answer.worker, 0.0))
         if gap <= limit:
             return None
-        if answer.version == version and (verdict := self.judge(answer.samples, version, answer.worker, limit)):
-            return verdict
+        if answer.version == version:
+            verdict = self.judge(answer.samples, version, answer.worker, limit)
+            if verdict is not None or routed:
+                return verdict
         return Verdict(UNKNOWN, gap, (
             f"engine {self._engines} of {answer.worker}, version {answer.version}: over {answer.tokens} tokens behind "
             f"made-up prompts its log-probabilities differ from those of that version by {gap:.3g} on average, where "
@@ -479,6 +518,8 @@ class Parity:
         fault = first_fault(without_logprobs, self._models.token_rows)
         if fault is not None:
             return Explained("tokenizer", fault[1], math.inf)
+        if (text := self._fault_of_routes(samples)) is not None:
+            return Explained("routes", text, math.inf)
         if not worker:
             return None
         if version > self._version >= 0:
@@ -491,6 +532,15 @@ class Parity:
             return Explained("values", "a log-probability is above 0 or not a finite number", math.inf)
         return None
 
+    def _fault_of_routes(self, samples: list[Sample]) -> str | None:
+        """Routes that must not be given to the model."""
+        if (routing := self._topology.derived.routing) is None:
+            return None
+        rows = [(sample.prompt_routes, sample.routes) for sample in samples]
+        faults = (f"{text} (probe {number})" for number, parts in enumerate(rows) for part in parts
+                  if part is not None and (text := fault_of_routes(part, len(part), routing)))
+        return next(faults, None)
+
     def _because(self, explained: Explained) -> str:
         if explained.cause:
             return f"Probable cause: {explained.cause}: they are those of {explained.text}; {REMEDIES[explained.cause]}"
@@ -498,6 +548,8 @@ class Parity:
             later = "weights and caches are looked at from the next version on (learner.parity.copy = true: at once)"
         else:
             later = "neither temperature, shift, number type, the weights before nor a stale cache explains it"
+        if self._routes_hint:
+            later += ROUTED_REMEDY
         return f"{self._remedy[0].upper()}{self._remedy[1:]}; {later}"
 
     def _score(self, samples: Sequence[Sample]) -> Rows:
@@ -521,6 +573,10 @@ class Parity:
         def at(factor: float) -> Rows:
             return hidden(self._score([replace(sample, temperature=sample.temperature * factor) for sample in samples]))
 
+        if any(sample.routes is not None for sample in samples):
+            text = "the experts that the learner chooses by itself, while the routes that came lead elsewhere"
+            alone = [replace(sample, routes=None, prompt_routes=None) for sample in samples]
+            yield Alternative("routes", text, hidden(self._score(alone)))
         for by in (1, -1):
             yield Alternative("shift", f"the token {'before' if by > 0 else 'after'} each", shifted(ours, by))
         factor = fitted(theirs, at)
