@@ -163,7 +163,7 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.10": {
         "CALL_CANCEL": "model",
         "CALL_TOKENS": "model",
-        "PROBE_DRAWN": "model",
+        "PROBE_DRAWN": "model routes",
         "LEARNER_STATE_UPDATE": "model",
         "WEIGHTS_PUBLISHED": "model",
         "WEIGHTS_GROUP": "model",
@@ -223,6 +223,8 @@ MEANINGS: Final[dict[str, str]] = {
     "PROBE_DRAWN.prompt_ids": "int32: the prompts, one behind the other.",
     "PROBE_DRAWN.tokens": "int32: the answers, one behind the other.",
     "PROBE_DRAWN.logprobs": "float32, as many: log-probability of each token as it was sampled.",
+    "PROBE_DRAWN.routes": "Ids of experts, uint8 or uint16: of every token of prompt and answer but the last, layer by "
+                          "layer; left out in a run without routes.",
     "PROBE_DRAWN.versions": "uint32, as many: the version that the engine tagged each with.",
     "temperatures": "Of each answer, the temperature that was asked for.",
     "at": "The number of the first of them in the answer.",
