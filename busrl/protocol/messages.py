@@ -109,8 +109,7 @@ class CallTokens(Message, tag="CALL_TOKENS"):
 # rollout -> learner
 class ProbeDrawn(Message, tag="PROBE_DRAWN"):
     """Answers that an engine drew for fixed prompts under the weights of `version`, one behind the other; arrays are
-    little-endian bytes. `routes`, in a run that carries some, has a row for every token of prompt and answer but the
-    last."""
+    little-endian bytes."""
 
     worker_id: Name
     version: Count
@@ -122,7 +121,12 @@ class ProbeDrawn(Message, tag="PROBE_DRAWN"):
     versions: bytes
     temperatures: Annotated[list[float], Meta(max_length=MAX_MAP)]
     model: ModelTag = UNSET
-    routes: bytes | UnsetType = UNSET
+
+
+class ProbeRouted(ProbeDrawn, kw_only=True, tag="PROBE_ROUTED"):
+    """PROBE_DRAWN of an engine that says which experts it chose; it comes in its place."""
+
+    routes: bytes
 
 
 # reward -> learner
@@ -318,11 +322,11 @@ def name_of(kind: type[Message]) -> str:
 
 
 CORE: tuple[type[Message], ...] = (  # in the order of docs/protocol.md
-    TaskRequest, NewTask, DataGenerated, CallCancel, CallTokens, ProbeDrawn, RewardComputed, LearnerStateUpdate,
-    WeightsPublished, WeightsGroup, ValidationStarted, ValidationDone, ValidationSetDone, SchedulerState, Hello,
-    Heartbeat, Goodbye, Error, Ping, Pong, Stop, Control, ControlDone,
+    TaskRequest, NewTask, DataGenerated, CallCancel, CallTokens, ProbeDrawn, ProbeRouted, RewardComputed,
+    LearnerStateUpdate, WeightsPublished, WeightsGroup, ValidationStarted, ValidationDone, ValidationSetDone,
+    SchedulerState, Hello, Heartbeat, Goodbye, Error, Ping, Pong, Stop, Control, ControlDone,
 )
-OF_ONE_MODEL = (ProbeDrawn, LearnerStateUpdate, WeightsPublished, WeightsGroup)  # sent to everybody
+OF_ONE_MODEL = (ProbeDrawn, ProbeRouted, LearnerStateUpdate, WeightsPublished, WeightsGroup)  # sent to everybody
 # Messages that only one process sends, of a run or of a model. Names are not proved: this stops mistakes, not malice.
 ONLY_FROM: dict[type[Message], str] = {
     LearnerStateUpdate: "learner", SchedulerState: "scheduler", Stop: "launch", ControlDone: "launch",

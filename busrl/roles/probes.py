@@ -17,12 +17,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET, UnsetType
 
 from busrl.data.vocabulary import vocabulary_size
 from busrl.engines import Finished, Request
@@ -168,7 +168,9 @@ class Prober:
         return [self._message(worker, done) for batch in (self._proof, self._compared) if (done := batch.answers())]
 
     def _message(self, worker: str, done: list[tuple[Request, Finished]]) -> m.ProbeDrawn:
-        return m.ProbeDrawn(
+        routes = _routes_of(done)
+        kind = partial(m.ProbeRouted, routes=routes) if routes else m.ProbeDrawn
+        return kind(
             worker_id=worker, version=self._version, model=m.of_model(self._topology.beside),
             lengths=[len(answer.token_ids) for _, answer in done],
             prompt_lengths=[len(request.prompt_ids) for request, _ in done],
@@ -176,15 +178,14 @@ class Prober:
             tokens=_bytes("<i4", (answer.token_ids for _, answer in done)),
             logprobs=_bytes("<f4", (answer.logprobs for _, answer in done)),
             versions=_bytes("<u4", (answer.versions for _, answer in done)),
-            temperatures=[request.temperature for request, _ in done], routes=_routes_of(done),
+            temperatures=[request.temperature for request, _ in done],
         )
 
 
-def _routes_of(done: Sequence[tuple[Request, Finished]]) -> bytes | UnsetType:
-    """The routes of these answers, where the engine gave them with each."""
-    pairs = [(answer.prompt_routes, answer.routes) for _, answer in done]
-    rows = [part for pair in pairs for part in pair if part is not None]
-    return b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in rows) if rows else UNSET
+def _routes_of(done: Sequence[tuple[Request, Finished]]) -> bytes:
+    """The routes of these answers; empty where the engine gave none."""
+    parts = (part for _, answer in done for part in (answer.prompt_routes, answer.routes) if part is not None)
+    return b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in parts)
 
 
 def _bytes(dtype: str, parts: Iterable[npt.NDArray[Any]]) -> bytes:

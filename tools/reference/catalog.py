@@ -49,6 +49,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.CallCancel: Route("a caller (agents)", "the worker named in the topic", Reach.ONE),
     m.CallTokens: Route("rollout", "the caller named in the topic", Reach.ONE),
     m.ProbeDrawn: Route("rollout", "learner"),
+    m.ProbeRouted: Route("rollout", "learner"),
     m.RewardComputed: Route("reward (keeper for a remote one)", "monitors (the learner is woken by the ring)"),
     m.LearnerStateUpdate: Route("learner", "scheduler, validator, launch, monitors"),
     m.WeightsPublished: Route("learner", "monitors (engines look at the ring's header)"),
@@ -163,7 +164,9 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.10": {
         "CALL_CANCEL": "model",
         "CALL_TOKENS": "model",
-        "PROBE_DRAWN": "model routes",
+        "PROBE_DRAWN": "model",
+        "PROBE_ROUTED":
+            "worker_id version lengths prompt_lengths prompt_ids tokens logprobs versions temperatures model routes",
         "LEARNER_STATE_UPDATE": "model",
         "WEIGHTS_PUBLISHED": "model",
         "WEIGHTS_GROUP": "model",
@@ -219,13 +222,15 @@ MEANINGS: Final[dict[str, str]] = {
     "Task.cls": "0: for training. 1: for validation.",
     "Task.priority": "Of tasks that a worker holds and does not run, the highest is first.",
     "Task.admission": "Of tasks of one priority the lowest is first.",
-    "PROBE_DRAWN.version": "Of the weights that its engine had from the first token to the last.",
-    "PROBE_DRAWN.prompt_ids": "int32: the prompts, one behind the other.",
-    "PROBE_DRAWN.tokens": "int32: the answers, one behind the other.",
-    "PROBE_DRAWN.logprobs": "float32, as many: log-probability of each token as it was sampled.",
-    "PROBE_DRAWN.routes": "Ids of experts, uint8 or uint16: of every token of prompt and answer but the last, layer by "
-                          "layer; left out in a run without routes.",
-    "PROBE_DRAWN.versions": "uint32, as many: the version that the engine tagged each with.",
+    **{f"{probe}.{name}": text for probe in ("PROBE_DRAWN", "PROBE_ROUTED") for name, text in (
+        ("version", "Of the weights that its engine had from the first token to the last."),
+        ("prompt_ids", "int32: the prompts, one behind the other."),
+        ("tokens", "int32: the answers, one behind the other."),
+        ("logprobs", "float32, as many: log-probability of each token as it was sampled."),
+        ("versions", "uint32, as many: the version that the engine tagged each with."),
+    )},
+    "PROBE_ROUTED.routes": "Ids of experts, uint8 or uint16: of every token of prompt and answer but the last, layer "
+                           "by layer.",
     "temperatures": "Of each answer, the temperature that was asked for.",
     "at": "The number of the first of them in the answer.",
     "ids": "Token ids.",

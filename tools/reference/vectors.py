@@ -47,6 +47,11 @@ ARRAYS: Final = {
     "prompt_ids": _array("int32", [1, 14, 12, 13, 2]), "tokens": _array("int32", [12, 13, 14, 2]),
     "logprobs": _array("float32", [-0.125, -0.5, 0.0, -0.25]), "versions": _array("uint32", [12, 12, 12, 12]),
 }
+PROBE = {
+    "prompt_ids": _array("int32", [1, 14, 12, 13, 2])["data"], "tokens": _array("int32", [12, 13, 14, 2])["data"],
+    "logprobs": _array("float32", [-0.125, -0.5, 0.0, -0.25])["data"],
+    "versions": _array("uint32", [12, 12, 12, 12])["data"],
+}
 TYPICAL: Final[dict[str, Any]] = {
     "worker_id": "rollout-0", "capacity": 8, "rows": 64, "slot_id": 17, "seq": 41, "uid": 1289, "count": 3,
     "version": 12, "step": 12, "round": 12, "samples": 64, "groups": 8, "role": "rollout", "pid": 4711,
@@ -69,10 +74,8 @@ TYPICAL: Final[dict[str, Any]] = {
     "completion": "123", "REMOTE_GENERATED.text": "123", "tensors": ARRAYS, **ARRAYS,
     "LEARNER_STATE_UPDATE.tokens": 5321, "at": 3, "ids": [12, 13, 14], "kind": "", "stream": 0, "stop": [],
     "cls": 0, "priority": -3, "admission": 17, "ring": "4f0c1a2b3c4d5e6f708192a3b4c5d6e7",
-    "PROBE_DRAWN.prompt_ids": _array("int32", [1, 14, 12, 13, 2])["data"],
-    "PROBE_DRAWN.tokens": _array("int32", [12, 13, 14, 2])["data"],
-    "PROBE_DRAWN.logprobs": _array("float32", [-0.125, -0.5, 0.0, -0.25])["data"],
-    "PROBE_DRAWN.versions": _array("uint32", [12, 12, 12, 12])["data"], "temperatures": [1.0],
+    **{f"{kind}.{name}": data for name, data in PROBE.items() for kind in ("PROBE_DRAWN", "PROBE_ROUTED")},
+    "PROBE_ROUTED.routes": bytes([0, 3, 2, 1] * 8), "temperatures": [1.0],
     "REMOTE_BATCH.tasks": [TASK], "lengths": [4], "prompt_lengths": [5],
     "finishes": [1], "steps": [16], "texts": ["123"], "rewards": [0.75], "GATEWAY_SETTLED.done": [TASK],
 }

@@ -225,7 +225,7 @@ class Answered:
         ]
         if any(sample.fault() for sample in samples):
             return None
-        if routing is not None and isinstance(message.routes, bytes):
+        if routing is not None and isinstance(message, m.ProbeRouted):
             try:
                 samples = list(_routed(samples, message.routes, routing))
             except ValueError:
