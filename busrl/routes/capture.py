@@ -22,7 +22,7 @@ from torch import Tensor
 
 from busrl.data.routing import Routing
 from busrl.engines.base import Routes
-from busrl.engines.torch.decoder import SLOW, Decoder, RowCache
+from busrl.engines.torch.decoder import Decoder, RowCache
 from busrl.errors import ModelNotLoaded
 from busrl.routes.routers import OWN, choice_of, routers_of
 
@@ -52,7 +52,7 @@ class RoutedDecoder(Decoder):
     cache: RoutedCache  # type: ignore[assignment]
 
     def __init__(self, decoder: Decoder, model: Any, routing: Routing, rows: int, max_length: int) -> None:
-        if isinstance(decoder, SLOW) or not isinstance(decoder.cache, RowCache):
+        if not isinstance(decoder.cache, RowCache):
             raise ModelNotLoaded(
                 f"{type(model).__name__}: the torch engine computes whole sequences for every token of it, and does "
                 f"not note its routes; set {OWN}, or use engine = vllm"

@@ -98,10 +98,12 @@ def lay(samples: Sequence[Sample], routing: Routing, rows: int, heads: Ints, tai
         (head, tail), sample = routes[number], owners[number]
         if tail is not None:
             _put(laid.routes, int(tails[number]), tail, sample)
-        if head is not None and int(heads[number]) not in there:
+        if head is None or not len(head):  # a row of no prompt is the first one of the next
+            continue
+        if int(heads[number]) not in there:
             _put(laid.routes, int(heads[number]), head, sample)
             there.add(int(heads[number]))
-        elif head is not None:
+        else:
             before = laid.routes[heads[number] : heads[number] + len(head)]
             laid.shared += len(head)
             laid.differ += _others(before, head)
