@@ -200,7 +200,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "learner.controller.mode": lambda topology: topology.learner.controller.mode != "off"}),
     Capability("routes", "routes of a mixture of experts", plugs={
         "routing": "routes.rules:routing", "checks": "routes.rules:CHECKS", "replay": "routes.replay:Replay",
-        "capture": "routes.capture:RoutedDecoder"}, asks={
+        "capture": "routes.capture:RoutedDecoder", "step_observers": "routes.replayed:observers"}, asks={
         "learner.routes": lambda topology: topology.learner.routes == "replay",
         "learner.balance": lambda topology: topology.learner.balance > 0}),
     Capability("several", "several seats or models", plugs={

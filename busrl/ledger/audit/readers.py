@@ -149,8 +149,13 @@ class LoggedSample(msgspec.Struct):
     turns: list[int] = []  # and of each turn: sequence, begin, end, 2 x call + 1 where it is trained
     turn_rewards: list[float] = []
     keys: list[str] = []
+    routes: bytes = b""  # of a mixture of experts, compressed; left out where the log keeps none
+    prompt_routes: bytes = b""
+    routes_shape: list[int] = []  # layers, experts of a token, experts
+    prompt_ids: bytes = b""
     last_versions: bytes = b""  # of the tokens of the last segment, each once
     whole: bool = True  # its log-probs and versions match its tokens, its turns lie in its sequences
+    routes_fault: str = ""
 
 
 class LoggedTerms(msgspec.Struct, frozen=True):
@@ -305,10 +310,11 @@ def _without_payload(step: LoggedStep) -> LoggedStep:
     """Looked at, the tokens of a sample are let go: two checkpoints' worth of steps may be more than fits in memory."""
     for sample in step.samples:
         sample.whole = _whole(sample)
+        sample.routes_fault = _routes_fault(sample) if sample.whole else ""
         versions = np.frombuffer(sample.versions[: len(sample.versions) // 4 * 4], "<u4")
         if sample.turns and sample.whole:
             versions = versions[_trained(sample)]
-        sample.token_ids = sample.logprobs = b""
+        sample.token_ids = sample.logprobs = sample.prompt_ids = sample.routes = sample.prompt_routes = b""
         sample.seqs = sample.turns = []
         sample.keys = []
         sample.last_versions = np.unique(versions[sum(sample.segments[:-1]) :]).tobytes()
@@ -345,6 +351,37 @@ def _whole(sample: LoggedSample) -> bool:
         return False
     logprobs = np.frombuffer(sample.logprobs, "<f4")
     return bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all())
+
+
+def _routes_fault(sample: LoggedSample) -> str:
+    """The rule that the routes of a sound sample break; "" if none, as where it has none."""
+    if not sample.routes and not sample.prompt_routes:
+        return ""
+    if len(sample.routes_shape) != 3 or min(sample.routes_shape) < 1:
+        return f"routes of the shape {sample.routes_shape}"
+    rows = {"routes": len(sample.logprobs) // 4, "prompt_routes": max(0, len(sample.prompt_ids) // 4 - 1)}
+    if sample.turns:
+        ends = {sequence: end for sequence, _, end, _ in np.array(sample.turns).reshape(-1, 4).tolist()}
+        rows = {"routes": sum(end - 1 for end in ends.values()), "prompt_routes": 0}
+    for name, count in rows.items():
+        data = getattr(sample, name)
+        if (data or name == "routes") and (fault := _fault_of_ids(data, count, *sample.routes_shape)):
+            return f"{name}: {fault}"
+    return ""
+
+
+def _fault_of_ids(data: bytes, rows: int, layers: int, chosen: int, experts: int) -> str:
+    try:
+        plain = zlib.decompress(data) if data else b""
+    except zlib.error:
+        return "they cannot be decompressed"
+    kind = np.dtype("u1" if experts <= 256 else "<u2")
+    if len(plain) != rows * layers * chosen * kind.itemsize:
+        return f"{len(plain)} bytes for {rows} positions"
+    ids = np.sort(np.frombuffer(plain, kind).reshape(-1, chosen), axis=1)
+    if ids.size and int(ids.max()) >= experts:
+        return f"expert {int(ids.max())} of {experts}"
+    return "an expert twice in one layer" if (ids[:, 1:] == ids[:, :-1]).any() else ""
 
 
 def _frame(data: bytes, offset: int) -> bytes | None:

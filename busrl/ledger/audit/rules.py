@@ -289,6 +289,18 @@ def unsaved_of(snapshot: Snapshot, missing: Uids, history: History) -> Uids:
 def check_payloads(snapshot: Snapshot) -> Iterator[Finding]:
     broken = [sample.uid for step in snapshot.log for sample in step.samples if not sample.whole]
     yield error("bad_payload", broken, "log-probs or versions do not match the tokens, or a log-prob is none")
+    yield _routes(snapshot)
+
+
+def _routes(snapshot: Snapshot) -> Finding:
+    """Look for routes that no router of this model can have chosen."""
+    shape, faults = [*snapshot.terms.routes], dict[int, str]()
+    for sample in (sample for step in snapshot.log for sample in step.samples):
+        other = shape and sample.routes_shape not in ([], shape)
+        if fault := f"shape {sample.routes_shape}, the model has {shape}" if other else sample.routes_fault:
+            faults[sample.uid] = fault
+    first = next(iter(faults.values()), "")
+    return error("bad_routes", [*faults], f"routes that no router of the model can have chosen: {first}")
 
 
 # -- groups, re-rolls -----

@@ -285,6 +285,7 @@ class Terms:
     seats: int = 1  # groups of a draw
     sources: tuple[tuple[int, int, int], ...] = ()  # first line, lines and share of 1000 draws of each
     timeline: Timeline = field(default_factory=Timeline)  # what was promised when
+    routes: tuple[int, ...] = ()  # of a mixture of experts: layers that have some, experts of a token, experts
 
     def g_min(self, unused: npt.NDArray[np.int64] | int = 0) -> npt.NDArray[np.int64]:
         """Members that must be trained of a group of which so many seats were not used."""
@@ -402,12 +403,19 @@ def read_terms(run_dir: Path) -> Terms:
                 for source in topology.get("derived", {}).get("sources", ())
             ),
             timeline=timeline_of(run_dir, topology),
+            routes=_shape_of(topology.get("derived", {}).get("routing")),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise NoSuchRun(
             f"{run_dir}: topology.json is missing or lacks {exc}: only the directory of a run that was started can be "
             "audited; name the directory that holds fates.bin"
         ) from exc
+
+
+def _shape_of(routing: Any) -> tuple[int, ...]:
+    if not routing:
+        return ()
+    return len(routing["layers"]), int(routing["top_k"]), int(routing["experts"])
 
 
 def _slots(run_dir: Path, findings: list[Finding]) -> tuple[Slots | None, bool]:

@@ -115,8 +115,8 @@ class Learner(Actor):
         self.metrics = StepMetrics(self.paths, begun, own_metrics, topology.validation.solved, topology.log.keep)
         self.excerpts = Excerpts(topology, self.whole.sides)
         self.claims = Claims(self.ring, topology, self.training.fault)
-        parts = LearnerParts(topology, self.paths, self.training, self.plan)
-        self.observers = Observers(parts, self.metrics, own_metrics, self.warn)
+        parts = LearnerParts(topology, self.paths, self.training, self.plan, self.warn)
+        self.observers = Observers(parts, self.metrics, own_metrics)
         self.parity, self.clock, self.looks = self.observers.parity, PausedClock(), Looks(self.ring)
         self._recover()
         if self.history.leaves_log:

@@ -278,13 +278,14 @@ class LearnerParts:
     paths: RunPaths
     training: TrainingStep
     plan: LearnerPlan
+    warn: Warn
 
 
 class Observers:
     """All observers of a learner, in the order in which they are called."""
 
-    def __init__(self, parts: LearnerParts, metrics: StepMetrics, user_metrics: Metrics, warn: Warn) -> None:
-        topology, config = parts.topology, parts.topology.learner
+    def __init__(self, parts: LearnerParts, metrics: StepMetrics, user_metrics: Metrics) -> None:
+        topology, config, warn = parts.topology, parts.topology.learner, parts.warn
         idling = Idling(topology, parts.paths)
         self.idle = IdleWatch(idling, metrics, topology.run.max_steps, warn)
         self.parity = ParityWatch(Parity(topology, parts.training.models), warn)
