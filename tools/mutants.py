@@ -114,7 +114,7 @@ MUTANTS = (
            "ended = seats.record(running, sampled, measured, self.version)",
            "ended = seats.record(running, sampled, measured, max(0, self.version - 1))", RUN),
     Mutant("all tokens of a segment carry the version of its end", SEGMENTS,
-           "sampled.logprobs, sampled.versions)", "sampled.logprobs, 0 * sampled.versions + sampled.versions[-1])", RUN),
+           "sampled.logprobs, sampled.versions,", "sampled.logprobs, 0 * sampled.versions + sampled.versions[-1],", RUN),
     # -- rows that are kept
     Mutant("a row is continued by ids that differ in one place", PREFIX,
            "beginning[-1] and bool(np.array_equal(ids[:count], beginning))", "beginning[-1]", (

@@ -10,7 +10,8 @@ knows nothing of engines, slots, logs or torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,14 @@ from busrl.data.pretrained import LAYERS, size_in
 from busrl.data.vocabulary import language_of
 from busrl.topology.learner import Routing
 
-__all__ = ["Routing", "first_fault", "routing_of"]
+if TYPE_CHECKING:
+    from busrl.topology import Topology
+
+__all__ = ["Routed", "Routing", "first_fault", "routing_of"]
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok",)
+FEW = 16  # experts of a token
 
 
 def routing_of(config: Mapping[str, Any]) -> Routing | None:
@@ -47,6 +52,20 @@ def _has_experts(text: Mapping[str, Any], layer: int) -> bool:
     return layer >= size_in(text, "first_k_dense_replace")
 
 
+@dataclass(frozen=True)
+class Routed:
+    """The routes that the samples of a run have: their shape, and whether those of prompts are among them."""
+
+    routing: Routing
+    prompts: bool
+
+    @classmethod
+    def of(cls, topology: Topology) -> Routed | None:
+        """Those of a run's samples; None where they have none."""
+        routing = topology.derived.routing
+        return None if routing is None else cls(routing, topology.learner.routes_of == "all")
+
+
 def first_fault(routes: npt.NDArray[Any], rows: int, routing: Routing) -> str:
     """The first rule that the routes of `rows` positions break, with row and layer; "" for sound ones."""
     expected = (rows, *routing.shape)
@@ -58,9 +77,22 @@ def first_fault(routes: npt.NDArray[Any], rows: int, routing: Routing) -> str:
     if beyond.any():
         row, layer, at = np.argwhere(beyond)[0].tolist()
         return f"row {row}, layer {routing.layers[layer]}: expert {routes[row, layer, at]} of {routing.experts}"
-    ordered = np.sort(routes, axis=-1)
-    twice = ordered[..., 1:] == ordered[..., :-1]
+    twice = _with_one_twice(routes.reshape(-1, routing.top_k))
     if twice.any():
-        row, layer, at = np.argwhere(twice)[0].tolist()
-        return f"row {row}, layer {routing.layers[layer]}: expert {ordered[row, layer, at]} twice"
+        row, layer = divmod(int(np.argmax(twice)), len(routing.layers))
+        ids, counts = np.unique(routes[row, layer], return_counts=True)
+        return f"row {row}, layer {routing.layers[layer]}: expert {ids[np.argmax(counts > 1)]} twice"
     return ""
+
+
+def _with_one_twice(chosen: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Flags of the rows that have an id twice. Each pair of columns is compared, which for few is some twenty times as
+    fast as to sort short rows."""
+    if chosen.shape[1] > FEW:
+        ordered = np.sort(chosen, axis=1)
+        return np.asarray((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
+    columns, twice = np.ascontiguousarray(chosen.T), np.zeros(len(chosen), np.bool_)
+    for second in range(1, len(columns)):
+        for first in range(second):
+            twice |= columns[first] == columns[second]
+    return twice

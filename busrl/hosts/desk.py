@@ -31,7 +31,7 @@ import hashlib
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -39,7 +39,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
+from busrl.data.routing import Routing, first_fault
 from busrl.hosts import messages as g
 from busrl.protocol import messages as m
 from busrl.states import HOST_NAME, REWARD_FATES, Fate, Finish
@@ -94,7 +96,8 @@ class ClaimedTask(NamedTuple):
 class AnswerLimits(NamedTuple):
     """Limits of the answer to a claim: at most `tokens` tokens in segment number `segment`, ids below `vocabulary` (0:
     unknown), versions up to `newest`. `prompt_tokens`: the most that the prompt may have which comes with it; 0: it
-    comes with none. `version` and `step` are those of the sample's admission."""
+    comes with none. `version` and `step` are those of the sample's admission. `routing`: of the routes that come with
+    it; `prompt_rows`: so many of its prompt, None for none, OF_PROMPT: those of the prompt that comes with it."""
 
     tokens: int
     segment: int
@@ -103,6 +106,8 @@ class AnswerLimits(NamedTuple):
     newest: int = 0
     version: int = 0
     step: int = 0
+    routing: Routing | None = None
+    prompt_rows: int | None = None
 
 
 class RemoteAnswer(NamedTuple):
@@ -157,6 +162,8 @@ class RemoteLedger(Protocol):
 
 # -- what an answer must be -----
 
+OF_PROMPT = -1
+
 
 def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAnswer:
     """The arrays of an answer; `Refused` if it breaks a rule."""
@@ -189,6 +196,29 @@ def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAn
     return RemoteAnswer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
 
 
+def with_routes(answer: RemoteAnswer, pieces: Mapping[str, g.Tensor], limits: AnswerLimits) -> RemoteAnswer:
+    """The answer with its routes, of these tensors; `Refused` where one is missing, or breaks a rule."""
+    if limits.routing is None or answer.episode is not None:
+        return answer
+    routes = _routes(pieces, "routes", len(answer.token_ids), limits.routing)
+    if (rows := limits.prompt_rows) is None:
+        return answer._replace(routes=routes)
+    if rows == OF_PROMPT:
+        rows = len(answer.prompt_ids) - 1 if answer.prompt_ids is not None else 0
+    return answer._replace(routes=routes, prompt_routes=_routes(pieces, "prompt_routes", rows, limits.routing))
+
+
+def _routes(pieces: Mapping[str, g.Tensor], name: str, rows: int, routing: Routing) -> npt.NDArray[Any]:
+    if not rows:
+        return np.zeros((0, *routing.shape), routing.dtype)
+    if name not in pieces:
+        raise Refused(f"{name} is missing: {g.ROUTES_RULE}")
+    array = read_tensor(pieces[name], name, routing.dtype, 3)
+    if fault := first_fault(array, rows, routing):
+        raise Refused(f"{name}: {fault}")
+    return array
+
+
 class BatchAnswers:
     """The answers of a REMOTE_BATCH. Rules are checked on whole columns; where a column breaks one, `checked_answer`
     finds the answer. `Refused`: the columns do not fit together."""
@@ -196,7 +226,7 @@ class BatchAnswers:
     def __init__(self, message: g.RemoteBatch) -> None:
         self._message, count = message, len(message.tasks)
         needed = (message.lengths, message.prompt_lengths, message.finishes, message.texts)
-        optional = (message.rewards, message.parts, message.steps, message.episodes)
+        optional = (message.rewards, message.parts, message.steps, message.episodes, message.routes or [])
         columns = [*needed, *(column for column in optional if column)]
         if any(len(column) != count for column in columns):
             lengths = [len(column) for column in columns]
@@ -204,6 +234,7 @@ class BatchAnswers:
         if message.episodes and any((*message.lengths, *message.prompt_lengths)):
             raise Refused("lengths and prompt_lengths: an episode has tensors of its own, so all of them must be 0")
         self._steps, self._parts = message.steps or [0] * count, message.parts or [{}] * count
+        self._pieces: list[dict[str, g.Tensor]] = message.routes or [{}] * count
         self._sampled, self._read = (_slices(lengths) for lengths in (message.lengths, message.prompt_lengths))
         sampled, read = sum(message.lengths), sum(message.prompt_lengths)
         self._tokens = _column(message.tokens, "tokens", np.int32, sampled)
@@ -217,6 +248,9 @@ class BatchAnswers:
 
     def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
         """Answer number `at`; `Refused` if it breaks a rule. The ledger checks episodes."""
+        return with_routes(self._answer(at, limits), self._pieces[at], limits)
+
+    def _answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
         message, step = self._message, self._steps[at]
         if message.episodes:
             return _OF_EPISODE._replace(text=message.texts[at], step=step, episode=message.episodes[at])
@@ -520,6 +554,8 @@ class Desk:
         name, biggest = message.sender, self.biggest
         if message.role not in FATES:
             raise Refused(f"role {message.role!r}: it must be rollout, reward or host")
+        if self.welcome.routes is not UNSET and message.role == "rollout" and message.routes is not True:
+            raise Refused(f"this run carries the routes of a mixture of experts: {g.ROUTES_RULE}")
         if not HOST_NAME.fullmatch(name):
             raise Refused(f"sender {name!r}: a worker's name has 1 to 39 letters, digits, dots, dashes or underscores")
         if name in self.reserved:
@@ -635,7 +671,10 @@ class Desk:
             if worker.role == "reward":
                 raise Refused(f"{worker.name} is a {worker.role} worker: it has no answers to give")
             [limits] = self.ledger.limits([claim])
-            self.ledger.commit_answer(worker.index, claim, checked_answer(message, limits), limits)
+            given = {"routes": message.routes, "prompt_routes": message.prompt_routes}
+            pieces = {name: piece for name, piece in given.items() if piece is not UNSET}
+            answer = with_routes(checked_answer(message, limits), pieces, limits)
+            self.ledger.commit_answer(worker.index, claim, answer, limits)
             return "answered"
         if worker.role != "reward":
             raise Refused(f"{worker.name} is a {worker.role} worker: it has no rewards to give")

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from msgspec import UNSET
+
+from busrl.data.routing import Routed
 from busrl.data.vocabulary import token_rows
 from busrl.errors import MessageTooLarge
 from busrl.hosts import messages as g
@@ -53,7 +56,7 @@ class Gateway:
         vocabulary = token_rows(Path(topology.model.path)).bound
         self.samples = RingLedger(
             keeper.ring, self._announce, SegmentCuts.of(topology), topology.max_prompt_tokens, vocabulary,
-            EpisodeBounds.of(topology, vocabulary),
+            EpisodeBounds.of(topology, vocabulary), Routed.of(topology),
         )
         self.ledger: RingLedger | BothLedgers = self.samples
         if keeper.calls is not None:
@@ -150,11 +153,12 @@ def desk_of(
     topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, ring: str, is_paused: Callable[[], bool]
 ) -> Desk:
     """The desk of a run. Workers from outside never take the entries that the run's own processes may need."""
-    data, processes = topology.data, topology.processes()
+    data, processes, routing = topology.data, topology.processes(), topology.derived.routing
     welcome = g.GatewayWelcome(
         life=0, lease_s=topology.limits.lease_s, max_message_bytes=topology.bus.max_message_bytes,
         max_prompt_tokens=topology.max_prompt_tokens, seed=topology.run.seed, model=topology.model.path,
         prompt_key=data.prompt_key, answer_key=topology.reward.answer_key or data.answer_key, template=data.template,
+        routes=UNSET if routing is None else [*routing.shape, routing.experts],
     )
     return Desk(
         ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,

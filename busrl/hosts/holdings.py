@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from busrl.data.episodes import NEEDED, TYPES
-from busrl.errors import NoSuchTensor
+from busrl.errors import BadTensor, NoSuchTensor
 from busrl.hosts import messages as g
 from busrl.hosts.desk import DIGESTS, FATES, HOST, digest_of, tensor
 from busrl.protocol import messages as m
@@ -230,19 +230,22 @@ class ReadAnswer:
     tensors: dict[str, bytes]
     step: int  # that made the oldest weights which drew it
     episode: dict[str, g.Tensor]  # in place of the tensors
+    routes: dict[str, g.Tensor]  # in a run with routes; none of an answer of validation
 
     @property
     def size(self) -> int:
         """An upper bound of its bytes on the wire."""
-        episode = sum(OF_TENSOR + len(piece.data) for piece in self.episode.values())
+        pieces = (*self.episode.values(), *self.routes.values())
+        episode = sum(OF_TENSOR + len(piece.data) for piece in pieces)
         return BESIDE + 4 * len(self.text) + sum(map(len, self.tensors.values())) + episode
 
 
 class AnswerReader:
-    """Reads answers from slots. `plays`: they are episodes; `judges`: this host makes their rewards too."""
+    """Reads answers from slots. `plays`: they are episodes; `judges`: this host makes their rewards too; `routed`: they
+    have routes."""
 
-    def __init__(self, ring: Ring, plays: bool, judges: bool) -> None:
-        self.ring, self.plays, self.judges = ring, plays, judges
+    def __init__(self, ring: Ring, plays: bool, judges: bool, routed: bool = False) -> None:
+        self.ring, self.plays, self.judges, self.routed = ring, plays, judges, routed
 
     def read(
         self, ready: list[HeldTask], unreadable: Callable[[HeldTask, Exception], None]
@@ -268,6 +271,7 @@ class AnswerReader:
                 read_parts(self.ring, task.slot) if self.judges else {},
                 {name: column[at] for name, column in columns.items()}, int(line["step"]),
                 tensors_of(self.ring, task.slot) if self.plays else {},
+                routes_of(self.ring, task.slot, segments_of(task.word)) if self.routed and not self.plays else {},
             )
             for at, (task, text, line) in enumerate(zip(ready, texts, lines))
         ]
@@ -298,7 +302,20 @@ def _dispatched(task: g.Task, version: int, step: int) -> dict[str, Any]:
 def tensors_of(ring: Ring, slot: int) -> dict[str, g.Tensor]:
     """The tensors of the episode in a slot that this process holds, as they travel; the receiver checks them."""
     arrays = {name: ring.get(slot, name, 0) for name in NEEDED}
-    for name in TYPES.keys() - arrays.keys():
+    for name in (*(TYPES.keys() - arrays.keys()), "routes"):
         with contextlib.suppress(NoSuchTensor):
             arrays[name] = ring.get(slot, name, 0)
     return {name: tensor(array) for name, array in arrays.items()}
+
+
+def routes_of(ring: Ring, slot: int, segments: int) -> dict[str, g.Tensor]:
+    """The routes of the answer in a slot that this process holds, those of its segments joined; none where it has none.
+    """
+    pieces = {}
+    with contextlib.suppress(NoSuchTensor):
+        parts = [ring.get(slot, "routes", segment) for segment in range(segments)]
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise BadTensor(f"slot {slot}: routes of its segments have the shapes {[part.shape for part in parts]}")
+        pieces["routes"] = tensor(np.concatenate(parts))
+        pieces["prompt_routes"] = tensor(ring.get(slot, "prompt_routes"))
+    return pieces

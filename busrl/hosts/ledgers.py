@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from busrl.data.episodes import (
     CONTEXT,
@@ -32,12 +33,15 @@ from busrl.data.episodes import (
     EpisodeLimits,
     fault_of,
     listed,
+    routed_rows,
     split_keys,
 )
-from busrl.errors import NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
+from busrl.data.routing import Routed, Routing, first_fault
+from busrl.errors import BadTensor, NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
 from busrl.hosts import messages as g
 from busrl.hosts.desk import (
     HOST,
+    OF_PROMPT,
     AnswerLimits,
     ClaimedTask,
     ClaimGone,
@@ -50,11 +54,11 @@ from busrl.hosts.desk import (
 )
 from busrl.protocol import messages as m
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
-from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
+from busrl.ring.calls import GIVES, ROUTES, CallDetails, read_ids, write_answer, write_refusal
 from busrl.roles import answers, episodes
 from busrl.roles.answers import SegmentCuts
 from busrl.scheduling.admission import Lines, Unbegun
-from busrl.states import Fate, Finish, HeaderWord
+from busrl.states import Fate, Finish, HeaderWord, SampleClass
 from busrl.topology import Topology
 from busrl.weights.base import VersionSteps
 
@@ -70,18 +74,20 @@ LEAST_MESSAGES = 2  # bytes: [] where agents.transcript_bytes leaves no room
 
 @dataclass(frozen=True)
 class EpisodeBounds:
-    """Limits of an episode of another host. `vocabulary` 0: unknown."""
+    """Limits of an episode of another host. `vocabulary` 0: unknown; `routing`: of the routes that it may have."""
 
     limits: EpisodeLimits
     transcript_bytes: int
     vocabulary: int
+    routing: Routing | None = None
 
     @classmethod
     def of(cls, topology: Topology, vocabulary: int) -> EpisodeBounds | None:
         """The limits that the topology sets; None in a run whose samples are answers of one call."""
         if not topology.has_callers:
             return None
-        return cls(EpisodeLimits.of(topology), topology.agents.transcript_bytes, vocabulary)
+        limits, routing = EpisodeLimits.of(topology), topology.derived.routing
+        return cls(limits, topology.agents.transcript_bytes, vocabulary, routing)
 
 
 class RingEntries:
@@ -160,10 +166,10 @@ class RingLedger(RingEntries):
 
     def __init__(
         self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int,
-        episodes: EpisodeBounds | None = None,
+        episodes: EpisodeBounds | None = None, routed: Routed | None = None,
     ) -> None:
         super().__init__(ring)
-        self.announce, self.cuts, self.episodes = announce, cuts, episodes
+        self.announce, self.cuts, self.episodes, self.routed = announce, cuts, episodes, routed
         self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
         self.steps, self._noted = VersionSteps(), (-1, -1)
         self.note_version()
@@ -215,6 +221,7 @@ class RingLedger(RingEntries):
                 completion=answers.read_text(self.ring, claim.slot, segments) if rewarding else "",
                 tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
                 cls=cls, priority=priority, admission=admission,
+                routes_from=UNSET if rewarding or self._prompt_rows(claim, cls) is None else 0,
             )
         except (RingError, ValueError) as problem:
             log.warning("sample %d cannot be sent to a remote worker: %s", claim.uid, problem)
@@ -232,11 +239,20 @@ class RingLedger(RingEntries):
 
     def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
         newest, run = self.ring.header(HeaderWord.VERSION), (self.prompt_tokens, self.vocabulary)
-        columns = self._columns(claims, "max_new_tokens", "version", "step")
+        columns = self._columns(claims, "max_new_tokens", "version", "step", "cls")
+        routing = None if self.routed is None else self.routed.routing
         return [
-            AnswerLimits(most - self._earlier(claim), segments_of(claim.word), *run, newest, version, step)
-            for claim, most, version, step in zip(claims, *columns)
+            AnswerLimits(
+                most - self._earlier(claim), segments_of(claim.word), *run, newest, version, step,
+                routing if cls == SampleClass.TRAIN else None, self._prompt_rows(claim, cls),
+            )
+            for claim, most, version, step, cls in zip(claims, *columns)
         ]
+
+    def _prompt_rows(self, claim: ClaimedTask, cls: int) -> int | None:
+        """`prompt_rows` of the limits of a claim."""
+        wanted = self.routed is not None and self.routed.prompts and cls == SampleClass.TRAIN
+        return OF_PROMPT if wanted and not segments_of(claim.word) else None
 
     def _earlier(self, claim: ClaimedTask) -> int:
         """The number of tokens in the earlier segments."""
@@ -368,7 +384,7 @@ class CallLedger(RingEntries):
         line = self.ring.line(slot)
         try:
             ids = read_ids(self.ring, slot, "prompt_ids", NO_SEGMENT)
-            details = msgspec.msgpack.decode(self.ring.get(slot, "call").tobytes(), type=CallDetails)
+            details, have = self._details(slot), self._routes_from(slot)
         except (RingError, msgspec.MsgspecError) as problem:
             self.refuse(index, claim, f"the call cannot be read: {problem}")
             return None
@@ -377,12 +393,32 @@ class CallLedger(RingEntries):
             max_new_tokens=int(line["max_new_tokens"]), temperature=float(line["temperature"]),
             top_p=float(line["top_p"]), version=self.samples.ring.header(HeaderWord.VERSION),
             tensors={"prompt_ids": tensor(ids)}, kind="call", stream=details.stream, stop=details.stop,
+            routes_from=UNSET if have is None else have,
         )
 
+    def _details(self, slot: int) -> CallDetails:
+        return msgspec.msgpack.decode(self.ring.get(slot, "call").tobytes(), type=CallDetails)
+
+    def _routes_from(self, slot: int) -> int | None:
+        """The first position whose routes a call asks for; None if it asks for none."""
+        extra, ids = self._details(slot).extra, len(self.ring.get(slot, "prompt_ids"))
+        if self.samples.routed is None or extra.get(GIVES) != [*ROUTES]:
+            return None
+        have = extra.get("routes_from", 0)
+        if not isinstance(have, int) or not 0 <= have < ids:
+            raise BadTensor(f"slot {slot}: routes_from = {have!r} of {ids} ids: must be one of them")
+        return have
+
     def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
-        newest = self.samples.ring.header(HeaderWord.VERSION)
-        most = [int(self.ring.line(self._slot(claim))["max_new_tokens"]) for claim in claims]
-        return [AnswerLimits(tokens, 0, 0, self.vocabulary, newest) for tokens in most]
+        return [self._limits(self._slot(claim)) for claim in claims]
+
+    def _limits(self, slot: int) -> AnswerLimits:
+        newest, most = self.samples.ring.header(HeaderWord.VERSION), int(self.ring.line(slot)["max_new_tokens"])
+        limits = AnswerLimits(most, 0, 0, self.vocabulary, newest)
+        if self.samples.routed is None or (have := self._routes_from(slot)) is None:
+            return limits
+        rows = len(self.ring.get(slot, "prompt_ids")) - 1 - have
+        return limits._replace(routing=self.samples.routed.routing, prompt_rows=rows)
 
     def commit_answer(
         self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
@@ -392,9 +428,11 @@ class CallLedger(RingEntries):
         stand_in, slot = self.stand_in(index), self._slot(claim)
         arrays = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         claimed_ns = int(self.ring.line(slot)["changed_ns"])
+        given = zip(ROUTES, (answer.routes, answer.prompt_routes), strict=True)
+        routes = {name: array for name, array in given if array is not None}
         with _as_refusals():
             step = self.samples.steps.step_of(int(answer.versions.min()))
-            if not write_answer(stand_in, slot, claim.word, *arrays, claimed_ns, step):
+            if not write_answer(stand_in, slot, claim.word, *arrays, claimed_ns, step, 0, routes):
                 raise ClaimGone
         stand_in.add(tokens=len(answer.token_ids), samples=1)
 
@@ -483,14 +521,15 @@ def received_episode(
 ) -> tuple[EpisodeArrays, dict[str, Array]]:
     """An episode that another host sent, and all its tensors; `Refused` if it breaks a rule. `newest`: the newest
     version that was published."""
-    if unknown := sorted(tensors.keys() - TYPES.keys()):
-        raise Refused(f"tensor {unknown[0]!r}: an episode has {', '.join(TYPES)}")
+    types = TYPES if bounds.routing is None else {**TYPES, "routes": (bounds.routing.dtype, 3)}
+    if unknown := sorted(tensors.keys() - types.keys()):
+        raise Refused(f"tensor {unknown[0]!r}: an episode has {', '.join(types)}")
     if missing := [name for name in NEEDED if name not in tensors]:
         raise Refused(f"tensor {missing[0]} is missing: an episode has {', '.join(NEEDED)}")
-    arrays = {name: read_tensor(tensors[name], name, *TYPES[name]) for name in TYPES if name in tensors}
+    arrays = {name: read_tensor(tensors[name], name, *types[name]) for name in types if name in tensors}
     needed, keys = {name: arrays[name] for name in NEEDED}, split_keys(arrays.get("keys"))
     episode = EpisodeArrays(**needed, turn_rewards=arrays.get("turn_rewards"), keys=keys)
-    if fault := fault_of(episode) or _beyond_bounds(episode, bounds, newest) or _fault_of_rest(arrays, bounds):
+    if fault := fault_of(episode) or _beyond_bounds(episode, bounds, newest) or _fault_of_rest(episode, arrays, bounds):
         raise Refused(fault)
     return episode, arrays
 
@@ -517,7 +556,7 @@ def _beyond_bounds(episode: EpisodeArrays, bounds: EpisodeBounds, newest: int) -
     return ""
 
 
-def _fault_of_rest(arrays: Mapping[str, Array], bounds: EpisodeBounds) -> str:
+def _fault_of_rest(episode: EpisodeArrays, arrays: Mapping[str, Array], bounds: EpisodeBounds) -> str:
     """A fault of the optional tensors, in words; "" if none."""
     reward, context, messages = (arrays.get(name) for name in ("reward", "context", "messages"))
     if reward is not None and (not len(reward) or not np.isfinite(reward).all()):
@@ -526,4 +565,6 @@ def _fault_of_rest(arrays: Mapping[str, Array], bounds: EpisodeBounds) -> str:
         return f"context has {len(context)} numbers: must be {len(CONTEXT)}"
     if messages is not None and not 1 <= len(messages) <= max(LEAST_MESSAGES, bounds.transcript_bytes):
         return f"messages has {len(messages)} bytes: agents.transcript_bytes allows {bounds.transcript_bytes}"
+    if bounds.routing is not None and "routes" in arrays:
+        return first_fault(arrays["routes"], routed_rows(episode.turns), bounds.routing)
     return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Counts, Message, Name, Text
 
@@ -29,6 +29,7 @@ class Tensor(Struct):
 
 
 Pieces = Annotated[dict[Name, Tensor], Meta(max_length=MOST_PIECES)]
+ROUTES_RULE = "join with routes = true, and send routes and prompt_routes with each answer"
 
 
 class Remote(Message, kw_only=True):
@@ -47,11 +48,13 @@ class RemoteJoin(Remote, tag="REMOTE_JOIN"):
     a repetition changes nothing.
 
     A worker that keeps claims longer than a connection names the `ring` that gave them: it joins no other, in which the
-    same names may be others' claims.
+    same names may be others' claims. A rollout that can say which experts a mixture of experts chose has `routes` true:
+    a run with routes needs it.
     """
 
     role: Name
     ring: Name = ""
+    routes: bool | UnsetType = UNSET
 
 
 class RemoteClaim(Remote, tag="REMOTE_CLAIM"):
@@ -81,6 +84,10 @@ class RemoteGenerated(Remote, tag="REMOTE_GENERATED"):
     `prompt_ids` (int32) is needed in segment 0 of a sample. `text` is the whole completion, special tokens visible, a
     final end-of-sequence token left out. `finish` is 1 (the last token ends the sequence) or 2 (a limit cut it). With
     `done` false this is one segment more, and the task is queued again.
+
+    In a run with routes (GATEWAY_WELCOME) `routes` are the experts of the position before each token, and
+    `prompt_routes`, in segment 0, those of the prompt but for its last id: [rows, layers, experts of a token], uint8 up
+    to 256 experts, else uint16. Of a call the first row of `prompt_routes` is that of position `routes_from`.
     """
 
     task: TaskId
@@ -91,6 +98,8 @@ class RemoteGenerated(Remote, tag="REMOTE_GENERATED"):
     prompt_ids: Tensor | None = None
     finish: Count = 1
     done: bool = True
+    routes: Tensor | UnsetType = UNSET
+    prompt_routes: Tensor | UnsetType = UNSET
 
 
 class RemoteRewarded(Remote, tag="REMOTE_REWARDED"):
@@ -117,7 +126,8 @@ class RemoteBatch(Remote, tag="REMOTE_BATCH"):
     the other in each tensor. Each list has an item for each task; `rewards` and `parts` are empty unless the host
     judges too. `steps`: the step that made the oldest weights which drew the answer; needed where the keeper started
     after these weights. Where agents play the samples, `episodes` has the tensors of each sample by name, and the other
-    tensors are empty.
+    tensors are empty. In a run with routes, `routes` has the tensors `routes` and `prompt_routes` of each answer, none
+    where it is one of validation.
 
     With `capacity` it is a claim too: the host wants to hold so many tasks when these are settled, and gets the new
     ones. Answered by GATEWAY_SETTLED, and then by GATEWAY_TASKS.
@@ -137,6 +147,7 @@ class RemoteBatch(Remote, tag="REMOTE_BATCH"):
     capacity: Count = 0
     steps: Counts = field(default_factory=list)
     episodes: Annotated[list[Pieces], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+    routes: Annotated[list[Pieces], Meta(max_length=MAX_MAP)] | UnsetType = UNSET
 
 
 class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
@@ -147,7 +158,9 @@ class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
 
 # keeper -> remote actor
 class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
-    """The worker has joined, as entry `index` of the process table. A claim lasts `lease_s` unless it is extended."""
+    """The worker has joined, as entry `index` of the process table. A claim lasts `lease_s` unless it is extended.
+    `routes`: in a run with routes the layers of the model that have experts, the experts of a token, and all experts.
+    """
 
     life: Count
     req: Count = 0
@@ -161,6 +174,7 @@ class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
     prompt_key: Name = ""
     answer_key: Name = ""
     template: Name = ""
+    routes: Counts | UnsetType = UNSET
 
 
 class Task(Struct):
@@ -173,6 +187,8 @@ class Task(Struct):
     queued again. With `kind` "call" it is a model call of an agent: prompt_ids is its only tensor, `record` is empty,
     and the answer has neither text nor prompt_ids. `cls` is 0 for training and 1 for validation. Of the tasks that a
     worker holds and does not run, the one of the highest `priority` comes first, then that of the lowest `admission`.
+    In a run with routes `routes_from` is the position of the first row that the answer's `prompt_routes` need to have;
+    it is left out where none are needed, as in validation.
     """
 
     task: TaskId
@@ -195,6 +211,7 @@ class Task(Struct):
     cls: Count = 0
     priority: int = 0
     admission: Count = 0
+    routes_from: Count | UnsetType = UNSET
 
 
 class GatewayTasks(Message, tag="GATEWAY_TASKS"):

@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from busrl.bus import Endpoint, tcp_pair
 from busrl.errors import BusNotReady, DiskFull, MessageTooLarge, SharedMemoryFull
@@ -189,7 +190,8 @@ class Warn(Protocol):
 def reader_for(topology: Topology, ring: Ring) -> AnswerReader:
     """The reader of this host's answers."""
     roles, plays = {process.role for process in topology.processes()}, topology.has_callers
-    return AnswerReader(ring, plays, judges="reward" in roles or (plays and topology.reward.kind == RETURNED))
+    judges = "reward" in roles or (plays and topology.reward.kind == RETURNED)
+    return AnswerReader(ring, plays, judges, topology.derived.routing is not None)
 
 
 class Exchange:
@@ -434,6 +436,7 @@ class Exchange:
                 tokens=columns[0], logprobs=columns[1], versions=columns[2], prompt_ids=columns[3],
                 steps=[answer.step for answer in pack],
                 episodes=[answer.episode for answer in pack] if self.reader.plays else [],
+                routes=[answer.routes for answer in pack] if any(answer.routes for answer in pack) else UNSET,
             ))
         except MessageTooLarge as problem:  # it is alone: a pack of several is half as large as it may be
             task = pack[0].task

@@ -7,16 +7,13 @@ An observer of the learner's steps in a run with routes. Knows nothing of how a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from busrl.ledger.wal import Record
 from busrl.roles.learner.observers import LearnerParts, StepObserver, Warn
 from busrl.training.step_stats import StepStats
 
 
 class OwnRoutes(StepObserver):
-    """`routes_own_tokens` of the first step's line after a restart."""
+    """One line for people after the restart; the steps' own lines count their tokens."""
 
     def __init__(self, warn: Warn) -> None:
         self._warn, self._tokens, self._steps = warn, 0, list[int]()
@@ -34,10 +31,6 @@ class OwnRoutes(StepObserver):
                 'experts that the learner chose: the log keeps no others (learner.log_routes = "off")'
             )
             self._warn("learner", text, kind="own routes")
-
-    def numbers(self) -> Mapping[str, Any]:
-        tokens, self._tokens = self._tokens, 0
-        return {"routes_own_tokens": tokens} if tokens else {}
 
 
 def observers(parts: LearnerParts) -> list[StepObserver]:

@@ -24,6 +24,7 @@ ASKING: dict[str, tuple[str, tuple[str, ...]]] = {
     "hosts": ('[[process]]\nrole = "rollout"\nhosts = ["b"]', ()),
     "ranks": ('[[process]]\nrole = "learner"\nranks = 2', ()),
     "observe": ("", ('sinks.to=["mine.py:Sink"]',)),
+    "routes": ("", ("learner.routes=replay",)),
     "several": ("", ('model.seats=["first", "second"]',)),
     "predict": ("", ("scheduler.policy=sjf",)),
     "rewards/box": ('[[reward.part]]\nkind = "code"', ()),

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.data.routing import Routing
+from busrl.data.routing import Routed, Routing
 from busrl.engines.base import Finished, Request
 from busrl.preflight.load import load
 from busrl.ring import Ring, State
 from busrl.roles.intake import SampleIntake
-from busrl.roles.learner.groups import Claimed, Malformed, Routed, claim_groups
+from busrl.roles.learner.groups import Claimed, Malformed, claim_groups
 from busrl.states import Finish
 from busrl.topology.schema import Segments, Topology
 

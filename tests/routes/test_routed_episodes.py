@@ -20,13 +20,14 @@ from routed_ring import SHAPE, LetterText, Routes, topology
 from busrl.agents.episode import Call, EngineAnswer, until
 from busrl.agents.players import Players
 from busrl.agents.tree import Tree, Turn
+from busrl.data.routing import Routed
 from busrl.engines.base import Finished, Request
 from busrl.errors import CallUnanswered
 from busrl.ring import Fates, Ring, State
 from busrl.ring.calls import Caller, ModelCall
 from busrl.roles.episodes import commit_episode, write_episode
 from busrl.roles.intake import CallIntake
-from busrl.roles.learner.groups import Claimed, Malformed, Routed, claim_groups
+from busrl.roles.learner.groups import Claimed, Malformed, claim_groups
 from busrl.roles.learner.samples import to_sample
 from busrl.states import Fate, Finish, SampleClass
 

@@ -60,6 +60,14 @@ def test_the_first_fault_is_what_a_slow_look_finds(routes: Any) -> None:
         assert said == ""
 
 
+def test_an_expert_twice_among_many_is_found_too() -> None:
+    many = Routing((4, 9), 64, 20)
+    routes = np.tile(np.arange(20, dtype=np.uint8), (3, 2, 1))
+    assert first_fault(routes, 3, many) == ""
+    routes[2, 1, 0] = 19
+    assert first_fault(routes, 3, many) == "row 2, layer 9: expert 19 twice"
+
+
 @pytest.mark.parametrize("shape", [(3, 3, 2), (5, 3, 2), (4, 2, 2), (4, 3, 3), (4, 6), (24,)])
 def test_routes_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     assert "must be [4, 3, 2]" in first_fault(np.zeros(shape, np.uint8), 4, SHAPE)

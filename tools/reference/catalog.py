@@ -171,6 +171,13 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "WEIGHTS_PUBLISHED": "model",
         "WEIGHTS_GROUP": "model",
     },
+    "1.11": {
+        "REMOTE_JOIN": "routes",
+        "REMOTE_GENERATED": "routes prompt_routes",
+        "REMOTE_BATCH": "routes",
+        "GATEWAY_WELCOME": "routes",
+        "Task": "routes_from",
+    },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
 
@@ -268,6 +275,13 @@ MEANINGS: Final[dict[str, str]] = {
     "prompt_ids": "int32: the prompt as token ids. Needed in segment 0.",
     "finish": "1 = the last token ends the sequence, 2 = a limit cut it.",
     "done": "False: one segment more, and the task is queued again.",
+    "REMOTE_JOIN.routes": "True: it sends routes; needed of a rollout in a run with routes.",
+    "REMOTE_GENERATED.routes": "In a run with routes: the experts of the position before each token, [tokens, layers, "
+                               "experts of a token].",
+    "prompt_routes": "Those of the prompt but for its last id, where the task has `routes_from`.",
+    "REMOTE_BATCH.routes": "In a run with routes: of each answer these two by name; none of an answer of validation.",
+    "GATEWAY_WELCOME.routes": "In a run with routes: layers that have experts, experts of a token, experts.",
+    "routes_from": "The position of the first row that `prompt_routes` has to have; left out where none are needed.",
     "REMOTE_REWARDED.reward": "The reward; finite.",
     "parts": "Named parts of the reward, for people; at most 64.",
     "drop": 'Empty: hand it back. Else why the sample ends: `"raised"`, `"hung"`, `"malformed"` (reward), `"prompt"`, '

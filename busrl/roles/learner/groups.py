@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from busrl.data.episodes import routed_rows
 from busrl.data.figures import tag_of
-from busrl.data.routing import Routing, first_fault
+from busrl.data.routing import Routed, first_fault
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import TURN, SampleRecord
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of
@@ -60,20 +60,6 @@ FIELDS = (
 )
 TENSORS = ("prompt_ids", "token_ids", "logprobs", "versions")
 SEGMENTED = ("tokens", "logprobs", "versions")
-
-
-@dataclass(frozen=True)
-class Routed:
-    """The routes that the samples of a run have: their shape, and whether those of prompts are among them."""
-
-    routing: Routing
-    prompts: bool
-
-    @classmethod
-    def of(cls, topology: Topology) -> Routed | None:
-        """Those of a run's samples; None where they have none."""
-        routing = topology.derived.routing
-        return None if routing is None else cls(routing, topology.learner.routes_of == "all")
 
 
 class Malformed(Exception):
