@@ -671,8 +671,10 @@ class Desk:
             if worker.role == "reward":
                 raise Refused(f"{worker.name} is a {worker.role} worker: it has no answers to give")
             [limits] = self.ledger.limits([claim])
-            given = {"routes": message.routes, "prompt_routes": message.prompt_routes}
-            pieces = {name: piece for name, piece in given.items() if piece is not UNSET}
+            pieces = {}
+            if isinstance(message, g.RemoteRouted):
+                given = {"routes": message.routes, "prompt_routes": message.prompt_routes}
+                pieces = {name: piece for name, piece in given.items() if piece is not None}
             answer = with_routes(checked_answer(message, limits), pieces, limits)
             self.ledger.commit_answer(worker.index, claim, answer, limits)
             return "answered"

@@ -29,7 +29,7 @@ class Tensor(Struct):
 
 
 Pieces = Annotated[dict[Name, Tensor], Meta(max_length=MOST_PIECES)]
-ROUTES_RULE = "join with routes = true, and send routes and prompt_routes with each answer"
+ROUTES_RULE = "join with routes = true, and answer with REMOTE_ROUTED"
 
 
 class Remote(Message, kw_only=True):
@@ -84,10 +84,6 @@ class RemoteGenerated(Remote, tag="REMOTE_GENERATED"):
     `prompt_ids` (int32) is needed in segment 0 of a sample. `text` is the whole completion, special tokens visible, a
     final end-of-sequence token left out. `finish` is 1 (the last token ends the sequence) or 2 (a limit cut it). With
     `done` false this is one segment more, and the task is queued again.
-
-    In a run with routes (GATEWAY_WELCOME) `routes` are the experts of the position before each token, and
-    `prompt_routes`, in segment 0, those of the prompt but for its last id: [rows, layers, experts of a token], uint8 up
-    to 256 experts, else uint16. Of a call the first row of `prompt_routes` is that of position `routes_from`.
     """
 
     task: TaskId
@@ -98,8 +94,17 @@ class RemoteGenerated(Remote, tag="REMOTE_GENERATED"):
     prompt_ids: Tensor | None = None
     finish: Count = 1
     done: bool = True
-    routes: Tensor | UnsetType = UNSET
-    prompt_routes: Tensor | UnsetType = UNSET
+
+
+class RemoteRouted(RemoteGenerated, kw_only=True, tag="REMOTE_ROUTED"):
+    """REMOTE_GENERATED in a run with routes (GATEWAY_WELCOME): with the experts of the position before each token.
+
+    `prompt_routes` are those of the prompt but for its last id, of a call those from position `routes_from` on; needed
+    where the task has `routes_from`. Both are [rows, layers, experts of a token], uint8 up to 256 experts, else uint16.
+    """
+
+    routes: Tensor
+    prompt_routes: Tensor | None = None
 
 
 class RemoteRewarded(Remote, tag="REMOTE_REWARDED"):
@@ -270,6 +275,7 @@ class GatewaySettled(Message, tag="GATEWAY_SETTLED"):
 # In the order of docs/protocol.md: requests, then answers.
 REMOTE: tuple[type[Remote], ...] = (
     RemoteJoin, RemoteClaim, RemoteExtend, RemoteGenerated, RemoteRewarded, RemoteFail, RemoteBatch, RemoteLeave,
+    RemoteRouted,
 )
 MESSAGES: tuple[type[Message], ...] = (*REMOTE, GatewayWelcome, GatewayTasks, GatewayAnswer, GatewaySettled)
 # Codes of GATEWAY_ANSWER that a person should look at.

@@ -136,13 +136,20 @@ def routes_for(uid: int, **changed: Any) -> dict[str, g.Tensor]:
     return {name: tensor(array) for name, array in {**pieces, **changed}.items() if array is not None}
 
 
+def routed_answer(task: str, **changed: Any) -> g.Remote:
+    """A sound answer with these fields; without routes an ordinary one."""
+    plain = answer_to(task)
+    fields = {name: getattr(plain, name) for name in plain.__struct_fields__}
+    return g.RemoteRouted(**{**fields, **changed}) if "routes" in changed else plain
+
+
 def test_a_worker_that_announces_routes_may_join_and_answer(keeper: Keeper) -> None:
     dispatch(keeper.ring, 3)
     [welcome] = keeper.ask("gen", g.RemoteJoin(life=1, role="rollout", routes=True))
     assert isinstance(welcome, g.GatewayWelcome) and welcome.routes == [2, 3, 8]
     [task] = keeper.claim("gen")
     assert task.routes_from == 0
-    [done] = keeper.ask("gen", answer_to(task.task, **routes_for(3)))
+    [done] = keeper.ask("gen", routed_answer(task.task, **routes_for(3)))
     assert done.code == "done"
     assert np.array_equal(keeper.ring.get(0, "routes", 0), routes_at(3, PROMPT - 1, PROMPT - 1 + TOKENS))
     assert np.array_equal(keeper.ring.get(0, "prompt_routes"), routes_at(3, 0, PROMPT - 1))
@@ -169,9 +176,9 @@ def test_bad_routes_are_refused_and_the_task_stays(keeper: Keeper, changed: dict
     dispatch(keeper.ring, 3)
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout", routes=True))
     [task] = keeper.claim("gen")
-    [refused] = keeper.ask("gen", answer_to(task.task, **routes_for(3, **changed)))
+    [refused] = keeper.ask("gen", routed_answer(task.task, **routes_for(3, **changed)))
     assert refused.code == "refused" and said in refused.text
-    [done] = keeper.ask("gen", answer_to(task.task, **routes_for(3)))
+    [done] = keeper.ask("gen", routed_answer(task.task, **routes_for(3)))
     assert done.code == "done"
 
 
@@ -212,10 +219,13 @@ def test_a_call_asks_a_worker_for_the_rows_that_it_needs(keeper: Keeper, caller:
     routed = caller.put(ModelCall(np.arange(5, dtype=np.int32), 8, extra=asked))
     [task] = keeper.claim("gen")
     assert task.routes_from == 2
-    answer = answer_to(task.task, routes=tensor(routes_at(0, 4, 7)), prompt_routes=tensor(routes_at(0, 0, 4)))
-    answer.text, answer.prompt_ids = "", None
+    answer = routed_answer(
+        task.task, routes=tensor(routes_at(0, 4, 7)), prompt_routes=tensor(routes_at(0, 0, 4)), text="",
+        prompt_ids=None,
+    )
     [refused] = keeper.ask("gen", answer)
     assert refused.code == "refused" and "must be [2, 2, 3]" in refused.text
+    assert isinstance(answer, g.RemoteRouted)
     answer.prompt_routes = tensor(routes_at(0, 2, 4))
     [done] = keeper.ask("gen", answer)
     assert done.code == "done" and caller.poll() == [routed]

@@ -71,6 +71,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     g.RemoteClaim: Route("remote worker", "keeper"),
     g.RemoteExtend: Route("remote worker", "keeper"),
     g.RemoteGenerated: Route("remote rollout", "keeper"),
+    g.RemoteRouted: Route("remote rollout", "keeper"),
     g.RemoteRewarded: Route("remote reward", "keeper"),
     g.RemoteFail: Route("remote worker", "keeper"),
     g.RemoteBatch: Route("another host", "keeper"),
@@ -162,6 +163,11 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "ANSWERS_LOGGED": "",
     },
     "1.10": {
+        "REMOTE_JOIN": "routes",
+        "REMOTE_ROUTED": "life req task tokens logprobs versions text prompt_ids finish done routes prompt_routes",
+        "REMOTE_BATCH": "routes",
+        "GATEWAY_WELCOME": "routes",
+        "Task": "routes_from",
         "CALL_CANCEL": "model",
         "CALL_TOKENS": "model",
         "PROBE_DRAWN": "model",
@@ -170,13 +176,6 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "LEARNER_STATE_UPDATE": "model",
         "WEIGHTS_PUBLISHED": "model",
         "WEIGHTS_GROUP": "model",
-    },
-    "1.11": {
-        "REMOTE_JOIN": "routes",
-        "REMOTE_GENERATED": "routes prompt_routes",
-        "REMOTE_BATCH": "routes",
-        "GATEWAY_WELCOME": "routes",
-        "Task": "routes_from",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
@@ -276,8 +275,9 @@ MEANINGS: Final[dict[str, str]] = {
     "finish": "1 = the last token ends the sequence, 2 = a limit cut it.",
     "done": "False: one segment more, and the task is queued again.",
     "REMOTE_JOIN.routes": "True: it sends routes; needed of a rollout in a run with routes.",
-    "REMOTE_GENERATED.routes": "In a run with routes: the experts of the position before each token, [tokens, layers, "
-                               "experts of a token].",
+    "REMOTE_ROUTED.routes": "The experts of the position before each token, [tokens, layers, experts of a token].",
+    "REMOTE_ROUTED.tokens": "int32, one dimension, 1 to `max_new_tokens` ids.",
+    "REMOTE_ROUTED.text": "The whole completion, special tokens visible, a final end token left out.",
     "prompt_routes": "Those of the prompt but for its last id, where the task has `routes_from`.",
     "REMOTE_BATCH.routes": "In a run with routes: of each answer these two by name; none of an answer of validation.",
     "GATEWAY_WELCOME.routes": "In a run with routes: layers that have experts, experts of a token, experts.",

@@ -52,7 +52,13 @@ PROBE = {
     "logprobs": _array("float32", [-0.125, -0.5, 0.0, -0.25])["data"],
     "versions": _array("uint32", [12, 12, 12, 12])["data"],
 }
+EXPERTS = {
+    "routes": {"dtype": "uint8", "shape": [4, 2, 1], "data": bytes([0, 3, 2, 1] * 2)},
+    "prompt_routes": {"dtype": "uint8", "shape": [4, 2, 1], "data": bytes([1, 0] * 4)},
+}
 TYPICAL: Final[dict[str, Any]] = {
+    "REMOTE_JOIN.routes": True, "GATEWAY_WELCOME.routes": [2, 1, 4], "REMOTE_ROUTED.text": "123",
+    "REMOTE_BATCH.routes": [EXPERTS], **{f"REMOTE_ROUTED.{name}": routes for name, routes in EXPERTS.items()},
     "worker_id": "rollout-0", "capacity": 8, "rows": 64, "slot_id": 17, "seq": 41, "uid": 1289, "count": 3,
     "version": 12, "step": 12, "round": 12, "samples": 64, "groups": 8, "role": "rollout", "pid": 4711,
     "host": "node-1", "index": 5, "activity": "compile", "last_seqs": {"TASK_REQUEST/": 7, "HEARTBEAT/": 31},
@@ -305,7 +311,8 @@ def _value(place: str, kind: kinds.Type, size: _Size, make: Make) -> Any:
     if isinstance(kind, kinds.UnionType):
         return make(place, next(one for one in kind.types if not isinstance(one, kinds.NoneType)))
     if isinstance(kind, kinds.StructType):
-        return {field.name: make(f"{kind.cls.__name__}.{field.name}", field.type) for field in kind.fields}
+        given = [field for field in kind.fields if not may_be_absent(field)]
+        return {field.name: make(f"{kind.cls.__name__}.{field.name}", field.type) for field in given}
     raise TypeError(f"{place}: {type(kind).__name__} has no sample value; tools/reference/vectors.py makes them")
 
 
