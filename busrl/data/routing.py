@@ -61,7 +61,7 @@ class Routed:
 
     @classmethod
     def of(cls, topology: Topology) -> Routed | None:
-        """Those of a run's samples; None where they have none."""
+        """The routes of a run's samples; None where they have none."""
         routing = topology.derived.routing
         return None if routing is None else cls(routing, topology.learner.routes_of == "all")
 

@@ -13,7 +13,7 @@ from busrl.training.step_stats import StepStats
 
 
 class OwnRoutes(StepObserver):
-    """One line for people after the restart; the steps' own lines count their tokens."""
+    """Says so in one line after the restart; the steps' own lines count their tokens."""
 
     def __init__(self, warn: Warn) -> None:
         self._warn, self._tokens, self._steps = warn, 0, list[int]()

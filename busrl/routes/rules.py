@@ -1,4 +1,4 @@
-"""Whether a run carries routes, by its model, engines and number type; and the rules about keys of routes.
+"""Decides whether a run carries routes, by model, engines and number type; and has the rules about keys of routes.
 
 Looks at a topology and at the model's config.json. Knows nothing of slots, logs or how a model is replayed.
 

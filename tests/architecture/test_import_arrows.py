@@ -40,7 +40,7 @@ ARROWS: dict[str, str] = {
     "bus": "curve protocol system",
     "ledger": "paths system",
     "topology": "algorithms scheduling",
-    "data": "system",
+    "data": "system topology",
     "quickstart": "ring system",
     "rewards": "data system topology",
     "weights": "system topology",
