@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,13 +43,22 @@ class Book:
             uid=uid, group=group, admission=group, member=uid % SIZE, group_size=SIZE, cls=SampleClass.TRAIN,
             task=b"{}", prompt_crc=1, priority=-group, max_new_tokens=8, temperature=1.0))
 
-    def work(self) -> None:
-        """What rewards, learner and keeper do in a pass."""
+    def work(self, whole: bool = False) -> None:
+        """What rewards, learner and keeper do in a pass. `whole`: groups are trained once all members have ended."""
         for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=64):
             self.ring.release(slot, word, State.REWARDED)
-        for slot, word in self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=64):
-            self.ring.finish(slot, word, Fate.TRAINED)
+        lines = self.ring.lines()
+        ready = {int(lines["uid"][slot]): int(slot) for slot in (lines["state"] == State.REWARDED).nonzero()[0]}
+        for uid, slot in ready.items():
+            if not whole or self._is_whole(uid, ready):
+                self.ring.finish(slot, self.ring.claim(slot, int(lines["word"][slot]), State.TRAINING), Fate.TRAINED)
         self.ring.reap()
+
+    def _is_whole(self, uid: int, ready: Container[int]) -> bool:
+        """True if each member of the sample's group has ended."""
+        codes, first = self.fates.view(), uid // (2 * SIZE) * 2 * SIZE
+        last = [one + SIZE if codes[one] in ACCIDENTS else one for one in range(first, first + SIZE)]
+        return all(one in ready or (one < len(codes) and codes[one] in TERMINAL) for one in last)
 
     def again(self, first_tries: list[int]) -> list[int]:
         """The second tries of samples that ended by accident."""

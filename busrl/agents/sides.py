@@ -5,8 +5,9 @@ read after it. Knows nothing of model calls, rewards or the code of episodes.
 
 - The first side of an episode is its lead. Who claims a lead sample claims each sibling that is QUEUED then, and never
   waits for one. A sibling that comes later is an orphan once its lead sample is past, and is claimed by itself.
-- A lead sample is past if it has a final fate, if it is GENERATED or later, if it has no fate and its group is closed,
-  or, of a second try, if it has neither fate nor slot. Of a first try that stays so.
+- A lead sample is past if it has a final fate, if it is GENERATED or later, or if it has no fate and its group is
+  closed; a second try also if it has neither fate nor slot, and its first try is past by something else than an
+  accident, after which it would come. Of a first try that stays so.
 - A ledger that is finished has no sides. Samples of validation have no siblings.
 """
 
@@ -24,6 +25,7 @@ from busrl.ring import Ring, State
 from busrl.roles.ledgers import Ledger
 from busrl.scheduling.groups import closing
 from busrl.states import (
+    ACCIDENTS,
     TERMINAL,
     VALIDATE_BIT,
     Fate,
@@ -40,8 +42,9 @@ LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature",
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
-_TERMINAL = np.zeros(256, np.bool_)
+_TERMINAL, _ROLLED_ONCE = np.zeros(256, np.bool_), np.zeros(256, np.bool_)
 _TERMINAL[list(TERMINAL)] = True
+_ROLLED_ONCE[list(TERMINAL - ACCIDENTS)] = True  # of a first try: there will be no second one
 
 
 @dataclass(eq=False)
@@ -120,16 +123,18 @@ class Look:
         return slot >= 0 and bool(self.lines["state"][slot] == State.QUEUED)
 
 
-def past(uids: Ints, states: Bytes, fates: Bytes, size: int) -> Bools:
+def past(uids: Ints, states: Bytes, firsts: Bytes, fates: Bytes, size: int) -> Bools:
     """A mask of the lead samples that nobody will claim any more, or not with their siblings. `states`: those of their
-    slots; `fates`: the bytes of all samples, read after the slots."""
-    group, attempt, _ = place_of(uids, size)
+    slots; `firsts`: of the slots of their first tries; `fates`: the bytes of all samples, read after the slots."""
+    group, attempt, member = place_of(uids, size)
     near = np.zeros((len(uids), 2 * size), np.uint8)  # fates of the sample's group
     at = group[:, None] * 2 * size + np.arange(2 * size)
     there = at < len(fates)
     near[there] = fates[at[there]]
-    fate = near[np.arange(len(uids)), uids - group * 2 * size]
-    gone = (fate == Fate.NONE) & (closing(near).any(1) | ((attempt == 1) & (states == State.FREE)))
+    rows = np.arange(len(uids))
+    fate = near[rows, uids - group * 2 * size]
+    once = _ROLLED_ONCE[near[rows, member]] | ((firsts >= State.GENERATED) & (firsts < State.DROPPED))
+    gone = (fate == Fate.NONE) & (closing(near).any(1) | ((attempt == 1) & (states == State.FREE) & once))
     over: Bools = _TERMINAL[fate] | (states >= State.GENERATED) | gone
     return over
 
@@ -196,9 +201,16 @@ def claimable(look: Look, first: Look) -> tuple[Ints, Ints, Ints]:
     states = first.states_of(leads)
     doubtful = (states != State.QUEUED) & (states != State.GENERATING)  # a sample that waits or is played has no fate
     if doubtful.any():
-        free[followers[doubtful]] = past(leads[doubtful], states[doubtful], lead.fates.view(), lead.size)
+        free[followers[doubtful]] = _past(first, leads[doubtful], states[doubtful])
     admissions = draw_of(look.lines["admission"][slots].astype(np.int64), count)
     return admissions[free], episodes[free], slots[free]
+
+
+def _past(first: Look, leads: Ints, states: Bytes) -> Bools:
+    """Which of these lead samples, with slots in these states, are past."""
+    size = first.ledger.size
+    _, attempt, _ = place_of(leads, size)
+    return past(leads, states, first.states_of(leads - attempt * size), first.ledger.fates.view(), size)
 
 
 def _sibling(look: Look, seat: str, episode: int) -> ClaimedSample | None:

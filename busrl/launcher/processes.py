@@ -325,7 +325,7 @@ class Processes:
         """
         if self._fates.fault():
             return
-        for each in self._run.every:
+        for each in reversed(self._run.every):  # the lead's last: who claims a lead side takes those that wait then
             for text, uids in taken_back(each.ring, each.ring.reap()):
                 self._journal.note(text)
                 self._journal.events.warn(text, uids=uids)

@@ -7,8 +7,9 @@ takes what the views of the ledgers say. Knows nothing of rings, prompts or admi
 - A draw that some ledger has and another lacks (a ring was lost, a scheduler died) is opened where it is lacking: if it
   is open anywhere, as its samples may wait for those, or is among the newest. So a model that had made its steps and is
   given more is not asked for all that was played meanwhile.
-- The lead side, the first seat of the first ledger, comes last: a sample of its first try may be queued only when
-  each other side of the same member has a fate, or belongs to a group that takes no member any more.
+- The lead side, the first seat of the first ledger, comes last: a sample of it may be queued only when each other side
+  of the same member and try has a fate, or will have none: its group takes no member any more, or, of a second try, its
+  first one has not ended by accident.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from busrl.scheduling.groups import Bools, Bytes, Ints, closing
-from busrl.states import Fate
+from busrl.states import ACCIDENTS, Fate
+
+_ACCIDENTS = [*ACCIDENTS]
 
 
 class Had(NamedTuple):
@@ -85,7 +88,9 @@ def is_closed(codes: Bytes) -> bool:
     return bool(closing(codes).any())
 
 
-def stands(codes: Bytes, size: int) -> Bools:
-    """By member: the sample of its first try has a fate, or its group is closed. `codes`: as for `is_closed`."""
-    first: Bools = codes[:size] != Fate.NONE.value
-    return first | is_closed(codes)
+def stands(codes: Bytes, size: int, attempt: int = 0) -> Bools:
+    """By member: the sample of this try has a fate, or there is none to come. `codes`: as for `is_closed`."""
+    there: Bools = codes[attempt * size :][:size] != Fate.NONE.value
+    if attempt:
+        there = there | ~np.isin(codes[:size], _ACCIDENTS)
+    return there | is_closed(codes)

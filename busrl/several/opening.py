@@ -194,8 +194,7 @@ class Opening:
         """Dispatch members of open groups while a slot is free, those of the lead side last."""
         seats = book.ledger.seats
         for first, members in in_a_row(sorted(book.view.todo, key=lambda todo: _is_lead(books, book, todo.draw))):
-            waits = first.attempt == 0 and _is_lead(books, book, first.draw)
-            ready = self._ready(books, first, members) if waits else members
+            ready = self._ready(books, first, members) if _is_lead(books, book, first.draw) else members
             index = first.admission if first.admission >= 0 else book.newest_index(first.draw % seats)
             if ready and book.put(first.draw, first.attempt, first.member, ready, index) < ready:
                 break
@@ -256,21 +255,22 @@ class Opening:
 
     def _ready(self, books: Sequence[Book], first: Todo, members: int) -> int:
         """Count the members of the lead side that may be queued: those before one of which a side has no fate."""
-        ready = self._stand(books, first.draw // books[0].ledger.seats)[first.member : first.member + members]
+        standing = self._stand(books, first.draw // books[0].ledger.seats, first.attempt)
+        ready = standing[first.member : first.member + members]
         return members if ready.all() else int(np.argmin(ready))
 
     def _ready_group(self, books: Sequence[Book], draw: int) -> bool:
         """Tell whether the lead side of a draw may be opened whole."""
         return bool(self._stand(books, draw).all())
 
-    def _stand(self, books: Sequence[Book], draw: int) -> Bools:
-        """By member: all sides but the lead side have a fate, or are of a group that is over."""
+    def _stand(self, books: Sequence[Book], draw: int, attempt: int = 0) -> Bools:
+        """By member: all sides but the lead side have a fate in this try, or will have none."""
         size = books[0].ledger.size
         standing = np.ones(size, np.bool_)
         for book in books:
             seats = book.ledger.seats
             for group in range(draw * seats + (book is books[0]), (draw + 1) * seats):
-                standing &= stands(book.ledger.codes(group), size)
+                standing &= stands(book.ledger.codes(group), size, attempt)
         return standing
 
 

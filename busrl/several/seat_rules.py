@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from busrl.preflight.findings import Check, Clash, Finding, clashes
 from busrl.topology.kinds import FIFO
+from busrl.topology.reader import show
 from busrl.topology.rewards import RETURNED
 from busrl.topology.schema import AGENT, SERVE, Topology
 
@@ -59,8 +60,8 @@ TABLE = (
 
 def _names(t: Topology) -> Iterator[Finding]:
     seats = t.model.seats
-    if wrong := next((name for name in seats if not NAME.fullmatch(name)), None):
-        rule = f'"{wrong}" is no name of a seat: a small letter, then at most 15 small letters, digits and dashes'
+    if (wrong := next((name for name in seats if not NAME.fullmatch(name)), None)) is not None:
+        rule = f"{show(wrong)} is no name of a seat: a small letter, then at most 15 small letters, digits and dashes"
         yield Finding((SEATS,), rule, 'for example "first"')
     if len({*seats}) < len(seats):
         yield Finding((SEATS,), "a seat is named twice", "each plays one part of the episode: remove it, or rename it")

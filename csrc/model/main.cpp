@@ -62,6 +62,12 @@ void finishes(P& p) {
 void two_finish(P& p) {
     p.finishes = 2;
 }
+void whole(P& p) {
+    p.whole = 1;
+}
+void apart(P& p) {
+    whole(p), p.mutant = M::SECOND_APART;
+}
 template <uint8_t Closes>
 void halves(P& p) {
     p.starts = 2, p.closes = Closes, p.holders = 1;
@@ -93,6 +99,7 @@ std::vector<Run> protocol() {
         {"hosts: 1 death, 4 messages, of one name", nullptr, false, with<HostModel>({1, 1, 1, 4, true})},
         {"hosts: 2 deaths, 2 messages", nullptr, false, with<HostModel>({1, 1, 2, 2})},
         {"pairs: no deaths", nullptr, true, pairs(2, 2, 0, 0)},
+        {"pairs: 2 accidents of whole episodes", nullptr, true, pairs(2, 2, 0, 2, whole)},
         {"pairs: 1 death, 1 accident", nullptr, true, pairs(2, 2, 1, 1)},
         {"pairs: 2 deaths, 1 accident", nullptr, false, pairs(2, 2, 2, 1)},
         {"pairs: 3 deaths, 2 accidents, 1 episode", nullptr, true, pairs(2, 1, 3, 2)},
@@ -105,6 +112,7 @@ std::vector<Run> protocol() {
         {"pairs: the same, 2 holders, 1 death", nullptr, false, pairs(2, 2, 1, 0, halves_of_two)},
         {"pairs: a ledger finishes, 1 death, 1 start", nullptr, true, pairs(2, 2, 1, 0, finishes)},
         {"pairs: 3 sides, no deaths", nullptr, true, pairs(3, 2, 0, 0)},
+        {"pairs: 3 sides, 1 accident of a whole episode", nullptr, true, pairs(3, 2, 0, 1, whole)},
         {"pairs: 3 sides, 1 death", nullptr, true, pairs(3, 2, 1, 0)},
         {"pairs: 3 sides, 2 deaths, 1 accident, 1 episode", nullptr, false, pairs(3, 1, 2, 1)},
         {"pairs: 3 sides, 2 finish, 1 death, 1 episode", nullptr, true, pairs(3, 1, 1, 0, two_finish)},
@@ -178,6 +186,8 @@ std::vector<Run> controls() {
          pairs(2, 2, 0, 0, mutant<M::LEAD_FIRST>)},
         {"pairs: orphan = lead not queued", "an episode is played without", true,
          pairs(2, 2, 0, 0, mutant<M::NOT_QUEUED>)},
+        {"pairs: a second try is past where there is none", "an episode is played without", true,
+         pairs(2, 1, 0, 1, apart)},
         {"pairs: closed groups of ledger 0 are not known", "stuck", true, pairs(2, 2, 0, 0, unknown<1>)},
         {"pairs: closed groups of ledger 1 are not known", "stuck", true, pairs(2, 2, 0, 0, unknown<2>)},
         {"pairs: two schedulers, a holder waits", "stuck", true, pairs(2, 2, 0, 0, waits)},

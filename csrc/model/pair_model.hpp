@@ -10,8 +10,9 @@
 // where they have no end; ledgers finish, and go on at a later start.
 //
 // The rules: no side goes from under a living holder; without death, accident and finish each episode is played once,
-// with all its sides; each death or accident costs at most one more play for each side (a start or a finish: for each
-// episode); from every state all samples end, without another death or accident.
+// with all its sides, and so is its second try after an accident of the whole of it; each death or accident costs at
+// most one more play for each side (a start or a finish: for each episode); from every state all samples end, without
+// another death or accident.
 //
 // Left out: rings and fates in detail (models 1, 2 and 4), a seat that was not used (an end like any other), memory of
 // scheduler and learners (they have none). A dispatch reads and acts in one step: what it reads stays true until a
@@ -31,6 +32,7 @@ enum class PairMutant : uint8_t {
     WAITS,            // and a holder that waits for the sides that it lacks
     NO_PROOF,         // a side is taken from a living holder
     NO_REREAD,        // a reaper does not compare what it saw
+    SECOND_APART,     // a second try of a lead sample counts as past wherever there is none yet
     FINISHED_COUNTS,  // a ledger that is finished still has to have room
 };
 
@@ -41,6 +43,7 @@ class PairModel {
         uint8_t sides = 2, episodes = 2, holders = 2, deaths = 0, accidents = 0, starts = 0, finishes = 0;
         uint8_t closes = 0;  // ledgers (bits) in which all episodes are one group, which the learner sets aside
         uint8_t room[kSides] = {9, 9, 9};
+        uint8_t whole = 0;  // an accident is one of an episode, never of a side
         uint8_t first[kSides] = {0, 0, 0};  // where each ledger begins; they differ in controls alone
         PairMutant mutant = PairMutant::NONE;
     };
@@ -78,7 +81,8 @@ class PairModel {
             }
         const int each = (c.starts - s.starts) + (c.finishes - s.finishes);
         const int spent = (c.deaths - s.deaths) + (c.accidents - s.accidents) + each * c.episodes;
-        if (spent == 0 && s.alone) return "an episode is played without all of its sides";
+        const int apart = spent - c.whole * (c.accidents - s.accidents);
+        if (apart == 0 && s.alone) return "an episode is played without all of its sides";
         if (s.plays > c.episodes + c.sides * spent) return "an episode is played more often than deaths explain";
         return nullptr;
     }
@@ -139,9 +143,11 @@ class PairModel {
     bool past(const State& s, int lead, int e, int t) const {
         const uint8_t x = s.sample[lead][e][t];
         if (c.mutant == PairMutant::NOT_QUEUED) return x != QUEUED && x != NOTHING;
-        if (x == NOTHING) return t == 1 || known_closed(s, lead);
-        return x == COMMITTED || x == TRAINED || x == DROPPED || x == ASIDE;
+        if (x != NOTHING) return is_past(x) || x == DROPPED;
+        return known_closed(s, lead) || (t == 1 && (is_past(s.sample[lead][e][0]) || old_rule()));
     }
+    static bool is_past(uint8_t x) { return x == COMMITTED || x == TRAINED || x == ASIDE; }
+    bool old_rule() const { return c.mutant == PairMutant::SECOND_APART; }
     // A reaper's memory of what has moved is stale.
     static void put(State& s, int x, int e, int t, uint8_t value) {
         s.sample[x][e][t] = value;
@@ -155,7 +161,7 @@ class PairModel {
     void dispatch(const State& s, int x, int view, Out&& out) const {
         const bool late = view != s.finished;
         for (int e = 0; e < c.episodes; ++e)
-            if (s.sample[x][e][0] == DROPPED && s.sample[x][e][1] == NOTHING && !closed(s, x)) {
+            if (due_again(s, x, e) && !before_again(s, x, e, view)) {
                 State n = s;
                 put(n, x, e, 1, QUEUED);
                 out(n, {"the scheduler dispatches a second try of %d in ledger %d", e, x, late});
@@ -165,6 +171,16 @@ class PairModel {
         State n = s;
         put(n, x, e, 0, QUEUED);
         out(n, {"the scheduler dispatches %d in ledger %d", e, x, late});
+    }
+    bool due_again(const State& s, int x, int e) const {
+        return s.sample[x][e][0] == DROPPED && s.sample[x][e][1] == NOTHING && !closed(s, x);
+    }
+    // The lead's second try waits for those of the other sides that are due.
+    bool before_again(const State& s, int x, int e, int view) const {
+        if (by_itself() || x != lead_of(view)) return false;
+        for (int y = x + 1; y < c.sides; ++y)
+            if (!(view >> y & 1) && due_again(s, y, e)) return true;
+        return false;
     }
     // Draws in their order; what another ledger has already goes first (it was put back here).
     int due(const State& s, int x, int view) const {
@@ -210,7 +226,7 @@ class PairModel {
                 State n = s;
                 put(n, x, e, t, closes ? ASIDE : TRAINED);
                 out(n, {closes ? "learner %d sets %d aside" : "learner %d trains %d", x, e});
-                if (s.accidents == 0) continue;
+                if (s.accidents == 0 || c.whole) continue;
                 n = s, --n.accidents;
                 put(n, x, e, t, DROPPED);
                 out(n, {"learner %d finds %d malformed", x, e, true});
@@ -314,7 +330,7 @@ class PairModel {
         if (p.pc == DROPS) return out(dropped, {"holder %d drops side %d", h, x});
         put(n, x, p.episode, p.attempt, COMMITTED);
         out(n, {"holder %d commits side %d", h, x});
-        if (s.accidents == 0) return;
+        if (s.accidents == 0 || c.whole) return;
         --dropped.accidents;
         out(dropped, {"holder %d has no room for what side %d is", h, x, true});
     }

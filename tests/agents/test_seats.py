@@ -47,6 +47,18 @@ async def episode(task, llm):
     await llm["judge"].reward(0.5)
     return task["worth"]
 
+ODD = {
+    "nan": {"solver": float("nan"), "judge": 1.0}, "infinite part": {"solver": {"right": float("-inf")}, "judge": 1.0},
+    "many": {f"seat {number}": 1.0 for number in range(100_000)}, "a number": {1: 1.0, "judge": 1.0},
+    "one name": {"x" * 100_000: 1.0}, "too large": {"solver": 10**400, "judge": 1.0}, "a list": [1.0, 1.0],
+    "parts": {"solver": {f"part {number}": 1e-5 for number in range(100_000)}, "judge": 0.0},
+}
+
+async def odd(task, llm):
+    await llm["solver"].complete("A?")
+    await llm["judge"].complete("B?")
+    return ODD[task["odd"]]
+
 def waiting(task, llm):
     return {"solver": float(len(llm["judge"].complete("B?").ids) > 0), "judge": 0.25}
 '''
@@ -237,6 +249,21 @@ def test_a_wrong_seat_in_the_code_of_an_episode_is_named(
 ) -> None:
     ended, _ = played(chat, tmp_path, **task)
     assert ended.how == how and text in ended.text
+
+
+@pytest.mark.parametrize("odd, how, text", [
+    ("nan", "malformed", "seat solver: the reward is nan: must be finite"),
+    ("infinite part", "malformed", "seat solver: "), ("many", "malformed", "'seat 0', which is no seat"),
+    ("a number", "malformed", "1, which is no seat"), ("one name", "malformed", "which is no seat"),
+    ("too large", "malformed", "seat solver: "), ("a list", "malformed", "the reward is [1.0, 1.0]"),
+    ("parts", "returned", ""),
+])
+def test_odd_rewards_of_a_child_end_its_episode_by_name(
+    chat: Renderer, tmp_path: Path, odd: str, how: str, text: str
+) -> None:
+    ended, table = played(chat, tmp_path, "odd", odd=odd)
+    assert ended.how == how and text in ended.text and len(ended.text) < 3000, ended.text[:3000]
+    assert table.episode.spoke == {"solver", "judge"} and (how == "malformed" or ended.seats["judge"] == Worth(0.0))
 
 
 # -- over HTTP -----

@@ -39,16 +39,18 @@ PROGRAM = Path(__file__).with_name("side_holder.py")
 # -- decisions -----
 
 
-def is_past(lead: int, state: int, fates: list[int], size: int) -> bool:
-    """The rule of the specification, word for word."""
-    fate = fates[lead]
+def is_past(lead: int, states: list[State], fates: list[int], size: int) -> bool:
+    """The rule, word for word."""
+    fate, state = fates[lead], states[lead]
     begin = lead // (2 * size) * 2 * size
     closing = {Fate.TRAINED, *RULES} - {Fate.UNUSED}
     closed = any(one in closing for one in fates[begin : begin + 2 * size])
     second = lead // size % 2 == 1
     if fate in TERMINAL or state >= State.GENERATED:
         return True
-    return fate == Fate.NONE and (closed or (second and state == State.FREE))
+    if fate != Fate.NONE or not second or state != State.FREE or closed:
+        return fate == Fate.NONE and closed
+    return fates[lead - size] in {*TERMINAL} - ACCIDENTS or State.GENERATED <= states[lead - size] <= State.TRAINING
 
 
 some_fates = st.sampled_from([0, 0, 0, Fate.DISPATCHED, Fate.TRAINED, Fate.UNUSED, Fate.FLAT, Fate.REWARD_RAISED])
@@ -61,9 +63,10 @@ def test_a_lead_sample_is_past_as_the_rule_says(
 ) -> None:
     table = np.array(fates[:known], np.uint8)
     leads = np.arange(24 // (2 * size) * 2 * size)
-    decided = past(leads, np.array(states, np.uint8)[leads], table, size)
+    firsts = leads - leads // size % 2 * size
+    decided = past(leads, np.array(states, np.uint8)[leads], np.array(states, np.uint8)[firsts], table, size)
     all_fates = [*fates[:known], *[0] * (24 - known)]
-    assert decided.tolist() == [is_past(lead, states[lead], all_fates, size) for lead in leads.tolist()]
+    assert decided.tolist() == [is_past(lead, states, all_fates, size) for lead in leads.tolist()]
 
 
 # -- claims in a ring -----
@@ -152,11 +155,28 @@ def test_a_sibling_is_played_alone_once_its_lead_has_a_fate(scene: Scene, fate: 
     assert scene.taken() == [["third"]] and len(scene.alone) == 1
 
 
+def test_a_second_try_waits_for_that_of_its_lead(scene: Scene) -> None:
+    """An accident of the whole episode: the lead side ends last, and comes last again."""
+    scene.open(0)
+    (sample,) = scene.sides.take(1)
+    for side in sample.siblings.values():
+        dropped(side, Fate.REWARD_RAISED)
+    scene.open(0, "second", "third", attempt=1)
+    assert scene.taken() == [], "the lead's first try has not ended"
+    dropped(sample, Fate.REWARD_RAISED)
+    assert scene.taken() == [], "its second try is yet to come"
+    scene.open(0, "first", attempt=1)
+    assert scene.taken() == [[*SEATS]] and not scene.alone
+
+
 def test_a_second_try_is_played_alone_where_its_lead_has_none(scene: Scene) -> None:
+    scene.open(0)
+    (sample,) = scene.sides.take(1)
+    dropped(sample.siblings["second"], Fate.MALFORMED)
     scene.open(0, "second", attempt=1)
+    assert scene.taken() == []
+    sample.ring.commit_segment(sample.slot, sample.word, True)
     assert scene.taken() == [["second"]]
-    scene.open(1, attempt=1)
-    assert scene.taken() == [[*SEATS]]
 
 
 def test_siblings_of_a_closed_group_come_alone(scene: Scene) -> None:
@@ -235,7 +255,7 @@ class Storm(Scene):
         self.todo[:0] = sorted(new, key=lambda one: (episode_of(one[1], SIZE, len(one[0].seats)),
                                                      -self.books.index(one[0]), -one[1]))
         for book in self.books:
-            book.work()
+            book.work(whole=True)
 
     def over(self) -> bool:
         return not self.todo and all(book.ended(self.firsts[book]) for book in self.books)
@@ -276,6 +296,14 @@ def test_without_deaths_each_episode_is_played_once_with_all_its_sides(storm: St
         (draw * 2) * SIZE + member for draw in range(60) for member in range(SIZE)]
     assert {seats for _, seats, _ in storm.plays()} == {"first,second,third"}
     assert {alone for *_, alone in storm.plays()} == {"0"}
+
+
+@pytest.mark.parametrize("storm", [{"layout": layout, "draws": 60, "accidents": 0.2, "seed": 2} for layout in LAYOUTS],
+                         indirect=True)
+def test_an_accident_of_an_episode_parts_none_of_its_sides(storm: Storm) -> None:
+    storm.until_over(kills=0)
+    accidents = Counter(int(code) for book in storm.books for code in book.fates.view())[Fate.REWARD_RAISED]
+    assert accidents > 30 and {alone for *_, alone in storm.plays()} == {"0"}
 
 
 @pytest.mark.parametrize("storm", [{"layout": layout, "draws": 60, "accidents": 0.05, "seed": seed}

@@ -3,18 +3,21 @@ each model's files afterwards."""
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+import io
+from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 from harness import Run, read_lines
 
+from busrl.cli import main
 from busrl.errors import RingError
 from busrl.ledger.audit import audit
 from busrl.paths import RunPaths
 from busrl.ring import Process, Ring
 
 TAGS = ("", "judge", "hint")  # the lead is the solver
+EPISODES = 48  # at a time, of an agent
 
 EPISODE = '''
 async def episode(task, llm):
@@ -46,7 +49,7 @@ def three_models(folder: Path, where: Path, *settings: str, steps: int) -> Run:
     text = text.replace("[data]\n", THIRD, 1).replace("solver_judge.py:episode", f"{where}/rounds.py:episode")
     config = folder / f"{where.name}.toml"
     config.write_text(text)
-    return Run(where / "run", "groups.size=4", "learner.checkpoint_every=5", "agents.episodes=48",
+    return Run(where / "run", "groups.size=4", "learner.checkpoint_every=5", f"agents.episodes={EPISODES}",
                "validation.data=", *settings, config=config, steps=steps)
 
 
@@ -63,6 +66,14 @@ def process_of(run: Run, name: str) -> Process | None:
                 if process.label == name and process.state == "ready" and not ring.is_dead(process.index):
                     return process
     return None
+
+
+def status(run: Run) -> str:
+    """What `busrl status` prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        main(["status", str(run.directory)])
+    return printed.getvalue()
 
 
 def step_of(run: Run, tag: str) -> int:

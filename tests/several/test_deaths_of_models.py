@@ -1,31 +1,23 @@
-"""What happens to a run of several models when one stands still, gives up, loses its ring or has made its steps: rows
-of the table in docs/several-models.md. Kills are in tests/run/test_models_in_a_run.py, and in the storm beside this.
+"""What happens to a run of several models when one stands still, gives up, has no room on its disk or has made its
+steps: rows of the table in docs/several-models.md. Kills are in tests/run/test_models_in_a_run.py and in the storm
+beside this, starts without a ring in test_lost_files.py.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import signal
-from contextlib import redirect_stdout
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from harness import Run, running
-from model_runs import check_models, paths_of, process_of, step_of, three_models
-
-from busrl.cli import main
+from harness import ROOT, running
+from model_runs import check_models, process_of, status, step_of, three_models
+from small_disk import why_no_mounts
 
 STEPS = 10
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-
-
-def status(run: Run) -> str:
-    """What `busrl status` prints."""
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        main(["status", str(run.directory)])
-    return printed.getvalue()
 
 
 def test_a_learner_that_stands_still_holds_the_others_back_by_name(tmp_path: Path, several: Path) -> None:
@@ -62,19 +54,6 @@ def test_a_learner_that_gives_up_ends_the_run_and_is_named(tmp_path: Path, sever
     assert code != 0 and "learner/judge" in run.summary()["why"], run.tail()
 
 
-@pytest.mark.parametrize("gone", [[""], ["", "judge"]], ids=["of the lead", "of both"])
-def test_a_start_without_a_ring_goes_on_by_the_files(tmp_path: Path, several: Path, gone: list[str]) -> None:
-    run = three_models(several, tmp_path, steps=STEPS)
-    with running(run):
-        run.until("both learn", lambda: min(step_of(run, ""), step_of(run, "judge")) >= 3)
-        run.kill_launch(limit_s=30)
-        for tag in gone:
-            paths_of(run, tag).ring_file.unlink()
-        run.start()
-        code = run.wait()
-    check_models(run, code)
-
-
 def test_a_model_whose_steps_are_made_only_serves(tmp_path: Path, several: Path) -> None:
     run = three_models(several, tmp_path, "model.judge.max_steps=3", steps=STEPS)
     with running(run):
@@ -94,3 +73,16 @@ def test_a_run_goes_on_with_the_models_that_it_has(tmp_path: Path, several: Path
         run.start()
         code = run.wait()
     assert code == 2 and "hint" in run.text(), run.tail()
+
+
+WHY_NOT = why_no_mounts()
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_a_full_disk_of_one_model_holds_all_back_by_name(tmp_path: Path, several: Path) -> None:
+    here = Path(__file__).parent
+    command = ["unshare", "-m", sys.executable, str(here / "model_disk.py"), str(tmp_path), str(several)]
+    paths = [str(path) for path in (ROOT, here, here.parent / "run")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -68,6 +68,12 @@ def test_a_member_stands_with_a_fate_or_once_its_group_is_over() -> None:
     assert stands(codes("u.uu"), 4).tolist() == [True, False, True, True]
 
 
+def test_a_second_try_stands_once_it_came_or_never_will() -> None:
+    assert stands(codes("PRuD", ".D.."), 4, 1).tolist() == [False, True, True, True]
+    assert stands(codes("PP..", "...."), 4, 1).tolist() == [False, False, True, True]
+    assert stands(codes("PPf.", "...."), 4, 1).all()
+
+
 def test_an_unused_seat_and_an_accident_close_no_group() -> None:
     assert not is_closed(codes("uuDP", "...D"))
     assert is_closed(codes("uuTP", "...D")) and is_closed(codes("DDDP", "...i"))

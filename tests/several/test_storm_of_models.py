@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import Run, running
-from model_runs import TAGS, check_models, paths_of, process_of, step_of, three_models
+from harness import Run, read_lines, running
+from model_runs import EPISODES, TAGS, check_models, paths_of, process_of, step_of, three_models
 from test_agent_storm import drawn_per_ended
 from test_agents_in_a_run import children_of
 
@@ -51,6 +51,12 @@ def blow(run: Run, seed: int) -> Counter[str]:
     return killed
 
 
+def sides_alone(run: Run, tag: str) -> int:
+    """Trained samples of episodes that were played without some of their sides."""
+    rows = {row["step"]: row for row in read_lines(paths_of(run, tag).metrics) if "kind" not in row}
+    return sum(row["episodes"].get("alone", 0) for row in rows.values())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_a_storm_over_several_models_costs_nothing_but_time(tmp_path: Path, several: Path) -> None:
@@ -66,11 +72,15 @@ def test_a_storm_over_several_models_costs_nothing_but_time(tmp_path: Path, seve
             ring.register("agent", "the test")
         code = run.wait(LIMIT_S)
     reports = check_models(run, code)
+    accidents = sum(sum(report.accidents.values()) for report in reports.values())
+    alone = sum(sides_alone(run, tag) for tag in reports)
+    deaths = killed["agent/0"] + killed["agent/1"] + 2 * killed["launch"]
+    assert alone <= deaths * EPISODES + accidents, (alone, deaths, accidents)
     for tag, ring in rings.items():
         ring.reap()  # what the last agent left in its last moment: the keeper had ended
         left = {state: count for state, count in ring.stats().occupancy.items() if count}
         assert left == {"FREE": ring.n_slots}, tag
         ring.close()
     share = drawn_per_ended(run) / drawn_per_ended(calm)
-    print(f"killed {dict(killed)}; {share:.3f} times the tokens; {reports}")
+    print(f"killed {dict(killed)}; {alone} sides alone; {share:.3f} times the tokens; {reports}")
     assert share <= MOST_TOKENS

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tagged import AGENT, HEAD, JUDGE, SERVED, SOLVER, Read
 
 from busrl import capabilities
+from busrl.cli import main
 from busrl.errors import TopologyError, UserError
 from busrl.preflight import explain
 from busrl.preflight.load import load, materialise
@@ -203,6 +204,8 @@ REFUSED: list[tuple[str, str, str]] = [
     (SOLVER + SERVED + "follow = { every = 5 }\n" + AGENT, "follow", "it names no model to follow"),
     (SOLVER + SERVED + 'follow = { model = "judge" }\n' + AGENT, "follow", "a model cannot follow itself"),
     (SOLVER + SERVED + 'follow = { model = "other" }\n' + AGENT, "follow", "it follows a trained [[model]]"),
+    (SOLVER + SERVED + SERVED.replace("judge", "old") + 'follow = { model = "judge" }\n' + AGENT, "follow",
+     "it follows a trained [[model]]; there are solver"),
     (SOLVER + 'seats = ["a", "b"]\n' + AGENT + '[weights]\nmode = "sync"\nmax_staleness = 0\n', "n_min", "a multiple"),
 ]
 
@@ -215,6 +218,56 @@ def test_what_several_models_cannot_be_is_refused_with_its_place(read: Read, tex
     assert right, problems
     if at:
         assert f"t.toml:{line_of(text, at, head)}:" in right[0], right
+
+
+NO_NAMES = [
+    "", ".", "..", "../..", "a/b", "/tmp", "a\\b", "A", "a b", "a\n", "-a", "1", "\u0000", "sölver", "a\u202e",
+    "\u0430", "😀", "a.", "a" * 17, "x" * 100_000,
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=[ascii(name[:20]) for name in NO_NAMES])
+def test_what_is_no_name_of_a_folder_names_no_model_or_seat(tmp_path: Path, read: Read, name: str) -> None:
+    """A tag becomes a folder and names of processes; nothing is made before it is one."""
+    before = sorted(tmp_path.parent.iterdir())
+    for rows in (SOLVER.replace('"solver"', json.dumps(name)) + JUDGE + AGENT,
+                 SOLVER + JUDGE + f"seats = [{json.dumps(name)}]\n" + AGENT):
+        problems = refused(read, rows)
+        assert all(len(problem) < 1000 for problem in problems) and "t.toml:" in problems[0], problems
+        assert any("a small letter" in problem or "[a-z]" in problem for problem in problems), problems
+    assert sorted(tmp_path.parent.iterdir()) == before
+
+
+def test_scripted_engines_of_several_models_are_refused(read: Read) -> None:
+    text = SOLVER + JUDGE + AGENT + '[[process]]\nrole = "rollout"\nengine = "mock"\n'
+    head = HEAD.replace('"tiny:sort"', json.dumps(str(ROOT / "configs" / "scripted.jsonl")))
+    assert any("scripted engines play one seat" in problem for problem in refused(read, text, head=head))
+
+
+def test_models_that_play_on_another_host_are_refused(tmp_path: Path, read: Read) -> None:
+    keys, engine, there = tmp_path / "keys", '[[process]]\nrole = "rollout"\n', 'hosts = ["b"]\n'
+    assert [main(["keys", *what, "--dir", str(keys)]) for what in (["init"], ["add", "b"])] == [0, 0]
+    bus = f'[bus]\nendpoint = "tcp://127.0.0.1:5999"\nkeys = {json.dumps(str(keys))}\n'
+    problems = refused(read, SOLVER + SERVED + AGENT + AGENT + there + engine + engine + there + bus)
+    assert len(problems) == 1 and "several seats play on one host; remove hosts" in problems[0], problems
+
+
+def test_groups_of_one_are_refused_for_the_model_that_compares(read: Read) -> None:
+    head, compares = HEAD.replace("size = 4", "size = 1"), "groups.size = 1"
+    assert any(compares in problem for problem in refused(read, SOLVER + JUDGE + AGENT, head=head))
+    alone = SOLVER + '[model.learner]\nadvantage = "reward"\n'
+    assert any(compares in problem for problem in refused(read, alone + JUDGE + AGENT, head=head))
+    t = read(alone + alone.replace("solver", "judge") + AGENT, head=head)
+    assert t.groups.size == 1 and t.of("judge").learner.advantage == "reward"
+
+
+def test_a_model_without_a_tokenizer_is_refused_at_its_own_path(tmp_path: Path, read: Read) -> None:
+    folder = Path(materialise(read(SOLVER + SERVED + AGENT)).of("judge").model.path)
+    shutil.copytree(folder, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    text = SOLVER + SERVED.replace("tiny:sort", "bare") + AGENT
+    [problem] = refused(read, text)
+    assert "no tokenizer" in problem and f"t.toml:{line_of(text, 'bare')}:" in problem
 
 
 def test_a_wrong_value_is_reported_once_for_all_tags_with_its_line(read: Read) -> None:
