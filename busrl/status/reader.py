@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -23,12 +23,13 @@ from busrl.errors import NoSuchRun, RingError, RingNotFound
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.scheduling.groups import GroupScanner
-from busrl.states import WORKING, HeaderWord, SampleClass, State
+from busrl.states import VALIDATE_BIT, WORKING, HeaderWord, SampleClass, State, episode_of
 from busrl.status.runfiles import RunFiles, number, whole_number
 from busrl.status.state import VERSIONS, Held, ProcessRecord, RingRecord, RunState
 from busrl.status.waits import reason_of
 from busrl.system.files import as_map, read_map
 from busrl.system.guardian import halted
+from busrl.topology.models import OF_TAG
 
 # -- runs and their processes ------------------------------------------------------------------------------------------
 
@@ -90,6 +91,7 @@ class RingLook:
         self.damage = ""  # why the ring that is there cannot be read, with the remedy
         self._fates: Fates | None = None
         self._scanner: GroupScanner | None = None
+        self._seats = 1
 
     def look(self) -> RingRecord | None:
         """Read the ring; None if this run has none."""
@@ -101,13 +103,15 @@ class RingLook:
         processes = tuple(replace(process, stopped=is_stopped(process)) for process in record.processes)
         moved = {name.lower(): count for name, count in ring.stats().transitions.items()}
         draws, more = {reason_of(process)[1] for process in record.processes}, slots_of(lines)
-        callees: dict[int, tuple[str, int]] = {}
-        with suppress(RingError), closing(Ring.attach(self._calls, read_only=True, calls=True)) as calls:
-            states, called = calls.stats().occupancy, calls.lines()
-            more["calls"] = {name.lower(): count for name, count in states.items() if count}
-            more["episodes"] = open_episodes(lines, called, time.monotonic_ns())
-            callees = calls_by_uid(called, calls.processes())
-        more["held"] = held_slots(lines, ring.processes(), draws, callees)
+        if beside := {tag: found for tag, paths in self._models() if (found := _workers(paths))}:
+            more["beside"] = beside
+        played, calls = _by_episode(lines, self._group_size, self._seats), list[Calls]()
+        with suppress(RingError), closing(Ring.attach(self._calls, read_only=True, calls=True)) as called:
+            more["calls"] = {name.lower(): count for name, count in called.stats().occupancy.items() if count}
+            calls = [Calls.of(called), *(there for tag, paths in self._models() for there in _calls(paths, tag))]
+            asked = np.concatenate([each.lines for each in calls])
+            more["episodes"] = open_episodes(played, asked, time.monotonic_ns())
+        more["held"] = held_slots(played, ring.processes(), draws, calls_by_uid(calls))
         return replace(record, processes=processes, moved=moved, **more)
 
     def close(self) -> None:
@@ -117,6 +121,12 @@ class RingLook:
         if self._fates is not None:
             self._fates.close()
             self._fates, self._scanner = None, None
+
+    def _models(self) -> Iterator[tuple[str, RunPaths]]:
+        """The models beside the lead, by tag, where this is the ring of the lead."""
+        if self._paths.run is None:
+            for file in sorted(self._paths.models.glob("*/run.json")):
+                yield file.parent.name, self._paths.of_tag(file.parent.name)
 
     def _attached(self) -> Ring | None:
         self.damage = ""
@@ -135,6 +145,7 @@ class RingLook:
                 self.damage = str(error)
                 return None
             self._file = info
+            self._seats = len(as_map(read_map(self._paths.topology).get("model")).get("seats") or ["the only one"])
         return self._ring
 
     def _groups(self, lines: np.ndarray) -> tuple[int, int]:
@@ -160,6 +171,40 @@ class RingLook:
             self._scanner.read_from(self._fates.view())
 
         return self._scanner
+
+
+class Calls(NamedTuple):
+    """The ring of model calls of a model: its lines, its processes, and the tag, "" for the lead."""
+
+    lines: np.ndarray
+    processes: list[Process]
+    tag: str = ""
+
+    @classmethod
+    def of(cls, ring: Ring, tag: str = "") -> Calls:
+        return cls(ring.lines(), ring.processes(), tag)
+
+
+def _calls(paths: RunPaths, tag: str) -> Iterator[Calls]:
+    with suppress(RingError), closing(Ring.attach(paths.calls_name, read_only=True, calls=True)) as ring:
+        yield Calls.of(ring, tag)
+
+
+def _workers(paths: RunPaths) -> tuple[ProcessRecord, ...]:
+    """The learner and the engines of a model, of its ring."""
+    with suppress(RingError), closing(Ring.attach(paths.ring_name, read_only=True)) as ring:
+        found = [_process_record(ring, process) for process in ring.processes() if process.role in OF_TAG]
+        return tuple(replace(process, stopped=is_stopped(process)) for process in found)
+    return ()
+
+
+def _by_episode(lines: np.ndarray, group_size: int, seats: int) -> np.ndarray:
+    """The lines, with the number of its episode in the place of the uid of each sample: that is in the calls of it."""
+    if seats == 1 or not group_size:
+        return lines
+    numbered, of_training = lines.copy(), lines["uid"] < VALIDATE_BIT
+    numbered["uid"][of_training] = episode_of(lines["uid"][of_training].astype(np.int64), group_size, seats)
+    return numbered
 
 
 def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
@@ -231,17 +276,19 @@ def held_slots(
     return tuple(rows)
 
 
-def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple[str, int]]:
-    """Find for each sample that made a call where the newest is ("queued", an engine, "" once it was answered), and
-    since when. The slot of an answered call shows it until the slot is used again."""
-    names = {process.index: process.label for process in processes}
+def calls_by_uid(calls: Iterable[Calls]) -> dict[int, tuple[str, int]]:
+    """Find for each episode that made a call where the newest is ("queued", with the tag beside the lead; an engine; ""
+    once it was answered), and since when. The slot of an answered call shows it until the slot is used again."""
     newest: dict[int, tuple[str, int]] = {}
-    for state, owner, uid, changed in zip(*(lines[name].tolist() for name in ("state", "owner", "uid", "changed_ns"))):
-        whose = names.get(owner, "") if state == State.GENERATING else "queued" if state == State.QUEUED else ""
-        before = newest.get(uid)
-        # A call under way counts before those that are over.
-        if before is None or (bool(whose), changed) > (bool(before[0]), before[1]):
-            newest[uid] = whose, changed
+    for lines, processes, tag in calls:
+        names, queued = {process.index: process.label for process in processes}, f"queued {tag}".rstrip()
+        columns = (lines[name].tolist() for name in ("state", "owner", "uid", "changed_ns"))
+        for state, owner, uid, changed in zip(*columns):
+            whose = names.get(owner, "") if state == State.GENERATING else queued if state == State.QUEUED else ""
+            before = newest.get(uid)
+            # A call under way counts before those that are over.
+            if before is None or (bool(whose), changed) > (bool(before[0]), before[1]):
+                newest[uid] = whose, changed
     return newest
 
 

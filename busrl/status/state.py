@@ -94,7 +94,7 @@ class Held(msgspec.Struct, frozen=True):
     oldest_s: float = 0.0  # since the first slot entered the state, or its call entered its state
     validates: bool = False
     draw: int = -1  # of a group that a process waits for
-    call: str = ""  # of an episode: "queued", the engine that has its call, or "" for none under way
+    call: str = ""  # of an episode: "queued" or "queued TAG", the engine that has its call, or "" for none under way
 
 
 class RingRecord(msgspec.Struct, frozen=True):
@@ -114,6 +114,8 @@ class RingRecord(msgspec.Struct, frozen=True):
     moved: dict[str, int] = {}  # transitions into each state, in all
     ages: dict[str, tuple[float, ...]] = {}  # seconds of slots in a state: least, median, most
     versions: dict[str, int] = {}  # slots by the version that began their answer: the newest `VERSIONS` versions
+    # Learners and engines of the other models of a run of several, by tag.
+    beside: dict[str, tuple[ProcessRecord, ...]] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def living(self) -> int:
@@ -654,6 +656,12 @@ class RunState:
                     late=age > SILENT_S,
                 ))
         return rows
+
+    def rows_beside(self) -> dict[str, list[ProcessRow]]:
+        """Learners and engines of the other models, by tag, as they are in the rings of these."""
+        beside = (self.ring and self.ring.beside) or {}
+        return {tag: [msgspec.structs.replace(self._row(process), behind=0) for process in processes]
+                for tag, processes in beside.items()}
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,9 @@ class _Search:
         assert run.ring is not None
         self.run, self.now, self.ring, self.facts = run, now, run.ring, run.facts
         self.rows = {row.name: row for row in run.rows(now) if row.state != "dead"}
+        beside = [(tag, row) for tag, rows in run.rows_beside().items() for row in rows if row.state != "dead"]
+        self.tags = {row.name: tag for tag, row in beside}  # of processes that are in another model's ring
+        self.rows |= {row.name: row for _, row in beside}
         self.names = sorted({*self.rows, *run.restarts})  # those of the table, and children that are not in it
         self.learner = f"learner/{run.facts.beside}" if run.facts.beside else "learner"
         self.steps: dict[str, Callable[[ProcessRow], _Step]] = {
@@ -117,7 +120,7 @@ class _Search:
         if (trouble := self._trouble(name)) is not None:
             return trouble
         row = self.rows[name]
-        step = self.steps.get(row.role, self._other)(row)
+        step = self._works(row) if name in self.tags else self.steps.get(row.role, self._other)(row)
         if row.late and not step.next:
             quiet = f"no progress for {row.progress_age_s:.0f} s, launch will start it again"
             return step._replace(because=f"{step.because}; {quiet}")
@@ -224,7 +227,8 @@ class _Search:
             return self._works(row)
         worst = max(episodes, key=lambda entry: self._urgency(self._callee(entry), entry))
         if engine := self._callee(worst):
-            how = "wait for an engine" if worst.call == "queued" else "are with one"
+            waiting, _, tag = worst.call.partition(" ")
+            how = f"wait for an engine{f' of {tag}' if tag else ''}" if waiting == "queued" else "are with one"
             return _Step(f"has {_count(worst.slots, 'episode')} whose calls {how}", worst.oldest_s, next=engine)
         code = f" ({self.facts.agent_function})" if self.facts.agent_function else ""
         stands = f", {row.activity}" if row.activity else ""
@@ -299,9 +303,10 @@ class _Search:
 
     def _callee(self, entry: Held) -> str:
         """The engine that an episode's call waits for."""
-        if entry.call != "queued":
+        waiting, _, tag = entry.call.partition(" ")
+        if waiting != "queued":
             return entry.call
-        engines = [name for name in self.names if _role(name) == "rollout"]
+        engines = [name for name in self.names if _role(name) == "rollout" and self.tags.get(name, "") == tag]
         able = [name for name in engines if self._trouble(name) is None]
         return next(iter(able or engines), "")
 
@@ -309,12 +314,13 @@ class _Search:
         return bool(name) and self._trouble(name) is not None, entry.oldest_s, name, entry.state, entry.call
 
     def _troubled(self, role: str) -> str:
-        """The first process of a role that cannot work."""
-        return next((name for name in self.names if _role(name) == role and self._trouble(name) is not None), "")
+        """The first process of a role that cannot work, of this model's."""
+        mine = (name for name in self.names if _role(name) == role and name not in self.tags)
+        return next((name for name in mine if self._trouble(name) is not None), "")
 
     def _behind(self) -> str:
         """An engine that takes new weights, else the one with the oldest."""
-        rows = [row for row in self.rows.values() if row.role == "rollout"]
+        rows = [row for row in self.rows.values() if row.role == "rollout" and row.name not in self.tags]
         taking = [row.name for row in rows if row.activity == "new weights"]
         return min(taking, default=min(rows, key=lambda row: (row.version, row.name)).name if rows else "")
 

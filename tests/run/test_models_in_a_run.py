@@ -198,12 +198,12 @@ def test_two_models_learn_and_the_slower_one_ends_the_run(tmp_path: Path, quicks
 
 @pytest.mark.long
 def test_deaths_of_every_kind_lose_nothing_of_any_model(tmp_path: Path, quickstart: None) -> None:
-    """Learners and engines of both models, the episodes' players, scheduler, keeper, and then launch itself."""
+    """Learners and engines of both models, the episodes' players, scheduler, keeper, broker, and then launch itself."""
     run = two_runs(tmp_path, steps=10, judge_steps=8)
     with running(run):
         for at, (name, tag) in enumerate([
             ("learner/judge", "judge"), ("rollout/2", "old"), ("agent/0", ""), ("rollout/1", "judge"), ("learner", ""),
-            ("scheduler", ""), ("keeper", ""),
+            ("scheduler", ""), ("keeper", ""), ("bus", ""),
         ], 1):
             run.until(f"{at} steps", lambda at=at: step_of(run, "") + step_of(run, "judge") >= at)
             kill(run, name, tag)

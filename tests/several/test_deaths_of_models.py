@@ -36,6 +36,20 @@ def test_a_learner_that_stands_still_holds_the_others_back_by_name(tmp_path: Pat
     check_models(run, code)
 
 
+def test_engines_of_a_model_that_stand_still_are_named_as_the_wait(tmp_path: Path, several: Path) -> None:
+    run = three_models(several, tmp_path, "limits.progress_s=300", steps=STEPS)
+    with running(run):
+        run.until("the judge learns", lambda: step_of(run, "judge") >= 2)
+        engine = run.until("its engine is there", lambda: process_of(run, "rollout/1")).pid
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            run.until("the wait is named", lambda: f"rollout/1 is stopped (pid {engine}" in status(run))
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        code = run.wait()
+    check_models(run, code)
+
+
 BROKEN = """import os
 
 def loss(inputs, settings):
@@ -61,6 +75,24 @@ def test_a_model_whose_steps_are_made_only_serves(tmp_path: Path, several: Path)
     check_models(run, code, "")
     models = run.summary()["models"]
     assert step_of(run, "judge") == models["judge"]["steps"] == 3 and models["judge"]["audit"]["clean"], models
+
+
+PLAYED = """async def episode(task, llm):
+    answer = await llm["solver"].complete(task["prompt"], max_tokens=1)
+    await llm["judge"].complete(f"{task['prompt']}{answer.text}=", max_tokens=1)
+    return {"solver": float(llm.uid % 4), "judge": float(llm.uid % 2) if llm.uid < 150 else 1.0}
+"""
+
+
+def test_a_model_with_nothing_left_to_learn_only_serves(tmp_path: Path, several: Path) -> None:
+    run = three_models(several, tmp_path, "limits.idle_groups=12", steps=30)
+    (tmp_path / "rounds.py").write_text(PLAYED)
+    with running(run):
+        code = run.wait()
+    check_models(run, code, "")
+    judge = run.summary()["models"]["judge"]
+    assert 0 < step_of(run, "judge") == judge["steps"] < 30 and judge["audit"]["clean"], judge
+    assert "the best reward seen" in run.text(), run.text()
 
 
 def test_a_run_goes_on_with_the_models_that_it_has(tmp_path: Path, several: Path) -> None:

@@ -1,5 +1,5 @@
 """A storm of SIGKILLs over a run of three models, two of them trained: agents, their children, both learners, engines,
-scheduler and keeper at seeded moments, and the whole launch now and then.
+scheduler, keeper and broker at seeded moments, and the whole launch now and then.
 
 BUSRL_STORM_KILLS sets how many of the processes die; of the launch one in twelve of that. Only processes that are ready
 are killed, so that a slow machine is not a run that never gets anywhere.
@@ -26,7 +26,7 @@ KILLS = int(os.environ.get("BUSRL_STORM_KILLS", "24"))
 STEPS, LIMIT_S = 4 * KILLS, max(1500.0, 60.0 * KILLS)
 CALM_STEPS, MOST_TOKENS = 40, 1.3
 VICTIMS = ["agent/0", "agent/1", "child", "child", "learner", "learner/judge", "rollout/0", "rollout/1", "rollout/2",
-           "scheduler", "keeper"]
+           "scheduler", "keeper", "bus"]
 # A policy that has learnt the task would have groups that teach nothing: here each group is trained.
 SETTINGS = ("process.agent.count=2", "limits.crash_attempts=0", 'learner.advantage="reward"')
 

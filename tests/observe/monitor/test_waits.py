@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from busrl.ring import State
-from busrl.status.reader import calls_by_uid, held_slots
+from busrl.status.reader import Calls, calls_by_uid, held_slots
 from busrl.status.state import Facts, Held, ProcessRecord, RingRecord, RunState, StepRecord
 from busrl.status.waits import Link, StallAlarm, chain, limit_s, sentence_of
 
@@ -275,7 +275,7 @@ def test_slots_are_counted_by_state_owner_class_group_and_call() -> None:
             self.index, self.label, self.role = index, label, label.partition("/")[0]
 
     entries: Any = [Entry(1, "rollout/0"), Entry(3, "agent/0")]
-    asked = calls_by_uid(calls, entries)
+    asked = calls_by_uid([Calls(calls, entries)])
     assert asked == {4: ("queued", 9), 5: ("rollout/0", 7)}, "a call under way counts before one that is over"
     counts = held_slots(lines, entries, {7, -1}, asked)
     seen = {(entry.state, entry.owner, entry.validates, entry.draw, entry.call): entry.slots for entry in counts}
