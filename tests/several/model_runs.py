@@ -81,6 +81,12 @@ def step_of(run: Run, tag: str) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
+def sides_alone(run: Run, tag: str) -> int:
+    """Trained samples of episodes that were played without some of their sides."""
+    rows = {row["step"]: row for row in read_lines(paths_of(run, tag).metrics) if "kind" not in row}
+    return sum(row["episodes"].get("alone", 0) for row in rows.values())
+
+
 def check_models(run: Run, code: int, *tags: str) -> dict[str, Any]:
     """Every model made its steps, and lost and doubled nothing; the reports of their audits."""
     assert code == 0, run.tail()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, running
-from model_runs import check_models, process_of, status, step_of, three_models
+from model_runs import check_models, process_of, sides_alone, status, step_of, three_models
 from small_disk import why_no_mounts
 
 STEPS = 10
@@ -105,6 +105,26 @@ def test_a_run_goes_on_with_the_models_that_it_has(tmp_path: Path, several: Path
         run.start()
         code = run.wait()
     assert code == 2 and "hint" in run.text(), run.tail()
+
+
+FAILS = """async def episode(task, llm):
+    answer = await llm["solver"].complete(task["prompt"], max_tokens=1)
+    verdict = await llm["judge"].complete(f"{task['prompt']}{answer.text}=", max_tokens=1)
+    if llm.uid // 4 % 2 == 0 and llm.uid % 3 == 0:  # a third of the first tries
+        raise RuntimeError("the tool is not there")
+    return {"solver": float(llm.uid % 4), "judge": float(verdict.text == "|")}
+"""
+
+
+def test_an_episode_that_failed_is_played_again_with_all_its_sides(tmp_path: Path, several: Path) -> None:
+    run = three_models(several, tmp_path, 'learner.advantage="reward"', steps=STEPS)
+    (tmp_path / "rounds.py").write_text(FAILS)
+    with running(run):
+        code = run.wait()
+    reports = check_models(run, code)
+    assert min(sum(report.accidents.values()) for report in reports.values()) > 30, reports
+    assert sum(sides_alone(run, tag) for tag in reports) == 0
+    assert "is played without some of its sides" not in run.paths.errors.read_text()
 
 
 WHY_NOT = why_no_mounts()

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import Run, read_lines, running
-from model_runs import EPISODES, TAGS, check_models, paths_of, process_of, step_of, three_models
+from harness import Run, running
+from model_runs import EPISODES, TAGS, check_models, paths_of, process_of, sides_alone, step_of, three_models
 from test_agent_storm import drawn_per_ended
 from test_agents_in_a_run import children_of
 
@@ -49,12 +49,6 @@ def blow(run: Run, seed: int) -> Counter[str]:
             run.start()
             killed["launch"] += 1
     return killed
-
-
-def sides_alone(run: Run, tag: str) -> int:
-    """Trained samples of episodes that were played without some of their sides."""
-    rows = {row["step"]: row for row in read_lines(paths_of(run, tag).metrics) if "kind" not in row}
-    return sum(row["episodes"].get("alone", 0) for row in rows.values())
 
 
 @pytest.mark.slow
