@@ -19,8 +19,8 @@ import agent_worlds as worlds
 import aiohttp
 import pytest
 from agent_worlds import Table
+from seat_holder import PLACES, Holder
 from side_scene import SEATS
-from test_side_ends import PLACES, Holder
 
 from busrl.agents.episode import Episode
 from busrl.agents.http import Card, EpisodeServer

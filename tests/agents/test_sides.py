@@ -248,12 +248,11 @@ class Storm(Scene):
 
     def step(self) -> None:
         """Make one pass of a scheduler, then of the others."""
-        while self.todo and self.todo[0][0].queue(self.todo[0][1]):
-            del self.todo[0]
         again = [(book, uid) for book in self.books for uid in book.again(self.firsts[book])]
-        new = [one for one in again if one not in self.todo]
-        self.todo[:0] = sorted(new, key=lambda one: (episode_of(one[1], SIZE, len(one[0].seats)),
-                                                     -self.books.index(one[0]), -one[1]))
+        again.sort(key=lambda one: (episode_of(one[1], SIZE, len(one[0].seats)), -self.books.index(one[0]), -one[1]))
+        if all(book.queue(uid) for book, uid in again):
+            while self.todo and self.todo[0][0].queue(self.todo[0][1]):
+                del self.todo[0]
         for book in self.books:
             book.work(whole=True)
 

@@ -230,8 +230,8 @@ NO_NAMES = [
 def test_what_is_no_name_of_a_folder_names_no_model_or_seat(tmp_path: Path, read: Read, name: str) -> None:
     """A tag becomes a folder and names of processes; nothing is made before it is one."""
     before = sorted(tmp_path.parent.iterdir())
-    for rows in (SOLVER.replace('"solver"', json.dumps(name)) + JUDGE + AGENT,
-                 SOLVER + JUDGE + f"seats = [{json.dumps(name)}]\n" + AGENT):
+    text = json.dumps(name, ensure_ascii=False)
+    for rows in (SOLVER.replace('"solver"', text) + JUDGE + AGENT, SOLVER + JUDGE + f"seats = [{text}]\n" + AGENT):
         problems = refused(read, rows)
         assert all(len(problem) < 1000 for problem in problems) and "t.toml:" in problems[0], problems
         assert any("a small letter" in problem or "[a-z]" in problem for problem in problems), problems

@@ -230,7 +230,7 @@ def reward_turns(episode: Episode, body: EndBody) -> None:
     by_seat = body.turn_rewards if isinstance(body.turn_rewards, dict) else {}
     if not any(isinstance(value, (dict, list)) for value in by_seat.values()):
         rewarded = [(episode, _by_turn(episode, body.turn_rewards))]
-    elif unknown := next((name for name in by_seat if name not in episode.seats), None):
+    elif (unknown := next((name for name in by_seat if name not in episode.seats), None)) is not None:
         raise CallRefused("invalid", f"turn_rewards: {shown(unknown)} is no seat", "turn_rewards")
     else:
         rewarded = [(episode.seats[name], _by_turn(episode.seats[name], value)) for name, value in by_seat.items()]
