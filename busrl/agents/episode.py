@@ -37,7 +37,7 @@ from busrl.agents.parsers import Draft, MessageMaker
 from busrl.agents.renderer import Renderer
 from busrl.agents.seats import ONLY, Seat
 from busrl.agents.tree import Conversation, Ids, OpenCall, Tree, Turn
-from busrl.data.episodes import EpisodeLimits, fault_of_key
+from busrl.data.episodes import LARGEST_REWARD, EpisodeLimits, fault_of_key
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
@@ -446,11 +446,15 @@ class Episode:
         return turn
 
     def reward(self, request: RewardRequest) -> None:
-        """Add a reward to a turn; CallRefused if the episode has no such turn."""
+        """Add a reward to a turn; CallRefused if the episode has no such turn, or what it has then can not be kept."""
         turn = next((turn for turn in self.tree.turns if turn.number == request.turn), None)
         if turn is None:
             raise CallRefused("invalid", f"turn {request.turn}: this episode has no such turn", "turn")
-        turn.reward = (turn.reward or 0.0) + request.value
+        reward = (turn.reward or 0.0) + request.value
+        if not abs(reward) <= LARGEST_REWARD:
+            raise CallRefused("invalid", f"turn {request.turn}: its reward would be {reward:g}, which no float32 holds",
+                              "value")
+        turn.reward = reward
 
 
 async def beside(size: int, function: Callable[..., T], *arguments: Any) -> T:

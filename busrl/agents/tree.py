@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.agents.seats import shown
 from busrl.data.episodes import UNLIMITED, EpisodeArrays, EpisodeLimits
 from busrl.data.prompts import joined
 from busrl.errors import CallRefused
@@ -44,7 +45,7 @@ def canonical(message: Mapping[str, Any]) -> bytes:
     against "" have the same form."""
     role = message.get("role")
     if not isinstance(role, str):
-        raise CallRefused("invalid", f"a message has the role {role!r}: must be a text, such as user", "messages")
+        raise CallRefused("invalid", f"a message has the role {shown(role)}: must be a text, such as user", "messages")
     text = text_of(message)
     if role == "assistant":
         text = text.rpartition("</think>")[2]

@@ -50,6 +50,7 @@ TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
 NEEDED = ("ids", "seqs", "turns", "logprobs", "versions")
 UNLIMITED = 1 << 30
 KEY_BYTES = 64  # of a turn's key, at most
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # of a turn
 
 
 @dataclass(frozen=True)

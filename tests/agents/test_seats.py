@@ -360,6 +360,8 @@ def test_the_end_over_http_gives_each_seat_its_reward(chat: Renderer) -> None:
     ({"reward": 1.0, "turn_rewards": {"judge": [1], "solver": 2.0}}, "turn_rewards", "must be a map or a list"),
     ({"reward": 1.0, "turn_rewards": {"judge": {"7": 1}}}, "turn_rewards", "for 7"),
     ({"reward": 1.0, "turn_rewards": {"judge": {"x": 1}}}, "turn_rewards", "numbers of calls"),
+    ({"reward": 1.0, "turn_rewards": {"": {"0": 1}}}, "turn_rewards", "'' is no seat"),
+    ({"reward": 1.0, "turn_rewards": {"judge": [1e39]}}, "turn_rewards", "no finite reward of a call, for 0"),
 ])
 def test_a_wrong_end_is_refused_by_its_field_and_rewards_no_turn(
     chat: Renderer, body: dict[str, Any], param: str, text: str

@@ -42,7 +42,7 @@ class Killed:
         run = Run(directory, *settings, config=self.run.config, steps=steps)
         for tag, ring in self.rings.items():
             if tag not in without:
-                shutil.copyfile(ring, paths_of(run, tag).ring_file)
+                shutil.copy(ring, paths_of(run, tag).ring_file)  # with its mode: one that others may write is refused
         return run
 
 

@@ -34,6 +34,7 @@ from busrl.agents.roles.holder import EpisodeHolder, run_key
 from busrl.agents.samples import EpisodeSamples, Warn
 from busrl.agents.seats import Worth, settled, shown, worth_of
 from busrl.agents.sides import ClaimedSample
+from busrl.data.episodes import LARGEST_REWARD
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.rewards.base import MalformedReward, settle
 from busrl.ring import seq_of
@@ -248,8 +249,9 @@ def _by_turn(episode: Episode, given: Any) -> dict[int, float]:
         by_turn = {int(turn): float(value) for turn, value in rewards.items()}
     except ValueError:
         raise CallRefused("invalid", "turn_rewards: its keys are numbers of calls", "turn_rewards") from None
-    numbers = {turn.number for turn in episode.tree.turns}
-    if wrong := [turn for turn, value in by_turn.items() if turn not in numbers or not math.isfinite(value)]:
+    had = {turn.number: turn.reward or 0.0 for turn in episode.tree.turns}
+    kept = {turn for turn, value in by_turn.items() if turn in had and abs(had[turn] + value) <= LARGEST_REWARD}
+    if wrong := [turn for turn in by_turn if turn not in kept]:
         raise CallRefused("invalid", f"turn_rewards: no finite reward of a call, for {wrong[0]}", "turn_rewards")
     return by_turn
 
