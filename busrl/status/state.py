@@ -660,7 +660,7 @@ class RunState:
     def rows_beside(self) -> dict[str, list[ProcessRow]]:
         """Learners and engines of the other models, by tag, as they are in the rings of these."""
         beside = (self.ring and self.ring.beside) or {}
-        return {tag: [msgspec.structs.replace(self._row(process), behind=0) for process in processes]
+        return {tag: [ProcessRow(**asdict(process), late=self._late(process)) for process in processes]
                 for tag, processes in beside.items()}
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -673,10 +673,14 @@ class RunState:
         spent = self._busy[_life(process)]
         # Most roles do not count their busy time: it is unknown, not 0.
         busy = min(1.0, max(0.0, spent.per_s() / 1e9)) if spent.known and process.busy_ns else None
-        late = process.state == "ready" and process.progress_age_s > (process.deadline_s or self.facts.progress_s)
         behind = max(0, self.version - process.version) if process.version else 0
         restarts = self.restarts.get(process.name, 0)
-        return ProcessRow(**asdict(process), late=late, busy=busy, behind=behind, restarts=restarts)
+        return ProcessRow(
+            **asdict(process), late=self._late(process), busy=busy, behind=behind, restarts=restarts
+        )
+
+    def _late(self, process: ProcessRecord) -> bool:
+        return process.state == "ready" and process.progress_age_s > (process.deadline_s or self.facts.progress_s)
 
     def _presence(self, message: m.Hello | m.Heartbeat | m.Goodbye, now: float) -> None:
         sender = address_of(message.sender)
