@@ -88,6 +88,17 @@ def test_a_scheduler_held_back_by_another_model_names_its_learner() -> None:
         "opens no group: as many are in flight as may be (of judge)")
 
 
+def test_a_stopped_engine_of_another_model_is_the_root_of_its_calls() -> None:
+    calls = Held("generating", "agent/0", 8, 12.0, draw=7, call="queued judge")
+    run = picture(WAITING, process("agent/0"), slots=(calls,))
+    assert run.ring is not None
+    engines = process("learner/judge"), process("rollout/1", stopped=True, progress_age_s=9.0)
+    run.look(replace(run.ring, beside={"judge": engines}), 0.0)
+    links = chain(run, 0.0)
+    assert found(run) == (["learner", "agent/0", "rollout/1"], "kill -CONT 77")
+    assert "calls wait for an engine of judge" in links[1].because
+
+
 @given(runs)
 def test_a_chain_ends_at_a_root_and_names_no_process_twice(run: RunState) -> None:
     links = chain(run, 0.0)
