@@ -37,6 +37,8 @@ def routing(t: Topology) -> tuple[Routing | None, str]:
     if t.learner.routes == "auto":
         if t.model.dtype == "float32":
             return None, f"{experts}; the learner chooses its own, which in float32 are the engine's"
+        if any(entry.role == "rollout" and (entry.command or not entry.count) for entry in t.process):
+            return None, f"{experts}; the learner chooses its own: of programs of others nothing is known"
         if (objection := next(_objections(t, shape), None)) is not None:
             return None, f"{experts}; the learner chooses its own: {objection.rule}"
     of = "the answer" if t.learner.routes_of == "answer" else "prompt and answer"

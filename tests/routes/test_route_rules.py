@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from topologies import write_model
 
 from busrl.data.routing import Routing
 from busrl.errors import TopologyError
@@ -27,10 +28,10 @@ SMALL = ("learner.lr=3e-4", "learner.trigger.n_min=2")
 def experts(here: Path, loaded: Loader) -> Loader:
     """Loads topologies whose model has experts; more keys of its config may be given first."""
 
-    def load_with(extra: str = "", *overrides: str, config: dict[str, Any] = EXPERTS) -> Topology:
+    def load_with(extra: str = "", *overrides: str, config: dict[str, Any] = EXPERTS, **more: Any) -> Topology:
         path = here / "model" / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 0, **config}))
-        return loaded(extra, *SMALL, *overrides)
+        return loaded(extra, *SMALL, *overrides, **more)
 
     return load_with
 
@@ -54,6 +55,13 @@ def test_auto_carries_routes_but_in_float32(experts: Loader) -> None:
     assert experts("", BF16).derived.routing == SHAPE
     assert experts("", BF16, "learner.routes=own").derived.routing is None
     assert experts("", "model.dtype=float32", REPLAY).derived.routing == SHAPE
+
+
+@pytest.mark.parametrize("foreign", ['command = ["true"]', "count = 0"])
+def test_auto_expects_no_routes_of_programs_of_others(experts: Loader, foreign: str) -> None:
+    outside = f'[[process]]\nrole = "rollout"\n{foreign}\n'
+    assert experts(outside, BF16).derived.routing is None
+    assert experts(outside, BF16, REPLAY).derived.routing == SHAPE, "they may write them all the same"
 
 
 def test_auto_says_in_one_line_why_it_carries_none(experts: Loader) -> None:
@@ -127,3 +135,16 @@ def test_a_vllm_that_cannot_say_is_refused_and_left_out_by_auto(
     left_out = experts("", *vllm, compiled)
     assert left_out.derived.routing is None
     assert [line for line in left_out.derived.explain if "the learner chooses its own: routes of a vLLM on" in line]
+
+
+def test_each_trained_model_has_its_routes_and_one_that_only_serves_none(experts: Loader, here: Path) -> None:
+    write_model(here / "other", context=0)
+    (here / "episode.py").write_text("async def episode(task, llm):\n    return 1.0\n")
+    models = "".join(f'[[model]]\ntag = "{tag}"\npath = "{path}"\ndtype = "bfloat16"\n{more}' for tag, path, more in (
+        ("solver", "model", ""), ("judge", "model", ""), ("dense", "other", ""), ("old", "model", "trained = false\n")))
+    agent = '[[process]]\nrole = "agent"\nfunction = "episode.py:episode"\n'
+    whole = experts(models + agent, base='[data]\ntrain = "train.jsonl"\n[agents]\ncontext = 96\n')
+    shapes = {tag: whole.of(tag).derived.routing for tag in whole.tags}
+    assert shapes == {"solver": SHAPE, "judge": SHAPE, "dense": None, "old": None}
+    assert whole.of("judge").derived.call_slot_bytes > whole.of("old").derived.call_slot_bytes
+    assert Topology.from_json(whole.to_json()) == whole
