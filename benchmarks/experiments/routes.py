@@ -56,8 +56,8 @@ def run(options: argparse.Namespace, way: str, seed: int) -> dict[str, Any]:
 
 def over(runs: list[dict[str, Any]], name: str, part: slice) -> str:
     """Median over seeds of the mean of a number over some steps."""
-    means = [[value for value in run["curves"].get(name, [])[part] if value is not None] for run in runs]
-    means = [mean(values) for values in means if values]
+    rows = [[value for value in run["curves"].get(name, [])[part] if value is not None] for run in runs]
+    means: list[float] = [mean(values) for values in rows if values]
     return f"{median(means):.3f}" if means else "-"
 
 
@@ -74,8 +74,13 @@ def table(runs: list[dict[str, Any]], steps: int) -> list[str]:
         changed = f"{over(replay, 'changed', part)}, {over(replay, 'rows', part)}"
         cells = [over(side, name, part) for name in ("mismatch", "reward") for side in (replay, own)]
         lines.append(f"| {begin + 1} to {min(steps, begin + quarter)} | {changed} | {' | '.join(cells)} |")
+    costs = [median(mean(pair) for pair in zip(*(
+        [left + right for left, right in zip(run["curves"]["forward_s"], run["curves"]["backward_s"], strict=True)]
+        for run in by_way[way]), strict=True)) for way in WAYS if by_way[way]]
     ends = ["/".join(f"{run['validation']:.2f}" for run in by_way[way]) for way in WAYS]
-    return [*lines, "", f"Validation at the end, each seed: replay {ends[0]}, own {ends[1]}."]
+    took = ", ".join(f"{cost:.3f}" for cost in costs)
+    return [*lines, "", f"Validation at the end, each seed: replay {ends[0]}, own {ends[1]}. Seconds of forward and "
+            f"backward of a step, median: {took} (the machine had other work)."]
 
 
 def main() -> int:
