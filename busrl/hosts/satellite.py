@@ -38,7 +38,6 @@ from busrl.hosts.holdings import COLLECT_AT_ONCE, DROPS, TENSORS, AnswerReader, 
 from busrl.hosts.membership import SILENT, HostSource, ahead_of
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.protocol.codec import topic
 from busrl.ring import Ring, seq_of
 from busrl.roles.actor import Actor, Doorbell, ring_bells
 from busrl.roles.answers import DTYPES
@@ -109,10 +108,6 @@ class Satellite(Actor):
             self.receive(message)
         else:
             self.bus.wait(timeout_s, self.home.fileno())
-
-    def subscriptions(self) -> list[str]:
-        routed = [] if self.topology.derived.routing is None else [topic(m.ProbeRouted)]
-        return [*super().subscriptions(), *routed]
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.TaskRequest):

@@ -347,7 +347,8 @@ class Actor(ABC):
 
     def subscriptions(self) -> list[str]:
         """Topic prefixes; a role that has topics of its own extends it."""
-        return [*map(topic, self.subscribe), topic(m.Stop)]
+        routed = m.ProbeDrawn in self.subscribe and self.topology.derived.routing is not None
+        return [*map(topic, self.subscribe), topic(m.Stop), *([topic(m.ProbeRouted)] if routed else [])]
 
     def _live(self) -> int:
         self.setup()

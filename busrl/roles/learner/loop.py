@@ -45,7 +45,6 @@ from busrl.data.pretrained import import_classes
 from busrl.errors import CannotTrain, FateRefused
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
-from busrl.protocol.codec import topic
 from busrl.ring import Fates
 from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner.excerpts import Excerpts, gap_of
@@ -310,10 +309,6 @@ class Learner(Actor):
         waited = time.monotonic_ns() - begun
         self.metrics.waited(waited / 1e9)
         self.ring.add(idle_ns=waited)
-
-    def subscriptions(self) -> list[str]:
-        routed = [] if self.topology.derived.routing is None else [topic(m.ProbeRouted)]
-        return [*super().subscriptions(), *routed]
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.ProbeDrawn):
