@@ -103,9 +103,9 @@ def _lacking(wanted: Mapping[str, str]) -> str:
     """The reason why the installed vLLM cannot give routes, if one of its files lacks its text."""
     package, version = vllm_installed()
     found = importlib.util.find_spec("vllm") if package else None
-    roots = found.submodule_search_locations if found else None
+    init = found.origin if found else None  # a folder that only has the name has none
     for name, text in wanted.items():
-        file = Path(roots[0]) / name if roots else None
+        file = Path(init).parent / name if init else None
         if file is not None and not (file.is_file() and text in file.read_text("utf-8", "replace")):
             return f"{package} {version} does not say which experts it chose: its {name} has no {text.split()[-1]}"
     return ""
