@@ -49,7 +49,7 @@ def test_check_prints_the_sums_of_all_weights_alone(here: Path) -> None:
     assert "optimiser" not in adapters and "learner memory" not in adapters
 
 
-def test_adapters_are_summed_beside_one_base_up_to_what_may_be_in_memory(here: Path) -> None:
+def test_adapters_are_summed_beside_one_base_as_far_as_memory_allows(here: Path) -> None:
     def parts(*settings: str) -> dict[str, int]:
         t = topology(here, "tinker.weights=adapters", "tinker.max_rank=16", *settings)
         return tuner_memory.of_tuner(t, tuner_memory.work_of(t))

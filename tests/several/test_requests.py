@@ -85,7 +85,7 @@ class Desk(ControlDesk):
 # -- the number of processes -----
 
 
-def test_each_model_is_scaled_by_itself_and_stays_so_at_the_next_start(read: Read, tmp_path: Path) -> None:
+def test_each_model_is_scaled_by_itself_over_the_next_start_too(read: Read, tmp_path: Path) -> None:
     desk = Desk(tmp_path / "run", read(SOLVER + SERVED + FOLLOWER + AGENT, "learner.checkpoint_every=10"))
     for key, value, names in (
         ("model.judge.rollout", "3", {"rollout/1", "rollout/4", "rollout/7"}),
@@ -129,7 +129,7 @@ def test_a_number_that_a_model_cannot_have_is_refused(
     assert not answer.ok and why in answer.text and desk.run.topology is topology, answer.text
 
 
-def test_keys_of_a_start_are_those_of_the_lead_where_no_model_is_named(read: Read) -> None:
+def test_keys_without_a_model_are_those_of_the_lead(read: Read) -> None:
     t = read(SOLVER + JUDGE + AGENT)
     assert changeable.whole_key(t, "learner.lr") == "model.solver.learner.lr"
     assert changeable.whole_key(t, "scheduler.policy") == "scheduler.policy"
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_one_model_asks_no_other(read: Read, tmp_path: Path) -> 
 # -- the audit -----
 
 
-def test_a_bound_that_was_set_for_one_model_counts_in_its_audit_alone(read: Read, tmp_path: Path) -> None:
+def test_a_bound_set_for_one_model_counts_in_its_audit_alone(read: Read, tmp_path: Path) -> None:
     desk = Desk(tmp_path / "run", read(SOLVER + JUDGE + AGENT, "ring.slots=256"), solver=7, judge=3)
     before = desk.runs["judge"].topology.weights.max_staleness
     assert desk.ask("set", "model.judge.weights.max_staleness", str(before + 1)).ok

@@ -110,7 +110,7 @@ def test_recorded_answers_follow_prompt_and_step(recorded: Path) -> None:
     assert prompt is not None and prompt.prompt.startswith("p")
 
 
-def test_groups_of_seats_are_of_one_prompt_and_answered_as_that_seat_did(recorded: Path) -> None:
+def test_groups_of_seats_share_a_prompt_and_answer_as_that_seat_did(recorded: Path) -> None:
     topology = Topology.from_json((recorded / "topology.json").read_text())
     seated = dataclasses.replace(topology, model=dataclasses.replace(topology.model, seats=("first", "second")))
     (recorded / "topology.json").write_text(seated.to_json())
