@@ -153,7 +153,8 @@ class StandStill:
 
     def _waits(self) -> list[Link]:
         run, now = self._progress.run, time.monotonic()
-        own = (child for child in self._progress.children if self._topology.tag_of(child.name) == self._topology.tag)
+        own = (child for child in self._progress.children if not child.name.startswith("rollout/")
+               or self._topology.tag_of(child.name) == self._topology.tag)
         run.restarts = {child.name: child.restarts for child in own}
         run.deaths = dict(self._events.deaths)
         run.look(self._picture.look(), now)

@@ -157,15 +157,14 @@ def run_of_files(files: RunFiles) -> RunState:
 
 
 def _is_of(topology: dict[str, Any], process: str) -> bool:
-    """Tell whether a process may be in the ring of the model of a topology.json: of several each has rollouts and a
-    learner of its own (`busrl.topology.models`)."""
+    """Tell whether what became of a process says something of the model of a topology.json: of several each has
+    rollouts and a learner of its own (`busrl.topology.models`), and the scheduler of the lead waits for all learners."""
     role, _, rest = process.partition("/")
     models = topology.get("models")
     apart = whole_number(topology.get("apart")) or (len(models) if isinstance(models, list) else 0)
     if role == "rollout" and rest.isdecimal() and apart > 1:
         return (int(rest) - whole_number(topology.get("first"))) % apart == 0
-    beside = "" if models else topology.get("tag", "")
-    return role != "learner" or rest == beside
+    return role != "learner" or bool(models) or rest == topology.get("tag", "")
 
 
 def _decoded(lines: LineFollower, kind: type[T]) -> Iterator[T]:

@@ -231,7 +231,8 @@ def _lines(look: RunStatus, paths: RunPaths) -> Iterator[str]:
     yield from (line for part in overviews(paths.root) for line in part.lines)
     rows = look.processes if look.state in LIVING else []
     yield from map(words.process_line, rows)
-    yield from _restarts(look, {row.name for row in rows})
+    beside = (row.name for rows_of_model in run.rows_beside().values() for row in rows_of_model)
+    yield from _restarts(look, {row.name for row in rows}.union(beside))
     yield from problem_lines(paths.errors)
     yield from (f"  {line}" for line in (*_from_outside(paths), *_refusals(paths)))
     yield f"  {paths.root}"
