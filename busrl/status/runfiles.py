@@ -158,7 +158,7 @@ def run_of_files(files: RunFiles) -> RunState:
 
 def _is_of(topology: dict[str, Any], process: str) -> bool:
     """Tell whether what became of a process says something of the model of a topology.json: of several each has
-    rollouts and a learner of its own (`busrl.topology.models`), and the scheduler of the lead waits for all learners."""
+    rollouts and a learner of its own (`busrl.topology.models`); the scheduler of the lead waits for all learners."""
     role, _, rest = process.partition("/")
     models = topology.get("models")
     apart = whole_number(topology.get("apart")) or (len(models) if isinstance(models, list) else 0)
