@@ -114,9 +114,8 @@ def validate(options: argparse.Namespace) -> int:
     if before is not None and before.open:
         raise UserError(f"{paths.root}: a round was asked for and is not done yet ({before.state}); wait for it")
     own = _asked_about(topology, options.tag)
-    request = validator.Request(uuid.uuid4().hex, [names[name] for name in options.names or names], options.free)
-    if own.beside:
-        request.model = own.tag
+    asked = [names[name] for name in options.names or names]
+    request = validator.Request(uuid.uuid4().hex, asked, options.free, model=own.beside or msgspec.UNSET)
     request.write(paths)
     answer = _await_round(paths, request, pid, options.wait)
     if answer.state == "refused":
